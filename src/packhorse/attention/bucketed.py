@@ -1,0 +1,157 @@
+"""Sequences of like length attend together, with as little padding as that needs.
+
+For CPUs, and for GPUs and dtypes that `varlen` does not serve. Sequences are grouped by length
+rounded up, cut from the flat batch into `[n, L, H, D]`, attended, and laid back. A group whose
+lengths are all equal needs no mask; the others fill up with zeros that a mask hides, so a sequence
+still never sees another one, nor another's NaN.
+
+On a CPU two batched products around a softmax beat the fused kernel by two to one at BERT's lengths
+(measured, see docs/decisions.md), as long as the scores of a group stay in the cache: hence the
+limit on a group's size. Elsewhere the fused kernel is used.
+
+Shapes: T tokens, n sequences of a group, L their padded length, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from packhorse.attention import Support
+from packhorse.packing.batch import Packed
+
+STEP = 16  # lengths are rounded up to a multiple of this to be grouped
+CACHED_SCORES = 1 << 15  # n · L² of a group on a CPU: with 12 heads in fp32, 1.5 MB of scores
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences that attend together."""
+
+    tokens: Tensor | slice  # [n · L] index of each slot's token; padding slots point at token 0
+    real: Tensor | None  # [n, L] which slots hold a token; None where all do
+    count: int  # n
+    width: int  # L
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """The groups of a batch and the way back."""
+
+    groups: tuple[Group, ...]
+    back: Tensor | None  # [T] where each token lies in the groups' real slots; None = in order
+
+
+class Bucketed:
+    """Groups of like length."""
+
+    serves = Support()
+
+    def plan(self, packed: Packed) -> GroupedPlan | Tensor:
+        """Group the batch's sequences by length."""
+        if torch.compiler.is_compiling():
+            return packed.cu_seqlens
+        return _plan(packed.cu_seqlens)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan | Tensor) -> Tensor:
+        """[T, H, D] each."""
+        if isinstance(plan, Tensor):
+            return _opaque(q, k, v, plan)
+        return attend_groups(q, k, v, plan)
+
+
+def _plan(cu_seqlens: Tensor) -> GroupedPlan:
+    limit = CACHED_SCORES if cu_seqlens.device.type == "cpu" else 1 << 40
+    return plan_groups(cu_seqlens.tolist(), limit, cu_seqlens.device)
+
+
+@torch.library.custom_op("packhorse::bucketed", mutates_args=())
+def _opaque(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The kernel as one node of a compiled graph: groups depend on the data, the graph must not."""
+    return attend_groups(q, k, v, _plan(cu_seqlens)).contiguous()
+
+
+@_opaque.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def plan_groups(bounds: Sequence[int], limit: int, device: torch.device) -> GroupedPlan:
+    """Sort by length, group what rounds up alike, and cut groups at `limit` scores a head."""
+    spans = _spans(bounds)
+    by_length = sorted(spans)
+    groups = []
+    for _, alike in groupby(by_length, key=lambda span: -(-span[0] // STEP)):
+        groups.extend(_cut(list(alike), limit, device))
+    if spans == by_length:
+        return GroupedPlan(tuple(groups), None)
+    order = torch.cat([torch.arange(a, a + n) for n, a in by_length])
+    return GroupedPlan(tuple(groups), torch.argsort(order).to(device))
+
+
+def plan_one_group(bounds: Sequence[int], device: torch.device) -> GroupedPlan:
+    """Every sequence in one group, as wide as the longest."""
+    spans = _spans(bounds)
+    return GroupedPlan((_group(spans, device),), None)
+
+
+def _spans(bounds: Sequence[int]) -> list[tuple[int, int]]:
+    """(length, start) of every sequence that has tokens."""
+    return [(b - a, a) for a, b in pairwise(bounds) if b > a]
+
+
+def _cut(alike: list[tuple[int, int]], limit: int, device: torch.device) -> list[Group]:
+    most = max(1, limit // alike[-1][0] ** 2)
+    return [_group(alike[i : i + most], device) for i in range(0, len(alike), most)]
+
+
+def _group(spans: list[tuple[int, int]], device: torch.device) -> Group:
+    """One group of (length, start) spans; adjacent spans of equal length need no index at all."""
+    width, first = max(n for n, _ in spans), spans[0][1]
+    if all(span == (width, first + i * width) for i, span in enumerate(spans)):
+        return Group(slice(first, first + len(spans) * width), None, len(spans), width)
+    lengths = torch.tensor([n for n, _ in spans]).unsqueeze(1)
+    starts = torch.tensor([a for _, a in spans]).unsqueeze(1)
+    slots = torch.arange(width).unsqueeze(0)
+    real = slots < lengths  # [n, L]
+    tokens = torch.where(real, starts + slots, 0).flatten().to(device)
+    return Group(tokens, None if bool(real.all()) else real.to(device), len(spans), width)
+
+
+def attend_groups(q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
+    """Attend group by group and lay the tokens back in their order: [T, H, D]."""
+    attend = _products if q.device.type == "cpu" else _fused
+    pieces = []
+    for group in plan.groups:
+        out = attend(_cut_out(q, group), _cut_out(k, group), _cut_out(v, group), group.real)
+        out = out.transpose(1, 2)  # [n, L, H, D]
+        pieces.append(out.flatten(0, 1) if group.real is None else out[group.real])
+    joined = torch.cat(pieces)
+    return joined if plan.back is None else joined[plan.back]
+
+
+def _cut_out(x: Tensor, group: Group) -> Tensor:
+    """[T, H, D] to [n, H, L, D]; padding slots are zero."""
+    x = x[group.tokens].unflatten(0, (group.count, group.width))
+    if group.real is not None:
+        x = x.masked_fill(~group.real[:, :, None, None], 0)
+    return x.transpose(1, 2)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    mask = None if real is None else real[:, None, None, :]
+    return scaled_dot_product_attention(q, k, v, mask)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+    # The scale goes in while the queries are copied into place, so it costs no pass of its own.
+    q = q * q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2)  # [n, H, L, L]
+    if real is not None:
+        scores = scores.masked_fill(~real[:, None, None, :], float("-inf"))
+    return scores.softmax(-1) @ v

@@ -1,0 +1,28 @@
+"""Unpack to `[S, max_seqlen]`, attend, repack: what PopRT calls its unpack/repack mode.
+
+The linear layers still see real tokens only; attention alone pays for padding, up to the longest
+sequence of the batch. One group instead of several: simple, of fixed shape, and the comparison that
+`bucketed` has to win.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from packhorse.attention import Support
+from packhorse.attention.bucketed import GroupedPlan, attend_groups, plan_one_group
+from packhorse.packing.batch import Packed
+
+
+class Repack:
+    """All sequences in one padded group."""
+
+    serves = Support()
+
+    def plan(self, packed: Packed) -> GroupedPlan:
+        """One group of every sequence."""
+        return plan_one_group(packed.cu_seqlens.tolist(), packed.ids.device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
+        """[T, H, D] each."""
+        return attend_groups(q, k, v, plan)

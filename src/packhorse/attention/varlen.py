@@ -1,0 +1,56 @@
+"""FlashAttention over ragged sequences, through torch's own `varlen_attn`.
+
+The fastest there is on CUDA in half precision: no padding, no mask, nothing planned on the host.
+The function's keywords changed between torch 2.10 and 2.13; its first seven arguments did not, and
+they are all that full attention needs, so this file is the only place that knows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from packhorse.attention import Support
+from packhorse.packing.batch import Packed
+
+
+def _obstacle() -> str | None:
+    try:
+        from torch.nn.attention import varlen  # noqa: F401  (is it there at all?)
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen attention"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"{torch.cuda.get_device_name()} is older than Ampere (compute capability 8.0)"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    """Boundaries on the device, and the longest sequence."""
+
+    cu_seqlens: Tensor  # [S+1] int32
+    max_seqlen: int
+
+
+class Varlen:
+    """One fused call for the whole batch."""
+
+    serves = Support(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        obstacle=_obstacle,
+    )
+
+    def plan(self, packed: Packed) -> VarlenPlan:
+        """The batch's own boundaries."""
+        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan) -> Tensor:
+        """[T, H, D] each."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        bounds, longest = plan.cu_seqlens, plan.max_seqlen
+        out = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        return out if isinstance(out, Tensor) else out[0]

@@ -1,0 +1,149 @@
+"""Open what lies in a model's folder and nothing else; write a folder whole or not at all.
+
+A model folder is a stranger's: its index, its modules.json and its links can name any file of this
+machine. The rule for every reader: a name found in a file is one plain file name, and what it leads
+to, links followed, is a regular file inside the model's folder. The one exception is a snapshot in
+the hub's cache (`models--org--name/snapshots/REVISION`), where each file is by design a link into
+the `blobs` of its repository or of the cache; links that end elsewhere are refused there too. Hard
+links pass: they cannot be told from a copy, and installers such as uv make them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from packhorse.errors import CheckpointError, InputError
+
+JSON_LIMIT = 16 << 20  # bytes; the largest index of a real model is under 1 MiB
+
+# Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
+_FLAGS = (
+    os.O_RDONLY
+    | getattr(os, "O_NOFOLLOW", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Where `name` of `folder` really is; refused when that is outside the model's folder."""
+    if name in ("", ".", "..") or any(bad in name for bad in "/\\:\0"):
+        raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
+    real = Path(os.path.realpath(folder / name))
+    if not any(real.is_relative_to(root) for root in _roots(folder)):
+        raise CheckpointError(
+            f"{folder / name} is a link to {real}, outside the model's folder; "
+            f"copy the file there, or pass the folder it lies in"
+        )
+    return real
+
+
+def _roots(folder: Path) -> list[Path]:
+    real = Path(os.path.realpath(folder))
+    for snapshot in (real, *real.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            return [snapshot, repository / "blobs", repository.parent / "blobs"]
+    return [real]
+
+
+def open_file(folder: Path, name: str) -> BinaryIO:
+    """The regular file `name` of `folder`, opened for reading."""
+    path = inside(folder, name)
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: there is no {name}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def exists(folder: Path, name: str) -> bool:
+    """Is there anything called `name` (a dangling link included, so that it is reported)?"""
+    return os.path.lexists(folder / name)
+
+
+def read_json(folder: Path, name: str) -> Any:
+    """The JSON document `name` of `folder`."""
+    with open_file(folder, name) as file:
+        text = file.read(JSON_LIMIT + 1)
+    if len(text) > JSON_LIMIT:
+        raise CheckpointError(f"{folder / name} is larger than {JSON_LIMIT} bytes")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder / name} is not valid JSON: {error}") from error
+
+
+def read_object(folder: Path, name: str, *, optional: bool = False) -> dict[str, Any]:
+    """The JSON object `name` of `folder`; empty when it is `optional` and absent."""
+    if optional and not exists(folder, name):
+        return {}
+    found = read_json(folder, name)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder / name} holds no JSON object")
+    return found
+
+
+def write_json(folder: Path, name: str, value: Any) -> None:
+    """Write `value` as people like to read it."""
+    (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+@contextmanager
+def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to fill, which becomes `folder` when the block ends well and vanishes otherwise.
+
+    An old folder is moved aside before it is deleted: whenever the process is killed, a folder
+    called `folder` is whole, old or new. (Between two renames it may be absent; then both lie
+    beside it under hidden names.)
+    """
+    target = Path(os.path.abspath(folder))
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{folder} is a file; choose another name for the folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise InputError(f"{folder} is not empty; choose another folder, or allow overwriting")
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        _sync(draft)
+        _swap(draft, target)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Without this a power cut soon after the rename could leave files without their bytes."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb+") as file:
+                os.fsync(file.fileno())
+
+
+def _swap(draft: Path, target: Path) -> None:
+    if not target.exists():
+        draft.rename(target)
+        return
+    old = draft.with_suffix(".old")
+    target.rename(old)
+    try:
+        draft.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

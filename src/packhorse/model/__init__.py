@@ -1,0 +1,1 @@
+"""BERT over packed sequences, and its heads."""

@@ -1,0 +1,135 @@
+"""The heads: what a task makes of the hidden states of a packed batch.
+
+Each is `forward(hidden, packed) -> tensors`, per token or per sequence (dummies included; the
+caller picks its own with `Packed.split` and `Packed.pick`). Sequences are reduced with segment
+reductions, never with a product over the whole batch: a NaN in one must not reach another.
+
+Shapes: T tokens, S sequences, E hidden width, V vocabulary, C labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from packhorse.model.bert import ACTIVATIONS
+from packhorse.model.config import BertConfig
+from packhorse.packing.batch import Packed
+
+POOLINGS = ("mean", "cls", "max", "mean_sqrt_len")
+
+
+class Pooler(nn.Module):
+    """BERT's own pooled output: the first token through a dense layer and tanh."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[S, E]."""
+        return torch.tanh(self.dense(_first_tokens(hidden, packed)))
+
+
+class Mlm(nn.Module):
+    """Masked-language model: a score for every word at every token it is given.
+
+    V is large: hand it the hidden states of the masked tokens alone.
+    """
+
+    def __init__(self, config: BertConfig, words: nn.Embedding, tied: bool = True) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = config.activation
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        if tied:
+            self.decoder.weight = words.weight
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[n, E] states of any tokens to [n, V]."""
+        return self.decoder(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
+
+
+class PooledLabels(nn.Module):
+    """A linear layer on the pooled output: NSP (2 labels), classification, reranking (1 label)."""
+
+    def __init__(self, config: BertConfig, pooler: Pooler, labels: int) -> None:
+        super().__init__()
+        self.pooler = pooler
+        self.dropout = nn.Dropout(config.dropout)
+        self.dense = nn.Linear(config.hidden_size, labels)
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[S, C]."""
+        return self.dense(self.dropout(self.pooler(hidden, packed)))
+
+
+class TokenLabels(nn.Module):
+    """A linear layer on every token: entity labels (C), or answer spans (start and end, C = 2)."""
+
+    def __init__(self, config: BertConfig, labels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.dense = nn.Linear(config.hidden_size, labels)
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[T, C]."""
+        return self.dense(self.dropout(hidden))
+
+
+class Embed(nn.Module):
+    """One vector a sequence: pooled (several poolings side by side), projected, normalised."""
+
+    def __init__(
+        self,
+        pooling: Sequence[str] = ("mean",),
+        dense: Sequence[Dense] = (),
+        normalise: bool = True,
+    ) -> None:
+        super().__init__()
+        self.pooling = tuple(pooling)
+        self.dense = nn.ModuleList(dense)
+        self.normalise = normalise
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[S, E], in fp32 or wider: averages of many half-precision numbers lose digits."""
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        x = torch.cat([_pool(how, wide, packed) for how in self.pooling], dim=-1)
+        for layer in self.dense:
+            x = layer(x)
+        return F.normalize(x, dim=-1) if self.normalise else x
+
+
+class Dense(nn.Module):
+    """A projection after pooling, as sentence-transformers stores it."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, activation: str = "tanh"):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[S, inputs] to [S, outputs]."""
+        x = self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
+        return x if self.activation == "identity" else ACTIVATIONS[self.activation](x)
+
+
+def _first_tokens(hidden: Tensor, packed: Packed) -> Tensor:
+    # Empty slots at the end of a bucket start at T; any token will do for them.
+    return hidden[packed.starts.clamp(max=len(hidden) - 1)]
+
+
+def _pool(how: str, hidden: Tensor, packed: Packed) -> Tensor:
+    """[T, E] to [S, E]."""
+    if how == "cls":
+        return _first_tokens(hidden, packed)
+    lengths = packed.lengths.long()
+    if how == "max":
+        return torch.segment_reduce(hidden, "max", lengths=lengths, axis=0, unsafe=True)
+    total = torch.segment_reduce(hidden, "sum", lengths=lengths, axis=0, unsafe=True)
+    count = lengths.clamp(min=1).unsqueeze(-1).to(hidden.dtype)
+    return total / (count if how == "mean" else count.sqrt())

@@ -1,0 +1,176 @@
+"""Packed: sequences laid end to end, the only thing a model ever sees.
+
+Three shapes of the same value. *Ragged*: T is the sum of the lengths. *Bucket*: T and S are rounded
+up to a fixed shape, so that a compiled step is compiled once; the spare tokens are dummy sequences.
+*Rows*: T = rows × capacity, no sequence crosses a row, each row's unused tail is a dummy sequence.
+Whatever the shape, `cu_seqlens` alone says where a sequence begins and ends, so a model or a kernel
+needs no second code path, and `places` says which of the S sequences are the caller's own.
+
+Shapes: T tokens, S sequences (dummies included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse.errors import InputError
+
+
+class Tokens(Protocol):
+    """What a sequence must offer to be packed; `tokens.Encoding` does."""
+
+    @property
+    def ids(self) -> Any: ...
+    @property
+    def types(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """S sequences laid end to end in T tokens."""
+
+    ids: Tensor  # [T]
+    types: Tensor  # [T]
+    positions: Tensor  # [T]    restart in each sequence
+    cu_seqlens: Tensor  # [S+1]  int32
+    max_seqlen: int
+    places: tuple[int, ...]  # which sequence slot holds the caller's i-th sequence
+    capacity: int = 0  # tokens a row where sequences may not cross rows; 0 = ragged
+
+    @classmethod
+    def build(cls, sequences: Sequence[Tokens]) -> Packed:
+        """Lay `sequences` end to end, in the order given."""
+        if not sequences:
+            raise InputError("there is no sequence to pack; pass at least one")
+        lengths = np.array([len(s.ids) for s in sequences])
+        if not lengths.all():
+            raise InputError(f"sequence {int(lengths.argmin())} has no tokens; drop it first")
+        return cls(
+            ids=_join(s.ids for s in sequences),
+            types=_join(s.types for s in sequences),
+            positions=torch.from_numpy(_restarting(lengths)),
+            cu_seqlens=_cumulative(lengths),
+            max_seqlen=int(lengths.max()),
+            places=tuple(range(len(sequences))),
+        )
+
+    @classmethod
+    def rows(
+        cls, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]], capacity: int
+    ) -> Packed:
+        """Lay each pack (indices into `sequences`) into a row of `capacity` tokens."""
+        slots: list[Tokens] = []
+        places = dict.fromkeys(range(len(sequences)), -1)
+        for pack in packs:
+            room = capacity
+            for index in pack:
+                places[index] = len(slots)
+                slots.append(sequences[index])
+                room -= len(sequences[index].ids)
+            if room < 0:
+                raise InputError(f"a pack holds {capacity - room} tokens, its row {capacity}")
+            if room:
+                slots.append(_Dummy.of(room))
+        if -1 in places.values():
+            raise InputError("the packs leave out a sequence; each must have exactly one place")
+        return replace(cls.build(slots), places=tuple(places.values()), capacity=capacity)
+
+    def pad(self, tokens: int, sequences: int) -> Packed:
+        """Fill up to a bucket: `tokens` tokens in `sequences` sequence slots.
+
+        The spare tokens become dummy sequences no longer than the longest real one, so that they
+        cost next to nothing; the slots left over are empty sequences at the very end.
+        """
+        spare = tokens - len(self.ids)
+        dummies = -(-spare // self.max_seqlen)
+        empty = sequences - len(self) - dummies
+        if self.capacity or spare < 0 or empty < 0:
+            raise InputError(
+                f"{len(self)} sequences of {len(self.ids)} tokens do not fit a bucket of "
+                f"{sequences} sequences and {tokens} tokens"
+            )
+        lengths = np.full(dummies, self.max_seqlen)
+        if dummies:
+            lengths[-1] = spare - self.max_seqlen * (dummies - 1)
+        tail = _cumulative(np.append(lengths, np.zeros(empty, int)))[1:] + self.cu_seqlens[-1].cpu()
+        zeros = self.ids.new_zeros(spare)
+        positions = torch.from_numpy(_restarting(lengths)).to(self.ids.device)
+        return replace(
+            self,
+            ids=torch.cat([self.ids, zeros]),
+            types=torch.cat([self.types, zeros]),
+            positions=torch.cat([self.positions, positions]),
+            cu_seqlens=torch.cat([self.cu_seqlens, tail.to(self.cu_seqlens)]),
+        )
+
+    def to(self, device: torch.device | str) -> Packed:
+        """The same batch on `device`, copied without waiting where memory is pinned."""
+        if torch.device(device) == self.ids.device:
+            return self
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("ids", "types", "positions", "cu_seqlens")
+        }
+        return replace(self, **moved)
+
+    def __len__(self) -> int:
+        """Sequence slots, dummies included."""
+        return len(self.cu_seqlens) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def starts(self) -> Tensor:
+        """[S] index of each sequence's first token."""
+        return self.cu_seqlens[:-1]
+
+    def split(self, per_token: Tensor, at: Tensor | None = None) -> list[Tensor]:
+        """Cut a per-token result into one view for each of the caller's sequences.
+
+        `per_token` is [T, …]; or [n, …] for the n tokens `at`, in rising order, alone.
+        """
+        bounds = self.cu_seqlens if at is None else torch.searchsorted(at, self.cu_seqlens)
+        ends = bounds.tolist()
+        return [per_token[ends[place] : ends[place + 1]] for place in self.places]
+
+    def pick(self, per_sequence: Tensor) -> Tensor:
+        """Keep the caller's sequences of a per-sequence result [S, …], in the caller's order."""
+        if self.places == tuple(range(len(per_sequence))):
+            return per_sequence
+        return per_sequence[list(self.places)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dummy:
+    """Filler that no one asks about; token 0 at type 0."""
+
+    ids: np.ndarray
+    types: np.ndarray
+
+    @classmethod
+    def of(cls, length: int) -> _Dummy:
+        zeros = np.zeros(length, np.int64)
+        return cls(zeros, zeros)
+
+
+def _join(arrays: Iterable[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(a) for a in arrays]).astype(np.int64))
+
+
+def _cumulative(lengths: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+
+def _restarting(lengths: np.ndarray) -> np.ndarray:
+    """Counts 0, 1, 2 … anew for each length: [T]."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

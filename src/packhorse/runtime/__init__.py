@@ -1,0 +1,1 @@
+"""From texts to results: the offline encoder."""
