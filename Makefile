@@ -50,7 +50,7 @@ peers: .venv/.peers
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	  { echo "Packhorse needs Python 3.11 to 3.13 and $(PYTHON) is not; try: make PYTHON=python3.12 …" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.demo: $(SOURCES) | .venv/bin/python
 	$(PIP) "$(TORCH)" -e '.[plots]' $(MODEL)

@@ -123,12 +123,10 @@ def fetched(call: ast.Call) -> str:
 
 
 def internal(modules: dict[str, Module], name: str) -> str | None:
-    """The module of ours that `name` reaches, or None; a version number reaches nothing."""
-    if name == "packhorse.__version__":
-        return None
-    while name and name not in modules:
+    """The module of ours that `name` reaches, or None; what the façade offers is for `layers`."""
+    while "." in name and name not in modules:
         name = name.rpartition(".")[0]
-    return name or None
+    return name if "." in name else None
 
 
 def layers(modules: dict[str, Module]) -> list[str]:

@@ -1,17 +1,16 @@
 """Text and pairs of texts to token ids and back, for any `tokenizer.json` or an old `vocab.txt`.
 
-The `tokenizers` library splits the text, in parallel and without the GIL; this module adds what a
-packed encoder needs around it: special tokens laid by the file's own template, truncation that is
-always reported, overlapping windows, offsets that are code points of the original text.
+The `tokenizers` library splits the text, in parallel and without the GIL; around it: special tokens
+laid by the file's own template, truncation that is always reported, overlapping windows, offsets
+that are code points of the original text.
 
 Trade-offs. (1) A text that cannot fit is cut *before* it is tokenized: to as many words as there
 is room for tokens (and 8 more) within 8 characters a token; only where that gave too few tokens
-(long words, runs of blanks) again within 32, then 128. So 2 MB cost no more than their budget, and
-ordinary text comes out exactly as if tokenized whole. After a cut inside a word (scripts without
-blanks) the tokens of the last 128 characters are dropped, as they may differ from the whole
-text's. Text with still fewer tokens ends short of `max_length`, and says `truncated`. (2) A regular
-expression in a file would run on any user's text and may backtrack for ever, so only those in
-`KNOWN_REGEXES` are accepted.
+(long words, runs of blanks) again within 32, then 128. So 2 MB cost no more than their budget and
+ordinary text comes out as if tokenized whole. After a cut inside a word (scripts without blanks)
+the last 128 characters' tokens are dropped: they might differ in the whole text. What then ends
+short of `max_length` says `truncated`. (2) A regular expression in a file would run on any user's
+text and may backtrack for ever, so only those in `KNOWN_REGEXES` are accepted.
 
 Follows BERT's WordPiece (Devlin et al. 2018) and the `tokenizer.json` format of tokenizers 0.21+.
 """
@@ -38,7 +37,6 @@ OnLong = Literal["truncate", "only_second", "error"]
 
 KNOWN_REGEXES = (
     " {2,}",  # ALBERT, CamemBERT, DeBERTa-v3, XLM-R, T5
-    r"\s+",  # CLIP
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
 )
 SPELLINGS = {
@@ -85,12 +83,8 @@ class _Tokens(NamedTuple):
         return _Tokens(self.ids[begin:end], self.offsets[begin:end], self.cut)
 
 
-class _Template(NamedTuple):
-    """Texts and special tokens in their order."""
-
-    pieces: tuple[int | _Tokens, ...]  # the number of a text, or a special token
-    types: np.ndarray
-    special: np.ndarray
+# For each text and special token in order: the text's number or the token; its type; is it special
+_Template = tuple[tuple[int | _Tokens, ...], np.ndarray, np.ndarray]
 
 
 @final
@@ -114,30 +108,27 @@ class Tokenizer:
         """Read `tokenizer.json`, else `vocab.txt`, of a model folder (or that file itself).
 
         Truncation and padding stored in the file are ignored. A `vocab.txt` becomes BERT's
-        WordPiece; its case is `do_lower_case` of the `tokenizer_config.json` beside it, else
-        lower unless a word of the vocabulary has a letter A to Z. A WordPiece `tokenizer.json`
-        without a post-processor gets BERT's template where it knows [CLS] and [SEP]; any other
-        gets no special tokens. `max_length` defaults to the folder's `model_max_length`;
-        `vocab_size` is the model's: a larger vocabulary is refused.
+        WordPiece; its case is `do_lower_case` of the `tokenizer_config.json` beside it, else lower
+        unless a word has a letter A to Z. A WordPiece `tokenizer.json` without a post-processor
+        gets BERT's template if it knows [CLS] and [SEP]; any other gets no special tokens.
+        `max_length` defaults to the folder's `model_max_length`; `vocab_size` is the model's.
         """
         path = _find(Path(folder_or_file))
         beside = path.with_name("tokenizer_config.json")
         config = _parse(beside)[1] if beside.is_file() else {}
         with _blaming(CheckpointError, f"{path}: not a tokenizer"):
-            make = _from_json if path.suffix == ".json" else _from_vocabulary
-            library = _with_template(make(path, config), config)
+            library = _library(path, config)
             templates = _template(library, path, pair=False), _template(library, path, pair=True)
-            size = 1 + max(*library.get_vocab().values(), *library.encode("", "").ids)
+            ids = [_role(role, config, library) for role in ("cls", "sep", "pad", "mask")]
+            size = 1 + max(chain(library.get_vocab().values(), library.encode("", "").ids))
         if vocab_size is not None and size > vocab_size:
             raise CheckpointError(
-                f"{path}: a vocabulary that does not fit: it has {size} tokens, the model's "
-                f"embedding table {vocab_size}; use the tokenizer the model was trained with"
+                f"{path}: a vocabulary that does not fit: {size} tokens, but the model was made "
+                f"for {vocab_size}; use the tokenizer it was trained with"
             )
-        ids = [_role(role, config, library) for role in ("cls", "sep", "pad", "mask")]
-        stored = config.get("model_max_length")  # transformers writes 10**30 for "none"
-        stored = stored if isinstance(stored, int) and 0 < stored < NO_LIMIT else None
-        limit = stored if max_length is None else max_length
-        return cls(size, limit, *ids, _library=library, _templates=templates)
+        if max_length is None and isinstance(stored := config.get("model_max_length"), int):
+            max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
+        return cls(size, max_length, *ids, _library=library, _templates=templates)
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
@@ -193,17 +184,14 @@ class Tokenizer:
 
     def specials_per(self, pair: bool) -> int:
         """How many special tokens a sequence takes."""
-        return sum(not isinstance(piece, int) for piece in self._templates[pair].pieces)
+        return sum(not isinstance(piece, int) for piece in self._templates[pair][0])
 
     def _room(self, pair: bool, max_length: int | None) -> int:
         """How many tokens of text fit in one sequence."""
         limit = self.max_length if max_length is None else max_length
         specials = self.specials_per(pair)
         if limit is not None and limit <= specials:
-            raise InputError(
-                f"max_length is {limit}, but the special tokens alone take {specials}; "
-                f"use at least {specials + 1}"
-            )
+            raise InputError(f"max_length is {limit}; with special tokens, at least {specials + 1}")
         return NO_LIMIT if limit is None else limit - specials
 
     def _tokenize(
@@ -218,9 +206,8 @@ class Tokenizer:
             found = self._call(parts, [i for i, _ in left])
             for (i, j), cut, tokens in zip(left, cuts, found, strict=True):
                 done[i][j] = _trusted(tokens, cut, len(rows[i][j]))
-            left = [
-                (i, j) for i, j in left if done[i][j].cut and len(done[i][j].ids) < limits[i][j]
-            ]
+            lacks = [(i, j) for i, j in left if len(done[i][j].ids) < limits[i][j]]
+            left = [(i, j) for i, j in lacks if done[i][j].cut]
         return done
 
     def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
@@ -239,10 +226,7 @@ class Tokenizer:
         if room < 1:
             raise InputError(_no_room(index))
         if not 0 <= stride < room:
-            raise InputError(
-                f"a stride of {stride} does not work for text {index}, of which a window holds "
-                f"{room} tokens; use 0 to {room - 1}, or raise max_length"
-            )
+            raise InputError(f"stride is {stride}; text {index} allows 0 to {room - 1}")
         starts = range(0, max(1, len(text.ids) - stride), room - stride)
         return [self._join([*question, text.part(s, s + room)], start=s) for s in starts]
 
@@ -280,10 +264,7 @@ def _checked(texts: Sequence[Text]) -> list[tuple[str, ...]]:
         if not (isinstance(text, str) or (pair and all(isinstance(part, str) for part in row))):
             raise InputError(f"text {i} is neither a string nor a pair of strings: {text!r:.80}")
         if any(map(SURROGATE.search, row)):
-            raise InputError(
-                f"text {i} holds half a surrogate pair, which is not valid Unicode; remove it, "
-                "or decode its source with errors='replace'"
-            )
+            raise InputError(f"text {i} is not Unicode: it holds half a surrogate pair; remove it")
         rows.append(tuple(row))
     return rows
 
@@ -313,13 +294,13 @@ def _fit(tokens: list[_Tokens], room: int, on_long: OnLong, index: int) -> list[
     total, cut = _count(tokens), any(t.cut for t in tokens)
     if on_long == "error" and (cut or total > room):
         raise InputError(
-            f"text {index} is too long: {'over ' * cut}{total} tokens, where {room} fit; "
-            "shorten it, raise max_length, or have it truncated"
+            f"text {index} is too long: {'over ' * cut}{total} tokens, of which {room} fit; "
+            "shorten it, raise max_length or let it be truncated"
         )
     if len(tokens) == 1 or total <= room:
         return [t.part(0, room) for t in tokens]
     share = len(tokens[0].ids) if on_long == "only_second" else _first_share(*tokens, room=room)
-    if share >= room:
+    if on_long == "only_second" and share >= room:
         raise InputError(_no_room(index))
     return [tokens[0].part(0, share), tokens[1].part(0, room - share)]
 
@@ -353,24 +334,14 @@ def _find(path: Path) -> Path:
     for file in (path, path / "tokenizer.json", path / "vocab.txt"):
         if file.is_file():
             return file
-    raise CheckpointError(
-        f"{path}: no tokenizer.json and no vocab.txt there; copy the model's, or save it again "
-        "with transformers (tokenizer.save_pretrained)"
-    )
+    raise CheckpointError(f"{path}: no tokenizer.json or vocab.txt there; copy the model's")
 
 
 def _read(path: Path) -> str:
-    try:
+    with _blaming(CheckpointError, f"{path}: cannot be read"):
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CheckpointError(f"{path}: over {MAX_FILE_BYTES >> 20} MiB; not a vocabulary")
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    if not text.strip():
-        raise CheckpointError(f"{path}: the file is empty")
-    return text
+        return path.read_bytes().decode("utf-8-sig")
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
@@ -383,8 +354,8 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
             raise CheckpointError(f"{path}: {twice!r} comes twice in one object")
         if isinstance(regex := unique.get("Regex"), str) and regex not in KNOWN_REGEXES:
             raise CheckpointError(
-                f"{path}: the regular expression {regex!r:.80} is not among those known to be "
-                "harmless; it might never finish on some text, so the file is refused"
+                f"{path}: the regular expression {regex!r:.80} is not one of the known harmless "
+                "ones and might never finish on some text; the file is refused"
             )
         return unique
 
@@ -429,14 +400,12 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     if missing:
         raise CheckpointError(f"{path}: no {', '.join(missing)} in it: not a BERT vocabulary")
     special = [name for name in names.values() if name in vocabulary]
-    lower = config.get("do_lower_case")
-    if lower is None:
-        lower = not any(re.search("[A-Z]", token) for token in vocabulary.keys() - set(special))
+    cased = any(re.search("[A-Z]", token) for token in vocabulary.keys() - set(special))
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"]))
     made.normalizer = tokenizers.normalizers.BertNormalizer(
         handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
         strip_accents=config.get("strip_accents"),
-        lowercase=bool(lower),
+        lowercase=bool(config.get("do_lower_case", not cased)),
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     made.decoder = tokenizers.decoders.WordPiece()
@@ -444,23 +413,20 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     return made
 
 
-def _from_json(path: Path, config: dict[str, Any]) -> "Library":
-    import tokenizers
+def _library(path: Path, config: dict[str, Any]) -> "Library":
+    """What the file describes. WordPiece without a template gets BERT's, as in transformers."""
+    from tokenizers import Tokenizer, models, processors
 
-    source, _ = _parse(path)  # before the library, which would compile any regular expression
-    made = tokenizers.Tokenizer.from_str(source)
-    made.no_truncation()
-    made.no_padding()
-    return made
-
-
-def _with_template(library: "Library", config: dict[str, Any]) -> "Library":
-    """Give WordPiece without a post-processor BERT's, as `BertTokenizerFast` does."""
-    from tokenizers import models, processors
-
+    if path.suffix == ".json":  # parsed first: the library would compile any regular expression
+        library = Tokenizer.from_str(_parse(path)[0])
+    else:
+        library = _from_vocabulary(path, config)
+    library.no_truncation()
+    library.no_padding()
+    library.encode("\U00013000")  # a hieroglyph: throws where the unknown token is missing
     sep, cls = (_role(role, config, library) for role in ("sep", "cls"))
-    wordpiece = isinstance(library.model, models.WordPiece) and library.post_processor is None
-    if wordpiece and sep is not None and cls is not None:
+    bare = library.post_processor is None and isinstance(library.model, models.WordPiece)
+    if bare and sep is not None and cls is not None:
         ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]
         library.post_processor = processors.BertProcessing(*ends)
     return library
@@ -469,8 +435,8 @@ def _with_template(library: "Library", config: dict[str, Any]) -> "Library":
 def _template(library: "Library", path: Path, pair: bool) -> _Template:
     """Read the layout off an encoded probe, whatever the kind of post-processor that made it."""
     probes = ("a", *list(library.get_vocab())[:1000])
-    raw = (library.encode(probe, add_special_tokens=False) for probe in probes)
-    probe, count = next(((p, len(r)) for p, r in zip(probes, raw, strict=True) if len(r)), ("", 0))
+    counts = ((p, len(library.encode(p, add_special_tokens=False))) for p in probes)
+    probe, count = next((each for each in counts if each[1]), ("", 0))
     made = library.encode(probe, probe if pair else None)
     types: list[int] = []
     pieces: list[int | _Tokens] = []
@@ -480,5 +446,5 @@ def _template(library: "Library", path: Path, pair: bool) -> _Template:
             pieces.append(_Tokens([id], [(0, 0)]) if text is None else text)
     special = np.array([not isinstance(piece, int) for piece in pieces])
     if not count or len(made) != special.sum() + count * (1 + pair):
-        raise CheckpointError(f"{path}: its template does not hold each text once")
-    return _Template(tuple(pieces), np.array(types, np.uint8), special)
+        raise CheckpointError(f"{path}: no token for any text, or a text not once in the template")
+    return tuple(pieces), np.array(types, np.uint8), special

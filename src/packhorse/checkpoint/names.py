@@ -204,7 +204,12 @@ def config(found: Found) -> BertConfig:
             f"config: {keys['activation']} {activation!r} is unknown; "
             f"there are {', '.join(ACTIVATIONS)}"
         )
-    return BertConfig(**{**values, "activation": ACTIVATIONS[activation]})
+    result = BertConfig(**{**values, "activation": ACTIVATIONS[activation]})
+    if result.layers > len(found.tensors):  # before a thousand layers are built to find out
+        raise CheckpointError(
+            f"config: {result.layers} layers in a file of {len(found.tensors)} tensors"
+        )
+    return result
 
 
 def heads(found: Found) -> tuple[str, ...]:
@@ -215,7 +220,8 @@ def heads(found: Found) -> tuple[str, ...]:
     """
     promised, names = _promised(found), set(found.tensors)
     pooled = _needed(found.family.heads["pooled"]) <= names
-    other = "tokens" if "tokens" not in promised and (pooled or "classify" in promised) else "classify"
+    on_sequences = "classify" in promised or (pooled and "tokens" not in promised)
+    other = "tokens" if on_sequences else "classify"
     return tuple(
         head
         for head, entries in found.family.heads.items()
@@ -225,11 +231,13 @@ def heads(found: Found) -> tuple[str, ...]:
 
 def _promised(found: Found) -> set[str]:
     known = found.family.architectures
-    architectures = found.raw.get("architectures") or []
+    said = found.raw.get("architectures") or []
+    architectures = said if isinstance(said, list) else [said]
     for name in architectures:
         if not isinstance(name, str) or name not in known:
             raise CheckpointError(
-                f"config: architecture {name!r} does not run here; those that do: {', '.join(known)}"
+                f"config: architecture {name!r} does not run here; "
+                f"those that do: {', '.join(known)}"
             )
     return {head for name in architectures for head in known[name]}
 
@@ -241,7 +249,7 @@ def _needed(entries: Table) -> set[str]:
 
 
 def labels(found: Found, heads: Collection[str]) -> tuple[str, ...]:
-    """The labels of the classifier, by number; unnamed ones are called as transformers calls them."""
+    """The classifier's labels by number; where they have no names, those transformers gives."""
     head = next((head for head in ("classify", "tokens") if head in heads), None)
     if head is None:
         return ()

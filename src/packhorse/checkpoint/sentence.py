@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -137,9 +137,9 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, ...]:
     modes = raw.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in POOLING_FLAGS.items() if raw.get(flag)] or ["mean"]
-    modes = [modes] if isinstance(modes, str) else modes
+    modes = modes if isinstance(modes, list) else [modes]
     for mode in modes:
-        if mode not in POOLINGS:
+        if not isinstance(mode, str) or mode not in POOLINGS:
             raise CheckpointError(
                 f"{folder / path}: pooling {mode!r} does not run here; "
                 f"those that do: {', '.join(POOLINGS)}"
@@ -154,7 +154,7 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, ...]:
 def _read_dense(folder: Path, path: str) -> Projection:
     raw = files.read_object(files.inside(folder, path), "config.json")
     activation = raw.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise CheckpointError(
             f"{folder / path}: activation {activation!r} is unknown; "
             f"there are {', '.join(ACTIVATIONS)}"
@@ -162,16 +162,17 @@ def _read_dense(folder: Path, path: str) -> Projection:
     for key, good in {"use_residual": False, "module_input_name": "sentence_embedding"}.items():
         if raw.get(key, good) != good:
             raise CheckpointError(f"{folder / path}: {key} {raw[key]!r} does not run here")
-    sizes = raw.get("in_features"), raw.get("out_features")
+    sizes: list[Any] = [raw.get("in_features"), raw.get("out_features")]
     if not all(type(size) is int and 0 < size <= 65_536 for size in sizes):
         raise CheckpointError(
             f"{folder / path}: {sizes[0]!r} to {sizes[1]!r} features are no sizes"
         )
-    return Projection(path, *sizes, raw.get("bias", True) is not False, ACTIVATIONS[activation])
+    bias = raw.get("bias", True) is not False
+    return Projection(path, sizes[0], sizes[1], bias, ACTIVATIONS[activation])
 
 
 def _refuse_lowercasing(layout: Layout) -> None:
-    """The layout may lowercase for a tokenizer that does not; only the tokenizer's word counts here."""
+    """The layout may lowercase for a tokenizer that does not; here the tokenizer alone decides."""
     tokenizer = files.read_object(layout.transformer, "tokenizer_config.json", optional=True)
     if layout.transformer_settings.get("do_lower_case") and tokenizer.get("do_lower_case") is False:
         raise CheckpointError(
@@ -185,7 +186,7 @@ def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     found, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         raise CheckpointError(f"{SETTINGS}: prompts do not map names to texts")
-    if default is not None and default not in found:
+    if default is not None and default not in list(found):
         raise CheckpointError(f"{SETTINGS}: there is no default prompt {default!r}")
     return found, default
 
@@ -229,7 +230,7 @@ def write(folder: Path, layout: Layout, head: Embed | None, width: int, max_leng
     if head is not None:
         files.write_json(folder / paths[1], "config.json", _pooling_settings(head.pooling, width))
         for layer, path in zip(head.dense, paths[2:], strict=False):
-            _write_dense(folder / path, layer)
+            _write_dense(folder / path, cast(Dense, layer))
 
 
 def _pooling_settings(poolings: tuple[str, ...], width: int) -> dict[str, Any]:

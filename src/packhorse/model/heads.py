@@ -107,7 +107,9 @@ class Embed(nn.Module):
 class Dense(nn.Module):
     """A projection after pooling, as sentence-transformers stores it."""
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = True, activation: str = "tanh"):
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = True, activation: str = "tanh"
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs, bias=bias)
         self.activation = activation

@@ -79,7 +79,15 @@ class Packed:
                 slots.append(_Dummy.of(room))
         if -1 in places.values():
             raise InputError("the packs leave out a sequence; each must have exactly one place")
-        return replace(cls.build(slots), places=tuple(places.values()), capacity=capacity)
+        built = cls.build(slots)
+        real = np.repeat([not isinstance(s, _Dummy) for s in slots], built.lengths.numpy())
+        return replace(
+            built,
+            # A tail may be longer than a model has positions for; it needs none of its own.
+            positions=built.positions * torch.from_numpy(real),
+            places=tuple(places.values()),
+            capacity=capacity,
+        )
 
     def pad(self, tokens: int, sequences: int) -> Packed:
         """Fill up to a bucket: `tokens` tokens in `sequences` sequence slots.

@@ -1,91 +1,85 @@
 """The fewest packs a length histogram allows, with a proof of how close we came.
 
 Packing a histogram is the cutting-stock problem. Its linear relaxation counts *slots*: a strategy
-is a way to cut `capacity` into at most `depth` slots, `uses` says how often each is used, and a slot
-may also hold a shorter sequence, so one column more per length hands slots down to the next length:
+cuts `capacity` tokens into at most `depth` slots, `uses` says how often each strategy is used, and
+because a slot may also hold a shorter sequence, slots are handed down from length to length:
 
-    minimise Σ uses    with    slots(uses) + handed down − handed on  ≥  demand,    uses ≥ 0
+    minimise Σ uses    with    slots · uses + handed down − handed on  ≥  demand,    uses ≥ 0
 
-Strategies are too many to list (512 tokens have 22,102 at depth 3, billions at depth 8), so they
-are generated as needed (Gilmore and Gomory 1961), beginning with LPFHP's. The LP's dual is a *worth*
-per length; only a strategy whose slots are worth more than 1 can help, and the worthiest strategy is
-a knapsack over capacity and depth. That knapsack also proves a bound for any worths, optimal or not
-(Farley 1990): divided by its value no pack is worth more than 1, so `demand · worth` packs are
-needed. The LP's own worths jump about; priced close to the best worths known (Wentges 1997), which
-start at length / capacity, ten rounds do what takes fifty without.
+Strategies are too many to list (512 tokens have 22,102 at depth 3, 959,631 at depth 4), so they are
+generated as needed (Gilmore and Gomory 1961), beginning with LPFHP's. The LP's dual is a *worth*
+for each length; only a strategy whose slots are together worth more than 1 can help, and the
+worthiest one is a knapsack over capacity and depth. That knapsack also proves a bound for any
+worths, optimal or not (Farley 1990): divided by its value no pack is worth more than 1, so
+`demand · worth` packs are needed. The LP's own worths jump about; priced near the best worths known
+(Wentges 1997), which start at length / capacity, ten rounds do what takes fifty without.
 
 Rounding dives: keep the whole part of `uses`, then solve again for the few sequences left, rounding
 up where nothing is whole. After every step LPFHP finishes a copy, and the best finish wins.
 
-Two limits keep the time bounded, both paid in quality and never in truth: more than `CLASSES`
-distinct lengths are grouped, each group packed as its longest, and at the deadline the best plan and
-the best bound so far are the answer: never worse than LPFHP's plan and the token bound.
+Two limits bound the time, and are paid in quality, never in truth. More than `CLASSES` distinct
+lengths are thinned out: for the plan a sequence counts as the next longer class, for the bound as
+the next shorter. And at the deadline the best plan and bound so far are the answer, which are never
+worse than LPFHP's plan and the token count's bound.
 """
+
+from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from packhorse.packing.published import Pack, fill, lpfhp, total
 
-if TYPE_CHECKING:
-    from scipy.sparse import csc_array
+Columns = Any  # a scipy csc_array [lengths, strategies]: imported late, and loosely typed
 
-CLASSES = 1024
+CLASSES = 512
 SMOOTHING = 0.8  # how far pricing leans to the best worths known; 0.7 to 0.9 do equally well
 PRECISION = 1e-6  # the relative gap that counts as none
+RELAX_SHARE = 0.6  # of the time; the rest is for rounding
+DIVE_STEP = 0.2  # of the packs still missing that a step of the dive rounds up
 
 
 @dataclass(frozen=True)
 class Stock:
-    """The problem: which slot lengths to cut (longest first) from how many tokens, how many a pack."""
+    """Which slots may be cut, longest first, from how many tokens, and how many from each."""
 
     lengths: np.ndarray
     capacity: int
     depth: int
 
     def demand(self, histogram: np.ndarray) -> np.ndarray:
-        """How many sequences need each slot length, or one that is longer."""
+        """How many sequences ask for each slot, the shortest that holds them."""
         present = np.flatnonzero(histogram)
-        slot = np.searchsorted(-self.lengths, -(present + 1), side="right") - 1
+        slot = np.searchsorted(-self.lengths, -present - 1, side="right") - 1
         return np.bincount(slot, weights=histogram[present], minlength=len(self.lengths))
+
+    def bound(self, histogram: np.ndarray, worth: np.ndarray) -> int:
+        """Packs that no plan can do without, if no strategy is worth more than 1."""
+        present = np.flatnonzero(histogram)
+        slot = np.searchsorted(-self.lengths, -present - 1)  # the longest that a sequence fills
+        return round_up(float(histogram[present] @ np.append(worth, 0.0)[slot]))
 
 
 def optimum(
     histogram: np.ndarray, capacity: int, depth: int, seconds: float = 8.0
 ) -> tuple[list[Pack], int]:
-    """Packs for `histogram` (entry i counts length i+1) and a proven bound: no plan has fewer."""
-    deadline = time.perf_counter() + seconds
+    """Packs for `histogram` (entry i counts length i+1), and a number that no plan can go below."""
+    start = time.perf_counter()
     packs, bound = lpfhp(histogram, capacity, depth), simple_bound(histogram, capacity, depth)
     if total(packs) <= bound * (1 + PRECISION):
         return packs, bound
-    stock = Stock(group(histogram), capacity, depth)
-    slots, uses, worth = relax(stock, stock.demand(histogram), deadline - seconds * 0.4)
-    present = np.flatnonzero(histogram)
-    bound = max(
-        bound,
-        round_up(
-            np.append(worth, 0)[np.searchsorted(-stock.lengths, -(present + 1))]
-            @ histogram[present]
-        ),
-    )
-    return dive(histogram, stock, slots, uses, bound, packs, deadline), bound
-
-
-def group(histogram: np.ndarray) -> np.ndarray:
-    """At most `CLASSES` of these lengths, closest where rounding up to them would cost the most."""
-    lengths = np.flatnonzero(histogram)[::-1] + 1
-    if len(lengths) <= CLASSES:
-        return lengths
-    weight = np.sqrt(histogram[lengths - 1])
-    before = np.cumsum(weight) - weight
-    _, first = np.unique((before * (CLASSES / weight.sum())).astype(int), return_index=True)
-    return lengths[first]
+    stock = Stock(classes(histogram), capacity, depth)
+    slots, uses, worth = relax(stock, stock.demand(histogram), start + RELAX_SHARE * seconds)
+    bound = max(bound, stock.bound(histogram, worth))
+    used = uses > 0
+    rounded = dive(stock, histogram, slots[:, used], uses[used], bound, start + seconds)
+    return min(packs, rounded, key=total), bound
 
 
 def simple_bound(histogram: np.ndarray, capacity: int, depth: int) -> int:
@@ -96,104 +90,117 @@ def simple_bound(histogram: np.ndarray, capacity: int, depth: int) -> int:
     return max(-(-tokens // capacity), -(-sequences // depth), alone)
 
 
-def round_up(bound: float) -> int:
-    """The next whole number of packs, forgiving the rounding errors of the sums behind `bound`."""
-    return math.ceil(bound * (1 - 1e-9))
+def round_up(packs: float) -> int:
+    """The next whole number, forgiving the rounding errors of the sums behind `packs`."""
+    return math.ceil(packs * (1 - 1e-9))
+
+
+def classes(histogram: np.ndarray) -> np.ndarray:
+    """The lengths that occur, longest first; at most `CLASSES`, dense where sequences are many."""
+    lengths = np.flatnonzero(histogram)[::-1] + 1
+    if len(lengths) <= CLASSES:
+        return lengths
+    weight = np.sqrt(histogram[lengths - 1])  # makes the tokens lost to rounding up the fewest
+    before = np.cumsum(weight) - weight
+    _, first = np.unique((before * (CLASSES / weight.sum())).astype(int), return_index=True)
+    return lengths[first]
 
 
 def relax(
     stock: Stock, demand: np.ndarray, deadline: float
-) -> tuple["csc_array", np.ndarray, np.ndarray]:
-    """Solve the LP by column generation: (slots of each strategy, uses of each, best worths)."""
+) -> tuple[Columns, np.ndarray, np.ndarray]:
+    """Solve the LP by generating columns: (slots of each strategy, its uses, the best worths)."""
     from scipy.sparse import hstack
 
     slots, uses = greedy(stock, demand)
     best = stock.lengths / stock.capacity
-    new = from_rows(stock, price(stock, best)[1])
+    new = as_columns(stock, price(stock, best)[1])
     while new.shape[1] and time.perf_counter() < deadline:
         slots = hstack([slots, new], format="csc")
+        uses = np.append(uses, np.zeros(new.shape[1]))
         answer = solve(slots, demand, deadline)
         if answer is None:
-            return slots, np.append(uses, np.zeros(new.shape[1])), best
+            break
         uses, worth = answer
         best, new = improve(stock, demand, best, worth)
-        bound = demand @ best
+        bound = float(demand @ best)
         if uses.sum() <= max(round_up(bound), bound * (1 + PRECISION)):
             break
     return slots, uses, best
 
 
-def improve(stock, demand, best, worth):
+def greedy(stock: Stock, demand: np.ndarray) -> tuple[Columns, np.ndarray]:
+    """LPFHP's strategies and uses: a solution of the LP from the first moment on."""
+    histogram = np.zeros(stock.capacity, dtype=np.int64)
+    histogram[stock.lengths - 1] = demand
+    packs = lpfhp(histogram, stock.capacity, stock.depth)
+    strategy = np.repeat(np.arange(len(packs)), [len(lengths) for lengths, _ in packs])
+    held = np.concatenate([lengths for lengths, _ in packs])
+    slots = sparse(np.searchsorted(-stock.lengths, -held), strategy, len(stock.lengths))
+    return slots, np.array([count for _, count in packs], dtype=float)
+
+
+def improve(
+    stock: Stock, demand: np.ndarray, best: np.ndarray, worth: np.ndarray
+) -> tuple[np.ndarray, Columns]:
+    """The better of the best worths and those priced now, and strategies worth more than 1."""
     lean = SMOOTHING
     while True:
-        smoothed = lean * best + (1 - lean) * worth
-        worthiest, strategies = price(stock, smoothed)
-        best = max(best, smoothed / worthiest, key=demand.dot)
-        columns = from_rows(stock, strategies)
+        priced = lean * best + (1 - lean) * worth
+        worthiest, strategies = price(stock, priced)
+        best = max(best, priced / worthiest, key=demand.dot)
+        columns = as_columns(stock, strategies)
         columns = columns[:, worth @ columns > 1 + 1e-9]
-        if columns.shape[1] or lean == 0:
+        if columns.shape[1] or not lean:
             return best, columns
-        lean = lean / 2 if lean > 0.1 else 0
+        lean = lean / 2 if lean > 0.1 else 0.0  # leaned too far to see what the LP needs
 
 
-def greedy(stock, demand):
-    h = np.zeros(stock.capacity, int)
-    h[stock.lengths - 1] = demand
-    packs = lpfhp(h, stock.capacity, stock.depth)
-    return from_packs(stock, packs), np.array([c for _, c in packs], float)
-
-
-def from_packs(stock, packs):
-    parts = np.concatenate([np.array(l) for l, _ in packs])
-    col = np.repeat(np.arange(len(packs)), [len(l) for l, _ in packs])
-    return columns(stock, np.searchsorted(-stock.lengths, -parts), col)
-
-
-def from_rows(stock, strategies):
+def as_columns(stock: Stock, strategies: np.ndarray) -> Columns:
+    """Rows of indices into `stock.lengths` (past its end: nothing) → a column for each, once."""
     strategies = np.unique(np.sort(strategies, axis=1), axis=0)
-    column, place = np.nonzero(strategies < len(stock.lengths))
-    return columns(stock, strategies[column, place], column)
+    strategy, place = np.nonzero(strategies < len(stock.lengths))
+    return sparse(strategies[strategy, place], strategy, len(stock.lengths))
 
 
-def columns(stock, part, column):
+def sparse(slot: np.ndarray, strategy: np.ndarray, lengths: int) -> Columns:
+    """How many slots of each length (row) each strategy (column) has, from one pair per slot."""
     from scipy.sparse import coo_array
 
-    return coo_array(
-        (np.ones(len(part)), (part, column)), shape=(len(stock.lengths), column[-1] + 1)
-    ).tocsc()
+    shape = (lengths, int(strategy[-1]) + 1)
+    return coo_array((np.ones(len(slot)), (slot, strategy)), shape=shape).tocsc()
 
 
 def solve(
-    slots: "csc_array", demand: np.ndarray, deadline: float
+    slots: Columns, demand: np.ndarray, deadline: float
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The LP over these strategies: (uses of each, worth of each length)."""
+    """The LP over these strategies: (uses of each, worth of each length), or None if time is up."""
     from scipy.optimize import linprog
-    from scipy.sparse import diags_array, hstack
+    from scipy.sparse import eye_array, hstack
 
     lengths, strategies = slots.shape
-    hand_down = diags_array([-1.0, 1.0], offsets=[0, -1], shape=(lengths, lengths - 1))
-    cost = np.concatenate([np.ones(strategies), np.zeros(lengths - 1)])
+    hand_down = eye_array(lengths, lengths - 1, k=-1) - eye_array(lengths, lengths - 1)
     answer = linprog(
-        cost,
+        np.concatenate([np.ones(strategies), np.zeros(lengths - 1)]),
         A_ub=-hstack([slots, hand_down], format="csc"),
         b_ub=-demand,
-        method="highs-ds",
-        options=dict(time_limit=max(deadline - time.perf_counter(), 0.01)),
+        method="highs-ipm",  # with a crossover, so most uses are zero; twice as fast as the simplex
+        options={"time_limit": max(deadline - time.perf_counter(), 1e-3)},
     )
     if not answer.success:
         return None
-    return answer.x[:strategies], np.maximum(-answer.ineqlin.marginals, 0)
+    return answer.x[:strategies], np.maximum(-answer.ineqlin.marginals, 0.0)
 
 
 def price(stock: Stock, worth: np.ndarray) -> tuple[float, np.ndarray]:
-    """The worth of the worthiest strategy, and for every length the worthiest that holds it.
+    """The worth of the worthiest strategy, and for every length the worthiest that has it.
 
     Strategies are rows of indices into `stock.lengths`; the index past its end stands for nothing.
     """
     nothing = len(stock.lengths)
     lengths = np.append(stock.lengths, 0)
-    value, choices = knapsack(lengths, np.append(worth, 0), stock.capacity, stock.depth - 1)
     room = stock.capacity - stock.lengths
+    value, choices = knapsack(lengths, np.append(worth, 0.0), room.max(), stock.depth - 1)
     worthiest = float((worth + value[room]).max())
     parts = [np.arange(nothing)]
     for choice in choices:
@@ -206,62 +213,61 @@ def price(stock: Stock, worth: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def knapsack(
-    lengths: np.ndarray, worth: np.ndarray, capacity: int, parts: int
+    lengths: np.ndarray, worth: np.ndarray, most_room: int, parts: int
 ) -> tuple[np.ndarray, Iterable[np.ndarray]]:
-    """The most that up to `parts` slots are worth in 0..capacity tokens, and the choices to make.
+    """The most that up to `parts` slots are worth in each room, and the choices that lead there.
 
-    The choices come one table per slot, to be followed from the first. Where capacity runs out
-    before `parts` does, one table that feeds on itself answers for any number of slots.
+    The choices are one table for each slot, to be followed in order. Where the room runs out before
+    `parts` does, one table that feeds on itself serves for any number of slots.
     """
-    fitting = np.searchsorted(-lengths, -np.arange(capacity + 1))
-    value, tables = np.zeros(capacity + 1), []
-    unlimited = parts >= capacity // lengths[-2]
+    fitting = np.searchsorted(-lengths, -np.arange(most_room + 1))
+    unlimited = parts >= most_room // lengths[-2]
+    value, tables = np.zeros(most_room + 1), []
     for _ in range(1 if unlimited else parts):
-        more, table = np.zeros(capacity + 1), np.zeros(capacity + 1, dtype=np.intp)
+        more, table = np.zeros(most_room + 1), np.zeros(most_room + 1, dtype=np.intp)
         source = more if unlimited else value
         for room, first in enumerate(fitting):
             totals = worth[first:] + source[room - lengths[first:]]
-            best = totals.argmax()  # the longest of equals, for short strategies
+            best = totals.argmax()  # the longest of equals, so that strategies stay short
             more[room], table[room] = totals[best], first + best
-        if np.array_equal(more, value):
-            break
+        settled = np.array_equal(more, value)
         value, tables = more, [table, *tables]
+        if settled:
+            break
     return value, repeat(tables[0]) if unlimited else tables
 
 
-def dive(histogram, stock, slots, uses, bound, best, deadline):
-    placed, left = [], histogram
-    t = time.perf_counter()
-    keep = uses > 1e-9 if MODE == "support" else uses > -1
-    slots, uses = slots[:, keep], uses[keep]
-    it = 0
-    while total(best) > bound and left.any() and time.perf_counter() < deadline:
-        it += 1
-        packs, left = fill(whole(stock, slots, uses), left, shorter=True)
-        placed += packs
-        best = min(best, placed + lpfhp(left, stock.capacity, stock.depth), key=total)
-        if not left.any():
+def dive(
+    stock: Stock,
+    histogram: np.ndarray,
+    slots: Columns,
+    uses: np.ndarray,
+    enough: int,
+    deadline: float,
+) -> list[Pack]:
+    """Round the LP's answer: fix what is whole, solve for the rest, and so on to the end."""
+    fixed, left, best = [], histogram, None
+    while left.any():
+        packs, left = fill(whole_part(stock, slots, uses), left, shorter=True)
+        fixed += packs
+        finish = fixed + lpfhp(left, stock.capacity, stock.depth)
+        best = min(best or finish, finish, key=total)
+        if total(best) <= enough or not packs:
             break
         answer = solve(slots, stock.demand(left), deadline)
         if answer is None:
             break
-        uses = answer[0]
-    return best
+        uses, _ = answer
+    return best or []
 
 
-MODE = "support"
-
-
-def whole(stock, slots, uses):
-    n = np.floor(uses + 1e-6).astype(int)
-    if not n.any():
-        order = np.argsort(-uses, kind="stable")
-        k = max(1, int(uses.sum() * FR))
-        n[order[:k]] = 1
-    for c in np.flatnonzero(n):
-        i = slots.indices[slots.indptr[c] : slots.indptr[c + 1]]
-        k = slots.data[slots.indptr[c] : slots.indptr[c + 1]].astype(int)
-        yield tuple(np.repeat(stock.lengths[i], k).tolist()), int(n[c])
-
-
-FR = 0.1
+def whole_part(stock: Stock, slots: Columns, uses: np.ndarray) -> Iterator[Pack]:
+    """The strategies to fix now: whole uses, or where there are none the most used ones, once."""
+    times = np.floor(uses + 1e-6).astype(np.int64)
+    if not times.any():
+        step = max(1, int(uses.sum() * DIVE_STEP))
+        times[np.argsort(-uses, kind="stable")[:step]] = 1
+    for strategy in np.flatnonzero(times):
+        column = slice(*slots.indptr[strategy : strategy + 2])
+        lengths = np.repeat(stock.lengths[slots.indices[column]], slots.data[column].astype(int))
+        yield tuple(lengths.tolist()), int(times[strategy])

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from packhorse.packing.batch import Packed
+from packhorse.packing.batch import Packed, Tokens
 from packhorse.packing.online import OnlinePacker
-from packhorse.tokens import Encoding
 
 
 def by_tokens(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
@@ -28,13 +27,13 @@ def by_tokens(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def lay(sequences: Sequence[Encoding], capacity: int) -> Packed:
+def lay(sequences: Sequence[Tokens], capacity: int) -> Packed:
     """One flat batch; or, where a kernel needs rows, rows of `capacity` tokens filled first-fit."""
     if not capacity:
         return Packed.build(sequences)
     packer = OnlinePacker(capacity, rows=None, policy="first_fit")
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i].ids))
     for index in order:
-        packer.add(len(sequences[index]))
+        packer.add(len(sequences[index].ids))
     packs = [[order[arrival] for arrival in row] for row in packer.flush()]
     return Packed.rows(sequences, packs, capacity)

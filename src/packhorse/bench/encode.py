@@ -1,0 +1,273 @@
+"""Encoders side by side in one run: ours and the installed peers, on the same token ids.
+
+Every engine encodes the whole workload once to warm up and to show its vectors; then they are timed
+in rounds, one pass each, so that whatever else the machine does falls on all of them alike. The
+clock includes sorting, padding or packing, and the copy of the vectors to the host; tokenizing is
+done before. Vectors are compared with our own in fp32.
+
+Ours sorts and packs all it is given ("sorted"); "arrival" cuts the sequences into batches of the
+same token budget as they come, which is what a server can do. Peers get batches of one size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from packhorse import device as devices
+from packhorse.bench import peers, random_model, workloads
+from packhorse.bench.peers import ORDERS, Engine, Setting
+from packhorse.checkpoint import hub, sentence
+from packhorse.errors import InputError
+from packhorse.model.heads import Embed
+from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.loading import load
+from packhorse.tokens import Encoding
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
+
+    lengths: np.ndarray
+    model: str
+    config: str | None = None
+    dtypes: tuple[str, ...] = ("fp32",)
+    device: str | None = None
+    peers: tuple[str, ...] | None = None  # None: those that are installed
+    batch_size: int = 16  # of the peers
+    budget: int | None = None  # tokens a batch of ours; None: the device's default
+    repeats: int = 3
+    graphs: bool = False
+    compile_peers: bool = False
+    int8: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EncodeRow:
+    """One engine in one number format and order; or why there is no figure for it."""
+
+    engine: str
+    dtype: str
+    order: str
+    sequences_per_second: float = 0.0  # of the best round
+    median_sequences_per_second: float = 0.0
+    tokens_per_second: float = 0.0  # real tokens, of the best round
+    over_sorted: float | None = None  # times transformers in the same dtype, sorted
+    over_arrival: float | None = None
+    cosine_min: float = 0.0  # to our fp32 vectors
+    cosine_mean: float = 0.0
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine that is not open yet."""
+
+    name: str
+    dtype: str
+    open: Callable[[], Engine]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An open engine in one order, the vectors of its first pass, the seconds of each round."""
+
+    engine: Engine
+    order: str
+    vectors: np.ndarray
+    seconds: list[float] = field(default_factory=list)
+
+
+def measure(request: Request, progress: Progress | None = None) -> list[EncodeRow]:
+    """Open, warm up, time in rounds: a row for every engine and order, and for every failure."""
+    _check(request)
+    device = devices.choose_device(request.device)
+    with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
+        folder = _model_folder(request, Path(scratch))
+        sequences, exact = _reference(request, folder, device)
+        candidates = _candidates(request, folder, _setting(request, folder, device, Path(scratch)))
+        total = len(candidates) + request.repeats
+        trials, failures = [], []
+        for done, candidate in enumerate(candidates, 1):
+            _warm_up(candidate, sequences, trials, failures)
+            _tell(progress, done, total)
+        for done in range(1, request.repeats + 1):
+            for trial in trials:
+                trial.seconds.append(_timed(trial, sequences, device))
+            _tell(progress, len(candidates) + done, total)
+    return [*_rows(trials, exact, request.lengths), *failures]
+
+
+def packhorse_engine(
+    folder: Path,
+    dtype: str,
+    device: torch.device,
+    budget: int | None = None,
+    graphs: bool = False,
+) -> Engine:
+    """Ours; its pooling is the mean, normalised, whatever the model says, as the peers' is."""
+    encoder = load(folder, device=device, dtype=dtype, graphs=graphs, budget=budget)
+    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
+
+    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+        chunks = [sequences] if order == "sorted" else as_they_come(sequences, encoder.budget)
+        return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
+
+    return Engine("packhorse graphs" if graphs else "packhorse", dtype, ORDERS, run)
+
+
+def as_they_come(sequences: Iterable[Encoding], budget: int) -> Iterator[list[Encoding]]:
+    """Batches of at most `budget` tokens, in the order of arrival."""
+    batch: list[Encoding] = []
+    used = 0
+    for sequence in sequences:
+        if batch and used + len(sequence) > budget:
+            yield batch
+            batch, used = [], 0
+        batch.append(sequence)
+        used += len(sequence)
+    if batch:
+        yield batch
+
+
+def _check(request: Request) -> None:
+    for what, value in (("--batch-size", request.batch_size), ("--repeats", request.repeats)):
+        if value < 1:
+            raise InputError(f"{what} {value} measures nothing; pass 1 or more")
+    for name in request.peers or ():
+        if name not in peers.PEERS:
+            raise InputError(f"unknown peer {name!r}; there are {', '.join(peers.PEERS)}")
+    for dtype in request.dtypes:
+        devices.parse_dtype(dtype)
+
+
+def _model_folder(request: Request, scratch: Path) -> Path:
+    if request.config is None:
+        return hub.resolve(request.model)
+    return random_model.write(request.config, scratch / "model", request.seed)
+
+
+def _setting(request: Request, folder: Path, device: torch.device, scratch: Path) -> Setting:
+    layout = sentence.read(folder)
+    home = layout.transformer if layout else folder
+    return Setting(home, device, request.batch_size, int(request.lengths.max()), scratch)
+
+
+def _reference(
+    request: Request, folder: Path, device: torch.device
+) -> tuple[list[Encoding], np.ndarray]:
+    """The sequences, made to fit the model, and their vectors in fp32."""
+    encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
+    model = _torch_backend(encoder.backend).model
+    model.heads["embed"] = Embed(("mean",), normalise=True)
+    config, longest = model.bert.config, int(request.lengths.max())
+    if longest > config.max_positions:
+        raise InputError(
+            f"the workload has sequences of {longest} tokens, the model {config.max_positions} "
+            f"positions; pass --max-length {config.max_positions}"
+        )
+    first, last = (end or 0 for end in (encoder.tokenizer.cls_id, encoder.tokenizer.sep_id))
+    sequences = workloads.sequences(
+        request.lengths, config.vocab_size, ends=(first, last), seed=request.seed
+    )
+    return sequences, np.stack([row for (row,) in encoder.run(sequences, "embed")])
+
+
+def _torch_backend(backend: object) -> TorchBackend:
+    if not isinstance(backend, TorchBackend):
+        raise InputError("only the torch backend is measured here")
+    return backend
+
+
+def _candidates(request: Request, folder: Path, setting: Setting) -> list[Candidate]:
+    """All that is to be in the table, ours first in each dtype."""
+    wanted = request.peers
+    if wanted is None:
+        wanted = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
+    found = []
+    for dtype in request.dtypes:
+        for graphs in (False, True)[: 1 + request.graphs]:
+            ours = partial(packhorse_engine, folder, dtype, setting.device, request.budget, graphs)
+            found.append(Candidate("packhorse graphs" if graphs else "packhorse", dtype, ours))
+        found.extend(Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in wanted)
+        if request.compile_peers:
+            compiled = partial(peers.transformers_compiled, setting, dtype)
+            found.append(Candidate("transformers compiled", dtype, compiled))
+    for name in [name for name in peers.INT8 if request.int8 and name in wanted]:
+        found.append(Candidate(name, "int8", partial(peers.PEERS[name], setting, "int8")))
+    return found
+
+
+def _warm_up(
+    candidate: Candidate,
+    sequences: Sequence[Encoding],
+    trials: list[Trial],
+    failures: list[EncodeRow],
+) -> None:
+    """Open and run once in each order. Whatever another's code raises is that engine's row."""
+    order = ""
+    try:
+        engine = candidate.open()
+        for order in engine.orders:
+            trials.append(Trial(engine, order, engine.run(sequences, order)))
+    except Exception as error:
+        reason = _reason(error)
+        failures.append(EncodeRow(candidate.name, candidate.dtype, order, problem=reason))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; pip install 'packhorse[peers]'"
+    lines = str(error).strip().splitlines() or [""]
+    kind = "" if isinstance(error, peers.Unserved) else f"{type(error).__name__}: "
+    return kind + lines[0][:200]
+
+
+def _timed(trial: Trial, sequences: Sequence[Encoding], device: torch.device) -> float:
+    devices.synchronize(device)
+    start = time.perf_counter()
+    trial.engine.run(sequences, trial.order)
+    devices.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(done, total)
+
+
+def _rows(trials: Sequence[Trial], exact: np.ndarray, lengths: np.ndarray) -> list[EncodeRow]:
+    best = {(t.engine.name, t.engine.dtype, t.order): min(t.seconds) for t in trials}
+    rows = []
+    for trial in trials:
+        name, dtype, seconds = trial.engine.name, trial.engine.dtype, min(trial.seconds)
+        over = [best.get(("transformers", dtype, order)) for order in ("sorted", "arrival")]
+        cosines = (trial.vectors * exact).sum(1)
+        rows.append(
+            EncodeRow(
+                engine=name,
+                dtype=dtype,
+                order=trial.order,
+                sequences_per_second=len(lengths) / seconds,
+                median_sequences_per_second=len(lengths) / median(trial.seconds),
+                tokens_per_second=int(lengths.sum()) / seconds,
+                over_sorted=over[0] and over[0] / seconds,
+                over_arrival=over[1] and over[1] / seconds,
+                cosine_min=float(cosines.min()),
+                cosine_mean=float(cosines.mean()),
+            )
+        )
+    return rows

@@ -1,0 +1,101 @@
+"""Packing algorithms side by side: every algorithm at every depth, on one histogram.
+
+An algorithm that does not serve a case (NNLSHP lists strategies, and at greater depths they are too
+many) is a row with its reason. Only the optimum proves a bound beyond the obvious one; it holds for
+every algorithm at that depth, so all rows of a depth are measured against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from packhorse.errors import InputError
+from packhorse.packing import histogram as packing
+
+ALGORITHMS = packing.ALGORITHMS
+DEPTHS = (2, 3, 4, 8, 16, None)
+
+
+@dataclass(frozen=True)
+class PackingRow:
+    """One plan's figures; or, where there is no plan, the problem."""
+
+    algorithm: str
+    max_per_pack: int | None  # None: unlimited
+    packs: int = 0
+    efficiency: float = 0.0  # the share of all places that hold a token
+    factor: float = 0.0  # sequences a pack
+    lower_bound: int = 0  # no plan has fewer packs
+    gap: float = 0.0  # packs above the bound, as a share of it
+    seconds: float = 0.0
+    problem: str | None = None
+
+
+def compare(
+    counts: np.ndarray,
+    capacity: int,
+    algorithms: Sequence[str] = ALGORITHMS,
+    depths: Sequence[int | None] = DEPTHS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[PackingRow]:
+    """A row for each depth and algorithm."""
+    counts = packing.cut(packing.checked(counts), capacity)
+    _check(algorithms, depths)
+    cases = list(product(depths, algorithms))
+    rows = []
+    for done, (depth, algorithm) in enumerate(cases, 1):
+        rows.append(measure(counts, capacity, algorithm, depth))
+        if progress is not None:
+            progress(done, len(cases))
+    return _against_best_bound(rows)
+
+
+def measure(
+    counts: np.ndarray, capacity: int, algorithm: str, max_per_pack: int | None
+) -> PackingRow:
+    """Plan, and take the plan's figures."""
+    try:
+        plan = packing.plan(counts, capacity, max_per_pack, algorithm)
+    except InputError as error:
+        return PackingRow(algorithm, max_per_pack, problem=str(error))
+    return PackingRow(
+        algorithm=algorithm,
+        max_per_pack=max_per_pack,
+        packs=plan.pack_count,
+        efficiency=plan.efficiency,
+        factor=plan.factor,
+        lower_bound=plan.lower_bound,
+        gap=plan.pack_count / plan.lower_bound - 1,
+        seconds=plan.seconds,
+    )
+
+
+def _check(algorithms: Sequence[str], depths: Sequence[int | None]) -> None:
+    """A mistake in the question is an error, not a table of failures."""
+    for algorithm in algorithms:
+        if algorithm not in ALGORITHMS:
+            known = ", ".join(ALGORITHMS)
+            raise InputError(f"unknown packing algorithm {algorithm!r}; known: {known}")
+    for depth in depths:
+        if depth is not None and depth < 1:
+            raise InputError(f"a pack of at most {depth} sequences holds none; pass 1 or more")
+
+
+def _against_best_bound(rows: Sequence[PackingRow]) -> list[PackingRow]:
+    bounds: dict[int | None, int] = {}
+    for row in rows:
+        bounds[row.max_per_pack] = max(row.lower_bound, bounds.get(row.max_per_pack, 1))
+    return [
+        row
+        if row.problem
+        else replace(
+            row,
+            lower_bound=bounds[row.max_per_pack],
+            gap=row.packs / bounds[row.max_per_pack] - 1,
+        )
+        for row in rows
+    ]

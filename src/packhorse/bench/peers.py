@@ -1,0 +1,324 @@
+"""The libraries people encode with today, each behind one function, fed with the same token ids.
+
+Every peer gets what a careful user would give it: inference mode, the same threads as we have, the
+number format asked for, results left on the device until the end. It pads each batch to the longest
+sequence in it, in the order of arrival or sorted by length, and pools with the mean, normalised. A
+peer that does not serve a case raises `Unserved`; the caller makes that (and whatever else a peer
+may raise) a row of the table, never a crash.
+
+Shapes: n sequences of a batch, L their padded length, E hidden width.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from packhorse import device as devices
+from packhorse import executable
+from packhorse.tokens import Encoding
+
+ORDERS = ("arrival", "sorted")
+SHAPES = 8  # widths that a compiled peer is compiled for, as many as torch.compile keeps
+CPU_ONLY = "measured on the CPU only"
+
+Hidden = Callable[[Tensor, Tensor], Tensor]  # ids, mask [n, L] → states [n, L, E]
+Vectors = Callable[[np.ndarray, np.ndarray], Tensor]  # ids, mask [n, L] → vectors [n, E]
+Run = Callable[[Sequence[Encoding], str], np.ndarray]  # sequences, order → vectors, as they came
+
+
+class Unserved(Exception):
+    """This peer does not do what was asked, for the reason given."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every engine of a run shares."""
+
+    folder: Path  # of the model, as transformers reads it
+    device: torch.device
+    batch_size: int
+    longest: int  # tokens of the longest sequence: the width of a fixed shape
+    scratch: Path  # for exported models
+
+    @property
+    def threads(self) -> int:
+        """As many as torch uses: no engine gets more."""
+        return torch.get_num_threads()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Something that turns sequences, taken in one of its orders, into vectors [n, E]."""
+
+    name: str
+    dtype: str
+    orders: tuple[str, ...]
+    run: Run
+
+
+def transformers(setting: Setting, dtype: str) -> Engine:
+    """Hugging Face transformers with its own choice of attention."""
+    states = _transformers_states(setting, dtype)
+    return _padding("transformers", dtype, setting, _pooled(states, setting.device))
+
+
+def transformers_compiled(setting: Setting, dtype: str) -> Engine:
+    """The same under torch.compile: at one fixed shape, or sorted at a few."""
+    states = _transformers_states(setting, dtype)
+    graphs = "reduce-overhead" if setting.device.type == "cuda" else None
+    if setting.device.type == "cpu" and executable.cpp_compiler() is None:
+        raise Unserved("torch.compile needs a C++ compiler on a CPU")
+    compiled = torch.compile(states, dynamic=False, mode=graphs)
+    vectors = _pooled(compiled, setting.device)
+    step = -(-setting.longest // SHAPES)
+
+    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+        def width(longest: int) -> int:
+            narrow = min(-(-longest // step) * step, setting.longest)
+            return narrow if order == "sorted" else setting.longest
+
+        return padded(vectors, sequences, order, setting.batch_size, width, full=True)
+
+    return Engine("transformers compiled", dtype, ("fixed", "sorted"), run)
+
+
+def sentence_transformers(setting: Setting, dtype: str) -> Engine:
+    """sentence-transformers, from its features to its token embeddings."""
+    from sentence_transformers import SentenceTransformer
+
+    with hushed():
+        model = SentenceTransformer(
+            str(setting.folder),
+            device=str(setting.device),
+            model_kwargs={"dtype": devices.parse_dtype(dtype)},
+        ).eval()
+
+    def states(ids: Tensor, mask: Tensor) -> Tensor:
+        return model({"input_ids": ids, "attention_mask": mask})["token_embeddings"]
+
+    return _padding("sentence-transformers", dtype, setting, _pooled(states, setting.device))
+
+
+def onnxruntime(setting: Setting, dtype: str) -> Engine:
+    """ONNX Runtime on the model as torch exports it; int8 is dynamic, a scale a channel."""
+    import onnxruntime as library
+
+    _only(setting, dtype, "fp32", "int8")
+    model = _exported(setting)
+    if dtype == "int8":
+        model = _quantised(model)
+    options = library.SessionOptions()
+    options.intra_op_num_threads = setting.threads
+    options.log_severity_level = 3
+    session = library.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
+
+    def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+        (hidden,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
+        return mean_pool(torch.from_numpy(hidden), torch.from_numpy(mask))
+
+    return _padding("onnxruntime", dtype, setting, vectors)
+
+
+def openvino(setting: Setting, dtype: str) -> Engine:
+    """OpenVINO on the same export, in the precision asked for and no other."""
+    import openvino as library
+
+    if dtype == "int8":
+        raise Unserved("OpenVINO makes int8 with nncf, which is not measured here")
+    _only(setting, dtype, "fp32", "bf16")
+    hint = {"fp32": "f32", "bf16": "bf16"}[dtype]
+    settings = {
+        "INFERENCE_PRECISION_HINT": hint,
+        "INFERENCE_NUM_THREADS": setting.threads,
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    with hushed():
+        model = library.convert_model(str(_exported(setting)))
+        compiled = library.compile_model(model, "CPU", settings)
+
+    def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+        hidden = compiled({"input_ids": ids, "attention_mask": mask})[0]
+        return mean_pool(torch.from_numpy(hidden), torch.from_numpy(mask))
+
+    return _padding("openvino", dtype, setting, vectors)
+
+
+def ctranslate2(setting: Setting, dtype: str) -> Engine:
+    """CTranslate2, which drops padding in its linear layers by itself."""
+    import ctranslate2 as library
+    from ctranslate2.converters import TransformersConverter
+
+    types = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
+    _only(setting, dtype, *types)
+    if dtype != "int8" and types[dtype] not in library.get_supported_compute_types("cpu"):
+        raise Unserved(f"CTranslate2 has no {dtype} on this processor")
+    folder = setting.scratch / "ctranslate2"
+    if not folder.exists():
+        with hushed():
+            TransformersConverter(str(setting.folder)).convert(str(folder))
+    encoder = library.Encoder(
+        str(folder), compute_type=types[dtype], intra_threads=setting.threads, inter_threads=1
+    )
+
+    def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+        rows = [row[:length].tolist() for row, length in zip(ids, mask.sum(1), strict=True)]
+        hidden = np.array(encoder.forward_batch(rows).last_hidden_state)
+        return mean_pool(torch.from_numpy(hidden), torch.from_numpy(mask))
+
+    return _padding("ctranslate2", dtype, setting, vectors)
+
+
+PEERS = {
+    "transformers": transformers,
+    "sentence-transformers": sentence_transformers,
+    "onnxruntime": onnxruntime,
+    "openvino": openvino,
+    "ctranslate2": ctranslate2,
+}
+INT8 = ("onnxruntime", "openvino", "ctranslate2")
+
+
+def padded(
+    forward: Vectors,
+    sequences: Sequence[Encoding],
+    order: str,
+    batch_size: int,
+    width: Callable[[int], int] = lambda longest: longest,
+    full: bool = False,
+) -> np.ndarray:
+    """Cut into batches, pad each, run, and put the vectors back in the order of arrival.
+
+    `width` makes a batch wider than its longest; `full` fills the last one up with empty rows.
+    """
+    lengths = np.array([len(s) for s in sequences])
+    places = in_order(sequences, order)
+    pieces = []
+    for start in range(0, len(places), batch_size):
+        chosen = places[start : start + batch_size]
+        rows = batch_size if full else len(chosen)
+        ids, mask = pad([sequences[i].ids for i in chosen], rows, width(int(lengths[chosen].max())))
+        pieces.append(forward(ids, mask)[: len(chosen)])
+    joined = torch.cat(pieces).cpu().numpy()  # only here does a device have to catch up
+    vectors = np.empty_like(joined)
+    vectors[places] = joined
+    return vectors
+
+
+def in_order(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+    """The places of the sequences, longest first if they are to be sorted."""
+    lengths = np.array([len(s) for s in sequences])
+    return np.argsort(-lengths, kind="stable") if order == "sorted" else np.arange(len(lengths))
+
+
+def pad(sequences: Sequence[np.ndarray], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and mask, [rows, width] each."""
+    ids, mask = np.zeros((2, rows, width), np.int64)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+        mask[row, : len(sequence)] = 1
+    mask[len(sequences) :, 0] = 1  # a row without any token would be a softmax over nothing
+    return ids, mask
+
+
+def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
+    """[n, L, E] to normalised [n, E], in fp32."""
+    weights = mask.unsqueeze(-1).float()
+    return F.normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Without what libraries say about themselves while they load and export."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _padding(name: str, dtype: str, setting: Setting, vectors: Vectors) -> Engine:
+    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+        return padded(vectors, sequences, order, setting.batch_size)
+
+    return Engine(name, dtype, ORDERS, run)
+
+
+def _pooled(states: Hidden, device: torch.device) -> Vectors:
+    @torch.inference_mode()
+    def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
+        here = [torch.from_numpy(x).to(device, non_blocking=True) for x in (ids, mask)]
+        return mean_pool(states(*here), here[1])
+
+    return vectors
+
+
+def _transformers_states(setting: Setting, dtype: str) -> Hidden:
+    import transformers as library
+
+    library.utils.logging.disable_progress_bar()
+    with hushed():
+        model = library.AutoModel.from_pretrained(
+            setting.folder, dtype=devices.parse_dtype(dtype), add_pooling_layer=False
+        )
+    model.eval().to(setting.device)
+
+    def states(ids: Tensor, mask: Tensor) -> Tensor:
+        return model(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    return states
+
+
+def _only(setting: Setting, dtype: str, *served: str) -> None:
+    if setting.device.type != "cpu":
+        raise Unserved(CPU_ONLY)
+    if dtype not in served:
+        raise Unserved(f"computes in {' or '.join(served)}, not in {dtype}")
+
+
+def _exported(setting: Setting) -> Path:
+    """The model as ONNX, written once: ids and mask [n, L] to states [n, L, E]."""
+    path = setting.scratch / "model.onnx"
+    if path.exists():
+        return path
+    states = _transformers_states(setting, "fp32")
+
+    class Exported(torch.nn.Module):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return states(input_ids, attention_mask)
+
+    example = torch.ones(3, 17, dtype=torch.long)
+    free = {0: "batch", 1: "length"}
+    with hushed(), torch.no_grad():
+        torch.onnx.export(
+            Exported().eval(),
+            (example, example.clone()),
+            str(path),
+            input_names=["input_ids", "attention_mask"],
+            output_names=["hidden"],
+            dynamic_shapes={"input_ids": free, "attention_mask": free},
+            dynamo=True,
+            verbose=False,
+        )
+    return path
+
+
+def _quantised(model: Path) -> Path:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    path = model.with_name("int8.onnx")
+    with hushed():
+        quantize_dynamic(model, path, weight_type=QuantType.QInt8, per_channel=True)
+    return path

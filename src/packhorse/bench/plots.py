@@ -1,0 +1,198 @@
+"""Plots of what the benches found, as PNG, SVG or PDF.
+
+Figures are made without pyplot, so no window system and no global state are involved. Ours has one
+colour throughout, padding another, all else is grey.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packhorse.bench.report import depth_name
+from packhorse.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from packhorse.bench.encode import EncodeRow
+    from packhorse.bench.packing import PackingRow
+    from packhorse.bench.waste import WasteRow
+
+FORMATS = (".png", ".svg", ".pdf")
+OURS, OURS_LIGHT, GREY, LIGHT, PADDING = "#14607a", "#6aaec4", "#8a8f94", "#c3c7cb", "#e0a96d"
+LINES = {"optimum": OURS, "spfhp": "#8a8f94", "lpfhp": "#c0803f", "nnlshp": "#7a5c99"}
+
+
+def check(path: Path | None) -> None:
+    """Can a plot be written there? Asked before the long part."""
+    if path is None:
+        return
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"cannot draw {path}: a plot ends in {', '.join(FORMATS)}")
+    if not path.expanduser().resolve().parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+    _figure(1, 1)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plots") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    try:
+        figure.savefig(path.expanduser(), dpi=150)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _plain(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_plans(path: Path, counts: np.ndarray, capacity: int, rows: Sequence[PackingRow]) -> None:
+    """The lengths, and how full a row is without packing and with each plan."""
+    figure = _figure(10, 3.6)
+    left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
+    _draw_lengths(left, counts)
+    found = [row for row in rows if row.problem is None]
+    tokens = int(counts @ np.arange(1, len(counts) + 1))
+    bars = [("one a row", tokens / (int(counts.sum()) * capacity), LIGHT)]
+    bars += [(r.algorithm, r.efficiency, OURS if r.algorithm == "optimum" else GREY) for r in found]
+    _draw_shares(right, bars)
+    depth = depth_name(found[0].max_per_pack) if found else ""
+    _plain(right, f"How full a row of {capacity} is ({depth} per pack)")
+    _save(figure, path)
+
+
+def draw_packing(path: Path, rows: Sequence[PackingRow]) -> None:
+    """Efficiency over depth, a line an algorithm."""
+    figure = _figure(8, 4.2)
+    axes = figure.subplots()
+    depths = list(dict.fromkeys(depth_name(row.max_per_pack) for row in rows))
+    for algorithm in dict.fromkeys(row.algorithm for row in rows):
+        mine = [r for r in rows if r.algorithm == algorithm and r.problem is None]
+        x = [depths.index(depth_name(row.max_per_pack)) for row in mine]
+        y = [100 * row.efficiency for row in mine]
+        ours = algorithm == "optimum"
+        style: dict[str, Any] = {"linewidth": 2.5 if ours else 1.5, "zorder": 3 if ours else 2}
+        axes.plot(x, y, "o-", label=algorithm, color=LINES.get(algorithm, GREY), **style)
+    axes.set_xticks(range(len(depths)), depths)
+    axes.set_xlabel("sequences a pack at most")
+    axes.set_ylabel("places that hold a token, %")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    _plain(axes, "Packing efficiency by depth")
+    _save(figure, path)
+
+
+def draw_encode(path: Path, rows: Sequence[EncodeRow], about: str) -> None:
+    """Sequences a second, a panel a number format, the fastest on top."""
+    found = [row for row in rows if row.problem is None]
+    dtypes = list(dict.fromkeys(row.dtype for row in found))
+    sizes = [sum(row.dtype == dtype for row in found) for dtype in dtypes]
+    figure = _figure(8.5, 1.3 + 0.3 * sum(sizes) + 0.3 * len(sizes))
+    panels = figure.subplots(len(dtypes), 1, sharex=True, squeeze=False, height_ratios=sizes)
+    for axes, dtype in zip(panels[:, 0], dtypes, strict=True):
+        mine = sorted(
+            (row for row in found if row.dtype == dtype), key=lambda row: row.sequences_per_second
+        )
+        speeds = [row.sequences_per_second for row in mine]
+        bars = axes.barh(range(len(mine)), speeds, color=[_colour(row) for row in mine])
+        axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
+        axes.set_yticks(range(len(mine)), [f"{row.engine}, {row.order}" for row in mine])
+        axes.tick_params(left=False)
+        _plain(axes, dtype)
+    panels[-1, 0].set_xlabel("sequences a second")
+    panels[-1, 0].margins(x=0.12)
+    figure.suptitle(about, x=0.01, ha="left", fontsize=11)
+    _save(figure, path)
+
+
+def _colour(row: EncodeRow) -> str:
+    ours, online = row.engine.startswith("packhorse"), row.order == "arrival"
+    return (OURS_LIGHT if online else OURS) if ours else (LIGHT if online else GREY)
+
+
+def draw_waste(path: Path, counts: np.ndarray, rows: Sequence[WasteRow]) -> None:
+    """The lengths, and real tokens and padding for every way."""
+    figure = _figure(11, 3.6)
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
+    _draw_lengths(left, counts)
+    real = [row.computed * (1 - row.padding) for row in rows]
+    padding = [row.computed * row.padding for row in rows]
+    places = range(len(rows))
+    right.barh(places, real, color=OURS, label="tokens")
+    bars = right.barh(places, padding, left=real, color=PADDING, label="padding")
+    right.bar_label(bars, [f"{row.padding:.1%} padding" for row in rows], padding=3, fontsize=9)
+    right.set_yticks(places, [row.way for row in rows])
+    right.invert_yaxis()
+    right.tick_params(left=False)
+    right.margins(x=0.28)
+    right.locator_params(axis="x", nbins=5)
+    right.xaxis.set_major_formatter(_thousands)
+    right.set_xlabel("tokens computed")
+    _plain(right, "What is computed")
+    _save(figure, path)
+
+
+def draw_speeds(path: Path, names: Sequence[str], speeds: Sequence[float], title: str) -> None:
+    """A bar for each way to encode the same texts; ours is the first."""
+    figure = _figure(8, 1.2 + 0.4 * len(names))
+    axes = figure.subplots()
+    colours = [OURS] + [GREY] * (len(names) - 1)
+    bars = axes.barh(range(len(names)), speeds, color=colours)
+    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.tick_params(left=False)
+    axes.margins(x=0.1)
+    axes.set_xlabel("texts a second")
+    _plain(axes, title)
+    _save(figure, path)
+
+
+def _draw_lengths(axes: Axes, counts: np.ndarray) -> None:
+    lengths = np.arange(1, len(counts) + 1)
+    bins = min(64, len(counts))
+    axes.hist(lengths, bins=bins, weights=counts, color=OURS, rwidth=0.92)
+    mean = float(counts @ lengths / counts.sum())
+    axes.axvline(mean, color=PADDING, linewidth=1.5)
+    axes.annotate(
+        f"mean {mean:.0f}",
+        (mean, 0.96),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="top",
+        fontsize=9,
+    )
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("sequences")
+    axes.yaxis.set_major_formatter(_thousands)
+    _plain(axes, f"{int(counts.sum()):,} sequences by length")
+
+
+def _thousands(value: float, _: object) -> str:
+    return f"{value:,.0f}"
+
+
+def _draw_shares(axes: Axes, bars: Sequence[tuple[str, float, str]]) -> None:
+    names, shares, colours = zip(*bars, strict=True)
+    drawn = axes.barh(range(len(names)), [100 * share for share in shares], color=colours)
+    axes.bar_label(drawn, [f"{share:.2%}" for share in shares], padding=3, fontsize=9)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlim(0, 118)
+    axes.set_xticks(range(0, 101, 20))
+    axes.invert_yaxis()
+    axes.tick_params(left=False)
+    axes.set_xlabel("places that hold a token, %")

@@ -1,0 +1,64 @@
+"""A BERT of a well-known geometry with random weights, written as a folder every peer can load.
+
+Speed does not depend on what the weights are, and a machine for benchmarks may have none. The
+folder is an ordinary checkpoint (weights, configuration, a vocabulary of made-up words, mean
+pooling), so nothing that reads it needs to know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from packhorse import attention, checkpoint
+from packhorse.errors import InputError
+from packhorse.model.bert import Bert
+from packhorse.model.config import BertConfig
+from packhorse.model.heads import Embed
+from packhorse.model.model import Model
+
+CONFIGS = {
+    "tiny": BertConfig(2048, hidden_size=64, layers=2, heads=4, intermediate_size=128),
+    "minilm": BertConfig(30522, hidden_size=384, layers=6, heads=12, intermediate_size=1536),
+    "base": BertConfig(30522, hidden_size=768, layers=12, heads=12, intermediate_size=3072),
+    "large": BertConfig(30522, hidden_size=1024, layers=24, heads=16, intermediate_size=4096),
+}
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def write(name: str, folder: Path, seed: int = 0) -> Path:
+    """Write the random model of this geometry to `folder`."""
+    if name not in CONFIGS:
+        raise InputError(f"unknown configuration {name!r}; there are {', '.join(CONFIGS)}")
+    config = CONFIGS[name]
+    source = folder.with_name(folder.name + "-tokenizer")
+    _write_vocabulary(source, config.vocab_size)
+    made = checkpoint.Checkpoint(
+        config=config,
+        model=_model(config, seed),
+        folder=source,
+        name=f"random-{name}",
+        max_length=config.max_positions,
+    )
+    return checkpoint.write(folder, made, overwrite=True)
+
+
+def _model(config: BertConfig, seed: int) -> Model:
+    """Initialised as BERT was: normal with deviation 0.02, norms at one."""
+    generator = torch.Generator().manual_seed(seed)
+    bert = Bert(config, attention.kernel("reference"))
+    with torch.no_grad():
+        for module in bert.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.weight.normal_(0, 0.02, generator=generator)
+            if isinstance(module, nn.Linear):
+                module.bias.zero_()
+    return Model(bert, {"embed": Embed(("mean",), normalise=True)}).eval()
+
+
+def _write_vocabulary(folder: Path, size: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [*SPECIAL, *(f"w{number}" for number in range(size - len(SPECIAL)))]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")

@@ -1,0 +1,206 @@
+"""Rows into tables, tables into dated notes.
+
+A table is text ready to be shown: figures rounded to what they are good for and aligned, so that a
+terminal and a note say the same. A note holds what is needed to run the measurement again: date,
+machine, versions, command.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packhorse.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from packhorse.bench.encode import EncodeRow
+    from packhorse.bench.packing import PackingRow
+    from packhorse.bench.waste import WasteRow
+
+NUMERIC = re.compile(r"[-\d.,%x]*")
+VERSIONS = (
+    *("packhorse", "torch", "numpy", "scipy", "transformers", "sentence-transformers"),
+    *("onnxruntime", "openvino", "ctranslate2"),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and cells as they are to be shown."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+        """Columns of figures are aligned right, headings included."""
+        lists = [[name, *cells] for name, *cells in zip(columns, *rows, strict=True)]
+        aligned = [_right(column) for column in lists]
+        heads, *rest = zip(*aligned, strict=True)
+        return cls(tuple(heads), tuple(map(tuple, rest)))
+
+
+def _right(column: list[str]) -> list[str]:
+    if not all(NUMERIC.fullmatch(cell) for cell in column[1:]):
+        return column
+    width = max(map(len, column))
+    return [cell.rjust(width) for cell in column]
+
+
+def encode_table(rows: Sequence[EncodeRow]) -> Table:
+    """Measured engines; those with a problem are for `problems`."""
+    columns = (
+        *("engine", "dtype", "order", "seq/s", "median", "tokens/s"),
+        *("x hf sorted", "x hf arrival", "min cosine", "mean cosine"),
+    )
+    return Table.of(
+        columns,
+        [
+            (
+                *(row.engine, row.dtype, row.order),
+                *(_rate(row.sequences_per_second), _rate(row.median_sequences_per_second)),
+                _rate(row.tokens_per_second),
+                *(_times(row.over_sorted), _times(row.over_arrival)),
+                *(f"{row.cosine_min:.5f}", f"{row.cosine_mean:.5f}"),
+            )
+            for row in rows
+            if row.problem is None
+        ],
+    )
+
+
+def packing_table(rows: Sequence[PackingRow]) -> Table:
+    """Plans; those with a problem are for `problems`."""
+    columns = (
+        *("max per pack", "algorithm", "packs", "efficiency", "factor"),
+        *("lower bound", "gap", "seconds"),
+    )
+    return Table.of(
+        columns,
+        [
+            (
+                *(depth_name(row.max_per_pack), row.algorithm, f"{row.packs:,}"),
+                *(f"{row.efficiency:.2%}", f"{row.factor:.3f}", f"{row.lower_bound:,}"),
+                *(f"{row.gap:.4%}", f"{row.seconds:.3f}"),
+            )
+            for row in rows
+            if row.problem is None
+        ],
+    )
+
+
+def waste_table(rows: Sequence[WasteRow], costs: Sequence[float] | None = None) -> Table:
+    """Ways to lay texts into rows; with costs, what a million of them cost."""
+    columns = ["way", "tokens computed", "padding", "factor"]
+    cells = [[r.way, f"{r.computed:,}", f"{r.padding:.1%}", f"{r.factor:.2f}x"] for r in rows]
+    if costs is not None:
+        columns.append("cost of a million texts")
+        for row, cost in zip(cells, costs, strict=True):
+            row.append(f"{cost:,.2f}")
+    return Table.of(columns, cells)
+
+
+def problems(rows: Sequence[EncodeRow | PackingRow]) -> list[str]:
+    """One line for each row that could not be measured."""
+    return [f"{_subject(row)}: {row.problem}" for row in rows if row.problem is not None]
+
+
+def _subject(row: EncodeRow | PackingRow) -> str:
+    if hasattr(row, "engine"):
+        return " ".join(filter(None, (row.engine, row.dtype, row.order)))  # pyright: ignore
+    return f"{row.algorithm}, {depth_name(row.max_per_pack)} per pack"  # pyright: ignore
+
+
+def depth_name(max_per_pack: int | None) -> str:
+    """How a limit on the sequences of a pack is shown."""
+    return "unlimited" if max_per_pack is None else str(max_per_pack)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def markdown(table: Table) -> str:
+    """The table as Markdown."""
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
+
+
+def machine(device: torch.device | None = None) -> dict[str, str]:
+    """What a figure depends on: date, processor or accelerator, versions."""
+    found = {"date": date.today().isoformat(), "processor": _processor()}
+    if device is not None:
+        from packhorse.device import cpu_features, describe
+
+        found["device"] = describe(device)
+        if device.type == "cpu":
+            found["features"] = ", ".join(name for name, has in cpu_features().items() if has)
+    found["system"] = (
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    )
+    found["versions"] = ", ".join(f"{name} {at}" for name in VERSIONS if (at := _version(name)))
+    return found
+
+
+def _processor() -> str:
+    """Its name, and how many cores this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)
+    cores = len(usable(0)) if usable else os.cpu_count() or 1
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or 'unknown'}, {cores} cores"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def check_writable(path: Path | None) -> None:
+    """Find out before the long part whether a file can be written there."""
+    if path is not None and not path.expanduser().resolve().parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def write_note(
+    path: Path,
+    title: str,
+    command: str,
+    facts: Mapping[str, str],
+    table: Table,
+    remarks: Sequence[str] = (),
+) -> None:
+    """A benchmark note: what was measured, where, how to do it again, and the table."""
+    lines = [
+        f"# {title}",
+        "",
+        *(f"- {name}: {value}" for name, value in facts.items()),
+        "",
+        f"```\n{command}\n```",
+        "",
+        markdown(table),
+    ]
+    if remarks:
+        lines += ["", *(f"- {remark}" for remark in remarks)]
+    try:
+        path.expanduser().write_text("\n".join(lines) + "\n", "utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error

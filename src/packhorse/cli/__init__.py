@@ -1,0 +1,89 @@
+"""The command line: one command a module, imported when it is asked for.
+
+`packhorse --help` imports none of them, and torch only the command that needs it. What the user can
+put right is one line on stderr and the exit code of its error (2); an interruption is 130, a closed
+pipe 141 as for any filter, a mistake of ours 1 with the way to see where.
+"""
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from cyclopts import App, CycloptsError
+
+from packhorse import __version__
+from packhorse.cli.console import note, one_line
+from packhorse.errors import PackhorseError
+
+# The line in `packhorse --help` stands here, so that printing it imports no command.
+COMMANDS = {
+    "run": ("packhorse.cli.run:run", "Encode texts, or measure how fast they are encoded."),
+    "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
+    "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that `arguments` (the process's own by default) name; the exit code."""
+    tokens = sys.argv[1:] if arguments is None else list(arguments)
+    asked = next((token for token in tokens if not token.startswith("-")), None)
+    _forgive_encodings()
+    try:
+        with _warnings_as_notes():
+            app = _app(asked)
+            app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        sys.stdout.flush()
+        return 0
+    except PackhorseError as error:
+        return _fail(error, error.exit_code)
+    except CycloptsError as error:
+        command = " ".join(["packhorse", *([asked] if asked in COMMANDS else [])])
+        return _fail(f"{one_line(error).rstrip('.')}; see `{command} --help`", 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit: give it something that is open.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        if os.environ.get("PACKHORSE_TRACEBACK"):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        return _fail(f"unexpected {what} (PACKHORSE_TRACEBACK=1 shows where)", 1)
+
+
+def _app(asked: str | None) -> App:
+    """All commands; the one that is asked for brings its own help, which is longer."""
+    app = App(
+        name="packhorse",
+        version=__version__,
+        help="BERT without padding: sequences laid end to end, exact and fast, on CPU and CUDA.",
+        help_format="plaintext",
+        suppress_keyboard_interrupt=False,
+    )
+    for name, (place, line) in COMMANDS.items():
+        app.command(place, name=name, help=None if name == asked else line)
+    return app
+
+
+def _fail(message: object, code: int) -> int:
+    note(f"packhorse: {message}")
+    return code
+
+
+@contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """A warning is a line like any other, not a line of source code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *where: note(f"warning: {message}")
+        yield
+
+
+def _forgive_encodings() -> None:
+    """A character that the terminal lacks is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,151 @@
+"""`packhorse run`: inference from the shell, on the screen, into a file, or against the clock.
+
+The flags are those of the tool it replaces, with its short names and underscores, plus files. What
+is asked is checked before the model is opened, because that is what takes time. Results go to a
+file chunk by chunk and survive a kill (`data/resumable.py`); on the screen only the first few texts
+of a file are shown, and only they are encoded.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from packhorse.cli import perf
+from packhorse.cli.console import emit, note, once
+from packhorse.cli.flags import Options
+from packhorse.cli.tasks import TASKS, prepared, rows_of
+from packhorse.cli.writing import made_with, write
+from packhorse.data.texts import Record, read_texts, split_pair
+from packhorse.errors import InputError
+
+if TYPE_CHECKING:
+    from packhorse.data.rows import Row
+    from packhorse.runtime.encoder import Encoder
+
+DEFAULT_TEXT = "Hello world!"
+SHOWN = 20  # texts of a file that go to the screen
+
+
+def run(
+    *texts: Annotated[str, Parameter(name="TEXT", help="Texts; without any, Hello world!")],
+    options: Options = Options(),  # noqa: B008
+) -> None:
+    """Encode texts with a model: hidden states, vectors, answers, words, labels, rankings.
+
+    Try:
+      packhorse run "Paris is the capital of France." --task embed
+      packhorse run --task answer --question "Who rode?" "Ann rode the horse." -m FOLDER
+      packhorse run --task embed --input texts.csv --column body --out vectors.npy
+      packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
+    """
+    _check(texts, options)
+    records = _records(texts, options)
+    encoder = _load(options, bool(texts or options.input))
+    from packhorse.runtime.encoder import TruncationWarning
+
+    with once(TruncationWarning):
+        if options.perf:
+            _measure(records, encoder, options)
+        elif options.out:
+            emit({**made_with(encoder, options), **write(records, encoder, options)}, options.json)
+        else:
+            _print(records, encoder, options)
+
+
+def _check(texts: Sequence[str], options: Options) -> None:
+    """Refuse what cannot be meant."""
+    for name in ("batch_size", "iterations", "top_k", "chunk"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+    clashes = {
+        "TEXT and --input both name texts": texts and options.input,
+        "--column is for files": options.column and not options.input,
+        "--perf measures and writes no results, so it takes no --out": options.perf and options.out,
+        "--perf takes no --prompt; write it into the text": options.perf and options.prompt,
+        "--prompt is for the task embed": options.prompt and options.task != "embed",
+        "rerank orders all texts at once, so it takes no --out; use --json": options.out
+        and options.task == "rerank",
+        "rerank takes its documents as one batch, so it takes no --batch-size": not options.perf
+        and options.task == "rerank"
+        and options.batch_size > 1,
+        "--out encodes each text once, so it takes no --batch-size or --iterations": options.out
+        and (options.batch_size > 1 or options.iterations > 1),
+    }
+    for complaint, clash in clashes.items():
+        if clash:
+            raise InputError(f"{complaint}; leave one out")
+
+
+def _records(texts: Sequence[str], options: Options) -> Iterable[Record]:
+    """The texts to encode; the first is read at once, so that a bad file costs no waiting."""
+    if not options.input:
+        given = _given(texts or [DEFAULT_TEXT], options.pair)
+        prepared(options.task, [record.text for record in given], options.query)
+        return given
+    found = read_texts(
+        options.input, options.column, pair=options.pair, skip_empty=options.skip_empty
+    )
+    first = next(found, None)
+    if first is None:
+        where = "standard input" if options.input == "-" else options.input
+        raise InputError(f"{where} holds no text")
+    prepared(options.task, [first.text], options.query)
+    return chain([first], found)
+
+
+def _given(texts: Sequence[str], pair: bool) -> list[Record]:
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            raise InputError(f"text {number} is empty; there is nothing to encode")
+    return [
+        Record(i, split_pair(text, f"text {i + 1}") if pair else text)
+        for i, text in enumerate(texts)
+    ]
+
+
+def _load(options: Options, given: bool) -> "Encoder":
+    from packhorse.device import describe, dtype_name
+    from packhorse.runtime.loading import load
+
+    encoder = load(
+        options.checkpoint or options.model,
+        device=options.device,
+        dtype=options.dtype if options.dtype or given else "fp32",
+        kernel=options.kernel,
+        graphs=options.graphs,
+    )
+    how = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
+    note(f"{encoder.name}: {', '.join(how)}{', graphs' if options.graphs else ''}")
+    return encoder
+
+
+def _print(records: Iterable[Record], encoder: "Encoder", options: Options) -> None:
+    every = options.json or not options.input or options.task == "rerank"
+    left = iter(records)
+    some = list(left if every else islice(left, SHOWN))
+    found: list[tuple[Record, Row]] = []
+    for _ in range(options.iterations):
+        found = rows_of(options.task, some, encoder, options.ask, options.batch_size)
+    rows = [{"id": record.id, "text": _joined(record.text), **row} for record, row in found]
+    if not options.json:
+        TASKS[options.task].show(rows)
+    emit({**made_with(encoder, options), "results": rows}, options.json)
+    if next(left, None) is not None:
+        note(f"these are the first {SHOWN} texts; --out FILE or --json gives all")
+
+
+def _joined(text: str | tuple[str, str]) -> str:
+    return text if isinstance(text, str) else "\t".join(text)
+
+
+def _measure(records: Iterable[Record], encoder: "Encoder", options: Options) -> None:
+    texts = prepared(options.task, [record.text for record in records], options.query)
+    sizes = {"batch_size": options.batch_size, "iterations": options.iterations}
+    head, length = TASKS[options.task].head, options.max_length
+    found = perf.measure(encoder, texts, head, max_length=length, **sizes)
+    if not options.json:
+        perf.show(found)
+    emit({**made_with(encoder, options), **sizes, **found}, options.json)

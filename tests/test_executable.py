@@ -1,0 +1,150 @@
+"""Compiling per bucket, and the folder compiled code lives in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from packhorse import attention, executable
+from packhorse.errors import InputError
+from packhorse.model.bert import Bert
+from packhorse.model.config import BertConfig
+from packhorse.packing.batch import Packed
+from packhorse.runtime.backend import _bucket
+from packhorse.runtime.proof import Made
+
+CPU = torch.device("cpu")
+
+
+def make_packed(lengths: list[int], rng) -> Packed:
+    return Packed.build([Made(rng.integers(0, 50, n), np.zeros(n, int)) for n in lengths])
+
+
+def make_bert(kernel: str = "bucketed") -> Bert:
+    config = BertConfig(vocab_size=50, hidden_size=32, layers=2, heads=2, intermediate_size=64)
+    return Bert(config, attention.kernel(kernel)).eval()
+
+
+def test_one_bucket_compiles_once(rng) -> None:
+    """Many different packs of one bucket: one compilation; another bucket: one more."""
+    bert, counter = make_bert(), CompileCounter()
+
+    def hidden(ids, types, positions, cu_seqlens, max_seqlen):
+        return bert(Packed(ids, types, positions, cu_seqlens, max_seqlen, ()))
+
+    compiled = torch.compile(hidden, backend=counter, dynamic=False, fullgraph=True)
+    packs = [[20, 30, 40, 20], [64, 50], [1, 2, 3, 4, 100], [63, 49], [33] * 3]
+    with torch.inference_mode():
+        for lengths in packs:
+            packed = make_packed(lengths, rng)
+            bucket = packed.pad(128, 16)
+            out = compiled(bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens, 128)
+            torch.testing.assert_close(out[: len(packed.ids)], bert(packed), atol=1e-5, rtol=1e-5)
+        assert counter.frame_count == 1
+        bucket = make_packed([200], rng).pad(256, 16)
+        compiled(bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens, 256)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 1000, 4095, 4096, 4097, 100_000])
+def test_bucket_sizes_waste_at_most_a_fifth(tokens: int) -> None:
+    size = executable.round_up(tokens)
+    assert size >= tokens
+    assert size == executable.round_up(size)
+    assert size == 64 or size - tokens <= size / 5
+
+
+def test_a_batch_fits_its_own_bucket(rng) -> None:
+    for _ in range(50):
+        lengths = rng.integers(1, 200, rng.integers(1, 30)).tolist()
+        packed = make_packed(lengths, rng)
+        bucket = _bucket(packed)
+        assert len(bucket.ids) == executable.round_up(sum(lengths))
+        assert len(bucket) & (len(bucket) - 1) == 0
+        assert bucket.max_seqlen >= int(bucket.lengths.max())
+
+
+def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
+    monkeypatch.setattr(executable, "cpp_compiler", lambda: None)
+    executable._say_uncompiled.cache_clear()
+    double = lambda x: 2 * x  # noqa: E731
+    with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler"):
+        first = executable.compile(double, CPU)
+    second = executable.compile(double, CPU)  # a second warning would be an error here
+    assert first is double and second is double
+
+
+def test_the_cache_folder_is_the_users_alone(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "new" / "cache"))
+    folder = executable.cache_folder()
+    assert folder.is_dir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(InputError, match="can be written by others"):
+        executable.cache_folder()
+
+
+def test_the_cache_folder_must_be_usable(monkeypatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(InputError, match="PACKHORSE_CACHE"):
+        executable.cache_folder()
+
+
+FIRST_RESULT = """
+import json, time
+import numpy as np, torch
+from packhorse import attention, executable
+from packhorse.model.bert import Bert
+from packhorse.model.config import BertConfig
+from packhorse.model.model import Model
+from packhorse.packing.batch import Packed
+from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.proof import Made
+torch.manual_seed(0)
+config = BertConfig(vocab_size=50, hidden_size=32, layers=2, heads=2, intermediate_size=64)
+bert = Bert(config, attention.kernel("bucketed"))
+plain = TorchBackend(Model(bert, {}), torch.device("cpu"), graphs=False)
+torch.manual_seed(0)
+bert = Bert(config, attention.kernel("bucketed"))
+backend = TorchBackend(Model(bert, {}), torch.device("cpu"), graphs=True)
+packed = Packed.build([Made(np.arange(n) % 50, np.zeros(n, int)) for n in (5, 20, 31)])
+start = time.perf_counter()
+(found,) = backend(packed, ["hidden"])
+seconds = time.perf_counter() - start
+(expected,) = plain(packed, ["hidden"])
+print(json.dumps({
+    "seconds": seconds, "misses": executable.cache_misses(),
+    "difference": float((found - expected).abs().max()),
+}))
+"""
+
+
+@pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "PACKHORSE_CACHE": str(tmp_path / "cache")}
+
+    def run() -> dict:
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_RESULT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    cold, warm = run(), run()
+    assert cold["misses"] > 0, "the control: the first process must have compiled something"
+    assert warm["misses"] == 0
+    assert max(cold["difference"], warm["difference"]) <= 1e-5
+    print(f"first result: cold {cold['seconds']:.2f} s, warm {warm['seconds']:.2f} s")
