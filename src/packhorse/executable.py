@@ -1,6 +1,6 @@
-"""Compile a callable once for each shape bucket, and keep what was compiled on disk.
+"""Compile once for each shape bucket, and keep what was compiled on disk.
 
-`compile` hands the work to torch.compile with its caches in a folder of the user's own, so that a
+`compile` hands modules to torch.compile with its caches in a folder of the user's own, so that a
 second process starts from the first one's work. `CudaGraphs` records what a callable launches for a
 bucket and replays it, which takes the host out of the loop where batches are small. Nothing here
 knows what is being compiled.
@@ -14,18 +14,18 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from packhorse.errors import InputError
 
-BUCKET_LIMIT = 256  # buckets one callable may be compiled for before torch gives up on it
+BUCKET_LIMIT = 256  # buckets a module may be compiled for before torch gives up on it
 
 
 def cache_folder() -> Path:
@@ -56,14 +56,18 @@ def cpp_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def compile(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-    """`function` compiled once for each shape it meets; itself where nothing can be compiled."""
+def compile(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Have each module compiled for each shape it meets; where nothing can be, say so once.
+
+    Modules of one class share what is compiled: given the layers of a model rather than the model,
+    a bucket costs one layer's compilation.
+    """
     if device.type == "cpu" and cpp_compiler() is None:
-        _say_uncompiled()
-        return function
+        return _say_uncompiled()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BUCKET_LIMIT)
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    for module in modules:
+        module.compile(dynamic=False, fullgraph=True)
 
 
 @cache
@@ -91,18 +95,33 @@ def round_up(size: int, smallest: int = 64) -> int:
 class CudaGraphs:
     """Replays `function` for each bucket: inputs are copied in, one launch, the output is copied.
 
-    The output is copied because the next replay writes over it.
+    The output is copied because the next replay writes over it: all buckets share one pool of
+    memory, so that it holds the largest, not the sum.
     """
 
     function: Callable[..., Tensor]
     recorded: dict[Hashable, _Recording] = field(default_factory=dict)
+    pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
 
     def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
         """Replay, or record first; constants are part of the bucket."""
         key = (*((x.shape, x.dtype) for x in tensors), *sorted(constants.items()))
         if key not in self.recorded:
-            self.recorded[key] = _record(self.function, tensors, constants)
+            self.recorded[key] = self._record(tensors, constants)
         return self.recorded[key].replay(tensors)
+
+    def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
+        inputs = tuple(x.clone() for x in tensors)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # warm up where allocations and compilation do no harm
+            for _ in range(3):
+                self.function(*inputs, **constants)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = self.function(*inputs, **constants)
+        return _Recording(graph, inputs, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +135,3 @@ class _Recording:
             kept.copy_(new, non_blocking=True)
         self.graph.replay()
         return self.output.clone()
-
-
-def _record(
-    function: Callable[..., Tensor], tensors: tuple[Tensor, ...], constants: dict[str, Any]
-) -> _Recording:
-    inputs = tuple(x.clone() for x in tensors)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up where allocations and compilation do no harm
-        for _ in range(3):
-            function(*inputs, **constants)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = function(*inputs, **constants)
-    return _Recording(graph, inputs, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,17 @@ class Spoken(NamedTuple):
     @property
     def document(self) -> dict[str, Any]:
         return json.loads(self.out.splitlines()[-1])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small models gain nothing from more, and on busy cores threads wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

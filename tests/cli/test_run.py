@@ -6,19 +6,21 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
-from packhorse.cli import flags, perf
+from packhorse.cli import perf
 
 from .conftest import Spoken
 
@@ -47,7 +49,7 @@ def test_without_text_it_greets_the_world(cli: Cli, minilm: Path) -> None:
     assert [line.split()[0] for line in lines[3:]] == [
         *("[CLS]", "hello", "world", "!", "[SEP]", "pooled")
     ]
-    assert max(map(len, lines)) <= 80 and said.out.isprintable() is False
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_states_are_those_of_transformers(cli: Cli, minilm: Path) -> None:
@@ -56,6 +58,7 @@ def test_the_states_are_those_of_transformers(cli: Cli, minilm: Path) -> None:
     states = np.array(row["states"])
     assert states.shape == (5, 384) and len(row["pooled"]) == 384
     assert states[0, :3] == pytest.approx([0.1611, 0.0383, 0.0337], abs=1e-4)
+    assert row["pooled"][:3] == pytest.approx([-0.0365, 0.0217, -0.0122], abs=1e-4)
 
 
 def test_embed_agrees_with_the_library(cli: Cli, tiny: Tiny) -> None:
@@ -99,7 +102,11 @@ def test_every_task_on_the_screen_and_as_json(cli: Cli, tiny: Tiny) -> None:
     assert paired["results"][0]["answers"] == documents["answer"][0]["answers"]
 
 
-def test_the_old_spellings(cli: Cli, tiny: Tiny) -> None:
+def test_the_old_spellings(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from packhorse import executable
+
+    compiled: list[object] = []
+    monkeypatch.setattr(executable, "compile", lambda f, device: compiled.append(f) or f)
     model = tiny("embed")
     old = cli(
         "run", "--use_graphs", "-bs", "3", "-i", "2", "-ml", "8", "-cp", model, "-p", "--json"
@@ -111,6 +118,7 @@ def test_the_old_spellings(cli: Cli, tiny: Tiny) -> None:
     )
     kept = ("tokens", "sequences", "batch_size", "iterations", "graphs", "model")
     assert [old.document[k] for k in kept] == [new.document[k] for k in kept]
+    assert old.document["tokens"] == 8 * 3 * 2 and len(compiled) == 2
     assert cli("run", "--batch_size", "2", "--max_length", "-1", "-m", model).code == 0
 
 
@@ -159,15 +167,18 @@ def test_perf_counts_real_tokens(cli: Cli, tiny: Tiny) -> None:
 
 
 def test_the_clock_stops_after_the_device(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that works on after the call returns still counts; the warm-up does not."""
+    """On a device that works on after the call returns; and the warm-up does not count."""
     import packhorse
     from packhorse import device
 
-    encoder, waited = packhorse.load(tiny("embed")), []
-    monkeypatch.setattr(device, "synchronize", lambda where: waited.append(time.sleep(0.02)))
-    found = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=2, max_length=0)
-    assert len(waited) == 3 * (perf.WARM_UP + 2)
-    assert found["p50_ms"] >= 20 and 0.12 <= found["seconds"] < 0.02 * len(waited)
+    encoder, now = packhorse.load(tiny("embed")), [0.0]
+    monkeypatch.setattr(perf.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(device, "synchronize", lambda where: now.append(now.pop() + 0.5))
+    found = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=4, max_length=0)
+    assert now[0] == 0.5 * len(TEXTS) * (perf.WARM_UP + 4)
+    assert found["seconds"] == 0.5 * len(TEXTS) * 4
+    assert [found[p] for p in ("p50_ms", "p90_ms", "p99_ms")] == [500.0] * 3
+    assert found["sequences_per_second"] == 4.0 and found["tokenizing_seconds"] == 0
 
 
 @pytest.mark.parametrize("task", ["fill", "answer", "rerank", "classify", "label"])
@@ -189,11 +200,9 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text("{}")
-    (odd := tmp_path / "odd").mkdir()
-    for file in tiny("embed").glob("*.*"):
-        (odd / file.name).write_bytes(file.read_bytes())
-    words = (odd / "vocab.txt").read_text()
-    (odd / "vocab.txt").write_text(words + "extra\n")
+    shutil.copytree(tiny("embed"), odd := tmp_path / "odd")
+    with (odd / "vocab.txt").open("a") as words:
+        words.write("extra\n")
     model, out = ["-m", tiny("embed")], ["--out", tmp_path / "o.jsonl"]
     cases = [
         ([""], "text 1 is empty"),
@@ -225,7 +234,7 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["--task", "fill", "--pair", "a\tb"], "fill takes single texts"),
         (["a", "--input", "b.txt"], "TEXT and --input both name texts"),
         (["-p", *out], "--perf measures and writes no results"),
-        (["-bs", "2", *out], "--out encodes each text once"),
+        (["-bs", "2", *out], "--out writes each text once"),
         (["--task", "rerank", "--query", "q", *out], "rerank orders all texts at once"),
         (["--out", tmp_path / "o.txt", *model], "cannot write results as .txt"),
         (["--out", tmp_path / "o.npy", *model], "npy holds one vector a text"),
@@ -321,11 +330,10 @@ def same(one: object, two: object) -> None:
 
 
 def launch(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "packhorse", "run", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "packhorse", *map(str, arguments)]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    # As many threads as here: how sums are split between them shows in the last digit.
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet)
 
 
 def kill_after(process: subprocess.Popen[bytes], state: Path, rows: int, delay: float) -> int:
@@ -341,26 +349,25 @@ def kill_after(process: subprocess.Popen[bytes], state: Path, rows: int, delay: 
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
-def test_a_killed_process_is_continued(suffix: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_a_killed_process_is_continued(suffix: str, cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """A real signal at no particular moment; what comes out is what an undisturbed run writes."""
     texts, draw = tmp_path / "texts.txt", random.Random(suffix)
     words = ["the", "horse", "mule", "carries", "sacks", "to", "market"]
-    lines = [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(4000)]
+    lines = [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(800)]
     texts.write_text("\n".join(lines) + "\n")
-    command = ["--input", texts, "--task", "embed", "-m", tiny("embed"), "--chunk", "4", "--out"]
     out, state = tmp_path / f"killed{suffix}", tmp_path / f"killed{suffix}.partial.json"
+    command = ["run", "--input", texts, "--task", "embed", "-m", tiny("embed"), "--chunk", "8"]
     kept = [0]
-    for target in (40, 200):
-        process = launch(*command, out)
-        kept.append(kill_after(process, state, kept[-1] + target, draw.uniform(0, 0.02)))
+    for more in (40, 120):
+        process = launch(*command, "--out", out)
+        kept.append(kill_after(process, state, kept[-1] + more, draw.uniform(0, 0.02)))
         assert not out.exists()
     assert all(later > earlier for earlier, later in pairwise(kept)) and kept[-1] < len(lines)
-    whole = tmp_path / f"whole{suffix}"
-    processes = [launch(*command, path) for path in (out, whole)]
-    assert [process.wait() for process in processes] == [0, 0]
+    continued = cli(*command, "--out", out, "--json").document
+    assert continued["resumed_after"] == kept[-1] and continued["rows"] == len(lines)
+    assert cli(*command, "--out", whole := tmp_path / f"whole{suffix}").code == 0
     assert out.read_bytes() == whole.read_bytes()
-    count = len(np.load(out)) if suffix == ".npy" else len(read(out))
-    assert count == len(lines)
+    assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole])
 
 
 def test_what_is_not_continued(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path) -> None:
@@ -374,12 +381,12 @@ def test_what_is_not_continued(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path)
     assert Path(f"{out}.partial").exists() and not out.exists()
     for change, what in (
         (["-ml", "8"], "max_length"),
-        (["--chunk", "50"], "chunk"),
+        (["--dtype", "bf16"], "dtype"),
+        (["--kernel", "reference"], "kernel"),
         (["--column", "text"], "column"),
-        (["--task", "hidden", "--out", tmp_path / "v.npy"], None),
     ):
         said = cli(*command, *change)
-        assert said.code == 2 and (what is None or f"another {what}" in said.err), said.err
+        assert said.code == 2 and f"another {what}" in said.err, said.err
     os.utime(many, (0, 0))
     assert "was begun with another input" in cli(*command).err
     many.write_text(bad.removesuffix("{broken\n"))
@@ -431,6 +438,27 @@ def test_arguments_into_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     assert np.load(out).shape == (3, 32) and sorted(tmp_path.iterdir()) == [out]
 
 
+def test_texts_are_written_as_they_come(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever feeds it sees results on disk one chunk behind: nothing is collected first."""
+    out, behind = tmp_path / "v.jsonl", []
+
+    def feed() -> Iterator[bytes]:
+        for number in range(40):
+            partial = Path(f"{out}.partial")
+            written = partial.read_bytes().count(b"\n") if partial.exists() else 0
+            behind.append(number - written)
+            yield b"hello horse\n"
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=feed()))
+    said = cli(
+        *("run", "--input", "-", "--task", "embed", "-m", tiny("embed"), "--chunk", 5, "--out", out)
+    )
+    assert said.code == 0 and max(behind) < 2 * 5
+
+
+@pytest.mark.slow
 def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
     """Ten times the texts, no more memory: what is held is one chunk."""
     peak = (
@@ -438,20 +466,10 @@ def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(code)"
     )
     peaks = []
-    for count in (2_000, 20_000):
+    for count in (4_000, 40_000):
         texts = tmp_path / f"{count}.txt"
         texts.write_text("the horse carries sacks to market\n" * count)
-        command = [
-            "run",
-            "--task",
-            "embed",
-            "-m",
-            tiny("embed"),
-            "--chunk",
-            "500",
-            "--input",
-            texts,
-        ]
+        command = ["run", "--task", "embed", "-m", tiny("embed"), "--chunk", 500, "--input", texts]
         command += ["--out", tmp_path / f"{count}.jsonl"]
         done = subprocess.run(
             [sys.executable, "-c", peak, *map(str, command)], capture_output=True, text=True
@@ -459,8 +477,3 @@ def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 12, f"MB at the peak: {peaks}; all rows at once take over 30"
-
-
-def test_flags_have_their_defaults() -> None:
-    assert flags.Options().model == "sentence-transformers/all-MiniLM-L6-v2"
-    assert flags.Options().task == "hidden"

@@ -128,13 +128,23 @@ def test_what_is_not_vouched_for_would_be_wrong(tmp_path: Path) -> None:
         [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_killed_while_replacing(tmp_path: Path, kill_at: Callable[[int], None]) -> None:
-    """An old file stays until the new one is there; never old vectors beside new ids."""
+@pytest.mark.parametrize("stale", [False, True])
+def test_killed_while_replacing(
+    stale: bool, tmp_path: Path, kill_at: Callable[[int], None]
+) -> None:
+    """An old file stays until the new one is there; never old vectors beside new ids.
+
+    stale: the old one was itself killed after it had its name, before its state was removed.
+    """
     path, beside = tmp_path / "a.npy", tmp_path / "a.npy.ids.jsonl"
     work(path, rows(lambda i: f"old {i}"))
     old, new = contents(tmp_path), rows(lambda i: f"new {i}", seed=1)
     work(path, new, overwrite=True)
     expected = contents(tmp_path)
+    if stale:
+        left = {"made_by": MADE, "rows": ROWS, "consumed": ROWS, "numbered": False}
+        left |= {"head": 128, "sizes": [len(data) for data in old.values()]}
+        old["a.npy.partial.json"] = json.dumps(left).encode()
     for moment in range(1000):
         for name, data in old.items():
             (tmp_path / name).write_bytes(data)
@@ -252,7 +262,7 @@ def test_what_the_disk_refuses(tmp_path: Path) -> None:
 
 def test_parquet_ids_are_of_one_kind(tmp_path: Path) -> None:
     mixed = rows(lambda i: i if i < CHUNK else f"row {i}")
-    with pytest.raises(InputError, match=r"whole numbers, later ones are not.*write \.jsonl"):
+    with pytest.raises(InputError, match=r"'row 3' is not a whole number.*write \.jsonl"):
         work(tmp_path / "a.parquet", mixed)
     other = rows(lambda i: f"row {i}" if i < CHUNK else i)
     work(tmp_path / "b.parquet", other)

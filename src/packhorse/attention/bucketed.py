@@ -14,7 +14,6 @@ Shapes: T tokens, n sequences of a group, L their padded length, H heads, D head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -45,6 +44,7 @@ class GroupedPlan:
 
     groups: tuple[Group, ...]
     back: Tensor | None  # [T] where each token lies in the groups' real slots; None = in order
+    cu_seqlens: Tensor  # [S+1] what the plan was made from
 
 
 class Bucketed:
@@ -52,28 +52,21 @@ class Bucketed:
 
     serves = Support()
 
-    def plan(self, packed: Packed) -> GroupedPlan | Tensor:
+    def plan(self, packed: Packed) -> GroupedPlan:
         """Group the batch's sequences by length."""
-        if torch.compiler.is_compiling():
-            return packed.cu_seqlens
-        return _plan(packed.cu_seqlens)
+        return plan_groups(packed.cu_seqlens)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan | Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, H, D] each."""
-        if isinstance(plan, Tensor):
-            return _opaque(q, k, v, plan)
+        if torch.compiler.is_compiling():
+            return _opaque(q, k, v, plan.cu_seqlens)
         return attend_groups(q, k, v, plan)
-
-
-def _plan(cu_seqlens: Tensor) -> GroupedPlan:
-    limit = CACHED_SCORES if cu_seqlens.device.type == "cpu" else 1 << 40
-    return plan_groups(cu_seqlens.tolist(), limit, cu_seqlens.device)
 
 
 @torch.library.custom_op("packhorse::bucketed", mutates_args=())
 def _opaque(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The kernel as one node of a compiled graph: groups depend on the data, the graph must not."""
-    return attend_groups(q, k, v, _plan(cu_seqlens)).contiguous()
+    return attend_groups(q, k, v, plan_groups(cu_seqlens)).contiguous()
 
 
 @_opaque.register_fake
@@ -81,28 +74,30 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def plan_groups(bounds: Sequence[int], limit: int, device: torch.device) -> GroupedPlan:
-    """Sort by length, group what rounds up alike, and cut groups at `limit` scores a head."""
-    spans = _spans(bounds)
+def plan_groups(cu_seqlens: Tensor) -> GroupedPlan:
+    """Sort by length, group what rounds up alike, and cut groups where their scores get large."""
+    device = cu_seqlens.device
+    limit = CACHED_SCORES if device.type == "cpu" else 1 << 40
+    spans = _spans(cu_seqlens)
     by_length = sorted(spans)
     groups = []
     for _, alike in groupby(by_length, key=lambda span: -(-span[0] // STEP)):
         groups.extend(_cut(list(alike), limit, device))
     if spans == by_length:
-        return GroupedPlan(tuple(groups), None)
+        return GroupedPlan(tuple(groups), None, cu_seqlens)
     order = torch.cat([torch.arange(a, a + n) for n, a in by_length])
-    return GroupedPlan(tuple(groups), torch.argsort(order).to(device))
+    return GroupedPlan(tuple(groups), torch.argsort(order).to(device), cu_seqlens)
 
 
-def plan_one_group(bounds: Sequence[int], device: torch.device) -> GroupedPlan:
+def plan_one_group(cu_seqlens: Tensor) -> GroupedPlan:
     """Every sequence in one group, as wide as the longest."""
-    spans = _spans(bounds)
-    return GroupedPlan((_group(spans, device),), None)
+    group = _group(_spans(cu_seqlens), cu_seqlens.device)
+    return GroupedPlan((group,), None, cu_seqlens)
 
 
-def _spans(bounds: Sequence[int]) -> list[tuple[int, int]]:
+def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """(length, start) of every sequence that has tokens."""
-    return [(b - a, a) for a, b in pairwise(bounds) if b > a]
+    return [(b - a, a) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
 
 
 def _cut(alike: list[tuple[int, int]], limit: int, device: torch.device) -> list[Group]:

@@ -32,10 +32,10 @@
 #error "this CPU or compiler has no AVX512-BF16"
 #endif
 
+/* native.py sets CHUNK, a multiple of GROUP, and WIDEST, the largest head it lets pass */
+#define KEYS 128            /* keys of a block */
+#define GROUP (2 * LANES)   /* queries computed at once, in one or two vectors */
 #define PER_WORD (1 + BF16) /* numbers in a word */
-#define GROUP (2 * LANES) /* queries computed at once, in one or two vectors */
-#define KEYS 128          /* keys of a block */
-#define WIDEST 256        /* the largest head; native.py refuses more, and sets CHUNK */
 
 #define INLINE static inline __attribute__((always_inline))
 #define APART static __attribute__((noinline)) /* inlined, one hot loop takes another's registers */

@@ -21,7 +21,7 @@ class Repack:
 
     def plan(self, packed: Packed) -> GroupedPlan:
         """One group of every sequence."""
-        return plan_one_group(packed.cu_seqlens.tolist(), packed.ids.device)
+        return plan_one_group(packed.cu_seqlens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, H, D] each."""

@@ -92,9 +92,9 @@ def _named(document: Any, path: Path, name: str | None) -> tuple[list[Any], str]
         if name is not None:
             raise InputError(f"{path} holds one unnamed list; leave out :{name}")
         return document, str(path)
-    inner = document.get("histograms") if isinstance(document, dict) else None
-    group = inner if isinstance(inner, dict) else document
-    lists = {k: v for k, v in group.items() if isinstance(v, list)} if group else {}
+    group = document if isinstance(document, dict) else {}
+    group = group["histograms"] if isinstance(group.get("histograms"), dict) else group
+    lists = {key: value for key, value in group.items() if isinstance(value, list)}
     if not lists:
         raise InputError(f"{path} holds no list of counts; entry i counts length i+1")
     if name is None and len(lists) == 1:

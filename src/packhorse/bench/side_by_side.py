@@ -1,8 +1,9 @@
 """The same texts encoded packed and padded, in the same precision, and whether the vectors agree.
 
 The padded side is transformers where it is installed; elsewhere our own engine with one sequence a
-row, which pays for padding in the linear layers only. Either pads in the order of arrival and
-sorted by length. One timed pass each after a short warm-up: a demonstration, not a benchmark.
+row, which pays for padding in the linear layers only. It pads batches as they come and batches
+sorted by length. Every way goes once through the texts; their batches take turns, so that whatever
+else the machine does falls on all of them alike: a demonstration that need not be repeated.
 """
 
 from __future__ import annotations
@@ -14,23 +15,38 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from packhorse import device as devices
 from packhorse.bench import peers
-from packhorse.bench.waste import padded_tokens
 from packhorse.checkpoint import hub, sentence
 from packhorse.packing.batch import Packed
+from packhorse.runtime.batches import by_tokens
 from packhorse.runtime.encoder import Encoder
 from packhorse.tokens import Encoding
 
-Run = Callable[[Sequence[Encoding]], np.ndarray]
-WARM_UP = 32  # sequences
+Run = Callable[[Sequence[Encoding]], np.ndarray]  # one batch → its vectors
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to cut the texts into batches, and how to run one of them."""
+
+    name: str
+    batches: list[list[int]]
+    run: Run
+    padded: bool = True
+
+    def computed(self, lengths: np.ndarray) -> int:
+        """Tokens of all batches, padding included."""
+        if not self.padded:
+            return int(lengths.sum())
+        return sum(len(batch) * int(lengths[batch].max()) for batch in self.batches)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to encode the texts."""
+    """What one way took."""
 
     way: str
     seconds: float
@@ -54,90 +70,92 @@ def compare(
     model: str,
     sequences: Sequence[Encoding],
     batch_size: int = 16,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """Encode `sequences` every way; `model` is what the encoder was loaded from."""
-    name, padded = _padded_side(encoder, model, batch_size)
+    ways = _ways(encoder, model, sequences, batch_size)
     lengths = np.array([len(s) for s in sequences])
-    real = int(lengths.sum())
-    runs: list[tuple[str, Run, int]] = [
-        ("packed", lambda some: packed_vectors(encoder, some), real),
-        (
-            f"padded ({name}), sorted by length",
-            lambda some: padded(some, "sorted"),
-            padded_tokens(np.sort(lengths)[::-1], batch_size),
-        ),
-        (
-            f"padded ({name}), as they come",
-            lambda some: padded(some, "arrival"),
-            padded_tokens(lengths, batch_size),
-        ),
-    ]
-    seconds, found = [], []
-    for done, (_, run, _) in enumerate(runs, 1):
-        run(sequences[:WARM_UP])
-        seconds.append(_timed(run, sequences, encoder.device, found))
+    vectors = [np.zeros((0, 0), np.float32)] * len(ways)
+    seconds = [0.0] * len(ways)
+    for way in ways:
+        way.run([sequences[i] for i in way.batches[0]])  # what is prepared once is prepared now
+    turns = _turns(ways)
+    for done, (number, batch) in enumerate(turns, 1):
+        start = time.perf_counter()
+        found = ways[number].run([sequences[i] for i in batch])
+        seconds[number] += time.perf_counter() - start
+        if not vectors[number].size:
+            vectors[number] = np.zeros((len(sequences), found.shape[1]), np.float32)
+        vectors[number][batch] = found
         if progress is not None:
-            progress(done, len(runs))
-    sides = tuple(
-        Side(way, s, len(sequences) / s, 1 - real / computed, s / seconds[0])
-        for (way, _, computed), s in zip(runs, seconds, strict=True)
-    )
-    others = np.stack(found[1:])
-    return Comparison(
-        sides,
-        found[0],
-        float(np.abs(others - found[0]).max()),
-        float(_cosines(others, found[0]).min()),
-    )
+            progress(done, len(turns))
+    return Comparison(_sides(ways, seconds, lengths), vectors[0], *_apart(vectors))
 
 
 def packed_vectors(
-    encoder: Encoder,
-    sequences: Sequence[Encoding],
-    progress: Callable[[int, int], None] | None = None,
+    encoder: Encoder, sequences: Sequence[Encoding], progress: Progress | None = None
 ) -> np.ndarray:
     """[n, E], without padding."""
     return np.stack([row for (row,) in encoder.run(sequences, "embed", progress=progress)])
 
 
-def padded_by_ours(encoder: Encoder, batch_size: int) -> peers.Run:
+def padded_by_ours(encoder: Encoder) -> Run:
     """Our own engine with one sequence a row: each row's tail is computed for nothing."""
 
-    def vectors(sequences: Sequence[Encoding], order: str) -> np.ndarray:
-        places = peers.in_order(sequences, order)
-        out: list[np.ndarray] = [np.empty(0)] * len(sequences)
-        for start in range(0, len(places), batch_size):
-            chosen = places[start : start + batch_size].tolist()
-            batch = [sequences[i] for i in chosen]
-            rows = Packed.rows(batch, [[i] for i in range(len(batch))], max(map(len, batch)))
-            (found,) = encoder.backend(rows, ["embed"])
-            for i, vector in zip(chosen, rows.pick(found.float().cpu()).numpy(), strict=True):
-                out[i] = vector
-        return np.stack(out)
+    def run(batch: Sequence[Encoding]) -> np.ndarray:
+        rows = Packed.rows(batch, [[i] for i in range(len(batch))], max(map(len, batch)))
+        (found,) = encoder.backend(rows, ["embed"])
+        return rows.pick(found.float().cpu()).numpy()
 
-    return vectors
+    return run
 
 
-def _padded_side(encoder: Encoder, model: str, batch_size: int) -> tuple[str, peers.Run]:
-    if find_spec("transformers") is None:
-        return "packhorse", padded_by_ours(encoder, batch_size)
+def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
+    """transformers in the encoder's precision; its vectors are the mean, normalised."""
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
     setting = peers.Setting(home, encoder.device, batch_size, encoder.max_length, Path())
     engine = peers.transformers(setting, devices.dtype_name(encoder.dtype))
-    return "transformers", engine.run
+    return lambda batch: engine.run(batch, "arrival")
 
 
-def _timed(
-    run: Run, sequences: Sequence[Encoding], device: torch.device, found: list[np.ndarray]
-) -> float:
-    devices.synchronize(device)
-    start = time.perf_counter()
-    found.append(run(sequences))
-    return time.perf_counter() - start
+def _ways(
+    encoder: Encoder, model: str, sequences: Sequence[Encoding], batch_size: int
+) -> list[Way]:
+    if find_spec("transformers"):
+        name, run = "transformers", padded_by_transformers(encoder, model, batch_size)
+    else:
+        name, run = "our engine", padded_by_ours(encoder)
+    packed = list(by_tokens([len(s) for s in sequences], encoder.budget))
+    ways = [Way("packed", packed, lambda batch: packed_vectors(encoder, batch), padded=False)]
+    for order, label in (("sorted", "sorted by length"), ("arrival", "as they come")):
+        places = peers.in_order(sequences, order).tolist()
+        cut = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
+        ways.append(Way(f"padded by {name}, {label}", cut, run))
+    return ways
 
 
-def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (a * b).sum(-1) / (np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1))
+def _turns(ways: Sequence[Way]) -> list[tuple[int, list[int]]]:
+    """(way, batch) of all batches, each way spread evenly over the whole time."""
+    timed = [
+        ((place + 0.5) / len(way.batches), number, batch)
+        for number, way in enumerate(ways)
+        for place, batch in enumerate(way.batches)
+    ]
+    return [(number, batch) for _, number, batch in sorted(timed, key=lambda turn: turn[:2])]
+
+
+def _sides(ways: Sequence[Way], seconds: Sequence[float], lengths: np.ndarray) -> tuple[Side, ...]:
+    real = int(lengths.sum())
+    return tuple(
+        Side(way.name, s, len(lengths) / s, 1 - real / way.computed(lengths), s / seconds[0])
+        for way, s in zip(ways, seconds, strict=True)
+    )
+
+
+def _apart(vectors: Sequence[np.ndarray]) -> tuple[float, float]:
+    """The largest difference and the smallest cosine between the first and any of the others."""
+    first, others = vectors[0], np.stack(vectors[1:])
+    norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(others, axis=-1)
+    return float(np.abs(others - first).max()), float(((others * first).sum(-1) / norms).min())

@@ -33,22 +33,17 @@ def measure(lengths: np.ndarray, longest: int, batch_size: int) -> list[WasteRow
     if batch_size < 1:
         raise InputError(f"a batch of {batch_size} texts is none; pass --batch-size 1 or more")
     packs = plan(histogram_of(lengths, longest), longest).pack_count
-    arrival = padded_tokens(lengths, batch_size)
-    ways = (
-        (f"padded to {longest}", len(lengths), len(lengths) * longest),
-        (f"batches of {batch_size}, as they come", len(lengths), arrival),
-        (
-            f"batches of {batch_size}, sorted",
-            len(lengths),
-            padded_tokens(np.sort(lengths), batch_size),
-        ),
-        (f"packed into rows of {longest}", packs, packs * longest),
-        ("packed flat", 1, int(lengths.sum())),
-    )
-    real = int(lengths.sum())
+    real, arrival = int(lengths.sum()), padded_tokens(lengths, batch_size)
+    ways = {
+        f"padded to {longest}": len(lengths) * longest,
+        f"batches of {batch_size}, as they come": arrival,
+        f"batches of {batch_size}, sorted": padded_tokens(np.sort(lengths)[::-1], batch_size),
+        f"packed into rows of {longest}": packs * longest,
+        "packed flat": real,
+    }
     return [
-        WasteRow(way, rows, computed, 1 - real / computed, arrival / computed)
-        for way, rows, computed in ways
+        WasteRow(way, computed, 1 - real / computed, arrival / computed)
+        for way, computed in ways.items()
     ]
 
 

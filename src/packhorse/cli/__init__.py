@@ -20,9 +20,11 @@ from packhorse.errors import PackhorseError
 
 # The line in `packhorse --help` stands here, so that printing it imports no command.
 COMMANDS = {
+    "demo": ("packhorse.cli.demo:demo", "See real texts encoded packed and padded, side by side."),
     "run": ("packhorse.cli.run:run", "Encode texts, or measure how fast they are encoded."),
     "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
     "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
+    "bench": ("packhorse.cli.bench:app", "Measure encoders and packers, ours and others."),
 }
 
 

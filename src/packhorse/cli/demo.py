@@ -1,8 +1,8 @@
 """`packhorse demo`: real texts encoded packed and padded, side by side, and then searched.
 
 The texts are the docstrings of Python's own standard library, so they are on every machine. All of
-it stays under two minutes on two cores: the sides are compared on a sample, and as many texts are
-searched as the speed just measured allows.
+it stays under two minutes on two cores: a first look at the speed decides how many texts are
+compared, and the comparison how many are searched.
 """
 
 import random
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from packhorse.tokens import Encoding
 
 DEFAULT_QUERY = "pack files into a compressed archive"
-SEARCH_SECONDS = 40.0  # what encoding the rest of the texts may take
+FIRST_LOOK = 48  # texts
+MOST_COMPARED = 1000
+COMPARE_SECONDS, SEARCH_SECONDS = 36.0, 30.0  # what the two long parts may take
 BATCH_SIZE = 16  # of the padded sides
 FOUND = 5
 # How far apart the sides may be: rounding differs with the shape of a product, and no more.
@@ -43,9 +45,11 @@ def demo(
     query: Annotated[str | None, Parameter(help="What to look for; asked for otherwise.")] = None,
     /,
     *,
-    sample: Annotated[int, Parameter(help="Texts encoded packed and padded, to compare.")] = 600,
+    sample: Annotated[
+        int | None, Parameter(help="Texts to compare on; default what 36 seconds allow.")
+    ] = None,
     texts: Annotated[
-        int | None, Parameter(help="Texts to search; default all that 40 seconds allow.")
+        int | None, Parameter(help="Texts to search; default what 30 seconds more allow.")
     ] = None,
     dtype: Annotated[Literal["fp32", "bf16", "fp16", "auto"], Parameter(help="Both sides'.")] = (
         "fp32"
@@ -74,21 +78,20 @@ def demo(
     encoder = load(DEFAULT_MODEL, device=device, dtype=dtype)
     note(repr(encoder))
     sequences = _tokenized(encoder, documents)
-    with progress(f"{min(sample, len(sequences)):,} texts, packed and padded") as advance:
-        found = side_by_side.compare(
-            encoder, DEFAULT_MODEL, sequences[:sample], BATCH_SIZE, advance
-        )
-    _show(found, sequences[:sample], plot)
+    some = sequences[: sample or _affordable(encoder, sequences)]
+    with progress(f"{len(some):,} texts, packed and padded") as advance:
+        found = side_by_side.compare(encoder, DEFAULT_MODEL, some, BATCH_SIZE, advance)
+    _show(found, some, plot)
     _agree(found, encoder)
-    count = texts or int(found.sides[0].sequences_per_second * SEARCH_SECONDS)
-    rest = sequences[sample : max(count, sample)]
+    more = int(found.sides[0].sequences_per_second * SEARCH_SECONDS)
+    rest = sequences[len(some) : len(some) + more if texts is None else max(texts, len(some))]
     vectors = _extended(encoder, found.vectors, rest)
     note(f"{len(vectors):,} docstrings can be searched")
     answers = _search(encoder, vectors, documents, query)
-    emit(_document(found, sequences[:sample], len(vectors), answers), json)
+    emit(_document(found, some, len(vectors), answers), json)
 
 
-def _check(sample: int, texts: int | None) -> None:
+def _check(sample: int | None, texts: int | None) -> None:
     for name, value in (("--sample", sample), ("--texts", texts)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
@@ -112,13 +115,23 @@ def _tokenized(encoder: "Encoder", documents: "list[Docstring]") -> "list[Encodi
     return sequences
 
 
+def _affordable(encoder: "Encoder", sequences: "list[Encoding]") -> int:
+    """How many texts the comparison has time for, from a first look at few."""
+    from packhorse.bench.side_by_side import compare
+
+    first = sequences[:FIRST_LOOK]
+    sides = compare(encoder, DEFAULT_MODEL, first, BATCH_SIZE).sides
+    allowed = COMPARE_SECONDS / sum(side.seconds for side in sides) * len(first)
+    return max(len(first), min(MOST_COMPARED, int(allowed)))
+
+
 def _show(found: "Comparison", sequences: "list[Encoding]", plot: Path | None) -> None:
     from packhorse.bench.report import Table
 
     texts, tokens = len(sequences), sum(map(len, sequences))
     names, speeds = [s.way for s in found.sides], [s.sequences_per_second for s in found.sides]
     shown = Table.of(
-        ("way", "padding", "seconds", "texts/s", "time"),
+        ("way", "padding", "seconds", "texts/s", "time to packed"),
         [
             (s.way, f"{s.padding:.1%}", f"{s.seconds:.1f}", f"{speed:,.0f}", f"{s.ratio:.2f}x")
             for s, speed in zip(found.sides, speeds, strict=True)

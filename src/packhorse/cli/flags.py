@@ -31,7 +31,8 @@ class Options:
         str, _flag(MODEL, "--model", "-m", help="A folder or a hub id; default all-MiniLM-L6-v2.")
     ] = DEFAULT_MODEL
     checkpoint: Annotated[
-        str | None, _flag(MODEL, "--checkpoint", "-cp", help="A model's folder, before --model.")
+        str | None,
+        _flag(MODEL, "--checkpoint", "-cp", help="A model's folder; goes before --model."),
     ] = None
     device: Annotated[
         str | None, _flag(MODEL, "--device", help="cpu, cuda, cuda:1; default the accelerator.")
@@ -108,7 +109,7 @@ class Options:
     ] = False
     chunk: Annotated[
         int | None,
-        _flag(FILES, "--chunk", help="Texts a kill may cost; default 2048."),
+        _flag(FILES, "--chunk", help="Texts a kill may cost; default 2048, hidden 64."),
     ] = None
     json: Annotated[
         bool, _flag(FILES, "--json", help="All the numbers, as one line of JSON on stdout.")

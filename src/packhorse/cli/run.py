@@ -17,11 +17,11 @@ from packhorse.cli.console import emit, note, once
 from packhorse.cli.flags import Options
 from packhorse.cli.tasks import TASKS, prepared, rows_of
 from packhorse.cli.writing import made_with, write
+from packhorse.data.rows import Row, format_of
 from packhorse.data.texts import Record, read_texts, split_pair
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.rows import Row
     from packhorse.runtime.encoder import Encoder
 
 DEFAULT_TEXT = "Hello world!"
@@ -36,7 +36,7 @@ def run(
 
     Try:
       packhorse run "Paris is the capital of France." --task embed
-      packhorse run --task answer --question "Who rode?" "Ann rode the horse." -m FOLDER
+      packhorse run --task answer --question "Who rode?" "Ann rode." -m FOLDER
       packhorse run --task embed --input texts.csv --column body --out vectors.npy
       packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
     """
@@ -60,23 +60,26 @@ def _check(texts: Sequence[str], options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
+    copies = options.batch_size > 1
+    rerank, out = options.task == "rerank", options.out
     clashes = {
-        "TEXT and --input both name texts": texts and options.input,
-        "--column is for files": options.column and not options.input,
-        "--perf measures and writes no results, so it takes no --out": options.perf and options.out,
-        "--perf takes no --prompt; write it into the text": options.perf and options.prompt,
+        "TEXT and --input both name texts; leave one out": texts and options.input,
+        "--column is for files; pass --input": options.column and not options.input,
         "--prompt is for the task embed": options.prompt and options.task != "embed",
-        "rerank orders all texts at once, so it takes no --out; use --json": options.out
-        and options.task == "rerank",
-        "rerank takes its documents as one batch, so it takes no --batch-size": not options.perf
-        and options.task == "rerank"
-        and options.batch_size > 1,
-        "--out encodes each text once, so it takes no --batch-size or --iterations": options.out
-        and (options.batch_size > 1 or options.iterations > 1),
+        "--perf takes no --prompt; write it into the text": options.prompt and options.perf,
+        "--perf measures and writes no results; leave out --out": out and options.perf,
+        "--out writes each text once; leave out --batch-size and --iterations": out
+        and (copies or options.iterations > 1),
+        "rerank orders all texts at once and takes no --out; use --json": out and rerank,
+        "rerank takes its documents as one batch; leave out --batch-size": rerank
+        and copies
+        and not options.perf,
     }
     for complaint, clash in clashes.items():
         if clash:
-            raise InputError(f"{complaint}; leave one out")
+            raise InputError(complaint)
+    if out:
+        format_of(out, {"vector": []} if options.task == "embed" else {})
 
 
 def _records(texts: Sequence[str], options: Options) -> Iterable[Record]:

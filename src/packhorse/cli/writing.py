@@ -67,8 +67,9 @@ def _made_from(records: Iterable[Record], options: Options) -> dict[str, Any]:
     from packhorse.checkpoint.hub import resolve
 
     folder = resolve(options.checkpoint or options.model)
-    kinds = ("*.json", "*.safetensors", "*/*.json", "*/*.safetensors")
-    files = sorted(path for kind in kinds for path in folder.glob(kind) if path.is_file())
+    kinds = ("json", "safetensors", "txt")
+    found = (folder.glob(f"{depth}*.{kind}") for depth in ("", "*/") for kind in kinds)
+    files = sorted(path for paths in found for path in paths if path.is_file())
     return {
         "version": __version__,
         "weights": _stamp(files),

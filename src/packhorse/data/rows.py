@@ -120,24 +120,29 @@ def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
 
 def _parquet_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
     pa = _pyarrow()
-    numbered = all(isinstance(row["id"], int) and abs(row["id"]) < 1 << 63 for row in rows)
-    fields = {"id": pa.int64() if numbered else pa.string()}
+    fields = {"id": pa.int64() if all(map(_numbered, rows)) else pa.string()}
     fields |= {name: _arrow_type(kind) for name, kind in shape.items()}
     return [pa.schema(fields).serialize().to_pybytes()]
+
+
+def _numbered(row: Row) -> bool:
+    return isinstance(row["id"], int) and abs(row["id"]) < 1 << 63
 
 
 def _parquet_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
     pa = _pyarrow()
     schema = pa.ipc.read_schema(pa.py_buffer(head))
-    if schema.field("id").type == pa.string():
-        rows = [{**row, "id": str(row["id"])} for row in rows]
-    try:
-        batch = pa.RecordBatch.from_pylist(list(rows), schema=schema)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise InputError(
-            f"ids of the first rows are whole numbers, later ones are not ({error}); write .jsonl"
-        ) from error
-    return [batch.serialize().to_pybytes()]
+    in_words = schema.field("id").type == pa.string()
+    odd = next((row["id"] for row in rows if not (in_words or _numbered(row))), None)
+    if odd is not None:
+        raise InputError(f"the id {odd!r:.40} is not a whole number as those before; write .jsonl")
+    ready = [_flat(row) | ({"id": str(row["id"])} if in_words else {}) for row in rows]
+    return [pa.RecordBatch.from_pylist(ready, schema=schema).serialize().to_pybytes()]
+
+
+def _flat(row: Row) -> Row:
+    """Arrow takes arrays of one dimension; one of two becomes a list of them."""
+    return {name: list(x) if getattr(x, "ndim", 1) > 1 else x for name, x in row.items()}
 
 
 def _parquet_finish(partial: BinaryIO, rows: int, whole: Path) -> None:

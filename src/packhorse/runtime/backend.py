@@ -1,13 +1,14 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
 On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
-a bucket and the encoder compiled for it, and on CUDA recorded as a graph: a bucket is prepared once
-and then costs one launch. Heads run outside, on the batch's own tokens: they are small.
+a bucket and the layers compiled for it (one layer's compilation serves them all), and on CUDA the
+encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
+outside, on the batch's own tokens: they are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -23,11 +24,14 @@ class TorchBackend:
     """Runs a model in inference mode; frozen, or compiled per bucket."""
 
     def __init__(self, model: Model, device: torch.device, graphs: bool = False) -> None:
-        dtype = next(model.parameters()).dtype
         self.model = model.eval().to(device)
         self.device = device
-        self._hidden = self._compiled() if graphs else None
-        if device.type == "cpu" and not graphs and can_freeze(dtype):
+        self.graphs = graphs
+        recorded = graphs and device.type == "cuda"
+        self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
+        if graphs:
+            executable.compile(model.bert.layers, device)
+        elif device.type == "cpu" and can_freeze(next(model.parameters()).dtype):
             freeze(self.model)
 
     @torch.inference_mode()
@@ -36,40 +40,29 @@ class TorchBackend:
     ) -> list[Tensor]:
         """What each head makes of the batch; `at` narrows heads of tokens to these tokens."""
         packed = packed.to(self.device)
-        hidden = _in_bucket(self._hidden, packed) if self._hidden else self.model.bert(packed)
+        hidden = self._in_bucket(packed) if self.graphs else self.model.bert(packed)
         return self.model.apply_heads(hidden, packed, heads, at)
 
-    def _compiled(self) -> Callable[..., Tensor]:
-        """The encoder over bare tensors: a graph's inputs, and nothing else to guard."""
+    def _in_bucket(self, packed: Packed) -> Tensor:
+        bucket = _bucket(packed)
+        tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
+        constants = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
+        hidden = (self._recorded or self._hidden)(*tensors, **constants)
+        return hidden[: len(packed.ids)]  # padding is a tail
 
-        def hidden(
-            ids: Tensor,
-            types: Tensor,
-            positions: Tensor,
-            cu_seqlens: Tensor,
-            *,
-            max_seqlen: int,
-            capacity: int,
-        ) -> Tensor:
-            return self.model.bert(
-                Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
-            )
-
-        compiled = executable.compile(hidden, self.device)
-        return executable.CudaGraphs(compiled) if self.device.type == "cuda" else compiled
-
-
-def _in_bucket(compiled: Callable[..., Tensor], packed: Packed) -> Tensor:
-    bucket = _bucket(packed)
-    hidden = compiled(
-        bucket.ids,
-        bucket.types,
-        bucket.positions,
-        bucket.cu_seqlens,
-        max_seqlen=bucket.max_seqlen,
-        capacity=bucket.capacity,
-    )
-    return hidden[: len(packed.ids)]  # padding is a tail
+    def _hidden(
+        self,
+        ids: Tensor,
+        types: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        *,
+        max_seqlen: int,
+        capacity: int,
+    ) -> Tensor:
+        """The encoder over bare tensors, as a recorded graph takes them."""
+        packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
+        return self.model.bert(packed)
 
 
 def _bucket(packed: Packed) -> Packed:

@@ -1,0 +1,83 @@
+"""`packhorse pack`: its table, its JSON, its one-line complaints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+KEYS = {"packs", "efficiency", "factor", "lower_bound", "seconds", "algorithm"}
+
+
+@pytest.fixture
+def counts(tmp_path: Path) -> Path:
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps({"a": [0, 4, 4, 0, 2], "b": [1]}))
+    return path
+
+
+def test_one_plan(cli, counts: Path) -> None:
+    said = cli("pack", "--histogram", f"{counts}:a", "--json")
+    assert said.code == 0
+    found = said.document
+    assert found.keys() >= KEYS
+    assert found["sequences"] == 10 and found["tokens"] == 30 and found["capacity"] == 5
+    assert found["packs"] == found["lower_bound"] == 6 and found["efficiency"] == 1.0
+    assert found["factor"] == pytest.approx(10 / 6)
+    assert "optimum" in said.out and "60.00% full" in said.out
+
+
+def test_all_algorithms_side_by_side(cli, counts: Path) -> None:
+    said = cli(
+        *("pack", "--histogram", f"{counts}:a", "--capacity", 8, "--max-per-pack", 2),
+        *("--algorithm", "all", "--json"),
+    )
+    results = said.document["results"]
+    assert [row["algorithm"] for row in results] == ["optimum", "spfhp", "lpfhp", "nnlshp"]
+    assert said.document["max_per_pack"] == 2 and said.document["capacity"] == 8
+    assert min(row["packs"] for row in results) == results[0]["packs"] == 5
+
+
+def test_lengths_a_line(cli, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("3\n4\n1\n")
+    found = cli("pack", "--lengths", path, "--json").document
+    assert found["packs"] == 2 and found["capacity"] == 4
+
+
+def test_csv_and_plot(cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "counts.csv"
+    path.write_text("length,count\n5,2\n")
+    said = cli("pack", "--histogram", path, "--plot", tmp_path / "a.png")
+    assert said.code == 0 and "drawn" in said.err
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "--histogram FILE"),
+        (["--histogram", "a.json", "--lengths", "b"], "one of them"),
+        (["--histogram", "none.json"], "none.json cannot be read"),
+        (["--histogram", "{counts}"], "holds a, b"),
+        (["--histogram", "{counts}:a", "--capacity", "3"], "longer than the capacity"),
+        (["--histogram", "{counts}:a", "--capacity", "0"], "capacity"),
+        (["--histogram", "{counts}:a", "--max-per-pack", "0"], "pass 1 or more"),
+        (["--histogram", "{counts}:a", "--plot", "a.gif"], "ends in"),
+        (["--histogram", "{counts}:a", "--algorithm", "best"], "best"),
+        (["--lengths", "{counts}"], "line 1"),
+    ],
+)
+def test_mistakes_are_one_line(cli, counts: Path, arguments: list[str], part: str) -> None:
+    said = cli("pack", *(argument.format(counts=counts) for argument in arguments))
+    assert said.code == 2 and part in said.err
+    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+
+
+def test_what_one_algorithm_cannot_do_is_an_error(cli, tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("5,1\n500,1\n")
+    said = cli("pack", "--histogram", path, "--algorithm", "nnlshp")
+    assert said.code == 2 and "too many" in said.err

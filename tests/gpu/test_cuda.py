@@ -1,0 +1,149 @@
+"""The same promises on CUDA: every kernel, head and dtype; backward; graphs per bucket.
+
+Skipped where there is no NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse import attention
+from packhorse.errors import KernelError
+from packhorse.model.bert import Bert
+from packhorse.model.config import BertConfig
+from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+from packhorse.model.model import Model
+from packhorse.packing.batch import Packed
+from packhorse.runtime import proof
+from packhorse.runtime.backend import TorchBackend
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CUDA = torch.device("cuda")
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def _full_precision() -> Any:
+    """fp32 products in fp32: TF32 would hide differences under its own."""
+    kept = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = kept
+
+
+def make_model(dtype: torch.dtype) -> Model:
+    config = BertConfig(
+        vocab_size=97, hidden_size=128, layers=2, heads=4, intermediate_size=256, max_positions=512
+    )
+    torch.manual_seed(0)
+    bert = Bert(config, attention.kernel("reference"))
+    pooler = Pooler(config)
+    heads = {
+        "pooled": pooler,
+        "embed": Embed(("mean", "cls", "max"), normalise=True),
+        "mlm": Mlm(config, bert.embed.words),
+        "nsp": PooledLabels(config, pooler, 2),
+        "span": TokenLabels(config, 2),
+        "classify": PooledLabels(config, pooler, 3),
+        "tokens": TokenLabels(config, 5),
+    }
+    model = Model(bert, heads)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype).eval()
+
+
+def make_packed(lengths: list[int], seed: int = 0) -> Packed:
+    random = np.random.default_rng(seed)
+    made = [proof.Made(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
+    return Packed.build(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("kernel", ["varlen", "bucketed", "repack", "mask", "reference"])
+def test_no_result_depends_on_neighbours(kernel: str, dtype: torch.dtype) -> None:
+    if kernel == "varlen" and dtype not in HALF:
+        with pytest.raises(KernelError, match="not in fp32"):
+            attention.pick(CUDA, dtype, name=kernel)
+        return
+    proofs = list(proof.prove(make_model(dtype), CUDA, [kernel], packs=12))
+    assert [p for p in proofs if not p.passed] == []
+
+
+def test_the_fastest_kernel_is_picked_and_says_why() -> None:
+    assert attention.pick(CUDA, torch.bfloat16).name == "varlen"
+    chosen = attention.pick(CUDA, torch.float32)
+    assert chosen.name == "bucketed"
+    assert "varlen" in chosen.why
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+def test_varlen_equals_float64(dtype: torch.dtype, head_size: int) -> None:
+    """Forward and backward lie no further from float64 than torch's own attention does."""
+    packed = make_packed([1, 17, 512, 128, 63, 2, 300]).to(CUDA)
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (4, len(packed.ids), 4, head_size)
+    *qkv, weight = torch.randn(shape, generator=generator, device=CUDA, dtype=dtype).unbind(0)
+
+    def run(kernel: str, to: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(to).detach().requires_grad_() for x in qkv]
+        chosen = attention.kernel(kernel)
+        out = chosen(*inputs, chosen.plan(packed))
+        (out * weight.to(to)).sum().backward()
+        return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+    exact = run("reference", torch.float64)
+    theirs, ours = run("reference", dtype), run("varlen", dtype)
+    assert len(ours) == 4
+    for name, truth, a, b in zip(("out", "dq", "dk", "dv"), exact, ours, theirs, strict=True):
+        mine, other = ((x.double() - truth).norm() / truth.norm() for x in (a, b))
+        assert float(mine) <= 1.5 * float(other) + 1e-3, name
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
+def test_graphs_equal_eager_and_are_recorded_once_a_bucket(dtype, limit: float) -> None:
+    model = make_model(dtype)
+    model.bert.use(attention.pick(CUDA, dtype).kernel)
+    eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs=True)
+    # The first and last fall into one bucket: 128 tokens, 4 slots, at most 128 tokens a sequence.
+    for seed, lengths in enumerate([[100, 20, 7], [60, 60, 8], [5, 3], [90, 20, 17]]):
+        packed = make_packed(lengths, seed)
+        heads = ["hidden", "embed"]
+        for a, b in zip(eager(packed, heads), graphs(packed, heads), strict=True):
+            assert float((a - b).abs().max()) <= limit * max(1.0, float(a.abs().max()))
+    assert graphs._recorded is not None and len(graphs._recorded.recorded) == 3
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "bucketed"])
+def test_training_step_matches_reference(kernel: str) -> None:
+    """Gradients of a whole model in bf16 point where the float32 reference's do."""
+    packed = make_packed([64, 3, 200, 31]).to(CUDA)
+
+    def gradients(name: str, dtype: torch.dtype) -> torch.Tensor:
+        model = make_model(dtype).to(CUDA)
+        model.bert.use(attention.kernel(name))
+        (hidden,) = model(packed, "hidden")
+        hidden.float().square().mean().backward()
+        return torch.cat(
+            [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
+        )
+
+    truth, found = gradients("reference", torch.float32), gradients(kernel, torch.bfloat16)
+    assert torch.cosine_similarity(truth, found, dim=0) > 0.999
+
+
+def test_embeddings_of_minilm(minilm) -> None:
+    import packhorse
+
+    texts = ["A man is eating food.", "Someone eats a meal.", "The stock market crashed today."] * 5
+    exact = packhorse.load(minilm, device="cpu", dtype="fp32").embed(texts)
+    for graphs in (False, True):
+        found = packhorse.load(minilm, device="cuda", graphs=graphs).embed(texts)
+        assert (exact * found).sum(1).min() >= 0.9995
+    wide = packhorse.load(minilm, device="cuda", dtype="fp32").embed(texts)
+    assert np.abs(exact - wide).max() <= 1e-5
