@@ -28,9 +28,6 @@
 #define LANES 8
 #define TILE 4
 #endif
-#if BF16 && !(AVX512 && defined(__AVX512BF16__))
-#error "this CPU or compiler has no AVX512-BF16"
-#endif
 
 /* native.py sets CHUNK, a multiple of GROUP, and WIDEST, the largest head it lets pass */
 #define KEYS 128            /* keys of a block */
@@ -147,8 +144,6 @@ INLINE void transpose(vec rows[LANES]) {
 #endif
 }
 
-/* ---- numbers to words and back ---- */
-
 /* Words w, w + 1 … of the `words` that a head has, then zeros; reads nothing beyond. */
 INLINE vec read_words(const number *head, long w, long words) {
     word some[LANES] = {0};
@@ -173,11 +168,12 @@ APART void pack_queries(Scratch *t, const number *q, long step, long rows) {
     for (long row = 0; row < rows; row += LANES)
         for (long w = 0; w < t->words; w += LANES) {
             vec block[LANES] = {0};
-            for (long i = 0; i < least(LANES, rows - row); i++)
-                block[i] = read_words(q + (row + i) * step, w, t->words);
+            UNROLL for (long i = 0; i < LANES; i++)
+                if (i < rows - row) block[i] = read_words(q + (row + i) * step, w, t->words);
             transpose(block);
             word *to = t->q + (row / GROUP * t->words + w) * GROUP + row % GROUP;
-            for (long i = 0; i < least(LANES, t->words - w); i++) store(to + i * GROUP, block[i]);
+            UNROLL for (long i = 0; i < LANES; i++)
+                if (i < t->words - w) store(to + i * GROUP, block[i]);
         }
 }
 
@@ -229,16 +225,16 @@ APART void score(Scratch *t, const word *q, long keys, vec *most, int vecs) {
 /* Turns scores into exponentials, in place; pairs close up to half the rows. Returns their sum:
  * where a score is NaN so is the sum, whatever became of the maximum. */
 APART vec exponentials(word *s, long keys, vec most, float scale) {
-    vec sum = {0}, shift = most * scale;
+    vec sum = {0};
     for (long key = 0; key < keys; key += PER_WORD) {
-        vec p = power_of_two(load(s + key * GROUP) * scale - shift);
+        vec p = power_of_two((load(s + key * GROUP) - most) * scale);
         sum += p;
 #if BF16
         const __m512i interleave = _mm512_set_epi16(
             31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
             23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         vec odd = {0};
-        if (key + 1 < keys) odd = power_of_two(load(s + (key + 1) * GROUP) * scale - shift);
+        if (key + 1 < keys) odd = power_of_two((load(s + (key + 1) * GROUP) - most) * scale);
         sum += odd;
         __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)p);
         p = (vec)_mm512_permutexvar_epi16(interleave, both);
@@ -286,11 +282,12 @@ APART void write_rows(const Scratch *t, number *to, long step, long rows) {
         for (long column = 0; column < t->width; column += LANES) {
             vec block[LANES] = {0}, share = 1.0f / load(t->sum + row);
             const float *from = t->out + (row / GROUP * t->columns + column) * GROUP + row % GROUP;
-            for (long i = 0; i < least(LANES, t->width - column); i++)
-                block[i] = load(from + i * GROUP) * share;
+            UNROLL for (long i = 0; i < LANES; i++)
+                if (i < t->width - column) block[i] = load(from + i * GROUP) * share;
             transpose(block);
-            for (long i = 0; i < least(LANES, rows - row); i++)
-                write_numbers(to + (row + i) * step + column, block[i], t->width - column);
+            UNROLL for (long i = 0; i < LANES; i++)
+                if (i < rows - row)
+                    write_numbers(to + (row + i) * step + column, block[i], t->width - column);
         }
 }
 
@@ -330,8 +327,5 @@ void packhorse_attend(const number *q, const number *k, const number *v, number 
                       const int32_t *chunks, long items, long heads, long width, long q_step,
                       long k_step, long v_step, float scale, Parallel *parallel, unsigned threads) {
     Job job = {q, k, v, out, chunks, items, heads, width, q_step, k_step, v_step, scale, 0};
-    if (threads > 1)
-        parallel(work, &job, threads, 0);
-    else
-        work(&job);
+    parallel(work, &job, threads, 0);
 }

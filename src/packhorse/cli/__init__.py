@@ -24,6 +24,8 @@ COMMANDS = {
     "run": ("packhorse.cli.run:run", "Encode texts, or measure how fast they are encoded."),
     "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
     "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
+    "prove": ("packhorse.cli.prove:prove", "Prove that no result depends on its neighbours."),
+    "doctor": ("packhorse.cli.doctor:doctor", "Say what can run here, and how to fix the rest."),
     "bench": ("packhorse.cli.bench:app", "Measure encoders and packers, ours and others."),
 }
 

@@ -131,7 +131,7 @@ def _show(found: "Comparison", sequences: "list[Encoding]", plot: Path | None) -
     texts, tokens = len(sequences), sum(map(len, sequences))
     names, speeds = [s.way for s in found.sides], [s.sequences_per_second for s in found.sides]
     shown = Table.of(
-        ("way", "padding", "seconds", "texts/s", "time to packed"),
+        ("way", "padding", "seconds", "texts/s", "time (packed = 1)"),
         [
             (s.way, f"{s.padding:.1%}", f"{s.seconds:.1f}", f"{speed:,.0f}", f"{s.ratio:.2f}x")
             for s, speed in zip(found.sides, speeds, strict=True)

@@ -51,6 +51,7 @@ class Encoder:
     labels: tuple[str, ...]
     problem: str
     prompts: dict[str, str]
+    default_prompt: str | None
     max_length: int
     device: torch.device
     dtype: torch.dtype
@@ -71,7 +72,11 @@ class Encoder:
         max_length: int | None = None,
         progress: Progress | None = None,
     ) -> np.ndarray:
-        """One vector a text, float32 [n, width]; `prompt` names one of the model's prompts."""
+        """One vector a text, float32 [n, width].
+
+        `prompt` names one of the model's prompts; without it the model's default goes before each
+        text, if it has one.
+        """
         self._need("embed")
         encodings = self.encode(self._prompted(texts, prompt), max_length)
         rows = self.run(encodings, "embed", progress=progress)
@@ -235,6 +240,7 @@ class Encoder:
         return max_length
 
     def _prompted(self, texts: Sequence[Text], prompt: str | None) -> Sequence[Text]:
+        prompt = self.default_prompt if prompt is None else prompt
         if prompt is None:
             return texts
         if prompt not in self.prompts:

@@ -64,6 +64,7 @@ def _open(
         labels=found.labels,
         problem=found.problem,
         prompts=found.prompts,
+        default_prompt=found.default_prompt,
         max_length=found.max_length,
         device=device,
         dtype=dtype,

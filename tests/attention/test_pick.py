@@ -1,0 +1,66 @@
+"""Which kernel runs where, and what is said when one cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from packhorse import attention
+from packhorse.attention import KERNELS, Support
+from packhorse.errors import KernelError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_every_kernel_of_the_table_is_there() -> None:
+    for name in KERNELS:
+        found = attention.kernel(name)
+        assert isinstance(found.serves, Support)
+
+
+def test_the_choice_serves_and_says_why() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for backward in (False, True):
+            choice = attention.pick(CPU, dtype, backward=backward)
+            assert choice.kernel.serves.refusal(CPU, dtype, backward) is None
+            assert not choice.kernel.serves.rows, "a ragged batch has no rows"
+            assert "varlen: it runs on cuda" in choice.why and choice.name in choice.why
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "message"),
+    [
+        ("varlen", CPU, torch.bfloat16, "it runs on cuda, not on cpu; use '"),
+        ("varlen", CUDA, torch.float32, "it runs in bf16, fp16, not in fp32; use 'bucketed'"),
+        ("fancy", CPU, torch.float32, "unknown kernel 'fancy'; there are varlen"),
+    ],
+)
+def test_asking_outside_is_a_clear_error(name, device, dtype, message: str) -> None:
+    with pytest.raises(KernelError, match=message):
+        attention.pick(device, dtype, name=name)
+
+
+def test_a_kernel_without_backward_is_refused_for_training() -> None:
+    forward_only = Support(backward=False)
+    assert forward_only.refusal(CPU, torch.float32, backward=True) == "it has no backward pass"
+    assert forward_only.refusal(CPU, torch.float32, backward=False) is None
+
+
+def test_obstacles_are_asked_last() -> None:
+    asked = []
+    support = Support(
+        devices=frozenset({"cuda"}), obstacle=lambda: asked.append(1) or "no compiler"
+    )
+    assert support.refusal(CPU, torch.float32, False) == "it runs on cuda, not on cpu"
+    assert not asked
+    assert support.refusal(CUDA, torch.float32, False) == "no compiler"
+
+
+def test_mask_needs_rows() -> None:
+    from packhorse.packing.batch import Packed
+    from packhorse.runtime.proof import Made
+
+    kernel = attention.kernel("mask")
+    ragged = Packed.build([Made(torch.arange(3).numpy(), torch.zeros(3).numpy())])
+    with pytest.raises(KernelError, match=r"build it with Packed\.rows"):
+        kernel.plan(ragged)

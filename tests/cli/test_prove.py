@@ -1,0 +1,50 @@
+"""`packhorse prove`: the table, the document, and a model that fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from packhorse.cli import main
+from packhorse.runtime import proof
+
+
+def test_minilm_is_proven(minilm, capsys) -> None:
+    arguments = ["prove", str(minilm), "--packs", "2", "--dtype", "fp32", "--json"]
+    assert main([*arguments, "--kernel", "bucketed,mask"]) == 0
+    out = capsys.readouterr().out
+    document = json.loads(out.splitlines()[-1])
+    assert document["ok"] is True
+    assert {p["kernel"] for p in document["proofs"]} == {"bucketed", "mask"}
+    assert {p["check"] for p in document["proofs"]} == set(proof.CHECKS)
+    assert {p["head"] for p in document["proofs"]} == {"hidden", "pooled", "embed"}
+    assert "bit-equal" in out
+
+
+def test_a_broken_model_is_not(minilm, capsys, monkeypatch) -> None:
+    """The control: with isolation broken the command fails and says where."""
+    from packhorse.attention.reference import Reference
+
+    monkeypatch.setattr(Reference, "plan", lambda self, packed: [len(packed.ids)])
+    arguments = ["prove", str(minilm), "--packs", "1", "--dtype", "fp32", "--kernel", "reference"]
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert "FAILED" in captured.out
+    assert "checks failed, first neighbour of hidden under reference in fp32" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at-all"], "nowhere/at-all"),
+        (["{minilm}", "--packs", "0"], "--packs must be at least 1"),
+        (["{minilm}", "--dtype", "int3"], "unknown dtype 'int3'"),
+        (["{minilm}", "--dtype", "fp32", "--kernel", "varlen"], "it runs on cuda"),
+        (["{minilm}", "--device", "moon"], "unknown device"),
+    ],
+)
+def test_mistakes_are_one_line(minilm, capsys, arguments: list[str], message: str) -> None:
+    assert main(["prove", *(a.format(minilm=minilm) for a in arguments)]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1] and lines[-1].startswith("packhorse: ")
