@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,8 +32,14 @@ needs_linux = pytest.mark.skipif(
 )
 
 
-def batch(lengths: tuple[int, ...] | list[int]) -> Packed:
-    return Packed.build([SimpleNamespace(ids=np.zeros(n), types=np.zeros(n)) for n in lengths])
+@dataclass(frozen=True)
+class Blank:
+    ids: np.ndarray
+    types: np.ndarray
+
+
+def batch(lengths: Sequence[int]) -> Packed:
+    return Packed.build([Blank(np.zeros(n), np.zeros(n)) for n in lengths])
 
 
 def draw(
@@ -99,7 +105,7 @@ def test_equals_the_reference_at_every_head_size(heads: int, width: int, dtype: 
 @needs_native
 @pytest.mark.parametrize("dtype", BOTH)
 def test_equals_the_reference_at_every_length(dtype: torch.dtype):
-    packed = batch(list(range(1, 601)))
+    packed = batch(range(1, 601))
     assert_close(draw(len(packed.ids), 1, 16, dtype), packed)
 
 
@@ -234,11 +240,10 @@ def test_the_plan_covers_every_row_once_and_puts_the_costliest_first():
     lengths = (5, 300, 128, 129, 1)
     plan = Native().plan(batch(lengths).pad(tokens=600, sequences=10))
     assert isinstance(plan, native.Chunks) and plan.tokens == 600
-    rows = [
-        start + row + i for start, n, row in plan.rows.tolist() for i in range(min(CHUNK, n - row))
-    ]
+    items = [(start + row, n, min(CHUNK, n - row)) for start, n, row in plan.rows.tolist()]
+    rows = [first + i for first, _, count in items for i in range(count)]
     assert sorted(rows) == list(range(600))
-    costs = [n * min(CHUNK, n - row) for _, n, row in plan.rows.tolist()]
+    costs = [n * count for _, n, count in items]
     assert costs == sorted(costs, reverse=True)
 
 
@@ -380,7 +385,5 @@ def test_cpus_without_avx512_get_the_same_answers(rebuilt: Path, monkeypatch: py
     assert out[100:280].isfinite().all() and out[281:].isfinite().all()
 
 
-def test_the_source_travels_with_the_package():
-    assert native.SOURCE.is_file() and os.path.dirname(native.SOURCE) == os.path.dirname(
-        native.__file__
-    )
+def test_the_source_lies_beside_the_module():
+    assert native.SOURCE.is_file() and native.SOURCE.parent == Path(native.__file__).parent

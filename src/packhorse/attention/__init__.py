@@ -62,6 +62,7 @@ class Kernel(Protocol):
 # Fastest first: `pick` takes the first that serves.
 KERNELS = {
     "varlen": "Varlen",
+    "native": "Native",
     "bucketed": "Bucketed",
     "repack": "Repack",
     "mask": "Mask",

@@ -56,6 +56,7 @@ class Chunks:
 
     rows: Tensor  # [n, 3] int32: first token and length of the sequence, first query row
     tokens: int
+    cu_seqlens: Tensor  # [S+1] what the plan was made from
 
 
 def obstacle() -> str | None:
@@ -77,16 +78,14 @@ class Native:
         obstacle=obstacle,
     )
 
-    def plan(self, packed: Packed) -> Chunks | Tensor:
+    def plan(self, packed: Packed) -> Chunks:
         """Cut the batch into work items."""
-        if torch.compiler.is_compiling():
-            return packed.cu_seqlens
         return _plan(packed.cu_seqlens)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Chunks | Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
         """[T, H, D] each."""
-        if isinstance(plan, Tensor):
-            return _opaque(q, k, v, plan)
+        if torch.compiler.is_compiling():
+            return _opaque(q, k, v, plan.cu_seqlens)
         return attend(q, k, v, plan)
 
 
@@ -112,7 +111,7 @@ def _plan(cu_seqlens: Tensor) -> Chunks:
     length = np.repeat(lengths, pieces)
     costliest = np.argsort(-length * np.minimum(CHUNK, length - row), kind="stable")
     rows = np.stack([np.repeat(bounds[:-1], pieces), length, row], 1)[costliest]
-    return Chunks(torch.from_numpy(rows.astype(np.int32)), int(bounds[-1]))
+    return Chunks(torch.from_numpy(rows.astype(np.int32)), int(bounds[-1]), cu_seqlens)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:

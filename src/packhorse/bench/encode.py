@@ -71,6 +71,11 @@ class EncodeRow:
     cosine_mean: float = 0.0
     problem: str | None = None
 
+    @property
+    def subject(self) -> str:
+        """What the row is about, in words."""
+        return " ".join(filter(None, (self.engine, self.dtype, self.order)))
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -99,15 +104,16 @@ def measure(request: Request, progress: Progress | None = None) -> list[EncodeRo
         folder = _model_folder(request, Path(scratch))
         sequences, exact = _reference(request, folder, device)
         candidates = _candidates(request, folder, _setting(request, folder, device, Path(scratch)))
-        total = len(candidates) + request.repeats
         trials, failures = [], []
+        total = len(candidates) * (1 + 2 * request.repeats)  # until it is known what runs
         for done, candidate in enumerate(candidates, 1):
             _warm_up(candidate, sequences, trials, failures)
             _tell(progress, done, total)
-        for done in range(1, request.repeats + 1):
-            for trial in trials:
-                trial.seconds.append(_timed(trial, sequences, device))
-            _tell(progress, len(candidates) + done, total)
+        turns = trials * request.repeats
+        total = len(candidates) + len(turns)
+        for done, trial in enumerate(turns, len(candidates) + 1):
+            trial.seconds.append(_timed(trial, sequences, device))
+            _tell(progress, done, total)
     return [*_rows(trials, exact, request.lengths), *failures]
 
 

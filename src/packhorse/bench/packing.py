@@ -34,6 +34,11 @@ class PackingRow:
     seconds: float = 0.0
     problem: str | None = None
 
+    @property
+    def subject(self) -> str:
+        """What the row is about, in words."""
+        return f"{self.algorithm}, {self.max_per_pack or 'unlimited'} per pack"
+
 
 def compare(
     counts: np.ndarray,

@@ -41,6 +41,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
         folder=source,
         name=f"random-{name}",
         max_length=config.max_positions,
+        raw={"position_embedding_type": "absolute"},  # which CTranslate2 insists on reading
     )
     return checkpoint.write(folder, made, overwrite=True)
 

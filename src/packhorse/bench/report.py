@@ -109,15 +109,9 @@ def waste_table(rows: Sequence[WasteRow], costs: Sequence[float] | None = None) 
     return Table.of(columns, cells)
 
 
-def problems(rows: Sequence[EncodeRow | PackingRow]) -> list[str]:
+def problems(rows: Sequence[EncodeRow] | Sequence[PackingRow]) -> list[str]:
     """One line for each row that could not be measured."""
-    return [f"{_subject(row)}: {row.problem}" for row in rows if row.problem is not None]
-
-
-def _subject(row: EncodeRow | PackingRow) -> str:
-    if hasattr(row, "engine"):
-        return " ".join(filter(None, (row.engine, row.dtype, row.order)))  # pyright: ignore
-    return f"{row.algorithm}, {depth_name(row.max_per_pack)} per pack"  # pyright: ignore
+    return [f"{row.subject}: {row.problem}" for row in rows if row.problem is not None]
 
 
 def depth_name(max_per_pack: int | None) -> str:

@@ -1,9 +1,9 @@
 """The same texts encoded packed and padded, in the same precision, and whether the vectors agree.
 
 The padded side is transformers where it is installed; elsewhere our own engine with one sequence a
-row, which pays for padding in the linear layers only. It pads batches as they come and batches
-sorted by length. Every way goes once through the texts; their batches take turns, so that whatever
-else the machine does falls on all of them alike: a demonstration that need not be repeated.
+row, whose padding attends only to itself: it costs the linear layers in full and attention less. It
+pads batches as they come and batches sorted by length. Every way goes once through the texts; their
+batches take turns, so that whatever else the machine does falls on all of them alike.
 """
 
 from __future__ import annotations

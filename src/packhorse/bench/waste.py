@@ -3,9 +3,9 @@
 Four ways to bring sequences of uneven length into a batch: every sequence padded to the model's
 length (what a fixed shape does), batches padded to their longest in the order of arrival or sorted
 by length, and packs. Packhorse's own flat batch computes the real tokens and none besides; packs
-are for whoever needs rows of one shape. Tokens stand for the work of the linear layers, nine tenths
-of BERT's at these lengths; attention wastes more than its share under padding, so the figures are
-careful.
+are for whoever needs rows of one shape. Tokens stand for the arithmetic of the linear layers, which
+at 256 tokens is nine tenths of MiniLM's and more of a wider model's. Attention, which padding makes
+dearer still, is not counted.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ its repr. The encoder never waits and owns no queue: it takes all it is given, a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -210,17 +210,28 @@ class Encoder:
         """
         out: list[tuple[np.ndarray, ...]] = [()] * len(sequences)
         done = 0
-        for batch in batches.by_tokens([len(s) for s in sequences], self.budget):
-            packed = batches.lay([sequences[i] for i in batch], self.capacity)
-            at = None if only is None else (packed.ids == only).nonzero().flatten()
-            found = self.backend(packed, heads, None if at is None else at.to(self.device))
-            columns = [_split(head, x, packed, at) for head, x in zip(heads, found, strict=True)]
-            for index, row in zip(batch, zip(*columns, strict=True), strict=True):
+        for batch, rows in self._batch_by_batch(sequences, heads, only):
+            for index, row in zip(batch, rows, strict=True):
                 out[index] = row
             done += len(batch)
             if progress is not None:
                 progress(done, len(sequences))
         return out
+
+    def _batch_by_batch(
+        self, sequences: Sequence[Encoding], heads: tuple[str, ...], only: int | None
+    ) -> Iterator[tuple[list[int], Iterator[tuple[np.ndarray, ...]]]]:
+        """Batches and their results, one batch behind: an accelerator is never kept waiting."""
+        ahead: tuple[list[int], Batch] | None = None
+        for indices in batches.by_tokens([len(s) for s in sequences], self.budget):
+            packed = batches.lay([sequences[i] for i in indices], self.capacity)
+            at = None if only is None else (packed.ids == only).nonzero().flatten()
+            found = self.backend(packed, heads, None if at is None else at.to(self.device))
+            if ahead is not None:
+                yield ahead[0], ahead[1].rows()
+            ahead = indices, Batch(packed, heads, found, at)
+        if ahead is not None:
+            yield ahead[0], ahead[1].rows()
 
     def _need(self, head: str) -> None:
         if head not in self.heads:
@@ -251,9 +262,21 @@ class Encoder:
         return [self.prompts[prompt] + str(text) for text in texts]
 
 
-def _split(head: str, out: Tensor, packed: Packed, at: Tensor | None) -> list[np.ndarray]:
-    """One float32 array for each of the caller's sequences."""
-    host = out.float().cpu()
-    if head in PER_TOKEN:
-        return [piece.numpy().copy() for piece in packed.split(host, at)]
-    return list(packed.pick(host).numpy())
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch that was handed to the device, and the tensors that will hold its results."""
+
+    packed: Packed
+    heads: tuple[str, ...]
+    found: Sequence[Tensor]
+    at: Tensor | None
+
+    def rows(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Wait, and give each of the caller's sequences its array of every head."""
+        return zip(*map(self._column, self.heads, self.found), strict=True)
+
+    def _column(self, head: str, found: Tensor) -> list[np.ndarray]:
+        host = found.float().cpu()
+        if head in PER_TOKEN:
+            return [piece.numpy().copy() for piece in self.packed.split(host, self.at)]
+        return list(self.packed.pick(host).numpy())
