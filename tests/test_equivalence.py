@@ -22,7 +22,8 @@ from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime import batches
 
-KERNELS = ("reference", "bucketed", "repack", "mask")
+CPU = torch.device("cpu")
+KERNELS = [name for name in attention.KERNELS if name != "varlen"]
 
 # Class of transformers, our head, the outputs of theirs that it answers to.
 CASES = {
@@ -152,16 +153,23 @@ def check(sizes: Sizes, case: str, dtype: torch.dtype, limit: float) -> None:
     expected = run_padded(theirs, sequences, outputs)
     their_gradients = gradients(theirs, expected, sizes.seed)
     for kernel in KERNELS:
-        found = run_packed(ours, kernel, sequences, head)
+        serves = attention.kernel(kernel).serves
+        if serves.refusal(CPU, dtype):
+            continue
+        with torch.set_grad_enabled(serves.backward):
+            found = run_packed(ours, kernel, sequences, head)
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b, limit, f"{case} under {kernel}")
+        if not serves.backward:
+            continue
         mine = gradients(ours, found, sizes.seed)
         assert mine, "no gradient at all"
         largest = max(float(g.norm()) for g in mine.values())
         for name, a, b in paired_gradients(ours, mine, their_gradients):
-            # A gradient that is zero in theory (a key's bias) is noise in practice: compare it
-            # with the size of the others.
-            assert_close(a, b, limit, f"gradient of {name} under {kernel}", 1e-3 * largest)
+            # A key's bias has no gradient in theory and noise in practice: it is compared with
+            # the size of the others.
+            floor = 1e-3 * largest if name.endswith("qkv.bias") else 1e-6 * largest
+            assert_close(a, b, limit, f"gradient of {name} under {kernel}", floor)
 
 
 def assert_close(a: Any, b: Any, limit: float, what: str, floor: float = 1e-6) -> None:
@@ -186,6 +194,7 @@ def test_an_odd_model_equals_transformers(case: str, dtype: torch.dtype, limit: 
 @given(sizes=SIZES)
 def test_random_models_equal_transformers(case: str, sizes: Sizes) -> None:
     check(sizes, case, torch.float64, 1e-10)
+    check(sizes, case, torch.float32, 1e-5)
 
 
 @pytest.mark.slow
@@ -194,7 +203,7 @@ def test_random_models_equal_transformers(case: str, sizes: Sizes) -> None:
 @given(sizes=SIZES)
 def test_many_random_models_equal_transformers(case: str, sizes: Sizes) -> None:
     check(sizes, case, torch.float64, 1e-10)
-    check(sizes, case, torch.float32, 2e-5)
+    check(sizes, case, torch.float32, 1e-5)
 
 
 def test_the_comparison_can_fail() -> None:
@@ -212,6 +221,9 @@ def test_the_comparison_can_fail() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_minilm_equals_transformers(minilm, kernel: str, rng) -> None:
     import transformers
+
+    if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+        pytest.skip(refusal)
 
     theirs = transformers.BertModel.from_pretrained(minilm, attn_implementation="eager").eval()
     ours = checkpoint.load(minilm).model

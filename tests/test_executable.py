@@ -79,8 +79,8 @@ def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
     executable._say_uncompiled.cache_clear()
     layer = torch.nn.Linear(3, 3)
     with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler"):
-        executable.compile([layer], CPU)
-    executable.compile([layer], CPU)  # a second warning would be an error here
+        executable.compile([layer])
+    executable.compile([layer])  # a second warning would be an error here
     assert layer(torch.ones(2, 3)).shape == (2, 3)
 
 

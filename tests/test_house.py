@@ -33,6 +33,7 @@ LAYERS = (
     ("attention",),
     ("packing",),
     ("tokens",),
+    ("native",),
     ("executable", "dist", "optim", "status"),
     ("device",),
     ("wire",),

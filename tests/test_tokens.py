@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from packhorse import tokens as module
 from packhorse.errors import CheckpointError, InputError
-from packhorse.tokens import Encoding, Tokenizer
+from packhorse.tokens import Encoding, Tokenizer, files
 
 ENGLISH = "The quick brown fox jumps over the lazy dog's back; isn't it 3.14 metres, more or less?"
 TEXTS = [
@@ -454,7 +454,7 @@ def test_a_panic_names_its_text_and_spares_nobody_else(bert: Tokenizer) -> None:
         made.encode(["fox", "a" * 40 + "b", "dog"])
     assert made.encode(["fox"])[0].ids.tolist() == bert.encode(["fox"])[0].ids.tolist()
     for passing in (KeyboardInterrupt, SystemExit, MemoryError):
-        with pytest.raises(passing), module._blaming(InputError, "not this"):
+        with pytest.raises(passing), files.blaming(InputError, "not this"):
             raise passing
 
 
@@ -602,7 +602,7 @@ def test_bad_folders(tmp_path: Path, monkeypatch) -> None:
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     Tokenizer.load(tmp_path)
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 10)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
     with pytest.raises(CheckpointError, match="MiB"):
         Tokenizer.load(tmp_path)
 

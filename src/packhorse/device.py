@@ -45,11 +45,10 @@ def _require(device: torch.device) -> None:
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """The torch dtype behind one of our short names."""
-    if isinstance(name, torch.dtype):
-        return name
-    if name not in DTYPES:
-        raise InputError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPES)} or auto")
-    return DTYPES[name]
+    short = dtype_name(name) if isinstance(name, torch.dtype) else name
+    if short not in DTYPES:
+        raise InputError(f"unknown dtype {short!r}; choose one of {', '.join(DTYPES)} or auto")
+    return DTYPES[short]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

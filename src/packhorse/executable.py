@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from packhorse.errors import InputError
 
-BUCKET_LIMIT = 256  # buckets a module may be compiled for before torch gives up on it
+COMPILED_LIMIT = 4096  # buckets before torch gives up; its own default is 8
+RECORDED_LIMIT = 64  # CUDA graphs kept; the one not used for longest goes
 
 
 def cache_folder() -> Path:
@@ -56,16 +57,17 @@ def cpp_compiler() -> str | None:
     return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def compile(modules: Iterable[nn.Module], device: torch.device) -> None:
+def compile(modules: Iterable[nn.Module]) -> None:
     """Have each module compiled for each shape it meets; where nothing can be, say so once.
 
     Modules of one class share what is compiled: given the layers of a model rather than the model,
     a bucket costs one layer's compilation.
     """
-    if device.type == "cpu" and cpp_compiler() is None:
+    if cpp_compiler() is None:  # on CUDA too: its launchers are compiled for the host
         return _say_uncompiled()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, BUCKET_LIMIT)
+    torch._dynamo.config.recompile_limit = COMPILED_LIMIT
+    torch._dynamo.config.accumulated_recompile_limit = COMPILED_LIMIT
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
 
@@ -106,9 +108,11 @@ class CudaGraphs:
     def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
         """Replay, or record first; constants are part of the bucket."""
         key = (*((x.shape, x.dtype) for x in tensors), *sorted(constants.items()))
-        if key not in self.recorded:
-            self.recorded[key] = self._record(tensors, constants)
-        return self.recorded[key].replay(tensors)
+        recording = self.recorded.pop(key, None) or self._record(tensors, constants)
+        self.recorded[key] = recording  # at the end: used last
+        if len(self.recorded) > RECORDED_LIMIT:
+            del self.recorded[next(iter(self.recorded))]
+        return recording.replay(tensors)
 
     def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
         inputs = tuple(x.clone() for x in tensors)

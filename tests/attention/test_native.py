@@ -1,4 +1,4 @@
-"""The compiled CPU kernel against the reference, its isolation, and how it is built and kept."""
+"""The compiled CPU kernel against the reference, its isolation, and where it cannot be built."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from packhorse.attention import native
 from packhorse.attention.native import CHUNK, WIDEST, Native
 from packhorse.attention.reference import Reference
 from packhorse.errors import KernelError
+from packhorse.native import FLAGS
 from packhorse.packing.batch import Packed
 
 BOTH = (torch.float32, torch.bfloat16)
@@ -298,82 +299,21 @@ def test_serves_inference_on_cpus_only():
 
 
 @needs_linux
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [
-        ("/bin/false", "the C compiler /bin/false failed: exit status 1"),
-        ("/no/such/cc", "CC names /no/such/cc, which is not there"),
-        ("cc -include /no/such/header.h", "header.h"),
-    ],
-)
-def test_without_a_working_compiler_it_says_so(
-    compiler: str, reason: str, rebuilt: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("CC", compiler)
+def test_without_a_working_compiler_it_says_so(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CC", "/bin/false")
     said = native.obstacle()
-    assert said is not None and reason in said and "\n" not in said
+    assert said == "the C compiler /bin/false failed: exit status 1"
     assert said == Native.serves.refusal(torch.device("cpu"), torch.float32, False)
     with pytest.raises(KernelError, match="use 'bucketed'"):
         run(Native(), draw(4, 1, 8, torch.float32), batch((4,)))
     assert not rebuilt.exists() or not list(rebuilt.iterdir())
 
 
-@needs_linux
-def test_no_compiler_at_all(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setenv("PATH", str(rebuilt))
-    assert native.obstacle() == "no C compiler found; install gcc or clang"
-
-
-@needs_linux
-@needs_native
-def test_compiles_once_and_again_for_another_source(
-    rebuilt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    log, compiler = tmp_path / "log", tmp_path / "logging-cc"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shutil.which("cc")} "$@"\n')
-    compiler.chmod(0o700)
-    monkeypatch.setenv("CC", str(compiler))
-    compilations = lambda: sum(" -o " in line for line in log.read_text().splitlines())  # noqa: E731
-    for _ in range(2):
-        native._function.cache_clear()
-        assert native.obstacle() is None and compilations() == 1
-    assert rebuilt.stat().st_mode & 0o777 == 0o700
-    changed = tmp_path / "native.c"
-    changed.write_text(native.SOURCE.read_text() + "\n/* changed */\n")
-    monkeypatch.setattr(native, "SOURCE", changed)
-    native._function.cache_clear()
-    assert native.obstacle() is None and compilations() == 2
-    assert len(list(rebuilt.iterdir())) == 2
-
-
-@needs_native
-def test_builders_may_race(rebuilt: Path):
-    with ThreadPoolExecutor(4) as pool:
-        built = set(pool.map(native._built, [False] * 4))
-    assert [*built] == [*rebuilt.iterdir()]
-
-
-@needs_linux
-def test_a_cache_that_others_can_write_is_refused(rebuilt: Path):
-    rebuilt.mkdir()
-    rebuilt.chmod(0o777)
-    assert "can be written by others" in (native.obstacle() or "")
-    assert not list(rebuilt.iterdir())
-
-
-@needs_native
-def test_a_damaged_library_is_named(rebuilt: Path):
-    library = native._built(False)
-    library.write_bytes(b"not a library")
-    assert f"cannot load {library}, delete it" in (native.obstacle() or "")
-
-
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 instruction set")
 def test_cpus_without_avx512_get_the_same_answers(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
-    older = tuple(flag.replace("native", "x86-64-v3") for flag in native.FLAGS)
-    monkeypatch.setattr(native, "FLAGS", older)
+    older = tuple(flag.replace("native", "x86-64-v3") for flag in FLAGS)
+    monkeypatch.setattr("packhorse.native.FLAGS", older)
     packed = batch(EDGES)
     for dtype in BOTH:
         assert_close(draw(len(packed.ids), 2, 40, dtype), packed)

@@ -49,11 +49,19 @@ def test_a_kernel_without_backward_is_refused_for_training() -> None:
 def test_obstacles_are_asked_last() -> None:
     asked = []
     support = Support(
-        devices=frozenset({"cuda"}), obstacle=lambda: asked.append(1) or "no compiler"
+        devices=frozenset({"cuda"}), obstacle=lambda device: asked.append(1) or "no compiler"
     )
     assert support.refusal(CPU, torch.float32, False) == "it runs on cuda, not on cpu"
     assert not asked
     assert support.refusal(CUDA, torch.float32, False) == "no compiler"
+
+
+def test_a_head_too_wide_falls_to_the_next_kernel() -> None:
+    varlen = attention.kernel("varlen").serves
+    assert "multiples of 8 up to 256 wide, not of 20" in str(
+        varlen.refusal(CUDA, torch.bfloat16, False, 20)
+    )
+    assert attention.pick(CPU, torch.float32, head_size=4096).name == "bucketed"
 
 
 def test_mask_needs_rows() -> None:

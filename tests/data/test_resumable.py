@@ -267,3 +267,14 @@ def test_parquet_ids_are_of_one_kind(tmp_path: Path) -> None:
     other = rows(lambda i: f"row {i}" if i < CHUNK else i)
     work(tmp_path / "b.parquet", other)
     assert parquet.read_table(tmp_path / "b.parquet")["id"].to_pylist()[CHUNK:] == list("3456")
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_file_of_the_name_used_for_rewriting_is_not_taken_for_the_rows(
+    suffix: str, tmp_path: Path
+) -> None:
+    clean, crowded = tmp_path / f"clean{suffix}", tmp_path / f"crowded{suffix}"
+    Path(f"{crowded}.whole").write_text("left by somebody else")
+    work(clean, rows())
+    work(crowded, rows())
+    assert crowded.read_bytes() == clean.read_bytes()

@@ -2,19 +2,80 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from packhorse import attention
-from packhorse.model.bert import Bert
+from packhorse.device import cpu_features
+from packhorse.errors import KernelError
+from packhorse.model import freeze as freezing
+from packhorse.model.bert import AddNorm, Bert
 from packhorse.model.config import BertConfig
-from packhorse.model.freeze import FrozenLinear, can_freeze, freeze
+from packhorse.model.freeze import FrozenAddNorm, FrozenLinear, can_freeze, freeze
+from packhorse.native import FLAGS
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
 needs_onednn = pytest.mark.skipif(
     not can_freeze(torch.float32), reason="this torch has no oneDNN operators"
 )
+needs_native = pytest.mark.skipif(
+    not freezing._adds(torch.float32), reason="add_norm.c cannot be compiled here"
+)
+BOTH = (torch.float32, torch.bfloat16)
+WIDTHS = (1, 7, 16, 32, 63, 65, 384, 1024)
+
+
+def norm(width: int, dtype: torch.dtype) -> AddNorm:
+    made = AddNorm(width, 1e-12)
+    torch.nn.init.normal_(made.weight, 1, 0.3)
+    torch.nn.init.normal_(made.bias)
+    return made.to(dtype)
+
+
+def draw(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    return [(torch.randn(rows, width) * 2 + 0.5).to(dtype) for _ in range(2)]
+
+
+def exact(norm: AddNorm, x: Tensor, residual: Tensor) -> Tensor:
+    weight, bias = norm.weight.double(), norm.bias.double()
+    return F.layer_norm(x.double() + residual.double(), weight.shape, weight, bias, norm.eps)
+
+
+def assert_close(width: int, rows: int, dtype: torch.dtype) -> None:
+    """Against float64: fp32 within 1e-5; bf16 no further away than torch's own."""
+    made, inputs = norm(width, dtype), draw(rows, width, dtype)
+    with torch.inference_mode():
+        out, theirs, truth = FrozenAddNorm(made)(*inputs), made(*inputs), exact(made, *inputs)
+    assert out.dtype == dtype and out.shape == (rows, width)
+    if dtype == torch.bfloat16:
+        assert (out - truth).abs().max() <= (theirs - truth).abs().max()
+    elif width > 1:
+        torch.testing.assert_close(out, truth.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nothing loaded yet and an empty cache; afterwards the process finds its own again."""
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
+    for function in (freezing._add_norm, freezing._adds):
+        function.cache_clear()
+    yield
+    for function in (freezing._add_norm, freezing._adds):
+        function.cache_clear()
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's threads; puts them back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @needs_onednn
@@ -28,7 +89,9 @@ def test_a_frozen_encoder_is_the_same(activation: str, dtype, limit: float, rng)
         before = bert(packed)
         freeze(bert)
         after = bert(packed)
-    assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers[0].attention.modules())
+    assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers.modules())
+    natively = sum(isinstance(m, FrozenAddNorm) for m in bert.modules())
+    assert natively == (4 if freezing._adds(dtype) else 0)
     assert float((before - after).abs().max()) <= limit * float(before.abs().max())
 
 
@@ -42,3 +105,111 @@ def test_a_frozen_layer_without_bias() -> None:
 
 def test_double_is_left_alone() -> None:
     assert not can_freeze(torch.float64)
+
+
+# ---- the residual sum and its norm ----
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_sum_and_norm_at_every_width(width: int, dtype: torch.dtype) -> None:
+    for rows in (1, 2, 31, 32, 33, 500):
+        assert_close(width, rows, dtype)
+
+
+@needs_native
+def test_a_row_of_equal_numbers_is_the_bias() -> None:
+    for width in WIDTHS:
+        made = norm(width, torch.float32)
+        x = torch.full((3, width), 2.0)
+        with torch.inference_mode():
+            torch.testing.assert_close(FrozenAddNorm(made)(x, x), made.bias.expand(3, -1))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", BOTH)
+def test_every_number_of_rows_and_threads_gives_the_same_bits(dtype, threads) -> None:
+    frozen, (x, residual) = FrozenAddNorm(norm(40, dtype)), draw(500, 40, dtype)
+    threads(1)
+    alone = frozen(x, residual)
+    for count in (1, 2, 3):
+        threads(count)
+        for rows in (0, 1, 2, 31, 32, 33, 64, 65, 499, 500):
+            assert torch.equal(frozen(x[:rows], residual[:rows]), alone[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("width", [7, 384])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, width: int, value: float) -> None:
+    made, (x, residual) = norm(width, dtype), draw(70, width, dtype)
+    frozen = FrozenAddNorm(made)
+    clean = frozen(x, residual)
+    x[34, width - 1], residual[69, 0] = value, value
+    out, sick = frozen(x, residual), torch.zeros(70, dtype=torch.bool)
+    sick[[34, 69]] = True
+    assert out[sick].isnan().all() and made(x, residual)[sick].isnan().all()
+    assert torch.equal(out[~sick], clean[~sick])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", BOTH)
+def test_rows_that_lie_apart(dtype: torch.dtype) -> None:
+    frozen, (x, residual) = FrozenAddNorm(norm(24, dtype)), draw(50, 24, dtype)
+    expected = frozen(x, residual)
+    assert torch.equal(frozen(x.T.contiguous().T, residual), expected)
+    assert torch.equal(frozen(x, torch.cat([x, residual], 1)[:, 24:]), expected)
+    buffer = torch.cat([x[0, :1], x.flatten()])  # begins where no vector would
+    assert torch.equal(frozen(buffer[1:].view(50, 24), residual), expected)
+
+
+@needs_native
+def test_refuses_what_c_would_read_astray() -> None:
+    frozen, (x, residual) = FrozenAddNorm(norm(24, torch.float32)), draw(5, 24, torch.float32)
+    wrong = (residual[:4], residual[:, :23], residual[None], residual.bfloat16(), x.to("meta"))
+    for other in wrong:
+        with pytest.raises(KernelError, match="takes two tensors"):
+            frozen(x, other)
+        with pytest.raises(KernelError, match="takes two tensors"):
+            frozen(other, x)
+
+
+@needs_native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 instruction set")
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4"])
+def test_cpus_with_fewer_instructions_get_the_same_answers(
+    level: str, rebuilt: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if level == "x86-64-v4" and not cpu_features()["avx512_bf16"]:
+        pytest.skip("this CPU has no AVX-512")
+    older = tuple(flag.replace("native", level) for flag in FLAGS)
+    monkeypatch.setattr("packhorse.native.FLAGS", older)
+    for dtype in BOTH:
+        for width in WIDTHS:
+            assert_close(width, 40, dtype)
+        x, residual = draw(3, 24, dtype)
+        x[1] = float("nan")
+        assert FrozenAddNorm(norm(24, dtype))(x, residual).isnan().all(1).tolist() == [0, 1, 0]
+
+
+@needs_onednn
+@pytest.mark.parametrize("compiler", ["/bin/false", "/no/such/cc"])
+def test_without_a_compiler_the_norms_stay_as_they_are(
+    compiler: str, rebuilt: None, monkeypatch: pytest.MonkeyPatch, rng
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    bert = Bert(BertConfig(60, 48, 2, 4, 80), attention.kernel("bucketed")).eval()
+    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    with torch.inference_mode():
+        before = bert(packed)
+        freeze(bert)
+        torch.testing.assert_close(bert(packed), before, rtol=1e-5, atol=1e-5)
+    assert sum(isinstance(m, AddNorm) for m in bert.modules()) == 4
+    assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers.modules())
+
+
+def test_the_source_lies_beside_the_module() -> None:
+    assert freezing.ADD_NORM.is_file()
+    assert freezing.ADD_NORM.parent == Path(freezing.__file__).parent

@@ -30,10 +30,19 @@ class Support:
     devices: frozenset[str] | None = None
     dtypes: frozenset[torch.dtype] | None = None
     backward: bool = True
+    head_sizes: range | None = None
     rows: bool = False  # needs a batch laid in rows (`Packed.capacity` > 0)
-    obstacle: Callable[[], str | None] = lambda: None  # what this machine lacks, asked last
+    compiles: bool = False  # one compilation serves every batch of a bucket
+    records: bool = False  # plans nothing on the host, so a CUDA graph can hold it
+    obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
 
-    def refusal(self, device: torch.device, dtype: torch.dtype, backward: bool) -> str | None:
+    def refusal(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        backward: bool = False,
+        head_size: int | None = None,
+    ) -> str | None:
         """Why the kernel cannot run there, or None."""
         if self.devices is not None and device.type not in self.devices:
             return f"it runs on {', '.join(sorted(self.devices))}, not on {device.type}"
@@ -42,7 +51,10 @@ class Support:
             return f"it runs in {names}, not in {dtype_name(dtype)}"
         if backward and not self.backward:
             return "it has no backward pass"
-        return self.obstacle()
+        if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
+            widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
+            return f"it serves heads of {widths} wide, not of {head_size}"
+        return self.obstacle(device)
 
 
 class Kernel(Protocol):
@@ -92,29 +104,31 @@ def pick(
     *,
     name: str | None = None,
     backward: bool = False,
-    rows: bool = False,
+    head_size: int | None = None,
 ) -> Choice:
     """The kernel asked for, checked; without a name the fastest that serves this device and dtype.
 
     Kernels that need rows are taken only when named: for a ragged batch they have no layout.
     """
     if name is not None and name != "auto":
-        return _asked_for(name, device, dtype, backward)
+        return _asked_for(name, device, dtype, backward, head_size)
     passed_over = []
     for candidate in KERNELS:
         found = kernel(candidate)
-        refusal = found.serves.refusal(device, dtype, backward)
-        if refusal is None and (rows or not found.serves.rows):
+        refusal = found.serves.refusal(device, dtype, backward, head_size)
+        if refusal is None and not found.serves.rows:
             why = "; ".join([*passed_over, f"{candidate} is the fastest that serves"])
             return Choice(candidate, found, why)
         passed_over.append(f"{candidate}: {refusal or 'it needs rows'}")
     raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
 
 
-def _asked_for(name: str, device: torch.device, dtype: torch.dtype, backward: bool) -> Choice:
+def _asked_for(
+    name: str, device: torch.device, dtype: torch.dtype, backward: bool, head_size: int | None
+) -> Choice:
     found = kernel(name)
-    refusal = found.serves.refusal(device, dtype, backward)
+    refusal = found.serves.refusal(device, dtype, backward, head_size)
     if refusal is None:
         return Choice(name, found, "asked for")
-    instead = pick(device, dtype, backward=backward).name
+    instead = pick(device, dtype, backward=backward, head_size=head_size).name
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {instead!r}")

@@ -48,9 +48,9 @@ class GroupedPlan:
 
 
 class Bucketed:
-    """Groups of like length."""
+    """Groups of like length; compiled, it is one opaque step without a backward pass."""
 
-    serves = Support()
+    serves = Support(compiles=True)
 
     def plan(self, packed: Packed) -> GroupedPlan:
         """Group the batch's sequences by length."""

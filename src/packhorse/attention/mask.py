@@ -34,7 +34,7 @@ class MaskPlan:
 class Mask:
     """Block-diagonal mask over rows."""
 
-    serves = Support(rows=True)
+    serves = Support(rows=True, compiles=True, records=True)
 
     def plan(self, packed: Packed) -> MaskPlan:
         """Compare the sequence numbers of each row's tokens."""

@@ -16,13 +16,13 @@ from packhorse.attention import Support
 from packhorse.packing.batch import Packed
 
 
-def _obstacle() -> str | None:
+def _obstacle(device: torch.device) -> str | None:
     try:
         from torch.nn.attention import varlen  # noqa: F401  (is it there at all?)
     except ImportError:
         return f"torch {torch.__version__} has no varlen attention"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return f"{torch.cuda.get_device_name()} is older than Ampere (compute capability 8.0)"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere (capability 8.0)"
     return None
 
 
@@ -40,6 +40,9 @@ class Varlen:
     serves = Support(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
+        head_sizes=range(8, 257, 8),
+        compiles=True,
+        records=True,
         obstacle=_obstacle,
     )
 

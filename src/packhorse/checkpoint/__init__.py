@@ -32,6 +32,7 @@ from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
 from packhorse.model.model import Model
+from packhorse.tokens import Tokenizer
 
 Shape = tuple[int, ...]
 
@@ -90,6 +91,15 @@ class Checkpoint:
     report: Report = field(default_factory=Report, repr=False)
     raw: dict[str, Any] = field(default_factory=dict, repr=False)  # the configuration as read
     layout: sentence.Layout | None = field(default=None, repr=False)
+
+
+def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that lies beside the weights; like theirs, its files are the folder's own."""
+    for name in hf.TOKENIZER:
+        files.inside(checkpoint.folder, name)
+    return Tokenizer.load(
+        checkpoint.folder, checkpoint.max_length, vocab_size=checkpoint.config.vocab_size
+    )
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

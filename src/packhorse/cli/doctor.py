@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 import shutil
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,13 +107,24 @@ def _said(find: Any) -> str:
 def _driver() -> str:
     import torch
 
+    version = _driver_version()
     if torch.cuda.is_available():
-        return f"CUDA {torch.version.cuda}"
-    if shutil.which("nvidia-smi") is None:
+        return f"NVIDIA {version or 'of unknown version'}; torch is built for {torch.version.cuda}"
+    if version is None:
         return "no NVIDIA driver"
     if torch.version.cuda is None:
         return "an NVIDIA driver, but torch is a CPU build: install a CUDA build of torch"
     return f"an NVIDIA driver that torch (CUDA {torch.version.cuda}) cannot use: update it"
+
+
+def _driver_version() -> str | None:
+    """As nvidia-smi says."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False).stdout
+    return said.split("\n")[0].strip() or "that does not answer"
 
 
 def _kernels(device: "torch.device") -> list[dict[str, Any]]:
@@ -123,7 +135,7 @@ def _kernels(device: "torch.device") -> list[dict[str, Any]]:
     rows = []
     for dtype in ("fp32", "bf16") if device.type == "cpu" else ("fp32", "bf16", "fp16"):
         for name in KERNELS:
-            refusal = kernel(name).serves.refusal(device, parse_dtype(dtype), backward=False)
+            refusal = kernel(name).serves.refusal(device, parse_dtype(dtype))
             rows.append(
                 {
                     "device": device.type,

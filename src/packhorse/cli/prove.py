@@ -61,7 +61,9 @@ def prove(
     where = choose_device(device)
     fitting = ["fp32", *(["bf16"] if where.type != "cpu" or fast_bf16(where) else [])]
     fitting += ["fp16"] if where.type == "cuda" else []
-    names = dtype.split(",") if dtype else [name for name in DTYPES if name in fitting]
+    names = [name.strip() for name in dtype.split(",")] if dtype else fitting
+    for name in () if dtype else [name for name in DTYPES if name not in fitting]:
+        note(f"left out: {name} is not computed in hardware here; --dtype {name} proves it too")
     proofs: list[Proof] = []
     for name in names:
         proofs += _prove_one(model, where, parse_dtype(name), kernel, packs, seed)
@@ -108,7 +110,7 @@ def _kernels(asked: str | None, device: "torch.device", dtype: "torch.dtype") ->
     from packhorse.attention import KERNELS, pick
 
     if asked:
-        return [pick(device, dtype, name=name).name for name in asked.split(",")]
+        return [pick(device, dtype, name=name.strip()).name for name in asked.split(",")]
     can = []
     for name in KERNELS:
         try:

@@ -146,6 +146,8 @@ def _joined(text: str | tuple[str, str]) -> str:
 
 def _measure(records: Iterable[Record], encoder: "Encoder", options: Options) -> None:
     texts = prepared(options.task, [record.text for record in records], options.query)
+    if options.task == "rerank":
+        texts = [(options.query or "", str(text)) for text in texts]
     sizes = {"batch_size": options.batch_size, "iterations": options.iterations}
     head, length = TASKS[options.task].head, options.max_length
     found = perf.measure(encoder, texts, head, max_length=length, **sizes)

@@ -96,6 +96,7 @@ class ResumableFile:
         whole = Path(f"{self.path}.whole")
         partials = self._partials()
         with self._named():
+            whole.unlink(missing_ok=True)  # of a kill, or somebody else's: not these rows
             self._format.finish(self._files[0], self._state.rows, whole)
             self._sync()
             self.path.unlink(missing_ok=True)  # never an old file beside new ids

@@ -75,16 +75,30 @@ class Layer(nn.Module):
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.attention = Attention(config, kernel)
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention_norm = AddNorm(config.hidden_size, config.norm_eps)
         self.up = Up(config)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = AddNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, plan: Any) -> Tensor:
         """[T, E] to [T, E]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, plan)))
-        return self.norm(x + self.dropout(self.down(self.up(x))))
+        x = self.attention_norm(x, self.dropout(self.attention(x, plan)))
+        return self.norm(x, self.dropout(self.down(self.up(x))))
+
+
+class AddNorm(nn.Module):
+    """A residual sum and its LayerNorm. One module, so that it can be fused."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[T, E] each, and the result."""
+        return F.layer_norm(x + residual, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class Attention(nn.Module):

@@ -95,6 +95,11 @@ class Embed(nn.Module):
         self.dense = nn.ModuleList(dense)
         self.normalise = normalise
 
+    def width(self, hidden_size: int) -> int:
+        """Numbers in a vector."""
+        widths = [layer.linear.out_features for layer in self.dense if isinstance(layer, Dense)]
+        return widths[-1] if widths else len(self.pooling) * hidden_size
+
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E], in fp32 or wider: averages of many half-precision numbers lose digits."""
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,8 +66,10 @@ class Packed:
         cls, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]], capacity: int
     ) -> Packed:
         """Lay each pack (indices into `sequences`) into a row of `capacity` tokens."""
+        if sorted(chain.from_iterable(packs)) != list(range(len(sequences))):
+            raise InputError("the packs must name every sequence exactly once, by its index")
         slots: list[Tokens] = []
-        places = dict.fromkeys(range(len(sequences)), -1)
+        places = [0] * len(sequences)
         for pack in packs:
             room = capacity
             for index in pack:
@@ -77,15 +80,13 @@ class Packed:
                 raise InputError(f"a pack holds {capacity - room} tokens, its row {capacity}")
             if room:
                 slots.append(_Dummy.of(room))
-        if -1 in places.values():
-            raise InputError("the packs leave out a sequence; each must have exactly one place")
         built = cls.build(slots)
         real = np.repeat([not isinstance(s, _Dummy) for s in slots], built.lengths.numpy())
         return replace(
             built,
             # A tail may be longer than a model has positions for; it needs none of its own.
             positions=built.positions * torch.from_numpy(real),
-            places=tuple(places.values()),
+            places=tuple(places),
             capacity=capacity,
         )
 
@@ -106,7 +107,7 @@ class Packed:
         lengths = np.full(dummies, self.max_seqlen)
         if dummies:
             lengths[-1] = spare - self.max_seqlen * (dummies - 1)
-        tail = _cumulative(np.append(lengths, np.zeros(empty, int)))[1:] + self.cu_seqlens[-1].cpu()
+        tail = _cumulative(np.append(lengths, np.zeros(empty, int)))[1:] + len(self.ids)
         zeros = self.ids.new_zeros(spare)
         positions = torch.from_numpy(_restarting(lengths)).to(self.ids.device)
         return replace(
@@ -118,12 +119,16 @@ class Packed:
         )
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same batch on `device`, copied without waiting where memory is pinned."""
-        if torch.device(device) == self.ids.device:
+        """The same batch on `device`; to CUDA it is copied while the device works on another."""
+        target = torch.device(device)
+        if target == self.ids.device:
             return self
+        # Only from pinned memory does a copy not wait for what the device is doing.
+        pin = target.type == "cuda" and self.ids.device.type == "cpu"
         moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
+            name: (x.pin_memory() if pin else x).to(target, non_blocking=True)
             for name in ("ids", "types", "positions", "cu_seqlens")
+            for x in [getattr(self, name)]
         }
         return replace(self, **moved)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from packhorse import executable
+from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
@@ -27,10 +28,14 @@ class TorchBackend:
         self.model = model.eval().to(device)
         self.device = device
         self.graphs = graphs
-        recorded = graphs and device.type == "cuda"
+        serves = model.bert.kernel.serves
+        if graphs and not serves.compiles:
+            name = type(model.bert.kernel).__name__.lower()
+            raise KernelError(f"kernel {name!r} plans anew for each batch and cannot be compiled")
+        recorded = graphs and serves.records and device.type == "cuda"
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
         if graphs:
-            executable.compile(model.bert.layers, device)
+            executable.compile(model.bert.layers)
         elif device.type == "cpu" and can_freeze(next(model.parameters()).dtype):
             freeze(self.model)
 
@@ -39,12 +44,12 @@ class TorchBackend:
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """What each head makes of the batch; `at` narrows heads of tokens to these tokens."""
-        packed = packed.to(self.device)
-        hidden = self._in_bucket(packed) if self.graphs else self.model.bert(packed)
-        return self.model.apply_heads(hidden, packed, heads, at)
+        here = packed.to(self.device)
+        hidden = self._in_bucket(packed) if self.graphs else self.model.bert(here)
+        return self.model.apply_heads(hidden, here, heads, at)
 
     def _in_bucket(self, packed: Packed) -> Tensor:
-        bucket = _bucket(packed)
+        bucket = _bucket(packed).to(self.device)
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
         constants = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
         hidden = (self._recorded or self._hidden)(*tensors, **constants)

@@ -24,7 +24,7 @@ from packhorse.tokens import Encoding, Text, Tokenizer
 
 Progress = Callable[[int, int], None]  # sequences done, sequences in all
 
-TOKENS_A_BATCH = {"cpu": 4096, "cuda": 32768}
+TOKENS_A_BATCH = {"cpu": 4096, "cuda": 65536}
 PER_TOKEN = ("hidden", "span", "tokens", "mlm")  # the other heads answer once a sequence
 
 
@@ -48,6 +48,7 @@ class Encoder:
     tokenizer: Tokenizer
     backend: Backend
     heads: tuple[str, ...]
+    width: int  # of a vector
     labels: tuple[str, ...]
     problem: str
     prompts: dict[str, str]
@@ -80,7 +81,7 @@ class Encoder:
         self._need("embed")
         encodings = self.encode(self._prompted(texts, prompt), max_length)
         rows = self.run(encodings, "embed", progress=progress)
-        return np.stack([row for (row,) in rows]) if rows else np.empty((0, 0), np.float32)
+        return np.stack([row for (row,) in rows]) if rows else np.empty((0, self.width), np.float32)
 
     def hidden(
         self,
@@ -137,13 +138,15 @@ class Encoder:
         *,
         top_k: int = 1,
         max_length: int | None = None,
-        stride: int = 128,
+        stride: int | None = None,
         progress: Progress | None = None,
     ) -> list[list[Answer]]:
-        """The best spans for each (question, context); long contexts are read in windows."""
+        """The best spans for each (question, context).
+
+        Long contexts are read in windows that share `stride` tokens, by default a quarter.
+        """
         self._need("span")
-        limit = self._limit(max_length)
-        windows = self.tokenizer.windows(pairs, limit, min(stride, limit // 4))
+        windows = self.tokenizer.windows(pairs, self._limit(max_length), stride)
         flat = [window for group in windows for window in group]
         rows = iter(self.run(flat, "span", progress=progress))
         return [
@@ -164,7 +167,9 @@ class Encoder:
         encodings = self.encode(texts, max_length)
         for i, encoding in enumerate(encodings):
             if self.tokenizer.mask_id not in encoding.ids:
-                raise InputError(f"text {i} has no mask token to fill")
+                mask = self.tokenizer.token(self.tokenizer.mask_id or 0)
+                cut = " within the model's length" if encoding.truncated else ""
+                raise InputError(f"text {i} has no {mask} to fill{cut}")
         rows = self.run(encodings, "mlm", only=self.tokenizer.mask_id, progress=progress)
         return [
             results.filled(row, encoding, text, self.tokenizer, top_k)

@@ -9,17 +9,12 @@ is room for tokens (and 8 more) within 8 characters a token; only where that gav
 (long words, runs of blanks) again within 32, then 128. So 2 MB cost no more than their budget and
 ordinary text comes out as if tokenized whole. After a cut inside a word (scripts without blanks)
 the last 128 characters' tokens are dropped: they might differ in the whole text. What then ends
-short of `max_length` says `truncated`. (2) A regular expression in a file would run on any user's
-text and may backtrack for ever, so only those in `KNOWN_REGEXES` are accepted.
-
-Follows BERT's WordPiece (Devlin et al. 2018) and the `tokenizer.json` format of tokenizers 0.21+.
+short of `max_length` says `truncated`. (2) A template is read off an encoded probe rather than
+parsed: so any kind of post-processor will do.
 """
 
-import json
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
@@ -27,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
 
 import numpy as np
 
-from packhorse.errors import CheckpointError, InputError, PackhorseError
+from packhorse.errors import CheckpointError, InputError
+from packhorse.tokens.files import blaming, find, open_library, parse_object, role_id
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -35,24 +31,12 @@ if TYPE_CHECKING:
 Text = str | tuple[str, str]
 OnLong = Literal["truncate", "only_second", "error"]
 
-KNOWN_REGEXES = (
-    " {2,}",  # ALBERT, CamemBERT, DeBERTa-v3, XLM-R, T5
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
-)
-SPELLINGS = {
-    "unk": ("[UNK]", "<unk>"),
-    "cls": ("[CLS]", "<s>", "<cls>"),
-    "sep": ("[SEP]", "</s>", "<sep>"),
-    "pad": ("[PAD]", "<pad>"),
-    "mask": ("[MASK]", "<mask>"),
-}
 CHARS_PER_TOKEN = (8, 32, 128)  # the budgets a long text is tried with, one after the other
 SPARE_CHARS, SPARE_WORDS = 512, 8  # on top: a tiny max_length must not end within the first words
 DISTRUST = 128  # more than the longest word of WordPiece: tokens nearer to a cut may be wrong
 BLANKS = " \t\r\n"  # not \s: BERT deletes some of those (\x1c), which joins the words around
 NO_LIMIT = 1 << 60
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-MAX_FILE_BYTES = 1 << 27  # the largest vocabularies in use are a quarter of this
 
 
 @final
@@ -113,13 +97,13 @@ class Tokenizer:
         gets BERT's template if it knows [CLS] and [SEP]; any other gets no special tokens.
         `max_length` defaults to the folder's `model_max_length`; `vocab_size` is the model's.
         """
-        path = _find(Path(folder_or_file))
+        path = find(Path(folder_or_file))
         beside = path.with_name("tokenizer_config.json")
-        config = _parse(beside)[1] if beside.is_file() else {}
-        with _blaming(CheckpointError, f"{path}: not a tokenizer"):
-            library = _library(path, config)
+        config = parse_object(beside)[1] if beside.is_file() else {}
+        with blaming(CheckpointError, f"{path}: not a tokenizer"):
+            library = open_library(path, config)
             templates = _template(library, path, pair=False), _template(library, path, pair=True)
-            ids = [_role(role, config, library) for role in ("cls", "sep", "pad", "mask")]
+            ids = [role_id(role, config, library) for role in ("cls", "sep", "pad", "mask")]
             size = 1 + max(chain(library.get_vocab().values(), library.encode("", "").ids))
         if vocab_size is not None and size > vocab_size:
             raise CheckpointError(
@@ -149,12 +133,13 @@ class Tokenizer:
         ]
 
     def windows(
-        self, texts: Sequence[Text], max_length: int | None = None, stride: int = 0
+        self, texts: Sequence[Text], max_length: int | None = None, stride: int | None = 0
     ) -> list[list[Encoding]]:
         """Encode each text or pair as one or more windows that share `stride` tokens.
 
         Nothing is lost: the whole text is tokenized, whatever it costs. Of a pair only the second
-        text is windowed; the first, the question, opens every window.
+        text is windowed; the first, the question, opens every window. A `stride` of None is a
+        quarter of what a window holds of the text.
         """
         rows = _checked(texts)
         rooms = [self._room(len(row) == 2, max_length) for row in rows]
@@ -213,18 +198,21 @@ class Tokenizer:
     def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
         """Ask the library; where it fails, again one by one, to name the text it fails on."""
         try:
-            with _blaming(InputError, f"text {owners[0] if owners else 0} cannot be tokenized"):
+            with blaming(InputError, f"text {owners[0] if owners else 0} cannot be tokenized"):
                 return self._library.encode_batch(parts, add_special_tokens=False)
         except InputError:
             if len(parts) == 1:
                 raise
         return [self._call([part], [i])[0] for part, i in zip(parts, owners, strict=True)]
 
-    def _slide(self, tokens: list[_Tokens], room: int, stride: int, index: int) -> list[Encoding]:
+    def _slide(
+        self, tokens: list[_Tokens], room: int, stride: int | None, index: int
+    ) -> list[Encoding]:
         *question, text = tokens
         room -= _count(question)
         if room < 1:
             raise InputError(_no_room(index))
+        stride = room // 4 if stride is None else stride
         if not 0 <= stride < room:
             raise InputError(f"stride is {stride}; text {index} allows 0 to {room - 1}")
         starts = range(0, max(1, len(text.ids) - stride), room - stride)
@@ -315,121 +303,6 @@ def _first_share(first: _Tokens, second: _Tokens, room: int) -> int:
 
 def _no_room(index: int) -> str:
     return f"the first text of pair {index} leaves no room for the second; raise max_length"
-
-
-@contextmanager
-def _blaming(kind: type[PackhorseError], what: str) -> Iterator[None]:
-    """Turn what the library throws into our error; its panics are no `Exception`."""
-    try:
-        yield
-    except (PackhorseError, MemoryError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise  # KeyboardInterrupt, SystemExit
-        raise kind(f"{what}: {error}") from error
-
-
-def _find(path: Path) -> Path:
-    for file in (path, path / "tokenizer.json", path / "vocab.txt"):
-        if file.is_file():
-            return file
-    raise CheckpointError(f"{path}: no tokenizer.json or vocab.txt there; copy the model's")
-
-
-def _read(path: Path) -> str:
-    with _blaming(CheckpointError, f"{path}: cannot be read"):
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise CheckpointError(f"{path}: over {MAX_FILE_BYTES >> 20} MiB; not a vocabulary")
-        return path.read_bytes().decode("utf-8-sig")
-
-
-def _parse(path: Path) -> tuple[str, dict[str, Any]]:
-    """Read a JSON object without a key that comes twice and without unknown regular expressions."""
-
-    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        unique = dict(pairs)
-        if len(unique) < len(pairs):  # a second parser might take the other one
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{path}: {twice!r} comes twice in one object")
-        if isinstance(regex := unique.get("Regex"), str) and regex not in KNOWN_REGEXES:
-            raise CheckpointError(
-                f"{path}: the regular expression {regex!r:.80} is not one of the known harmless "
-                "ones and might never finish on some text; the file is refused"
-            )
-        return unique
-
-    text = _read(path)
-    with _blaming(CheckpointError, f"{path}: not JSON"):
-        parsed = json.loads(text, object_pairs_hook=check)
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path}: holds a {type(parsed).__name__}, not a JSON object")
-    return text, parsed
-
-
-def _names(role: str, config: dict[str, Any]) -> tuple[str, ...]:
-    """How a special token may be spelled: first as the configuration says, if it does."""
-    value = config.get(f"{role}_token")
-    value = value.get("content") if isinstance(value, dict) else value
-    return (value, *SPELLINGS[role]) if isinstance(value, str) else SPELLINGS[role]
-
-
-def _role(role: str, config: dict[str, Any], library: "Library") -> int | None:
-    ids = (library.token_to_id(name) for name in _names(role, config))
-    return next((id for id in ids if id is not None), None)
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """The tokens of a `vocab.txt`, one a line; the line number is the id."""
-    vocabulary: dict[str, int] = {}
-    for i, line in enumerate(_read(path).rstrip("\r\n").split("\n")):
-        token = line.removesuffix("\r")
-        if not token or "\0" in token:
-            raise CheckpointError(f"{path}: line {i + 1} is {'binary' if token else 'empty'}")
-        if (first := vocabulary.setdefault(token, i)) != i:
-            raise CheckpointError(f"{path}: {token!r} is on line {first + 1} and on line {i + 1}")
-    return vocabulary
-
-
-def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
-    import tokenizers
-
-    vocabulary = _vocabulary(path)
-    names = {role: _names(role, config)[0] for role in SPELLINGS}
-    missing = [n for role, n in names.items() if n not in vocabulary and role != "mask"]
-    if missing:
-        raise CheckpointError(f"{path}: no {', '.join(missing)} in it: not a BERT vocabulary")
-    special = [name for name in names.values() if name in vocabulary]
-    cased = any(re.search("[A-Z]", token) for token in vocabulary.keys() - set(special))
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"]))
-    made.normalizer = tokenizers.normalizers.BertNormalizer(
-        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
-        strip_accents=config.get("strip_accents"),
-        lowercase=bool(config.get("do_lower_case", not cased)),
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    made.decoder = tokenizers.decoders.WordPiece()
-    made.add_special_tokens(special)
-    return made
-
-
-def _library(path: Path, config: dict[str, Any]) -> "Library":
-    """What the file describes. WordPiece without a template gets BERT's, as in transformers."""
-    from tokenizers import Tokenizer, models, processors
-
-    if path.suffix == ".json":  # parsed first: the library would compile any regular expression
-        library = Tokenizer.from_str(_parse(path)[0])
-    else:
-        library = _from_vocabulary(path, config)
-    library.no_truncation()
-    library.no_padding()
-    library.encode("\U00013000")  # a hieroglyph: throws where the unknown token is missing
-    sep, cls = (_role(role, config, library) for role in ("sep", "cls"))
-    bare = library.post_processor is None and isinstance(library.model, models.WordPiece)
-    if bare and sep is not None and cls is not None:
-        ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]
-        library.post_processor = processors.BertProcessing(*ends)
-    return library
 
 
 def _template(library: "Library", path: Path, pair: bool) -> _Template:

@@ -1,0 +1,148 @@
+"""The files of a tokenizer: `tokenizer.json`, an old `vocab.txt`, and what lies beside them.
+
+A regular expression in a file would run on any user's text and may backtrack for ever, so only
+those in `KNOWN_REGEXES` are accepted; every other mistake is an error that names the file.
+
+Follows BERT's WordPiece (Devlin et al. 2018) and the `tokenizer.json` format of tokenizers 0.21+.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packhorse.errors import CheckpointError, PackhorseError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+KNOWN_REGEXES = (
+    " {2,}",  # ALBERT, CamemBERT, DeBERTa-v3, XLM-R, T5
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+)
+SPELLINGS = {
+    "unk": ("[UNK]", "<unk>"),
+    "cls": ("[CLS]", "<s>", "<cls>"),
+    "sep": ("[SEP]", "</s>", "<sep>"),
+    "pad": ("[PAD]", "<pad>"),
+    "mask": ("[MASK]", "<mask>"),
+}
+MAX_FILE_BYTES = 1 << 27  # the largest vocabularies in use are a quarter of this
+
+
+@contextmanager
+def blaming(kind: type[PackhorseError], what: str) -> Iterator[None]:
+    """Turn what the library throws into our error; its panics are no `Exception`."""
+    try:
+        yield
+    except (PackhorseError, MemoryError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise  # KeyboardInterrupt, SystemExit
+        raise kind(f"{what}: {error}") from error
+
+
+def find(path: Path) -> Path:
+    for file in (path, path / "tokenizer.json", path / "vocab.txt"):
+        if file.is_file():
+            return file
+    raise CheckpointError(f"{path}: no tokenizer.json or vocab.txt there; copy the model's")
+
+
+def read_text(path: Path) -> str:
+    with blaming(CheckpointError, f"{path}: cannot be read"):
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise CheckpointError(f"{path}: over {MAX_FILE_BYTES >> 20} MiB; not a vocabulary")
+        return path.read_bytes().decode("utf-8-sig")
+
+
+def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
+    """Read a JSON object without a key that comes twice and without unknown regular expressions."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        unique = dict(pairs)
+        if len(unique) < len(pairs):  # a second parser might take the other one
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{path}: {twice!r} comes twice in one object")
+        if isinstance(regex := unique.get("Regex"), str) and regex not in KNOWN_REGEXES:
+            raise CheckpointError(
+                f"{path}: the regular expression {regex!r:.80} is not one of the known harmless "
+                "ones and might never finish on some text; the file is refused"
+            )
+        return unique
+
+    text = read_text(path)
+    with blaming(CheckpointError, f"{path}: not JSON"):
+        parsed = json.loads(text, object_pairs_hook=check)
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path}: holds a {type(parsed).__name__}, not a JSON object")
+    return text, parsed
+
+
+def spellings(role: str, config: dict[str, Any]) -> tuple[str, ...]:
+    """How a special token may be spelled: first as the configuration says, if it does."""
+    value = config.get(f"{role}_token")
+    value = value.get("content") if isinstance(value, dict) else value
+    return (value, *SPELLINGS[role]) if isinstance(value, str) else SPELLINGS[role]
+
+
+def role_id(role: str, config: dict[str, Any], library: "Library") -> int | None:
+    ids = (library.token_to_id(name) for name in spellings(role, config))
+    return next((id for id in ids if id is not None), None)
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    """The tokens of a `vocab.txt`, one a line; the line number is the id."""
+    vocabulary: dict[str, int] = {}
+    for i, line in enumerate(read_text(path).rstrip("\r\n").split("\n")):
+        token = line.removesuffix("\r")
+        if not token or "\0" in token:
+            raise CheckpointError(f"{path}: line {i + 1} is {'binary' if token else 'empty'}")
+        if (first := vocabulary.setdefault(token, i)) != i:
+            raise CheckpointError(f"{path}: {token!r} is on line {first + 1} and on line {i + 1}")
+    return vocabulary
+
+
+def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
+    import tokenizers
+
+    vocabulary = _vocabulary(path)
+    names = {role: spellings(role, config)[0] for role in SPELLINGS}
+    missing = [n for role, n in names.items() if n not in vocabulary and role != "mask"]
+    if missing:
+        raise CheckpointError(f"{path}: no {', '.join(missing)} in it: not a BERT vocabulary")
+    special = [name for name in names.values() if name in vocabulary]
+    cased = any(re.search("[A-Z]", token) for token in vocabulary.keys() - set(special))
+    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"]))
+    made.normalizer = tokenizers.normalizers.BertNormalizer(
+        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+        strip_accents=config.get("strip_accents"),
+        lowercase=bool(config.get("do_lower_case", not cased)),
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    made.decoder = tokenizers.decoders.WordPiece()
+    made.add_special_tokens(special)
+    return made
+
+
+def open_library(path: Path, config: dict[str, Any]) -> "Library":
+    """What the file describes. WordPiece without a template gets BERT's, as in transformers."""
+    from tokenizers import Tokenizer, models, processors
+
+    if path.suffix == ".json":  # parsed first: the library would compile any regular expression
+        library = Tokenizer.from_str(parse_object(path)[0])
+    else:
+        library = _from_vocabulary(path, config)
+    library.no_truncation()
+    library.no_padding()
+    library.encode("\U00013000")  # a hieroglyph: throws where the unknown token is missing
+    sep, cls = (role_id(role, config, library) for role in ("sep", "cls"))
+    bare = library.post_processor is None and isinstance(library.model, models.WordPiece)
+    if bare and sep is not None and cls is not None:
+        ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]
+        library.post_processor = processors.BertProcessing(*ends)
+    return library

@@ -1,0 +1,126 @@
+"""How C is built and kept, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from packhorse import native
+from packhorse.native import FLAGS, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
+
+pytestmark = pytest.mark.skipif(
+    platform.system() != "Linux" or shutil.which("cc") is None, reason="needs Linux and cc"
+)
+
+# Each thread of the pool adds STEP to what it is handed.
+SOURCE = """
+typedef void Parallel(void (*body)(void *), void *shared, unsigned threads, unsigned flags);
+static void work(void *to) { __atomic_fetch_add((long *)to, STEP, __ATOMIC_SEQ_CST); }
+void count(long *to, Parallel *parallel, unsigned threads) { parallel(work, to, threads, 0); }
+"""
+TAKES = (POINTER, POINTER, UNSIGNED)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "counting.c"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, not made yet."""
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def load(source: Path, step: int = 1):
+    return function(source, "count", TAKES, (f"STEP={step}",))
+
+
+def refusal(source: Path) -> str:
+    with pytest.raises(Obstacle) as reason:
+        load(source)
+    assert "\n" not in str(reason.value)
+    return str(reason.value)
+
+
+def test_runs_on_the_threads_of_torch_with_what_was_defined(source: Path, cache: Path) -> None:
+    total = LONG(0)
+    load(source, 1)(ctypes.byref(total), openmp_entry(), 2)
+    load(source, 10)(ctypes.byref(total), openmp_entry(), 2)
+    assert total.value == 22
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/bin/false", "the C compiler /bin/false failed: exit status 1"),
+        ("/no/such/cc", "CC names /no/such/cc, which is not there"),
+        ("cc -include /no/such/header.h", "header.h"),
+    ],
+)
+def test_without_a_working_compiler_it_says_so(
+    compiler: str, reason: str, source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert reason in refusal(source)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_no_compiler_at_all(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(cache))
+    assert refusal(source) == "no C compiler found; install gcc or clang"
+
+
+def test_compiles_once_and_again_for_another_source_or_define(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "logging-cc"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shutil.which("cc")} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    compilations = lambda: sum(" -o " in line for line in log.read_text().splitlines())  # noqa: E731
+    for _ in range(2):
+        load(source)
+        assert compilations() == 1
+    assert cache.stat().st_mode & 0o777 == 0o700
+    load(source, step=2)
+    assert compilations() == 2
+    source.write_text(SOURCE + "/* changed */\n")
+    load(source)
+    assert compilations() == 3
+    monkeypatch.setattr(native, "FLAGS", (*FLAGS, "-g"))
+    load(source)
+    assert compilations() == len(list(cache.iterdir())) == 4
+
+
+def test_builders_may_race(source: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        built = set(pool.map(lambda _: native._built(source, ("STEP=1",)), range(4)))
+    assert [*built] == [*cache.iterdir()]
+
+
+def test_a_cache_that_others_can_write_is_refused(source: Path, cache: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert "can be written by others" in refusal(source)
+    assert not list(cache.iterdir())
+
+
+def test_a_damaged_library_is_named(source: Path, cache: Path) -> None:
+    library = native._built(source, ("STEP=1",))
+    library.write_bytes(b"not a library")
+    assert f"cannot load {library}, delete it" in refusal(source)
+
+
+def test_a_name_that_the_source_does_not_have(source: Path, cache: Path) -> None:
+    with pytest.raises(Obstacle, match="no_such_name"):
+        function(source, "no_such_name", TAKES, ("STEP=1",))
