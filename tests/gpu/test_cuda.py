@@ -147,3 +147,13 @@ def test_embeddings_of_minilm(minilm) -> None:
         assert (exact * found).sum(1).min() >= 0.9995
     wide = packhorse.load(minilm, device="cuda", dtype="fp32").embed(texts)
     assert np.abs(exact - wide).max() <= 1e-5
+
+
+def test_a_kernel_that_plans_on_the_host_is_compiled_but_not_recorded() -> None:
+    model = make_model(torch.float32)
+    model.bert.use(attention.pick(CUDA, torch.float32).kernel)
+    eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs=True)
+    assert graphs._recorded is None
+    for lengths in ([100, 20, 7], [60, 60, 8]):
+        (a,), (b,) = (backend(make_packed(lengths), ["hidden"]) for backend in (eager, graphs))
+        assert float((a - b).abs().max()) <= 1e-4 * float(a.abs().max())

@@ -150,13 +150,21 @@ def encode(
         "model": f"random weights, {config}" if config else model,
         "workload": f"{load.name}: {len(lengths):,} sequences of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {load.seed}",
-        "batches": f"peers {batch_size} sequences, best of {repeats} rounds",
+        "batches": f"ours {budget or _budget(device):,} tokens, the peers' {batch_size} sequences; "
+        f"best of {repeats} rounds",
         **report.machine(choose_device(device)),
     }
     _show("Encoding", about, report.encode_table(rows), report.problems(rows), keep)
     if keep.plot:
         plots.draw_encode(keep.plot, rows, f"{about['model']}, {load.name}, {about['device']}")
     emit({**about, "rows": [asdict(row) for row in rows]}, keep.json)
+
+
+def _budget(device: str | None) -> int:
+    from packhorse.device import choose_device
+    from packhorse.runtime.encoder import TOKENS_A_BATCH
+
+    return TOKENS_A_BATCH.get(choose_device(device).type, 16384)
 
 
 @app.command

@@ -24,7 +24,7 @@ from packhorse.tokens import Encoding, Text, Tokenizer
 
 Progress = Callable[[int, int], None]  # sequences done, sequences in all
 
-TOKENS_A_BATCH = {"cpu": 4096, "cuda": 65536}
+TOKENS_A_BATCH = {"cpu": 4096, "cuda": 32768}
 PER_TOKEN = ("hidden", "span", "tokens", "mlm")  # the other heads answer once a sequence
 
 
