@@ -477,3 +477,14 @@ def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 12, f"MB at the peak: {peaks}; all rows at once take over 30"
+
+
+def test_piped_text_is_read_and_an_open_pipe_does_not_block(tiny: Tiny) -> None:
+    command = [sys.executable, "-m", "packhorse", "run", "-m", str(tiny("embed")), "--json"]
+    piped = subprocess.run(command, input=b"hello\n", capture_output=True, timeout=120)
+    assert [row["text"] for row in json.loads(piped.stdout)["results"]] == ["hello"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as silent:
+        assert silent.stdout is not None
+        assert [row["text"] for row in json.loads(silent.stdout.read())["results"]] == [
+            "Hello world!"
+        ]

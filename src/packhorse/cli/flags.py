@@ -85,7 +85,8 @@ class Options:
         Parameter(
             name="--input",
             group=FILES,
-            help="Texts from txt, jsonl, csv, tsv, parquet; - is standard input, a text a line.",
+            help="Texts from txt, jsonl, csv, tsv, parquet; - is standard input, a text a line, "
+            "which is read by itself where text is piped in.",
             allow_leading_hyphen=True,
         ),
     ] = None

@@ -6,7 +6,13 @@ file chunk by chunk and survive a kill (`data/resumable.py`); on the screen only
 of a file are shown, and only they are encoded.
 """
 
+import io
+import os
+import select
+import stat
+import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TEXT = "Hello world!"
 SHOWN = 20  # texts of a file that go to the screen
+PATIENCE = 0.5  # seconds that a pipe without text is given
 
 
 def run(
@@ -40,6 +47,8 @@ def run(
       packhorse run --task embed --input texts.csv --column body --out vectors.npy
       packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
     """
+    if not texts and not options.input and _text_is_waiting():
+        options = replace(options, input="-")
     _check(texts, options)
     records = _records(texts, options)
     encoder = _load(options, bool(texts or options.input))
@@ -52,6 +61,19 @@ def run(
             emit({**made_with(encoder, options), **write(records, encoder, options)}, options.json)
         else:
             _print(records, encoder, options)
+
+
+def _text_is_waiting() -> bool:
+    """Was text piped in? Only what is there at once counts: an open pipe must not block."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+            return False
+        ready, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+        source = sys.stdin.buffer
+        return bool(ready) and isinstance(source, io.BufferedReader) and bool(source.peek(1))
+    except (AttributeError, OSError, ValueError):  # no standard input, or not a real one
+        return False
 
 
 def _check(texts: Sequence[str], options: Options) -> None:
