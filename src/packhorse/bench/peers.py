@@ -111,7 +111,7 @@ def sentence_transformers(setting: Setting, dtype: str) -> Engine:
 
 def onnxruntime(setting: Setting, dtype: str) -> Engine:
     """ONNX Runtime on the model as torch exports it; int8 is dynamic, a scale a channel."""
-    import onnxruntime as library
+    import onnxruntime as library  # pyright: ignore[reportMissingImports]
 
     _only(setting, dtype, "fp32", "int8")
     model = _exported(setting)
@@ -131,7 +131,7 @@ def onnxruntime(setting: Setting, dtype: str) -> Engine:
 
 def openvino(setting: Setting, dtype: str) -> Engine:
     """OpenVINO on the same export, in the precision asked for and no other."""
-    import openvino as library
+    import openvino as library  # pyright: ignore[reportMissingImports]
 
     if dtype == "int8":
         raise Unserved("OpenVINO makes int8 with nncf, which is not measured here")
@@ -155,8 +155,8 @@ def openvino(setting: Setting, dtype: str) -> Engine:
 
 def ctranslate2(setting: Setting, dtype: str) -> Engine:
     """CTranslate2, which drops padding in its linear layers by itself."""
-    import ctranslate2 as library
-    from ctranslate2.converters import TransformersConverter
+    import ctranslate2 as library  # pyright: ignore[reportMissingImports]
+    from ctranslate2.converters import TransformersConverter  # pyright: ignore[reportMissingImports]
 
     types = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
     _only(setting, dtype, *types)
@@ -316,7 +316,7 @@ def _exported(setting: Setting) -> Path:
 
 
 def _quantised(model: Path) -> Path:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization import QuantType, quantize_dynamic  # pyright: ignore[reportMissingImports]
 
     path = model.with_name("int8.onnx")
     with hushed():
