@@ -254,13 +254,15 @@ def test_one_node_of_a_compiled_graph(dtype: torch.dtype):
     packed = batch((30, 12))
     q, k, v = draw(42, 2, 32, dtype)
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-        kernel = Native()
-        return kernel(q, k, v, kernel.plan(packed)) * 2
+    kernel = Native()
+    plan = kernel.plan(packed)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, plan: native.Chunks) -> Tensor:
+        return kernel(q, k, v, plan) * 2
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        assert torch.equal(compiled(q, k, v, packed), layer(q, k, v, packed))
+        assert torch.equal(compiled(q, k, v, plan), layer(q, k, v, plan))
     torch.library.opcheck(native._opaque, (q, k, v, packed.cu_seqlens))
 
 
