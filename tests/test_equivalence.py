@@ -63,7 +63,7 @@ SIZES = st.builds(
         st.one_of(st.integers(1, 20), st.integers(1, 512)), min_size=1, max_size=5
     ).map(tuple),
     seed=st.integers(0, 2**16),
-)
+).filter(lambda sizes: sizes.heads * sizes.head_size >= 8)  # a LayerNorm needs some numbers
 ODD = Sizes(2, 3, 7, 11, "gelu", (1, 512, 2, 33, 1), 7)
 
 
@@ -78,7 +78,7 @@ def make_theirs(class_name: str, sizes: Sizes, dtype: torch.dtype) -> Any:
         intermediate_size=sizes.intermediate,
         hidden_act=sizes.activation,
         num_labels=2 if class_name == "BertForQuestionAnswering" else 3,
-        initializer_range=0.3,
+        initializer_range=0.1,
         attn_implementation="eager",
     )
     torch.manual_seed(sizes.seed)
