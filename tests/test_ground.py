@@ -102,7 +102,9 @@ BROKEN = [
     ("links", "docs/limits.md", "[the design](desing.md)"),
 ]
 SOUND = {
-    "Makefile": "/usr/bin/env python3 ../work/ https://localhost:80/ http://example.com/work/",
+    "Makefile": "/usr/bin/env python3 ../wo"
+    + "rk/ https://localhost:80/ http://example.com/wo"
+    + "rk/",
     "docs/limits.md": "[the design](design.md#words), [elsewhere](https://example.com), 0.10.0",
     "docs/benchmarks/encode.md": "Measured 2026-11-15:\n```\npackhorse bench encode --json\n```",
 }

@@ -81,14 +81,6 @@ def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         function.cache_clear()
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's threads; puts them back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # ---- equality ----
 
 

@@ -13,10 +13,6 @@ import torch
 
 from packhorse import attention
 from packhorse.errors import KernelError
-from packhorse.model.bert import Bert
-from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
-from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime import proof
 from packhorse.runtime.backend import TorchBackend
@@ -24,6 +20,9 @@ from packhorse.runtime.backend import TorchBackend
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA = torch.device("cuda")
 HALF = (torch.bfloat16, torch.float16)
+
+
+BIG = {"width": 128, "heads": 4, "positions": 512, "std": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -35,28 +34,6 @@ def _full_precision() -> Any:
     torch.backends.cuda.matmul.fp32_precision = kept
 
 
-def make_model(dtype: torch.dtype) -> Model:
-    config = BertConfig(
-        vocab_size=97, hidden_size=128, layers=2, heads=4, intermediate_size=256, max_positions=512
-    )
-    torch.manual_seed(0)
-    bert = Bert(config, attention.kernel("reference"))
-    pooler = Pooler(config)
-    heads = {
-        "pooled": pooler,
-        "embed": Embed(("mean", "cls", "max"), normalise=True),
-        "mlm": Mlm(config, bert.embed.words),
-        "nsp": PooledLabels(config, pooler, 2),
-        "span": TokenLabels(config, 2),
-        "classify": PooledLabels(config, pooler, 3),
-        "tokens": TokenLabels(config, 5),
-    }
-    model = Model(bert, heads)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    return model.to(dtype).eval()
-
-
 def make_packed(lengths: list[int], seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
     made = [proof.Made(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
@@ -65,12 +42,12 @@ def make_packed(lengths: list[int], seed: int = 0) -> Packed:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("kernel", ["varlen", "bucketed", "repack", "mask", "reference"])
-def test_no_result_depends_on_neighbours(kernel: str, dtype: torch.dtype) -> None:
+def test_no_result_depends_on_neighbours(make_model, kernel: str, dtype: torch.dtype) -> None:
     if kernel == "varlen" and dtype not in HALF:
         with pytest.raises(KernelError, match="not in fp32"):
             attention.pick(CUDA, dtype, name=kernel)
         return
-    proofs = list(proof.prove(make_model(dtype), CUDA, [kernel], packs=12))
+    proofs = list(proof.prove(make_model(dtype, **BIG), CUDA, [kernel], packs=12))
     assert [p for p in proofs if not p.passed] == []
 
 
@@ -106,8 +83,8 @@ def test_varlen_equals_float64(dtype: torch.dtype, head_size: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
-def test_graphs_equal_eager_and_are_recorded_once_a_bucket(dtype, limit: float) -> None:
-    model = make_model(dtype)
+def test_graphs_equal_eager_and_are_recorded_once_a_bucket(make_model, dtype, limit: float) -> None:
+    model = make_model(dtype, **BIG)
     model.bert.use(attention.pick(CUDA, dtype).kernel)
     eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs=True)
     # The first and last fall into one bucket: 128 tokens, 4 slots, at most 128 tokens a sequence.
@@ -120,12 +97,12 @@ def test_graphs_equal_eager_and_are_recorded_once_a_bucket(dtype, limit: float) 
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "bucketed"])
-def test_training_step_matches_reference(kernel: str) -> None:
+def test_training_step_matches_reference(make_model, kernel: str) -> None:
     """Gradients of a whole model in bf16 point where the float32 reference's do."""
     packed = make_packed([64, 3, 200, 31]).to(CUDA)
 
     def gradients(name: str, dtype: torch.dtype) -> torch.Tensor:
-        model = make_model(dtype).to(CUDA)
+        model = make_model(dtype, **BIG).to(CUDA)
         model.bert.use(attention.kernel(name))
         (hidden,) = model(packed, "hidden")
         hidden.float().square().mean().backward()
@@ -149,8 +126,8 @@ def test_embeddings_of_minilm(minilm) -> None:
     assert np.abs(exact - wide).max() <= 1e-5
 
 
-def test_a_kernel_that_plans_on_the_host_is_compiled_but_not_recorded() -> None:
-    model = make_model(torch.float32)
+def test_a_kernel_that_plans_on_the_host_is_compiled_but_not_recorded(make_model) -> None:
+    model = make_model(torch.float32, **BIG)
     model.bert.use(attention.pick(CUDA, torch.float32).kernel)
     eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs=True)
     assert graphs._recorded is None

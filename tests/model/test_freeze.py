@@ -70,14 +70,6 @@ def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         function.cache_clear()
 
 
-@pytest.fixture
-def threads():
-    """Sets torch's threads; puts them back."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @needs_onednn
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu"])
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])

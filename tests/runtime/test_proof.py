@@ -8,36 +8,10 @@ import torch
 from packhorse import attention
 from packhorse.attention import KERNELS
 from packhorse.errors import KernelError
-from packhorse.model.bert import Bert
-from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
-from packhorse.model.model import Model
 from packhorse.runtime import proof
 
 CPU = torch.device("cpu")
 ON_CPU = [name for name in KERNELS if name != "varlen"]
-
-
-def make_model(dtype: torch.dtype = torch.float32) -> Model:
-    """Two layers and every head there is, with weights large enough to tell sequences apart."""
-    config = BertConfig(
-        vocab_size=97, hidden_size=48, layers=2, heads=3, intermediate_size=64, max_positions=160
-    )
-    bert = Bert(config, attention.kernel("reference"))
-    pooler = Pooler(config)
-    heads = {
-        "pooled": pooler,
-        "embed": Embed(("mean", "cls", "max"), normalise=True),
-        "mlm": Mlm(config, bert.embed.words),
-        "nsp": PooledLabels(config, pooler, 2),
-        "span": TokenLabels(config, 2),
-        "classify": PooledLabels(config, pooler, 3),
-        "tokens": TokenLabels(config, 5),
-    }
-    model = Model(bert, heads)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model.to(dtype).eval()
 
 
 def serves(kernel: str, dtype: torch.dtype) -> bool:
@@ -50,7 +24,7 @@ def serves(kernel: str, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kernel", ON_CPU)
-def test_no_result_depends_on_neighbours(kernel: str, dtype: torch.dtype) -> None:
+def test_no_result_depends_on_neighbours(make_model, kernel: str, dtype: torch.dtype) -> None:
     if not serves(kernel, dtype):
         pytest.skip(f"{kernel} does not serve {dtype} here")
     proofs = list(proof.prove(make_model(dtype), CPU, [kernel], packs=3))
@@ -61,22 +35,22 @@ def test_no_result_depends_on_neighbours(kernel: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("kernel", ON_CPU)
-def test_alone_equals_in_200_packs(kernel: str) -> None:
+def test_alone_equals_in_200_packs(make_model, kernel: str) -> None:
     if not serves(kernel, torch.float32):
         pytest.skip(f"{kernel} does not serve fp32 here")
-    backend = proof.TorchBackend(make_model(), CPU)
+    backend = proof.TorchBackend(make_model(torch.float32), CPU)
     prover = proof.Prover(backend, attention.kernel(kernel), packs=200, seed=3)
     assert max(prover.alone().values()) <= 1e-5
 
 
-def test_the_control_sees_loose_attention() -> None:
+def test_the_control_sees_loose_attention(make_model) -> None:
     """A kernel that looks across boundaries fails the proof, and is reported as failing."""
 
     class Everywhere(attention.kernel("reference").__class__):
         def plan(self, packed):
             return [len(packed.ids)]
 
-    backend = proof.TorchBackend(make_model(), CPU)
+    backend = proof.TorchBackend(make_model(torch.float32), CPU)
     prover = proof.Prover(backend, Everywhere(), packs=4, seed=0)
     assert min(prover.neighbour().values()) > 1e-4
     assert min(prover.poison().values()) == float("inf")
@@ -85,14 +59,14 @@ def test_the_control_sees_loose_attention() -> None:
     assert not failed.passed and not unseen.passed
 
 
-def test_mask_without_containment_would_leak_nan(monkeypatch) -> None:
+def test_mask_without_containment_would_leak_nan(make_model, monkeypatch) -> None:
     """The control of the containment in `mask`: without it the poison check fails."""
     from packhorse.attention import mask
 
     monkeypatch.setattr(
         mask, "_poisoned", lambda q, k, v, plan: torch.zeros(len(q), 1, 1, dtype=torch.bool)
     )
-    backend = proof.TorchBackend(make_model(), CPU)
+    backend = proof.TorchBackend(make_model(torch.float32), CPU)
     prover = proof.Prover(backend, mask.Mask(), packs=6, seed=0)
     assert max(prover.poison().values()) == float("inf")
     assert max(prover.neighbour().values()) == 0.0
