@@ -14,65 +14,23 @@ would give it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from packhorse import attention
 from packhorse.attention import Kernel
 from packhorse.checkpoint import files, hf, hub, names, sentence
-from packhorse.device import dtype_name
+from packhorse.checkpoint.building import build
+from packhorse.checkpoint.placing import Report, insist, place
 from packhorse.errors import CheckpointError
-from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+from packhorse.model.heads import Embed
 from packhorse.model.model import Model
 from packhorse.tokens import Tokenizer
-
-Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Report:
-    """How the tensors of a file meet those of the model; all by their names in the file."""
-
-    missing: dict[str, Shape] = field(default_factory=dict)
-    misshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)  # expected, found
-    unknown: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()  # without use and without harm
-    nonfinite: dict[str, int] = field(default_factory=dict)  # how many values
-    overflowed: dict[str, int] = field(default_factory=dict)  # finite only in the file
-
-    def misfits(self) -> list[str]:
-        """What keeps the tensors from being the model's, a line each."""
-        wrong = [
-            f"{n}: {list(found)} for {list(want)}" for n, (want, found) in self.misshaped.items()
-        ]
-        return [
-            *_listed("missing", [f"{n} {list(shape)}" for n, shape in self.missing.items()]),
-            *_listed("of another shape", wrong),
-            *_listed("unknown", self.unknown),
-        ]
-
-    def blemishes(self, dtype: torch.dtype) -> list[str]:
-        """Values no model can work with."""
-        bad = [f"{name}: {count} values" for name, count in self.nonfinite.items()]
-        over = [f"{name}: {count} values" for name, count in self.overflowed.items()]
-        return [
-            *_listed("with NaN or infinity", bad),
-            *_listed(f"beyond the range of {dtype_name(dtype)}", over),
-        ]
-
-
-def _listed(what: str, items: Iterable[str]) -> list[str]:
-    items = list(items)
-    shown = ", ".join(items[:8]) + (", …" if len(items) > 8 else "")
-    return [f"{len(items)} {what} ({shown})"] if items else []
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +85,8 @@ def load(
         tied = names.tied(found)
         checkpoint = _assemble(found, tied, layout, home, kernel or attention.kernel("reference"))
         table = names.table(found.family, tied) | (layout.table if layout else {})
-        report = _place(checkpoint.model, found, table, torch.device(device), dtype)
-        _insist("the weights hold", [] if allow_nonfinite else report.blemishes(dtype))
+        report = place(checkpoint.model, found, table, torch.device(device), dtype)
+        insist("the weights hold", [] if allow_nonfinite else report.blemishes(dtype))
     except CheckpointError as error:
         raise CheckpointError(f"{home}: {error}") from error.__cause__
     given = folder == Path(model).expanduser()
@@ -147,12 +105,9 @@ def _assemble(
     config, heads = names.config(found), names.heads(found)
     labels = names.labels(found, heads)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
-    with torch.device("meta"), _NoInitialisation():
-        bert = Bert(config, kernel)
-        built = _heads(bert, heads, len(labels), tied) | _embed(layout, heads, config)
     return Checkpoint(
         config=config,
-        model=Model(bert, built).eval(),
+        model=build(config, kernel, heads, len(labels), tied, layout),
         folder=folder,
         name=folder.name,
         max_length=_max_length(config, layout, folder),
@@ -165,42 +120,6 @@ def _assemble(
     )
 
 
-class _NoInitialisation(TorchFunctionMode):
-    """Random numbers on `meta` are no numbers, yet drawing them imports a compiler: 1.2 s."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Leave out what fills a tensor with random numbers."""
-        if func.__name__ in ("normal_", "uniform_", "kaiming_uniform_"):
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[str, nn.Module]:
-    """One pooler serves all heads that need it."""
-    config, pooler = bert.config, Pooler(bert.config)
-    makers = {
-        "pooled": lambda: pooler,
-        "mlm": lambda: Mlm(config, bert.embed.words, tied),
-        "nsp": lambda: PooledLabels(config, pooler, 2),
-        "span": lambda: TokenLabels(config, 2),
-        "classify": lambda: PooledLabels(config, pooler, labels),
-        "tokens": lambda: TokenLabels(config, labels, config.dropout),
-    }
-    return {head: makers[head]() for head in heads}
-
-
-def _embed(
-    layout: sentence.Layout | None, heads: Iterable[str], config: BertConfig
-) -> dict[str, nn.Module]:
-    if layout:
-        return {"embed": sentence.embed(layout, config)} if layout.pooling else {}
-    if {"span", "classify", "tokens"} & set(heads):
-        return {}
-    return {"embed": Embed(("mean",), normalise=False)}
-
-
 def _max_length(config: BertConfig, layout: sentence.Layout | None, folder: Path) -> int:
     """The shortest that the layout, the tokenizer and the table of positions allow."""
     tokenizer = files.read_object(folder, "tokenizer_config.json", optional=True)
@@ -210,74 +129,6 @@ def _max_length(config: BertConfig, layout: sentence.Layout | None, folder: Path
         if type(limit) not in (int, float) or not limit >= 1:
             raise CheckpointError(f"the maximal length {limit!r} is not a count of tokens")
     return int(min([config.max_positions, *limits]))
-
-
-def _place(
-    model: Model,
-    found: names.Found,
-    table: names.Table,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Report:
-    """Empty `found.tensors` into the model, once it is sure that each has its place."""
-    state = model.state_dict()
-    sources = {ours: names.sources(ours, table) for ours in state}
-    report = _compare(state, sources, found)
-    _insist("the weights do not fit the configuration", report.misfits())
-    # One parameter for each set of sources: what is shared or tied in the file stays so here.
-    made: dict[tuple[str, ...], nn.Parameter] = {}
-    for parts in sources.values():
-        if parts not in made:
-            pieces = [_cast(name, found, dtype, report) for name in parts]
-            joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            made[parts] = nn.Parameter(joined.to(device))
-    model.load_state_dict({ours: made[parts] for ours, parts in sources.items()}, assign=True)
-    return report
-
-
-def _compare(
-    state: Mapping[str, Tensor], sources: Mapping[str, tuple[str, ...]], found: names.Found
-) -> Report:
-    shapes: dict[str, Shape] = {}
-    for ours, parts in sources.items():
-        rows, *rest = state[ours].shape
-        shapes.update(dict.fromkeys(parts, (rows // len(parts), *rest)))
-    has = {name: tuple(tensor.shape) for name, tensor in found.tensors.items()}
-    spare = [name for name in has if name not in shapes]
-    harmless = [name for name in spare if found.family.harmless.fullmatch(name)]
-    return Report(
-        missing={found.spell(n): shape for n, shape in shapes.items() if n not in has},
-        misshaped={
-            found.spell(n): (shape, has[n])
-            for n, shape in shapes.items()
-            if n in has and has[n] != shape
-        },
-        unknown=tuple(found.spell(name) for name in spare if name not in harmless),
-        unexpected=tuple(found.spell(name) for name in harmless),
-    )
-
-
-def _cast(name: str, found: names.Found, dtype: torch.dtype, report: Report) -> Tensor:
-    """Take a tensor out of the checkpoint, cast it, and note values that are not finite."""
-    tensor = found.tensors.pop(name)
-    if not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{found.spell(name)} holds {tensor.dtype}; quantised weights are not read"
-        )
-    cast = tensor.to(dtype)
-    # One pass over the sum: it is finite unless some value is not (or all are absurdly large).
-    if not cast.sum(dtype=torch.promote_types(dtype, torch.float32)).isfinite():
-        in_file, here = (int((~t.isfinite()).sum()) for t in (tensor, cast))
-        if in_file:
-            report.nonfinite[found.spell(name)] = in_file
-        elif here:
-            report.overflowed[found.spell(name)] = here
-    return cast
-
-
-def _insist(what: str, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(f"{what}: {'; '.join(problems)}")
 
 
 def write(
