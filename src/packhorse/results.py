@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
+from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
+
+OVERFLOWED = 1e9  # stands for an infinite logit: above all others, yet sums still tell apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Classified:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A span of the context: `context[start:end]`."""
+    """A span of the context: `context[start:end]`; empty where there is none."""
 
     text: str
     start: int
@@ -95,44 +99,99 @@ def answers(
     context: str,
     top_k: int = 1,
     longest: int = 30,
+    no_answer: float | None = None,
 ) -> list[Answer]:
     """The best spans over all windows of one context; logits are [n, 2] a window, start and end.
 
-    A span's score is the product of its ends' probabilities among the context's tokens of its
-    window, as question-answering pipelines count it. The same span in two windows counts once.
+    A span of up to `longest` tokens is worth the sum of its ends' logits in the best of the windows
+    that hold it whole. (BERT's own script asks only the window in which the span's first token has
+    most context, and so loses an answer that this window cuts.) Sums compare across windows;
+    products of a window's own probabilities do not: one without the answer is as sure of its best
+    as any. The score is the softmax of these sums over every span there is, each counted once.
+
+    With `no_answer`, having none is one more candidate, worth the least that any window's first
+    token gives it (a window that sees the answer outvotes those that do not). Where that beats the
+    best span by more than `no_answer`, an empty answer at 0 comes first.
     """
-    best: dict[tuple[int, int], float] = {}
-    for window_logits, window in zip(logits, windows, strict=True):
-        for start, end, score in _spans(window_logits, window, top_k, longest):
-            best[start, end] = max(score, best.get((start, end), 0.0))
-    order = sorted(best.items(), key=lambda item: (-item[1], item[0]))[:top_k]
-    return [Answer(context[a:b], a, b, score) for (a, b), score in order]
-
-
-def _spans(
-    logits: np.ndarray, window: Encoding, top_k: int, longest: int
-) -> list[tuple[int, int, float]]:
-    """Up to `top_k` (start, end, score) of one window, in characters of the context."""
-    context = window.spans[-1]
-    if context.start == context.stop:
+    if top_k < 1 or longest < 1:
+        raise InputError(f"top_k is {top_k}, an answer's tokens {longest}; ask for 1 or more")
+    wide = [_rankable(each) for each in logits]
+    worth, offsets = _worth(wide, windows, longest)
+    null = -np.inf if no_answer is None else min(float(each[0].sum()) for each in wide)
+    top = max(float(worth.max(initial=-np.inf)), null)
+    if top == -np.inf:
         return []
-    starts, ends = softmax(logits[context, 0]), softmax(logits[context, 1])
-    product = np.triu(np.outer(starts, ends))  # a span does not end before it starts
-    product = product - np.triu(product, longest)
-    found = np.argsort(-product, axis=None, kind="stable")[:top_k]
-    first, last = np.unravel_index(found, product.shape)
-    offsets = window.offsets[context]
-    return [
-        (int(offsets[i, 0]), int(offsets[j, 1]), float(product[i, j]))
-        for i, j in zip(first, last, strict=True)
-        if product[i, j] > 0
-    ]
+    norm = top + np.log(np.exp(worth - top).sum() + np.exp(null - top))
+    spans = _best(worth, offsets, top_k)
+    found = [Answer(context[a:b], a, b, float(np.exp(x - norm))) for (a, b), x in spans]
+    best = spans[0][1] if spans else -np.inf
+    if no_answer is not None and null - best > no_answer:
+        found.insert(0, Answer("", 0, 0, float(np.exp(null - norm))))
+    return found[:top_k]
+
+
+def _rankable(logits: np.ndarray) -> np.ndarray:
+    """In float64, where halves cannot overflow; what is masked or not a number is never best."""
+    wide = np.asarray(logits, dtype=np.float64)
+    return np.nan_to_num(wide, nan=-np.inf, posinf=OVERFLOWED, neginf=-np.inf)
+
+
+def _worth(
+    logits: Sequence[np.ndarray], windows: Sequence[Encoding], longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """[N, longest]: what the j + 1 tokens from the context's token i are worth; offsets [N, 2].
+
+    A band, not a square: memory is linear in the context, and spans that are too long or end
+    before they start have no place in it.
+    """
+    count = max(window.start + _size(window) for window in windows)
+    longest = min(longest, max(count, 1))
+    worth = np.full((count, longest), -np.inf)
+    offsets = np.zeros((count, 2), np.int64)
+    for each, window in zip(logits, windows, strict=True):
+        context, here = window.spans[-1], slice(window.start, window.start + _size(window))
+        starts, ends = each[context].T
+        ends = np.pad(ends, (0, longest), constant_values=-np.inf)
+        ends = sliding_window_view(ends, longest)[: len(starts)]
+        np.maximum(worth[here], starts[:, None] + ends, out=worth[here])
+        offsets[here] = window.offsets[context]
+    return worth, offsets
+
+
+def _size(window: Encoding) -> int:
+    return window.spans[-1].stop - window.spans[-1].start
+
+
+def _best(
+    worth: np.ndarray, offsets: np.ndarray, count: int
+) -> list[tuple[tuple[int, int], float]]:
+    """Up to `count` stretches of characters and what they are worth, the best first.
+
+    Several tokens can stand for one character (the bytes of an emoji): more spans are looked at
+    until there are enough that differ.
+    """
+    flat, wanted = worth.ravel(), count
+    while True:
+        least = np.partition(flat, -wanted)[-wanted] if wanted < flat.size else -np.inf
+        kept = np.flatnonzero((flat >= least) & (flat > -np.inf))
+        order = np.argsort(-flat[kept], kind="stable")  # of equals, the one that begins first
+        kept = kept[order[:wanted]]
+        first, more = np.divmod(kept, worth.shape[1])
+        places = zip(offsets[first, 0].tolist(), offsets[first + more, 1].tolist(), strict=True)
+        found: dict[tuple[int, int], float] = {}
+        for place, value in zip(places, flat[kept].tolist(), strict=True):
+            if place[0] < place[1]:
+                found.setdefault(place, value)
+        if len(found) >= count or wanted >= flat.size:
+            return list(found.items())[:count]
+        wanted *= 4
 
 
 def filled(
     logits: np.ndarray, encoding: Encoding, text: str, tokenizer: Tokenizer, top_k: int = 5
 ) -> list[list[Filled]]:
     """For each mask of one text the likeliest words; logits are [masks, V]."""
+    known = logits[:, : tokenizer.vocab_size]  # a padded table scores words that do not exist
     spans = [encoding.offsets[i] for i in np.flatnonzero(encoding.ids == tokenizer.mask_id)]
     return [
         [
@@ -140,7 +199,7 @@ def filled(
             for i in np.argsort(-scores, kind="stable")[:top_k]
             for word in [tokenizer.decode([int(i)])]
         ]
-        for scores, (start, end) in zip(map(softmax, logits), spans, strict=True)
+        for scores, (start, end) in zip(map(softmax, known), spans, strict=True)
     ]
 
 

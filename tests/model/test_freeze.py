@@ -88,6 +88,19 @@ def test_a_frozen_encoder_is_the_same(activation: str, dtype, limit: float, rng)
 
 
 @needs_onednn
+def test_other_embeddings_are_frozen_too(rng) -> None:
+    """RoBERTa's positions, no types, ELECTRA's projection."""
+    config = BertConfig(60, 48, 2, 4, 80, position_offset=3, type_vocab_size=0, embedding_size=20)
+    bert = Bert(config, attention.kernel("bucketed")).eval()
+    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    with torch.inference_mode():
+        before = bert(packed)
+        freeze(bert)
+        torch.testing.assert_close(bert(packed), before, rtol=1e-5, atol=1e-5)
+    assert isinstance(bert.embed.project, FrozenLinear)
+
+
+@needs_onednn
 def test_a_frozen_layer_without_bias() -> None:
     linear = torch.nn.Linear(16, 8, bias=False)
     x = torch.randn(5, 16)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import POOLINGS, Dense, Embed, PooledLabels, Pooler
+from packhorse.model.heads import POOLINGS, Dense, Embed, Mlm, PooledLabels, Pooler, Replaced
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
@@ -66,6 +66,38 @@ def test_a_pooled_head_reads_first_tokens_only() -> None:
     assert torch.equal(before, head(hidden, packed))
     hidden[packed.starts.long()] += 1
     assert not torch.equal(before, head(hidden, packed))
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [("tanh", torch.tanh), ("relu", torch.relu), ("gelu", torch.nn.functional.gelu)],
+)
+def test_a_pooler_of_any_activation(activation: str, function) -> None:
+    packed, pooler = make_packed(), Pooler(BertConfig(10, 6, 1, 1, 8), activation)
+    hidden = torch.randn(len(packed.ids), 6)
+    firsts = torch.stack([piece[0] for piece in packed.split(hidden)])
+    torch.testing.assert_close(pooler(hidden, packed), function(pooler.dense(firsts)))
+
+
+def test_one_score_a_token() -> None:
+    packed, head = make_packed(), Replaced(BertConfig(10, 6, 1, 1, 8, activation="relu"))
+    hidden = torch.randn(len(packed.ids), 6)
+    scores = head(hidden, packed)
+    assert scores.shape == (len(hidden),)
+    weight, bias = head.score.weight[0], head.score.bias[0]
+    expected = [torch.relu(head.dense(state)) @ weight + bias for state in hidden]
+    torch.testing.assert_close(scores, torch.stack(expected))
+
+
+def test_words_are_scored_in_the_width_of_their_embeddings() -> None:
+    config = BertConfig(10, 6, 1, 1, 8, activation="relu", embedding_size=4, mlm_activation="tanh")
+    packed, head = make_packed(), Mlm(config, torch.nn.Embedding(10, 4))
+    hidden = torch.randn(5, 6)
+    expected = head.decoder(head.norm(torch.tanh(head.dense(hidden))))
+    torch.testing.assert_close(head(hidden, packed), expected)
+    assert head.dense.weight.shape == (4, 6) and head.decoder.weight.shape == (10, 4)
+    plain = BertConfig(10, 6, 1, 1, 8, activation="relu")
+    assert Mlm(plain, torch.nn.Embedding(10, 6)).activation == "relu"
 
 
 @pytest.mark.parametrize("how", ["mean", "max", "cls"])

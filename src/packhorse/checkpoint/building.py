@@ -13,7 +13,7 @@ from packhorse.attention import Kernel
 from packhorse.checkpoint import sentence
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced, TokenLabels
 from packhorse.model.model import Model
 
 
@@ -44,14 +44,16 @@ class _NoInitialisation(TorchFunctionMode):
 
 
 def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[str, nn.Module]:
-    """One pooler serves all heads that need it."""
+    """One pooler serves all heads that need it, but for classifiers with one of their own."""
     config, pooler = bert.config, Pooler(bert.config)
+    own = config.classify_activation
     makers = {
         "pooled": lambda: pooler,
         "mlm": lambda: Mlm(config, bert.embed.words, tied),
+        "replaced": lambda: Replaced(config),
         "nsp": lambda: PooledLabels(config, pooler, 2),
         "span": lambda: TokenLabels(config, 2),
-        "classify": lambda: PooledLabels(config, pooler, labels),
+        "classify": lambda: PooledLabels(config, Pooler(config, own) if own else pooler, labels),
         "tokens": lambda: TokenLabels(config, labels, config.dropout),
     }
     return {head: makers[head]() for head in heads}

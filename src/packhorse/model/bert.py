@@ -1,8 +1,10 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-There is no padded twin of this model. Attention is the one place where sequences could meet; it is
-a kernel handed in from outside, which plans once for each batch and is shared by every layer.
-Attention probabilities are never dropped out, only hidden states are, as in MLPerf's packed BERT.
+RoBERTa, DistilBERT and ELECTRA are this model too: they differ in how tokens are embedded, by axes
+of `BertConfig`. There is no padded twin of this model. Attention is the one place where sequences
+could meet; it is a kernel handed in from outside, which plans once for each batch and is shared by
+every layer. Attention probabilities are never dropped out, only hidden states are, as in MLPerf's
+packed BERT.
 
 Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 """
@@ -53,20 +55,40 @@ class Bert(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Word + position + token type, normalised."""
+    """Word + position + token type, normalised; projected where the layers are wider."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.words = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_positions, config.hidden_size)
-        self.types = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        width, self.offset = config.embedding_size, config.position_offset
+        self.words = nn.Embedding(config.vocab_size, width)
+        self.positions = nn.Embedding(config.max_positions + self.offset, width)
+        types = config.type_vocab_size
+        self.types = nn.Embedding(types, width) if types else None
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
+        projected = width != config.hidden_size
+        self.project = nn.Linear(width, config.hidden_size) if projected else nn.Identity()
 
     def forward(self, packed: Packed) -> Tensor:
         """[T, E]."""
-        x = self.words(packed.ids) + self.types(packed.types) + self.positions(packed.positions)
-        return self.dropout(self.norm(x))
+        x = self.words(packed.ids)
+        if self.types is not None:
+            # A tokenizer may tell the second text of a pair apart where its model does not.
+            single = self.types.num_embeddings == 1
+            x = x + (self.types.weight[0] if single else self.types(packed.types))
+        positions = after_padding(packed, self.offset) if self.offset else packed.positions
+        return self.project(self.dropout(self.norm(x + self.positions(positions))))
+
+
+def after_padding(packed: Packed, offset: int) -> Tensor:
+    """RoBERTa's positions, [T]: from `offset` on; the padding word, one less, is not counted.
+
+    That word has no place in a batch without padding, but a text may spell it.
+    """
+    counted = (packed.ids != offset - 1).long()
+    total = counted.cumsum(0)
+    first = torch.arange(len(total), device=total.device) - packed.positions
+    return offset - 1 + counted * (total - total[first] + counted[first])
 
 
 class Layer(nn.Module):

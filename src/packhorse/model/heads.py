@@ -23,15 +23,16 @@ POOLINGS = ("mean", "cls", "max", "mean_sqrt_len")
 
 
 class Pooler(nn.Module):
-    """BERT's own pooled output: the first token through a dense layer and tanh."""
+    """The first token through a dense layer; with tanh, BERT's own pooled output."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, activation: str = "tanh") -> None:
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = activation
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E]."""
-        return torch.tanh(self.dense(_first_tokens(hidden, packed)))
+        return ACTIVATIONS[self.activation](self.dense(_first_tokens(hidden, packed)))
 
 
 class Mlm(nn.Module):
@@ -42,10 +43,11 @@ class Mlm(nn.Module):
 
     def __init__(self, config: BertConfig, words: nn.Embedding, tied: bool = True) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = config.activation
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        width = config.embedding_size
+        self.dense = nn.Linear(config.hidden_size, width)
+        self.activation = config.mlm_activation
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.decoder = nn.Linear(width, config.vocab_size)
         if tied:
             self.decoder.weight = words.weight
 
@@ -54,8 +56,22 @@ class Mlm(nn.Module):
         return self.decoder(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
 
 
+class Replaced(nn.Module):
+    """ELECTRA's discriminator: above zero where a token is likely not the text's own."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = config.activation
+        self.score = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[T]."""
+        return self.score(ACTIVATIONS[self.activation](self.dense(hidden))).squeeze(-1)
+
+
 class PooledLabels(nn.Module):
-    """A linear layer on the pooled output: NSP (2 labels), classification, reranking (1 label)."""
+    """A linear layer on a pooled output: NSP (2 labels), classification, reranking (1 label)."""
 
     def __init__(self, config: BertConfig, pooler: Pooler, labels: int) -> None:
         super().__init__()

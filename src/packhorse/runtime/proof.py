@@ -153,7 +153,7 @@ class Prover:
 
     def _sequence(self, length: int) -> Made:
         ids = self.random.integers(0, self.config.vocab_size - 1, length)
-        return Made(ids, self.random.integers(0, self.config.type_vocab_size, length))
+        return Made(ids, self.random.integers(0, max(1, self.config.type_vocab_size), length))
 
     @contextmanager
     def _nan_word(self) -> Iterator[int]:

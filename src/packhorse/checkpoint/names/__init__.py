@@ -1,106 +1,50 @@
 """The only place where foreign names live: configuration keys, tensors, heads and architectures.
 
-A reader returns a checkpoint as it found it; here it gets our names, and a writer gets foreign ones
-back from the same tables. A template maps one of our modules to the foreign module that holds its
-weight and bias; `{}` is the layer; a tuple of three is joined row by row (queries, keys, values are
-one product here). A family of models is one `Family`: to add one, fill in its tables.
+A reader returns a checkpoint as it found it; here it gets our names, and `exporting` gives foreign
+ones back from the same tables, those of `families`.
 
 Canonical foreign names are those of the class with heads, as transformers writes them today; what
-differs from file to file (a prefix left off, `gamma` and `beta`, the bias of the word scores under
-two names) is evened out by `canonical`.
+differs from file to file (a prefix left off or another one, `gamma` and `beta`, the bias of the
+word scores under two names) is evened out by `canonical`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from packhorse.errors import CheckpointError
+from packhorse.checkpoint.names.exporting import export as export
+from packhorse.checkpoint.names.exporting import export_labels as export_labels
+from packhorse.checkpoint.names.exporting import prefixed as prefixed
+from packhorse.checkpoint.names.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    PROBLEMS,
+    Family,
+    encoder_modules,
+    family_of,
+    parts,
+    source,
+)
+from packhorse.checkpoint.names.families import BERT as BERT
+from packhorse.checkpoint.names.families import Table as Table
+from packhorse.checkpoint.names.families import sources as sources
+from packhorse.checkpoint.names.families import table as table
+from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 
-Table = Mapping[str, str | tuple[str, ...]]
+OLD_KINDS = {"gamma": "weight", "beta": "bias"}
+# Encoders of sentence-transformers left these behind and kept the architecture they came from.
+PRETRAINING_HEADS = ("mlm", "nsp", "replaced")
 
 
-@dataclass(frozen=True)
-class Family:
-    """The tables of one `model_type`."""
-
-    prefix: str  # of the encoder's tensors; files of a bare encoder leave it off
-    config: dict[str, str]
-    tensors: Table
-    heads: dict[str, Table]
-    architectures: dict[str, tuple[str, ...]]  # and the heads each must have
-    harmless: re.Pattern[str]  # tensors that nothing here needs and that change no result
-
-
-BERT = Family(
-    prefix="bert.",
-    config={
-        "vocab_size": "vocab_size",
-        "hidden_size": "hidden_size",
-        "layers": "num_hidden_layers",
-        "heads": "num_attention_heads",
-        "intermediate_size": "intermediate_size",
-        "activation": "hidden_act",
-        "max_positions": "max_position_embeddings",
-        "type_vocab_size": "type_vocab_size",
-        "norm_eps": "layer_norm_eps",
-        "dropout": "hidden_dropout_prob",
-    },
-    tensors={
-        "bert.embed.words": "bert.embeddings.word_embeddings",
-        "bert.embed.positions": "bert.embeddings.position_embeddings",
-        "bert.embed.types": "bert.embeddings.token_type_embeddings",
-        "bert.embed.norm": "bert.embeddings.LayerNorm",
-        "bert.layers.{}.attention.qkv": (
-            "bert.encoder.layer.{}.attention.self.query",
-            "bert.encoder.layer.{}.attention.self.key",
-            "bert.encoder.layer.{}.attention.self.value",
-        ),
-        "bert.layers.{}.attention.out": "bert.encoder.layer.{}.attention.output.dense",
-        "bert.layers.{}.attention_norm": "bert.encoder.layer.{}.attention.output.LayerNorm",
-        "bert.layers.{}.up.dense": "bert.encoder.layer.{}.intermediate.dense",
-        "bert.layers.{}.down": "bert.encoder.layer.{}.output.dense",
-        "bert.layers.{}.norm": "bert.encoder.layer.{}.output.LayerNorm",
-    },
-    heads={
-        "pooled": {"heads.pooled.dense": "bert.pooler.dense"},
-        "mlm": {
-            "heads.mlm.dense": "cls.predictions.transform.dense",
-            "heads.mlm.norm": "cls.predictions.transform.LayerNorm",
-            "heads.mlm.decoder": "cls.predictions.decoder",
-        },
-        "nsp": {
-            "heads.nsp.pooler.dense": "bert.pooler.dense",
-            "heads.nsp.dense": "cls.seq_relationship",
-        },
-        "span": {"heads.span.dense": "qa_outputs"},
-        "classify": {
-            "heads.classify.pooler.dense": "bert.pooler.dense",
-            "heads.classify.dense": "classifier",
-        },
-        "tokens": {"heads.tokens.dense": "classifier"},
-    },
-    # The first whose heads a model has is the one it is written as.
-    architectures={
-        "BertForSequenceClassification": ("classify",),
-        "BertForTokenClassification": ("tokens",),
-        "BertForQuestionAnswering": ("span",),
-        "BertForPreTraining": ("mlm", "nsp"),
-        "BertForMaskedLM": ("mlm",),
-        "BertForNextSentencePrediction": ("nsp",),
-        "BertModel": (),
-    },
-    # What is left over of a pretraining head comes after the encoder: no result can miss it.
-    harmless=re.compile(r"bert\.embeddings\.position_ids|cls\..*"),
-)
-
-FAMILIES = {"bert": BERT}
+class ResizeWarning(UserWarning):
+    """Tables of words or positions are not as they were in the file."""
 
 
 @dataclass(frozen=True)
@@ -111,105 +55,122 @@ class Found:
     family: Family
     tensors: dict[str, Tensor]
     spelling: dict[str, str]  # canonical name → the name in the file
+    root: str  # what the file writes before the encoder's tensors
+    foreign: Callable[[str], str] = str  # of a name here, what the file's format would make of it
 
     def spell(self, name: str) -> str:
         """The name in the file, or what it would be."""
         if name in self.spelling:
             return self.spelling[name]
-        prefixed = any(theirs.startswith(self.family.prefix) for theirs in self.spelling.values())
-        return name if prefixed else name.removeprefix(self.family.prefix)
+        if name.startswith(self.family.prefix):
+            return self.foreign(self.root + name.removeprefix(self.family.prefix))
+        return self.foreign(_around(self.root, self.family) + name)
 
 
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
-# Anything else would change the result.
-REQUIRED = {
-    "position_embedding_type": "absolute",
-    "is_decoder": False,
-    "add_cross_attention": False,
-}
-# Not written back: of the file that was read, or a path to code.
-FORGOTTEN = ("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
-PROBLEMS = {
-    "single_label_classification": "single_label",
-    "multi_label_classification": "multi_label",
-    "regression": "regression",
-}
-DECODER_WEIGHT = "cls.predictions.decoder.weight"
-DECODER_BIAS = "cls.predictions.decoder.bias"
-OLD_DECODER_BIAS = "cls.predictions.bias"
+def canonical(
+    raw: dict[str, Any],
+    tensors: dict[str, Tensor],
+    called: Mapping[str, str] | None = None,
+    foreign: Callable[[str], str] = str,
+) -> Found:
+    """Give the tensors their canonical names; `tensors` is emptied, so that none is held twice.
 
-
-def canonical(raw: dict[str, Any], tensors: dict[str, Tensor]) -> Found:
-    """Give the tensors their canonical names; `tensors` is emptied, so that none is held twice."""
-    family = _family(raw)
-    spelling = _spelling(tensors, family)
+    `called` says what a tensor is called in the file, where it is not its key here, and `foreign`
+    what one that is not there would be called.
+    """
+    family = family_of(raw)
+    root = _root(tensors, family)
+    spelling = _spelling(tensors, family, root)
     renamed = {name: tensors.pop(theirs) for name, theirs in spelling.items()}
-    return Found(raw, family, renamed, spelling)
+    in_file = {name: (called or {}).get(theirs, theirs) for name, theirs in spelling.items()}
+    return Found(raw, family, renamed, in_file, root, foreign)
 
 
-def _family(raw: Mapping[str, Any]) -> Family:
-    kind = raw.get("model_type") or "bert"  # the first checkpoints of BERT do not say
-    if not isinstance(kind, str) or kind not in FAMILIES:
+def _root(names: Collection[str], family: Family) -> str:
+    """What stands before the encoder's tensors: told by its table of words."""
+    ending = source("bert.embed.words.weight", family).removeprefix(family.prefix)
+    roots = {name.removesuffix(ending) for name in names if f".{name}".endswith(f".{ending}")}
+    if not roots:
+        return family.prefix if any(name.startswith(family.prefix) for name in names) else ""
+    likely = roots & {family.prefix, ""} or roots
+    root = max(likely)
+    if len(likely) > 1 and family.prefix not in likely:
+        raise CheckpointError(f"there are several encoders, under {', '.join(sorted(roots))}")
+    attribute = f"{root.rstrip('.').rpartition('.')[2]}."
+    if attribute != family.prefix and attribute in {other.prefix for other in FAMILIES.values()}:
         raise CheckpointError(
-            f"config: model_type {kind!r} does not run here; those that do: {', '.join(FAMILIES)}"
+            f"the tensors are named {root}…, but those of the configuration's model_type "
+            f"{family.prefix}…; one of the two is not this model's"
         )
-    for key, good in REQUIRED.items():
-        if raw.get(key, good) not in (good, None):
-            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {good!r}")
-    return FAMILIES[kind]
+    return root
 
 
-def _spelling(names: Collection[str], family: Family) -> dict[str, str]:
-    encoder = {name.split(".")[1] for name in _modules(family) if name.startswith(family.prefix)}
-    bare = not any(name.startswith(family.prefix) for name in names)
+def _around(root: str, family: Family) -> str:
+    """What stands before the heads: all of the root but the name of the encoder itself."""
+    if f".{root}".endswith(f".{family.prefix}"):
+        return root.removesuffix(family.prefix)
+    before, dot, _ = root.rstrip(".").rpartition(".")
+    return before + dot
+
+
+def _spelling(names: Collection[str], family: Family, root: str) -> dict[str, str]:
+    """Canonical name → name as it is."""
+    encoder, around = encoder_modules(family), _around(root, family)
+    whole = root == around + family.prefix  # all below the root is the encoder's
     result: dict[str, str] = {}
     for name in names:
-        new = name.replace("LayerNorm.gamma", "LayerNorm.weight")
-        new = new.replace("LayerNorm.beta", "LayerNorm.bias")
-        if bare and new.split(".")[0] in encoder:
-            new = family.prefix + new
-        if new == OLD_DECODER_BIAS and DECODER_BIAS not in names:
-            new = DECODER_BIAS
+        module, dot, kind = name.rpartition(".")
+        new = module + dot + OLD_KINDS.get(kind, kind)
+        rest = new.removeprefix(root)
+        if not new.startswith(root):
+            new = new.removeprefix(around)
+        else:
+            new = family.prefix + rest if whole or rest.split(".")[0] in encoder else rest
         if new in result:
             raise CheckpointError(f"{name} and {result[new]} are two names of one tensor")
         result[new] = name
+    bias = source("heads.mlm.decoder.bias", family)
+    if family.second_bias in result and bias not in result:
+        result[bias] = result.pop(family.second_bias)
     return result
-
-
-def _modules(family: Family) -> list[str]:
-    return [part for entry in table(family).values() for part in _parts(entry)]
 
 
 def config(found: Found) -> BertConfig:
     """Our configuration; keys we do not know are ignored."""
-    keys = found.family.config
-    values = {ours: found.raw[key] for ours, key in keys.items() if key in found.raw}
+    family, keys = found.family, found.family.config
+    said = {ours: found.raw[key] for ours, key in keys.items() if key in found.raw}
     for ours in ("vocab_size", "hidden_size", "layers", "heads", "intermediate_size"):
-        if ours not in values:
+        if ours not in said:
             raise CheckpointError(f"config: {keys[ours]} is missing")
     for ours in ("norm_eps", "dropout"):
-        if ours in values and type(values[ours]) not in (int, float):
-            raise CheckpointError(f"config: {keys[ours]} {values[ours]!r} is not a number")
-    activation = values.get("activation", "gelu")
+        if ours in said and type(said[ours]) not in (int, float):
+            raise CheckpointError(f"config: {keys[ours]} {said[ours]!r} is not a number")
+    activation = said.get("activation", "gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise CheckpointError(
             f"config: {keys['activation']} {activation!r} is unknown; "
             f"there are {', '.join(ACTIVATIONS)}"
         )
-    result = BertConfig(**{**values, "activation": ACTIVATIONS[activation]})
+    values = {**family.defaults, **said, "activation": ACTIVATIONS[activation]}
+    if family.after_padding:
+        values |= _positions_after_padding(found.raw, values.get("max_positions", 512))
+    result = BertConfig(**values)
     if result.layers > len(found.tensors):  # before a thousand layers are built to find out
         raise CheckpointError(
             f"config: {result.layers} layers in a file of {len(found.tensors)} tensors"
         )
     return result
+
+
+def _positions_after_padding(raw: Mapping[str, Any], rows: Any) -> dict[str, int]:
+    """Of the table's rows those up to the padding word's id are never a position."""
+    pad = raw.get("pad_token_id", 1)
+    if type(pad) is not int or type(rows) is not int or not 0 <= pad < rows - 1:
+        raise CheckpointError(
+            f"config: pad_token_id {pad!r} leaves no position of "
+            f"max_position_embeddings {rows!r}, which are numbered from there"
+        )
+    return {"position_offset": pad + 1, "max_positions": rows - pad - 1}
 
 
 def heads(found: Found) -> tuple[str, ...]:
@@ -218,15 +179,13 @@ def heads(found: Found) -> tuple[str, ...]:
     `classifier` on a pooler is a head on sequences, otherwise on tokens, unless the architecture
     says which: old token classifiers keep a pooler that they do not use.
     """
-    promised, names = _promised(found), set(found.tensors)
-    pooled = _needed(found.family.heads["pooled"]) <= names
-    on_sequences = "classify" in promised or (pooled and "tokens" not in promised)
-    other = "tokens" if on_sequences else "classify"
-    return tuple(
-        head
-        for head, entries in found.family.heads.items()
-        if head in promised or (head != other and _needed(entries) <= names)
-    )
+    promised, family, names = _promised(found), found.family, set(found.tensors)
+    # Which may be tied to the word embeddings.
+    names.add(source("heads.mlm.decoder.weight", family))
+    whole = {head for head, entries in family.heads.items() if _needed(entries) <= names}
+    on_sequences = "classify" in promised or ("classify" in whole and "tokens" not in promised)
+    whole.discard("tokens" if on_sequences else "classify")
+    return tuple(head for head in family.heads if head in promised | whole)
 
 
 def _promised(found: Found) -> set[str]:
@@ -239,13 +198,19 @@ def _promised(found: Found) -> set[str]:
                 f"config: architecture {name!r} does not run here; "
                 f"those that do: {', '.join(known)}"
             )
-    return {head for name in architectures for head in known[name]}
+    every = {head for name in architectures for head in known[name]}
+    return {head for head in every if head not in PRETRAINING_HEADS or _begun(found, head)}
+
+
+def _begun(found: Found, head: str) -> bool:
+    """Is any tensor there that is the head's own?"""
+    needed, prefix = _needed(found.family.heads[head]), found.family.prefix
+    return any(name in found.tensors and not name.startswith(prefix) for name in needed)
 
 
 def _needed(entries: Table) -> set[str]:
-    modules = [module for entry in entries.values() for module in _parts(entry)]
-    every = {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
-    return every - {DECODER_WEIGHT}  # which may be tied to the word embeddings
+    modules = [module for entry in entries.values() for module in parts(entry)]
+    return {f"{module}.{kind}" for module in modules for kind in ("weight", "bias")}
 
 
 def labels(found: Found, heads: Collection[str]) -> tuple[str, ...]:
@@ -294,88 +259,76 @@ def tied(found: Found) -> bool:
     """
     if found.raw.get("tie_word_embeddings", True) is False:
         return False
-    words = found.tensors.get(_parts(table(found.family)["bert.embed.words"])[0] + ".weight")
-    scores = found.tensors.get(DECODER_WEIGHT)
+    decoder = source("heads.mlm.decoder.weight", found.family)
+    words = found.tensors.get(source("bert.embed.words.weight", found.family))
+    scores = found.tensors.get(decoder)
     if scores is None:
         return True
     if words is None or words.dtype != scores.dtype or not torch.equal(words, scores):
         return False
-    del found.tensors[DECODER_WEIGHT]
+    del found.tensors[decoder]
     return True
 
 
-def table(family: Family, tied: bool = False) -> dict[str, str | tuple[str, ...]]:
-    """Every template of a family; with `tied`, the words are scored by their own embeddings."""
-    result = dict(family.tensors)
-    for entries in family.heads.values():
-        result.update(entries)
-    if tied:
-        result["heads.mlm.decoder.weight"] = f"{result['bert.embed.words']}.weight"
+def resize(
+    found: Found,
+    *,
+    vocab_size: int | None = None,
+    max_positions: int | None = None,
+    repeat_positions: bool = False,
+) -> Found:
+    """Pad or crop the tables of words and positions, at their end; warns of all that changed.
+
+    A new word is zeros and scores zero. A new position would mean nothing to the model, so it is
+    refused, unless `repeat_positions`: then the table starts over, as Longformer's was made.
+    """
+    for what, size in {"vocab_size": vocab_size, "max_positions": max_positions}.items():
+        if size is not None and size < 1:
+            raise InputError(f"{what} is {size}; it must be at least 1")
+    keys, offset, raw = found.family.config, config(found).position_offset, dict(found.raw)
+    if vocab_size is not None:
+        raw[keys["vocab_size"]] = vocab_size
+    if max_positions is not None:
+        raw[keys["max_positions"]] = max_positions + offset
+    result = replace(found, raw=raw)
+    config(result)  # refuses what is beyond all bounds before it is made
+    changes = []
+    if max_positions is not None:  # first: words are never refused
+        changes += _resize_positions(result, max_positions, offset, repeat_positions)
+    if vocab_size is not None:
+        changes += _resize_words(result, vocab_size)
+    if changes:
+        warnings.warn("; ".join(changes), ResizeWarning, stacklevel=3)
     return result
 
 
-def sources(ours: str, table: Table) -> tuple[str, ...]:
-    """The canonical foreign tensors that, joined row by row, are our tensor `ours`."""
-    if ours in table:
-        return _parts(table[ours])
-    module, kind = ours.rsplit(".", 1)
-    layer = re.search(r"\.layers\.(\d+)\.", module)
-    if layer is None:
-        return tuple(f"{part}.{kind}" for part in _parts(table[module]))
-    template = module.replace(layer[0], ".layers.{}.")
-    return tuple(f"{part}.{kind}".format(layer[1]) for part in _parts(table[template]))
+def _resize_words(found: Found, size: int) -> list[str]:
+    changes = []
+    for ours in ("bert.embed.words.weight", "heads.mlm.decoder.weight", "heads.mlm.decoder.bias"):
+        name = source(ours, found.family)
+        tensor = found.tensors.get(name)
+        if tensor is None or not tensor.ndim or len(tensor) == size:
+            continue
+        missing = max(0, size - len(tensor))
+        zeros = tensor.new_zeros(missing, *tensor.shape[1:])
+        found.tensors[name] = torch.cat([tensor, zeros]) if missing else tensor[:size].clone()
+        how = "padded with zeros" if missing else "cropped"
+        changes.append(f"{found.spell(name)}: {how} from {len(tensor)} rows to {size}")
+    return changes
 
 
-def _parts(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry
-
-
-def export(
-    raw: Mapping[str, Any], config: BertConfig, state: Mapping[str, Tensor], heads: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The way back: a foreign configuration, on top of the one once read, and foreign tensors."""
-    family = _family(raw)
-    words, scores = state["bert.embed.words.weight"], state.get("heads.mlm.decoder.weight")
-    tied = scores is None or scores.data_ptr() == words.data_ptr()
-    architecture = next(
-        name for name, needed in family.architectures.items() if set(needed) <= set(heads)
-    )
-    foreign = {key: value for key, value in raw.items() if key not in FORGOTTEN}
-    foreign |= {key: getattr(config, ours) for ours, key in family.config.items()}
-    foreign |= {
-        family.config["activation"]: _reverse(ACTIVATIONS)[config.activation],
-        "model_type": next(kind for kind, known in FAMILIES.items() if known is family),
-        "architectures": [architecture],
-        "tie_word_embeddings": tied,
-        "torch_dtype": str(words.dtype).removeprefix("torch."),
-    }
-    tensors = _export_tensors(state, family, tied)
-    if not family.architectures[architecture]:  # an encoder alone has no prefix
-        tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
-    return foreign, tensors
-
-
-def export_labels(labels: Collection[str], problem: str) -> dict[str, Any]:
-    """The foreign keys of labels and problem."""
-    return {
-        "id2label": {str(number): label for number, label in enumerate(labels)},
-        "label2id": {label: number for number, label in enumerate(labels)},
-        "problem_type": _reverse(PROBLEMS)[problem],
-    }
-
-
-def _export_tensors(state: Mapping[str, Tensor], family: Family, tied: bool) -> dict[str, Tensor]:
-    templates, result = table(family, tied), {}
-    for ours, tensor in state.items():
-        parts = sources(ours, templates)
-        result.update(zip(parts, tensor.chunk(len(parts)), strict=True))
-    if DECODER_BIAS in result:
-        # Where the scores are not tied, transformers wants the bias under both names.
-        bias = result.pop(DECODER_BIAS) if tied else result[DECODER_BIAS].clone()
-        result[OLD_DECODER_BIAS] = bias
-    return result
-
-
-def _reverse(mapping: Mapping[str, str]) -> dict[str, str]:
-    """Ours → theirs, the first of theirs where there are several."""
-    return {ours: theirs for theirs, ours in reversed(list(mapping.items()))}
+def _resize_positions(found: Found, size: int, offset: int, repeat: bool) -> list[str]:
+    name = source("bert.embed.positions.weight", found.family)
+    tensor = found.tensors.get(name)
+    if tensor is None or not tensor.ndim or not 0 < len(tensor) - offset != size:
+        return []
+    stored = len(tensor) - offset
+    if stored < size and not repeat:
+        raise InputError(
+            f"{found.spell(name)} holds {stored} positions, not {size}: those beyond were never "
+            f"learnt; repeat_positions=True starts the table over"
+        )
+    again = torch.arange(size, device=tensor.device) % stored
+    found.tensors[name] = torch.cat([tensor[:offset], tensor[offset:][again]])
+    how = "repeated" if stored < size else "cropped"
+    return [f"{found.spell(name)}: {how} from {len(tensor)} rows to {size + offset}"]
