@@ -30,6 +30,16 @@ settings.register_profile("house", deadline=None, derandomize="CI" in os.environ
 settings.load_profile("house")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Your own files for tests/checkpoint/test_tensorflow.py; without them it makes its own."""
+    group = parser.getgroup("checkpoints of your own (tests/checkpoint/test_tensorflow.py)")
+    group.addoption("--config-path", metavar="FILE", help="bert_config.json")
+    group.addoption("--chkpt-path", metavar="PREFIX", help="TensorFlow checkpoint")
+    group.addoption("--frozen-path", metavar="FILE", help="frozen TensorFlow graph")
+    tasks = ("PRETRAINING", "SQUAD")
+    group.addoption("--chkpt-task", choices=tasks, default=tasks[0], help="heads they must have")
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The ambient generators start every test in the same place."""

@@ -39,7 +39,7 @@ def fields(data: Buffer, begin: int = 0, end: int | None = None) -> Iterator[Fie
             return
         tag, place = varint(data, at, end)
         field = _field(data, tag >> 3, tag & 7, place, end)
-        if tag >> 3 == 0 or field.end > end:
+        if not 0 < tag >> 3 < 1 << 29 or field.end > end:
             raise CheckpointError(f"byte {at}: a field that does not fit its message")
         yield field
         at = field.end
@@ -61,6 +61,8 @@ def _field(data: Buffer, number: int, kind: int, at: int, end: int) -> Field:
 
 def varint(data: Buffer, at: int, end: int) -> tuple[int, int]:
     """The unsigned number at `at`, of at most 64 bits, and where it ends."""
+    if at < end and (byte := data[at]) < 0x80:  # most are this small
+        return byte, at + 1
     value = shift = 0
     for place in range(at, min(at + 10, end)):
         byte = data[place]
@@ -120,10 +122,12 @@ def write_fixed32(number: int, value: int) -> bytes:
 
 
 def crc32c(data: Buffer, before: int = 0) -> int:
-    """The checksum of `data`, continued from that of what came `before`; releases the GIL."""
+    """The checksum of `data`, continued from that of what came `before`; holds the GIL."""
     import google_crc32c
+    import numpy as np
 
-    return google_crc32c.extend(before, memoryview(data).toreadonly())
+    # The library takes no memoryview: its buffer could be released while it reads.
+    return google_crc32c.extend(before, np.frombuffer(data, np.uint8))  # pyright: ignore
 
 
 def mask(crc: int) -> int:

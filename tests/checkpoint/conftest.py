@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,3 +132,15 @@ def tokenizer() -> Callable[[Path], None]:
         (folder / "tokenizer_config.json").write_text(json.dumps(said | settings))
 
     return put
+
+
+@pytest.fixture(scope="session")
+def tf_bert(tf: ModuleType) -> ModuleType:
+    """BERT in TensorFlow's own graph code: build, save, freeze, run (see the module)."""
+    path = Path(__file__).with_name("tensorflow_bert.py")
+    spec = importlib.util.spec_from_file_location("tensorflow_bert", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module

@@ -29,7 +29,7 @@ from packhorse.errors import CheckpointError
 for name in sys.argv[1:]:
     try:
         found = load(name)
-        print(json.dumps([True, str(found.folder), found.name, list(found.model.heads)]))
+        print(json.dumps([True, str(found.vocabulary), found.name, list(found.model.heads)]))
     except CheckpointError as error:
         print(json.dumps([False, str(error)]))
 """
@@ -219,13 +219,16 @@ def test_a_path_wins(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_name(name: str | Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a folder nor a hub id|no model"):
+    with pytest.raises(CheckpointError, match=r"is no folder, no file.* and no hub id|no model"):
         hub.resolve(name)
 
 
-def test_a_file_is_no_model(model: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a file; pass the folder"):
-        hub.resolve(model / "model.safetensors")
+def test_files_and_prefixes_are_paths_too(model: Path, tmp_path: Path) -> None:
+    assert hub.resolve(model / "model.safetensors") == model / "model.safetensors"
+    (tmp_path / "bert_model.ckpt.index").touch()
+    assert hub.resolve(tmp_path / "bert_model.ckpt") == tmp_path / "bert_model.ckpt"
+    with pytest.raises(CheckpointError):
+        hub.resolve(tmp_path / "other.ckpt")
 
 
 @pytest.mark.parametrize("name", hub.EMBEDDED_NAMES)

@@ -58,7 +58,7 @@ def layout(
 
 def vectors(folder: Path) -> torch.Tensor:
     loaded = checkpoint.load(folder)
-    tokens = Tokenizer.load(loaded.folder, loaded.max_length, loaded.config.vocab_size)
+    tokens = Tokenizer.load(loaded.vocabulary, loaded.max_length, loaded.config.vocab_size)
     with torch.inference_mode():
         (result,) = loaded.model(Packed.build(tokens.encode(TEXTS)), "embed")
     return result
@@ -151,7 +151,7 @@ def test_the_old_layout(old: Path, st: ModuleType) -> None:
     want = their_vectors(st.SentenceTransformer(str(old), device="cpu"))
     assert_close(vectors(old), want, atol=1e-5, rtol=0)
     loaded = checkpoint.load(old)
-    assert loaded.max_length == 12 and loaded.folder == old / "0_Transformer"
+    assert loaded.max_length == 12 and loaded.vocabulary == old / "0_Transformer"
     assert loaded.name == "old" and loaded.prompts == {} and loaded.default_prompt is None
 
 

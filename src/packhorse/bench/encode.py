@@ -23,10 +23,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
+from packhorse import checkpoint
 from packhorse import device as devices
 from packhorse.bench import peers, random_model, workloads
 from packhorse.bench.peers import ORDERS, Engine, Setting
-from packhorse.checkpoint import hub, sentence
+from packhorse.checkpoint import sentence, sources
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.runtime.backend import TorchBackend
@@ -162,7 +163,11 @@ def _check(request: Request) -> None:
 
 def _model_folder(request: Request, scratch: Path) -> Path:
     if request.config is None:
-        return hub.resolve(request.model)
+        source = sources.find(request.model)
+        if source.format == "safetensors" and source.root.is_dir():
+            return source.root
+        # The peers read folders of Hugging Face only.
+        return checkpoint.write(scratch / "model", checkpoint.load(request.model, dtype=None))
     return random_model.write(request.config, scratch / "model", request.seed)
 
 

@@ -1,28 +1,23 @@
-"""Hugging Face folders: config.json, and safetensors in one file or in several with an index.
+"""Hugging Face folders: config.json, and weights in one file or in several with an index.
 
-The safetensors format (8 bytes of length, a JSON header, the bytes) is read here rather than by its
-library, which is used to write it and, in the tests, as the reference: a header must be bounded and
-free of duplicates before it is believed, the file that was checked must be the one that is read,
-and weights belong in memory of their own, where truncating the file cannot end the process. The
-reader accepts a part of what the library accepts, and then the same tensors.
+Weights are safetensors, or torch's `.bin`; where a folder has both, safetensors, which is the same
+in a format that cannot hold more. An index and its files must agree exactly. A file on its own is
+known by its bytes, not by its name.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import shutil
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from packhorse.checkpoint import files
+from packhorse.checkpoint import files, torchbin
+from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.safetensors import HEADER_LIMIT, TENSOR_LIMIT, read_tensors
 from packhorse.errors import CheckpointError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -33,53 +28,96 @@ TOKENIZER = (
     "added_tokens.json",
     "vocab.txt",
 )
-
-HEADER_LIMIT = 16 << 20  # bytes
-TENSOR_LIMIT = 10_000  # BERT-Large has 400
 SHARD_LIMIT = 1_000
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+
+Weights = tuple[dict[str, Tensor], tuple[str, ...]]  # tensors, and notes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A way to keep weights in a folder."""
+
+    weights: str
+    index: str
+    suffix: str
+    read: Callable[[Path, str], Weights]  # one file
+
+    def is_in(self, folder: Path) -> bool:
+        return files.exists(folder, self.weights) or files.exists(folder, self.index)
+
+
+KINDS = {
+    "safetensors": _Kind(
+        WEIGHTS, INDEX, ".safetensors", lambda folder, name: (read_tensors(folder, name), ())
+    ),
+    "torch": _Kind("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin", torchbin.read),
 }
 
 
-def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors of a folder, as they are."""
-    raw = files.read_object(folder, CONFIG)
-    if files.exists(folder, WEIGHTS):
-        return raw, read_tensors(folder, WEIGHTS)
-    if files.exists(folder, INDEX):
-        return raw, _read_shards(folder)
-    pickles = sorted(path.name for path in folder.glob("*.bin"))
-    also = f"; {pickles[0]} is not read: save the model as safetensors" if pickles else ""
-    raise CheckpointError(f"{folder}: there are no weights ({WEIGHTS}, or {INDEX}){also}")
+def format_of(folder: Path) -> str | None:
+    """The kind of weights in a folder, if there are any; of two the better."""
+    return next((name for name, kind in KINDS.items() if kind.is_in(folder)), None)
 
 
-def _read_shards(folder: Path) -> dict[str, Tensor]:
+def sniff(path: Path) -> str | None:
+    """The kind of weights in a folder or in a file, told from the file's first bytes."""
+    if path.is_dir():
+        return format_of(path)
+    with files.open_file(path.parent, path.name) as file:
+        start = file.read(512)
+    length = int.from_bytes(start[:8], "little")
+    if start[8:9] == b"{" and length <= HEADER_LIMIT:
+        return "safetensors"
+    return "torch" if torchbin.looks_like(start) else None
+
+
+def read(folder: Path) -> Contents:
+    """What a folder holds, as it is."""
+    format = format_of(folder)
+    if format is None:
+        looked = ", ".join(name for kind in KINDS.values() for name in (kind.weights, kind.index))
+        raise CheckpointError(f"{folder}: there are no weights; looked for {looked}")
+    kind, config = KINDS[format], _read_config(folder)
+    if files.exists(folder, kind.weights):
+        names, (tensors, notes) = [kind.weights], kind.read(folder, kind.weights)
+    else:
+        names, tensors, notes = _read_shards(folder, kind)
+    for other in KINDS.values():
+        if other is not kind and other.is_in(folder):
+            notes += (f"both {kind.suffix} and {other.suffix} are there; took {kind.suffix}",)
+    paths = tuple(folder / name for name in names)
+    return Contents(format, folder, paths, tensors, config, notes=notes)
+
+
+def read_file(path: Path) -> Contents:
+    """What a file of weights holds, with the configuration beside it."""
+    format = sniff(path)
+    if format is None:
+        raise CheckpointError(f"{path} is neither a safetensors file nor one of torch")
+    config = _read_config(path.parent)
+    tensors, notes = KINDS[format].read(path.parent, path.name)
+    return Contents(format, path.parent, (path,), tensors, config, notes=notes)
+
+
+def _read_config(folder: Path) -> dict[str, Any] | None:
+    return files.read_object(folder, CONFIG) if files.exists(folder, CONFIG) else None
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder alone, of whichever kind."""
+    return read(folder).tensors
+
+
+def _read_shards(folder: Path, kind: _Kind) -> tuple[list[str], dict[str, Tensor], tuple[str, ...]]:
     """Every tensor from the shard that the index names; shards and index must agree exactly.
 
     `total_size` is not looked at: real indexes get it wrong, and nothing is allocated by it.
     """
-    home = files.read_object(folder, INDEX).get("weight_map")
-    where = folder / INDEX
-    if not isinstance(home, dict) or not all(isinstance(shard, str) for shard in home.values()):
-        raise CheckpointError(f"{where}: weight_map does not map tensors to files")
-    shards = sorted(set(home.values()))
-    if len(home) > TENSOR_LIMIT or len(shards) > SHARD_LIMIT:
-        raise CheckpointError(f"{where}: {len(home)} tensors in {len(shards)} files are too many")
+    home, shards = _read_index(folder, kind)
     tensors: dict[str, Tensor] = {}
+    notes: tuple[str, ...] = ()
     for shard in shards:
-        if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{where}: {shard!r} is not a safetensors file")
-        found = read_tensors(folder, shard)
+        found, more = kind.read(folder, shard)
         for name in found:
             if home.get(name) != shard:
                 says = f"is in {home[name]}" if name in home else "does not exist"
@@ -87,106 +125,26 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
                     f"{folder / shard}: {name!r} is here, but the index says it {says}"
                 )
         tensors.update(found)
+        notes += more
     if absent := home.keys() - tensors.keys():
         name = min(absent)
         raise CheckpointError(f"{folder / home[name]}: {name!r} is not here, as the index says")
-    return tensors
+    return shards, tensors, notes
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """One tensor of a header."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of one safetensors file."""
-    with files.open_file(folder, name) as file:
-        try:
-            start, entries = _read_header(file)
-            return {entry.name: _read_tensor(file, start, entry) for entry in entries}
-        except CheckpointError as error:
-            raise CheckpointError(f"{folder / name}: {error}") from error.__cause__
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
-
-
-def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
-    """Where the bytes begin, and the tensors in the order of their bytes."""
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
-        raise CheckpointError(f"the file of {size} bytes is truncated or no safetensors file")
-    if length > HEADER_LIMIT:
-        raise CheckpointError(f"the header has {length} bytes, more than {HEADER_LIMIT}")
-    entries = _parse_header(file.read(length))
-    place = 0
-    for entry in entries:
-        if entry.begin != place:
-            raise CheckpointError(f"{entry.name!r} begins at byte {entry.begin}, not {place}")
-        place = entry.end
-    if place != size - 8 - length:
-        raise CheckpointError(f"the tensors have {place} bytes, the file {size - 8 - length}")
-    return 8 + length, entries
-
-
-def _parse_header(text: bytes) -> list[_Entry]:
-    # Counted before parsing: a million entries would cost gigabytes to find out about.
-    if text.count(b"{") > TENSOR_LIMIT + 2 or text.count(b"[") > 2 * TENSOR_LIMIT:
-        raise CheckpointError(f"the header lists more than {TENSOR_LIMIT} tensors")
-    if not text.startswith(b"{"):
-        raise CheckpointError("the header is no JSON object")
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the header is not valid JSON: {error}") from error
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError("the header's __metadata__ does not map names to texts")
-    entries = [_parse_entry(name, fields) for name, fields in header.items()]
-    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise CheckpointError(f"{name!r} is there {times} times")
-    return result
-
-
-def _parse_entry(name: str, fields: Any) -> _Entry:
-    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{name!r} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{name!r} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    if not (_counts(shape) and _counts(offsets) and len(shape) <= 8 and len(offsets) == 2):
-        raise CheckpointError(
-            f"{name!r} has the shape {shape!r} at {offsets!r}, which are no counts"
-        )
-    begin, end = offsets
-    expected = math.prod(shape) * DTYPES[dtype].itemsize
-    if end - begin != expected:
-        raise CheckpointError(f"{name!r} has {end - begin} bytes, its shape and dtype {expected}")
-    return _Entry(name, DTYPES[dtype], tuple(shape), begin, end)
-
-
-def _counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
-
-
-def _read_tensor(file: BinaryIO, start: int, entry: _Entry) -> Tensor:
-    buffer = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-    file.seek(start + entry.begin)
-    if len(buffer) and file.readinto(buffer.numpy()) != len(buffer):  # pyright: ignore
-        raise CheckpointError(f"{entry.name!r} ends before its last byte")
-    return buffer.view(entry.dtype).reshape(entry.shape)
+def _read_index(folder: Path, kind: _Kind) -> tuple[dict[str, str], list[str]]:
+    """The file of every tensor, and the files."""
+    home = files.read_object(folder, kind.index).get("weight_map")
+    where = folder / kind.index
+    if not isinstance(home, dict) or not all(isinstance(shard, str) for shard in home.values()):
+        raise CheckpointError(f"{where}: weight_map does not map tensors to files")
+    shards = sorted(set(home.values()))
+    if len(home) > TENSOR_LIMIT or len(shards) > SHARD_LIMIT:
+        raise CheckpointError(f"{where}: {len(home)} tensors in {len(shards)} files are too many")
+    for shard in shards:
+        if not shard.endswith(kind.suffix):
+            raise CheckpointError(f"{where}: {shard!r} is not a {kind.suffix} file")
+    return home, shards
 
 
 def write(

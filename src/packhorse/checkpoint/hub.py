@@ -1,8 +1,9 @@
-"""From what a user calls a model to a folder: a path, the embedded model, or a hub id.
+"""From what a user calls a model to its files: a path, the embedded model, or a hub id.
 
-A path that exists wins. all-MiniLM-L6-v2 comes next from the package that carries it, if that is
-installed: its weights are those of the hub (their sha256 is checked), it needs no network and so
-answers before any cache. All else is `org/name[@revision]`, fetched by huggingface_hub into the
+A path that exists wins, and so does the prefix of a TensorFlow checkpoint, which is no file itself.
+all-MiniLM-L6-v2 comes next from the package that carries it, if that is installed: its weights are
+those of the hub (their sha256 is checked), it needs no network and so answers before any cache. All
+else is `org/name[@revision]`, fetched by huggingface_hub into the
 user's own cache, and of it only the files that are read here. huggingface_hub looks at HF_HOME,
 HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, so it is imported when it is needed.
 """
@@ -40,29 +41,43 @@ PATTERNS = [
     "[0-9]_*/*.safetensors",
     "[0-9]_*/vocab.txt",
 ]
+# Asked for only where a model has no safetensors: most that have them have both.
+TORCH_PATTERNS = [
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model-*-of-*.bin",
+    "[0-9]_*/pytorch_model.bin",
+]
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model, fetched if need be."""
+    """The folder of a model, fetched if need be; or the file or prefix that was named."""
     if not str(model).strip():
         raise CheckpointError("no model was named; pass a folder or a hub id such as org/name")
     path = _existing(model)
     if path is not None:
-        if path.is_dir():
-            return path
-        raise CheckpointError(f"{path} is a file; pass the folder that holds the model")
+        return path
     parts = None if isinstance(model, Path) else HUB_ID.fullmatch(model)
     if parts is None:
-        raise CheckpointError(f"{model} is neither a folder nor a hub id (org/name[@revision])")
+        raise CheckpointError(
+            f"{model} is no folder, no file, no prefix of a TensorFlow checkpoint and no hub id "
+            f"(org/name[@revision])"
+        )
     if model in EMBEDDED_NAMES:
-        return embedded() or _fetch(EMBEDDED_ID, None)
-    return _fetch(parts["id"], parts["revision"])
+        return embedded() or _fetch(EMBEDDED_ID, None, PATTERNS)
+    folder = _fetch(parts["id"], parts["revision"], PATTERNS)
+    if any(folder.glob("**/*.safetensors")):
+        return folder
+    return _fetch(parts["id"], parts["revision"], PATTERNS + TORCH_PATTERNS)
 
 
 def _existing(model: str | Path) -> Path | None:
     try:
         path = Path(model).expanduser()
-        return path if path.exists() else None
+        index = path.with_name(f"{path.name}.index")
+        return path if path.exists() or index.exists() else None
+    except ValueError:  # a path without a name, or with a NUL
+        return None
     except (OSError, RuntimeError):  # a name too long, a home that no one has
         return None
 
@@ -94,7 +109,7 @@ def _sha256(path: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _fetch(repository: str, revision: str | None) -> Path:
+def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -109,7 +124,7 @@ def _fetch(repository: str, revision: str | None) -> Path:
     again = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except GatedRepoError as error:
         why = f"is gated: accept its terms at {hub}/{repository}, then set HF_TOKEN"
         raise CheckpointError(f"{name} {why}") from error

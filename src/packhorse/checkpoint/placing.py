@@ -43,13 +43,13 @@ class Report:
             *_listed("unknown", self.unknown),
         ]
 
-    def blemishes(self, dtype: torch.dtype) -> list[str]:
+    def blemishes(self, dtype: torch.dtype | None) -> list[str]:
         """Values no model can work with."""
         bad = [f"{name}: {count} values" for name, count in self.nonfinite.items()]
         over = [f"{name}: {count} values" for name, count in self.overflowed.items()]
         return [
             *_listed("with NaN or infinity", bad),
-            *_listed(f"beyond the range of {dtype_name(dtype)}", over),
+            *_listed(f"beyond the range of {dtype_name(dtype) if dtype else 'its format'}", over),
         ]
 
 
@@ -64,9 +64,12 @@ def place(
     found: names.Found,
     table: names.Table,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
 ) -> Report:
-    """Empty `found.tensors` into the model, once it is sure that each has its place."""
+    """Empty `found.tensors` into the model, once it is sure that each has its place.
+
+    Without a dtype each keeps its own.
+    """
     state = model.state_dict()
     sources = {ours: names.sources(ours, table) for ours in state}
     report = _compare(state, sources, found)
@@ -104,16 +107,16 @@ def _compare(
     )
 
 
-def _cast(name: str, found: names.Found, dtype: torch.dtype, report: Report) -> Tensor:
+def _cast(name: str, found: names.Found, dtype: torch.dtype | None, report: Report) -> Tensor:
     """Take a tensor out of the checkpoint, cast it, and note values that are not finite."""
     tensor = found.tensors.pop(name)
     if not tensor.is_floating_point():
         raise CheckpointError(
             f"{found.spell(name)} holds {tensor.dtype}; quantised weights are not read"
         )
-    cast = tensor.to(dtype)
+    cast = tensor.to(dtype or tensor.dtype).contiguous()  # TensorFlow's kernels come transposed
     # One pass over the sum: it is finite unless some value is not (or all are absurdly large).
-    if not cast.sum(dtype=torch.promote_types(dtype, torch.float32)).isfinite():
+    if not cast.sum(dtype=torch.promote_types(cast.dtype, torch.float32)).isfinite():
         in_file, here = (int((~t.isfinite()).sum()) for t in (tensor, cast))
         if in_file:
             report.nonfinite[found.spell(name)] = in_file

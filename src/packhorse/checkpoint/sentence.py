@@ -70,6 +70,7 @@ class Projection:
 class Layout:
     """What the files around the transformer say."""
 
+    root: Path
     transformer: Path
     pooling: tuple[str, ...] = ()  # none: a cross-encoder
     dense: tuple[Projection, ...] = ()
@@ -103,6 +104,7 @@ def read(folder: Path) -> Layout | None:
     transformer = files.inside(folder, path) if path else folder
     settings = next((n for n in TRANSFORMER_SETTINGS if files.exists(transformer, n)), None)
     layout = Layout(
+        root=folder,
         transformer=transformer,
         pooling=_read_pooling(folder, modules[1][1]) if len(modules) > 1 else (),
         dense=tuple(_read_dense(folder, path) for kind, path in modules if kind == "Dense"),
@@ -202,12 +204,12 @@ def embed(layout: Layout, config: BertConfig) -> Embed:
     return Embed(layout.pooling, dense, layout.normalise)
 
 
-def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
+def read_tensors(layout: Layout) -> dict[str, Tensor]:
     """The weights of the dense layers, named by folder and tensor."""
     return {
         f"{layer.folder}/{name}": tensor
         for layer in layout.dense
-        for name, tensor in hf.read_tensors(files.inside(folder, layer.folder), hf.WEIGHTS).items()
+        for name, tensor in hf.read_weights(files.inside(layout.root, layer.folder)).items()
     }
 
 

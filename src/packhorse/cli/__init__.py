@@ -25,6 +25,10 @@ COMMANDS = {
     "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
     "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
     "prove": ("packhorse.cli.prove:prove", "Prove that no result depends on its neighbours."),
+    "inspect": ("packhorse.cli.inspect:inspect", "Show what a checkpoint of any format holds."),
+    "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
+    "verify": ("packhorse.cli.verify:verify", "Compare two checkpoints, tensors and outputs."),
+    "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph of a TensorFlow checkpoint."),
     "doctor": ("packhorse.cli.doctor:doctor", "Say what can run here, and how to fix the rest."),
     "bench": ("packhorse.cli.bench:app", "Measure encoders and packers, ours and others."),
 }

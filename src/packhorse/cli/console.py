@@ -129,6 +129,19 @@ def _rich_table(
     Console().print(drawn)
 
 
+def tree(title: str, branches: dict[str, Any]) -> None:
+    """Names within names on stdout."""
+    print(title)
+    _branches(branches, "")
+
+
+def _branches(branches: dict[str, Any], before: str) -> None:
+    for number, (name, inner) in enumerate(branches.items(), 1):
+        last = number == len(branches)
+        print(f"{before}{'└── ' if last else '├── '}{printable(name)}")
+        _branches(inner, before + ("    " if last else "│   "))
+
+
 @contextmanager
 def progress(what: str, quiet: bool = False) -> Iterator[Advance]:
     """Something to call with what is done and what there is in all, as often as one likes."""

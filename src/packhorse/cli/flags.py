@@ -6,7 +6,7 @@ Long names have hyphens; the underscores and the short names of several letters 
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -24,16 +24,43 @@ def _flag(group: Group, *names: str, help: str) -> Parameter:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """What else belongs to a model, where it does not lie beside its weights."""
+
+    config: Annotated[
+        Path | None,
+        _flag(MODEL, "--config", help="Its configuration (bert_config.json, config.json)."),
+    ] = None
+    vocab: Annotated[
+        Path | None, _flag(MODEL, "--vocab", help="Its vocab.txt or tokenizer.json.")
+    ] = None
+    heads: Annotated[
+        int | None, _flag(MODEL, "--heads", help="Attention heads, where no configuration says.")
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """As keywords of `packhorse.load`."""
+        return {"config": self.config, "vocab": self.vocab, "heads": self.heads}
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
 class Options:
     """The flags of `packhorse run`."""
 
     model: Annotated[
-        str, _flag(MODEL, "--model", "-m", help="A folder or a hub id; default all-MiniLM-L6-v2.")
+        str,
+        _flag(
+            MODEL,
+            *("--model", "-m"),
+            help="A folder, a file, a TensorFlow prefix or a hub id; default all-MiniLM-L6-v2.",
+        ),
     ] = DEFAULT_MODEL
     checkpoint: Annotated[
         str | None,
-        _flag(MODEL, "--checkpoint", "-cp", help="A model's folder; goes before --model."),
+        _flag(MODEL, "--checkpoint", "-cp", help="As --model, and goes before it."),
     ] = None
+    beside: Beside = Beside()
     device: Annotated[
         str | None, _flag(MODEL, "--device", help="cpu, cuda, cuda:1; default the accelerator.")
     ] = None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress, table
+from packhorse.cli.flags import Beside
 from packhorse.errors import InputError, KernelError, PackhorseError
 
 if TYPE_CHECKING:
@@ -29,8 +30,9 @@ class Unproven(PackhorseError):
 
 
 def prove(
-    model: Annotated[str, Parameter(help="A folder or a hub id.")],
+    model: Annotated[str, Parameter(help="A folder, a file, a TensorFlow prefix or a hub id.")],
     *,
+    beside: Beside = Beside(),  # noqa: B008 (frozen)
     device: Annotated[str | None, Parameter(help="Default the accelerator, else cpu.")] = None,
     dtype: Annotated[
         str | None, Parameter(help="fp32, bf16, fp16, fp64, several with commas; default all fit.")
@@ -66,7 +68,7 @@ def prove(
         note(f"left out: {name} is not computed in hardware here; --dtype {name} proves it too")
     proofs: list[Proof] = []
     for name in names:
-        proofs += _prove_one(model, where, parse_dtype(name), kernel, packs, seed)
+        proofs += _prove_one(model, beside, where, parse_dtype(name), kernel, packs, seed)
     rows = _summary(proofs)
     title = f"{model} on {describe(where)}: {packs} packs a check, the worst over all heads"
     table(title, ["dtype", "kernel", "check", "largest", "allowed", "verdict"], rows)
@@ -83,6 +85,7 @@ def prove(
 
 def _prove_one(
     model: str,
+    beside: Beside,
     device: "torch.device",
     dtype: "torch.dtype",
     kernel: str | None,
@@ -95,7 +98,7 @@ def _prove_one(
     from packhorse.runtime.proof import prove as run
 
     kernels = _kernels(kernel, device, dtype)
-    loaded = checkpoint.load(model, device=device, dtype=dtype).model
+    loaded = checkpoint.load(model, **beside.given(), device=device, dtype=dtype).model
     total = len(kernels) * len(CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:

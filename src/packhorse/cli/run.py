@@ -141,6 +141,7 @@ def _load(options: Options, given: bool) -> "Encoder":
         dtype=options.dtype if options.dtype or given else "fp32",
         kernel=options.kernel,
         graphs=options.graphs,
+        **options.beside.given(),
     )
     how = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
     note(f"{encoder.name}: {', '.join(how)}{', graphs' if options.graphs else ''}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress, table
-from packhorse.cli.flags import DEFAULT_MODEL
+from packhorse.cli.flags import DEFAULT_MODEL, Beside
 from packhorse.data.texts import Record, read_texts
 from packhorse.errors import InputError
 
@@ -34,6 +34,7 @@ def waste(
     model: Annotated[
         str, Parameter(name=("--model", "-m"), help="Whose tokenizer counts.", show_default=False)
     ] = DEFAULT_MODEL,
+    beside: Beside = Beside(),  # noqa: B008 (frozen)
     max_length: Annotated[int, Parameter(help="Tokens a text at most; 0: the model's.")] = 0,
     batch_size: Annotated[
         int, Parameter(name=("--batch-size", "-bs"), help="Texts a padded batch.")
@@ -69,7 +70,7 @@ def waste(
     plots.check(plot)
     _check(price, tokens_per_second)
     records = read_texts(file, column, skip_empty=skip_empty)
-    encoder = load(model)
+    encoder = load(model, **beside.given())
     limit = _limit(encoder, max_length)
     lengths, sample = _count(records, encoder, limit, file)
     rows = bench.measure(lengths, limit, batch_size)

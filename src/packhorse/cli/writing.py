@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from packhorse.data.rows import Row
     from packhorse.runtime.encoder import Encoder
 
+# What a model may be made of, in any format.
+KINDS = ("json", "txt", "safetensors", "bin", "index", "data-*", "pb", "onnx", "onnx*data")
 
 def write(records: Iterable[Record], encoder: "Encoder", options: Options) -> dict[str, Any]:
     """All results into `options.out`; what was done, for the user to read."""
@@ -66,14 +68,16 @@ def _made_from(records: Iterable[Record], options: Options) -> dict[str, Any]:
     """What else decides the rows; `--skip-empty` does not: without it there are none to skip."""
     from packhorse.checkpoint.hub import resolve
 
-    folder = resolve(options.checkpoint or options.model)
-    kinds = ("json", "safetensors", "txt")
-    found = (folder.glob(f"{depth}*.{kind}") for depth in ("", "*/") for kind in kinds)
-    files = sorted(path for paths in found for path in paths if path.is_file())
+    model, beside = resolve(options.checkpoint or options.model), options.beside
+    folder = model if model.is_dir() else model.parent
+    found = (folder.glob(f"{depth}*.{kind}") for depth in ("", "*/") for kind in KINDS)
+    given = (Path(path) for path in (beside.config, beside.vocab) if path)
+    files = sorted(path for paths in (*found, given) for path in paths if path.is_file())
     return {
         "version": __version__,
         "weights": _stamp(files),
         "input": _input(records, options),
+        "heads": beside.heads,
         **{name: getattr(options, name) for name in ("column", "pair")},
         **{name: getattr(options.ask, name) for name in options.ask.__slots__},
     }

@@ -7,6 +7,8 @@ same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is ta
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +16,14 @@ import torch
 
 from packhorse import attention, checkpoint
 from packhorse import device as devices
+from packhorse.checkpoint import Checkpoint
+from packhorse.checkpoint.configuration import Given
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
 
+Load = Callable[..., Checkpoint]
 CLOSE_ENOUGH = 0.999  # cosine to fp32 that `dtype="auto"` asks of a faster format
 SAMPLE = ("The quick brown fox jumps over the lazy dog.", "Packing leaves no token to waste. " * 12)
 
@@ -31,25 +36,30 @@ def load(
     kernel: str | None = None,
     graphs: bool = False,
     budget: int | None = None,
+    config: Given = None,
+    vocab: str | Path | None = None,
+    heads: int | None = None,
 ) -> Encoder:
-    """An `Encoder` over `model`, a folder or a hub id.
+    """An `Encoder` over `model`: a folder, a file of weights, a TensorFlow prefix or a hub id.
 
     device: "cpu", "cuda" …; the accelerator if there is one. dtype: "fp32", "bf16", "fp16" or
     "auto"; fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by name; the fastest that
     serves. graphs: compile each bucket of shapes, and on CUDA replay it as a graph. budget: tokens
-    a batch.
+    a batch. config, vocab: files to use instead of those beside the weights. heads: attention
+    heads, where no file says.
     """
     if budget is not None and budget < 1:
         raise InputError(f"the budget is {budget} tokens a batch; it must be at least 1")
     where = devices.choose_device(device)
+    opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
     if dtype == "auto":
-        return _fastest(model, where, kernel, graphs, budget)
+        return _fastest(opened, where, kernel, graphs, budget)
     chosen = devices.default_dtype(where) if dtype is None else devices.parse_dtype(dtype)
-    return _open(model, where, chosen, kernel, graphs, budget)
+    return _open(opened, where, chosen, kernel, graphs, budget)
 
 
 def _open(
-    model: str | Path,
+    load: Load,
     device: torch.device,
     dtype: torch.dtype,
     kernel: str | None,
@@ -57,7 +67,7 @@ def _open(
     budget: int | None,
 ) -> Encoder:
     attention.pick(device, dtype, name=kernel)  # refuse what cannot run before reading weights
-    found = checkpoint.load(model, device=device, dtype=dtype)
+    found = load(device=device, dtype=dtype)
     choice = attention.pick(device, dtype, name=kernel, head_size=found.config.head_size)
     found.model.bert.use(choice.kernel)
     head = dict(found.model.heads).get("embed")
@@ -82,19 +92,19 @@ def _open(
 
 
 def _fastest(
-    model: str | Path,
+    load: Load,
     device: torch.device,
     kernel: str | None,
     graphs: bool,
     budget: int | None,
 ) -> Encoder:
     """fp32, or the quickest of the other formats that stays close to it."""
-    best = _open(model, device, torch.float32, _if_it_serves(kernel, device), graphs, budget)
+    best = _open(load, device, torch.float32, _if_it_serves(kernel, device), graphs, budget)
     seconds, exact = _trial(best)
     faster = [torch.bfloat16] if devices.fast_bf16(device) else []
     faster += [torch.float16] if device.type == "cuda" else []
     for dtype in faster:
-        other = _open(model, device, dtype, kernel, graphs, budget)
+        other = _open(load, device, dtype, kernel, graphs, budget)
         taken, vectors = _trial(other)
         if taken < seconds and _cosine(exact, vectors) >= CLOSE_ENOUGH:
             best, seconds = other, taken

@@ -107,6 +107,25 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return vocabulary
 
 
+def _cased(vocabulary: dict[str, int], config: dict[str, Any]) -> bool:
+    special = {name for role in SPELLINGS for name in spellings(role, config)}
+    return any(re.search("[A-Z]", token) for token in vocabulary.keys() - special)
+
+
+def cased(path: Path) -> bool:
+    """Does a `vocab.txt` tell capitals from small letters?"""
+    return _cased(_vocabulary(path), {})
+
+
+def word_pieces(path: Path) -> list[str]:
+    """The lines of the `vocab.txt` that a WordPiece `tokenizer.json` stands for; else none."""
+    model = parse_object(path)[1].get("model")
+    if not isinstance(model, dict) or model.get("type") != "WordPiece":
+        return []
+    numbered = {number: word for word, number in model["vocab"].items()}
+    return [numbered[n] for n in range(len(numbered))] if max(numbered) < len(numbered) else []
+
+
 def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     import tokenizers
 
@@ -116,12 +135,11 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     if missing:
         raise CheckpointError(f"{path}: no {', '.join(missing)} in it: not a BERT vocabulary")
     special = [name for name in names.values() if name in vocabulary]
-    cased = any(re.search("[A-Z]", token) for token in vocabulary.keys() - set(special))
     made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"]))
     made.normalizer = tokenizers.normalizers.BertNormalizer(
         handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
         strip_accents=config.get("strip_accents"),
-        lowercase=bool(config.get("do_lower_case", not cased)),
+        lowercase=bool(config.get("do_lower_case", not _cased(vocabulary, config))),
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     made.decoder = tokenizers.decoders.WordPiece()

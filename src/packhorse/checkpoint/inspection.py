@@ -1,0 +1,135 @@
+"""What is in a checkpoint of any format, and whether it would run here."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packhorse import wire
+from packhorse.checkpoint import sources
+from packhorse.checkpoint.configuration import Given
+from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.loading import Checkpoint, assemble
+from packhorse.errors import PackhorseError
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor, under its name in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    values: int
+    nonfinite: int
+    crc32c: str  # of its values, row by row, little-endian: the same in every format
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """One file of weights."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that `packhorse inspect` shows."""
+
+    path: str
+    format: str
+    runs: bool
+    why_not: str  # empty where it runs
+    family: str
+    config: dict[str, Any]  # sizes and constants; empty where they are not known
+    heads: tuple[str, ...]
+    labels: tuple[str, ...]
+    max_length: int
+    parameters: int
+    nonfinite: int
+    step: int | None
+    slots: dict[str, int]  # optimizer state: how many tensors of each kind
+    files: tuple[FileFacts, ...]
+    notes: tuple[str, ...]
+    tensors: tuple[TensorFacts, ...] = field(repr=False)
+
+
+def inspect(
+    model: str | Path,
+    *,
+    config: Given = None,
+    heads: int | None = None,
+    progress: Progress | None = None,
+) -> Inspection:
+    """Read a checkpoint and say what it holds."""
+    source = sources.find(model)
+    contents = source.read()
+    advance = progress or (lambda done, total: None)
+    tensors = _tensors(contents.tensors, advance)
+    kept = {kind: len(slot) for kind, slot in contents.slots.items()}
+    made, why_not = _try(source, contents, config, heads)
+    return Inspection(
+        path=str(source.path),
+        format=source.format,
+        runs=made is not None,
+        why_not=why_not,
+        family=str(made.raw.get("model_type") or "bert") if made else "",
+        config=asdict(made.config) if made else {},
+        heads=tuple(made.model.heads) if made else (),
+        labels=made.labels if made else (),
+        max_length=made.max_length if made else 0,
+        parameters=sum(facts.values for facts in tensors),
+        nonfinite=sum(facts.nonfinite for facts in tensors),
+        step=contents.step,
+        slots=kept,
+        files=tuple(_file(path) for path in contents.files),
+        notes=contents.notes,
+        tensors=tensors,
+    )
+
+
+def _try(
+    source: sources.Source, contents: Contents, config: Given, heads: int | None
+) -> tuple[Checkpoint | None, str]:
+    try:
+        made = assemble(
+            source, contents, config=config, heads=heads, dtype=None, allow_nonfinite=True
+        )
+    except PackhorseError as error:
+        return None, str(error)
+    return made, ""
+
+
+def _tensors(tensors: Mapping[str, Tensor], advance: Progress) -> tuple[TensorFacts, ...]:
+    facts = []
+    for done, (name, tensor) in enumerate(tensors.items(), 1):
+        finite = tensor.isfinite().sum() if tensor.is_floating_point() else tensor.numel()
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        facts.append(
+            TensorFacts(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                values=tensor.numel(),
+                nonfinite=tensor.numel() - int(finite),
+                crc32c=f"{wire.crc32c(memoryview(data)):08x}",
+            )
+        )
+        advance(done, len(tensors))
+    return tuple(facts)
+
+
+def _file(path: Path) -> FileFacts:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileFacts(path.name, path.stat().st_size, digest)

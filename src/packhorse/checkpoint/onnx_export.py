@@ -1,0 +1,318 @@
+"""Write a model as ONNX: the padded graph, for ONNX Runtime and whatever else reads ONNX.
+
+The model's modules are followed one by one and each becomes standard operations of opset 17, in the
+shapes that runtimes know how to fuse: products with weights [in, out] and their bias added after,
+LayerNormalization, Gelu by Erf. Here is the one place with padding: rows of tokens and a mask. A
+masked token gets the lowest finite score, so that a row of padding alone gives numbers, not NaN.
+
+The weights keep the names they have in transformers, so that reading the file gives back the same
+tensors. Tied word scores are computed from the one table. Past what protobuf can hold (2 GB), the
+weights go to a file beside the model, written one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from packhorse import __version__
+from packhorse.errors import CheckpointError, MissingExtra
+from packhorse.model.bert import AddNorm, Attention, Bert, Embeddings, Layer
+from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced, TokenLabels
+from packhorse.model.model import Model
+
+OPSET, IR_VERSION = 17, 8
+INLINE_LIMIT = 1_500_000_000  # bytes of weights in the model's own file
+ALIGNMENT = 4096  # of weights in the file beside it: runtimes map them into memory
+DTYPES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16, torch.float64: 11}
+INT64, BOOL = 7, 9
+LENGTHS = ("batch", "sequence")
+# What transformers calls the scores where a model has two heads that give some.
+SCORES = {"mlm": "prediction_logits", "nsp": "seq_relationship_logits"}
+
+
+def write(
+    path: Path,
+    model: Model,
+    tensors: Mapping[str, Tensor],
+    *,
+    inline_limit: int = INLINE_LIMIT,
+) -> None:
+    """Write `path`, and `path` + ".data" if the weights are many.
+
+    tensors: those of the model under foreign names, sharing its memory (`names.export`).
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtra("onnx", "onnx") from error
+    large = sum(tensor.nbytes for tensor in tensors.values()) > inline_limit
+    with ExitStack() as stack:
+        beside = path.with_name(f"{path.name}.data") if large else None
+        file = stack.enter_context(beside.open("wb")) if beside else None
+        graph = _Graph(onnx, tensors, _dtype(model), file)
+        _follow(graph, model)
+        path.write_bytes(graph.finish().SerializeToString())
+
+
+def _dtype(model: Model) -> torch.dtype:
+    found = {parameter.dtype for parameter in model.parameters()}
+    if len(found) != 1 or not found <= DTYPES.keys():
+        names = ", ".join(sorted(str(dtype) for dtype in found))
+        raise CheckpointError(f"weights of {names} make no ONNX model; convert them to one dtype")
+    return found.pop()
+
+
+class _Graph:
+    """A graph as it grows; values are names."""
+
+    def __init__(
+        self,
+        onnx: ModuleType,
+        tensors: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        beside: BinaryIO | None,
+    ) -> None:
+        self.onnx, self.tensors, self.dtype, self.beside = onnx, tensors, dtype, beside
+        # A weight of the model is a part of the memory of its module's parameter.
+        self.names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
+        self.turned: dict[str, bool] = {}  # weights that are written, and how
+        self.initializers: dict[str, Any] = {}
+        self.nodes: list[Any] = []
+        self.inputs: list[Any] = []
+        self.outputs: list[Any] = []
+
+    def op(self, kind: str, *inputs: str, result: str = "", **attributes: Any) -> str:
+        """Add an operation; its result, called as asked."""
+        name = f"{kind}_{len(self.nodes)}"
+        made = self.onnx.helper.make_node(kind, inputs, [result or name], name=name, **attributes)
+        self.nodes.append(made)
+        return result or name
+
+    def integers(self, value: int | list[int]) -> str:
+        """A number or a few that steer the graph."""
+        name = f"integers_{value}".replace(" ", "")
+        made = self.onnx.numpy_helper.from_array(np.array(value, np.int64), name)
+        self.initializers.setdefault(name, made)
+        return name
+
+    def number(self, value: float) -> str:
+        """A number of the weights' dtype."""
+        name = f"number_{value}"
+        if name not in self.initializers:
+            self._store(name, torch.tensor(value, dtype=self.dtype), inline=True)
+        return name
+
+    def weight(self, parameter: Tensor, *, turned: bool = False) -> str:
+        """A weight of the model; `turned`, as [in, out]."""
+        name = self.names[parameter.data_ptr()]
+        if name not in self.turned:
+            self.turned[name] = turned
+            self._store(name, parameter.t() if turned else parameter)
+        same = self.turned[name] == turned
+        return name if same else self.op("Transpose", name, perm=[1, 0])
+
+    def _store(self, name: str, tensor: Tensor, inline: bool = False) -> None:
+        types = self.onnx
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        proto = types.TensorProto(name=name, data_type=DTYPES[tensor.dtype], dims=tensor.shape)
+        if self.beside is None or inline:
+            proto.raw_data = content.tobytes()
+        else:
+            self.beside.write(bytes(-self.beside.tell() % ALIGNMENT))
+            said = {
+                "location": Path(self.beside.name).name,
+                "offset": str(self.beside.tell()),
+                "length": str(len(content)),
+            }
+            self.beside.write(content.data)
+            proto.data_location = types.TensorProto.EXTERNAL
+            proto.external_data.extend(
+                types.StringStringEntryProto(key=key, value=value) for key, value in said.items()
+            )
+        self.initializers[name] = proto
+
+    def input(self, name: str) -> str:
+        """Numbers of tokens, a row for each sequence."""
+        self.inputs.append(self.onnx.helper.make_tensor_value_info(name, INT64, LENGTHS))
+        return name
+
+    def output(self, name: str, *shape: str | int) -> None:
+        """Give a result to the outside."""
+        kind = DTYPES[self.dtype]
+        self.outputs.append(self.onnx.helper.make_tensor_value_info(name, kind, shape))
+
+    def linear(self, x: str, layer: nn.Linear, result: str = "") -> str:
+        """A product and its bias."""
+        return self._affine(x, layer.weight, layer.bias, result)
+
+    def _affine(self, x: str, weight: Tensor, bias: Tensor, result: str = "") -> str:
+        product = self.op("MatMul", x, self.weight(weight, turned=True))
+        return self.op("Add", product, self.weight(bias), result=result)
+
+    def split(self, x: str, layer: nn.Linear, count: int) -> list[str]:
+        """The results of products that are one in the model."""
+        weights, biases = layer.weight.chunk(count), layer.bias.chunk(count)
+        return [self._affine(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+    def norm(self, x: str, layer: nn.LayerNorm | AddNorm, result: str = "") -> str:
+        """Normalised over the width."""
+        inputs = (x, self.weight(layer.weight), self.weight(layer.bias))
+        return self.op("LayerNormalization", *inputs, result=result, axis=-1, epsilon=layer.eps)
+
+    def activate(self, x: str, activation: str) -> str:
+        """What `model.bert.ACTIVATIONS` computes."""
+        return ACTIVATIONS[activation](self, x)
+
+    def finish(self) -> Any:
+        """The whole model, with the tensors that nothing computes with."""
+        for name, tensor in self.tensors.items():
+            if name not in self.initializers:
+                self._store(name, tensor)
+        helper = self.onnx.helper
+        graph = helper.make_graph(
+            self.nodes, "packhorse", self.inputs, self.outputs, list(self.initializers.values())
+        )
+        return helper.make_model(
+            graph,
+            producer_name="packhorse",
+            producer_version=__version__,
+            ir_version=IR_VERSION,
+            opset_imports=[helper.make_opsetid("", OPSET)],
+        )
+
+
+def _gelu(graph: _Graph, x: str) -> str:
+    erf = graph.op("Erf", graph.op("Div", x, graph.number(math.sqrt(2))))
+    both = graph.op("Mul", x, graph.op("Add", erf, graph.number(1.0)))
+    return graph.op("Mul", both, graph.number(0.5))
+
+
+def _gelu_tanh(graph: _Graph, x: str) -> str:
+    cube = graph.op("Mul", graph.op("Pow", x, graph.number(3.0)), graph.number(0.044715))
+    inner = graph.op("Mul", graph.op("Add", x, cube), graph.number(math.sqrt(2 / math.pi)))
+    both = graph.op("Add", graph.op("Tanh", inner), graph.number(1.0))
+    return graph.op("Mul", graph.op("Mul", x, both), graph.number(0.5))
+
+
+ACTIVATIONS: dict[str, Callable[[_Graph, str], str]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda graph, x: graph.op("Relu", x),
+    "silu": lambda graph, x: graph.op("Mul", x, graph.op("Sigmoid", x)),
+    "tanh": lambda graph, x: graph.op("Tanh", x),
+}
+
+
+def _follow(graph: _Graph, model: Model) -> None:
+    bert = model.bert
+    hidden = _encoder(graph, bert)
+    graph.output(hidden, *LENGTHS, bert.config.hidden_size)
+    heads = dict(model.heads)
+    scored = [name for name in heads if name not in ("pooled", "span", "embed")]
+    for name, head in heads.items():
+        scores = "logits" if len(scored) == 1 else SCORES.get(name, f"{name}_logits")
+        _head(graph, hidden, head, name, scores)
+
+
+def _encoder(graph: _Graph, bert: Bert) -> str:
+    ids, mask = graph.input("input_ids"), graph.input("attention_mask")
+    x = _embed(graph, bert.embed, ids)
+    lowest = torch.finfo(graph.dtype).min
+    seen = graph.op("Cast", graph.op("Unsqueeze", mask, graph.integers([1, 2])), to=BOOL)
+    shift = graph.op("Where", seen, graph.number(0.0), graph.number(lowest))
+    for number, layer in enumerate(bert.layers, 1):
+        last = number == len(bert.layers)
+        x = _layer(graph, x, cast(Layer, layer), shift, "last_hidden_state" if last else "")
+    return x
+
+
+def _embed(graph: _Graph, embed: Embeddings, ids: str) -> str:
+    x = graph.op("Gather", graph.weight(embed.words.weight), ids)
+    if embed.types is not None:
+        types = graph.weight(embed.types.weight)
+        if embed.types.num_embeddings > 1:
+            types = graph.op("Gather", types, graph.input("token_type_ids"))
+        x = graph.op("Add", x, types)
+    positions = _after_padding(graph, ids, embed.offset) if embed.offset else _count(graph, ids)
+    x = graph.op("Add", x, graph.op("Gather", graph.weight(embed.positions.weight), positions))
+    x = graph.norm(x, embed.norm)
+    return graph.linear(x, embed.project) if isinstance(embed.project, nn.Linear) else x
+
+
+def _count(graph: _Graph, ids: str) -> str:
+    """0, 1, 2 …, one for each column."""
+    length = graph.op("Gather", graph.op("Shape", ids), graph.integers(1))
+    return graph.op("Range", graph.integers(0), length, graph.integers(1))
+
+
+def _after_padding(graph: _Graph, ids: str, offset: int) -> str:
+    """RoBERTa's positions, as `model.bert.after_padding` has them."""
+    padding = graph.integers(offset - 1)
+    counted = graph.op("Cast", graph.op("Not", graph.op("Equal", ids, padding)), to=INT64)
+    numbers = graph.op("CumSum", counted, graph.integers(1))
+    return graph.op("Add", graph.op("Mul", numbers, counted), padding)
+
+
+def _layer(graph: _Graph, x: str, layer: Layer, shift: str, result: str) -> str:
+    attended = graph.op("Add", x, _attention(graph, x, layer.attention, shift))
+    x = graph.norm(attended, layer.attention_norm)
+    up = graph.activate(graph.linear(x, layer.up.dense), layer.up.activation)
+    return graph.norm(graph.op("Add", x, graph.linear(up, layer.down)), layer.norm, result)
+
+
+def _attention(graph: _Graph, x: str, attention: Attention, shift: str) -> str:
+    count, heads, width = attention.shape
+    q, k, v = (
+        graph.op("Reshape", part, graph.integers([0, 0, heads, width]))
+        for part in graph.split(x, attention.qkv, count)
+    )
+    q, v = (graph.op("Transpose", part, perm=[0, 2, 1, 3]) for part in (q, v))
+    scores = graph.op("MatMul", q, graph.op("Transpose", k, perm=[0, 2, 3, 1]))
+    scores = graph.op("Div", scores, graph.number(math.sqrt(width)))
+    shares = graph.op("Softmax", graph.op("Add", scores, shift), axis=-1)
+    mixed = graph.op("Transpose", graph.op("MatMul", shares, v), perm=[0, 2, 1, 3])
+    flat = graph.op("Reshape", mixed, graph.integers([0, 0, heads * width]))
+    return graph.linear(flat, attention.out)
+
+
+def _head(graph: _Graph, hidden: str, head: nn.Module, name: str, scores: str) -> None:
+    if isinstance(head, Embed):
+        return  # vectors are made of the hidden states outside, as in transformers
+    if isinstance(head, Pooler):
+        graph.op("Identity", _pool(graph, hidden, head), result="pooler_output")
+        graph.output("pooler_output", LENGTHS[0], head.dense.out_features)
+    elif isinstance(head, PooledLabels):
+        graph.linear(_pool(graph, hidden, head.pooler), head.dense, scores)
+        graph.output(scores, LENGTHS[0], head.dense.out_features)
+    elif isinstance(head, Mlm):
+        x = graph.activate(graph.linear(hidden, head.dense), head.activation)
+        graph.linear(graph.norm(x, head.norm), head.decoder, scores)
+        graph.output(scores, *LENGTHS, head.decoder.out_features)
+    elif isinstance(head, Replaced):
+        x = graph.activate(graph.linear(hidden, head.dense), head.activation)
+        graph.op("Squeeze", graph.linear(x, head.score), graph.integers([2]), result=scores)
+        graph.output(scores, *LENGTHS)
+    elif isinstance(head, TokenLabels) and name == "span":
+        both = graph.linear(hidden, head.dense)
+        for number, end in enumerate(("start_logits", "end_logits")):
+            graph.op("Gather", both, graph.integers(number), result=end, axis=2)
+            graph.output(end, *LENGTHS)
+    elif isinstance(head, TokenLabels):
+        graph.linear(hidden, head.dense, scores)
+        graph.output(scores, *LENGTHS, head.dense.out_features)
+    else:
+        raise CheckpointError(f"the head {name!r} cannot be written as ONNX")
+
+
+def _pool(graph: _Graph, hidden: str, pooler: Pooler) -> str:
+    first = graph.op("Gather", hidden, graph.integers(0), axis=1)
+    return graph.activate(graph.linear(first, pooler.dense), pooler.activation)

@@ -1,0 +1,403 @@
+"""The pickle inside a torch file, interpreted as data: no name in it ever reaches Python.
+
+A pickle is a program for a small stack machine, and a general machine runs what the file says. This
+one knows the operations that dictionaries of tensors are made of and a literal table of names. A
+name stands for a function or a value of ours: no module is imported, no attribute looked up. What
+comes out are descriptions (`Pairs`, `View`, `Storage`) for `torchbin` to check and to fill. Numbers
+and texts may be anything; how many there are is bounded. Nothing recurses, and nothing but texts is
+hashed, so that time stays in proportion to the bytes.
+
+The operations and their arguments are documented in Python's `pickletools`, which here only names
+those that are refused; its own reader interprets escapes where the format has none.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from packhorse.errors import CheckpointError
+
+OPERATION_LIMIT = 500_000  # ten thousand parameters take 410,000
+TENSOR_LIMIT = 10_000  # BERT-Large has 400, with Adam's state 1,200
+PROTOCOLS = range(2, 6)  # torch writes 2, others on request; they differ in what we refuse
+
+
+class Pairs(list[tuple[Any, Any]]):
+    """A dictionary, as the pairs that were put into it."""
+
+    __slots__ = ("ordered",)
+
+    def __init__(self, ordered: bool) -> None:
+        self.ordered = ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Numbers that one or more tensors look at: the record `data/KEY` of the archive."""
+
+    key: str
+    dtype: torch.dtype
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class View:
+    """A tensor: which elements of its storage it shows."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    place: int  # in the pickle, for those that have no name
+
+
+@dataclass(slots=True)
+class _Machine:
+    data: bytes
+    next: int = 0  # byte to read
+    place: int = 0  # of the operation
+    stack: list[Any] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: list[Any] = field(default_factory=list)
+    storages: dict[str, Storage] = field(default_factory=dict)
+    views: list[View] = field(default_factory=list)
+
+    def take(self, count: int) -> bytes:
+        start, self.next = self.next, self.next + count
+        if self.next > len(self.data):
+            raise CheckpointError("the pickle ends here")
+        return self.data[start : self.next]
+
+    def take_line(self) -> str:
+        end = self.data.find(b"\n", self.next)
+        if end < 0:
+            raise CheckpointError("the pickle ends here")
+        return self.take(end + 1 - self.next)[:-1].decode("ascii", "backslashreplace")
+
+    def pop(self, count: int) -> list[Any]:
+        floor = self.marks[-1] if self.marks else 0
+        start = len(self.stack) - count
+        if start < floor:
+            raise CheckpointError("it takes more than there is")
+        taken = self.stack[start:]
+        del self.stack[start:]
+        return taken
+
+    def pop_to_mark(self) -> list[Any]:
+        if not self.marks:
+            raise CheckpointError("there is no mark")
+        return self.pop(len(self.stack) - self.marks.pop())
+
+    def top(self, kind: type) -> Any:
+        """What lies on top, which must be of this kind."""
+        [value] = self.pop(1)
+        self.stack.append(value)
+        if type(value) is not kind:
+            raise CheckpointError(f"it works on {_told(value)}")
+        return value
+
+    def near(self) -> str:
+        """The text that was read last, which is mostly the name of the tensor in the making."""
+        texts = (v for v in reversed(self.stack) if type(v) is str and v != "storage")
+        return f", after {brief(text)}" if (text := next(texts, None)) else ""
+
+
+def brief(text: str) -> str:
+    """A text of a file for a message: quoted, and not without end."""
+    return repr(text if len(text) <= 120 else text[:120] + "…")
+
+
+def _told(value: Any) -> str:
+    """What a value is, without printing a stranger's structure."""
+    kinds = {Pairs: "a dictionary", View: "a tensor", _Function: "a name", _Kind: "a name"}
+    return kinds.get(type(value), f"a {type(value).__name__.lower()}")
+
+
+def read(data: bytes) -> tuple[Any, list[View]]:
+    """What a pickle describes, and every tensor in it."""
+    machine, name = _Machine(data), "PROTO"
+    try:
+        for number in range(OPERATION_LIMIT):
+            machine.place, code = machine.next, machine.take(1)[0]
+            name = NAMES.get(code, f"{code:#04x}")
+            if (name == "PROTO") != (number == 0) or name not in OPERATIONS:
+                raise CheckpointError("this operation is not one that describes tensors")
+            argument, work = OPERATIONS[name]
+            work(machine, argument(machine) if argument else None)
+            if name == "STOP":
+                return _result(machine), machine.views
+        raise CheckpointError(f"there are more than {OPERATION_LIMIT} operations")
+    except CheckpointError as error:
+        place = f"data.pkl, byte {machine.place}, {name}{machine.near()}"
+        raise CheckpointError(f"{place}: {error}") from None
+
+
+def _result(machine: _Machine) -> Any:
+    if len(machine.stack) != 1 or machine.marks:
+        raise CheckpointError("the pickle leaves not one value but several, or none")
+    if machine.next != len(machine.data):
+        raise CheckpointError("the pickle goes on after its end")
+    return machine.stack[0]
+
+
+def _number(layout: str) -> Argument:
+    reader = struct.Struct(layout)
+    return lambda machine: reader.unpack(machine.take(reader.size))[0]
+
+
+def _long(machine: _Machine) -> int:
+    return int.from_bytes(machine.take(machine.take(1)[0]), "little", signed=True)
+
+
+def _text(width: int) -> Argument:
+    def read(machine: _Machine) -> str:
+        try:
+            return machine.take(int.from_bytes(machine.take(width), "little")).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"the text is not UTF-8: {error.reason}") from None
+
+    return read
+
+
+def _lines(machine: _Machine) -> str:
+    return f"{machine.take_line()} {machine.take_line()}"
+
+
+def _push(machine: _Machine, value: Any) -> None:
+    machine.stack.append(value)
+
+
+def _constant(value: Any) -> Operation:
+    return lambda machine, _: machine.stack.append(value)
+
+
+def _protocol(machine: _Machine, version: int) -> None:
+    if version not in PROTOCOLS:
+        raise CheckpointError(f"protocol {version} is unknown")
+
+
+def _mark(machine: _Machine, _: None) -> None:
+    machine.marks.append(len(machine.stack))
+
+
+def _tuple(count: int) -> Operation:
+    return lambda machine, _: machine.stack.append(tuple(machine.pop(count)))
+
+
+def _tuple_to_mark(machine: _Machine, _: None) -> None:
+    machine.stack.append(tuple(machine.pop_to_mark()))
+
+
+def _append(machine: _Machine, _: None) -> None:
+    items = machine.pop(1)
+    machine.top(list).extend(items)
+
+
+def _appends(machine: _Machine, _: None) -> None:
+    items = machine.pop_to_mark()
+    machine.top(list).extend(items)
+
+
+def _set_item(machine: _Machine, _: None) -> None:
+    items = machine.pop(2)
+    _put(machine.top(Pairs), items)
+
+
+def _set_items(machine: _Machine, _: None) -> None:
+    items = machine.pop_to_mark()
+    _put(machine.top(Pairs), items)
+
+
+def _put(target: Pairs, items: list[Any]) -> None:
+    keys, values = items[::2], items[1::2]
+    if len(keys) != len(values):
+        raise CheckpointError("a key has no value")
+    for key in keys:
+        if key is not None and type(key) not in (str, int, float, bool):
+            raise CheckpointError(f"{_told(key)} is a key")
+    target.extend(zip(keys, values, strict=True))
+
+
+_UNSET = object()
+
+
+def _memoize(machine: _Machine, number: int | None) -> None:
+    # A list, since in a dictionary numbers can be chosen to collide.
+    number = len(machine.memo) if number is None else number
+    if number >= OPERATION_LIMIT:
+        raise CheckpointError(f"memo {number} is out of bounds")
+    [value] = machine.pop(1)
+    machine.stack.append(value)
+    machine.memo.extend([_UNSET] * (number + 1 - len(machine.memo)))
+    machine.memo[number] = value
+
+
+def _recall(machine: _Machine, number: int) -> None:
+    if number >= len(machine.memo) or machine.memo[number] is _UNSET:
+        raise CheckpointError(f"memo {number} is empty")
+    machine.stack.append(machine.memo[number])
+
+
+def _global(machine: _Machine, name: str) -> None:
+    if name not in GLOBALS:
+        what = REFUSED.get(name, "Python code, which is never run")
+        raise CheckpointError(
+            f"{brief(name.replace(' ', '.'))} stands for {what}; save plain tensors alone, "
+            f"as in torch.save(model.state_dict(), …)"
+        )
+    machine.stack.append(GLOBALS[name])
+
+
+def _stack_global(machine: _Machine, _: None) -> None:
+    module, name = machine.pop(2)
+    if type(module) is not str or type(name) is not str:
+        raise CheckpointError("it names no module and no name")
+    _global(machine, f"{module} {name}")
+
+
+def _reduce(machine: _Machine, _: None) -> None:
+    function, arguments = machine.pop(2)
+    if type(function) is not _Function or type(arguments) is not tuple:
+        raise CheckpointError(f"{_told(function)} is called with {_told(arguments)}")
+    machine.stack.append(function.call(machine, arguments))
+
+
+def _build(machine: _Machine, _: None) -> None:
+    """A state dict carries its modules' versions as an attribute, which says nothing of tensors."""
+    [state] = machine.pop(1)
+    target = machine.top(Pairs)
+    if not target.ordered or type(state) is not Pairs or [k for k, _ in state] != ["_metadata"]:
+        raise CheckpointError("it sets attributes")
+
+
+def _storage(machine: _Machine, _: None) -> None:
+    [fields] = machine.pop(1)
+    if type(fields) is not tuple or [type(f) for f in fields] != [str, _Kind, str, str, int]:
+        raise CheckpointError("it describes no storage")
+    tag, kind, key, _device, count = fields
+    if tag != "storage" or not (key.isascii() and key.isdigit() and len(key) <= 20) or count < 0:
+        raise CheckpointError(f"{brief(tag)} {brief(key)} of {count} elements is no storage")
+    storage = machine.storages.setdefault(key, Storage(key, kind.dtype, count))
+    if (storage.dtype, storage.count) != (kind.dtype, count):
+        raise CheckpointError(f"storage {key} is described in two ways")
+    machine.stack.append(storage)
+
+
+def _ordered(machine: _Machine, arguments: tuple[Any, ...]) -> Pairs:
+    if arguments:
+        raise CheckpointError("an OrderedDict is made of something")
+    return Pairs(ordered=True)
+
+
+def _view(machine: _Machine, arguments: tuple[Any, ...]) -> View:
+    """Storage, offset, shape, stride, whether trained, hooks."""
+    if len(arguments) == 7:
+        raise CheckpointError("a conjugated or negated tensor is not read; save .clone() of it")
+    if [type(a) for a in arguments] != [Storage, int, tuple, tuple, bool, Pairs]:
+        raise CheckpointError("it describes no tensor")
+    storage, offset, shape, stride, trained, hooks = arguments
+    if hooks or (trained and not storage.dtype.is_floating_point):
+        raise CheckpointError("it describes a tensor with hooks, or integers that are trained")
+    if any(type(number) is not int for number in (*shape, *stride)):
+        raise CheckpointError("the tensor's shape or stride is not made of whole numbers")
+    if len(machine.views) == TENSOR_LIMIT:
+        raise CheckpointError(f"there are more than {TENSOR_LIMIT} tensors")
+    view = View(storage, offset, shape, stride, machine.place)
+    machine.views.append(view)
+    return view
+
+
+def _parameter(machine: _Machine, arguments: tuple[Any, ...]) -> View:
+    """A tensor, whether trained, hooks."""
+    if [type(a) for a in arguments] != [View, bool, Pairs] or arguments[2]:
+        raise CheckpointError("it describes no parameter")
+    if arguments[1] and not arguments[0].storage.dtype.is_floating_point:
+        raise CheckpointError("it describes integers that are trained")
+    return arguments[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    call: Callable[[_Machine, tuple[Any, ...]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of storage."""
+
+    dtype: torch.dtype
+
+
+GLOBALS: dict[str, _Function | _Kind] = {
+    "collections OrderedDict": _Function(_ordered),
+    "torch._utils _rebuild_tensor_v2": _Function(_view),
+    "torch._utils _rebuild_parameter": _Function(_parameter),
+    "torch DoubleStorage": _Kind(torch.float64),
+    "torch FloatStorage": _Kind(torch.float32),
+    "torch HalfStorage": _Kind(torch.float16),
+    "torch BFloat16Storage": _Kind(torch.bfloat16),
+    "torch LongStorage": _Kind(torch.int64),
+    "torch IntStorage": _Kind(torch.int32),
+    "torch ShortStorage": _Kind(torch.int16),
+    "torch CharStorage": _Kind(torch.int8),
+    "torch ByteStorage": _Kind(torch.uint8),
+    "torch BoolStorage": _Kind(torch.bool),
+}
+REFUSED = {
+    "torch._utils _rebuild_tensor_v3": "a tensor of float8 or of unsigned integers",
+    "torch._utils _rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils _rebuild_qtensor": "a quantised tensor",
+    "torch._utils _rebuild_meta_tensor_no_storage": "a tensor without values",
+    "torch ComplexFloatStorage": "complex numbers",
+    "torch ComplexDoubleStorage": "complex numbers",
+    "torch QInt8Storage": "quantised numbers",
+    "torch QUInt8Storage": "quantised numbers",
+    "torch QInt32Storage": "quantised numbers",
+}
+
+NAMES = {ord(code): opcode.name for code, opcode in pickletools.code2op.items()}
+Argument = Callable[[_Machine], Any]
+Operation = Callable[[_Machine, Any], None]
+OPERATIONS: dict[str, tuple[Argument | None, Operation]] = {
+    "PROTO": (_number("<B"), _protocol),
+    "FRAME": (_number("<Q"), lambda machine, _: None),  # how much to read ahead
+    "STOP": (None, lambda machine, _: None),
+    "NONE": (None, _constant(None)),
+    "NEWTRUE": (None, _constant(True)),
+    "NEWFALSE": (None, _constant(False)),
+    "BININT": (_number("<i"), _push),
+    "BININT1": (_number("<B"), _push),
+    "BININT2": (_number("<H"), _push),
+    "LONG1": (_long, _push),
+    "BINFLOAT": (_number(">d"), _push),
+    "BINUNICODE": (_text(4), _push),
+    "SHORT_BINUNICODE": (_text(1), _push),
+    "EMPTY_LIST": (None, lambda machine, _: machine.stack.append([])),
+    "EMPTY_DICT": (None, lambda machine, _: machine.stack.append(Pairs(ordered=False))),
+    "EMPTY_TUPLE": (None, _constant(())),
+    "TUPLE1": (None, _tuple(1)),
+    "TUPLE2": (None, _tuple(2)),
+    "TUPLE3": (None, _tuple(3)),
+    "TUPLE": (None, _tuple_to_mark),
+    "MARK": (None, _mark),
+    "APPEND": (None, _append),
+    "APPENDS": (None, _appends),
+    "SETITEM": (None, _set_item),
+    "SETITEMS": (None, _set_items),
+    "BINPUT": (_number("<B"), _memoize),
+    "LONG_BINPUT": (_number("<I"), _memoize),
+    "MEMOIZE": (None, _memoize),
+    "BINGET": (_number("<B"), _recall),
+    "LONG_BINGET": (_number("<I"), _recall),
+    "GLOBAL": (_lines, _global),
+    "STACK_GLOBAL": (None, _stack_global),
+    "REDUCE": (None, _reduce),
+    "BUILD": (None, _build),
+    "BINPERSID": (None, _storage),
+}

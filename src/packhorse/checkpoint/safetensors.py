@@ -1,0 +1,144 @@
+"""The safetensors file: 8 bytes of length, a JSON header, the numbers.
+
+It is read here rather than by its library, which is used to write it and, in the tests, as the
+reference: a header must be bounded and free of duplicates before it is believed, the file that was
+checked must be the one that is read, and weights belong in memory of their own, where truncating
+the file cannot end the process. The reader accepts a part of what the library accepts, and then the
+same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from packhorse.checkpoint import files
+from packhorse.errors import CheckpointError
+
+HEADER_LIMIT = 16 << 20  # bytes
+TENSOR_LIMIT = 10_000  # BERT-Large has 400
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of a header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
+    """Every tensor of one safetensors file."""
+    with files.open_file(folder, name) as file:
+        try:
+            start, entries = _read_header(file)
+            return {entry.name: _read_tensor(file, start, entry) for entry in entries}
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder / name}: {error}") from error.__cause__
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
+
+
+def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
+    """Where the bytes begin, and the tensors in the order of their bytes."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > size - 8:
+        raise CheckpointError(f"the file of {size} bytes is truncated or no safetensors file")
+    if length > HEADER_LIMIT:
+        raise CheckpointError(f"the header has {length} bytes, more than {HEADER_LIMIT}")
+    entries = _parse_header(file.read(length))
+    place = 0
+    for entry in entries:
+        if entry.begin != place:
+            raise CheckpointError(f"{entry.name!r} begins at byte {entry.begin}, not {place}")
+        place = entry.end
+    if place != size - 8 - length:
+        raise CheckpointError(f"the tensors have {place} bytes, the file {size - 8 - length}")
+    return 8 + length, entries
+
+
+def _parse_header(text: bytes) -> list[_Entry]:
+    # Counted before parsing: a million entries would cost gigabytes to find out about.
+    if text.count(b"{") > TENSOR_LIMIT + 2 or text.count(b"[") > 2 * TENSOR_LIMIT:
+        raise CheckpointError(f"the header lists more than {TENSOR_LIMIT} tensors")
+    if not text.startswith(b"{"):
+        raise CheckpointError("the header is no JSON object")
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the header is not valid JSON: {error}") from error
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError("the header's __metadata__ does not map names to texts")
+    entries = [_parse_entry(name, fields) for name, fields in header.items()]
+    return sorted(entries, key=lambda entry: (entry.begin, entry.end))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise CheckpointError(f"{name!r} is there {times} times")
+    return result
+
+
+def _parse_entry(name: str, fields: Any) -> _Entry:
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{name!r} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{name!r} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
+    if not (_counts(shape) and _counts(offsets) and len(shape) <= 8 and len(offsets) == 2):
+        raise CheckpointError(
+            f"{name!r} has the shape {shape!r} at {offsets!r}, which are no counts"
+        )
+    begin, end = offsets
+    expected = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != expected:
+        raise CheckpointError(f"{name!r} has {end - begin} bytes, its shape and dtype {expected}")
+    return _Entry(name, DTYPES[dtype], tuple(shape), begin, end)
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _read_tensor(file: BinaryIO, start: int, entry: _Entry) -> Tensor:
+    data = read_bytes(file, start + entry.begin, entry.end - entry.begin, entry.name)
+    return data.view(entry.dtype).reshape(entry.shape)
+
+
+def read_bytes(file: BinaryIO, place: int, size: int, name: str) -> Tensor:
+    """Bytes of a file, in memory of their own; `name` is for the error."""
+    try:
+        data = torch.empty(size, dtype=torch.uint8)
+    except RuntimeError as error:  # files with holes can be larger than memory
+        raise CheckpointError(f"{name!r}: there is no memory for its {size} bytes") from error
+    file.seek(place)
+    if size and file.readinto(data.numpy()) != size:  # pyright: ignore
+        raise CheckpointError(f"{name!r} ends before its last byte")
+    return data

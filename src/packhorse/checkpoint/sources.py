@@ -1,0 +1,90 @@
+"""Which files a user means by a model, and in which format: told from the files themselves.
+
+A path may be a model's folder, a file of weights, or the prefix of a TensorFlow checkpoint; what is
+no path is a hub id. In a folder the first of `FORMATS` that is there is taken: what keeps most of a
+model comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packhorse.checkpoint import files, frozen, hf, hub, onnx, sentence, tf1
+from packhorse.checkpoint.contents import Contents
+from packhorse.errors import CheckpointError
+
+# Each by what tells it.
+FORMATS = {
+    "safetensors": "model.safetensors, or its shards and model.safetensors.index.json",
+    "torch": "pytorch_model.bin, or its shards and pytorch_model.bin.index.json",
+    "tf1": "a TensorFlow checkpoint: PREFIX.index and PREFIX.data-…",
+    "onnx": "model.onnx, here or in a folder onnx",
+    "frozen": "a frozen TensorFlow graph: NAME.pb",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint lies."""
+
+    format: str
+    path: Path  # what the format's reader takes
+    folder: Path  # where configuration and vocabulary are looked for first
+    layout: sentence.Layout | None = None
+    root: Path = Path()  # what the user's word led to; the folder of the layout
+
+    def called(self, model: str | Path) -> str:
+        """A short name: of a path its last part, of a hub id all."""
+        given = self.root == Path(model).expanduser()
+        return self.root.resolve().name if given else str(model)
+
+    def read(self, *, slots: bool = False) -> Contents:
+        """What it holds; with `slots`, the optimizer's state too."""
+        return tf1.read(self.path, slots=slots) if self.format == "tf1" else self._reader(self.path)
+
+    @property
+    def _reader(self) -> Callable[[Path], Contents]:
+        if self.format in ("safetensors", "torch"):
+            return hf.read if self.path.is_dir() else hf.read_file
+        return {"onnx": onnx.read, "frozen": frozen.read}[self.format]
+
+
+def find(model: str | Path) -> Source:
+    """The source behind a path or a hub id."""
+    path = hub.resolve(model)
+    if not path.is_dir():
+        return _file(path)
+    layout = sentence.read(path)
+    home = layout.transformer if layout else path
+    format, weights = _in_folder(home)
+    return Source(format, weights, home, layout, root=path)
+
+
+def _file(path: Path) -> Source:
+    """A file of weights, or a prefix; the layout is that of its folder."""
+    prefix = tf1.find(path)
+    format = "tf1" if prefix else hf.sniff(path) or ("onnx" if onnx.sniff(path) else "frozen")
+    # What is none of these gets the error of the last reader, which knows TensorFlow's other files.
+    weights = prefix or path
+    return Source(format, weights, weights.parent, sentence.read(weights.parent), root=weights)
+
+
+def _in_folder(folder: Path) -> tuple[str, Path]:
+    if format := hf.format_of(folder):
+        return format, folder
+    if prefix := tf1.find(folder):
+        return "tf1", prefix
+    for place in (folder, folder / "onnx"):
+        if files.exists(place, "model.onnx"):
+            return "onnx", place / "model.onnx"
+    for suffix, format in ((".onnx", "onnx"), (".pb", "frozen")):
+        alone = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
+        if len(alone) == 1:
+            return format, alone[0]
+        if alone:
+            names = ", ".join(path.name for path in alone)
+            raise CheckpointError(f"{folder} has several models ({names}); pass one of the files")
+    looked = "; ".join(FORMATS.values())
+    raise CheckpointError(f"{folder}: there are no weights; looked for: {looked}")

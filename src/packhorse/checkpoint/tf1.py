@@ -1,0 +1,342 @@
+"""TensorFlow checkpoints (the "tensor bundle", V2): PREFIX.index and PREFIX.data-…, read directly.
+
+The index says where each tensor lies and is checked whole, against itself and against the files,
+before any memory is taken. The bytes then go from the file straight into the tensors, on two
+threads, a chunk at a time so that the checksum finds it in the cache. Large tensors lie in huge
+pages, each freed with its tensor: most of the time goes into fresh memory, and pages of 4 KiB
+double that time.
+
+Optimizer slots are two thirds of a training checkpoint; unless asked for they are not read.
+
+Follows tensorflow/core/protobuf/tensor_bundle.proto.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse import wire
+from packhorse.checkpoint import files, sstable, tf1_index
+from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.tf1_index import Entry, Piece
+from packhorse.errors import CheckpointError
+
+POINTER = "checkpoint"  # names the newest checkpoint of its folder
+POINTER_LIMIT = 1 << 20  # bytes
+POINTED = re.compile(rb'^\s*model_checkpoint_path\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.M)
+ENDINGS = re.compile(r"\.index$|\.data-\d{5}-of-\d{5}$")
+
+SLOTS = {  # what an optimizer's variable adds to the name of its weight, and what it is
+    "adam_m": "m",
+    "adam_v": "v",
+    "LAMB": "m",
+    "LAMB_1": "v",
+    "Adam": "m",
+    "Adam_1": "v",
+    "Momentum": "m",
+}
+POWERS = ("beta1_power", "beta2_power")  # of Adam; they follow from the step
+STEP = "global_step"
+OBJECT_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends the names of a TF2 object graph
+OBJECT_SLOT = "/.OPTIMIZER_SLOT/"
+BOOKKEEPING = re.compile(
+    r"_CHECKPOINTABLE_OBJECT_GRAPH|save_counter/\.ATTRIBUTES/VARIABLE_VALUE"
+    r"|.*/\.ATTRIBUTES/OBJECT_CONFIG_JSON"
+)
+
+THREADS = 2
+CHUNK = 1 << 20  # bytes read and then summed
+HUGE = 2 << 20  # bytes of a huge page
+
+
+def find(path: Path) -> Path | None:
+    """The prefix of the checkpoint that `path` is, or leads to; None if it is something else.
+
+    A prefix, an index or a data file, a folder, its pointer file. What is a checkpoint and cannot
+    be followed (a folder with several, a pointer that leads away, the V1 format) is an error.
+    """
+    if os.path.isdir(path) and (found := _pointed(path) or _only(path)):
+        return found
+    if path.name == POINTER and (found := _pointed(path.parent)):
+        return found
+    if not path.name:
+        return None
+    prefix = _stem(path)
+    if _is_table(path.parent, prefix.name + ".index"):
+        return prefix
+    if _is_table(path.parent, path.name):
+        raise CheckpointError(f"{path} is a table without the data files: {tf1_index.V1}")
+    return None
+
+
+def _stem(path: Path) -> Path:
+    return path.with_name(ENDINGS.sub("", path.name) or path.name)
+
+
+def _is_table(folder: Path, name: str) -> bool:
+    if not os.path.isfile(folder / name):
+        return False
+    with suppress(CheckpointError, OSError), files.open_file(folder, name) as file:
+        return sstable.is_table(file)
+    return False
+
+
+def _only(folder: Path) -> Path | None:
+    """The one checkpoint of a folder."""
+    names = sorted(path.name for path in folder.glob("*.index"))
+    prefixes = [_stem(folder / name) for name in names if _is_table(folder, name)]
+    if len(prefixes) > 1:
+        listed = ", ".join(prefix.name for prefix in prefixes)
+        raise CheckpointError(f"{folder} holds several checkpoints; pass one of them: {listed}")
+    return prefixes[0] if prefixes else None
+
+
+def _pointed(folder: Path) -> Path | None:
+    """The checkpoint that the folder's pointer file names."""
+    if not os.path.isfile(folder / POINTER):
+        return None
+    with files.open_file(folder, POINTER) as file:
+        line = POINTED.search(file.read(POINTER_LIMIT))
+    if line is None:
+        return None
+    said = _unescaped(line[1])
+    prefix = folder / _beside(folder, said)
+    if not _is_table(folder, prefix.name + ".index"):
+        raise CheckpointError(
+            f"{folder / POINTER} names {said}, but {prefix.name}.index is not there or is damaged; "
+            f"pass the prefix of another checkpoint"
+        )
+    return prefix
+
+
+def _unescaped(text: bytes) -> str:
+    r"""A string of protobuf's text format: \" and the like, other bytes in octal."""
+    plain = re.sub(
+        rb"\\([0-7]{1,3}|.)",
+        lambda found: bytes([int(found[1], 8) & 255]) if found[1].isdigit() else found[1],
+        text,
+    )
+    return plain.decode("utf-8", "replace")
+
+
+def _beside(folder: Path, said: str) -> str:
+    """The plain name that a pointer means: folders get moved, and their old paths are gone."""
+    path = PurePosixPath(said)
+    elsewhere = path.is_absolute() or "://" in said
+    gone = elsewhere and not os.path.exists(path.parent)
+    same = elsewhere and os.path.realpath(path.parent) == os.path.realpath(folder)
+    if ".." in path.parts or not (gone or same or said == path.name):
+        raise CheckpointError(
+            f"{folder / POINTER} names {said}, which is not in its folder; "
+            f"if that is the checkpoint you want, pass its own path"
+        )
+    return path.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The entries of an index by what they are for."""
+
+    weights: dict[str, Entry] = field(default_factory=dict)  # by the names users know
+    slots: dict[str, dict[str, Entry]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A data file, open."""
+
+    path: Path
+    file: BinaryIO
+
+
+def read(path: Path, *, slots: bool = False) -> Contents:
+    """The tensors of a checkpoint; with `slots` also those of its optimizer, else unread."""
+    prefix = find(path)
+    if prefix is None and os.path.isdir(path):
+        raise CheckpointError(f"{path}: there is no TensorFlow checkpoint (*.index) in this folder")
+    prefix = prefix or _stem(path)
+    folder, index = prefix.parent, prefix.name + ".index"
+    with files.open_file(folder, index) as file, _naming(folder / index):
+        count, entries = tf1_index.read(file)
+        found = _sort_out(entries, slots)
+    used = sorted({piece.shard for entry in entries for piece in entry.pieces})
+    names = {shard: f"{prefix.name}.data-{shard:05}-of-{count:05}" for shard in used}
+    wanted = [*found.weights.values(), *(e for kind in found.slots.values() for e in kind.values())]
+    with ExitStack() as stack:
+        shards = {
+            shard: _Shard(folder / name, stack.enter_context(files.open_file(folder, name)))
+            for shard, name in names.items()
+        }
+        _check_places(entries, shards)
+        memory = _load(wanted, shards)
+    tensors = {name: memory[entry.name] for name, entry in found.weights.items()}
+    step = tensors.pop(STEP) if _is_step(found.weights.get(STEP)) else None
+    return Contents(
+        format="tf1",
+        folder=folder,
+        files=(folder / index, *(shard.path for shard in shards.values())),
+        tensors=tensors,
+        slots={
+            kind: {weight: memory[entry.name] for weight, entry in of.items()}
+            for kind, of in found.slots.items()
+        },
+        step=None if step is None else int(step),
+        notes=tuple(found.notes),
+    )
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors begin with the file they are about."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error.__cause__
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _is_step(entry: Entry | None) -> bool:
+    return entry is not None and entry.shape == () and entry.dtype in (torch.int64, torch.int32)
+
+
+def _sort_out(entries: Iterable[Entry], slots: bool) -> _Found:
+    """Weights, optimizer slots (only if wanted), and notes on what is left out."""
+    found, left_out = _Found(), Counter[str]()
+    named = _by_name(entries, found.notes)
+    for name, entry in named.items():
+        weight, _, kind = name.rpartition("/")
+        if OBJECT_SLOT in name:
+            left_out[name.partition(OBJECT_SLOT)[2]] += 1
+        elif kind in SLOTS and weight in named and named[weight].shape == entry.shape:
+            if not slots:
+                left_out[kind] += 1
+            elif found.slots.setdefault(SLOTS[kind], {}).setdefault(weight, entry) is not entry:
+                raise CheckpointError(f"{weight!r} has slots of two optimizers; read it without")
+        elif kind in POWERS and entry.shape == ():
+            left_out[kind] += 1
+        else:
+            found.weights[name] = entry
+    if left_out:
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
+        found.notes.append(f"optimizer state left out: {counts}")
+    return found
+
+
+def _by_name(entries: Iterable[Entry], notes: list[str]) -> dict[str, Entry]:
+    """The entries that are tensors, those of an object graph without what ends their names."""
+    named: dict[str, Entry] = {}
+    no_tensors: list[str] = []
+    for entry in entries:
+        name = entry.name.removesuffix(OBJECT_VALUE)
+        if BOOKKEEPING.fullmatch(entry.name):
+            continue
+        if entry.dtype is None:
+            no_tensors.append(entry.name)
+        elif named.setdefault(name, entry) is not entry:
+            raise CheckpointError(f"{name!r} is there twice, with and without {OBJECT_VALUE}")
+    if any(name != entry.name for name, entry in named.items()):
+        notes.append(f"a TF2 object graph; names are given without {OBJECT_VALUE}")
+    if no_tensors:
+        listed = ", ".join(no_tensors[:3]) + (" …" if len(no_tensors) > 3 else "")
+        notes.append(f"{len(no_tensors)} entries that are no numbers left out: {listed}")
+    return named
+
+
+def _check_places(entries: Iterable[Entry], shards: dict[int, _Shard]) -> None:
+    """All bytes are there and none is used twice, so what is read is no larger than the files."""
+    sizes = {number: os.fstat(shard.file.fileno()).st_size for number, shard in shards.items()}
+    places = [(piece.shard, piece.offset, piece.end, e.name) for e in entries for piece in e.pieces]
+    before = (-1, 0, 0, "")
+    for place in sorted(place for place in places if place[1] < place[2]):
+        shard, offset, end, name = place
+        if end > sizes[shard]:
+            raise CheckpointError(
+                f"{shards[shard].path}: {name!r} is at bytes {offset} to {end}, "
+                f"but the file has {sizes[shard]}"
+            )
+        if shard == before[0] and offset < before[2]:
+            raise CheckpointError(
+                f"{shards[shard].path}: {name!r} at byte {offset} overlaps {before[3]!r}"
+            )
+        before = place
+
+
+def _load(entries: Iterable[Entry], shards: dict[int, _Shard]) -> dict[str, Tensor]:
+    """Read these tensors, by the names they have in the index."""
+    memory: dict[str, Tensor] = {}
+    jobs: list[tuple[_Shard, Entry, Piece, np.ndarray]] = []
+    for entry in entries:
+        size = sum(piece.size for piece in entry.pieces)
+        buffer = allocate(size)
+        memory[entry.name] = buffer.view(entry.dtype).reshape(entry.shape)  # pyright: ignore
+        rows = buffer.numpy().reshape(entry.rows if size else 1, -1)  # [rows, bytes]
+        for piece in entry.pieces:
+            width = piece.size // len(rows)
+            part = rows[:, piece.left : piece.left + width]
+            jobs.append((shards[piece.shard], entry, piece, part))
+    jobs.sort(key=lambda job: (job[2].shard, job[2].offset))
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in pool.map(lambda job: _fill(*job), jobs):  # an error cancels the jobs after it
+            pass
+    return memory
+
+
+def allocate(size: int) -> Tensor:
+    """Bytes that cost nothing until they are written."""
+    if size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _fill(shard: _Shard, entry: Entry, piece: Piece, memory: np.ndarray) -> None:
+    """Read a piece into its part of the tensor, [rows, bytes], and check its sum."""
+    at, crc = piece.offset, 0
+    for part in _chunks(memory):
+        target = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
+        bytes_ = target.reshape(-1).data
+        with _naming(shard.path):
+            _read_exactly(shard.file, at, bytes_, entry.name)
+        crc = wire.crc32c(bytes_, crc)
+        if target is not part:
+            part[...] = target
+        at += len(bytes_)
+    if wire.mask(crc) != piece.crc:
+        raise CheckpointError(
+            f"{shard.path}: {entry.name!r}: the checksum of its {piece.size} bytes "
+            f"at byte {piece.offset} is wrong"
+        )
+
+
+def _chunks(memory: np.ndarray) -> Iterator[np.ndarray]:
+    """Parts of [rows, bytes] in the order of the bytes on disk."""
+    rows, width = memory.shape
+    step = max(1, CHUNK // max(1, width))
+    for top in range(0, rows, step):
+        for left in range(0, width, CHUNK):
+            yield memory[top : top + step, left : left + CHUNK]
+
+
+def _read_exactly(file: BinaryIO, at: int, target: memoryview, name: str) -> None:
+    while len(target):
+        count = os.preadv(file.fileno(), [target], at)
+        if count == 0:
+            raise CheckpointError(f"{name!r} ends at byte {at}, before its last one")
+        target, at = target[count:], at + count

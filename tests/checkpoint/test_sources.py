@@ -1,0 +1,172 @@
+"""Formats told from files, configurations found or inferred, vocabularies given apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import packhorse
+from packhorse import checkpoint
+from packhorse.checkpoint import sources
+from packhorse.errors import CheckpointError, InputError
+
+
+@pytest.fixture(scope="module")
+def trained(tf: Any, tf_bert: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as training with TensorFlow leaves it; the prefix of its checkpoint."""
+    folder = tmp_path_factory.mktemp("trained")
+    built = tf_bert.build(tf, slots="adam", step=7)
+    return tf_bert.save(tf, built, folder / "model.ckpt", step=7)
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["prefix", "index", "data", "folder", "pointer"],
+)
+def test_every_way_to_name_a_tensorflow_checkpoint(trained: Path, way: str) -> None:
+    path = {
+        "prefix": trained,
+        "index": trained.with_name(trained.name + ".index"),
+        "data": trained.with_name(trained.name + ".data-00000-of-00001"),
+        "folder": trained.parent,
+        "pointer": trained.parent / "checkpoint",
+    }[way]
+    found = checkpoint.read(path)
+    assert (found.format, found.step) == ("tf1", 7)
+    loaded = checkpoint.load(path)
+    assert loaded.config.heads == 4 and "mlm" in loaded.model.heads
+    assert len(packhorse.load(path).embed(["abc"])) == 1
+
+
+def test_slots_come_only_when_they_are_asked_for(trained: Path) -> None:
+    assert checkpoint.read(trained).slots == {}
+    slots = checkpoint.read(trained, slots=True).slots
+    name = "bert/encoder/layer_1/output/dense/kernel"
+    assert slots["m"].keys() == slots["v"].keys() and slots["m"][name].shape == (48, 32)
+
+
+def test_the_configuration_and_the_vocabulary_may_lie_above(trained: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "weights"
+    inner.mkdir()
+    for path in trained.parent.glob(f"{trained.name}*"):
+        shutil.copy(path, inner)
+    for name in ("bert_config.json", "vocab.txt"):
+        shutil.copy(trained.parent / name, tmp_path)
+    assert packhorse.load(inner / trained.name).embed(["abc"]).shape == (1, 32)
+
+
+def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    for path in trained.parent.glob(f"{trained.name}*"):
+        shutil.copy(path, folder)
+    prefix = folder / trained.name
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint.load(prefix)
+    for said in ("num_hidden_layers 2", "hidden_size 32", "vocab_size 80", "--heads", "--config"):
+        assert said in str(refused.value)
+    guessed = checkpoint.load(prefix, heads=4)
+    told = checkpoint.load(prefix, config=trained.parent / "bert_config.json")
+    assert guessed.config == told.config and guessed.vocabulary is None
+    other = checkpoint.load(prefix, heads=8)
+    assert other.config.heads == 8  # another model: heads do not show in the shapes
+    with pytest.raises(CheckpointError, match="--vocab"):
+        packhorse.load(prefix, heads=4)
+    vocab = trained.parent / "vocab.txt"
+    assert packhorse.load(prefix, heads=4, vocab=vocab).embed(["abc"]).shape == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"config": "none.json"}, "no such file"),
+        ({"vocab": "none.txt"}, "no such file"),
+        ({"heads": 0}, "at least 1"),
+        ({"heads": 5}, "do not divide"),
+        ({"config": {"model_type": "gpt2"}}, "gpt2.*bert"),
+    ],
+)
+def test_what_is_given_is_checked(trained: Path, given: dict[str, Any], complaint: str) -> None:
+    with pytest.raises((InputError, CheckpointError), match=complaint):
+        packhorse.load(trained, **given)
+
+
+def test_a_missing_variable_has_the_name_that_tensorflow_gives_it(
+    tf: Any, tf_bert: Any, tmp_path: Path
+) -> None:
+    built = tf_bert.build(tf, {"num_hidden_layers": 1})
+    prefix = tf_bert.save(tf, built, tmp_path / "model.ckpt")
+    settings = json.loads((tmp_path / "bert_config.json").read_text())
+    settings["num_hidden_layers"] = 2
+    with pytest.raises(CheckpointError, match="bert/encoder/layer_1/attention/self/query/kernel"):
+        checkpoint.load(prefix, config=settings)
+
+
+def test_a_published_tensorflow_checkpoint(shared_data: Path) -> None:
+    """A genuine one: 46 weights, their two slots, and the step."""
+    folder = shared_data / "tf1" / "keras_bert_tiny"
+    found = checkpoint.read(folder, slots=True)
+    assert found.step == 20 and len(found.tensors) == 46
+    assert [len(found.slots[kind]) for kind in ("m", "v")] == [46, 46]
+    loaded = checkpoint.load(folder / "bert_model.ckpt")
+    assert {"mlm", "nsp", "pooled"} <= set(loaded.model.heads)
+
+
+def test_formats_by_content_not_by_name(save: Any, tmp_path: Path) -> None:
+    model, folder = save("BertModel")
+    weights = folder / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "weights.xyz")
+    shutil.copy(weights, tmp_path / "weights.bin")
+    assert sources.find(tmp_path / "weights.xyz").format == "torch"
+    assert sources.find(tmp_path / "weights.bin").format == "safetensors"
+    given = {"config": folder / "config.json"}
+    for name in ("weights.xyz", "weights.bin"):
+        loaded = checkpoint.load(tmp_path / name, **given).model.state_dict()
+        words = model.embeddings.word_embeddings.weight.detach()
+        assert torch.equal(loaded["bert.embed.words.weight"], words)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\0" * 64, bytes(range(256)), b"\x0a\xff"])
+def test_what_is_no_checkpoint(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "thing.bin"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"thing\.bin"):
+        checkpoint.load(path)
+
+
+def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"safetensors.*\.bin.*\.index.*onnx.*\.pb"):
+        checkpoint.load(tmp_path)
+
+
+def test_names_there_and_back() -> None:
+    from packhorse.checkpoint.names import tf1
+
+    names = [
+        "bert.embeddings.word_embeddings.weight",
+        "bert.embeddings.LayerNorm.bias",
+        "bert.encoder.layer.11.attention.self.query.weight",
+        "bert.encoder.layer.0.output.LayerNorm.weight",
+        "bert.pooler.dense.bias",
+        "cls.predictions.transform.dense.weight",
+        "electra.embeddings_project.weight",
+        *tf1.HEADS.values(),
+    ]
+    for name in names:
+        theirs, transposed = tf1.spell_theirs(name)
+        assert tf1.spell_ours(theirs) == (name, transposed), name
+    kernel = torch.from_numpy(np.arange(6).reshape(2, 3))
+    scoped = {
+        "import/bert/embeddings/word_embeddings": kernel,
+        "import/bert/pooler/dense/kernel": kernel,
+    }
+    ours, called = tf1.from_tensorflow(scoped, tf1.scope(scoped))
+    assert ours["bert.pooler.dense.weight"].shape == (3, 2)
+    assert called["bert.pooler.dense.weight"] == "import/bert/pooler/dense/kernel"

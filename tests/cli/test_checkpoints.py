@@ -1,0 +1,150 @@
+"""`inspect`, `convert` and `verify`, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+
+@pytest.mark.parametrize("to", ["hf", "tf1", "onnx"])
+def test_convert_then_verify(cli, tiny, tmp_path: Path, to: str) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnx")
+    source = tiny("mlm")
+    made = cli("convert", source, tmp_path / "there", "--to", to, "--json")
+    assert made.code == 0, made.err
+    assert made.document["to"] == to and "mlm" in made.document["heads"]
+    assert sorted(made.document["files"]) == made.document["files"]
+    same = cli("verify", source, tmp_path / "there", "--json")
+    assert same.code == 0, same.err
+    assert same.document["same"] and not same.document["only_a"]
+    assert all(found["equal"] for found in same.document["tensors"])
+    assert {found["name"] for found in same.document["outputs"]} >= {"hidden", "mlm"}
+    assert "the same model" in same.err
+
+
+def test_verify_sees_one_bit(cli, tiny, tmp_path: Path) -> None:
+    """The control: a single weight that is off is named, and the exit code says so."""
+    source = tiny("embed")
+    assert cli("convert", source, tmp_path / "other").code == 0
+    weights = tmp_path / "other" / "model.safetensors"
+    tensors = load_file(weights)
+    name = next(name for name in tensors if name.endswith("layer.1.output.dense.weight"))
+    tensors[name][3, 4] += 1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    found = cli("verify", source, tmp_path / "other", "--json")
+    assert found.code == 1 and not found.document["same"]
+    apart = [entry["name"] for entry in found.document["tensors"] if not entry["equal"]]
+    assert apart == ["bert.layers.1.down.weight"]
+    assert "not the same model: outputs of hidden" in found.err
+    assert cli("verify", source, tmp_path / "other", "--tolerance", "100").code == 0
+
+
+def test_verify_compares_heads_that_one_lacks(cli, tiny) -> None:
+    found = cli("verify", tiny("embed"), tiny("mlm"))
+    assert found.code == 1 and "are only in" in found.err
+
+
+def test_verify_on_ones_own_texts(cli, tiny, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the horse\na mule carries sacks to market\n")
+    assert cli("verify", tiny("embed"), tiny("embed"), "--input", texts).code == 0
+    assert cli("verify", tiny("embed"), tiny("embed"), "--input", tmp_path / "none.txt").code == 2
+
+
+def test_convert_keeps_or_changes_the_dtype(cli, tiny, tmp_path: Path) -> None:
+    assert cli("convert", tiny("embed"), tmp_path / "half", "--dtype", "bf16").code == 0
+    tensors = load_file(tmp_path / "half" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert cli("convert", tmp_path / "half", tmp_path / "again", "--to", "tf1").code == 0
+    found = cli("inspect", tmp_path / "again", "--json").document
+    assert {facts["dtype"] for facts in found["tensors"]} == {"bfloat16"}
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_convert_crops_only_when_asked_and_says_so(cli, tiny, tmp_path: Path) -> None:
+    cropped = cli("convert", tiny("mlm"), tmp_path / "crop", "--max-positions", "32")
+    assert cropped.code == 0 and "64" in cropped.err and "32" in cropped.err
+    config = json.loads((tmp_path / "crop" / "config.json").read_text())
+    assert config["max_position_embeddings"] == 32
+
+
+def test_convert_writes_over_nothing(cli, tiny, tmp_path: Path) -> None:
+    target = tmp_path / "there"
+    target.mkdir()
+    (target / "diary.txt").write_text("mine")
+    refused = cli("convert", tiny("embed"), target)
+    assert refused.code == 2 and "not empty" in refused.err
+    assert [path.name for path in target.iterdir()] == ["diary.txt"]
+    assert cli("convert", tiny("embed"), target, "--overwrite").code == 0
+
+
+def test_inspect_shows_everything(cli, tiny) -> None:
+    shown = cli("inspect", tiny("classify"))
+    assert shown.code == 0
+    for word in ("safetensors", "classify", "good, bad", "sha256", "crc32c", "hidden_size 32"):
+        assert word in shown.out, word
+    document = cli("inspect", tiny("classify"), "--json").document
+    assert document["runs"] and document["family"] == "bert" and document["nonfinite"] == 0
+    assert document["parameters"] == sum(facts["values"] for facts in document["tensors"])
+    (file,) = document["files"]
+    size = (tiny("classify") / "model.safetensors").stat().st_size
+    assert file["bytes"] == size and len(file["sha256"]) == 64
+
+
+def test_inspect_as_a_tree(cli, tiny) -> None:
+    shown = cli("inspect", tiny("embed"), "--tree")
+    assert shown.code == 0
+    assert "└── " in shown.out and "word_embeddings" in shown.out and "[64, 32]" in shown.out
+
+
+def test_inspect_says_why_a_model_does_not_run(cli, tiny, tmp_path: Path) -> None:
+    tensors = load_file(tiny("embed") / "model.safetensors")
+    tensors["stray"] = torch.full((2,), float("nan"))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((tiny("embed") / "config.json").read_text())
+    found = cli("inspect", tmp_path, "--json")
+    assert found.code == 0 and not found.document["runs"]
+    assert "stray" in found.document["why_not"] and found.document["nonfinite"] == 2
+
+
+def test_checksums_do_not_depend_on_the_format(cli, tiny, tmp_path: Path) -> None:
+    assert cli("convert", tiny("embed"), tmp_path / "tf1", "--to", "tf1").code == 0
+    name = "embeddings.word_embeddings.weight"
+    first = cli("inspect", tiny("embed"), "--json").document["tensors"]
+    second = cli("inspect", tmp_path / "tf1", "--json").document["tensors"]
+    ours = next(facts["crc32c"] for facts in first if facts["name"].endswith(name))
+    theirs = next(f["crc32c"] for f in second if f["name"] == "bert/embeddings/word_embeddings")
+    assert ours == theirs
+
+
+def test_run_takes_a_tensorflow_checkpoint_by_its_prefix(cli, tiny, tmp_path: Path) -> None:
+    assert cli("convert", tiny("embed"), tmp_path / "tf1", "--to", "tf1").code == 0
+    arguments = ("run", "the horse carries sacks", "--task", "embed", "--json")
+    old = cli(*arguments, "--model", tmp_path / "tf1" / "bert_model.ckpt")
+    new = cli(*arguments, "--model", tiny("embed"))
+    assert old.code == new.code == 0
+    assert old.document["results"][0]["vector"] == new.document["results"][0]["vector"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere/at/all"], "nowhere/at/all"),
+        (["inspect", "{folder}"], "there are no weights"),
+        (["convert", "{model}", "{folder}/x", "--to", "pdf"], "pdf"),
+        (["convert", "{model}", "{folder}/x", "--config", "none.json"], "none.json: no such file"),
+        (["verify", "{model}", "{folder}"], "there are no weights"),
+        (["run", "x", "--model", "{folder}/model.ckpt"], "no prefix of a TensorFlow checkpoint"),
+        (["run", "x", "--model", "{model}", "--heads", "5"], "do not divide"),
+    ],
+)
+def test_mistakes_are_one_line(cli, tiny, tmp_path: Path, arguments: list[str], message) -> None:
+    filled = [part.format(model=tiny("embed"), folder=tmp_path) for part in arguments]
+    found = cli(*filled)
+    assert found.code == 2 and message in found.err and "Traceback" not in found.err
+    assert list(tmp_path.iterdir()) == []
