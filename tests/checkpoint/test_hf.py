@@ -1,4 +1,4 @@
-"""safetensors files and their index: a bad one is refused by name, a good one read exactly."""
+"""Folders of weights, their index, and safetensors files: bad ones are refused, good ones read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from packhorse.checkpoint import hf
+from packhorse.checkpoint import hf, safetensors
 from packhorse.errors import CheckpointError
 
 Fields = dict[str, Any]
@@ -43,7 +44,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "length beyond the file": (file(entries(), length=10_000), "truncated"),
     "length of 2**63": (file(entries(), length=1 << 63), "truncated"),
     "length 0": (file("", b""), "no JSON object"),
-    "header too large": (file(" " * (hf.HEADER_LIMIT + 1)), "more than 16777216"),
+    "header too large": (file(" " * (safetensors.HEADER_LIMIT + 1)), "more than 4194304"),
     "not UTF-8": (file(b'{"\xff": 1}'), "not valid JSON"),
     "not JSON": (file("{nonsense}"), "not valid JSON"),
     "an array": (file("[]"), "no JSON object"),
@@ -56,6 +57,9 @@ BAD: dict[str, tuple[bytes, str]] = {
         ),
         "more than 10000 tensors",
     ),
+    "many fields": (file('{"a": {' + '"k":0,' * 90_000 + "}}"), "more than 10000 tensors"),
+    "many numbers": (file('{"a": [' + "0," * 400_000 + "]}"), "more than 10000 tensors"),
+    "a long name": (file({"n" * 1_000_000: 1}), "nnn"),
     "twice": (
         file('{"a": %s, "a": %s}' % ((json.dumps(FLOATS),) * 2), bytes(16)),
         "'a' is there 2",
@@ -101,16 +105,19 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     start = time.monotonic()
     with pytest.raises(CheckpointError, match=message) as caught:
-        hf.read_tensors(tmp_path, "model.safetensors")
+        safetensors.read_tensors(tmp_path, "model.safetensors")
     assert str(tmp_path / "model.safetensors") in str(caught.value)
+    assert len(str(caught.value)) < 2_000
     assert time.monotonic() - start < 10  # not a speed claim: none may hang
 
 
 def test_good_files_of_every_dtype(tmp_path: Path) -> None:
-    tensors = {name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in hf.DTYPES.items()}
+    tensors = {
+        name: torch.arange(6).reshape(2, 3).to(dtype) for name, dtype in safetensors.DTYPES.items()
+    }
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(3, 0), "é": torch.ones(1)}
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
-    found = hf.read_tensors(tmp_path, "x.safetensors")
+    found = safetensors.read_tensors(tmp_path, "x.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -120,7 +127,7 @@ def agrees(folder: Path, content: bytes) -> bool:
     """Refused, or read as the library reads it; True when it was read."""
     (folder / "x.safetensors").write_bytes(content)
     try:
-        found = hf.read_tensors(folder, "x.safetensors")
+        found = safetensors.read_tensors(folder, "x.safetensors")
     except CheckpointError:
         return False
     try:
@@ -150,25 +157,36 @@ def test_bit_flips(flips: int, tmp_path: Path) -> None:
     assert 0 < read < flips  # flips of weights pass, flips of the header mostly do not
 
 
-def sharded(folder: Path) -> Fields:
-    """A model of two shards, and its index."""
-    save_file({"a": torch.ones(2), "b": torch.zeros(3)}, folder / "one.safetensors")
-    save_file({"c": torch.ones(1)}, folder / "two.safetensors")
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """A file of the kind that its name says."""
+    (save_file if path.suffix == ".safetensors" else torch.save)(tensors, path)
+
+
+def sharded(folder: Path, suffix: str = ".safetensors") -> Fields:
+    """A model of two shards, and what its index says."""
+    write(folder / f"one{suffix}", {"a": torch.ones(2), "b": torch.zeros(3)})
+    write(folder / f"two{suffix}", {"c": torch.ones(1)})
     (folder / "config.json").write_text('{"model_type": "bert"}')
-    return {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+    return {"a": f"one{suffix}", "b": f"one{suffix}", "c": f"two{suffix}"}
 
 
-def write_index(folder: Path, weight_map: Any, **more: Any) -> None:
-    (folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map, **more}))
+def write_index(folder: Path, weight_map: Any, index: str = hf.INDEX, **more: Any) -> None:
+    (folder / index).write_text(json.dumps({"weight_map": weight_map, **more}))
 
 
+@pytest.mark.parametrize("format", hf.KINDS)
 @pytest.mark.parametrize("total", [24, 0, -1, "lots", 1 << 80])
-def test_shards(total: Any, tmp_path: Path) -> None:
+def test_shards(total: Any, format: str, tmp_path: Path) -> None:
     """`total_size` is a remark: a lie in it changes nothing."""
-    write_index(tmp_path, sharded(tmp_path), metadata={"total_size": total})
-    raw, tensors = hf.read(tmp_path)
-    assert raw == {"model_type": "bert"} and tensors.keys() == {"a", "b", "c"}
-    assert torch.equal(tensors["b"], torch.zeros(3))
+    kind = hf.KINDS[format]
+    home = sharded(tmp_path, kind.suffix)
+    write_index(tmp_path, home, kind.index, metadata={"total_size": total})
+    found = hf.read(tmp_path)
+    assert (found.format, found.folder, found.notes) == (format, tmp_path, ())
+    assert found.config == {"model_type": "bert"} and found.tensors.keys() == {"a", "b", "c"}
+    assert found.files == tuple(tmp_path / f"{name}{kind.suffix}" for name in ("one", "two"))
+    assert torch.equal(found.tensors["b"], torch.zeros(3))
+    assert hf.sniff(tmp_path) == hf.format_of(tmp_path) == format
 
 
 def link(folder: Path, name: str, target: Path) -> None:
@@ -188,7 +206,7 @@ SHARDS: dict[str, str] = {
     "the folder": ".",
     "the folder above": "..",
     "the index itself": hf.INDEX,
-    "a pickle": "pytorch_model.bin",
+    "another kind": "other.kind",
     "missing": "three.safetensors",
     "a folder": "folder.safetensors",
     "a pipe": "pipe.safetensors",
@@ -199,21 +217,23 @@ SHARDS: dict[str, str] = {
 }
 
 
+@pytest.mark.parametrize("format", hf.KINDS)
 @pytest.mark.parametrize("case", SHARDS)
-def test_shards_that_lie_elsewhere(case: str, tmp_path: Path) -> None:
-    outside, folder = tmp_path / "outside", tmp_path / "model"
+def test_shards_that_lie_elsewhere(case: str, format: str, tmp_path: Path) -> None:
+    outside, folder, kind = tmp_path / "outside", tmp_path / "model", hf.KINDS[format]
     outside.mkdir()
     folder.mkdir()
-    weight_map = sharded(folder)
-    save_file({"c": torch.ones(1)}, outside / "two.safetensors")
+    home = sharded(folder, kind.suffix)
+    for place in (outside / f"two{kind.suffix}", folder / "other.kind"):
+        write(place, {"c": torch.ones(1)})
     (folder / "x").mkdir()
-    (folder / "folder.safetensors").mkdir()
-    os.mkfifo(folder / "pipe.safetensors")
-    link(folder, "link.safetensors", outside / "two.safetensors")
-    link(folder, "zero.safetensors", Path("/dev/zero"))
-    link(folder, "nowhere.safetensors", folder / "nothing")
-    link(folder, "itself.safetensors", folder / "itself.safetensors")
-    write_index(folder, weight_map | {"c": SHARDS[case]})
+    (folder / f"folder{kind.suffix}").mkdir()
+    os.mkfifo(folder / f"pipe{kind.suffix}")
+    link(folder, f"link{kind.suffix}", outside / f"two{kind.suffix}")
+    link(folder, f"zero{kind.suffix}", Path("/dev/zero"))
+    link(folder, f"nowhere{kind.suffix}", folder / "nothing")
+    link(folder, f"itself{kind.suffix}", folder / f"itself{kind.suffix}")
+    write_index(folder, home | {"c": SHARDS[case].replace(".safetensors", kind.suffix)}, kind.index)
     with pytest.raises(CheckpointError, match=str(folder)):
         hf.read(folder)
 
@@ -267,21 +287,94 @@ def test_an_index_without_end(tmp_path: Path) -> None:
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no config\.json"):
+    looked = (
+        r"model\.safetensors, model\.safetensors\.index\.json, pytorch_model\.bin, pytorch_model"
+    )
+    with pytest.raises(CheckpointError, match=f"there are no weights; looked for {looked}"):
         hf.read(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no weights \(model\.safetensors"):
-        hf.read(tmp_path)
+    assert hf.format_of(tmp_path) is None
     (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not read: save"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: this is no torch file"):
         hf.read(tmp_path)
+
+
+def test_no_configuration(tmp_path: Path) -> None:
+    """The caller decides; one that is there must be readable."""
+    write(tmp_path / hf.WEIGHTS, {"a": torch.ones(2)})
+    assert hf.read(tmp_path).config is None
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json holds no JSON object"):
+        hf.read(tmp_path)
+
+
+def test_two_kinds_in_one_folder(tmp_path: Path) -> None:
+    write(tmp_path / "pytorch_model.bin", {"a": torch.zeros(2)})
+    assert hf.read(tmp_path).format == "torch"
+    home = sharded(tmp_path)
+    write_index(tmp_path, home)
+    found = hf.read(tmp_path)
+    assert found.format == "safetensors" and torch.equal(found.tensors["a"], torch.ones(2))
+    assert found.notes == ("both .safetensors and .bin are there; took .safetensors",)
+
+
+def test_files_alone(tmp_path: Path) -> None:
+    """By what is in them, whatever they are called."""
+    tensors = {"a": torch.arange(3)}
+    for saver, format in ((save_file, "safetensors"), (torch.save, "torch")):
+        saver(tensors, tmp_path / "weights")
+        found = hf.read_file(tmp_path / "weights")
+        assert found.format == hf.sniff(tmp_path / "weights") == format
+        assert (found.config, found.files) == (None, (tmp_path / "weights",))
+        assert torch.equal(found.tensors["a"], tensors["a"])
+    torch.save({"model": tensors, "epoch": 1}, tmp_path / "weights.safetensors")
+    assert hf.read_file(tmp_path / "weights.safetensors").notes == (
+        "weights.safetensors: left out epoch",
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert hf.read_file(tmp_path / "weights").config == {"model_type": "bert"}
+
+
+def test_files_of_no_kind(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    for content in (b"", b"{}", b"\x08\x07\x12\x07pytorch", bytes(600), b"hello, world, hello"):
+        path.write_bytes(content)
+        assert hf.sniff(path) is None
+        with pytest.raises(CheckpointError, match="neither a safetensors file nor one of torch"):
+            hf.read_file(path)
+    with pytest.raises(CheckpointError, match="there is no nothing"):
+        hf.sniff(tmp_path / "nothing")
+    torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
+    assert hf.sniff(path) == "torch"
+    with pytest.raises(CheckpointError, match=r"before 1\.6, which is not read; write it anew"):
+        hf.read_file(path)
+
+
+def test_what_transformers_reads(
+    save: Callable[..., tuple[Any, Path]], transformers: ModuleType, tmp_path: Path
+) -> None:
+    """A sharded `.bin` of a real model, as transformers wrote them up to release 4."""
+    model, folder = save("BertForMaskedLM")
+    found = hf.read(folder).tensors
+    names = sorted(found)
+    half = {"one.bin": names[: len(names) // 2], "two.bin": names[len(names) // 2 :]}
+    for shard, part in half.items():
+        torch.save({name: found[name] for name in part}, folder / shard)
+    home = {name: shard for shard, part in half.items() for name in part}
+    write_index(folder, home, "pytorch_model.bin.index.json", metadata={"total_size": 1})
+    (folder / hf.WEIGHTS).unlink()
+    torn = hf.read(folder)
+    assert torn.format == "torch" and all(torch.equal(found[n], torn.tensors[n]) for n in names)
+    theirs = transformers.BertForMaskedLM.from_pretrained(folder).state_dict()
+    assert torn.tensors.keys() <= theirs.keys() and hf.read_weights(folder).keys() == found.keys()
+    assert all(torch.equal(theirs[name], tensor) for name, tensor in torn.tensors.items())
+    assert all(torch.equal(model.state_dict()[name], theirs[name]) for name in theirs)
 
 
 def test_hard_links_are_files(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model").mkdir()
     os.link(tmp_path / "one.safetensors", tmp_path / "model" / "model.safetensors")
-    assert hf.read_tensors(tmp_path / "model", hf.WEIGHTS).keys() == {"a", "b"}
+    assert safetensors.read_tensors(tmp_path / "model", hf.WEIGHTS).keys() == {"a", "b"}
 
 
 def test_links_of_the_hub_cache(tmp_path: Path) -> None:
@@ -296,12 +389,12 @@ def test_links_of_the_hub_cache(tmp_path: Path) -> None:
     link(repository / "blobs", "astray", tmp_path / "elsewhere" / "blob")
     for name, target in (("one", "blob"), ("two", "shared"), ("three", "astray")):
         link(snapshot, f"{name}.safetensors", Path("../../blobs") / target)
-    assert hf.read_tensors(snapshot, "one.safetensors").keys() == {"a"}
-    assert hf.read_tensors(snapshot, "two.safetensors").keys() == {"a"}
+    assert safetensors.read_tensors(snapshot, "one.safetensors").keys() == {"a"}
+    assert safetensors.read_tensors(snapshot, "two.safetensors").keys() == {"a"}
     with pytest.raises(CheckpointError, match="outside the model's folder"):
-        hf.read_tensors(snapshot, "three.safetensors")
+        safetensors.read_tensors(snapshot, "three.safetensors")
     plain = tmp_path / "plain"
     plain.mkdir()
     link(plain, "model.safetensors", repository / "blobs" / "blob")
     with pytest.raises(CheckpointError, match="outside the model's folder"):
-        hf.read_tensors(plain, "model.safetensors")
+        safetensors.read_tensors(plain, "model.safetensors")

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def archive(records: list[Record], **end: Any) -> bytes:
     content += directory
     if "zip64" in end:
         large = {"count": count, "size": size, "place": place, "at": len(content)} | end["zip64"]
-        content += struct.pack("<4sQ2H2L", b"PK\6\6", 44, 45, 45, 0, 0)
+        content += struct.pack("<4sQ2H2L", b"PK\6\6", 44, 45, 45, 0, large.get("disk", 0))
         content += struct.pack(
             "<4Q", large["count"], *(large[k] for k in ("count", "size", "place"))
         )
@@ -165,14 +166,14 @@ def legacy() -> bytes:
     return target.getvalue()
 
 
-def saved(value: Callable[[], Any]) -> Callable[[], bytes]:
+def saved(value: Callable[[], Any], protocol: int = 2) -> Callable[[], bytes]:
     """What torch.save writes, when it is asked for."""
 
     def save() -> bytes:
         target = io.BytesIO()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that quantisation moves elsewhere
-            torch.save(value(), target)
+            torch.save(value(), target, pickle_protocol=protocol)
         return target.getvalue()
 
     return save
@@ -200,6 +201,9 @@ GOOD = holding(tensor())
 GOOD_RECORDS = [pickle_record(), Record("x/version", b"3\n")]
 NEST = Record("x/nest", header(b"x/data/0", 0, 0, zlib.crc32(FOUR), 16, 16) + FOUR)
 MARKER = "packhorse-was-here"
+LARGE = 0xFFFFFFFF
+EXTRA = b"\7\0\0\0" * 16_000
+MANY_MODELS = (op("model") + b"h\0") * 80_000
 DEEP = b"]" * 100_000 + b"a" * 99_999
 BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     # Code.
@@ -256,6 +260,21 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "a million laughs": (torch_file(program(b"N" * 7_000_000)), "more than 500000 operations"),
     "deep": (torch_file(program(DEEP)), "holds no dictionary"),
     "deep keys": (torch_file(program(b"}N" + b"\x85" * 90_000 + b"Ns")), "a tuple is a key"),
+    "a long shape many times": (
+        torch_file(
+            program(b"(" + b"N" * 100_000 + b"tq\0(" + tensor().replace(op((4,)), b"h\0") * 9_000),
+            FOUR,
+        ),
+        "100000 dimensions and 1 steps",
+    ),
+    "a long model many times": (
+        torch_file(state(x=b"}q\0(" + b"NN" * 80_000 + b"u", model=b"h\0" + MANY_MODELS)),
+        "several models called model",
+    ),
+    "many extra fields": (
+        archive([Record(f"x/{n}", says={"size": LARGE, "extra": EXTRA}) for n in range(60)]),
+        "size or place is missing",
+    ),
     "a pickle without end": (torch_file(b"N" * (9 << 20)), "9437184 bytes, more than 8388608"),
     "many tensors": (
         torch_file(program(b"](" + tensor() + b"q\0" * 1 + tensor() * 10_000 + b"e"), FOUR),
@@ -267,19 +286,31 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     ),
     "an endless text": (
         torch_file(program(b"X\xff\xff\xff\xff")),
-        "byte 2, BINUNICODE: the pickle ends",
+        "BINUNICODE: the pickle ends",
     ),
     "an endless line": (
         torch_file(program(b"c" + b"9" * 5_000)),
-        "byte 2, GLOBAL: the pickle ends",
+        "GLOBAL: the pickle ends",
     ),
     "a name in escapes": (calling(b"collections\nOrdered\\x44ict"), r"Ordered\\\\x44ict' stands"),
     # Programs that go wrong.
     "no protocol": (torch_file(b"}."), "byte 0, EMPTY_DICT"),
     "protocol 1": (torch_file(program(b"}", 1)), "protocol 1 is unknown"),
     "protocol 9": (torch_file(program(b"}", 9)), "protocol 9 is unknown"),
+    "a frame too long": (
+        torch_file(program(b"\x95" + struct.pack("<Q", 1 << 62) + b"}", 4)),
+        "FRAME: a frame of 4611686018427387904 bytes does not fit here",
+    ),
+    "a frame in a frame": (
+        torch_file(program((b"\x95" + struct.pack("<Q", 9)) * 2 + b"}", 4)),
+        "FRAME: a frame of 9 bytes does not fit here",
+    ),
+    "a frame too short": (
+        torch_file(program(b"\x95" + struct.pack("<Q", 3) + op("a"), 4)),
+        "BINUNICODE, after 'a': it crosses the end of its frame, byte 14",
+    ),
     "two protocols": (torch_file(program(b"\x80\x02}")), "byte 2, PROTO"),
-    "no end": (torch_file(program(b"}")[:-1]), "byte 3, STOP|the pickle ends here"),
+    "no end": (torch_file(program(b"}")[:-1]), "byte 2, EMPTY_DICT: the pickle ends"),
     "an early end": (torch_file(program(b"}.}")), "goes on after its end"),
     "nothing": (torch_file(program(b"")), "leaves not one value"),
     "two values": (torch_file(program(b"}}")), "leaves not one value"),
@@ -322,8 +353,8 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "huge shape of much": (holding(tensor((1 << 40, 1 << 40), (0, 0))), "'a' shows its 4"),
     "numbers past 64 bits": (holding(tensor((1,), (1 << 63,))), "'a' .* beyond its 4"),
     "numbers past 600 bits": (holding(tensor((1, 0), (1 << 600, 1))), "'a' .* beyond its 4"),
-    "strides of another rank": (holding(tensor((2, 2), (1,))), "'a' .* no counts"),
-    "nine dimensions": (holding(tensor((1,) * 9, (1,) * 9)), "'a' .* no counts"),
+    "strides of another rank": (holding(tensor((2, 2), (1,))), "'a': .*2 dimensions and 1 steps"),
+    "nine dimensions": (holding(tensor((1,) * 9, (1,) * 9)), "9 dimensions"),
     "shape of floats": (holding(tensor(shape=(4.0,))), "not made of whole numbers"),
     "shape is no tuple": (holding(tensor(shape=4)), "describes no tensor"),
     "shape of truths": (holding(tensor(shape=(True,))), "not made of whole numbers"),
@@ -379,7 +410,10 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     ),
     # Archives.
     "empty": (b"", "not a zip archive"),
-    "legacy pickle": (legacy, r"before 1\.6.*torch\.save\(torch\.load\('pytorch_model\.bin', w"),
+    "legacy pickle": (
+        legacy,
+        r"before 1\.6.*torch\.load\('OLD\.bin', weights_only=True",
+    ),
     "legacy tar": (tar(), "tar archive as torch wrote them in 2016"),
     "text": (b"hello, world " * 99, "not a zip archive"),
     "DEFLATE bomb": (deflated(), r"byte \d+: x/data\.pkl is compressed or encrypted"),
@@ -432,7 +466,7 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "size in two ways": (records(data=floats(packed=15)), "x/data/0 has 16 bytes in 15"),
     "a large size that is missing": (records(data=floats(size=(1 << 32) - 1)), "place is missing"),
     "a large size": (
-        records(data=floats(size=0xFFFFFFFF, extra=struct.pack("<2H2Q", 1, 16, 1 << 60, 1 << 60))),
+        records(data=floats(size=LARGE, extra=struct.pack("<2H2Q", 1, 16, 1 << 60, 1 << 60))),
         "says something else|has 1152921504606846976 bytes",
     ),
     "wrong checksum": (records(data=floats(crc=1)), "x/data/0 has the checksum 0x.*damaged"),
@@ -447,6 +481,10 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "large numbers that differ": (
         archive([pickle_record()], zip64={"count": 7}),
         "directory is described in two ways",
+    ),
+    "large numbers of another disk": (
+        archive([pickle_record()], zip64={"disk": 1}),
+        "no ZIP64 directory ends here",
     ),
     "large numbers elsewhere": (
         archive([pickle_record()], zip64={"at": 0}),
@@ -521,13 +559,9 @@ def test_bombs_take_little_memory(tmp_path: Path) -> None:
     wide = "😀".encode()
     bombs = {
         "dictionaries": b"}" * many,
-        "lists": b"]" * many,
-        "nested dictionaries": b"}" + b"N}" * (many // 3) + b"s" * (many // 3),
-        "nested tuples": b")" + b"\x85" * many,
         "texts": (b"X\4\0\0\0" + wide) * many,
         "a text": b"X" + struct.pack("<I", 7 << 20) + wide + b"a" * ((7 << 20) - 4),
-        "numbers": b"\x8a\x09abcdefghi" * many,
-        "line": b"S" + b"a" * (8_000_000) + b"\n",
+        "a line": b"c" + b"a" * 8_000_000 + b"\n\n",
     }
     (tmp_path / "good.bin").write_bytes(GOOD)
     for name, bomb in bombs.items():
@@ -553,6 +587,27 @@ def select(loaded: Any) -> dict[str, torch.Tensor]:
     return next(filter(None, map(tensors, inner)), None) or tensors(loaded)
 
 
+class Guarded(pickle.Unpickler):
+    """Python's own reader, for the operations of protocol 4 that torch's guarded one lacks."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if f"{module} {name}" not in pickled.GLOBALS:
+            raise pickle.UnpicklingError(name)
+        return super().find_class(module, name)
+
+
+def reference(path: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of protocols other than 2
+        try:
+            return torch.load(path, weights_only=True, map_location="cpu")
+        except pickle.UnpicklingError as error:
+            if not re.search("Unsupported operand 1(40|47|48|49)", str(error)):
+                raise
+            module = SimpleNamespace(Unpickler=Guarded, __name__="guarded")
+            return torch.load(path, "cpu", module, weights_only=False)
+
+
 def agrees(folder: Path, content: bytes) -> bool:
     """Refused, or read as torch reads it; True when it was read."""
     path = folder / "x.bin"
@@ -561,9 +616,7 @@ def agrees(folder: Path, content: bytes) -> bool:
         found = torchbin.read_tensors(folder, "x.bin")
     except CheckpointError:
         return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of protocols other than 2
-        want = select(torch.load(path, weights_only=True, map_location="cpu"))
+    want = select(reference(path))
     assert found.keys() == want.keys()
     for name, tensor in want.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
@@ -582,7 +635,7 @@ def written() -> list[bytes]:
         {"a": shared, "b": shared.T, "c": torch.tensor([1, 2]), "d": torch.ones(2).bfloat16()},
         {"model": dict(layer.named_parameters()), "epoch": 3, "best": [0.5, None, (True, "x")]},
     ]
-    return [saved(lambda value=value: value)() for value in values]
+    return [saved(lambda v=v: v, protocol)() for v in values for protocol in (2, 2, 4)]
 
 
 def test_the_builder_builds_what_torch_reads(tmp_path: Path) -> None:
@@ -595,7 +648,7 @@ def test_the_builder_builds_what_torch_reads(tmp_path: Path) -> None:
     assert agrees(tmp_path, archive([*GOOD_RECORDS, floats()], zip64={}))
     assert agrees(tmp_path, torch_file(state(model=state(tensor())[2:-1], x=op(1)), FOUR))
     large = struct.pack("<2H2H2Q", 7, 0, 1, 16, 16, 16)
-    assert agrees(tmp_path, records(data=floats(size=0xFFFFFFFF, extra=large)))
+    assert agrees(tmp_path, records(data=floats(size=LARGE, extra=large)))
 
 
 def test_truncations(written: list[bytes], tmp_path: Path) -> None:
@@ -641,7 +694,7 @@ def repacked(rng: random.Random, content: bytes) -> bytes:
     return archive([Record(name, data) for name, data in every.items()])
 
 
-@pytest.mark.parametrize("times", [600, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("change", [mutate, repacked])
 def test_mutants(change: Callable, times: int, written: list[bytes], tmp_path: Path) -> None:
     rng = random.Random(5)

@@ -16,5 +16,15 @@ from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.loading import Checkpoint, load, read, tokenizer
 from packhorse.checkpoint.placing import Report
 from packhorse.checkpoint.writing import write
+from packhorse.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Contents", "Report", "load", "read", "tokenizer", "write"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Contents",
+    "Report",
+    "load",
+    "read",
+    "tokenizer",
+    "write",
+]

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from packhorse.errors import CheckpointError, InputError
 
-JSON_LIMIT = 16 << 20  # bytes; the largest index of a real model is under 1 MiB
+JSON_LIMIT = 4 << 20  # bytes; the largest index of a real model is under 1 MiB
 
 # Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
 _FLAGS = (

@@ -25,6 +25,7 @@ from packhorse.errors import CheckpointError
 
 OPERATION_LIMIT = 500_000  # ten thousand parameters take 410,000
 TENSOR_LIMIT = 10_000  # BERT-Large has 400, with Adam's state 1,200
+RANK_LIMIT = 8
 PROTOCOLS = range(2, 6)  # torch writes 2, others on request; they differ in what we refuse
 
 
@@ -62,6 +63,7 @@ class _Machine:
     data: bytes
     next: int = 0  # byte to read
     place: int = 0  # of the operation
+    frame: int = 0  # its end
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: list[Any] = field(default_factory=list)
@@ -130,6 +132,8 @@ def read(data: bytes) -> tuple[Any, list[View]]:
                 raise CheckpointError("this operation is not one that describes tensors")
             argument, work = OPERATIONS[name]
             work(machine, argument(machine) if argument else None)
+            if machine.place < machine.frame < machine.next:
+                raise CheckpointError(f"it crosses the end of its frame, byte {machine.frame}")
             if name == "STOP":
                 return _result(machine), machine.views
         raise CheckpointError(f"there are more than {OPERATION_LIMIT} operations")
@@ -182,6 +186,13 @@ def _protocol(machine: _Machine, version: int) -> None:
         raise CheckpointError(f"protocol {version} is unknown")
 
 
+def _frame(machine: _Machine, size: int) -> None:
+    """How much to read ahead. It is all here already, but readers that do so must agree with us."""
+    if machine.place < machine.frame or machine.next + size > len(machine.data):
+        raise CheckpointError(f"a frame of {size} bytes does not fit here")
+    machine.frame = machine.next + size
+
+
 def _mark(machine: _Machine, _: None) -> None:
     machine.marks.append(len(machine.stack))
 
@@ -190,31 +201,12 @@ def _tuple(count: int) -> Operation:
     return lambda machine, _: machine.stack.append(tuple(machine.pop(count)))
 
 
-def _tuple_to_mark(machine: _Machine, _: None) -> None:
-    machine.stack.append(tuple(machine.pop_to_mark()))
-
-
-def _append(machine: _Machine, _: None) -> None:
-    items = machine.pop(1)
+def _extend(machine: _Machine, items: list[Any]) -> None:
     machine.top(list).extend(items)
 
 
-def _appends(machine: _Machine, _: None) -> None:
-    items = machine.pop_to_mark()
-    machine.top(list).extend(items)
-
-
-def _set_item(machine: _Machine, _: None) -> None:
-    items = machine.pop(2)
-    _put(machine.top(Pairs), items)
-
-
-def _set_items(machine: _Machine, _: None) -> None:
-    items = machine.pop_to_mark()
-    _put(machine.top(Pairs), items)
-
-
-def _put(target: Pairs, items: list[Any]) -> None:
+def _put(machine: _Machine, items: list[Any]) -> None:
+    target = machine.top(Pairs)
     keys, values = items[::2], items[1::2]
     if len(keys) != len(values):
         raise CheckpointError("a key has no value")
@@ -304,6 +296,9 @@ def _view(machine: _Machine, arguments: tuple[Any, ...]) -> View:
     storage, offset, shape, stride, trained, hooks = arguments
     if hooks or (trained and not storage.dtype.is_floating_point):
         raise CheckpointError("it describes a tensor with hooks, or integers that are trained")
+    # Counted first: one long tuple could be the shape of every tensor.
+    if len(shape) != len(stride) or len(shape) > RANK_LIMIT:
+        raise CheckpointError(f"the tensor has {len(shape)} dimensions and {len(stride)} steps")
     if any(type(number) is not int for number in (*shape, *stride)):
         raise CheckpointError("the tensor's shape or stride is not made of whole numbers")
     if len(machine.views) == TENSOR_LIMIT:
@@ -361,12 +356,12 @@ REFUSED = {
     "torch QInt32Storage": "quantised numbers",
 }
 
-NAMES = {ord(code): opcode.name for code, opcode in pickletools.code2op.items()}
+NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 Argument = Callable[[_Machine], Any]
 Operation = Callable[[_Machine, Any], None]
 OPERATIONS: dict[str, tuple[Argument | None, Operation]] = {
     "PROTO": (_number("<B"), _protocol),
-    "FRAME": (_number("<Q"), lambda machine, _: None),  # how much to read ahead
+    "FRAME": (_number("<Q"), _frame),
     "STOP": (None, lambda machine, _: None),
     "NONE": (None, _constant(None)),
     "NEWTRUE": (None, _constant(True)),
@@ -384,12 +379,12 @@ OPERATIONS: dict[str, tuple[Argument | None, Operation]] = {
     "TUPLE1": (None, _tuple(1)),
     "TUPLE2": (None, _tuple(2)),
     "TUPLE3": (None, _tuple(3)),
-    "TUPLE": (None, _tuple_to_mark),
+    "TUPLE": (None, lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark()))),
     "MARK": (None, _mark),
-    "APPEND": (None, _append),
-    "APPENDS": (None, _appends),
-    "SETITEM": (None, _set_item),
-    "SETITEMS": (None, _set_items),
+    "APPEND": (None, lambda machine, _: _extend(machine, machine.pop(1))),
+    "APPENDS": (None, lambda machine, _: _extend(machine, machine.pop_to_mark())),
+    "SETITEM": (None, lambda machine, _: _put(machine, machine.pop(2))),
+    "SETITEMS": (None, lambda machine, _: _put(machine, machine.pop_to_mark())),
     "BINPUT": (_number("<B"), _memoize),
     "LONG_BINPUT": (_number("<I"), _memoize),
     "MEMOIZE": (None, _memoize),

@@ -23,7 +23,7 @@ from torch import Tensor
 from packhorse.checkpoint import files
 from packhorse.errors import CheckpointError
 
-HEADER_LIMIT = 16 << 20  # bytes
+HEADER_LIMIT = 4 << 20  # bytes; that of ten thousand tensors has 1 MB
 TENSOR_LIMIT = 10_000  # BERT-Large has 400
 DTYPES = {
     "F64": torch.float64,
@@ -57,7 +57,8 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
             start, entries = _read_header(file)
             return {entry.name: _read_tensor(file, start, entry) for entry in entries}
         except CheckpointError as error:
-            raise CheckpointError(f"{folder / name}: {error}") from error.__cause__
+            message = str(error)[:1_000]  # names and numbers are the file's, and may have no end
+            raise CheckpointError(f"{folder / name}: {message}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
 
@@ -82,8 +83,11 @@ def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
 
 
 def _parse_header(text: bytes) -> list[_Entry]:
-    # Counted before parsing: a million entries would cost gigabytes to find out about.
-    if text.count(b"{") > TENSOR_LIMIT + 2 or text.count(b"[") > 2 * TENSOR_LIMIT:
+    # Counted before parsing: a million entries would cost gigabytes to find out about. A tensor has
+    # four colons and, of eight dimensions, twelve commas; names and metadata may have some more.
+    limits = {b"{": TENSOR_LIMIT + 2, b"[": 2 * TENSOR_LIMIT, b":": 8 * TENSOR_LIMIT}
+    limits |= {b",": 32 * TENSOR_LIMIT}
+    if any(text.count(mark) > limit for mark, limit in limits.items()):
         raise CheckpointError(f"the header lists more than {TENSOR_LIMIT} tensors")
     if not text.startswith(b"{"):
         raise CheckpointError("the header is no JSON object")

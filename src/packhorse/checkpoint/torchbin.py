@@ -79,7 +79,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The tensors of one torch file, and notes on what else is in it."""
     with files.open_file(folder, name) as file:
         try:
-            _refuse_old(file, name)
+            _refuse_old(file)
             records = _read_directory(file)
             root, views = pickled.read(_read_pickle(file, records))
             state, rest = _state(root)
@@ -91,13 +91,14 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     return tensors, (f"{name}: left out {', '.join(rest)}",) if rest else ()
 
 
-def _refuse_old(file: BinaryIO, name: str) -> None:
+def _refuse_old(file: BinaryIO) -> None:
     start = file.read(TAR_AT + len(TAR))
     if start.startswith(PICKLE):
+        # The file's own name stays out of the command: it could hold one for the shell.
         raise CheckpointError(
-            f"this is a pickle as torch wrote them before 1.6, which is not read; write it anew: "
-            f'python -c "import torch; torch.save(torch.load({name!r}, weights_only=True, '
-            f"map_location='cpu'), 'new-' + {name!r})\""
+            "this is a pickle as torch wrote them before 1.6, which is not read; write it anew: "
+            "python -c \"import torch; torch.save(torch.load('OLD.bin', weights_only=True, "
+            "map_location='cpu'), 'NEW.bin')\""
         )
     if start[TAR_AT:] == TAR:
         raise CheckpointError(
@@ -130,29 +131,32 @@ def _read_directory(file: BinaryIO) -> dict[str, _Record]:
 def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
     """Place, size and count of the directory, which lies before the archive's last bytes."""
     end = os.fstat(file.fileno()).st_size - END.size
-    mark, disk, first, here, count, size, place, comment = END.unpack(_at(file, end, END.size))
-    said = (0, 0, count, count, size, place)
-    if mark != b"PK\x05\x06" or comment or (disk, first, here) != (0, 0, count):
+    mark, *disks, here, count, size, place, comment = END.unpack(_at(file, end, END.size))
+    if mark != b"PK\x05\x06" or comment or any(disks) or here != count:
         raise CheckpointError(f"byte {end}: no zip directory ends here; the file is truncated")
     locator = _at(file, end - LOCATOR.size, LOCATOR.size)
     if locator.startswith(b"PK\x06\x07"):
         end -= LOCATOR.size + END64.size
         if LOCATOR.unpack(locator)[1:] != (0, end, 1):
             raise CheckpointError(f"byte {end}: the zip directory does not end where it says")
-        mark, length, _, _, *large = END64.unpack(_at(file, end, END64.size))
+        small, (count, size, place) = (count, size, place), _find_large(file, end)
         # The small numbers are cut off where the large ones do not fit them.
-        limits = (0, 0, 0xFFFF, 0xFFFF, LARGE, LARGE)
-        cut = tuple(min(pair) for pair in zip(large, limits, strict=True))
-        if mark != b"PK\x06\x06" or length != END64.size - 12 or cut != (0, 0, *said[2:]):
+        if small != (min(count, 0xFFFF), min(size, LARGE), min(place, LARGE)):
             raise CheckpointError(f"byte {end}: the zip directory is described in two ways")
-        count, size, place = large[3:]
-        if large[2] != count:
-            raise CheckpointError(f"byte {end}: the zip archive is one of several")
     if place + size != end:
         raise CheckpointError(f"byte {end}: the zip directory does not end here")
     if count > RECORD_LIMIT or size > DIRECTORY_LIMIT:
         raise CheckpointError(f"{count} records, described in {size} bytes, are too many")
     return place, size, count
+
+
+def _find_large(file: BinaryIO, end: int) -> tuple[int, int, int]:
+    """Count, size and place of a ZIP64 directory."""
+    fields = END64.unpack(_at(file, end, END64.size))
+    mark, length, _, _, *disks, here, count, size, place = fields
+    if mark != b"PK\x06\x06" or length != END64.size - 12 or any(disks) or here != count:
+        raise CheckpointError(f"byte {end}: no ZIP64 directory ends here")
+    return count, size, place
 
 
 def _parse_record(text: bytes, offset: int, place: int) -> tuple[tuple[Any, ...], int]:
@@ -182,11 +186,11 @@ def _parse_record(text: bytes, offset: int, place: int) -> tuple[tuple[Any, ...]
 
 def _large(extra: bytes, place: int, *numbers: int) -> list[int]:
     """The numbers, those that do not fit their 4 bytes taken from the ZIP64 field."""
-    field = b""
-    while len(extra) >= 4 and not field:
-        kind, length = struct.unpack_from("<2H", extra)
-        field = extra[4 : 4 + length] if kind == ZIP64 else b""
-        extra = extra[4 + length :]
+    field, at = b"", 0
+    while LARGE in numbers and len(extra) - at >= 4 and not field:
+        kind, length = struct.unpack_from("<2H", extra, at)
+        field = extra[at + 4 : at + 4 + length] if kind == ZIP64 else b""
+        at += 4 + length
     found = []
     for number in numbers:
         if number == LARGE:
@@ -296,6 +300,9 @@ def _state(root: Any) -> tuple[dict[str, View], list[str]]:
     """The dictionary of tensors in what was saved, and the names of all else."""
     if type(root) is not Pairs:
         raise CheckpointError("this file holds no dictionary of tensors")
+    keys = [key for key, _ in root if key in WRAPPERS]
+    if len(keys) != len(set(keys)):
+        raise CheckpointError(f"this file holds several models called {keys[0]}")
     wrapped = [(key, value) for key, value in root if key in WRAPPERS and _has_tensors(value)]
     if len(wrapped) > 1:
         names = " and ".join(key for key, _ in wrapped)
@@ -353,7 +360,7 @@ def _refuse_impossible(name: str, view: View, records: dict[str, _Record]) -> No
             f"{storage.count} {storage.dtype}"
         )
     numbers = (view.offset, *view.shape, *view.stride)
-    if len(view.shape) != len(view.stride) or len(view.shape) > 8 or min(numbers) < 0:
+    if min(numbers) < 0:
         raise CheckpointError(f"{name} has {_geometry(view)}, which are no counts")
     count = math.prod(view.shape)
     steps = ((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
