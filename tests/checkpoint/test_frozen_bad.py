@@ -13,6 +13,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -80,13 +81,13 @@ META = field(1, field(5, "2.21")) + field(2, GOOD)
 
 def deep(levels: int) -> bytes:
     """A function as an attribute of a function as an attribute …"""
-    value = field(3, 1)
-    for _ in range(levels):
-        value = field(10, field(2, field(1, "f") + field(2, value)))
-    return node("w/deep", "Identity", "w", f=value)
+    heads, size = [], 0
+    for number in levels * (2, 2, 10):  # from the inside: AttrValue, attribute, function
+        heads.append(bytes([number << 3 | 2]) + write_varint(size))
+        size += len(heads[-1])
+    return node("w/deep", "Identity", "w", f=b"".join(reversed(heads)))
 
 
-NEST = field(1, "w/deep") + field(2, "X") + bytes.fromhex("2aff7f12fb7f52f77f") * 33_000
 VARIABLE = node("v", "VariableV2", dtype=field(6, FLOAT), shape=field(7, b""))
 LONG = b"\x80" * 10 + b"\x01"
 
@@ -105,18 +106,18 @@ BAD: dict[str, tuple[bytes, str]] = {
     "length of 2 GiB": (GOOD + b"\x0a" + write_varint(1 << 31) + b"abc", "does not fit"),
     "length of 2**63": (GOOD + b"\x0a" + write_varint(1 << 63), "does not fit"),
     "length without end": (GOOD + b"\x0a" + LONG, "does not end"),
-    "nested 40 deep": (GOOD + deep(40), "nested more than 32 deep"),
-    "nested 100,000 deep": (GOOD + field(1, NEST), "does not fit|nested more than"),
+    "nested 40 deep": (GOOD + deep(13), "nested more than 32 deep"),
+    "nested 100,000 deep": (GOOD + deep(33_334), "nested more than 32 deep"),
     "group": (GOOD + b"\x0b\x0c", "wire type 3"),
     "group in a tensor": (GOOD + const("g", FLOAT, b"\x4b\x4c"), "wire type 3"),
     "wire type 7": (GOOD + b"\x0f", "wire type 7"),
     "field number 0": (GOOD + b"\x02\x00", "does not fit"),
-    "field number of 40 bits": (GOOD + write_varint(1 << 43) + b"\x00", "head is not"),
+    "field number of 40 bits": (GOOD + write_varint(1 << 43) + b"\x00", "does not fit"),
     "padded head": (GOOD + b"\xa0\x86\x80\x00\x05", "head is not"),
     "name of no UTF-8": (GOOD + field(1, b"\x0a\x01\xff\x12\x01X"), "not UTF-8"),
     "input of no UTF-8": (GOOD + node("x", "X", more=field(3, b"\xff")), "not UTF-8"),
     "two nodes of one name": (GOOD + WEIGHT, "two nodes called 'w'"),
-    "node without a name": (GOOD + node("", "Const"), "two nodes called ''"),
+    "node without a name": (GOOD + node("", "Const"), "a node without a name"),
     "input that is not there": (GOOD + node("x", "X", "y:1"), "'x': byte .* takes from 'y'"),
     "missing weight": (READ, "'w/read': byte .* takes from 'w', which is not there"),
     "circle": (
@@ -139,8 +140,11 @@ BAD: dict[str, tuple[bytes, str]] = {
     "too many halves": (const("c", HALF, shape(1), field(13, b"\1\1")), "more values"),
     "half of 17 bits": (const("c", HALF, shape(1), field(13, 1 << 16)), "does not fit"),
     "negative half": (const("c", BFLOAT16, shape(1), field(13, -1)), "does not fit"),
-    "half a float": (const("c", FLOAT, shape(2), field(5, bytes(6))), "6 bytes of 4 a number"),
-    "half a double": (const("c", DOUBLE, shape(2), field(6, bytes(12))), "12 bytes of 8"),
+    "half a float": (const("c", FLOAT, shape(2), field(5, bytes(6))), "6 bytes for numbers of 4"),
+    "half a double": (
+        const("c", DOUBLE, shape(2), field(6, bytes(12))),
+        "12 bytes for",
+    ),
     "number without end": (const("c", HALF, shape(2), field(13, b"\x80")), "does not end"),
     "number of 71 bits": (const("c", HALF, shape(99), field(13, LONG * 9)), "64 bits|not end"),
     "number of 65 bits": (
@@ -279,7 +283,7 @@ def agrees(tf: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable
         assert plain <= found.keys() and len(found) <= len(want)
         for name, tensor in found.items():
             same = [want[name]] if name in want else list(want.values())
-            ours = tensor.reshape(-1).view(graphdef.torch.uint8).numpy().tobytes()
+            ours = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
             assert any(x.shape == tensor.shape and x.tobytes() == ours for x in same), name
         return True
 
@@ -307,7 +311,7 @@ def test_truncations(agrees: Callable[[bytes], bool]) -> None:
     assert 0 < read < 20
 
 
-@pytest.mark.parametrize("flips", [1_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [400, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_bit_flips(flips: int, agrees: Callable[[bytes], bool]) -> None:
     rng = random.Random(3)
     read = 0
@@ -338,7 +342,7 @@ def mutated(data: st.DataObject) -> bytes:
 
 @pytest.mark.parametrize("examples", [200, pytest.param(5_000, marks=pytest.mark.slow)])
 def test_mutations(examples: int, agrees: Callable[[bytes], bool]) -> None:
-    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow], database=None)
     @given(st.data())
     def run(data: st.DataObject) -> None:
         agrees(mutated(data))

@@ -146,6 +146,14 @@ def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
         checkpoint.load(tmp_path)
 
 
+def test_a_saved_model_is_told_from_a_graph(tf: Any, tmp_path: Path) -> None:
+    module = tf.Module()
+    module.weight = tf.Variable([1.0, 2.0])
+    tf.saved_model.save(module, str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match=r"variables/variables"):
+        checkpoint.load(tmp_path / "saved")
+
+
 def test_names_there_and_back() -> None:
     from packhorse.checkpoint.names import tf1
 

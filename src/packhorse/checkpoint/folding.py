@@ -207,6 +207,8 @@ def rest(graph: Graph) -> Iterator[Piece]:
     """Versions, and the library if a node calls a function."""
     at = graph.place[0]
     for field in wire.fields(graph.data, *graph.place):
+        if field.number == 4:
+            graphdef.check(graph.data, field.begin, field.end, "VersionDef")
         if field.number in (3, 4) or (field.number == 2 and _calls(graph, field)):
             yield graph.data[at : field.end]
         at = field.end

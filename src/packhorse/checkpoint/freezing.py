@@ -25,13 +25,17 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.checkpoint import files, folding, graphdef, tf1
 from packhorse.checkpoint.folding import Graph, Piece
-from packhorse.checkpoint.frozen import OTHERS, VARIABLES, kind_of, mapped
+from packhorse.checkpoint.frozen import OTHERS, VARIABLES, kind_of
 from packhorse.checkpoint.graphdef import Node, Place
 from packhorse.errors import CheckpointError, InputError
 
 SIZE_LIMIT = (1 << 31) - 1  # bytes of a protobuf message
 CHUNK = 8 << 20  # bytes between two calls of `progress`
 
+GRAPHS = {
+    "graph": "this is a GraphDef; pass the checkpoint's .meta",
+    "unknown": "this is no graph of a checkpoint (.meta); it may be truncated",
+}
 BOUNDS = re.compile(r"(\d{1,18},\d{1,18}|-)(:(\d{1,18},\d{1,18}|-))*")
 
 
@@ -66,7 +70,7 @@ def freeze(
         )
     with files.open_file(meta.parent, meta.name) as file:
         try:
-            graph = _needed(mapped(file), outputs)
+            graph = _needed(memoryview(file.read()), outputs)
             folding.check(graph)
         except CheckpointError as error:
             raise CheckpointError(f"{meta}: {error}") from error.__cause__
@@ -86,7 +90,7 @@ def freeze(
 def _needed(data: memoryview, outputs: Sequence[str]) -> Graph:
     """The nodes on which the outputs depend, in the order of the file."""
     if (kind := kind_of(data)) != "meta":
-        raise CheckpointError(OTHERS.get(kind, "this is a GraphDef; pass the checkpoint's .meta"))
+        raise CheckpointError((OTHERS | GRAPHS)[kind])
     parts = graphdef.single(data, (0, len(data)), {2, 3})
     place = (parts[2].begin, parts[2].end)
     every = graphdef.nodes(data, *place)

@@ -81,11 +81,11 @@ def read(path: Path) -> Contents:
         raise CheckpointError(_folder(path))
     with files.open_file(path.parent, path.name) as file:
         try:
-            data = mapped(file)
+            data = _mapped(file)
             if (kind := kind_of(data)) != "graph":
                 raise CheckpointError(OTHERS[kind].replace("DIR", str(path.parent)))
             weights, notes = _find(data)
-            forget(data)
+            _forget(data)
             tensors = {name: _load(file, name, weights[name]) for name in weights}
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
@@ -98,7 +98,7 @@ def sniff(path: Path) -> bool:
     """Is this file a GraphDef, by its first node?"""
     try:
         with files.open_file(path.parent, path.name) as file:
-            return kind_of(mapped(file)) == "graph"
+            return kind_of(_mapped(file)) == "graph"
     except (CheckpointError, OSError):
         return False
 
@@ -110,15 +110,15 @@ def _folder(path: Path) -> str:
     return f"{path} is a folder; pass the frozen graph in it ({found})"
 
 
-def mapped(file: BinaryIO) -> memoryview:
+def _mapped(file: BinaryIO) -> memoryview:
     """The file's bytes; only the pages that are looked at take memory."""
     if not file.seek(0, 2):
         return memoryview(b"")
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def forget(data: memoryview) -> None:
-    """Give back the pages of `mapped` that were looked at; they can be looked at again."""
+def _forget(data: memoryview) -> None:
+    """Give back the pages of a mapped file that were looked at; they can be looked at again."""
     if isinstance(data.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         data.obj.madvise(mmap.MADV_DONTNEED)
 
@@ -155,14 +155,12 @@ def _constants(data: memoryview, nodes: Iterable[Node]) -> dict[str, Stored]:
         try:
             attributes = graphdef.attributes(data, node)
             dtype = graphdef.dtype_of(data, attributes.get("dtype"))
-            known = graphdef.DTYPES.get(dtype)
             if not 0 < dtype < 100 or dtype in graphdef.QUANTISED:
                 raise CheckpointError(f"byte {node.begin}: dtype {dtype} is not read")
-            if known and known[0].is_floating_point:
-                value = attributes.get("value", (node.end, node.end))
-                stored = graphdef.stored(data, value, dtype)
-                if stored.shape:
-                    found[node.name] = stored
+            value = attributes.get("value", (node.end, node.end))
+            stored = graphdef.stored(data, value, dtype)
+            if stored.shape and dtype in graphdef.FLOATS:
+                found[node.name] = stored
         except CheckpointError as error:
             raise CheckpointError(f"{node.name!r}: {error}") from error.__cause__
     return found
@@ -231,12 +229,9 @@ def _limit(weights: dict[str, Stored], size: int) -> None:
 
 
 def _functions(data: memoryview) -> int:
-    libraries = (f for f in wire.fields(data) if f.number == 2 and f.kind == wire.BYTES)
-    return sum(
-        part.number == 1
-        for place in libraries
-        for part in wire.fields(data, place.begin, place.end)
-    )
+    libraries = [f for f in wire.fields(data) if f.number == 2 and f.kind == wire.BYTES]
+    parts = (part for one in libraries for part in wire.fields(data, one.begin, one.end))
+    return sum(part.number == 1 for part in parts)
 
 
 def _notes(others: int, renamed: list[tuple[str, str]], functions: int) -> Iterable[str]:

@@ -91,6 +91,8 @@ DTYPES: dict[int, tuple[torch.dtype, int]] = {
     22: (torch.uint32, 16),
     23: (torch.uint64, 17),
 }
+FLOATS = {number for number, (dtype, _) in DTYPES.items() if dtype.is_floating_point}
+FIXED = {5: wire.FIXED32, 6: wire.FIXED64}  # fields of values that are not varints
 QUANTISED = {11, 12, 13, 15, 16}
 
 
@@ -118,9 +120,7 @@ def check(data: wire.Buffer, begin: int, end: int, message: str = "GraphDef") ->
 
 
 def _head(field: wire.Field) -> int:
-    """The bytes before a field's value; protobuf takes no number of more than 29 bits."""
-    if field.number >> 29:
-        return -1
+    """How many bytes are before a field's value; protobuf does not take every longer way."""
     count = max(1, (field.value.bit_length() + 6) // 7) if field.kind == wire.BYTES else 0
     return (field.number.bit_length() + 9) // 7 + count
 
@@ -131,7 +131,7 @@ def _check_bytes(data: wire.Buffer, field: wire.Field, content: str) -> None:
     elif content != NUMBERS:
         if field.value % int(content):
             raise CheckpointError(
-                f"byte {field.begin}: {field.value} bytes, not {content} a number"
+                f"byte {field.begin}: {field.value} bytes for numbers of {content}"
             )
     elif field.value < 64:  # short ones are most; numpy would take its time
         for _ in wire.varints(data, field.begin, field.end):
@@ -169,7 +169,9 @@ def nodes(data: wire.Buffer, begin: int, end: int) -> dict[str, Node]:
         if field.number != 1 or field.kind != wire.BYTES:
             continue
         node = _node(data, field)
-        if node.name in found or not node.name:
+        if not node.name:
+            raise CheckpointError(f"byte {field.begin}: a node without a name")
+        if node.name in found:
             raise CheckpointError(f"byte {field.begin}: there are two nodes called {node.name!r}")
         found[node.name] = node
         if len(found) > NODE_LIMIT:
@@ -258,7 +260,7 @@ def stored(data: wire.Buffer, place: Place, said: int) -> Stored:
     if dtype != said:
         raise CheckpointError(f"byte {inner[0]}: a tensor of dtype {dtype}, the node says {said}")
     content = parts.get(4)
-    return Stored(
+    found = Stored(
         dtype=dtype,
         shape=shape(data, parts.get(2)),
         # Like TensorFlow: no bytes of content are no content.
@@ -266,6 +268,12 @@ def stored(data: wire.Buffer, place: Place, said: int) -> Stored:
         values=tuple(_values(data, inner, DTYPES[dtype][1])) if dtype in DTYPES else (),
         begin=inner[0],
     )
+    if found.content and dtype in DTYPES and content and content.value != found.bytes:
+        raise CheckpointError(
+            f"byte {content.begin}: {content.value} bytes of content, the shape "
+            f"{list(found.shape)} of {DTYPES[dtype][0]} takes {found.bytes}"
+        )
+    return found
 
 
 def shape(data: wire.Buffer, field: wire.Field | None) -> tuple[int, ...]:
@@ -285,7 +293,7 @@ def shape(data: wire.Buffer, field: wire.Field | None) -> tuple[int, ...]:
 def _values(data: wire.Buffer, place: Place, number: int) -> Iterator[Place | array[int]]:
     """The listed values: packed ones where they lie, others gathered in runs."""
     run = array("Q")
-    wanted = {5: wire.FIXED32, 6: wire.FIXED64}.get(number, wire.VARINT)
+    wanted = FIXED.get(number, wire.VARINT)
     for field in wire.fields(data, *place):
         if field.number != number:
             continue
@@ -306,16 +314,12 @@ def read(file: BinaryIO, tensor: Stored) -> Tensor:
     made = torch.empty(tensor.shape, dtype=dtype)
     bits = made.reshape(-1).view(_BITS[dtype.itemsize]).numpy()
     if tensor.content:
-        if tensor.content[1] - tensor.content[0] != bits.nbytes:
-            raise CheckpointError(
-                f"byte {tensor.content[0]}: {tensor.content[1] - tensor.content[0]} bytes of "
-                f"content, the shape {list(tensor.shape)} of {dtype} takes {bits.nbytes}"
-            )
         _read_into(file, tensor.content[0], bits)
         return made
     at = 0
     for piece in tensor.values:
-        for some in _decoded(file, piece, dtype, number):
+        for raw in _decoded(file, piece, number, dtype.itemsize):
+            some = raw if number in FIXED else _narrow(raw, dtype, tensor.begin)
             if at + len(some) > len(bits):
                 raise CheckpointError(f"byte {tensor.begin}: more values than elements")
             bits[at : at + len(some)] = some
@@ -334,26 +338,23 @@ def _read_into(file: BinaryIO, at: int, target: np.ndarray) -> None:
 
 
 def _decoded(
-    file: BinaryIO, piece: Place | array[int], dtype: torch.dtype, number: int
+    file: BinaryIO, piece: Place | array[int], number: int, width: int
 ) -> Iterator[np.ndarray]:
-    """The bits of listed values, some at a time."""
+    """The bits of listed values, some at a time; varints with all of their 64."""
 
     def load(at: int, count: int) -> bytes:
         file.seek(at)
         return file.read(count)
 
-    width = dtype.itemsize
     if isinstance(piece, array):
-        every = np.frombuffer(piece, np.uint64)
-        yield _narrow(every, dtype, piece[0]) if number not in (5, 6) else every.astype(f"u{width}")
-    elif number in (5, 6):
+        yield np.frombuffer(piece, np.uint64).astype(f"u{width if number in FIXED else 8}")
+    elif number in FIXED:
         for at in range(*piece, WINDOW):
             some = np.empty(min(WINDOW, piece[1] - at) // width, f"u{width}")
             _read_into(file, at, some)
             yield some
     else:
-        for some in _windows(load, piece):
-            yield _narrow(some, dtype, piece[0])
+        yield from _windows(load, piece)
 
 
 def _narrow(values: np.ndarray, dtype: torch.dtype, at: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,28 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.checkpoint import files, onnx_graph
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.onnx_data import PAGE, File, Loader, read_stored
+from packhorse.checkpoint.onnx_data import PAGE, File, Loader, Parts, read_stored
 from packhorse.checkpoint.onnx_graph import Graph, Node, Stored, Weight
 from packhorse.errors import CheckpointError
 from packhorse.wire import BYTES, FIXED32, VARINT, Field
 
 TENSOR_LIMIT, NODE_LIMIT = 10_000, 50_000  # BERT-Large has 400, and some 3,000 nodes
-COPY_LIMIT = 64 << 20  # bytes of tensors that are copied for having several names
+COPY_LIMIT = 16 << 20  # bytes of tensors copied for having several names: norms, biases
 
 # The fields of each message that are looked at, and their wire types.
 MODEL = {7: BYTES}
 GRAPH = {1: BYTES, 5: BYTES, 15: BYTES}
 NODE = {1: BYTES, 2: BYTES, 3: BYTES, 4: BYTES, 5: BYTES, 9: BYTES}
 ATTRIBUTE = {1: BYTES, 2: FIXED32, 3: VARINT, 5: BYTES, 8: None}
-ATTRIBUTES = ("alpha", "axis", "beta", "block_size", "perm", "to", "transA", "transB", "value")
+FLOAT, INTEGER, TENSOR, INTEGERS = 2, 3, 5, 8
+ATTRIBUTES = {
+    "Cast": {"to": INTEGER},
+    "Constant": {"value": TENSOR},
+    "DequantizeLinear": {"axis": INTEGER, "block_size": INTEGER},
+    "Gather": {"axis": INTEGER},
+    "Gemm": {"alpha": FLOAT, "beta": FLOAT, "transA": INTEGER, "transB": INTEGER},
+    "Transpose": {"perm": INTEGERS},
+}
 SCOPES = "pkg.torch.onnx.name_scopes"
 
 
@@ -163,13 +172,16 @@ def _read_node(data: File, field: Field) -> Node:
     inputs, outputs = (tuple(map(data.text, parts.get(number, []))) for number in (1, 2))
     name, op = data.text(data.one(parts, 3)), data.text(data.one(parts, 4))
     attributes: dict[str, Any] = {}
-    for place in parts.get(5, []):
-        key, value = _read_attribute(data, place, outputs)
-        if key and key in attributes:
-            raise CheckpointError(f"byte {place.begin}: {key!r} of {name!r} is there twice")
-        attributes[key] = value
-    scopes = _scopes(data, parts.get(9, []))
-    return Node(op, name, inputs, outputs, attributes, _module(name, op, scopes))
+    for place in parts.get(5, []) if op in ATTRIBUTES else ():
+        said = data.parts(ATTRIBUTE, place.begin, place.end)
+        key = data.text(data.one(said, 1))
+        if key in ATTRIBUTES[op]:
+            kind = ATTRIBUTES[op][key]
+            if key in attributes or said.keys() != {1, kind}:
+                raise CheckpointError(f"byte {place.begin}: {key!r} of {name!r} has no one value")
+            attributes[key] = _value(data, said, kind, outputs[0] if outputs else "")
+    module = _module(name, op, _scopes(data, parts.get(9, [])))
+    return Node(op, name, inputs, outputs, attributes, module)
 
 
 def _scopes(data: File, properties: Iterable[Field]) -> str:
@@ -187,23 +199,18 @@ def _module(name: str, op: str, scopes: str) -> str:
     path = name.split("/")[1:-1] if name.startswith("/") else []
     while path and path[-1].startswith(op):  # an optimizer puts its nodes below those they replace
         path.pop()
-    dotted = ""
-    for part in path:  # a container that is called itself is there twice: /net/net.0/
-        dotted = part if not dotted or part.startswith(f"{dotted}.") else f"{dotted}.{part}"
-    return dotted
+    # A container that is called itself is there twice: /net/net.0/
+    pairs = pairwise([*path, ""])
+    return ".".join(part for part, inner in pairs if not inner.startswith(f"{part}."))
 
 
-def _read_attribute(data: File, field: Field, outputs: tuple[str, ...]) -> tuple[str, Any]:
-    """Name and value, of those that are looked at; a tensor is called as its node's output."""
-    parts = data.parts(ATTRIBUTE, field.begin, field.end)
-    name = data.text(data.one(parts, 1))
-    if name not in ATTRIBUTES:
-        return "", None
-    if tensor := data.one(parts, 5):
-        return name, read_stored(data, tensor, outputs[0] if outputs else "")
-    if 8 in parts:
-        return name, data.numbers(parts[8], 64)
-    if number := data.one(parts, 2):
-        return name, float(np.uint32(number.value).view(np.float32))
-    integer = data.one(parts, 3)
-    return name, wire.signed(integer.value) if integer else 0
+def _value(data: File, parts: Parts, kind: int, name: str) -> Any:
+    """The value of an attribute; a tensor gets this name."""
+    if kind == INTEGERS:
+        return data.numbers(parts[kind], 64)
+    field = data.one(parts, kind) or parts[kind][0]
+    if kind == TENSOR:
+        return read_stored(data, field, name)
+    if kind == FLOAT:
+        return float(np.uint32(field.value).view(np.float32))
+    return wire.signed(field.value)

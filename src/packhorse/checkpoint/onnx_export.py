@@ -89,6 +89,7 @@ class _Graph:
         self.nodes: list[Any] = []
         self.inputs: list[Any] = []
         self.outputs: list[Any] = []
+        self.shapes: list[Any] = []
 
     def op(self, kind: str, *inputs: str, result: str = "", **attributes: Any) -> str:
         """Add an operation; its result, called as asked."""
@@ -147,8 +148,14 @@ class _Graph:
 
     def output(self, name: str, *shape: str | int) -> None:
         """Give a result to the outside."""
-        kind = DTYPES[self.dtype]
-        self.outputs.append(self.onnx.helper.make_tensor_value_info(name, kind, shape))
+        self.outputs.append(self._described(name, shape))
+
+    def shape(self, name: str, *shape: str | int) -> None:
+        """Say what no runtime can infer: it fuses only what it knows to be of one shape."""
+        self.shapes.append(self._described(name, shape))
+
+    def _described(self, name: str, shape: tuple[str | int, ...]) -> Any:
+        return self.onnx.helper.make_tensor_value_info(name, DTYPES[self.dtype], shape)
 
     def linear(self, x: str, layer: nn.Linear, result: str = "") -> str:
         """A product and its bias."""
@@ -172,14 +179,28 @@ class _Graph:
         """What `model.bert.ACTIVATIONS` computes."""
         return ACTIVATIONS[activation](self, x)
 
+    def _name_again(self, name: str) -> None:
+        """A tensor that nothing computes with: another name of one, or runtimes complain."""
+        tensor = self.tensors[name]
+        for known in list(self.turned):
+            same = self.tensors[known]
+            if same.shape == tensor.shape and torch.equal(same, tensor):
+                self.op("Identity", self.weight(same), result=name)
+                return
+        self._store(name, tensor)
+
     def finish(self) -> Any:
-        """The whole model, with the tensors that nothing computes with."""
-        for name, tensor in self.tensors.items():
-            if name not in self.initializers:
-                self._store(name, tensor)
+        """The whole model."""
+        for name in [name for name in self.tensors if name not in self.turned]:
+            self._name_again(name)
         helper = self.onnx.helper
         graph = helper.make_graph(
-            self.nodes, "packhorse", self.inputs, self.outputs, list(self.initializers.values())
+            self.nodes,
+            "packhorse",
+            self.inputs,
+            self.outputs,
+            list(self.initializers.values()),
+            value_info=self.shapes,
         )
         return helper.make_model(
             graph,
@@ -245,6 +266,7 @@ def _embed(graph: _Graph, embed: Embeddings, ids: str) -> str:
     positions = _after_padding(graph, ids, embed.offset) if embed.offset else _count(graph, ids)
     x = graph.op("Add", x, graph.op("Gather", graph.weight(embed.positions.weight), positions))
     x = graph.norm(x, embed.norm)
+    graph.shape(x, *LENGTHS, embed.words.embedding_dim)
     return graph.linear(x, embed.project) if isinstance(embed.project, nn.Linear) else x
 
 

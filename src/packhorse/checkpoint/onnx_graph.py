@@ -173,6 +173,8 @@ class _Flow:
         """The weight with its scale, each of which is stored; once only."""
         if scale is None or scale.scale or (zero and zero.scale):
             return None
+        if weight.stored.dtype in FLOATS:
+            raise CheckpointError(f"{weight.stored.name!r} has a scale, but is not quantised")
         rank = len(weight.stored.shape)
         axis = axis + rank if axis < 0 else axis
         made = replace(

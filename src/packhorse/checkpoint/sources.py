@@ -79,6 +79,8 @@ def _in_folder(folder: Path) -> tuple[str, Path]:
     for place in (folder, folder / "onnx"):
         if files.exists(place, "model.onnx"):
             return "onnx", place / "model.onnx"
+    if files.exists(folder, "saved_model.pb"):
+        return "frozen", folder  # whose reader says what to do with one
     for suffix, format in ((".onnx", "onnx"), (".pb", "frozen")):
         alone = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
         if len(alone) == 1:

@@ -82,12 +82,14 @@ def _index(table: bytes) -> tuple[int, int]:
         raise CheckpointError(
             f"the {len(table)} bytes do not end as an index does: it is truncated, or another file"
         )
-    offset, size, at = _handle(table, footer, len(table) - len(MAGIC))
-    _block(table, offset, size)  # of metadata; nobody writes any, but a flipped bit is found
-    offset, size, at = _handle(table, at, len(table) - len(MAGIC))
-    if any(table[at : len(table) - len(MAGIC)]):
-        raise CheckpointError(f"byte {at}: the footer is damaged")
-    return _block(table, offset, size)
+    end = len(table) - len(MAGIC)
+    *metadata, at = _handle(table, footer, end)
+    *index, _ = _handle(table, at, end)
+    written = b"".join(map(wire.write_varint, (*metadata, *index)))
+    if table[footer:end] != written.ljust(end - footer, b"\0"):
+        raise CheckpointError(f"byte {footer}: the footer is damaged")
+    _block(table, *metadata)  # nobody writes any, but its checksum is there to be checked
+    return _block(table, *index)
 
 
 def _handle(table: bytes, at: int, end: int) -> tuple[int, int, int]:

@@ -78,7 +78,7 @@ def find(path: Path) -> Path | None:
     if _is_table(path.parent, prefix.name + ".index"):
         return prefix
     if _is_table(path.parent, path.name):
-        raise CheckpointError(f"{path} is a table without the data files: {tf1_index.V1}")
+        raise CheckpointError(f"{path}: {tf1_index.V1}")
     return None
 
 
@@ -137,8 +137,8 @@ def _beside(folder: Path, said: str) -> str:
     path = PurePosixPath(said)
     elsewhere = path.is_absolute() or "://" in said
     gone = elsewhere and not os.path.exists(path.parent)
-    same = elsewhere and os.path.realpath(path.parent) == os.path.realpath(folder)
-    if ".." in path.parts or not (gone or same or said == path.name):
+    here = elsewhere and not gone and os.path.realpath(path.parent) == os.path.realpath(folder)
+    if not path.name or ".." in path.parts or not (gone or here or said == path.name):
         raise CheckpointError(
             f"{folder / POINTER} names {said}, which is not in its folder; "
             f"if that is the checkpoint you want, pass its own path"
@@ -276,22 +276,28 @@ def _check_places(entries: Iterable[Entry], shards: dict[int, _Shard]) -> None:
         before = place
 
 
+_Job = tuple[_Shard, Entry, Piece, np.ndarray]  # the last: where the piece goes, [rows, bytes]
+
+
 def _load(entries: Iterable[Entry], shards: dict[int, _Shard]) -> dict[str, Tensor]:
     """Read these tensors, by the names they have in the index."""
     memory: dict[str, Tensor] = {}
-    jobs: list[tuple[_Shard, Entry, Piece, np.ndarray]] = []
+    jobs: list[_Job] = []
     for entry in entries:
         size = sum(piece.size for piece in entry.pieces)
-        buffer = allocate(size)
+        try:
+            buffer = allocate(size)
+        except (OSError, RuntimeError) as error:
+            path = shards[entry.pieces[0].shard].path
+            raise CheckpointError(f"{path}: {entry.name!r}: no memory for {size} bytes") from error
         memory[entry.name] = buffer.view(entry.dtype).reshape(entry.shape)  # pyright: ignore
-        rows = buffer.numpy().reshape(entry.rows if size else 1, -1)  # [rows, bytes]
+        rows = buffer.numpy().reshape(entry.rows if size else 1, -1)
         for piece in entry.pieces:
-            width = piece.size // len(rows)
-            part = rows[:, piece.left : piece.left + width]
+            part = rows[:, piece.left : piece.left + piece.size // len(rows)]
             jobs.append((shards[piece.shard], entry, piece, part))
     jobs.sort(key=lambda job: (job[2].shard, job[2].offset))
     with ThreadPoolExecutor(THREADS) as pool:
-        for _ in pool.map(lambda job: _fill(*job), jobs):  # an error cancels the jobs after it
+        for _ in pool.map(_fill, jobs):  # an error cancels the jobs after it
             pass
     return memory
 
@@ -306,23 +312,24 @@ def allocate(size: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _fill(shard: _Shard, entry: Entry, piece: Piece, memory: np.ndarray) -> None:
-    """Read a piece into its part of the tensor, [rows, bytes], and check its sum."""
+def _fill(job: _Job) -> None:
+    """Read a piece into its part of the tensor and check its sum."""
+    shard, entry, piece, memory = job
     at, crc = piece.offset, 0
-    for part in _chunks(memory):
-        target = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
-        bytes_ = target.reshape(-1).data
-        with _naming(shard.path):
-            _read_exactly(shard.file, at, bytes_, entry.name)
-        crc = wire.crc32c(bytes_, crc)
-        if target is not part:
-            part[...] = target
-        at += len(bytes_)
-    if wire.mask(crc) != piece.crc:
-        raise CheckpointError(
-            f"{shard.path}: {entry.name!r}: the checksum of its {piece.size} bytes "
-            f"at byte {piece.offset} is wrong"
-        )
+    with _naming(shard.path):
+        for part in _chunks(memory):
+            target = part if part.flags.c_contiguous else np.empty(part.shape, np.uint8)
+            view = target.reshape(-1).data
+            _read_exactly(shard.file, at, view, entry.name)
+            crc = wire.crc32c(view, crc)
+            if target is not part:
+                part[...] = target
+            at += len(view)
+        if wire.mask(crc) != piece.crc:
+            raise CheckpointError(
+                f"{entry.name!r}: the checksum of its {piece.size} bytes "
+                f"at byte {piece.offset} is wrong"
+            )
 
 
 def _chunks(memory: np.ndarray) -> Iterator[np.ndarray]:

@@ -45,8 +45,8 @@ SHARD_LIMIT = 256  # all are open at once
 DIMENSION_LIMIT = 8
 VERSION = 1  # of the format that we know
 V1 = (
-    "checkpoints in the V1 format (before 2017) are not read: "
-    "restore it in TensorFlow and save it with tf.compat.v1.train.Saver"
+    "the V1 format, of TensorFlow before 0.12, is not read: "
+    "restore the checkpoint in TensorFlow and save it with tf.compat.v1.train.Saver"
 )
 
 Extents = tuple[tuple[int, int], ...]  # start and length in each dimension; length -1 is all of it
@@ -254,7 +254,7 @@ def _box(extents: Extents, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tup
         raise CheckpointError(f"a slice of {len(extents)} dimensions, where it has {len(shape)}")
     for (start, length), size in zip(extents, shape, strict=True):
         whole = length == -1 and start == 0
-        if not whole and not (start >= 0 and length >= 0 and start + length <= size):
+        if not whole and not (start >= 0 and length > 0 and start + length <= size):
             raise CheckpointError(f"a slice of {length} from {start}, in a dimension of {size}")
     sizes = (d if n == -1 else n for (_, n), d in zip(extents, shape, strict=True))
     return tuple(start for start, _ in extents), tuple(sizes)

@@ -25,6 +25,7 @@ COMMANDS = {
     "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
     "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
     "prove": ("packhorse.cli.prove:prove", "Prove that no result depends on its neighbours."),
+    "evaluate": ("packhorse.cli.evaluate:evaluate", "Score a model on a task with known answers."),
     "inspect": ("packhorse.cli.inspect:inspect", "Show what a checkpoint of any format holds."),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
     "verify": ("packhorse.cli.verify:verify", "Compare two checkpoints, tensors and outputs."),

@@ -1,0 +1,329 @@
+"""Frozen graphs: every way in which TensorFlow writes one, with TensorFlow as the reference."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse.checkpoint import frozen, graphdef
+from packhorse.wire import write_field as field
+from packhorse.wire import write_fixed32, write_varint
+
+
+def same(found: dict[str, torch.Tensor], weights: dict[str, np.ndarray]) -> bool:
+    """The same names, shapes, dtypes and bits."""
+    assert found.keys() == weights.keys()
+    return all(
+        found[name].numpy().dtype == value.dtype and np.array_equal(found[name].numpy(), value)
+        for name, value in weights.items()
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"resource": True},
+        {"heads": ("squad", "classifier"), "slots": "adam", "step": 3},
+        {"dtype": "float16"},
+        {"dtype": "float64", "resource": True},
+    ],
+)
+def test_what_tensorflow_1_freezes(
+    settings: dict[str, Any], tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
+) -> None:
+    built = tf_bert.build(tf, **settings)
+    path = tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
+    found = frozen.read(path)
+    assert found.format == "frozen" and found.folder == tmp_path and found.files == (path,)
+    assert same(found.tensors, built.weights)
+    assert found.config is None and not found.slots and found.step is None
+    assert len(found.notes) == 1 and "constants that are no weights" in found.notes[0]
+    assert frozen.sniff(path)
+
+
+def test_only_what_the_outputs_need(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> None:
+    built = tf_bert.build(tf)
+    path = tf_bert.freeze(tf, built, tmp_path / "frozen.pb", ["sequence_output"])
+    names = {name for name in built.weights if "pooler" not in name and not name.startswith("cls")}
+    assert frozen.read(path).tensors.keys() == names
+
+
+def test_an_import_keeps_its_prefix(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> None:
+    built = tf_bert.build(tf, {"num_hidden_layers": 1}, heads=())
+    tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
+    with tf.Graph().as_default() as graph:
+        definition = tf.compat.v1.GraphDef.FromString((tmp_path / "frozen.pb").read_bytes())
+        tf.import_graph_def(definition)
+    (tmp_path / "imported.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    found = frozen.read(tmp_path / "imported.pb").tensors
+    assert same(found, {f"import/{name}": value for name, value in built.weights.items()})
+
+
+@pytest.mark.parametrize("resource", [False, True])
+def test_what_tensorflow_2_freezes_of_tensorflow_1(
+    resource: bool, tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
+) -> None:
+    built = tf_bert.build(tf, {"num_hidden_layers": 1}, resource=resource)
+    with built.graph.as_default():
+        v1 = tf.compat.v1.saved_model
+        v1.simple_save(built.session, str(tmp_path / "saved"), built.inputs, built.outputs)
+    assert not frozen.sniff(tmp_path / "saved" / "saved_model.pb")
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    path = freeze_v2(loaded.signatures["serving_default"], tmp_path)
+    assert same(frozen.read(path).tensors, built.weights)
+
+
+def freeze_v2(function: Any, folder: Path) -> Path:
+    from tensorflow.python.framework import convert_to_constants
+
+    made = convert_to_constants.convert_variables_to_constants_v2(function)
+    (folder / "frozen.pb").write_bytes(made.graph.as_graph_def().SerializeToString())
+    return folder / "frozen.pb"
+
+
+def test_what_tensorflow_2_freezes(tf: ModuleType, tmp_path: Path) -> None:
+    """A function forgets the names of its variables; where they are used tells what they are."""
+    rng = np.random.default_rng(0)
+    shapes = {"words": (5, 3), "dense/kernel": (3, 4), "dense/bias": (4,), "norm/gamma": (4,)}
+    shapes["norm/beta"] = (4,)
+    values = {name: rng.normal(size=shape).astype("f4") for name, shape in shapes.items()}
+    held = {name: tf.Variable(value, name=name) for name, value in values.items()}
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int32)])
+    def run(ids: Any) -> Any:
+        x = tf.gather(held["words"], ids)
+        with tf.name_scope("dense"):
+            x = tf.nn.bias_add(tf.matmul(x, held["dense/kernel"]), held["dense/bias"])
+        mean, variance = tf.nn.moments(x, [-1], keepdims=True)
+        with tf.name_scope("norm"):
+            return tf.nn.batch_normalization(
+                x, mean, variance, held["norm/beta"], held["norm/gamma"], 1e-12
+            )
+
+    found = frozen.read(freeze_v2(run.get_concrete_function(), tmp_path))
+    values["Gather/resource"] = values.pop("words")  # nothing says what it was called
+    assert same(found.tensors, values)
+    assert any("4 weights are called after what reads them" in note for note in found.notes)
+
+
+def graph(tf: ModuleType, path: Path, *nodes: tuple[str, str, list[str], Any]) -> frozen.Contents:
+    """What is read of a graph of these nodes: name, operation, inputs, the value of a Const."""
+    made = tf.compat.v1.GraphDef()
+    for name, op, inputs, value in nodes:
+        node = made.node.add(name=name, op=op, input=inputs)
+        if value is not None:
+            node.attr["dtype"].type = tf.as_dtype(value.dtype).as_datatype_enum
+            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+    (path / "graph.pb").write_bytes(made.SerializeToString())
+    return frozen.read(path / "graph.pb")
+
+
+def test_names(tf: ModuleType, tmp_path: Path) -> None:
+    ones = np.ones((2, 3), "f4")
+    found = graph(
+        tf,
+        tmp_path,
+        ("a/kernel", "Const", [], ones),
+        ("a/kernel/read", "Identity", ["a/kernel"], None),
+        ("output", "Identity", ["a/kernel/read"], None),  # no name for a weight that has one
+        ("b/kernel_const", "Const", [], ones * 2),
+        ("b/kernel", "Identity", ["b/kernel_const:0"], None),
+        ("Const_7", "Const", [], ones * 3),
+        ("c/kernel/Read/ReadVariableOp", "Identity", ["Const_7"], None),
+        ("x/ReadVariableOp/resource", "Const", [], ones * 4),
+        ("x/ReadVariableOp", "Identity", ["x/ReadVariableOp/resource"], None),
+        ("d/MatMul/ReadVariableOp/resource", "Const", [], ones * 5),
+        ("d/MatMul_1/ReadVariableOp/resource", "Const", [], ones * 6),  # would be d/kernel too
+        ("d/MatMul/ReadVariableOp", "Identity", ["d/MatMul/ReadVariableOp/resource"], None),
+        ("d/MatMul_1/ReadVariableOp", "Identity", ["d/MatMul_1/ReadVariableOp/resource"], None),
+        ("e/beta", "Const", [], ones[0] * 7),  # read by nothing, and still a weight
+        ("bert/encoder/ones", "Const", [], ones * 8),  # arithmetic
+        ("bert/encoder/mul", "Mul", ["bert/encoder/ones", "a/kernel/read"], None),
+        ("mul/y", "Const", [], np.float32(0.5)),
+        ("counts", "Const", [], np.arange(3)),
+        ("names", "Const", [], np.array(["a", "b"])),
+    )
+    assert {name: float(value.flatten()[0]) for name, value in found.tensors.items()} == {
+        "a/kernel": 1,
+        "b/kernel": 2,
+        "c/kernel": 3,
+        "x/ReadVariableOp/resource": 4,
+        "d/MatMul/ReadVariableOp/resource": 5,
+        "d/MatMul_1/ReadVariableOp/resource": 6,
+        "e/beta": 7,
+    }
+    assert found.notes == (
+        "4 constants that are no weights (numbers, shapes, texts) are left out",
+        "2 weights are called after what reads them, as b/kernel_const is b/kernel",
+    )
+
+
+def test_a_long_chain_of_identities(tf: ModuleType, tmp_path: Path) -> None:
+    chain = [(f"Identity_{n}", "Identity", [f"Identity_{n - 1}"], None) for n in range(1, 3_000)]
+    first = ("Identity_0", "Identity", ["Const"], None)
+    last = ("w", "Identity", ["Identity_2999"], None)
+    nodes = [("Const", "Const", [], np.ones(2, "f4")), last, *reversed(chain), first]
+    assert graph(tf, tmp_path, *nodes).tensors.keys() == {"w"}
+
+
+def read_tensor(number: int, *parts: bytes) -> torch.Tensor:
+    """The tensor in a TensorProto of these parts."""
+    value = field(8, field(1, number) + b"".join(parts))
+    return graphdef.read(io.BytesIO(value), graphdef.stored(value, (0, len(value)), number))
+
+
+def bits(array: Any) -> bytes:
+    return array.view(torch.uint8).numpy().tobytes() if torch.is_tensor(array) else array.tobytes()
+
+
+def packed(values: list[int], width: int | None) -> bytes:
+    if width:
+        return b"".join(value.to_bytes(width, "little") for value in values)
+    return b"".join(map(write_varint, values))
+
+
+def written(number: int, values: list[int], way: str) -> bytes:
+    """Values (of floats their bits) as a field of a TensorProto."""
+    place = graphdef.DTYPES[number][1]
+    width = {5: 4, 6: 8}.get(place)
+
+    def one(value: int) -> bytes:
+        if width is None:
+            return field(place, value)
+        if width == 4:
+            return write_fixed32(place, value)
+        return write_varint(place << 3 | 1) + value.to_bytes(8, "little")
+
+    if way == "packed":
+        return field(place, packed(values, width))
+    if way == "unpacked":
+        return b"".join(map(one, values))
+    return (
+        one(values[0]) + field(place, packed(values[1:3], width)) + b"".join(map(one, values[3:]))
+    )
+
+
+@pytest.mark.parametrize("count", [6, 3, 1, 0])
+@pytest.mark.parametrize("way", ["packed", "unpacked", "mixed"])
+@pytest.mark.parametrize("number", graphdef.DTYPES)
+def test_listed_values(number: int, way: str, count: int, tf: ModuleType) -> None:
+    """Of all the values, of some (the last one repeated), of none (zeros)."""
+    dtype = graphdef.DTYPES[number][0]
+    if dtype.is_floating_point:
+        source = torch.tensor([1.5, -2, 0, float("nan"), float("-inf"), 1e-4], dtype=dtype)
+        whole = source.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize])
+        values = [value % (1 << 8 * dtype.itemsize) for value in whole.tolist()]
+    elif dtype is torch.bool:
+        values = [1, 0, 1, 1, 0, 1]
+    else:
+        limits = torch.iinfo(dtype)
+        values = [limits.max, limits.min, 0, 1, 127, 100]
+    shape = field(2, field(2, field(1, 2)) + field(2, field(1, 3)))
+    parts = written(number, values[:count], way) if count else b""
+    proto = field(1, number) + shape + parts
+    want = tf.make_ndarray(type(tf.make_tensor_proto(0)).FromString(proto))
+    found = read_tensor(number, shape, parts)
+    assert found.dtype == dtype and found.shape == want.shape and bits(found) == bits(want)
+
+
+@pytest.mark.parametrize("number", graphdef.DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 1)])
+def test_content(number: int, shape: tuple[int, ...], tf: ModuleType) -> None:
+    values = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
+    want = values.astype(tf.as_dtype(number).as_numpy_dtype)
+    as_it_likes, as_bytes = tf.make_tensor_proto(want), tf.make_tensor_proto(want)
+    for values_field in ("int_val", "bool_val", "half_val", "float_val", "double_val", "int64_val"):
+        as_bytes.ClearField(values_field)
+    as_bytes.tensor_content = want.tobytes()
+    for proto in (as_it_likes, as_bytes):
+        value = field(8, proto.SerializeToString())
+        found = graphdef.read(io.BytesIO(value), graphdef.stored(value, (0, len(value)), number))
+        assert found.shape == want.shape and bits(found.reshape(-1)) == bits(want)
+
+
+@pytest.mark.parametrize("number", [1, 14, 19, 9])
+def test_more_values_than_a_window(number: int, tf: ModuleType) -> None:
+    """Windows end within a number of several bytes, wherever that is."""
+    dtype, place = graphdef.DTYPES[number]
+    rng = np.random.default_rng(number)
+    top = 1 << (63 if number == 9 else 8 * dtype.itemsize)
+    values = (rng.integers(0, top, 150_000) >> rng.integers(0, 9, 150_000)).tolist()
+    content = packed(values, 4 if place == 5 else None)
+    assert len(content) > graphdef.WINDOW
+    found = read_tensor(number, field(2, field(2, field(1, len(values)))), field(place, content))
+    kind = {2: torch.uint16, 4: torch.uint32, 8: torch.int64}[dtype.itemsize]
+    assert found.view(kind).tolist() == values
+
+
+def test_the_layout_is_tensorflows(tf: ModuleType) -> None:
+    """The messages and their fields, as TensorFlow's own descriptors have them."""
+    checked: set[str] = set()
+
+    def compare(message: str, theirs: Any) -> None:
+        if theirs.full_name in checked:
+            return
+        checked.add(theirs.full_name)
+        fields = {one.number: one for one in theirs.fields}
+        for number, one in fields.items():
+            said = graphdef.SCHEMA[message].get(number)
+            if one.message_type is not None:
+                compare(str(said), one.message_type)
+            elif one.type == one.TYPE_STRING:
+                assert said == graphdef.TEXT, (message, number)
+            elif not one.is_repeated or one.type == one.TYPE_BYTES:
+                assert said is None, (message, number)
+            else:
+                fixed = {one.TYPE_FLOAT: "4", one.TYPE_DOUBLE: "8", one.TYPE_FIXED64: "8"}
+                assert said == fixed.get(one.type, graphdef.NUMBERS), (message, number)
+        assert graphdef.SCHEMA[message].keys() <= fields.keys()
+
+    compare("GraphDef", tf.compat.v1.GraphDef.DESCRIPTOR)
+    assert len(checked) > 30
+
+
+def test_sniffing(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> None:
+    built = tf_bert.build(tf, {"num_hidden_layers": 1}, heads=())
+    prefix = tf_bert.save(tf, built, tmp_path / "model.ckpt")
+    tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
+    tf.io.write_graph(built.graph, str(tmp_path), "graph.pbtxt")
+    found = {path.name for path in tmp_path.iterdir() if frozen.sniff(path)}
+    assert found == {"frozen.pb"}
+    assert not frozen.sniff(tmp_path) and not frozen.sniff(prefix)
+
+
+def test_weights_are_in_memory_once(
+    rng: np.random.Generator, tf: ModuleType, tmp_path: Path
+) -> None:
+    """160 MB of weights take 160 MB, not twice as much, and they are aligned."""
+    tables = [rng.random((10_000, 1_000), "f4") for _ in range(4)]
+    names = "abcd"
+    graph(tf, tmp_path, *((n, "Const", [], t) for n, t in zip(names, tables, strict=True)))
+    script = """
+import resource, sys
+from pathlib import Path
+import torch
+from packhorse.checkpoint import frozen
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+tensors = frozen.read(Path(sys.argv[1])).tensors
+assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
+print(peak() - before, sum(tensor.nbytes for tensor in tensors.values()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "graph.pb")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    grown, weights = map(int, done.stdout.split())
+    assert weights == 160_000_000 and grown < weights + (64 << 20)
