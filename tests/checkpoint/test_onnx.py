@@ -207,9 +207,9 @@ LINEAR: dict[str, tuple[list[NodeProto], dict[str, Array], str]] = {
         "m",
     ),
     "in a container that is called": (
-        [node("MatMul", "x w", "y", "/net/net.0/MatMul")],
+        [node("MatMul", "x w", "y", "/m/net/net.0/MatMul")],
         {"w": W},
-        "net.0",
+        "m.net.0",
     ),
     "in a module by metadata": (
         [node("MatMul", "x val_7", "t", scope="m.layer.0"), node("Add", "t b", "y")],

