@@ -45,8 +45,12 @@ def mutate(data: bytes, size: int, seed: int) -> bytes:
     length = int.from_bytes(data[:8], "little")
     if seed % 4 == 0 or length > len(data):
         return atheris.Mutate(data, size)
-    header = atheris.Mutate(data[8 : 8 + length], max(1, size - 8))
-    return struct.pack("<Q", len(header)) + header + data[8 + length :]
+    body = data[8 + length :]
+    room = size - 8 - len(body)
+    if room < 1:
+        return atheris.Mutate(data, size)
+    header = atheris.Mutate(data[8 : 8 + length], room)
+    return struct.pack("<Q", len(header)) + header + body
 
 
 def seeds(folder: Path) -> None:

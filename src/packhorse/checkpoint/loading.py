@@ -174,7 +174,7 @@ def _build(
         name="",
         max_length=_max_length(config, layout, vocabulary),
         labels=labels,
-        problem=names.problem(found, labels),
+        problem=names.problem(found.raw, labels),
         prompts=prompts,
         default_prompt=default_prompt,
         raw=found.raw,

@@ -218,7 +218,7 @@ def labels(found: Found, heads: Collection[str]) -> tuple[str, ...]:
     head = next((head for head in ("classify", "tokens") if head in heads), None)
     if head is None:
         return ()
-    if named := _named_labels(found.raw):
+    if named := named_labels(found.raw):
         return named
     count = found.raw.get("num_labels", 2)
     classifier = f"{found.family.heads[head][f'heads.{head}.dense']}.weight"
@@ -229,7 +229,8 @@ def labels(found: Found, heads: Collection[str]) -> tuple[str, ...]:
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
-def _named_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def named_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """The labels that a configuration names; none where it does not."""
     named = raw.get("id2label") or {}
     try:
         numbered = sorted((int(number), str(label)) for number, label in named.items())
@@ -240,9 +241,9 @@ def _named_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(label for _, label in numbered)
 
 
-def problem(found: Found, labels: Collection[str]) -> str:
+def problem(raw: Mapping[str, Any], labels: Collection[str]) -> str:
     """What a classifier's outputs mean; a single output without a word on it is a regression."""
-    said = found.raw.get("problem_type")
+    said = raw.get("problem_type")
     if said is None:
         return "regression" if len(labels) == 1 else "single_label"
     if not isinstance(said, str) or said not in PROBLEMS:
