@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse import results
+from packhorse.errors import InputError
 from packhorse.tokens import Encoding
 
 
@@ -73,6 +77,170 @@ def test_windows_compete_and_the_same_span_counts_once() -> None:
     assert found[0].text == "two"
     assert len({(a.start, a.end) for a in found}) == len(found)
     assert found[0].score == results.answers([strong], [window], context)[0].score
+
+
+def in_windows(
+    window: Encoding, logits: np.ndarray, room: int, stride: int
+) -> tuple[list[np.ndarray], list[Encoding]]:
+    """The same tokens with the same logits, seen through windows that share `stride` of them."""
+    parts: tuple[list[np.ndarray], list[Encoding]] = [], []
+    context, size = window.spans[-1], window.spans[-1].stop - window.spans[-1].start
+    for start in range(0, max(1, size - stride), room - stride):
+        first, last = context.start + start, min(context.start + start + room, context.stop)
+        keep = np.r_[: context.start, first:last, context.stop : len(window)]
+        parts[0].append(logits[keep])
+        part = replace(
+            window,
+            ids=window.ids[keep],
+            types=window.types[keep],
+            offsets=window.offsets[keep],
+            special=window.special[keep],
+            spans=(window.spans[0], slice(context.start, context.start + last - first)),
+            start=start,
+        )
+        parts[1].append(part)
+    return parts
+
+
+def span_by_span(logits, windows, longest: int) -> dict[tuple[int, int], float]:
+    """Every span of every window, the plain way."""
+    found: dict[tuple[int, int], float] = {}
+    for scores, window in zip(logits, windows, strict=True):
+        context = range(window.spans[-1].start, window.spans[-1].stop)
+        for i in context:
+            for j in context:
+                place = int(window.offsets[i, 0]), int(window.offsets[j, 1])
+                value = float(scores[i, 0]) + float(scores[j, 1])
+                if i <= j < i + longest:
+                    found[place] = max(found.get(place, -np.inf), value)
+    return found
+
+
+@given(
+    words=st.integers(1, 40),
+    question=st.integers(0, 3),
+    longest=st.integers(1, 12),
+    room=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    top_k=st.integers(1, 30),
+)
+def test_any_windows_give_what_a_plain_loop_finds(
+    words: int, question: int, longest: int, room: int, seed: int, top_k: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    context = " ".join("x" * int(n) for n in rng.integers(1, 4, words))
+    window = make_encoding(context, question)
+    whole = rng.normal(size=(len(window), 2)) * 3
+    logits, windows = in_windows(window, whole, room, int(rng.integers(0, room)))
+    # A token is worth something else in each window it is in.
+    logits = [part + rng.normal(size=part.shape) for part in logits]
+    expected = span_by_span(logits, windows, longest)
+    order = sorted(expected, key=lambda place: (-expected[place], place))[:top_k]
+    powers = {place: np.exp(value) for place, value in expected.items()}
+    found = results.answers(logits, windows, context, top_k, longest)
+    assert [(a.start, a.end) for a in found] == order
+    assert all(a.text == context[a.start : a.end] for a in found)
+    shares = [powers[place] / sum(powers.values()) for place in order]
+    assert [a.score for a in found] == pytest.approx(shares)
+
+
+@given(st.integers(1, 8), st.integers(0, 99))
+def test_many_windows_are_one_where_each_answer_fits_in_one(longest: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    context = " ".join(str(i) for i in range(int(rng.integers(1, 60))))
+    window = make_encoding(context, question=2)
+    logits = rng.normal(size=(len(window), 2))
+    stride = longest - 1  # the least that cuts no answer
+    parts = in_windows(window, logits, stride + int(rng.integers(1, 9)), stride)
+    everything = (context, 10_000, longest)
+    found = results.answers(*parts, *everything)
+    alone = results.answers([logits], [window], *everything)
+    assert [(a.start, a.end) for a in found] == [(a.start, a.end) for a in alone]
+    assert [a.score for a in found] == pytest.approx([a.score for a in alone])
+    assert sum(a.score for a in found) == pytest.approx(1)
+
+
+def test_a_lost_window_is_a_lost_answer() -> None:
+    """The control of the two above."""
+    context = " ".join(str(i) for i in range(40))
+    window = make_encoding(context, question=2)
+    logits = span_logits(len(window), 40, 41)
+    parts, windows = in_windows(window, logits, 10, 4)
+    assert results.answers(parts, windows, context)[0].text == "36 37"
+    assert results.answers(parts[:-1], windows[:-1], context)[0].text != "36 37"
+
+
+def test_no_answer_is_what_all_windows_say() -> None:
+    context = "one two three"
+    window = make_encoding(context)
+    sees, does_not = span_logits(len(window), 2, 2, 4.0), np.zeros((len(window), 2))
+    sees[0], does_not[0] = 1.0, 9.0
+    both = [sees, does_not], [window, window], context
+    # The window that sees the answer gives "none" 1 + 1, the answer 4 + 4.
+    assert results.answers(*both)[0].text == "two"
+    assert results.answers(*both, no_answer=-5.9)[0].text == "two"
+    assert results.answers(*both, no_answer=-6.0)[0].text == "two"
+    none, first = results.answers(*both, top_k=2, no_answer=-6.1)
+    assert none == results.Answer("", 0, 0, none.score) and first.text == "two"
+    assert np.log(none.score / first.score) == pytest.approx(-6)
+    every = results.answers(*both, top_k=99, no_answer=-np.inf)
+    assert len(every) == 7 and sum(a.score for a in every) == pytest.approx(1)
+    assert results.answers([does_not], [window], context, no_answer=0.0)[0].text == ""
+    assert results.answers([does_not], [window], context)[0].text == "one"
+
+
+def test_masks_overflow_and_what_is_not_a_number() -> None:
+    context = "one two three four"
+    window = make_encoding(context)
+    masked = np.full((len(window), 2), -np.inf)
+    assert results.answers([masked], [window], context, no_answer=0.0) == []
+    masked[3] = 0.0
+    (only,) = results.answers([masked], [window], context, top_k=9)
+    assert (only.text, only.score) == ("three", 1.0)
+    broken = span_logits(len(window), 2, 3)
+    broken[1, 0] = broken[4, 1] = np.nan
+    found = results.answers([broken], [window], context, top_k=99)
+    assert found[0].text == "two three" and all(0 <= a.score <= 1 for a in found)
+    assert not any(a.text.startswith("one") or a.text.endswith("four") for a in found)
+    halves = np.full((len(window), 2), -60000, np.float16)
+    halves[2, 0], halves[3, 1] = 60000, np.inf  # their sum is beyond a half
+    (best,) = results.answers([halves], [window], context)
+    assert (best.text, best.score) == ("two three", 1.0)
+
+
+def test_tokens_of_one_character_are_one_answer() -> None:
+    context = "a \N{HORSE FACE} b"
+    window = make_encoding("a x y z b")  # three tokens are the bytes of one character
+    offsets = np.array([(0, 0), (0, 1), (2, 3), (2, 3), (2, 3), (4, 5), (0, 0)], np.int32)
+    window = replace(window, offsets=offsets)
+    logits = np.zeros((7, 2))
+    logits[2:5] = 5.0
+    found = results.answers([logits], [window], context, top_k=6)
+    assert found[0].text == "\N{HORSE FACE}"
+    assert sorted((a.start, a.end) for a in found) == [
+        *((0, 1), (0, 3), (0, 5), (2, 3), (2, 5), (4, 5))
+    ]
+
+
+def test_a_context_without_tokens_has_no_answer() -> None:
+    empty = make_encoding("x", question=1)
+    empty = replace(empty, spans=(empty.spans[0], slice(3, 3)))
+    assert results.answers([np.zeros((5, 2))], [empty], "") == []
+    (none,) = results.answers([np.zeros((5, 2))], [empty], "", no_answer=0.0)
+    assert (none.text, none.score) == ("", 1.0)
+    for wrong in ({"top_k": 0}, {"longest": 0}):
+        with pytest.raises(InputError, match="1 or more"):
+            results.answers([np.zeros((5, 2))], [empty], "", **wrong)
+
+
+def test_memory_is_linear_in_the_context() -> None:
+    window = make_encoding(" ".join(["word"] * 20_000))
+    logits = np.zeros((len(window), 2))
+    tracemalloc.start()
+    results.answers([logits], [window], "word " * 20_000, top_k=20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20_000 * 30 * 8 * 10  # a square would be 20,000 times 20,000 times 8
 
 
 def test_classification() -> None:

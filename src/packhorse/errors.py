@@ -24,6 +24,18 @@ class KernelError(PackhorseError):
     """An attention kernel was asked to run on a device, dtype or pass it does not serve."""
 
 
+class Overloaded(PackhorseError):
+    """More waits to be run than was allowed to; nothing is wrong with the request, try again."""
+
+
+class RunnerStopped(PackhorseError):
+    """The runner was closed or its engine died; no request of it will be answered any more."""
+
+
+class RequestFailed(PackhorseError):
+    """The model ran and failed on this one request; the cause, where there is one, is attached."""
+
+
 class MissingExtra(PackhorseError, ImportError):
     """An optional dependency is not installed."""
 

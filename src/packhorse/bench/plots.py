@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from packhorse.bench.encode import EncodeRow
+    from packhorse.bench.modes import ModeRow
     from packhorse.bench.packing import PackingRow
     from packhorse.bench.waste import WasteRow
 
@@ -123,6 +124,53 @@ def _colour(row: EncodeRow) -> str:
     return (OURS_LIGHT if online else OURS) if ours else (LIGHT if online else GREY)
 
 
+def draw_modes(path: Path, rows: Sequence[ModeRow], about: str) -> None:
+    """Requests a second with their ratio to padding; and how long half and all but 1 % wait."""
+    found = [row for row in rows if row.problem is None]
+    figure = _figure(12, 1.6 + 0.36 * len(found))
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.2, 1])
+    bars = left.barh(
+        range(len(found)), [row.throughput for row in found], color=[_shade(row) for row in found]
+    )
+    labels = [f"{row.throughput:,.0f}  ({row.ratio_to_padded:.2f}x)" for row in found]
+    left.bar_label(bars, labels, padding=3, fontsize=9)
+    left.set_yticks(range(len(found)), [row.name for row in found])
+    left.invert_yaxis()
+    left.tick_params(left=False)
+    left.margins(x=0.2)
+    left.set_xlabel("requests a second")
+    _plain(left, "Throughput, and times Original")
+    _draw_waits(right, found)
+    figure.suptitle(about, x=0.01, ha="left", fontsize=11)
+    _save(figure, path)
+
+
+def _shade(row: ModeRow) -> str:
+    if row.name.startswith("Original"):
+        return PADDING if row.kernel else LIGHT
+    return OURS if "Ragged" in row.name else OURS_LIGHT
+
+
+def _draw_waits(axes: Axes, rows: Sequence[ModeRow]) -> None:
+    """A line from the median to the 99th percentile, a little apart for each loop."""
+    for name, colour, aside, spans in (
+        ("closed loop", OURS, -0.15, [(row.p50_ms, row.p99_ms) for row in rows]),
+        ("open loop", PADDING, 0.15, [(row.open_p50_ms, row.open_p99_ms) for row in rows]),
+    ):
+        known = [(y + aside, a, b) for y, (a, b) in enumerate(spans) if a is not None]
+        if known:
+            y, low, high = zip(*known, strict=True)
+            axes.hlines(y, low, high, color=colour, linewidth=2.5, label=name)
+            axes.plot(low, y, "o", color=colour)
+    axes.set_xlim(left=0)
+    axes.tick_params(left=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("milliseconds, median (dot) to 99th percentile")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+    _plain(axes, "Time to an answer")
+
+
 def draw_waste(path: Path, counts: np.ndarray, rows: Sequence[WasteRow]) -> None:
     """The lengths, and real tokens and padding for every way."""
     figure = _figure(11, 3.6)
@@ -145,18 +193,26 @@ def draw_waste(path: Path, counts: np.ndarray, rows: Sequence[WasteRow]) -> None
     _save(figure, path)
 
 
-def draw_speeds(path: Path, names: Sequence[str], speeds: Sequence[float], title: str) -> None:
-    """A bar for each way to encode the same texts; ours is the first."""
+def draw_speeds(
+    path: Path,
+    names: Sequence[str],
+    speeds: Sequence[float],
+    title: str,
+    unit: str = "texts a second",
+    ours: int = 0,
+) -> None:
+    """A bar for each way to do the same work."""
     figure = _figure(8, 1.2 + 0.4 * len(names))
     axes = figure.subplots()
-    colours = [OURS] + [GREY] * (len(names) - 1)
+    colours = [OURS if place == ours else GREY for place in range(len(names))]
     bars = axes.barh(range(len(names)), speeds, color=colours)
-    axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3)
+    digits = 0 if max(speeds) >= 100 else 2
+    axes.bar_label(bars, [f"{speed:,.{digits}f}" for speed in speeds], padding=3)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.tick_params(left=False)
     axes.margins(x=0.1)
-    axes.set_xlabel("texts a second")
+    axes.set_xlabel(unit)
     _plain(axes, title)
     _save(figure, path)
 

@@ -7,15 +7,16 @@ machine, versions, command.
 
 from __future__ import annotations
 
+import csv
 import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from packhorse.errors import InputError
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from packhorse.bench.encode import EncodeRow
+    from packhorse.bench.modes import ModeRow
     from packhorse.bench.packing import PackingRow
     from packhorse.bench.waste import WasteRow
 
@@ -109,7 +111,42 @@ def waste_table(rows: Sequence[WasteRow], costs: Sequence[float] | None = None) 
     return Table.of(columns, cells)
 
 
-def problems(rows: Sequence[EncodeRow] | Sequence[PackingRow]) -> list[str]:
+def modes_table(rows: Sequence[ModeRow]) -> Table:
+    """Modes and padded peers; those with a problem are for `problems`."""
+    columns = (
+        *("mode", "kernel", "req/s", "median", "x padded", "median x", "with packing", "fill"),
+        *("max diff", "batch ms", "closed p50/p90/p99 ms", "open req/s", "open p50/p90/p99 ms"),
+    )
+    return Table.of(
+        columns,
+        [
+            (
+                *(row.name, row.kernel or "-"),
+                *(_rate(row.throughput), _rate(row.median_throughput)),
+                *(_times(row.ratio_to_padded), _times(row.median_ratio_to_padded)),
+                *(_rate(row.throughput_with_packing), f"{row.fill:.1%}"),
+                *(f"{row.largest_difference:.1e}", _milliseconds(row.batch_ms)),
+                _milliseconds(row.p50_ms, row.p90_ms, row.p99_ms),
+                "-" if row.open_rate is None else _rate(row.open_rate),
+                _milliseconds(row.open_p50_ms, row.open_p90_ms, row.open_p99_ms),
+            )
+            for row in rows
+            if row.problem is None
+        ],
+    )
+
+
+class Measured(Protocol):
+    """A row of a table that may have failed."""
+
+    @property
+    def subject(self) -> str: ...
+
+    @property
+    def problem(self) -> str | None: ...
+
+
+def problems(rows: Sequence[Measured]) -> list[str]:
     """One line for each row that could not be measured."""
     return [f"{row.subject}: {row.problem}" for row in rows if row.problem is not None]
 
@@ -125,6 +162,11 @@ def _rate(value: float) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _milliseconds(*values: float | None) -> str:
+    known = [f"{value:.1f}" for value in values if value is not None]
+    return "/".join(known) or "-"
 
 
 def markdown(table: Table) -> str:
@@ -172,6 +214,17 @@ def check_writable(path: Path | None) -> None:
     """Find out before the long part whether a file can be written there."""
     if path is not None and not path.expanduser().resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def write_csv(path: Path, rows: Sequence[ModeRow]) -> None:
+    """All figures of each row, under their names; empty where there is none."""
+    try:
+        with path.expanduser().open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
 def write_note(

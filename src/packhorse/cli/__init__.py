@@ -29,6 +29,7 @@ COMMANDS = {
     "inspect": ("packhorse.cli.inspect:inspect", "Show what a checkpoint of any format holds."),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
     "verify": ("packhorse.cli.verify:verify", "Compare two checkpoints, tensors and outputs."),
+    "onnx": ("packhorse.cli.onnx:app", "Rewrite an ONNX model so that it takes packed rows."),
     "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph of a TensorFlow checkpoint."),
     "doctor": ("packhorse.cli.doctor:doctor", "Say what can run here, and how to fix the rest."),
     "bench": ("packhorse.cli.bench:app", "Measure encoders and packers, ours and others."),

@@ -217,6 +217,125 @@ def packing(
     emit({**about, "capacity": room, "rows": [asdict(row) for row in rows]}, keep.json)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Online:
+    """The flags of `modes`, under the names of `bench.modes.Setup`."""
+
+    model: Annotated[
+        str, _flag("--model", "-m", help="A folder, a file or a hub id; default all-MiniLM-L6-v2.")
+    ] = DEFAULT_MODEL
+    config: Annotated[
+        Literal["tiny", "minilm", "base", "large"] | None,
+        _flag("--config", help="Random weights of this geometry, in place of a model."),
+    ] = None
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        _flag("--dtype", help="Of all modes; default fp32 on a CPU, else bf16."),
+    ] = None
+    device: Annotated[str | None, _flag("--device", help="cpu, cuda …")] = None
+    rows: Annotated[int, _flag("--rows", help="Rows a batch.")] = 16
+    capacity: Annotated[int, _flag("--capacity", help="Tokens a row, the longest request.")] = 256
+    requests: Annotated[int, _flag("--requests", help="How many.")] = 1600
+    workload: Annotated[
+        Mix, _flag("--workload", help="Lengths: N(1/2, 1/2) of a row, like SQuAD, like Wikipedia.")
+    ] = "normal"
+    seed: Annotated[int, _flag("--seed", help="Of lengths, token ids and arrivals.")] = 2023
+    timeout: Annotated[
+        float, _flag("--timeout", help="Seconds that a batch may wait to be full.")
+    ] = 0.0015
+    graphs: Annotated[
+        bool, _flag("--graphs", help="What can be compiled is; on CUDA as graphs.")
+    ] = False
+    repeats: Annotated[int, _flag("--repeats", help="Timed rounds, all modes in each.")] = 3
+    load_repeats: Annotated[
+        int, _flag("--load-repeats", help="Rounds under load; 0: no latencies.")
+    ] = 1
+    rate: Annotated[
+        float | None,
+        _flag("--rate", help="Requests a second of the open loop; default 70 % of the mode's own."),
+    ] = None
+
+
+@app.command
+def modes(
+    *,
+    online: Online = Online(),  # noqa: B008
+    peers: Annotated[
+        str | None,
+        _flag("--peers", help="Names with commas, or none; default transformers, onnxruntime."),
+    ] = None,
+    csv: Annotated[Path | None, _flag("--csv", help="All figures, a line a mode.")] = None,
+    keep: Keep = Keep(),  # noqa: B008
+) -> None:
+    """Padded against packed, offline and online: PopRT's six modes and ours.
+
+    Speeds are those of the best round, "x padded" is how many times Original:
+    our own model with one request a row. Offline modes are timed without
+    packing, "with packing" includes it. Latencies are those of a closed loop
+    of 3.5 clients a row, and of random arrivals, from when they were due.
+
+    Try:
+      packhorse bench modes --dtype bf16 --plot modes.svg --note note.md
+      packhorse bench modes --config large --rows 64 --graphs --peers none
+    """
+    from packhorse.bench import modes as bench
+    from packhorse.bench import plots, report
+
+    keep.check()
+    report.check_writable(csv)
+    others = None if peers is None else tuple(n for n in _names(peers) if n != "none")
+    setup = bench.Setup(**asdict(online), peers=others)
+    with progress("timing the modes") as advance:
+        found = bench.measure(setup, advance)
+    about = bench.describe(setup, found) | report.machine(found.device)
+    _show("Modes", about, report.modes_table(found.rows), report.problems(found.rows), keep)
+    if csv:
+        report.write_csv(csv, found.rows)
+        note(f"written: {csv}")
+    if keep.plot:
+        plots.draw_modes(keep.plot, found.rows, f"{about['model']}, {about['workload']}")
+    emit({**about, "modes": [asdict(row) for row in found.rows]}, keep.json)
+
+
+@app.command
+def load(
+    *,
+    config: Annotated[
+        str, _flag("--config", help="Geometry of the checkpoint: tiny, minilm, base, large.")
+    ] = "large",
+    repeats: Annotated[int, _flag("--repeats", help="Rounds; the best and the median count.")] = 5,
+    folder: Annotated[
+        Path | None, _flag("--folder", help="Where to write it; default the system's own place.")
+    ] = None,
+    keep: Keep = Keep(),  # noqa: B008
+) -> None:
+    """Open a TensorFlow checkpoint: here, with TensorFlow, and as a plain read.
+
+    A checkpoint of random weights is written (1.3 GB for BERT-Large) and read
+    in a process of its own each time. The plain read is the floor: the file in
+    order, into one buffer, with its checksum.
+
+    Try:
+      packhorse bench load
+      packhorse bench load --config base --repeats 3 --json
+    """
+    from packhorse.bench import loading, plots, report
+
+    keep.check()
+    with progress("opening") as advance:
+        found = loading.compare(config, repeats, folder, advance)
+    size = f"{found.bytes:,} bytes in {found.tensors} tensors"
+    about = {"workload": f"BERT-{config}, {size}", "rounds": repeats, **report.machine()}
+    _show("Opening a checkpoint", about, loading.table(found), report.problems(found.rows), keep)
+    if keep.plot:
+        rows = [row for row in found.rows if row.problem is None]
+        speeds = [row.gigabytes_per_second for row in rows]
+        names = [row.engine for row in rows]
+        plots.draw_speeds(keep.plot, names, speeds, about["workload"], "gigabytes a second", 1)
+    emit({**about, "bytes": found.bytes, "rows": [asdict(row) for row in found.rows]}, keep.json)
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

@@ -1,12 +1,15 @@
 """`packhorse convert`: a checkpoint of any format, written in another."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress
 from packhorse.cli.flags import Beside
+
+if TYPE_CHECKING:
+    from packhorse.checkpoint import Checkpoint
 
 
 def convert(
@@ -62,9 +65,7 @@ def convert(
         advance(0, 2)
         found = checkpoint.load(
             source,
-            config=beside.config,
-            vocab=beside.vocab,
-            heads=beside.heads,
+            **beside.given(),
             vocab_size=vocab_size,
             max_positions=max_positions,
             repeat_positions=repeat_positions,
@@ -74,23 +75,20 @@ def convert(
         advance(1, 2)
         checkpoint.write(target, found, to=to, overwrite=overwrite)
         advance(2, 2)
+    wrote = sorted(path.relative_to(target).as_posix() for path in target.rglob("*.*"))
     for line in found.notes:
         note(line)
     if found.vocabulary is None:
         note("warning: the source has no tokenizer, so the target has none; pass --vocab FILE")
-    tensors = found.model.state_dict()
-    wrote = sorted(path.relative_to(target).as_posix() for path in target.rglob("*.*"))
     note(f"{found.format} to {to}: {target} ({', '.join(wrote)})")
-    emit(
-        {
-            "source": source,
-            "from": found.format,
-            "to": to,
-            "folder": str(target),
-            "files": wrote,
-            "tensors": len(tensors),
-            "parameters": sum(tensor.numel() for tensor in tensors.values()),
-            "heads": list(found.model.heads),
-        },
-        json,
-    )
+    said = {"source": source, "from": found.format, "to": to, "folder": str(target)}
+    emit({**said, "files": wrote, **_holds(found)}, json)
+
+
+def _holds(found: "Checkpoint") -> dict[str, object]:
+    tensors = found.model.state_dict()
+    return {
+        "tensors": len(tensors),
+        "parameters": sum(tensor.numel() for tensor in tensors.values()),
+        "heads": list(found.model.heads),
+    }

@@ -19,6 +19,7 @@ from packhorse.data.tasks import Question, read_predictions, read_squad, write_p
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
+    from packhorse.data.squad_score import Score
     from packhorse.runtime.encoder import Encoder
 
 SWITCH = Parameter(negative="", show_default=False)
@@ -43,7 +44,8 @@ class Options:
         int, Parameter(help="Tokens a window at most; the model's own length if that is less.")
     ] = 384
     stride: Annotated[
-        int | None, Parameter(help="Tokens that windows share; default a third of a window.")
+        int | None,
+        Parameter(help="Tokens that windows share; default 128, or a quarter of shorter ones."),
     ] = None
     max_answer_tokens: Annotated[int, Parameter(help="Tokens an answer has at most.")] = 30
     no_answer: Annotated[
@@ -124,8 +126,7 @@ def _scored(questions: list[Question], options: Options) -> dict[str, Any]:
     if missing:
         note(f"warning: {missing} of {len(questions)} questions have no prediction: counted wrong")
     found = score(questions, marks(questions, {id: [text] for id, text in predicted.items()}))
-    parts = {name: asdict(part) for name, part in found.items()}
-    return {**parts.pop("all"), **parts, "missing": missing}
+    return {**_parts(found), "missing": missing}
 
 
 def _evaluated(questions: list[Question], options: Options) -> dict[str, Any]:
@@ -134,41 +135,37 @@ def _evaluated(questions: list[Question], options: Options) -> dict[str, Any]:
     from packhorse.runtime.evaluation import ask, judge
 
     encoder = _load(options)
-    length = options.max_length if options.max_length > 0 else encoder.max_length
-    length = min(length, encoder.max_length)
-    stride = length // 3 if options.stride is None else options.stride
-    note(f"windows of {length} tokens, of which {stride} are shared with the next")
+    how = _windows(options, encoder.max_length)
     start = time.perf_counter()
     with progress("answering") as advance:
-        replies = ask(
-            encoder,
-            questions,
-            top_k=options.top_k,
-            max_length=length,
-            stride=stride,
-            max_answer_tokens=options.max_answer_tokens,
-            progress=advance,
-        )
+        asked = {"top_k": options.top_k, "max_answer_tokens": options.max_answer_tokens}
+        replies = ask(encoder, questions, **how, **asked, progress=advance)
     seconds = time.perf_counter() - start
-    no_answer = 0.0 if options.no_answer is None and is_v2(questions) else options.no_answer
-    report = judge(questions, replies, no_answer, options.top_k)
+    threshold = 0.0 if options.no_answer is None and is_v2(questions) else options.no_answer
+    report = judge(questions, replies, threshold, options.top_k)
     if options.predictions:
         write_predictions(options.predictions, report.predictions)
         note(f"{options.predictions}: {len(report.predictions):,} predictions")
-    parts = {name: asdict(part) for name, part in report.score.items()}
-    return {
-        **parts.pop("all"),
-        **parts,
-        **({"within_top_k": asdict(report.within)} if options.top_k > 1 else {}),
-        **({"best": {name: b._asdict() for name, b in report.best.items()}} if report.best else {}),
-        "seconds": seconds,
-        "questions_per_second": len(questions) / seconds,
-        "model": encoder.name,
-        "max_length": length,
-        "stride": stride,
-        "top_k": options.top_k,
-        "threshold": no_answer,
-    }
+    within = {"within_top_k": asdict(report.within)} if options.top_k > 1 else {}
+    best = {"best": {name: best._asdict() for name, best in report.best.items()}}
+    times = {"seconds": seconds, "questions_per_second": len(questions) / seconds}
+    run = {"model": encoder.name, "threshold": threshold, **how, **asked}
+    return {**_parts(report.score), **within, **(best if report.best else {}), **times, **run}
+
+
+def _windows(options: Options, longest: int) -> dict[str, Any]:
+    """How long contexts are read: as is the custom, where the model is long enough for that."""
+    length = min(options.max_length, longest) if options.max_length > 0 else longest
+    stride = 128 if options.stride is None and length >= 384 else options.stride
+    shared = "a quarter is" if stride is None else f"{stride} are"
+    note(f"windows of {length} tokens, of which {shared} shared with the next")
+    return {"max_length": length, "stride": stride}
+
+
+def _parts(found: "dict[str, Score]") -> dict[str, Any]:
+    """The score of all, and by name those of some."""
+    parts = {name: asdict(part) for name, part in found.items()}
+    return {**parts.pop("all"), **parts}
 
 
 def _load(options: Options) -> "Encoder":

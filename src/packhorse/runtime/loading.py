@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from packhorse import attention, checkpoint
+from packhorse import attention, checkpoint, onnxpack
 from packhorse import device as devices
 from packhorse.checkpoint import Checkpoint
 from packhorse.checkpoint.configuration import Given
@@ -22,6 +22,7 @@ from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
+from packhorse.runtime.packed_onnx import open_packed
 
 Load = Callable[..., Checkpoint]
 CLOSE_ENOUGH = 0.999  # cosine to fp32 that `dtype="auto"` asks of a faster format
@@ -42,6 +43,8 @@ def load(
 ) -> Encoder:
     """An `Encoder` over `model`: a folder, a file of weights, a TensorFlow prefix or a hub id.
 
+    What `packhorse onnx pack` wrote is run as it is, on ONNX Runtime.
+
     device: "cpu", "cuda" …; the accelerator if there is one. dtype: "fp32", "bf16", "fp16" or
     "auto"; fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by name; the fastest that
     serves. graphs: compile each bucket of shapes, and on CUDA replay it as a graph. budget: tokens
@@ -51,6 +54,8 @@ def load(
     if budget is not None and budget < 1:
         raise InputError(f"the budget is {budget} tokens a batch; it must be at least 1")
     where = devices.choose_device(device)
+    if onnxpack.is_packed(path := Path(model).expanduser()):
+        return open_packed(path, where, config, vocab, budget)
     opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
     if dtype == "auto":
         return _fastest(opened, where, kernel, graphs, budget)
