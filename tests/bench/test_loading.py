@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from packhorse.bench import loading, random_model, report
-from packhorse.checkpoint import tf1
+from packhorse.checkpoint.tensorflow import tf1
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.checkpoint import freezing, frozen
-from packhorse.checkpoint.freezing import Frozen, freeze
+from packhorse.checkpoint.tensorflow import freezing, frozen
+from packhorse.checkpoint.tensorflow.freezing import Frozen, freeze
 from packhorse.errors import CheckpointError, InputError, PackhorseError
 
 

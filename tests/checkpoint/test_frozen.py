@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.checkpoint import frozen, graphdef
+from packhorse.checkpoint.tensorflow import frozen, graphdef
 from packhorse.wire import write_field as field
 from packhorse.wire import write_fixed32, write_varint
 
@@ -311,7 +311,7 @@ def test_weights_are_in_memory_once(
 import resource, sys
 from pathlib import Path
 import torch
-from packhorse.checkpoint import frozen
+from packhorse.checkpoint.tensorflow import frozen
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 tensors = frozen.read(Path(sys.argv[1])).tensors

@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packhorse.checkpoint import frozen, graphdef
+from packhorse.checkpoint.tensorflow import frozen, graphdef
 from packhorse.errors import CheckpointError
 from packhorse.wire import write_field as field
 from packhorse.wire import write_fixed32, write_varint
@@ -215,7 +215,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from packhorse.checkpoint import frozen
+from packhorse.checkpoint.tensorflow import frozen
 from packhorse.errors import CheckpointError
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 frozen.read(Path(sys.argv[1]) / "good.pb")

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from onnx import numpy_helper
 
 from packhorse.checkpoint import onnx as reader
-from packhorse.checkpoint import onnx_data
+from packhorse.checkpoint.onnx import data as onnx_data
 from packhorse.errors import CheckpointError
 from packhorse.wire import fields, write_field, write_fixed32, write_varint
 

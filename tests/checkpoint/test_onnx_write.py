@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from packhorse import attention
-from packhorse.checkpoint import files, names, onnx_export
+from packhorse.checkpoint import files, names
 from packhorse.checkpoint import onnx as reader
 from packhorse.checkpoint.building import build
+from packhorse.checkpoint.onnx import export as onnx_export
 from packhorse.errors import CheckpointError, MissingExtra
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse import wire
-from packhorse.checkpoint import sstable
+from packhorse.checkpoint.tensorflow import sstable
 from packhorse.errors import CheckpointError
 
 Entry = tuple[int, bytes, bytes]  # bytes shared with the key before, the rest of the key, the value

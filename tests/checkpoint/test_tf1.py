@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.checkpoint import tf1, tf1_index
 from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.tensorflow import tf1, tf1_index
 from packhorse.errors import CheckpointError
 
 

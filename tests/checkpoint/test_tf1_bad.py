@@ -19,8 +19,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from packhorse.checkpoint import sstable, tf1
-from packhorse.checkpoint.tf1_index import slice_key
+from packhorse.checkpoint.tensorflow import sstable, tf1
+from packhorse.checkpoint.tensorflow.tf1_index import slice_key
 from packhorse.errors import CheckpointError
 from packhorse.wire import crc32c, mask, varint, write_field, write_fixed32, write_varint
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packhorse.checkpoint import tf1, tf1_index, tf1_write
+from packhorse.checkpoint.tensorflow import tf1, tf1_index, tf1_write
 from packhorse.errors import InputError
 
 

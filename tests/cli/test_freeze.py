@@ -37,7 +37,7 @@ def prefix(bert: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_graph_is_frozen(cli, prefix: Path, tmp_path: Path) -> None:
-    from packhorse.checkpoint import frozen
+    from packhorse.checkpoint.tensorflow import frozen
 
     said = cli(
         *("freeze", "--input-meta-graph", f"{prefix}.meta", "--input-checkpoint", prefix),

@@ -17,7 +17,7 @@ from types import ModuleType
 import atheris
 
 with atheris.instrument_imports(include=["packhorse"]):
-    from packhorse.checkpoint import frozen
+    from packhorse.checkpoint.tensorflow import frozen
     from packhorse.errors import CheckpointError
 
 CASES = Path(__file__).resolve().parents[1] / "checkpoint" / "test_frozen_bad.py"

@@ -22,7 +22,7 @@ import atheris
 
 with atheris.instrument_imports(include=["packhorse"]):
     from packhorse import wire
-    from packhorse.checkpoint import sstable, tf1
+    from packhorse.checkpoint.tensorflow import sstable, tf1
     from packhorse.errors import CheckpointError
 
 CASES = Path(__file__).resolve().parents[1] / "checkpoint" / "test_tf1_bad.py"

@@ -31,7 +31,7 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.bench.random_model import CONFIGS
 from packhorse.bench.report import Table
-from packhorse.checkpoint import tf1, tf1_write
+from packhorse.checkpoint.tensorflow import tf1, tf1_write
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 

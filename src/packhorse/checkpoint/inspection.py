@@ -122,7 +122,7 @@ def _tensors(tensors: Mapping[str, Tensor], advance: Progress) -> tuple[TensorFa
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 values=tensor.numel(),
                 nonfinite=tensor.numel() - int(finite),
-                crc32c=f"{wire.crc32c(memoryview(data)):08x}",
+                crc32c=f"{wire.crc32c(data.data):08x}",
             )
         )
         advance(done, len(tensors))

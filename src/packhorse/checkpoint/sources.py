@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.checkpoint import files, frozen, hf, hub, onnx, sentence, tf1
+from packhorse.checkpoint import files, hf, hub, onnx, sentence
 from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.tensorflow import frozen, tf1
 from packhorse.errors import CheckpointError
 
 # Each by what tells it.

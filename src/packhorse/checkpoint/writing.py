@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from packhorse.checkpoint import files, hf, names, sentence, tf1_write
+from packhorse.checkpoint import files, hf, names, sentence
 from packhorse.checkpoint.loading import Checkpoint
 from packhorse.checkpoint.names.tf1 import to_tensorflow
+from packhorse.checkpoint.tensorflow import tf1_write
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.tokens.files import cased, word_pieces
@@ -72,7 +73,7 @@ def _write_tf1(
 def _write_onnx(
     draft: Path, of: Checkpoint, raw: dict[str, Any], tensors: dict[str, Tensor], limit: int
 ) -> None:
-    from packhorse.checkpoint import onnx_export
+    from packhorse.checkpoint.onnx import export as onnx_export
 
     files.write_json(draft, hf.CONFIG, raw)
     onnx_export.write(draft / "model.onnx", of.model, tensors)

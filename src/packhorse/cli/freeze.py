@@ -46,7 +46,7 @@ def freeze(
       packhorse freeze --input_meta_graph model.ckpt.meta --input_checkpoint model.ckpt \
 --output_node_names add_1 --output_graph frozen.pb --clear_devices
     """
-    from packhorse.checkpoint import freezing
+    from packhorse.checkpoint.tensorflow import freezing
 
     meta = input_meta_graph or Path(f"{input_checkpoint}.meta")
     names = output_node_names.split(",")

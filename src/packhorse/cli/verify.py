@@ -1,8 +1,10 @@
 """`packhorse verify`: are two checkpoints the same model?"""
 
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -97,7 +99,8 @@ def _encodings(a: "Checkpoint", b: "Checkpoint", input: str | None) -> "list[Enc
     if input:
         texts = [record.text for record in islice(read_texts(input), 1024)]
     else:
-        texts = [found.text for found in docstrings.read()[::64][:TEXTS]]
+        some = Path(sysconfig.get_path("stdlib")) / "asyncio"  # all of them take seconds to parse
+        texts = [found.text for found in docstrings.read(some)[:TEXTS]]
     if not texts:
         raise InputError(f"{input}: there is no text to compare the outputs on")
     length = min(a.max_length, b.max_length)

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import files, sstable, tf1_index
+from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tf1_index import Entry, Piece
+from packhorse.checkpoint.tensorflow import sstable, tf1_index
+from packhorse.checkpoint.tensorflow.tf1_index import Entry, Piece
 from packhorse.errors import CheckpointError
 
 POINTER = "checkpoint"  # names the newest checkpoint of its folder

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import files, folding, graphdef, tf1
-from packhorse.checkpoint.folding import Graph, Piece
-from packhorse.checkpoint.frozen import OTHERS, VARIABLES, kind_of
-from packhorse.checkpoint.graphdef import Node, Place
+from packhorse.checkpoint import files
+from packhorse.checkpoint.tensorflow import folding, graphdef, tf1
+from packhorse.checkpoint.tensorflow.folding import Graph, Piece
+from packhorse.checkpoint.tensorflow.frozen import OTHERS, VARIABLES, kind_of
+from packhorse.checkpoint.tensorflow.graphdef import Node, Place
 from packhorse.errors import CheckpointError, InputError
 
 SIZE_LIMIT = (1 << 31) - 1  # bytes of a protobuf message

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from packhorse import wire
 from packhorse.checkpoint import files
-from packhorse.checkpoint.onnx_graph import Stored
+from packhorse.checkpoint.onnx.graph import Stored
 from packhorse.errors import CheckpointError
 from packhorse.wire import BYTES, VARINT, Field
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import graphdef
-from packhorse.checkpoint.frozen import VARIABLES
-from packhorse.checkpoint.graphdef import Node, Place
+from packhorse.checkpoint.tensorflow import graphdef
+from packhorse.checkpoint.tensorflow.frozen import VARIABLES
+from packhorse.checkpoint.tensorflow.graphdef import Node, Place
 from packhorse.errors import CheckpointError
 
 Piece = bytes | memoryview

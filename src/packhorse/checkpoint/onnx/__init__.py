@@ -1,8 +1,8 @@
 """ONNX models: the weights of the main graph, without the onnx package.
 
 The file is a protobuf message, walked field by field (`wire`) and never parsed whole; only nodes
-and the places of tensors are noted (`onnx_data`), and graphs inside nodes are not entered. What the
-graph says about the tensors is `onnx_graph`'s to know; each is then read into memory of its own.
+and the places of tensors are noted (`data`), and graphs inside nodes are not entered. What the
+graph says about the tensors is `graph`'s to know; each is then read into memory of its own.
 
 Follows onnx.proto and https://onnx.ai/onnx/repo-docs/IR.html.
 """
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import files, onnx_graph
+from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.onnx_data import PAGE, File, Loader, Parts, read_stored
-from packhorse.checkpoint.onnx_graph import Graph, Node, Stored, Weight
+from packhorse.checkpoint.onnx import graph as onnx_graph
+from packhorse.checkpoint.onnx.data import PAGE, File, Loader, Parts, read_stored
+from packhorse.checkpoint.onnx.graph import Graph, Node, Stored, Weight
 from packhorse.errors import CheckpointError
 from packhorse.wire import BYTES, FIXED32, VARINT, Field
 

@@ -24,9 +24,10 @@ from typing import BinaryIO
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import files, graphdef
+from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.graphdef import Node, Stored
+from packhorse.checkpoint.tensorflow import graphdef
+from packhorse.checkpoint.tensorflow.graphdef import Node, Stored
 from packhorse.errors import CheckpointError
 
 TENSOR_LIMIT = 10_000  # BERT-Large has 400

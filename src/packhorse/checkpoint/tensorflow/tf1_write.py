@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint import sstable
-from packhorse.checkpoint.tf1 import POINTER, STEP
-from packhorse.checkpoint.tf1_index import DIMENSION_LIMIT, DTYPES, TENSOR_LIMIT, VERSION
+from packhorse.checkpoint.tensorflow import sstable
+from packhorse.checkpoint.tensorflow.tf1 import POINTER, STEP
+from packhorse.checkpoint.tensorflow.tf1_index import DIMENSION_LIMIT, DTYPES, TENSOR_LIMIT, VERSION
 from packhorse.errors import InputError
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 
 from packhorse import wire
-from packhorse.checkpoint import sstable
+from packhorse.checkpoint.tensorflow import sstable
 from packhorse.errors import CheckpointError
 
 DTYPES = {  # of tensorflow/core/framework/types.proto
