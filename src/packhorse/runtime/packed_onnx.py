@@ -1,0 +1,105 @@
+"""An `Encoder` over a packed ONNX model: ONNX Runtime computes, all around it is the same.
+
+Such a file is the graph alone. Labels, pooling and vocabulary are looked for where those of any
+model are: in the configuration, the sentence-transformers layout and the tokenizer beside it, or
+where the user says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packhorse import onnxpack
+from packhorse.checkpoint import configuration, names, sentence
+from packhorse.checkpoint.configuration import Given
+from packhorse.errors import CheckpointError, InputError
+from packhorse.model.heads import Embed
+from packhorse.onnxpack.session import OnnxBackend
+from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
+from packhorse.tokens import Tokenizer
+
+
+def open_packed(
+    path: Path, device: torch.device, config: Given, vocab: str | Path | None, budget: int | None
+) -> Encoder:
+    """The encoder of a model that `packhorse onnx pack` wrote."""
+    layout = sentence.read(path.parent)
+    backend = onnxpack.load(path, device=device)
+    backend.made_here |= _embed(backend, layout)
+    raw = _raw(path.parent, config)
+    labels = _labels(backend, raw)
+    prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
+    return Encoder(
+        name=path.name,
+        tokenizer=_tokenizer(path, vocab, backend),
+        backend=backend,
+        heads=backend.heads,
+        width=backend.width("hidden" if "embed" in backend.made_here else "embed")
+        if "embed" in backend.heads
+        else 0,
+        labels=labels,
+        problem=names.problem(raw, labels),
+        prompts=prompts,
+        default_prompt=default_prompt,
+        max_length=_max_length(backend, layout),
+        device=device,
+        dtype=torch.float32,
+        kernel=backend.facts.mode,
+        why="it is a packed ONNX graph, run by ONNX Runtime",
+        capacity=backend.capacity,
+        budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
+    )
+
+
+def _embed(backend: OnnxBackend, layout: sentence.Layout | None) -> dict[str, Embed]:
+    """Vectors of a graph that gives hidden states and was not trained for another task."""
+    heads = set(backend.facts.heads)
+    if "embed" in heads or "hidden" not in heads or heads & {"span", "classify", "tokens"}:
+        return {}
+    if layout is None:
+        return {"embed": Embed(("mean",), normalise=False)}
+    if layout.dense or len(layout.pooling) != 1:
+        raise CheckpointError(
+            "the sentence-transformers layout beside the graph has dense layers or several "
+            "poolings, which are not run after a packed graph; export them with it"
+        )
+    return {"embed": Embed(layout.pooling, normalise=layout.normalise)}
+
+
+def _raw(folder: Path, config: Given) -> Mapping[str, Any]:
+    try:
+        return configuration.find(folder, config, None, {})
+    except CheckpointError:
+        if config:
+            raise
+        return {}  # a graph needs none
+
+
+def _labels(backend: OnnxBackend, raw: Mapping[str, Any]) -> tuple[str, ...]:
+    head = next((head for head in ("classify", "tokens") if head in backend.facts.heads), None)
+    if head is None:
+        return ()
+    width = backend.width(head)
+    named = names.named_labels(raw)
+    if named and len(named) != width:
+        raise InputError(f"the configuration names {len(named)} labels, the graph gives {width}")
+    return named or tuple(f"LABEL_{number}" for number in range(width))
+
+
+def _tokenizer(path: Path, vocab: str | Path | None, backend: OnnxBackend) -> Tokenizer:
+    where = configuration.vocabulary(path.parent, vocab)
+    if where is None:
+        raise CheckpointError(
+            f"{path} has no tokenizer.json and no vocab.txt beside it; "
+            f"copy the model's there, or pass --vocab FILE (vocab=)"
+        )
+    return Tokenizer.load(where, backend.max_length, vocab_size=backend.facts.vocab_size)
+
+
+def _max_length(backend: OnnxBackend, layout: sentence.Layout | None) -> int:
+    said = layout.max_length if layout else None
+    return min(backend.max_length, said) if said else backend.max_length
