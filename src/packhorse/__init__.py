@@ -16,19 +16,30 @@ if TYPE_CHECKING:
     from packhorse.packing.histogram import plan as plan
     from packhorse.runtime.encoder import Encoder as Encoder
     from packhorse.runtime.loading import load as load
+    from packhorse.runtime.runner import PackRunner as PackRunner
     from packhorse.tokens import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Encoder": "packhorse.runtime.encoder",
+    "PackRunner": "packhorse.runtime.runner",
     "Packed": "packhorse.packing.batch",
     "PackhorseError": "packhorse.errors",
     "Tokenizer": "packhorse.tokens",
     "load": "packhorse.runtime.loading",
     "plan": "packhorse.packing.histogram",
 }
-__all__ = ["Encoder", "Packed", "PackhorseError", "Tokenizer", "__version__", "load", "plan"]
+__all__ = [
+    "Encoder",
+    "PackRunner",
+    "Packed",
+    "PackhorseError",
+    "Tokenizer",
+    "__version__",
+    "load",
+    "plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,323 @@
+"""Who may wait, and who goes next: the only queue in the house.
+
+Requests are admitted up to a number of tokens and of requests, and refused at once beyond it. What
+is admitted is packed as it arrives, into the open batch of its line, so that the next batch is
+ready when the last one is done. A line is for requests that ask the same of the model (the same
+heads): these can share a batch. A batch is due when it is full or when its oldest request has
+waited `timeout`; while another one runs only a full one is, because one that is not full gains by
+staying open until the device can take it.
+
+Where a sequence does not fit, later ones may go before it until `lookahead` have been passed over;
+those open the next batch, in their order, so no one starves. A request that is cancelled before it
+runs leaves at once: its place goes to others and its tokens back to the allowance.
+
+One lock, held for microseconds, guards all of this; the engine is woken only for what it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from packhorse.errors import InputError, Overloaded, RunnerStopped
+from packhorse.runtime.jobs import Job, Row
+from packhorse.runtime.modes import Shape
+from packhorse.tokens import Encoding
+
+HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
+
+
+class Request:
+    """A job that someone waits for, and the rows of its sequences as they come in."""
+
+    __slots__ = ("entered", "future", "job", "left", "pieces", "rows", "started", "waiting")
+
+    def __init__(self, job: Job, now: float) -> None:
+        self.job = job
+        self.future: Future[Any] = Future()
+        self.pieces = [Piece(self, i, sequence) for i, sequence in enumerate(job.sequences)]
+        self.rows: list[Row] = [()] * len(self.pieces)
+        self.left = len(self.pieces)  # sequences that were not run yet
+        self.waiting = True  # until the first of them runs
+        self.entered = self.started = now
+
+    @property
+    def line(self) -> Hashable:
+        """Requests of one line can share a batch."""
+        return self.job.heads, self.job.only
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One sequence of a request."""
+
+    request: Request
+    index: int
+    sequence: Encoding
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+
+Batch = list[list[Piece]]  # what goes into each row
+
+
+class Line:
+    """Requests that can share a batch: the open batch, and those behind that did not fit in."""
+
+    def __init__(self, shape: Shape, lookahead: int) -> None:
+        self.shape, self.lookahead = shape, lookahead
+        self.packer = shape.packer()
+        self.open: dict[Piece, None] = {}
+        self.behind: OrderedDict[Piece, None] = OrderedDict()
+        self.tokens = 0  # of the open batch
+        self.stale = False  # the packer still counts pieces that have left
+
+    def __len__(self) -> int:
+        return len(self.open) + len(self.behind)
+
+    @property
+    def full(self) -> bool:
+        """Did something not fit, or would nothing any more?"""
+        return (
+            bool(self.behind)
+            or self.tokens == self.shape.tokens
+            or len(self.open) == self.shape.max_sequences
+        )
+
+    @property
+    def oldest(self) -> float:
+        """When the one that waits longest came."""
+        fronts = [next(iter(pieces)) for pieces in (self.open, self.behind) if pieces]
+        return min(piece.request.entered for piece in fronts)
+
+    def add(self, piece: Piece) -> None:
+        """Pack it, or let it wait behind."""
+        if len(self.behind) <= self.lookahead and self._pack(piece):
+            return
+        self.behind[piece] = None
+        if self.stale:
+            self._repack()
+
+    def remove(self, piece: Piece) -> bool:
+        """It leaves, if it is still here."""
+        if piece in self.open:
+            del self.open[piece]
+            self.tokens -= len(piece)
+            self.stale = True
+            return True
+        return self.behind.pop(piece, piece) is None
+
+    def take(self) -> Batch:
+        """The open batch; those behind begin the next."""
+        if self.stale:
+            self._repack()
+        pieces = list(self.open)
+        batch = [[pieces[i] for i in pack] for pack in self.packer.flush()]
+        self.open, self.tokens = {}, 0
+        self._refill()
+        return batch
+
+    def _pack(self, piece: Piece) -> bool:
+        if self.packer.add(len(piece)) is None:
+            return False
+        self.open[piece] = None
+        self.tokens += len(piece)
+        return True
+
+    def _refill(self) -> None:
+        passed_over: list[Piece] = []
+        while self.behind and len(passed_over) <= self.lookahead:
+            piece, _ = self.behind.popitem(last=False)
+            if not self._pack(piece):
+                passed_over.append(piece)
+        for piece in reversed(passed_over):
+            self.behind[piece] = None
+            self.behind.move_to_end(piece, last=False)
+
+    def _repack(self) -> None:
+        everyone = sorted((*self.open, *self.behind), key=lambda piece: piece.request.entered)
+        self.packer.flush()
+        self.open, self.tokens, self.stale = {}, 0, False
+        self.behind = OrderedDict.fromkeys(everyone)
+        self._refill()
+
+
+class Admission:
+    """The lines, and how much may stand in them. Shared by all threads."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        timeout: float,
+        max_tokens: int,
+        max_requests: int,
+        lookahead: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shape, self.timeout, self.lookahead, self.clock = shape, timeout, lookahead, clock
+        self.max_tokens, self.max_requests = max_tokens, max_requests
+        self.waiting_tokens = self.waiting_requests = self.at_door = 0
+        self.admitted = self.refused = self.cancelled = 0
+        self.unanswered: dict[Future[Any], Request] = {}  # waiting or running
+        self.lines: dict[Hashable, Line] = {}
+        self.stopped: str | None = None  # why no one is admitted any more
+        # Reentrant: the garbage collector may let go of a runner while its own lock is held.
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # the engine waits here
+        self._room = threading.Condition(lock)  # patient requests wait here
+
+    @contextmanager
+    def door(self) -> Iterator[None]:
+        """Held while a request is made ready: so those being tokenized are bounded as well."""
+        with self._changed:
+            if not self._fits(1):
+                self._refuse()
+            self.at_door += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.at_door -= 1
+                self._room.notify_all()
+
+    def push(self, job: Job, patient: bool = False) -> Future[Any]:
+        """Let a job wait its turn. Where there is no room, wait for some or raise Overloaded."""
+        tokens = job.tokens
+        if tokens > self.max_tokens:
+            raise InputError(
+                f"a request of {tokens} tokens will never be admitted: at most "
+                f"{self.max_tokens} may wait; raise max_waiting_tokens or divide it"
+            )
+        with self._changed:
+            while not self._fits(tokens):
+                if not patient:
+                    self._refuse()
+                self._room.wait(HEARTBEAT)
+            return self._admit(Request(job, self.clock()), tokens)
+
+    def next_batch(self, wait: bool) -> Batch | None:
+        """The batch that is due; None if there is none yet, or with `wait`, if none will ever be.
+
+        Without `wait` another one is running: only a full batch is due then.
+        """
+        with self._changed:
+            while True:
+                now = self.clock()
+                while key := self._due(now, idle=wait):
+                    if batch := self._take(key, now):
+                        return batch
+                if not wait or (self.stopped and not self.lines):
+                    return None
+                self._changed.wait(self._until_due(now))
+
+    def stop(self, why: str, drain: bool = True) -> list[Request]:
+        """Admit no one any more. Without `drain` those who wait leave; they are returned."""
+        with self._changed:
+            self.stopped = self.stopped or why
+            everyone = [] if drain else self.unanswered.values()
+            left = [request for request in everyone if request.waiting]
+            for request in left:
+                self._withdraw(request)
+            self._changed.notify_all()
+            self._room.notify_all()
+            return left
+
+    def _fits(self, tokens: int) -> bool:
+        if self.stopped:
+            raise RunnerStopped(self.stopped)
+        return (
+            self.waiting_requests + self.at_door < self.max_requests
+            and self.waiting_tokens + tokens <= self.max_tokens
+        )
+
+    def _refuse(self) -> None:
+        self.refused += 1
+        raise Overloaded(
+            f"{self.waiting_requests + self.at_door} requests of {self.waiting_tokens} tokens "
+            f"wait already (max_waiting_requests is {self.max_requests}, max_waiting_tokens "
+            f"{self.max_tokens}); try again in a moment"
+        )
+
+    def _admit(self, request: Request, tokens: int) -> Future[Any]:
+        self.admitted += 1
+        self.unanswered[request.future] = request
+        request.future.add_done_callback(self._done)
+        first = not self.waiting_requests
+        self.waiting_requests += 1
+        self.waiting_tokens += tokens
+        if request.line not in self.lines:
+            self.lines[request.line] = Line(self.shape, self.lookahead)
+        line = self.lines[request.line]
+        for piece in request.pieces:
+            line.add(piece)
+        if first or line.full:
+            self._changed.notify()
+        return request.future
+
+    def _done(self, future: Future[Any]) -> None:
+        """Called by every future that is answered or cancelled."""
+        with self._changed:
+            if request := self.unanswered.pop(future, None):
+                self.cancelled += request.waiting and future.cancelled()
+                self._withdraw(request)
+
+    def _due(self, now: float, idle: bool) -> Hashable:
+        """The line whose batch goes next, of those that are due the one that waits longest."""
+        due = [
+            (line.oldest, i, key)
+            for i, (key, line) in enumerate(self.lines.items())
+            if line.full or (idle and (self.stopped or now >= line.oldest + self.timeout))
+        ]
+        return min(due)[2] if due else None
+
+    def _until_due(self, now: float) -> float:
+        if not self.lines:
+            return HEARTBEAT
+        oldest = min(line.oldest for line in self.lines.values())
+        return min(HEARTBEAT, max(0.0, oldest + self.timeout - now))
+
+    def _take(self, key: Hashable, now: float) -> Batch | None:
+        batch = self.lines[key].take()
+        self._forget_if_empty(key)
+        self._room.notify_all()
+        begun = [[piece for piece in row if self._begin(piece, now)] for row in batch]
+        return begun if any(begun) else None
+
+    def _begin(self, piece: Piece, now: float) -> bool:
+        """It goes to the device, unless it was cancelled a moment ago."""
+        self.waiting_tokens -= len(piece)
+        request = piece.request
+        if request.waiting:
+            self._waits_no_more(request)
+            request.started = now
+            with suppress(RuntimeError):  # someone answered it in our place
+                request.future.set_running_or_notify_cancel()
+            self.cancelled += request.future.cancelled()
+        return not request.future.done()
+
+    def _withdraw(self, request: Request) -> None:
+        """What of a request still waits leaves."""
+        line = self.lines.get(request.line)
+        for piece in request.pieces:
+            if line is not None and line.remove(piece):
+                self.waiting_tokens -= len(piece)
+        request.pieces.clear()  # they know the request: a cycle, and the garbage would pile up
+        self._waits_no_more(request)
+        self._forget_if_empty(request.line)
+        self._room.notify_all()
+
+    def _waits_no_more(self, request: Request) -> None:
+        self.waiting_requests -= request.waiting
+        request.waiting = False
+
+    def _forget_if_empty(self, key: Hashable) -> None:
+        if key in self.lines and not self.lines[key]:
+            del self.lines[key]

@@ -1,0 +1,177 @@
+"""PackRunner: requests that come one by one, packed together under a latency budget.
+
+    with packhorse.PackRunner(model, timeout=0.005) as runner:
+        futures = [runner.submit(text) for text in texts]
+
+Whoever submits a text tokenizes it; `admission` packs what arrives into the next batch; the
+`engine`, a thread, runs one batch after the other and replies. This file is the door to the three.
+
+A thread and not a process: requests and answers are shared by reference, torch lets go of the
+interpreter's lock while it computes, and the host's work for a batch is small beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from packhorse.errors import InputError, RunnerStopped
+from packhorse.runtime.admission import Admission
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.engine import Engine
+from packhorse.runtime.jobs import Given, Job
+from packhorse.runtime.modes import Shape
+from packhorse.runtime.statistics import Stats
+
+BATCHES_WAITING = 8  # what may wait by default, in batches
+
+
+class PackRunner:
+    """An encoder that takes requests from any thread and answers each as if it were alone.
+
+    A batch has `rows` × `capacity` tokens (by default the encoder's budget in rows of its longest
+    text); `capacity` is also the longest a sequence may be. `mode` is the batch's shape, see
+    `runtime.modes`: "ragged", or "mask" or "repack" with an encoder loaded for that kernel. Without
+    a mode the kernel decides.
+
+    A batch goes out when it is full, when it has `max_sequences`, or when its oldest request has
+    waited `timeout` seconds. That is waited for even when the device is idle, because the next
+    request may be about to share the batch; with 0, a batch is what waits when the device is free.
+    `policy` is the row a sequence goes to in mode "mask"; `lookahead` how many sequences that do
+    not fit may be passed over for later ones that do.
+
+    At most `max_waiting_tokens` (by default 8 batches) and `max_waiting_requests` wait; beyond that
+    `submit` raises `Overloaded`. With `publish` the figures of `stats()` can be seen by `packhorse
+    monitor`: it is on, costs a small file a second, and a file that cannot be written is no error.
+
+    For those who come from PopRT: `timeout_microseconds=15000` is `timeout=0.015`, `max_valid_num`
+    is `max_sequences`, `segment_max_size` is `capacity`, the batch size is `rows`, the algorithm is
+    `policy`, `enable_input_single_row_mode` is `mode="mask"` and its absence `mode="repack"`; a
+    batch closes at the first request that does not fit, which is `lookahead=0`.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        capacity: int | None = None,
+        rows: int | None = None,
+        max_sequences: int | None = None,
+        timeout: float = 0.005,
+        policy: str = "first_fit",
+        mode: str | None = None,
+        lookahead: int = 32,
+        max_waiting_tokens: int | None = None,
+        max_waiting_requests: int = 1024,
+        publish: bool = True,
+    ) -> None:
+        capacity = encoder.max_length if capacity is None else capacity
+        rows = max(1, encoder.budget // max(1, capacity)) if rows is None else rows
+        shape = Shape(_mode(encoder, mode), rows, capacity, max_sequences, policy)
+        max_tokens = max_waiting_tokens or BATCHES_WAITING * shape.tokens
+        if not 0 <= timeout <= threading.TIMEOUT_MAX:
+            raise InputError(f"timeout is {timeout} seconds; it must be 0 or more")
+        if max_tokens < capacity or max_waiting_requests < 1 or lookahead < 0:
+            raise InputError(
+                f"max_waiting_tokens ({max_tokens}) must be at least a sequence of {capacity}, "
+                f"max_waiting_requests ({max_waiting_requests}) 1 and lookahead ({lookahead}) 0"
+            )
+        self.encoder = replace(encoder, max_length=min(encoder.max_length, capacity))
+        self.shape = shape
+        self._admission = Admission(
+            shape,
+            timeout=timeout,
+            max_tokens=max_tokens,
+            max_requests=max_waiting_requests,
+            lookahead=lookahead,
+        )
+        self._engine = Engine(self.encoder, self._admission)
+        # The threads know the engine and not the runner, so that they end when no one knows it.
+        weakref.finalize(self, self._engine.let_go).atexit = False
+        self._engine.start(publish)
+
+    def submit(self, text: Given, task: str = "embed", **options: Any) -> Future[Any]:
+        """A future of what the encoder's method named by `task` gives for this one text.
+
+        `text` is a text, a pair, or token ids as they are; `options` are that method's own. Bad
+        input and `Overloaded` are raised here; the future's callbacks run on the engine's thread
+        and should be brief.
+        """
+        self._check_process()
+        with self._admission.door():
+            (job,) = self.encoder.prepare(task, [text], **options)
+        return self._push(job)
+
+    async def asubmit(self, text: Given, task: str = "embed", **options: Any) -> Any:
+        """`submit` for asyncio: cancelling what awaits it cancels the request."""
+        self._check_process()
+        with self._admission.door():
+            prepare = partial(self.encoder.prepare, task, [text], **options)
+            (job,) = await asyncio.to_thread(prepare)
+        return await asyncio.wrap_future(self._push(job))
+
+    def run(self, texts: Sequence[Given], task: str = "embed", **options: Any) -> list[Any]:
+        """All the answers, in order; waits for room instead of raising `Overloaded`."""
+        self._check_process()
+        futures: list[Future[Any]] = []
+        try:
+            for job in self.encoder.prepare(task, texts, **options):
+                futures.append(self._push(job, patient=True))
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+    def stats(self) -> Stats:
+        """The figures of this moment."""
+        return self._engine.stats()
+
+    @property
+    def alive(self) -> bool:
+        """Would a request be admitted, if there is room?"""
+        return self._admission.stopped is None and self._engine.pid == os.getpid()
+
+    def close(self, drain: bool = True) -> None:
+        """Admit no more, answer what waits (or fail it, without `drain`), and end the threads."""
+        if self._engine.pid == os.getpid():
+            self._engine.close("the runner is closed", drain)
+
+    def __enter__(self) -> PackRunner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        shape = f"{self.shape.mode}, {self.shape.rows} rows of {self.shape.capacity} tokens"
+        return f"PackRunner({self.encoder!r}; {shape})"
+
+    def _push(self, job: Job, patient: bool = False) -> Future[Any]:
+        if job.sequences:
+            return self._admission.push(job, patient)
+        answered: Future[Any] = Future()  # nothing to run: a ranking of no documents
+        answered.set_result(job.finish([]))
+        return answered
+
+    def _check_process(self) -> None:
+        if self._engine.pid != os.getpid():
+            raise RunnerStopped("a runner cannot be used after a fork; make one in this process")
+
+
+def _mode(encoder: Encoder, mode: str | None) -> str:
+    own = encoder.kernel if encoder.kernel in ("mask", "repack") else "ragged"
+    if mode is not None and mode != own and (mode in ("mask", "repack") or own == "mask"):
+        how = f"kernel={mode!r}" if mode in ("mask", "repack") else "another kernel"
+        raise InputError(
+            f"mode {mode!r} does not go with an encoder of kernel {encoder.kernel!r}; "
+            f"load it with {how}"
+        )
+    return mode or own

@@ -1,0 +1,250 @@
+"""Admission without threads: a clock in hand, and every request accounted for."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packhorse.errors import InputError, Overloaded, RunnerStopped
+from packhorse.packing.online import POLICIES
+from packhorse.runtime.admission import Admission, Batch
+from packhorse.runtime.jobs import Job, from_ids
+from packhorse.runtime.modes import MODES, Shape
+
+
+class Clock:
+    """A clock that stands until it is moved."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(*lengths: int, heads: tuple[str, ...] = ("embed",)) -> Job:
+    sequences = tuple(from_ids(np.full(n, 7), 10_000, 100) for n in lengths)
+    return Job(sequences, heads, lambda rows: rows)
+
+
+def admission(shape: Shape, **options) -> tuple[Admission, Clock]:
+    clock = Clock()
+    limits = {"timeout": 1.0, "max_tokens": 10_000, "max_requests": 1000, "clock": clock}
+    return Admission(shape, **(limits | options)), clock
+
+
+def lengths(batch: Batch | None) -> list[list[int]]:
+    return [[len(piece) for piece in row] for row in batch or []]
+
+
+RAGGED = Shape("ragged", rows=2, capacity=8)  # 16 tokens
+
+
+def test_a_batch_waits_until_it_is_full_or_its_time_has_come() -> None:
+    queue, clock = admission(RAGGED)
+    queue.push(job(5))
+    assert queue.next_batch(wait=False) is None
+    clock.now += 0.999
+    queue.push(job(6))
+    assert queue._due(clock.now, idle=True) is None
+    assert queue._until_due(clock.now) == pytest.approx(0.001)
+    clock.now += 0.001
+    assert queue.next_batch(wait=False) is None, "while another runs, only a full one goes"
+    assert lengths(queue.next_batch(wait=True)) == [[5, 6]]
+    for n in (5, 6, 5):
+        queue.push(job(n))
+    assert lengths(queue.next_batch(wait=False)) == [[5, 6, 5]], "exactly full"
+    for n in (5, 6, 6):
+        queue.push(job(n))
+    assert lengths(queue.next_batch(wait=False)) == [[5, 6]], "the third does not fit"
+    assert queue.waiting_tokens == 6 and queue.waiting_requests == 1
+
+
+def test_max_sequences_fills_a_batch() -> None:
+    queue, _ = admission(Shape("ragged", 2, 8, max_sequences=2))
+    queue.push(job(1))
+    assert queue.next_batch(wait=False) is None
+    queue.push(job(1))
+    assert lengths(queue.next_batch(wait=False)) == [[1, 1]]
+
+
+def test_rows_are_kept_and_the_policy_chooses() -> None:
+    for policy, expected in [("first_fit", [[5, 3], [6, 2]]), ("next_fit", [[5], [6]])]:
+        queue, _ = admission(Shape("mask", 2, 8, policy=policy))
+        for n in (5, 6, 3, 2, 8):
+            queue.push(job(n))
+        assert lengths(queue.next_batch(wait=False)) == expected
+
+
+def test_a_row_that_is_full_before_its_tokens_are_ends_the_batch() -> None:
+    queue, _ = admission(Shape("mask", 2, 8))
+    for n in (5, 5, 5):  # 15 of 16 tokens, but the third has no row
+        queue.push(job(n))
+    assert lengths(queue.next_batch(wait=False)) == [[5], [5]]
+
+
+def test_lookahead_fills_what_one_that_does_not_fit_would_leave_empty() -> None:
+    plain, _ = admission(RAGGED, lookahead=0)
+    ahead, _ = admission(RAGGED, lookahead=1)
+    for queue in (plain, ahead):
+        for n in (8, 5, 6, 3, 4):
+            queue.push(job(n))
+    assert lengths(plain.next_batch(wait=False)) == [[8, 5]]
+    assert lengths(ahead.next_batch(wait=False)) == [[8, 5, 3]]
+    clock = ahead.clock
+    clock.now += 1  # type: ignore[attr-defined]
+    assert lengths(ahead.next_batch(wait=True)) == [[6, 4]], "who was passed over goes first"
+
+
+def test_lines_do_not_mix_and_the_oldest_goes_first() -> None:
+    queue, clock = admission(RAGGED)
+    queue.push(job(3, heads=("embed",)))
+    clock.now += 0.5
+    queue.push(job(4, heads=("classify",)))
+    queue.push(job(2, heads=("embed",)))
+    clock.now += 0.5
+    assert lengths(queue.next_batch(wait=True)) == [[3, 2]]
+    assert queue._due(clock.now, idle=True) is None
+    clock.now += 0.5
+    assert lengths(queue.next_batch(wait=True)) == [[4]]
+    assert not queue.lines
+
+
+def test_beyond_the_allowance_is_refused_and_given_back() -> None:
+    queue, _ = admission(RAGGED, max_tokens=10, max_requests=3)
+    first = queue.push(job(6))
+    with pytest.raises(Overloaded, match="1 requests of 6 tokens wait already"):
+        queue.push(job(5))
+    queue.push(job(3))
+    queue.push(job(1))
+    with pytest.raises(Overloaded), queue.door():
+        pass
+    assert first.cancel()
+    with queue.door(), pytest.raises(Overloaded):
+        queue.push(job(1))  # the one at the door has the last place
+    queue.push(job(6))
+    assert (queue.refused, queue.cancelled, queue.admitted) == (3, 1, 4)
+    with pytest.raises(InputError, match="will never be admitted"):
+        queue.push(job(11))
+
+
+def test_what_is_cancelled_leaves_the_batch_that_was_packed() -> None:
+    queue, _ = admission(RAGGED)
+    futures = [queue.push(job(n)) for n in (8, 6)]
+    assert futures[0].cancel()
+    assert (queue.waiting_tokens, queue.waiting_requests) == (6, 1)
+    queue.push(job(8))
+    assert queue.next_batch(wait=False) is None, "6 and 8 leave room"
+    queue.push(job(3))
+    assert lengths(queue.next_batch(wait=False)) == [[6, 8]]
+    assert not futures[1].cancel(), "it runs"
+    assert queue.waiting_tokens == 3
+
+
+def test_one_cancelled_at_the_last_moment_does_not_run() -> None:
+    queue, clock = admission(RAGGED)
+    gone, kept = queue.push(job(4)), queue.push(job(5))
+    gone._done_callbacks.clear()  # type: ignore[attr-defined]  # it was cancelled, but not told yet
+    gone.cancel()
+    clock.now += 1
+    assert lengths(queue.next_batch(wait=True)) == [[5]]
+    queue._done(gone)
+    assert (queue.waiting_tokens, queue.waiting_requests, queue.cancelled) == (0, 0, 1)
+    assert list(queue.unanswered) == [kept]
+
+
+def test_answered_by_someone_else_is_no_harm() -> None:
+    queue, clock = admission(RAGGED)
+    queue.push(job(4)).set_result("mine")
+    assert queue.waiting_requests == queue.waiting_tokens == 0 and not queue.unanswered
+    queue.push(job(5))
+    clock.now += 1
+    assert lengths(queue.next_batch(wait=True)) == [[5]]
+
+
+def test_a_request_of_several_sequences_is_packed_sequence_by_sequence() -> None:
+    queue, _ = admission(RAGGED)
+    future = queue.push(job(8, 8, 8, 4))
+    assert lengths(queue.next_batch(wait=False)) == [[8, 8]]
+    assert (queue.waiting_requests, queue.waiting_tokens) == (0, 12)
+    future.set_exception(ValueError("the first of them failed"))
+    assert queue.waiting_tokens == 0 and not queue.lines
+
+
+def test_stopping_drains_or_empties() -> None:
+    queue, _ = admission(RAGGED)
+    queue.push(job(3))
+    assert queue.stop("closed") == []
+    for refused in (lambda: queue.push(job(1)), lambda: queue.door().__enter__()):
+        with pytest.raises(RunnerStopped, match="closed"):
+            refused()
+    assert lengths(queue.next_batch(wait=True)) == [[3]], "no need to wait any more"
+    assert queue.next_batch(wait=True) is None
+
+    queue, _ = admission(RAGGED)
+    futures = [queue.push(job(3)), queue.push(job(9, 9))]
+    assert {request.future for request in queue.stop("closed", drain=False)} == set(futures)
+    assert queue.waiting_tokens == queue.waiting_requests == 0
+    assert queue.next_batch(wait=True) is None
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("push"), st.lists(st.integers(1, 8), min_size=1, max_size=3)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("take"), st.booleans()),
+    ),
+    max_size=60,
+)
+
+
+@given(
+    actions=ACTIONS,
+    mode=st.sampled_from(MODES),
+    policy=st.sampled_from(sorted(POLICIES)),
+    lookahead=st.integers(0, 3),
+    max_sequences=st.none() | st.integers(1, 5),
+)
+def test_whatever_happens_everyone_runs_once_or_was_cancelled(
+    actions, mode: str, policy: str, lookahead: int, max_sequences: int | None
+) -> None:
+    shape = Shape(mode, 2, 8, max_sequences, policy)
+    queue, clock = admission(shape, lookahead=lookahead)
+    futures: list[Future] = []
+    ran: list[Future] = []
+    wanted: dict[Future, int] = {}
+
+    def take(idle: bool) -> None:
+        with queue._changed:
+            key = queue._due(clock.now, idle)
+            batch = queue._take(key, clock.now) if key else None
+        rows = lengths(batch)
+        assert sum(map(len, rows)) <= (max_sequences or 99)
+        width, count = (8, 2) if mode == "mask" else (16, 1)
+        assert len(rows) <= count and all(sum(row) <= width for row in rows)
+        ran.extend(piece.request.future for row in batch or [] for piece in row)
+
+    for action, argument in actions:
+        clock.now += 0.3
+        if action == "push":
+            future = queue.push(job(*argument))
+            futures.append(future)
+            wanted[future] = len(argument)
+        elif action == "cancel" and futures:
+            futures[argument % len(futures)].cancel()
+        elif action == "take":
+            take(argument)
+        pieces = [p for line in queue.lines.values() for p in (*line.open, *line.behind)]
+        assert queue.waiting_tokens == sum(map(len, pieces))
+        assert queue.waiting_requests == len({p.request for p in pieces if p.request.waiting})
+    clock.now += 10
+    for _ in range(200):
+        take(True)
+    assert not queue.lines and queue.waiting_tokens == queue.waiting_requests == 0
+    for future in futures:
+        assert ran.count(future) == (0 if future.cancelled() else wanted[future])
+    assert queue.admitted == len(futures)
+    assert queue.cancelled == sum(future.cancelled() for future in futures)
