@@ -66,10 +66,14 @@ def compile(modules: Iterable[nn.Module]) -> None:
     if cpp_compiler() is None:  # on CUDA too: its launchers are compiled for the host
         return _say_uncompiled()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
-    torch._dynamo.config.recompile_limit = COMPILED_LIMIT
-    torch._dynamo.config.accumulated_recompile_limit = COMPILED_LIMIT
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
+
+
+def allow_every_bucket() -> None:
+    """Lift torch's limit on compilations in this thread; its settings are a thread's own."""
+    torch._dynamo.config.recompile_limit = COMPILED_LIMIT
+    torch._dynamo.config.accumulated_recompile_limit = COMPILED_LIMIT
 
 
 @cache

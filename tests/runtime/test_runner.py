@@ -226,7 +226,6 @@ def test_what_cannot_be_asked_is_refused_at_once(make_encoder) -> None:
     with PackRunner(headless) as runner, pytest.raises(CheckpointError, match="no 'classify' head"):
         runner.submit("the cat", "classify")
     for options, message in [
-        ({"mode": "mask"}, "load it with kernel='mask'"),
         ({"timeout": -1}, "timeout is -1"),
         ({"timeout": math.nan}, "timeout is nan"),
         ({"capacity": 0}, "capacity must be at least 1"),

@@ -49,6 +49,7 @@ class TorchBackend:
         return self.model.apply_heads(hidden, here, heads, at)
 
     def _in_bucket(self, packed: Packed) -> Tensor:
+        executable.allow_every_bucket()
         bucket = _bucket(packed).to(self.device)
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
         constants = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
@@ -73,9 +74,18 @@ class TorchBackend:
 def _bucket(packed: Packed) -> Packed:
     """The smallest bucket that holds the batch; rows are a bucket already."""
     if packed.capacity:
-        return packed
+        return _same_slots(packed)
     tokens = executable.round_up(len(packed.ids))
     dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
     sequences = 1 << (len(packed) + dummies - 1).bit_length()
     longest = 1 << (packed.max_seqlen - 1).bit_length()
     return replace(packed.pad(tokens, sequences), max_seqlen=longest)
+
+
+def _same_slots(packed: Packed) -> Packed:
+    """Rows have their tokens already; empty sequences at the end make one number of slots."""
+    rows = len(packed.ids) // packed.capacity
+    slots = max(4 * rows, 1 << (len(packed) - 1).bit_length())
+    spare = packed.cu_seqlens[-1:].expand(slots - len(packed))
+    bounds = torch.cat([packed.cu_seqlens, spare])
+    return replace(packed, cu_seqlens=bounds, max_seqlen=packed.capacity)

@@ -38,8 +38,8 @@ class PackRunner:
 
     A batch has `rows` × `capacity` tokens (by default the encoder's budget in rows of its longest
     text); `capacity` is also the longest a sequence may be. `mode` is the batch's shape, see
-    `runtime.modes`: "ragged", or "mask" or "repack" with an encoder loaded for that kernel. Without
-    a mode the kernel decides.
+    `runtime.modes`: "ragged", "mask" or "repack", whatever the kernel. Without a mode a kernel of
+    that name decides, any other runs ragged.
 
     A batch goes out when it is full, when it has `max_sequences`, or when its oldest request has
     waited `timeout` seconds. That is waited for even when the device is idle, because the next
@@ -167,11 +167,11 @@ class PackRunner:
 
 
 def _mode(encoder: Encoder, mode: str | None) -> str:
+    """The shape of batches: every kernel keeps sequences apart in each, but `mask` needs rows."""
     own = encoder.kernel if encoder.kernel in ("mask", "repack") else "ragged"
-    if mode is not None and mode != own and (mode in ("mask", "repack") or own == "mask"):
-        how = f"kernel={mode!r}" if mode in ("mask", "repack") else "another kernel"
+    if mode is not None and mode != own and own == "mask":
         raise InputError(
-            f"mode {mode!r} does not go with an encoder of kernel {encoder.kernel!r}; "
-            f"load it with {how}"
+            f"mode {mode!r} does not go with an encoder of kernel 'mask', which needs rows; "
+            f"load it with another kernel"
         )
     return mode or own

@@ -1,0 +1,71 @@
+"""`packhorse bench modes`: table, JSON, CSV, plot and note of one run, and its complaints."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+KEYS = {
+    *("name", "kernel", "throughput", "median_throughput", "ratio_to_padded"),
+    *("median_ratio_to_padded", "throughput_with_packing", "packing_us", "fill"),
+    *("largest_difference", "batch_ms", "p50_ms", "p90_ms", "p99_ms"),
+    *("open_rate", "open_p50_ms", "open_p90_ms", "open_p99_ms", "problem"),
+}
+
+
+def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
+    note, plot, table = (tmp_path / name for name in ("note.md", "a.png", "a.csv"))
+    said = cli(
+        *("bench", "modes", "-m", tiny("embed"), "--device", "cpu", "--rows", 2, "--capacity", 32),
+        *("--requests", 12, "--repeats", 1, "--peers", "none", "--workload", "squad"),
+        *("--note", note, "--plot", plot, "--csv", table, "--json"),
+    )
+    assert said.code == 0, said.err
+    found = said.document
+    assert [set(mode) for mode in found["modes"]] == [KEYS] * 8
+    by_name = {mode["name"]: mode for mode in found["modes"]}
+    assert by_name["Original"]["ratio_to_padded"] == 1
+    assert by_name["Pack Online Ragged"]["fill"] == 1
+    assert by_name["Pack Online Ragged"]["p99_ms"] > 0
+    assert by_name["Pack Offline Ragged"]["p99_ms"] is None
+    assert max(mode["largest_difference"] for mode in found["modes"]) < 1e-5
+    assert "squad: 12 requests" in found["workload"] and found["dtype"] == "fp32"
+    assert "2 x 32 tokens" in found["batches"] and "7 clients" in found["batches"]
+    assert "x padded" in said.out and "Pack Online AttentionMask(first_fit)" in said.out
+    assert f"| {found['modes'][0]['name']} |" in note.read_text("utf-8")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    with table.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["name"] for line in lines] == list(by_name) and set(lines[0]) == KEYS
+
+
+def test_random_weights_and_no_load(cli) -> None:
+    said = cli(
+        *("bench", "modes", "--config", "tiny", "--device", "cpu", "--dtype", "bf16", "--rows", 2),
+        *("--capacity", 16, "--requests", 6, "--repeats", 1, "--load-repeats", 0),
+        *("--peers", "onnxruntime", "--json"),
+    )
+    assert said.code == 0, said.err
+    assert said.document["model"] == "random weights, tiny" and said.document["dtype"] == "bf16"
+    *ours, peer = said.document["modes"]
+    assert all(mode["p50_ms"] is None and mode["problem"] is None for mode in ours)
+    assert peer["problem"] and "Original (onnxruntime)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--rows", "0"], "--rows 0"),
+        (["--peers", "keras"], "unknown peer 'keras'"),
+        (["--rate", "-1"], "--rate"),
+        (["--dtype", "auto"], "auto"),
+        (["--csv", "none/a.csv"], "no folder"),
+        (["--plot", "a.txt"], "ends in"),
+    ],
+)
+def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
+    said = cli("bench", "modes", "--config", "tiny", *arguments)
+    assert said.code == 2 and part in said.err
+    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
