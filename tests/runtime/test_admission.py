@@ -37,7 +37,7 @@ def admission(shape: Shape, **options) -> tuple[Admission, Clock]:
 
 
 def lengths(batch: Batch | None) -> list[list[int]]:
-    return [[len(piece) for piece in row] for row in batch or []]
+    return [[piece.tokens for piece in row] for row in batch or []]
 
 
 RAGGED = Shape("ragged", rows=2, capacity=8)  # 16 tokens
@@ -238,7 +238,7 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
         elif action == "take":
             take(argument)
         pieces = [p for line in queue.lines.values() for p in (*line.open, *line.behind)]
-        assert queue.waiting_tokens == sum(map(len, pieces))
+        assert queue.waiting_tokens == sum(piece.tokens for piece in pieces)
         assert queue.waiting_requests == len({p.request for p in pieces if p.request.waiting})
     clock.now += 10
     for _ in range(200):

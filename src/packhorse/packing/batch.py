@@ -176,7 +176,8 @@ class _Dummy:
 
 
 def _join(arrays: Iterable[Any]) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(a) for a in arrays]).astype(np.int64))
+    pieces = [np.asarray(a) for a in arrays]
+    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:

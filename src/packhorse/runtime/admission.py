@@ -22,7 +22,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
@@ -30,6 +29,7 @@ from packhorse.runtime.jobs import Job, Row
 from packhorse.runtime.modes import Shape
 from packhorse.tokens import Encoding
 
+BATCHES_AHEAD = 3
 HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
 
 
@@ -53,16 +53,14 @@ class Request:
         return self.job.heads, self.job.only
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
     """One sequence of a request."""
 
-    request: Request
-    index: int
-    sequence: Encoding
+    __slots__ = ("index", "request", "sequence", "tokens")
 
-    def __len__(self) -> int:
-        return len(self.sequence)
+    def __init__(self, request: Request, index: int, sequence: Encoding) -> None:
+        self.request, self.index, self.sequence = request, index, sequence
+        self.tokens = len(sequence.ids)
 
 
 Batch = list[list[Piece]]  # what goes into each row
@@ -109,7 +107,7 @@ class Line:
         """It leaves, if it is still here."""
         if piece in self.open:
             del self.open[piece]
-            self.tokens -= len(piece)
+            self.tokens -= piece.tokens
             self.stale = True
             return True
         return self.behind.pop(piece, piece) is None
@@ -125,10 +123,10 @@ class Line:
         return batch
 
     def _pack(self, piece: Piece) -> bool:
-        if self.packer.add(len(piece)) is None:
+        if self.packer.add(piece.tokens) is None:
             return False
         self.open[piece] = None
-        self.tokens += len(piece)
+        self.tokens += piece.tokens
         return True
 
     def _refill(self) -> None:
@@ -164,6 +162,9 @@ class Admission:
     ) -> None:
         self.shape, self.timeout, self.lookahead, self.clock = shape, timeout, lookahead, clock
         self.max_tokens, self.max_requests = max_tokens, max_requests
+        # Those who are patient keep the engine fed and no more: a thread that fills a long queue
+        # takes the interpreter from the engine.
+        self.ahead = min(max_tokens, BATCHES_AHEAD * shape.tokens)
         self.waiting_tokens = self.waiting_requests = self.at_door = 0
         self.admitted = self.refused = self.cancelled = 0
         self.unanswered: dict[Future[Any], Request] = {}  # waiting or running
@@ -178,7 +179,7 @@ class Admission:
     def door(self) -> Iterator[None]:
         """Held while a request is made ready: so those being tokenized are bounded as well."""
         with self._changed:
-            if not self._fits(1):
+            if not self._fits(1, self.max_tokens):
                 self._refuse()
             self.at_door += 1
         try:
@@ -197,7 +198,7 @@ class Admission:
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or divide it"
             )
         with self._changed:
-            while not self._fits(tokens):
+            while not self._fits(tokens, self.ahead if patient else self.max_tokens):
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
@@ -230,12 +231,11 @@ class Admission:
             self._room.notify_all()
             return left
 
-    def _fits(self, tokens: int) -> bool:
+    def _fits(self, tokens: int, limit: int) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
-        return (
-            self.waiting_requests + self.at_door < self.max_requests
-            and self.waiting_tokens + tokens <= self.max_tokens
+        return self.waiting_requests + self.at_door < self.max_requests and (
+            self.waiting_tokens + tokens <= limit or not self.waiting_tokens
         )
 
     def _refuse(self) -> None:
@@ -264,10 +264,15 @@ class Admission:
 
     def _done(self, future: Future[Any]) -> None:
         """Called by every future that is answered or cancelled."""
+        request = self.unanswered.pop(future, None)
+        if request is None:
+            return
+        if not request.left:  # all of it was run: nothing of it waits
+            request.pieces.clear()
+            return
         with self._changed:
-            if request := self.unanswered.pop(future, None):
-                self.cancelled += request.waiting and future.cancelled()
-                self._withdraw(request)
+            self.cancelled += request.waiting and future.cancelled()
+            self._withdraw(request)
 
     def _due(self, now: float, idle: bool) -> Hashable:
         """The line whose batch goes next, of those that are due the one that waits longest."""
@@ -293,7 +298,7 @@ class Admission:
 
     def _begin(self, piece: Piece, now: float) -> bool:
         """It goes to the device, unless it was cancelled a moment ago."""
-        self.waiting_tokens -= len(piece)
+        self.waiting_tokens -= piece.tokens
         request = piece.request
         if request.waiting:
             self._waits_no_more(request)
@@ -308,7 +313,7 @@ class Admission:
         line = self.lines.get(request.line)
         for piece in request.pieces:
             if line is not None and line.remove(piece):
-                self.waiting_tokens -= len(piece)
+                self.waiting_tokens -= piece.tokens
         request.pieces.clear()  # they know the request: a cycle, and the garbage would pile up
         self._waits_no_more(request)
         self._forget_if_empty(request.line)

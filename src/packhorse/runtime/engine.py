@@ -160,7 +160,7 @@ class Engine:
             return self._divide(flight.batch, landed)
         pieces = _flat(flight.batch)
         seconds = self.admission.clock() - flight.begun
-        self.recorder.batch([len(piece) for piece in pieces], landed.tokens, seconds)
+        self.recorder.batch([piece.tokens for piece in pieces], landed.tokens, seconds)
         self._reply(pieces, landed.rows)
 
     def _divide(self, batch: Batch, error: BaseException) -> None:

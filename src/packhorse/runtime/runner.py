@@ -30,6 +30,7 @@ from packhorse.runtime.jobs import Given, Job
 from packhorse.runtime.modes import Shape
 from packhorse.runtime.statistics import Stats
 
+CHUNK = 256  # texts that `run` prepares at a time
 BATCHES_WAITING = 8  # what may wait by default, in batches
 
 
@@ -122,8 +123,9 @@ class PackRunner:
         self._check_process()
         futures: list[Future[Any]] = []
         try:
-            for job in self.encoder.prepare(task, texts, **options):
-                futures.append(self._push(job, patient=True))
+            for begin in range(0, len(texts), CHUNK):  # the engine runs while the rest is prepared
+                for job in self.encoder.prepare(task, texts[begin : begin + CHUNK], **options):
+                    futures.append(self._push(job, patient=True))
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
