@@ -498,6 +498,8 @@ def test_an_error_that_comes_late_is_isolated_too(make_encoder) -> None:
     poison = plain.tokenizer.id("poison")
 
     class Late:
+        is_cuda = False
+
         def float(self) -> Any:
             raise RuntimeError("an illegal instruction, some time ago")
 

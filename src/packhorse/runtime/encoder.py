@@ -172,7 +172,7 @@ class Encoder:
         """Hand a batch to the device; an accelerator computes while the caller goes on."""
         at = None if only is None else (packed.ids == only).nonzero().flatten()
         found = self.backend(packed, heads, None if at is None else at.to(self.device))
-        return Batch(packed, heads, found, at)
+        return Batch(packed, heads, found, at).sent()
 
     def run(
         self,

@@ -51,9 +51,24 @@ class Batch:
     heads: tuple[str, ...]
     found: Sequence[Tensor]
     at: Tensor | None
+    arrived: torch.cuda.Event | None = None  # when the results are on the host
+
+    def sent(self) -> Batch:
+        """The same batch, its results on their way to the host behind the work that makes them.
+
+        A copy that is asked for only when it is needed waits for the batch handed over meanwhile.
+        """
+        if not all(found.is_cuda for found in self.found):
+            return self
+        host = [found.float().to("cpu", non_blocking=True) for found in self.found]
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record()
+        return replace(self, found=host, arrived=arrived)
 
     def land(self) -> Batch:
         """Wait until the device is done; the same batch with its results on the host."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
         return replace(self, found=[found.float().cpu() for found in self.found])
 
     def finite(self) -> bool:
