@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 import packhorse
 from packhorse import attention, checkpoint
-from packhorse.errors import CheckpointError
+from packhorse.errors import CheckpointError, InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import prove
 
@@ -383,6 +383,59 @@ def test_an_encoder_may_keep_the_architecture_it_came_from(
     save_file(tensors | {"lm_head.bias": torch.zeros(50)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"4 missing \(lm_head\.dense\.weight"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize("family", ["Roberta", "XLMRoberta", "DistilBert", "Electra"])
+def test_shapes_do_not_tell_a_family(family: str, transformers: ModuleType, tmp_path: Path) -> None:
+    """With or without its prefix, none is taken for a BERT."""
+    ending = "Model" if family == "Electra" else "ForMaskedLM"
+    model = make(transformers, family, ending, Sizes(types=2 if family == "Electra" else 1))
+    prefix = f"{family.lower().removeprefix('xlm')}."
+    spellings: list[Callable[[str], str]] = [
+        lambda name: name,
+        lambda name: f"module.{name}",
+        lambda name: name.removeprefix(prefix),
+        lambda name: f"0.auto_model.{name.removeprefix(prefix)}",
+    ]
+    for number, spelling in enumerate(spellings):
+        folder = saved(model, tmp_path / "a" / str(number), rename(spelling))
+        (folder / "config.json").unlink()
+        for heads in (None, 4):
+            with pytest.raises(CheckpointError, match=r"above it; pass --config FILE \(config=\)$"):
+                checkpoint.load(folder, heads=heads)
+
+
+@pytest.mark.parametrize("family", ["Roberta", "Electra"])
+def test_a_prefix_tells_a_family_of_two_types(
+    family: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    """Where nothing else does: as wide embeddings as states."""
+    model = make(transformers, family, "ForTokenClassification", Sizes(types=2, embedding=32))
+    for number, before in enumerate(("", "model.module.")):
+        folder = saved(model, tmp_path / "a" / str(number), rename(lambda n, b=before: b + n))
+        (folder / "config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"above it; pass --config FILE \(config=\)$"):
+            checkpoint.load(folder, heads=4)
+
+
+def test_heads_go_by_the_key_of_the_family(transformers: ModuleType, tmp_path: Path) -> None:
+    folder = saved(make(transformers, "DistilBert", "Model"), tmp_path)
+    loaded = checkpoint.load(folder, heads=4)
+    assert loaded.raw == checkpoint.load(folder).raw
+    with pytest.raises(InputError, match=r"is 2, but .*config\.json says n_heads 4"):
+        checkpoint.load(folder, heads=2)
+    raw = {key: value for key, value in loaded.raw.items() if key != "n_heads"}
+    assert checkpoint.load(folder, config=raw, heads=2).raw == raw | {"n_heads": 2}
+
+
+def test_a_generator_left_behind_begins_no_head(transformers: ModuleType, tmp_path: Path) -> None:
+    """Google's checkpoints of ELECTRA hold one, and their configurations name no architecture."""
+    model = make(transformers, "Electra", "ForPreTraining")
+    name = "generator_predictions.dense.weight"
+    folder = saved(model, tmp_path, lambda t: t.update({name: torch.randn(16, 8)}))
+    loaded = checkpoint.load(edit(folder, architectures=None))
+    assert "mlm" not in loaded.model.heads and "replaced" in loaded.model.heads
+    assert loaded.notes == (f"not used: 1 tensors ({name})",)
 
 
 def test_a_discriminator_beside_its_generator(transformers: ModuleType, tmp_path: Path) -> None:

@@ -190,12 +190,46 @@ def test_gathering_from_a_resource(case: Any, variable: Any, tf: ModuleType) -> 
     assert case(make).same()
 
 
-def test_the_step_is_a_variable_too(case: Any, variable: Any, tf: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_the_step_is_a_variable_too(dtype: str, case: Any, variable: Any, tf: ModuleType) -> None:
     def make() -> Any:
-        step = tf.compat.v1.train.get_or_create_global_step()
+        step = tf.compat.v1.get_variable("global_step", initializer=np.array(7, dtype))
         return variable("v", [1, 2]) * tf.cast(step, tf.float32)
 
-    assert case(make).same()
+    one = case(make)
+    assert one.same()
+    [step] = [node for node in parse(tf, one.freeze()).node if node.name == "global_step"]
+    value = tf.make_ndarray(step.attr["value"].tensor)
+    assert (value.dtype, value) == (np.dtype(dtype), 7)
+
+
+@pytest.mark.parametrize("kind", ["m", "v", "power"])
+def test_so_is_the_state_of_an_optimizer(
+    kind: str, case: Any, variable: Any, tf: ModuleType
+) -> None:
+    def make() -> Any:
+        v = variable("v", [1, 2])
+        adam = tf.compat.v1.train.AdamOptimizer(beta1=0.75)
+        adam.minimize(tf.reduce_sum(v * v))
+        with tf.compat.v1.variable_scope("", reuse=True):
+            state = adam._get_beta_accumulators()[0] if kind == "power" else adam.get_slot(v, kind)
+        return state + v
+
+    one = case(make)
+    assert one.same()
+    assert np.array_equal(
+        one.run(parse(tf, one.freeze())), np.add([1, 2], 0.75 * (kind == "power"))
+    )
+
+
+@pytest.mark.parametrize("name", ["", "m.index", "m.data-00000-of-00001", "checkpoint"])
+def test_every_way_to_name_the_checkpoint(name: str, case: Any, variable: Any) -> None:
+    """The graph beside it is found as well."""
+    one = case(lambda: variable("v", [1, 2]) + 1.0)
+    expected = one.freeze().read_bytes()
+    target = one.folder / "new.pb"
+    freeze(None, one.folder / name, [one.output], target)
+    assert target.read_bytes() == expected
 
 
 def test_devices_and_neighbours(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -347,3 +381,12 @@ def test_damaged_graphs(saved: Path, tf: ModuleType) -> None:
         except PackhorseError:
             refused += 1
     assert 20 < refused < 60
+
+
+@pytest.mark.parametrize("part", [0.001, 0.2, 0.9, 0.9999])
+def test_a_truncated_graph_is_told_by_a_byte(part: float, saved: Path) -> None:
+    good = saved.with_name("model.ckpt.meta").read_bytes()
+    bad = saved.with_name("bad.meta")
+    bad.write_bytes(good[: int(len(good) * part)])
+    with pytest.raises(CheckpointError, match=r"bad\.meta: .*byte [0-9]+"):
+        freeze(bad, saved, ["nsp_logits"], saved.with_name("bad.pb"))

@@ -223,10 +223,56 @@ def test_what_is_no_name(name: str | Path) -> None:
         hub.resolve(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("lone/checkpoint", ""),
+        ("uncased_L-12/bert_modl.ckpt", "; did you mean uncased_L-12/bert_model.ckpt?"),
+        ("uncased_L-12/vocab.tx", "; did you mean uncased_L-12/vocab.txt?"),
+    ],
+)
+def test_a_mistyped_path_is_no_hub_id(
+    name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(hub, "_fetch", lambda name, *_: asked.append(name) or tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for folder in ("lone", "uncased_L-12"):
+        (tmp_path / folder).mkdir()
+    for ending in ("ckpt.index", "ckpt.meta", "ckpt.data-00000-of-00001"):
+        (tmp_path / "uncased_L-12" / f"bert_model.{ending}").touch()
+    (tmp_path / "uncased_L-12" / "vocab.txt").touch()
+    folder, file = name.split("/")
+    with pytest.raises(CheckpointError) as refused:
+        hub.resolve(name)
+    assert str(refused.value).startswith(f"there is no {file} in the folder {folder}{meant}; if it")
+    assert not asked
+    # What is meant for the hub gets there: with a revision, or where no folder has such a name.
+    hub.resolve(f"{name}@main")
+    hub.resolve(f"other/{file}")
+    assert set(asked) == {name, f"other/{file}"}
+
+
+def test_the_embedded_model_beside_a_folder_of_its_organisation(
+    minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sentence-transformers").mkdir()
+    assert hub.resolve(hub.EMBEDDED_ID) == minilm
+
+
+def test_a_mistyped_path_of_any_length(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").touch()
+    with pytest.raises(CheckpointError, match=r"no hub id .*did you mean .*/vocab\.txt\?$"):
+        hub.resolve(tmp_path / "vocab.tx")
+
+
 def test_files_and_prefixes_are_paths_too(model: Path, tmp_path: Path) -> None:
     assert hub.resolve(model / "model.safetensors") == model / "model.safetensors"
     (tmp_path / "bert_model.ckpt.index").touch()
     assert hub.resolve(tmp_path / "bert_model.ckpt") == tmp_path / "bert_model.ckpt"
+    (tmp_path / "lone.ckpt.data-00000-of-00001").touch()
+    assert hub.resolve(tmp_path / "lone.ckpt") == tmp_path / "lone.ckpt"
     with pytest.raises(CheckpointError):
         hub.resolve(tmp_path / "other.ckpt")
 

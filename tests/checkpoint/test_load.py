@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -307,6 +308,75 @@ def test_configurations_that_are_none(text: str, save: Save) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="config"):
         checkpoint.load(folder)
+
+
+def test_a_given_configuration_wins(save: Save, tmp_path: Path) -> None:
+    """Over one that is broken, and over one that says something else."""
+    _, folder = save("BertModel")
+    good = (folder / "config.json").rename(tmp_path / "good.json")
+    for text in ("{", "[]", '{"model_type": "gpt2"}'):
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json.*--config"):
+            checkpoint.load(folder)
+        for config in (good, json.loads(good.read_text())):
+            for model in (folder, folder / "model.safetensors"):
+                assert checkpoint.load(model, config=config).config.layers == 2
+
+
+def test_its_own_configuration_comes_first(save: Save) -> None:
+    """Before one of TensorFlow's in the same folder."""
+    _, folder = save("BertModel")
+    (folder / "bert_config.json").write_text("{")
+    assert checkpoint.load(folder).config.heads == 4
+
+
+def test_two_biases_of_tied_scores(save: Save) -> None:
+    """Which of them is the model's would be a guess; without ties transformers takes one."""
+    _, folder = save("BertForMaskedLM")
+    bias = torch.randn(50)
+    edit(folder, lambda t: t.update({"cls.predictions.decoder.bias": bias}))
+    with pytest.raises(CheckpointError, match=r"decoder\.bias and cls\.predictions\.bias .*fer"):
+        checkpoint.load(folder)
+    edit(folder, lambda t: t.update({"cls.predictions.decoder.bias": bias[:7].clone()}))
+    with pytest.raises(CheckpointError, match="two names of one tensor, and they differ"):
+        checkpoint.load(folder)
+    edit(folder, lambda t: t.update({"cls.predictions.bias": bias.clone()}))
+    edit(folder, lambda t: t.update({"cls.predictions.decoder.bias": bias}))
+    state = checkpoint.load(folder).model.state_dict()
+    assert torch.equal(state["heads.mlm.decoder.bias"], bias)
+
+
+BEGUN: dict[str, tuple[str, str, str]] = {
+    "the word scores": ("BertForMaskedLM", "cls.predictions.bias", "[50]"),
+    "their norm": ("BertForMaskedLM", "cls.predictions.transform.LayerNorm.weight", "[32]"),
+    "spans": ("BertForQuestionAnswering", "qa_outputs.bias", "[2]"),
+    "sequences": ("BertForSequenceClassification", "classifier.bias", "[2]"),
+    "tokens": ("BertForTokenClassification", "classifier.bias", "[2]"),
+    "the pooler": ("BertForSequenceClassification", "bert.pooler.dense.bias", "[32]"),
+    "the pooler alone": ("BertModel", "pooler.dense.weight", "[32, 32]"),
+}
+
+
+@pytest.mark.parametrize("case", BEGUN)
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_head_that_is_only_begun(case: str, promised: bool, save: Save) -> None:
+    """Also where no architecture promises it."""
+    kind, gone, shape = BEGUN[case]
+    _, folder = save(kind)
+    edit(folder, lambda t: t.pop(gone), architectures=[kind] if promised else None)
+    with pytest.raises(CheckpointError, match=re.escape(f": 1 missing ({gone} {shape}) (the con")):
+        checkpoint.load(folder)
+
+
+def test_what_is_not_used_is_noted(save: Save) -> None:
+    _, folder = save("BertForMaskedLM")
+    assert checkpoint.load(edit(folder, SPELLINGS["position_ids"])).notes == ()
+    edit(folder, SPELLINGS["what is left of another head"])
+    loaded = checkpoint.load(folder)
+    assert loaded.notes == ("not used: 1 tensors (cls.seq_relationship.weight)",)
+    edit(folder, lambda t: t.update({f"cls.more.{n}": torch.zeros(1) for n in range(20)}))
+    assert checkpoint.load(folder).notes[0].startswith("not used: 21 tensors (cls.")
+    assert checkpoint.load(folder).notes[0].endswith(", …)")
 
 
 def test_labels_and_problems(save: Save) -> None:

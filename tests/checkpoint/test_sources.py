@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,17 @@ from safetensors.torch import load_file
 import packhorse
 from packhorse import checkpoint
 from packhorse.checkpoint import sources
+from packhorse.checkpoint.loading import assemble
 from packhorse.errors import CheckpointError, InputError
+
+CONFIG: dict[str, Any] = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 24,
+}
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +100,95 @@ def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path)
         ({"config": "none.json"}, "no such file"),
         ({"vocab": "none.txt"}, "no such file"),
         ({"heads": 0}, "at least 1"),
-        ({"heads": 5}, "do not divide"),
+        ({"heads": 5}, r"--heads \(heads=\) is 5, but .*bert_config\.json says num_atten.* 4"),
+        ({"heads": 8, "config": CONFIG}, "is 8, but the configuration says num_attention_heads 4"),
         ({"config": {"model_type": "gpt2"}}, "gpt2.*bert"),
     ],
 )
 def test_what_is_given_is_checked(trained: Path, given: dict[str, Any], complaint: str) -> None:
     with pytest.raises((InputError, CheckpointError), match=complaint):
         packhorse.load(trained, **given)
+
+
+def test_heads_may_be_said_twice(trained: Path) -> None:
+    assert checkpoint.load(trained, heads=4).config == checkpoint.load(trained).config
+    without = {key: value for key, value in CONFIG.items() if key != "num_attention_heads"}
+    assert checkpoint.load(trained, config=without, heads=8).config.heads == 8
+    shown = checkpoint.load(trained, config={"hidden_act": "relu"}, heads=4).config
+    assert (shown.layers, shown.heads, shown.activation) == (2, 4, "relu")
+
+
+def bare(trained: Path, folder: Path) -> Path:
+    """The checkpoint alone, in a folder below."""
+    folder.mkdir(parents=True)
+    for path in trained.parent.glob(f"{trained.name}*"):
+        shutil.copy(path, folder)
+    return folder / trained.name
+
+
+def test_the_configuration_at_fault_is_named(trained: Path, tmp_path: Path) -> None:
+    """One that lies above may have nothing to do with the model."""
+    prefix, above = bare(trained, tmp_path / "x"), tmp_path / "config.json"
+    for text, complaint in {
+        '{"port": 80}': "vocab_size is missing",
+        '{"model_type": "gpt2"}': "model_type 'gpt2'",
+        "{": "is not valid JSON",
+        json.dumps(CONFIG | {"hidden_size": 64}): "do not fit the configuration",
+        json.dumps(CONFIG | {"hidden_size": 33}): "do not divide",
+    }.items():
+        above.write_text(text)
+        with pytest.raises(CheckpointError, match=complaint) as refused:
+            checkpoint.load(prefix)
+        assert str(refused.value).count(str(above)) == 1 and "--config" in str(refused.value)
+        assert str(refused.value).startswith(f"{prefix}: ")
+    above.write_text('{"port": 80}')
+    with pytest.raises(CheckpointError, match="--heads"):
+        checkpoint.load(prefix)
+    told = checkpoint.load(trained)
+    assert checkpoint.load(prefix, heads=4).config == told.config  # as that error promises
+    given = tmp_path / "given.json"
+    given.write_text('{"port": 80}')
+    with pytest.raises(CheckpointError, match=rf"missing \(the configuration is {given}\)$"):
+        checkpoint.load(prefix, config=given)
+
+
+HEADS_OF_GOOGLE = {
+    "cls/seq_relationship/output_bias": "[2]",
+    "cls/seq_relationship/output_weights": "[2, 32]",
+    "cls/predictions/output_bias": "[80]",
+    "cls/predictions/transform/dense/bias": "[32]",
+    "cls/predictions/transform/LayerNorm/gamma": "[32]",
+    "bert/pooler/dense/bias": "[32]",
+    "bert/pooler/dense/kernel": "[32, 32]",
+}
+
+
+@pytest.mark.parametrize("gone", HEADS_OF_GOOGLE)
+def test_a_head_without_all_of_its_variables(trained: Path, tmp_path: Path, gone: str) -> None:
+    """Google's configurations promise no head: one that is begun must be whole."""
+    source, contents = sources.find(trained), checkpoint.read(trained)
+    del contents.tensors[gone]
+    missing = re.escape(f"1 missing ({gone} {HEADS_OF_GOOGLE[gone]})")
+    with pytest.raises(CheckpointError, match=rf"configuration: {missing} \(the"):
+        assemble(source, contents)
+
+
+def test_heads_left_out_are_noted(trained: Path) -> None:
+    source, contents = sources.find(trained), checkpoint.read(trained)
+    for kind in ("kernel", "bias"):
+        del contents.tensors[f"bert/pooler/dense/{kind}"]
+    loaded = assemble(source, contents)
+    assert "nsp" not in loaded.model.heads and "mlm" in loaded.model.heads
+    left = ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
+    assert loaded.notes[-1] == f"not used: 2 tensors ({', '.join(left)})"
+    assert not [note for note in checkpoint.load(trained).notes if "not used" in note]
+
+
+def test_two_variables_of_one_tensor(trained: Path) -> None:
+    source, contents = sources.find(trained), checkpoint.read(trained)
+    contents.tensors["bert/pooler/dense/weight"] = torch.zeros(32, 32)
+    with pytest.raises(CheckpointError, match=r"dense/weight and .*dense/kernel are two names"):
+        assemble(source, contents)
 
 
 def test_a_missing_variable_has_the_name_that_tensorflow_gives_it(

@@ -11,6 +11,8 @@ the run; outputs with those of transformers over the weights that TensorFlow rea
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,27 +39,53 @@ LAYER = {
 }
 
 
+def complaint(config: str | None, prefix: str | None, frozen: str | None) -> str:
+    """What is wrong with the paths of a user, before TensorFlow says it in many lines."""
+    if (prefix or frozen) and not config:
+        return "your own files need --config-path bert_config.json"
+    if config and not (prefix or frozen):
+        return "--config-path alone: pass the weights with --chkpt-path or --frozen-path"
+    if config:
+        try:
+            known = json.loads(Path(config).read_text()).keys()
+        except (OSError, ValueError, AttributeError) as error:
+            return f"--config-path {config} is no configuration: {error}"
+        if not known >= {"vocab_size", "num_hidden_layers", "max_position_embeddings"}:
+            return f"--config-path {config} is no configuration of a BERT"
+    if prefix and not Path(f"{prefix}.index").is_file():
+        return f"--chkpt-path {prefix}: there is no {prefix}.index; pass the name without .index"
+    if frozen and not Path(frozen).is_file():
+        return f"--frozen-path {frozen}: there is no such file"
+    return ""
+
+
+@pytest.fixture(scope="session", autouse=True)  # so before TensorFlow is even loaded
+def own(request: pytest.FixtureRequest) -> bool:
+    """Are there files of the user? One line and the end if they are not what was asked for."""
+    paths = [request.config.getoption(f"--{name}-path") for name in ("config", "chkpt", "frozen")]
+    if said := complaint(*paths):
+        pytest.exit(said, returncode=pytest.ExitCode.USAGE_ERROR)
+    return any(paths)
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def task(request: pytest.FixtureRequest) -> str:
+def task(request: pytest.FixtureRequest, own: bool) -> str:
     option = request.config.getoption
-    own = option("--chkpt-path") or option("--frozen-path")
     if own and request.param != option("--chkpt-task"):
         pytest.skip(f"your files are for {option('--chkpt-task')}")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def written(task: str, request, tf, tf_bert, tmp_path_factory) -> SimpleNamespace:
+def written(task: str, own: bool, request, tf, tf_bert, tmp_path_factory) -> SimpleNamespace:
     """The user's files, or those that TensorFlow writes."""
     option = request.config.getoption
-    if not option("--chkpt-path") and not option("--frozen-path"):
+    if not own:
         folder = tmp_path_factory.mktemp("tensorflow")
         built = tf_bert.build(tf, heads=HEADS[task], slots="lamb", step=28252)
         prefix = tf_bert.save(tf, built, folder / "model.ckpt", step=28252)
         frozen = tf_bert.freeze(tf, built, folder / "frozen.pb")
         return SimpleNamespace(config=None, prefix=prefix, frozen=frozen, built=built)
-    if not option("--config-path"):
-        pytest.fail("your own files need --config-path bert_config.json")
     paths = [option(name) for name in ("--config-path", "--chkpt-path", "--frozen-path")]
     config, prefix, frozen = (Path(path) if path else None for path in paths)
     return SimpleNamespace(config=config, prefix=prefix, frozen=frozen, built=None)
@@ -93,7 +121,15 @@ def case(request, tf, transformers, written, config, task) -> SimpleNamespace:
     path = getattr(written, where)
     if path is None:
         pytest.skip(f"no --{request.param}-path was given")
-    values = reader(tf, path)
+    try:
+        values = reader(tf, path)
+        spelled(config, task, values)
+    except Exception as error:
+        if written.built is not None:
+            raise
+        why = f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        said = f"TensorFlow finds no BERT for {task} (--chkpt-task) of this configuration in it"
+        pytest.exit(f"--{request.param}-path {path}: {said}: {why}", pytest.ExitCode.USAGE_ERROR)
     ours = checkpoint.load(path, config=written.config, vocab=None)
     return SimpleNamespace(
         ours=ours, theirs=theirs(transformers, config, task, values), values=values, path=path
@@ -230,6 +266,55 @@ def test_a_weight_that_is_off_by_one_bit_is_seen(case, config, task) -> None:
             assert_same_weights(case, config, task)
         kernel.view(torch.int32)[0, 0] ^= 1
     assert_same_weights(case, config, task)
+
+
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "no configuration": ({"chkpt": "m"}, "need --config-path"),
+    "no weights": ({"config": "c.json"}, "pass the weights"),
+    "a configuration that is not there": ({"config": "x", "chkpt": "m"}, "--config-path x is no"),
+    "one of nothing": ({"config": "empty.json", "chkpt": "m"}, "no configuration of a BERT"),
+    "one that is a list": ({"config": "list.json", "chkpt": "m"}, "is no configuration: "),
+    "a prefix of nothing": ({"config": "c.json", "chkpt": "x"}, "there is no x.index"),
+    "an index": ({"config": "c.json", "chkpt": "m.index"}, "without .index"),
+    "a graph that is not there": ({"config": "c.json", "frozen": "x"}, "there is no such file"),
+    "a damaged checkpoint": ({"config": "c.json", "chkpt": "m"}, "finds no BERT for PRETRAINING"),
+    "a damaged graph": ({"config": "c.json", "frozen": "m.index"}, "finds no BERT"),
+    "an empty graph": ({"config": "c.json", "frozen": "none"}, "has no 'bert/embeddings/"),
+}
+RUN = ("a prefix of nothing", "a damaged checkpoint", "a damaged graph", "an empty graph")
+
+
+@pytest.fixture
+def files_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 9, "num_hidden_layers": 1, "max_position_embeddings": 8}
+    (tmp_path / "c.json").write_text(json.dumps(sizes))
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "m.index").write_bytes(b"junk " * 20)
+    (tmp_path / "none").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_paths_are_told_at_once(case: str, files_of_a_user: None) -> None:
+    given, expected = WRONG[case]
+    said = complaint(*(given.get(name) for name in ("config", "chkpt", "frozen")))
+    assert bool(said) == (case not in RUN[1:]) and "\n" not in said
+    assert expected in said or not said
+    assert not complaint("c.json", "m", "m.index")  # there, whatever they hold
+
+
+@pytest.mark.parametrize(
+    "case", [*RUN[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in RUN[2:])]
+)
+def test_wrong_paths_are_one_line(case: str, files_of_a_user: None) -> None:
+    given, expected = WRONG[case]
+    flags = [word for name, path in given.items() for word in (f"--{name}-path", path)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [f"{__file__}::test_load", f"--rootdir={Path(__file__).parents[2]}"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
+    assert expected in done.stdout.splitlines()[-1] and "Traceback" not in done.stdout
 
 
 def test_the_vocabulary_is_cropped_on_request_only(case, written, config) -> None:

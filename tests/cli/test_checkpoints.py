@@ -49,6 +49,39 @@ def test_verify_compares_heads_that_one_lacks(cli, tiny) -> None:
     assert found.code == 1 and "are only in" in found.err
 
 
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_verify_sees_other_shapes_and_other_words(cli, tiny, tmp_path: Path) -> None:
+    source = tiny("embed")
+    assert cli("convert", source, tmp_path / "short", "--max-positions", "32").code == 0
+    found = cli("verify", source, tmp_path / "short")
+    assert found.code == 1 and "other shapes (first bert.embed.positions.weight)" in found.err
+    assert cli("convert", source, tmp_path / "words").code == 0
+    vocabulary = tmp_path / "words" / "vocab.txt"
+    words = vocabulary.read_text().splitlines()
+    a, b = words.index("e"), words.index("s")
+    words[a], words[b] = words[b], words[a]
+    vocabulary.write_text("\n".join(words) + "\n")
+    found = cli("verify", source, tmp_path / "words")
+    assert found.code == 1 and "their tokenizers read the texts differently" in found.err
+
+
+def test_a_vocabulary_given_apart_keeps_its_settings(cli, tiny, tmp_path: Path) -> None:
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    (apart / "vocab.txt").write_text((tiny("embed") / "vocab.txt").read_text())
+    (apart / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    for number, given in enumerate((apart / "vocab.txt", apart)):
+        target = tmp_path / f"out{number}"
+        assert cli("convert", tiny("embed"), target, "--vocab", given).code == 0
+        assert json.loads((target / "tokenizer_config.json").read_text())["do_lower_case"] is False
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_a_table_smaller_than_the_vocabulary_is_told(cli, tiny, tmp_path: Path) -> None:
+    made = cli("convert", tiny("embed"), tmp_path / "crop", "--vocab-size", "40")
+    assert made.code == 0 and "cannot be used with texts" in made.err
+
+
 def test_verify_on_ones_own_texts(cli, tiny, tmp_path: Path) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("the horse\na mule carries sacks to market\n")
@@ -140,7 +173,7 @@ def test_run_takes_a_tensorflow_checkpoint_by_its_prefix(cli, tiny, tmp_path: Pa
         (["convert", "{model}", "{folder}/x", "--config", "none.json"], "none.json: no such file"),
         (["verify", "{model}", "{folder}"], "there are no weights"),
         (["run", "x", "--model", "{folder}/model.ckpt"], "no prefix of a TensorFlow checkpoint"),
-        (["run", "x", "--model", "{model}", "--heads", "5"], "do not divide"),
+        (["run", "x", "--model", "{model}", "--heads", "5"], "says num_attention_heads 4"),
     ],
 )
 def test_mistakes_are_one_line(cli, tiny, tmp_path: Path, arguments: list[str], message) -> None:

@@ -53,6 +53,17 @@ def test_a_graph_is_frozen(cli, prefix: Path, tmp_path: Path) -> None:
     assert found["bytes"] == (tmp_path / "frozen.pb").stat().st_size
 
 
+@pytest.mark.parametrize("name", ["", "model.ckpt.index"])
+def test_a_folder_or_an_index_leads_to_the_graph(
+    cli, prefix: Path, tmp_path: Path, name: str
+) -> None:
+    said = cli(
+        *("freeze", "--input-checkpoint", prefix.parent / name),
+        *("--output-node-names", "nsp_logits", "--output-graph", tmp_path / "frozen.pb"),
+    )
+    assert said.code == 0 and (tmp_path / "frozen.pb").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("binary", [["--input_binary=True"], ["--input_binary", "true"], []])
 def test_the_spellings_of_tensorflow(cli, prefix: Path, tmp_path: Path, binary: list[str]) -> None:
     said = cli(

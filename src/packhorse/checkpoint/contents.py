@@ -13,12 +13,13 @@ from torch import Tensor
 class Contents:
     """A checkpoint as it lies on disk; `names` knows what its names mean."""
 
-    format: str  # a key of `checkpoint.FORMATS`
+    format: str  # a key of `sources.FORMATS`
     folder: Path  # where its configuration and its vocabulary are looked for
     files: tuple[Path, ...]  # that hold the tensors
     tensors: dict[str, Tensor]  # by foreign name, as they are: TensorFlow's kernels are [in, out]
     config: dict[str, Any] | None = None  # None: the format has none of its own
     # Optimizer state by kind ("m", "v"), under the name of the weight it belongs to.
     slots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)  # of it, by the file's own kinds
     step: int | None = None  # of training
     notes: tuple[str, ...] = ()  # what a user should know: dequantised, renamed, left out

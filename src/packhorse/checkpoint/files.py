@@ -114,7 +114,9 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
     if target.exists() and not target.is_dir():
         raise InputError(f"{folder} is a file; choose another name for the folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise InputError(f"{folder} is not empty; choose another folder, or allow overwriting")
+        raise InputError(
+            f"{folder} is not empty; choose another folder, or pass --overwrite (overwrite=True)"
+        )
     draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         draft.mkdir(parents=True)

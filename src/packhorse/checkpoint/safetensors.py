@@ -68,7 +68,8 @@ def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
-        raise CheckpointError(f"the file of {size} bytes is truncated or no safetensors file")
+        ends = f": its header would end at byte {8 + length}" if size >= 8 else ""
+        raise CheckpointError(f"the file of {size} bytes is truncated or no safetensors file{ends}")
     if length > HEADER_LIMIT:
         raise CheckpointError(f"the header has {length} bytes, more than {HEADER_LIMIT}")
     entries = _parse_header(file.read(length))
@@ -77,9 +78,21 @@ def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
         if entry.begin != place:
             raise CheckpointError(f"{entry.name!r} begins at byte {entry.begin}, not {place}")
         place = entry.end
-    if place != size - 8 - length:
-        raise CheckpointError(f"the tensors have {place} bytes, the file {size - 8 - length}")
+    _check_size(entries, 8 + length, size)
     return 8 + length, entries
+
+
+def _check_size(entries: list[_Entry], start: int, size: int) -> None:
+    """The file ends where its last tensor does."""
+    needed = start + (entries[-1].end if entries else 0)
+    if size < needed:
+        cut = next(entry for entry in entries if start + entry.end > size)
+        raise CheckpointError(
+            f"the file is truncated: it has {size} bytes and needs {needed}; the first tensor that "
+            f"is not whole is {cut.name!r}, at bytes {start + cut.begin} to {start + cut.end}"
+        )
+    if size > needed:
+        raise CheckpointError(f"the last tensor ends at byte {needed}, the file at byte {size}")
 
 
 def _parse_header(text: bytes) -> list[_Entry]:

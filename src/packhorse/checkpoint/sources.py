@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from packhorse.checkpoint import files, hf, hub, onnx, sentence
+from packhorse.checkpoint import files, hf, hub, onnx, refusals, sentence
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.tensorflow import frozen, tf1
 from packhorse.errors import CheckpointError
@@ -24,6 +24,9 @@ FORMATS = {
     "onnx": "model.onnx, here or in a folder onnx",
     "frozen": "a frozen TensorFlow graph: NAME.pb",
 }
+INDEXES = {kind.index for kind in hf.KINDS.values()}  # passed as a file, one means its folder
+# What a file claims to be by its name, where its bytes do not say: that reader says what is wrong.
+CLAIMS = {".onnx": "onnx", ".pb": "frozen", ".meta": "frozen"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,11 @@ class Source:
 
     def read(self, *, slots: bool = False) -> Contents:
         """What it holds; with `slots`, the optimizer's state too."""
-        return tf1.read(self.path, slots=slots) if self.format == "tf1" else self._reader(self.path)
+        if self.format != "tf1":
+            return self._reader(self.path)
+        contents = tf1.read(self.path, slots=slots)
+        refusals.check_names(self.path, contents.tensors)
+        return contents
 
     @property
     def _reader(self) -> Callable[[Path], Contents]:
@@ -55,6 +62,7 @@ class Source:
 def find(model: str | Path) -> Source:
     """The source behind a path or a hub id."""
     path = hub.resolve(model)
+    path = path.parent if path.name in INDEXES else path
     if not path.is_dir():
         return _file(path)
     layout = sentence.read(path)
@@ -66,10 +74,26 @@ def find(model: str | Path) -> Source:
 def _file(path: Path) -> Source:
     """A file of weights, or a prefix; the layout is that of its folder."""
     prefix = tf1.find(path)
-    format = "tf1" if prefix else hf.sniff(path) or ("onnx" if onnx.sniff(path) else "frozen")
-    # What is none of these gets the error of the last reader, which knows TensorFlow's other files.
-    weights = prefix or path
+    weights, format = prefix or path, "tf1" if prefix else _format(path)
     return Source(format, weights, weights.parent, sentence.read(weights.parent), root=weights)
+
+
+def _format(path: Path) -> str:
+    """That of a file which is none of a TensorFlow checkpoint."""
+    if why := tf1.damaged(path) or refusals.of_file(path):
+        raise CheckpointError(why)
+    if format := hf.sniff(path):
+        return format
+    if onnx.sniff(path):
+        return "onnx"
+    if frozen.known(path):  # its reader knows TensorFlow's other files too
+        return "frozen"
+    if format := CLAIMS.get(path.suffix):
+        return format
+    raise CheckpointError(
+        f"{path} ({path.stat().st_size} bytes) is no checkpoint that is known here, or is damaged; "
+        f"those are: {'; '.join(FORMATS.values())}"
+    )
 
 
 def _in_folder(folder: Path) -> tuple[str, Path]:
@@ -77,17 +101,22 @@ def _in_folder(folder: Path) -> tuple[str, Path]:
         return format, folder
     if prefix := tf1.find(folder):
         return "tf1", prefix
+    damaged = tf1.damaged(folder)
+    if damaged and any(folder.glob("*.data-?????-of-?????")):
+        raise CheckpointError(damaged)
     for place in (folder, folder / "onnx"):
         if files.exists(place, "model.onnx"):
             return "onnx", place / "model.onnx"
-    if files.exists(folder, "saved_model.pb"):
+    if any(files.exists(folder, f"saved_model.{suffix}") for suffix in ("pb", "pbtxt")):
         return "frozen", folder  # whose reader says what to do with one
-    for suffix, format in ((".onnx", "onnx"), (".pb", "frozen")):
+    for suffix, format in ((".onnx", "onnx"), (".pb", "frozen"), (".pbtxt", "frozen")):
         alone = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
         if len(alone) == 1:
             return format, alone[0]
         if alone:
             names = ", ".join(path.name for path in alone)
             raise CheckpointError(f"{folder} has several models ({names}); pass one of the files")
+    if why := refusals.of_folder(folder) or damaged:
+        raise CheckpointError(why)
     looked = "; ".join(FORMATS.values())
     raise CheckpointError(f"{folder}: there are no weights; looked for: {looked}")

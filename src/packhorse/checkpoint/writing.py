@@ -85,8 +85,10 @@ WRITERS: Mapping[str, Writer] = {"hf": _write_hf, "tf1": _write_tf1, "onnx": _wr
 def _write_vocabulary(draft: Path, of: Checkpoint) -> None:
     """TensorFlow's tools read a `vocab.txt`; a WordPiece tokenizer.json has all that is in it."""
     where = of.vocabulary
-    made = where and (where / "tokenizer.json").is_file() and not (where / "vocab.txt").is_file()
-    if where and made and (words := word_pieces(where / "tokenizer.json")):
+    if where is None or (where / "vocab.txt").is_file():
+        return
+    made = where / "tokenizer.json" if where.is_dir() else where
+    if made.suffix == ".json" and (words := word_pieces(made)):
         (draft / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
 
 
@@ -97,9 +99,11 @@ def _write_tokenizer(draft: Path, of: Checkpoint) -> None:
     if where.is_dir():
         hf.copy_tokenizer(where, draft)
     else:
-        shutil.copyfile(
-            where, draft / ("tokenizer.json" if where.suffix == ".json" else "vocab.txt")
-        )
+        name = "tokenizer.json" if where.suffix == ".json" else "vocab.txt"
+        shutil.copyfile(where, draft / name)
+        for settings in set(hf.TOKENIZER) - {"tokenizer.json", "vocab.txt"}:
+            if where.with_name(settings).is_file():
+                shutil.copyfile(where.with_name(settings), draft / settings)
     # transformers takes a bare vocabulary for an uncased one.
     if not {"tokenizer.json", "tokenizer_config.json"} & {path.name for path in draft.iterdir()}:
         lower = not cased(draft / "vocab.txt")

@@ -7,6 +7,7 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress
 from packhorse.cli.flags import Beside
+from packhorse.errors import CheckpointError
 
 if TYPE_CHECKING:
     from packhorse.checkpoint import Checkpoint
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 def convert(
     source: Annotated[str, Parameter(help="A folder, a file, a TensorFlow prefix or a hub id.")],
-    target: Annotated[Path, Parameter(help="The folder to write; it must not exist.")],
+    target: Annotated[Path, Parameter(help="The folder to write: new, or empty.")],
     /,
     *,
     to: Annotated[
@@ -75,18 +76,22 @@ def convert(
         advance(1, 2)
         checkpoint.write(target, found, to=to, overwrite=overwrite)
         advance(2, 2)
-    wrote = sorted(path.relative_to(target).as_posix() for path in target.rglob("*.*"))
+    wrote = sorted(
+        path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()
+    )
     for line in found.notes:
         note(line)
-    if found.vocabulary is None:
-        note("warning: the source has no tokenizer, so the target has none; pass --vocab FILE")
+    try:
+        checkpoint.tokenizer(found)
+    except CheckpointError as error:
+        note(f"warning: the target cannot be used with texts: {error}")
     note(f"{found.format} to {to}: {target} ({', '.join(wrote)})")
     said = {"source": source, "from": found.format, "to": to, "folder": str(target)}
     emit({**said, "files": wrote, **_holds(found)}, json)
 
 
 def _holds(found: "Checkpoint") -> dict[str, object]:
-    tensors = found.model.state_dict()
+    tensors = dict(found.model.named_parameters())
     return {
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),

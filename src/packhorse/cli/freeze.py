@@ -18,7 +18,7 @@ def _flag(name: str, help: str) -> Parameter:
 def freeze(
     *,
     input_checkpoint: Annotated[
-        Path, _flag("input-checkpoint", help="The prefix of the checkpoint.")
+        Path, _flag("input-checkpoint", help="The checkpoint: its prefix, its index or its folder.")
     ],
     output_node_names: Annotated[
         str, _flag("output-node-names", help="The nodes to compute, with commas between them.")
@@ -48,11 +48,10 @@ def freeze(
     """
     from packhorse.checkpoint.tensorflow import freezing
 
-    meta = input_meta_graph or Path(f"{input_checkpoint}.meta")
     names = output_node_names.split(",")
     with progress("writing bytes") as advance:
         made = freezing.freeze(
-            meta,
+            input_meta_graph,
             input_checkpoint,
             names,
             output_graph,

@@ -45,26 +45,25 @@ def verify(
     Tensors are compared bit by bit under Packhorse's own names, whatever the
     files call them; outputs of every head that both have, in fp32. --config,
     --vocab and --heads stand in for what is not beside either of the two.
-    The exit code is 0 if the outputs agree within --tolerance and neither has a
-    tensor that the other lacks, else 1.
+    The exit code is 0 if outputs agree within --tolerance, tensors have the same
+    shapes, neither has one that the other lacks, and both read the texts alike,
+    else 1.
 
     Try:
       packhorse verify bert_model.ckpt ./bert-base-hf
       packhorse verify model.onnx ./model --input texts.txt --tolerance 1e-3
     """
-    from packhorse import checkpoint
     from packhorse.runtime.verification import compare_outputs, compare_tensors
-
-    def load(model: str) -> "Checkpoint":
-        return checkpoint.load(model, **beside.given(), dtype=None, allow_nonfinite=True)
 
     with progress("comparing") as advance:
         advance(0, 3)
-        first, second = load(a), load(b)
+        first, second = _load(a, beside), _load(b, beside)
         advance(1, 3)
         tensors, only_a, only_b = compare_tensors(first, second)
+        misfits = [found.name for found in tensors if found.largest == float("inf")]
         advance(2, 3)
-        outputs = compare_outputs(first, second, _encodings(first, second, input))
+        encodings, same_words = _encodings(first, second, input)
+        outputs = [] if misfits else compare_outputs(first, second, encodings)
         advance(3, 3)
     apart = [found for found in tensors if not found.equal]
     about = f"{len(tensors) - len(apart)} of {len(tensors)} tensors are equal bit by bit"
@@ -73,11 +72,17 @@ def verify(
     rows += [["tensor", name, f"only in {a}", None] for name in only_a]
     rows += [["tensor", name, f"only in {b}", None] for name in only_b]
     table(about, ["", "name", "bit-equal", "largest difference"], rows)
-    beyond = [found for found in outputs if not found.largest <= tolerance]
-    same = not (beyond or only_a or only_b)
+    beyond = [found.name for found in outputs if not found.largest <= tolerance]
+    why = [
+        *([f"{len(misfits)} tensors have other shapes (first {misfits[0]})"] if misfits else []),
+        *([f"outputs of {', '.join(beyond)} differ"] if beyond else []),
+        *(_alone(model, names) for model, names in ((a, only_a), (b, only_b)) if names),
+        *([] if same_words else ["their tokenizers read the texts differently"]),
+    ]
     emit(
         {
-            "same": same,
+            "same": not why,
+            "why_not": why,
             "tensors": [asdict(found) for found in tensors],
             "outputs": [asdict(found) for found in outputs],
             "only_a": only_a,
@@ -86,33 +91,58 @@ def verify(
         },
         json,
     )
-    if not same:
-        raise Different(_verdict(a, b, [found.name for found in beyond], only_a, only_b))
+    if why:
+        raise Different(f"not the same model: {'; '.join(why)}")
     note(f"the same model: {about}, outputs within {max(f.largest for f in outputs):.2g}")
 
 
-def _encodings(a: "Checkpoint", b: "Checkpoint", input: str | None) -> "list[Encoding]":
+def _alone(model: str, names: Sequence[str]) -> str:
+    return f"{len(names)} tensors are only in {model} (first {names[0]})"
+
+
+def _load(model: str, beside: Beside) -> "Checkpoint":
+    """What is given stands in only for what does not lie beside the weights."""
     from packhorse import checkpoint
+    from packhorse.checkpoint import configuration, sources
+
+    folder = sources.find(model).folder
+    configured = configuration.locate(folder, None) is not None
+    return checkpoint.load(
+        model,
+        config=None if configured else beside.config,
+        heads=None if configured else beside.heads,
+        vocab=None if configuration.vocabulary(folder, None) else beside.vocab,
+        dtype=None,
+        allow_nonfinite=True,
+    )
+
+
+def _encodings(
+    a: "Checkpoint", b: "Checkpoint", input: str | None
+) -> "tuple[list[Encoding], bool]":
+    """The texts as the first model that can read them does; would the other read the same?"""
+    from packhorse import checkpoint
+
+    length = min(a.max_length, b.max_length)
+    readers = [checkpoint.tokenizer(each) for each in (a, b) if each.vocabulary]
+    if not readers:
+        raise InputError("neither has a tokenizer; pass --vocab FILE")
+    first, *others = [reader.encode(_texts(input), length) for reader in readers]
+    same = all(
+        list(map(bytes, (e.ids for e in first))) == list(map(bytes, (e.ids for e in other)))
+        for other in others
+    )
+    return first, same
+
+
+def _texts(input: str | None) -> list[str | tuple[str, str]]:
     from packhorse.bench import docstrings
     from packhorse.data.texts import read_texts
 
-    if input:
-        texts = [record.text for record in islice(read_texts(input), 1024)]
-    else:
+    if input is None:
         some = Path(sysconfig.get_path("stdlib")) / "asyncio"  # all of them take seconds to parse
-        texts = [found.text for found in docstrings.read(some)[:TEXTS]]
+        return [found.text for found in docstrings.read(some)[:TEXTS]]
+    texts = [record.text for record in islice(read_texts(input), 1024)]
     if not texts:
         raise InputError(f"{input}: there is no text to compare the outputs on")
-    length = min(a.max_length, b.max_length)
-    spoken = a if a.vocabulary else b
-    return checkpoint.tokenizer(spoken).encode(texts, length)
-
-
-def _verdict(
-    a: str, b: str, heads: Sequence[str], only_a: Sequence[str], only_b: Sequence[str]
-) -> str:
-    said = [f"outputs of {', '.join(heads)} differ"] if heads else []
-    for model, names in ((a, only_a), (b, only_b)):
-        if names:
-            said.append(f"{len(names)} tensors are only in {model} (first {names[0]})")
-    return f"not the same model: {'; '.join(said)}"
+    return texts

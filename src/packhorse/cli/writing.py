@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # What a model may be made of, in any format.
 KINDS = ("json", "txt", "safetensors", "bin", "index", "data-*", "pb", "onnx", "onnx*data")
 
+
 def write(records: Iterable[Record], encoder: "Encoder", options: Options) -> dict[str, Any]:
     """All results into `options.out`; what was done, for the user to read."""
     task, out = TASKS[options.task], options.out or Path()

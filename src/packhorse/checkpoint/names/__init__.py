@@ -62,6 +62,8 @@ class Found:
         """The name in the file, or what it would be."""
         if name in self.spelling:
             return self.spelling[name]
+        if name == source("heads.mlm.decoder.bias", self.family):
+            name = self.family.second_bias or name  # as it is written where the scores are tied
         if name.startswith(self.family.prefix):
             return self.foreign(self.root + name.removeprefix(self.family.prefix))
         return self.foreign(_around(self.root, self.family) + name)
@@ -174,21 +176,30 @@ def _positions_after_padding(raw: Mapping[str, Any], rows: Any) -> dict[str, int
 
 
 def heads(found: Found) -> tuple[str, ...]:
-    """The heads to build: those the architecture promises and those whose tensors are all there.
+    """The heads to build: those the architecture promises and those that the tensors begin.
 
-    `classifier` on a pooler is a head on sequences, otherwise on tokens, unless the architecture
-    says which: old token classifiers keep a pooler that they do not use.
+    What a begun head lacks is then missed when the tensors are placed. Of a pretraining head an
+    architecture that does not promise it may leave a part behind. `classifier` on a pooler is a
+    head on sequences, otherwise on tokens, unless the architecture says which: old token
+    classifiers keep a pooler that they do not use. To be called after `tied`, which drops a copy
+    of the embeddings that would begin a head.
     """
-    promised, family, names = _promised(found), found.family, set(found.tensors)
-    # Which may be tied to the word embeddings.
-    names.add(source("heads.mlm.decoder.weight", family))
-    whole = {head for head, entries in family.heads.items() if _needed(entries) <= names}
-    on_sequences = "classify" in promised or ("classify" in whole and "tokens" not in promised)
-    whole.discard("tokens" if on_sequences else "classify")
-    return tuple(head for head in family.heads if head in promised | whole)
+    family, architectures = found.family, _architectures(found)
+    promised = _promised(found, architectures)
+    begun = {head for head in family.heads if _begun(found, head)}
+    if architectures:
+        begun -= {head for head in PRETRAINING_HEADS if not _whole(found, head)}
+    if "replaced" in begun and not _whole(found, "mlm"):
+        begun.discard("mlm")  # of the generator, which is a model of its own
+    apart = _needed(family.heads["classify"]) - _needed(family.heads["tokens"])
+    on_sequences = "classify" in promised or (
+        "tokens" not in promised and not apart.isdisjoint(found.tensors)
+    )
+    begun.discard("tokens" if on_sequences else "classify")
+    return tuple(head for head in family.heads if head in promised | begun)
 
 
-def _promised(found: Found) -> set[str]:
+def _architectures(found: Found) -> list[str]:
     known = found.family.architectures
     said = found.raw.get("architectures") or []
     architectures = said if isinstance(said, list) else [said]
@@ -198,14 +209,37 @@ def _promised(found: Found) -> set[str]:
                 f"config: architecture {name!r} does not run here; "
                 f"those that do: {', '.join(known)}"
             )
-    every = {head for name in architectures for head in known[name]}
-    return {head for head in every if head not in PRETRAINING_HEADS or _begun(found, head)}
+    return architectures
+
+
+def _promised(found: Found, architectures: Collection[str]) -> set[str]:
+    every = {head for name in architectures for head in found.family.architectures[name]}
+    return {
+        head
+        for head in every
+        if head not in PRETRAINING_HEADS or not _own(found, head).isdisjoint(found.tensors)
+    }
 
 
 def _begun(found: Found, head: str) -> bool:
-    """Is any tensor there that is the head's own?"""
-    needed, prefix = _needed(found.family.heads[head]), found.family.prefix
-    return any(name in found.tensors and not name.startswith(prefix) for name in needed)
+    """Is a tensor there that is the head's own?
+
+    All of its own without any of the pooler that it stands on is what a head left behind.
+    """
+    needed, own = _needed(found.family.heads[head]), _own(found, head)
+    there = needed & found.tensors.keys()
+    return not own.isdisjoint(there) and (there != own or own == needed)
+
+
+def _whole(found: Found, head: str) -> bool:
+    needed = _needed(found.family.heads.get(head, {}))
+    return needed - {source("heads.mlm.decoder.weight", found.family)} <= found.tensors.keys()
+
+
+def _own(found: Found, head: str) -> set[str]:
+    """What no other head shares; the pooler is that of the head that is nothing else."""
+    needed = _needed(found.family.heads[head])
+    return {name for name in needed if not name.startswith(found.family.prefix)} or needed
 
 
 def _needed(entries: Table) -> set[str]:
@@ -263,12 +297,26 @@ def tied(found: Found) -> bool:
     decoder = source("heads.mlm.decoder.weight", found.family)
     words = found.tensors.get(source("bert.embed.words.weight", found.family))
     scores = found.tensors.get(decoder)
-    if scores is None:
-        return True
-    if words is None or words.dtype != scores.dtype or not torch.equal(words, scores):
-        return False
-    del found.tensors[decoder]
+    if scores is not None:
+        if words is None or words.dtype != scores.dtype or not torch.equal(words, scores):
+            return False
+        del found.tensors[decoder]
+    _check_bias(found)
     return True
+
+
+def _check_bias(found: Found) -> None:
+    """Of tied scores both biases are one; of others transformers adds the decoder's alone."""
+    name, second = source("heads.mlm.decoder.bias", found.family), found.family.second_bias
+    if second is None or name not in found.tensors or second not in found.tensors:
+        return
+    one, other = found.tensors[name], found.tensors[second]
+    unlike = one.shape != other.shape or ((one != other) & ~(one.isnan() & other.isnan())).any()
+    if unlike:
+        raise CheckpointError(
+            f"{found.spell(name)} and {found.spell(second)} are two names of one tensor, "
+            f"and they differ"
+        )
 
 
 def resize(
@@ -327,7 +375,7 @@ def _resize_positions(found: Found, size: int, offset: int, repeat: bool) -> lis
     if stored < size and not repeat:
         raise InputError(
             f"{found.spell(name)} holds {stored} positions, not {size}: those beyond were never "
-            f"learnt; repeat_positions=True starts the table over"
+            f"learnt; --repeat-positions (repeat_positions=True) starts the table over"
         )
     again = torch.arange(size, device=tensor.device) % stored
     found.tensors[name] = torch.cat([tensor[:offset], tensor[offset:][again]])

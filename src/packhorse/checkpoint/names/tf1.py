@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from packhorse.errors import CheckpointError
+
 HEADS = {
     "cls/predictions/output_bias": "cls.predictions.bias",
     "cls/predictions/output_weights": "cls.predictions.decoder.weight",
@@ -44,9 +46,12 @@ def from_tensorflow(
 
     `tensors` is emptied, so that none is held twice; `prefix` is their scope.
     """
-    result, called = {}, {}
+    result: dict[str, Tensor] = {}
+    called: dict[str, str] = {}
     for name in list(tensors):
         ours, transposed = spell_ours(name.removeprefix(prefix))
+        if ours in called:
+            raise CheckpointError(f"{name} and {called[ours]} are two names of one tensor")
         tensor = tensors.pop(name)
         result[ours] = tensor.T if transposed and tensor.ndim == 2 else tensor
         called[ours] = name

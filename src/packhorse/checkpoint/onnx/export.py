@@ -32,7 +32,9 @@ from packhorse.model.model import Model
 OPSET, IR_VERSION = 17, 8
 INLINE_LIMIT = 1_500_000_000  # bytes of weights in the model's own file
 ALIGNMENT = 4096  # of weights in the file beside it: runtimes map them into memory
-DTYPES = {torch.float32: 1, torch.float16: 10, torch.bfloat16: 16, torch.float64: 11}
+# Those that ONNX Runtime computes with on the CPU: of bfloat16 it cannot even add, of float64 it
+# lacks Erf, and a model that nothing runs is no export.
+DTYPES = {torch.float32: 1, torch.float16: 10}
 INT64, BOOL = 7, 9
 LENGTHS = ("batch", "sequence")
 # What transformers calls the scores where a model has two heads that give some.
@@ -67,7 +69,10 @@ def _dtype(model: Model) -> torch.dtype:
     found = {parameter.dtype for parameter in model.parameters()}
     if len(found) != 1 or not found <= DTYPES.keys():
         names = ", ".join(sorted(str(dtype) for dtype in found))
-        raise CheckpointError(f"weights of {names} make no ONNX model; convert them to one dtype")
+        raise CheckpointError(
+            f"weights of {names} make no ONNX model that ONNX Runtime runs on the CPU; "
+            f"pass --dtype fp32 or --dtype fp16"
+        )
     return found.pop()
 
 

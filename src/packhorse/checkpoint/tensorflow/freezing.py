@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from packhorse import wire
 from packhorse.checkpoint import files
 from packhorse.checkpoint.tensorflow import folding, graphdef, tf1
 from packhorse.checkpoint.tensorflow.folding import Graph, Piece
-from packhorse.checkpoint.tensorflow.frozen import OTHERS, VARIABLES, kind_of
+from packhorse.checkpoint.tensorflow.frozen import OTHERS, VARIABLES, kind_of, stop
 from packhorse.checkpoint.tensorflow.graphdef import Node, Place
 from packhorse.errors import CheckpointError, InputError
 
@@ -51,7 +50,7 @@ class Frozen:
 
 
 def freeze(
-    meta: Path,
+    meta: Path | None,
     prefix: Path,
     outputs: Sequence[str],
     target: Path,
@@ -59,7 +58,12 @@ def freeze(
     clear_devices: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Frozen:
-    """Write the graph that computes `outputs`, with the checkpoint's weights in it, to `target`."""
+    """Write the graph that computes `outputs`, with the checkpoint's weights in it, to `target`.
+
+    prefix: or whatever else leads to a checkpoint (a folder, its index). meta: None is PREFIX.meta.
+    """
+    prefix = tf1.find(prefix) or prefix
+    meta = meta or prefix.with_name(f"{prefix.name}.meta")
     if not files.exists(meta.parent, meta.name):
         raise CheckpointError(
             f"there is no {meta}: a checkpoint by itself has weights but no graph, so nothing says "
@@ -75,11 +79,11 @@ def freeze(
             folding.check(graph)
         except CheckpointError as error:
             raise CheckpointError(f"{meta}: {error}") from error.__cause__
-        contents = tf1.read(prefix)
-        if any(target.exists() and target.samefile(used) for used in (meta, *contents.files)):
+        wanted = {_entry(graph, node)[0] for node in _variables(graph)}
+        stored, used = tf1.read_entries(prefix, wanted)
+        if any(target.exists() and target.samefile(one) for one in (meta, *used)):
             raise InputError(f"{target} is read from; choose another name for the frozen graph")
-        step = {} if contents.step is None else {tf1.STEP: torch.tensor(contents.step)}
-        values = _values(graph, step | contents.tensors, prefix)
+        values = _values(graph, stored, prefix)
         nodes = [piece for node in folding.nodes(graph, values, clear_devices) for piece in node]
         written = _write(
             target, [*nodes, *folding.rest(graph)], progress or (lambda done, total: None)
@@ -91,7 +95,7 @@ def freeze(
 def _needed(data: memoryview, outputs: Sequence[str]) -> Graph:
     """The nodes on which the outputs depend, in the order of the file."""
     if (kind := kind_of(data)) != "meta":
-        raise CheckpointError((OTHERS | GRAPHS)[kind])
+        raise CheckpointError((OTHERS | GRAPHS)[kind] + (stop(data) if kind == "unknown" else ""))
     parts = graphdef.single(data, (0, len(data)), {2, 3})
     place = (parts[2].begin, parts[2].end)
     every = graphdef.nodes(data, *place)
@@ -178,7 +182,7 @@ def _texts(data: memoryview, node: Node) -> list[str]:
 
 def _values(graph: Graph, values: Mapping[str, Tensor], prefix: Path) -> dict[str, Tensor]:
     """The value of each variable that is needed."""
-    wanted = [node for node in graph.nodes.values() if node.op in VARIABLES]
+    wanted = _variables(graph)
     missing = [entry for node in wanted if (entry := _entry(graph, node)[0]) not in values]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
@@ -187,6 +191,10 @@ def _values(graph: Graph, values: Mapping[str, Tensor], prefix: Path) -> dict[st
             f"outputs need; is it the checkpoint of this graph?"
         )
     return {node.name: _value(graph, node, values) for node in wanted}
+
+
+def _variables(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes.values() if node.op in VARIABLES]
 
 
 def _entry(graph: Graph, node: Node) -> tuple[str, str]:

@@ -84,7 +84,8 @@ def read(path: Path) -> Contents:
         try:
             data = _mapped(file)
             if (kind := kind_of(data)) != "graph":
-                raise CheckpointError(OTHERS[kind].replace("DIR", str(path.parent)))
+                said = OTHERS[kind].replace("DIR", str(path.parent))
+                raise CheckpointError(said + (stop(data) if kind == "unknown" else ""))
             weights, notes = _find(data)
             _forget(data)
             tensors = {name: _load(file, name, weights[name]) for name in weights}
@@ -97,11 +98,20 @@ def read(path: Path) -> Contents:
 
 def sniff(path: Path) -> bool:
     """Is this file a GraphDef, by its first node?"""
+    return _kind(path) == "graph"
+
+
+def known(path: Path) -> bool:
+    """Is this file a GraphDef, or one of which `read` says what it is instead?"""
+    return _kind(path) != "unknown"
+
+
+def _kind(path: Path) -> str:
     try:
         with files.open_file(path.parent, path.name) as file:
-            return kind_of(_mapped(file)) == "graph"
+            return kind_of(_mapped(file))
     except (CheckpointError, OSError):
-        return False
+        return "unknown"
 
 
 def _folder(path: Path) -> str:
@@ -256,6 +266,7 @@ _TEXT = re.compile(
     rb"\s*(#[^\n]*\n\s*)*(node|library|versions|meta_info_def|graph_def|meta_graphs"
     rb"|saved_model_schema_version)\s*[:{<]"
 )
+WHOLE = 1 << 31  # bytes, more than any message has
 _OPERATION = re.compile(r"[A-Za-z_][A-Za-z0-9_>]*")
 
 
@@ -265,13 +276,28 @@ def kind_of(data: memoryview) -> str:
         return "text"
     whole = (0, len(data))
     looks = {"graph": _is_graph, "meta": _is_meta, "saved": _is_saved, "hlo": _is_hlo}
-    return next((kind for kind, look in looks.items() if look(data, whole)), "unknown")
+    for kind, look in looks.items():
+        if look(data, whole):
+            return kind
+    # One that was cut short is still what it was: its reader then says at which byte it ends.
+    longer = (0, len(data) + WHOLE)
+    return next((kind for kind in ("graph", "meta") if looks[kind](data, longer)), "unknown")
+
+
+def stop(data: memoryview) -> str:
+    """At which byte a file is no message any more, as a part of an error."""
+    try:
+        for _ in wire.fields(data):
+            pass
+    except CheckpointError as error:
+        return f" ({error})"
+    return f" (its {len(data)} bytes)"
 
 
 def _first(data: memoryview, place: graphdef.Place) -> list[wire.Field]:
     try:
         return list(islice(wire.fields(data, *place), 4))
-    except CheckpointError:
+    except (CheckpointError, IndexError):
         return []
 
 

@@ -17,10 +17,11 @@ import mmap
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -81,6 +82,28 @@ def find(path: Path) -> Path | None:
     if _is_table(path.parent, path.name):
         raise CheckpointError(f"{path}: {tf1_index.V1}")
     return None
+
+
+def damaged(path: Path) -> str | None:
+    """What is wrong, where `path` is or holds a part of a checkpoint and `find` finds none."""
+    folder, name = (path, "*") if os.path.isdir(path) else (path.parent, escape(_stem(path).name))
+    parts = [one for one in folder.glob(f"{name}.*") if ENDINGS.search(one.name) and one.is_file()]
+    if not parts:
+        return None
+    part = min(parts, key=lambda one: (one.suffix == ".index", one.name))
+    prefix = _stem(part)
+    index = prefix.with_name(f"{prefix.name}.index")
+    if not files.exists(folder, index.name):
+        return f"{part}: there is no {index.name} beside it, which says what is in it; add that"
+    try:
+        with files.open_file(folder, index.name) as file:
+            size = os.fstat(file.fileno()).st_size
+    except CheckpointError as error:
+        return str(error)
+    return (
+        f"{index} is damaged or no index of a TensorFlow checkpoint: its {size} bytes do not end "
+        f"as one does; copy the file again"
+    )
 
 
 def _stem(path: Path) -> Path:
@@ -154,6 +177,7 @@ class _Found:
     weights: dict[str, Entry] = field(default_factory=dict)  # by the names users know
     slots: dict[str, dict[str, Entry]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    left_out: Counter[str] = field(default_factory=Counter)  # slots that are not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,30 +198,52 @@ def read(path: Path, *, slots: bool = False) -> Contents:
     with files.open_file(folder, index) as file, _naming(folder / index):
         count, entries = tf1_index.read(file)
         found = _sort_out(entries, slots)
-    used = sorted({piece.shard for entry in entries for piece in entry.pieces})
-    names = {shard: f"{prefix.name}.data-{shard:05}-of-{count:05}" for shard in used}
     wanted = [*found.weights.values(), *(e for kind in found.slots.values() for e in kind.values())]
-    with ExitStack() as stack:
-        shards = {
-            shard: _Shard(folder / name, stack.enter_context(files.open_file(folder, name)))
-            for shard, name in names.items()
-        }
-        _check_places(entries, shards)
-        memory = _load(wanted, shards)
+    memory, used = _read_data(prefix, count, entries, wanted)
     tensors = {name: memory[entry.name] for name, entry in found.weights.items()}
     step = tensors.pop(STEP) if _is_step(found.weights.get(STEP)) else None
     return Contents(
         format="tf1",
         folder=folder,
-        files=(folder / index, *(shard.path for shard in shards.values())),
+        files=(folder / index, *used),
         tensors=tensors,
         slots={
             kind: {weight: memory[entry.name] for weight, entry in of.items()}
             for kind, of in found.slots.items()
         },
+        left_out=dict(found.left_out),
         step=None if step is None else int(step),
         notes=tuple(found.notes),
     )
+
+
+def read_entries(prefix: Path, names: Container[str]) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
+    """Entries exactly as they are stored, those of `names` that are there; and the files."""
+    folder, index = prefix.parent, prefix.name + ".index"
+    with files.open_file(folder, index) as file, _naming(folder / index):
+        count, entries = tf1_index.read(file)
+    numbers = [entry for entry in entries if entry.dtype is not None]
+    called = {entry.name.removesuffix(OBJECT_VALUE): entry for entry in numbers}
+    called |= {entry.name: entry for entry in numbers}
+    found = {name: entry for name, entry in called.items() if name in names}
+    memory, used = _read_data(prefix, count, entries, {e.name: e for e in found.values()}.values())
+    return {name: memory[entry.name] for name, entry in found.items()}, (folder / index, *used)
+
+
+def _read_data(
+    prefix: Path, count: int, entries: list[Entry], wanted: Iterable[Entry]
+) -> tuple[dict[str, Tensor], list[Path]]:
+    """The `wanted` of an index's entries by name, and the data files."""
+    folder = prefix.parent
+    numbers = sorted({piece.shard for entry in entries for piece in entry.pieces})
+    with ExitStack() as stack:
+        shards = {}
+        for number in numbers:
+            name = f"{prefix.name}.data-{number:05}-of-{count:05}"
+            file = stack.enter_context(files.open_file(folder, name))
+            shards[number] = _Shard(folder / name, file)
+        _check_places(entries, shards)
+        return _load(wanted, shards), [shard.path for shard in shards.values()]
 
 
 @contextmanager
@@ -217,7 +263,8 @@ def _is_step(entry: Entry | None) -> bool:
 
 def _sort_out(entries: Iterable[Entry], slots: bool) -> _Found:
     """Weights, optimizer slots (only if wanted), and notes on what is left out."""
-    found, left_out = _Found(), Counter[str]()
+    found = _Found()
+    left_out = found.left_out
     named = _by_name(entries, found.notes)
     for name, entry in named.items():
         weight, _, kind = name.rpartition("/")
