@@ -69,7 +69,9 @@ def halve(model: ModelProto, folder: Path) -> ModelProto:
 def draft(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """Where to write a model that becomes `target` when the block ends well."""
     if target.exists() and not overwrite:
-        raise InputError(f"{target} is there already; choose another name, or pass --overwrite (overwrite=True)")
+        raise InputError(
+            f"{target} is there already; choose another name, or pass --overwrite (overwrite=True)"
+        )
     folder = Path(os.path.abspath(target)).parent
     try:
         with tempfile.TemporaryDirectory(

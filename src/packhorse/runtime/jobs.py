@@ -99,10 +99,9 @@ def from_ids(ids: Given, limit: int, vocabulary: int) -> Encoding:
         raise InputError(f"token ids must be a flat list of integers, not {ids!r:.80}")
     if not 1 <= len(found) <= limit:
         raise InputError(f"{len(found)} token ids were given; the model takes 1 to {limit}")
-    if found.min() < 0 or found.max() >= vocabulary:
-        raise InputError(
-            f"token ids go from 0 to {vocabulary - 1}; found {found.min()} to {found.max()}"
-        )
+    least, most = found.min(), found.max()
+    if least < 0 or most >= vocabulary:
+        raise InputError(f"token ids go from 0 to {vocabulary - 1}; found {least} to {most}")
     if isinstance(ids, Encoding):
         return ids
     n = len(found)
