@@ -23,11 +23,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from packhorse import checkpoint
 from packhorse import device as devices
-from packhorse.bench import peers, random_model, workloads
+from packhorse.bench import peers, subject, workloads
 from packhorse.bench.peers import ORDERS, Engine, Setting
-from packhorse.checkpoint import sentence, sources
+from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.runtime.backend import TorchBackend
@@ -44,6 +43,8 @@ class Request:
     lengths: np.ndarray
     model: str
     config: str | None = None
+    vocab: str | None = None
+    heads: int | None = None
     dtypes: tuple[str, ...] = ("fp32",)
     device: str | None = None
     peers: tuple[str, ...] | None = None  # None: those that are installed
@@ -102,7 +103,7 @@ def measure(request: Request, progress: Progress | None = None) -> list[EncodeRo
     _check(request)
     device = devices.choose_device(request.device)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
-        folder = _model_folder(request, Path(scratch))
+        folder = subject.folder(request, Path(scratch))
         sequences, exact = _reference(request, folder, device)
         candidates = _candidates(request, folder, _setting(request, folder, device, Path(scratch)))
         trials, failures = [], []
@@ -159,16 +160,6 @@ def _check(request: Request) -> None:
             raise InputError(f"unknown peer {name!r}; there are {', '.join(peers.PEERS)}")
     for dtype in request.dtypes:
         devices.parse_dtype(dtype)
-
-
-def _model_folder(request: Request, scratch: Path) -> Path:
-    if request.config is None:
-        source = sources.find(request.model)
-        if source.format == "safetensors" and source.root.is_dir():
-            return source.root
-        # The peers read folders of Hugging Face only.
-        return checkpoint.write(scratch / "model", checkpoint.load(request.model, dtype=None))
-    return random_model.write(request.config, scratch / "model", request.seed)
 
 
 def _setting(request: Request, folder: Path, device: torch.device, scratch: Path) -> Setting:

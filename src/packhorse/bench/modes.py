@@ -37,11 +37,9 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 
-from packhorse import checkpoint
 from packhorse import device as devices
-from packhorse.bench import clients, lanes, peers, random_model, workloads
+from packhorse.bench import clients, lanes, peers, subject, workloads
 from packhorse.bench.lanes import Ids, Lane, Stage
-from packhorse.checkpoint import sources
 from packhorse.errors import InputError
 
 Progress = Callable[[int, int], None]
@@ -57,6 +55,8 @@ class Setup:
 
     model: str = ""
     config: str | None = None
+    vocab: str | None = None
+    heads: int | None = None
     dtype: str | None = None
     device: str | None = None
     rows: int = 16
@@ -146,7 +146,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
     lengths = found.lengths
     loops = f"; {setup.clients} clients, or random arrivals" if setup.load_repeats else ""
     return {
-        "model": f"random weights, {setup.config}" if setup.config else setup.model,
+        "model": subject.name(setup),
         "dtype": found.dtype,
         "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",
@@ -174,7 +174,7 @@ def draw_ids(lengths: np.ndarray, vocabulary: int, seed: int) -> list[Ids]:
 def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
     dtype = devices.dtype_name(devices.default_dtype(device))
     return Stage(
-        folder=_model_folder(setup, scratch),
+        folder=subject.folder(setup, scratch),
         device=device,
         dtype=setup.dtype or dtype,
         rows=setup.rows,
@@ -182,16 +182,6 @@ def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
         timeout=setup.timeout,
         graphs=setup.graphs,
     )
-
-
-def _model_folder(setup: Setup, scratch: Path) -> Path:
-    """A folder of Hugging Face, which the peers read as well."""
-    if setup.config is not None:
-        return random_model.write(setup.config, scratch / "model", setup.seed)
-    source = sources.find(setup.model)
-    if source.format == "safetensors" and source.root.is_dir():
-        return source.root
-    return checkpoint.write(scratch / "model", checkpoint.load(setup.model, dtype=None))
 
 
 def _peers(setup: Setup) -> tuple[str, ...]:

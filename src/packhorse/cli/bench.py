@@ -85,16 +85,34 @@ class Keep:
         report.check_writable(self.note)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that is measured."""
+
+    model: Annotated[
+        str, _flag("--model", "-m", help="A folder, a file or a hub id; default all-MiniLM-L6-v2.")
+    ] = DEFAULT_MODEL
+    config: Annotated[
+        str | None,
+        _flag(
+            "--config",
+            help="Random weights of a geometry (tiny, minilm, base, large) in place of a model; or "
+            "the model's configuration, a file.",
+        ),
+    ] = None
+    vocab: Annotated[
+        str | None, _flag("--vocab", help="The model's vocab.txt or tokenizer.json.")
+    ] = None
+    heads: Annotated[
+        int | None, _flag("--heads", help="Attention heads, where no configuration says.")
+    ] = None
+
+
 @app.command
 def encode(
     *,
-    model: Annotated[
-        str, _flag("--model", "-m", help="A folder or a hub id; default all-MiniLM-L6-v2.")
-    ] = DEFAULT_MODEL,
-    config: Annotated[
-        Literal["tiny", "minilm", "base", "large"] | None,
-        _flag("--config", help="Random weights of this geometry, in place of a model."),
-    ] = None,
+    subject: Subject = Subject(),  # noqa: B008
     dtype: Annotated[str, _flag("--dtype", help="fp32, bf16, fp16; several with commas.")] = "fp32",
     device: Annotated[str | None, _flag("--device", help="cpu, cuda …")] = None,
     count: Annotated[int, _flag("--count", help="Sequences.")] = 256,
@@ -125,14 +143,14 @@ def encode(
     """
     from packhorse.bench import encode as bench
     from packhorse.bench import plots, report
+    from packhorse.bench.subject import name
     from packhorse.device import choose_device
 
     keep.check()
     lengths = load.lengths(count)
     request = bench.Request(
         lengths=lengths,
-        model=model,
-        config=config,
+        **asdict(subject),
         dtypes=_names(dtype),
         device=device,
         peers=None if peers is None else tuple(n for n in _names(peers) if n != "none"),
@@ -147,7 +165,7 @@ def encode(
     with progress("opening and timing the engines") as advance:
         rows = bench.measure(request, advance)
     about = {
-        "model": f"random weights, {config}" if config else model,
+        "model": name(request),
         "workload": f"{load.name}: {len(lengths):,} sequences of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {load.seed}",
         "batches": f"ours {budget or _budget(device):,} tokens, the peers' {batch_size} sequences; "
@@ -222,13 +240,6 @@ def packing(
 class Online:
     """The flags of `modes`, under the names of `bench.modes.Setup`."""
 
-    model: Annotated[
-        str, _flag("--model", "-m", help="A folder, a file or a hub id; default all-MiniLM-L6-v2.")
-    ] = DEFAULT_MODEL
-    config: Annotated[
-        Literal["tiny", "minilm", "base", "large"] | None,
-        _flag("--config", help="Random weights of this geometry, in place of a model."),
-    ] = None
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         _flag("--dtype", help="Of all modes; default fp32 on a CPU, else bf16."),
@@ -260,6 +271,7 @@ class Online:
 @app.command
 def modes(
     *,
+    subject: Subject = Subject(),  # noqa: B008
     online: Online = Online(),  # noqa: B008
     peers: Annotated[
         str | None,
@@ -285,7 +297,7 @@ def modes(
     keep.check()
     report.check_writable(csv)
     others = None if peers is None else tuple(n for n in _names(peers) if n != "none")
-    setup = bench.Setup(**asdict(online), peers=others)
+    setup = bench.Setup(**asdict(subject), **asdict(online), peers=others)
     with progress("timing the modes") as advance:
         found = bench.measure(setup, advance)
     about = bench.describe(setup, found) | report.machine(found.device)
