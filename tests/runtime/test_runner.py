@@ -289,8 +289,8 @@ def test_an_accelerator_is_given_one_full_batch_ahead(gate: Gate) -> None:
         for future in futures:
             future.result(PATIENCE)
         assert settled(lambda: len(launched) == 5)
-        # When one is answered the next is on the device; the last, not full, waits for its turn.
-        assert launched == [2, 3, 4, 4, 5]
+        # When one is answered the next runs and one more waits; the last, not full, has its turn.
+        assert launched == [3, 4, 4, 4, 5]
 
 
 def test_answers_are_not_kept(make_encoder) -> None:

@@ -1,8 +1,9 @@
 """The engine of a runner: take a batch, run it, reply; in one thread that survives what it runs.
 
-On an accelerator a full batch is handed over while the one before it still runs, exactly one ahead,
-and replies are made meanwhile. On a CPU the engine itself computes: a thread beside it would only
-take cores from it, and requests are packed as they arrive anyway.
+On an accelerator a full batch is handed over while the one before it still runs, exactly one ahead.
+When a batch has come back, the next is handed over first and replies are made while that one waits
+its turn: what replying takes is never waited for. On a CPU the engine itself computes: a thread
+beside it would only take cores from it, and requests are packed as they arrive anyway.
 
 A request fails alone. Numbers that are not finite stay in their own sequence, because packing keeps
 sequences apart. Where the model raises, the batch is run again in halves until the culprit is by
@@ -69,6 +70,7 @@ class Engine:
         self.encoder, self.admission, self.recorder = encoder, admission, Recorder()
         self.name, self.pid = f"runner-{next(NUMBERS)}", os.getpid()
         self.ahead: Flight | None = None  # on an accelerator, the batch that was handed over last
+        self.back: tuple[Flight, Landed | BaseException] | None = None  # not replied to yet
         self.ended = threading.Event()
         self.threads = [threading.Thread(target=self._live, name=self.name, daemon=True)]
 
@@ -131,15 +133,20 @@ class Engine:
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
-        """Hand over the batch that is due, reply to the one before; False when all is done."""
-        batch = self.admission.next_batch(wait=self.ahead is None)
-        before, self.ahead = self.ahead, self._launch(batch) if batch else None
-        if before:
-            self._land(before)
+        """Hand over a batch that is due, reply to the one that is back, wait for the one that runs.
+
+        False when all is done.
+        """
+        running, back = self.ahead, self.back
+        batch = self.admission.next_batch(wait=not (running or back))
+        self.ahead = self._launch(batch) if batch else None
+        if back:
+            self._finish(*back)
+        self.back = (running, _outcome(running)) if running else None
         if self.ahead and self.encoder.device.type == "cpu":  # it has been computed already
             self._land(self.ahead)
             self.ahead = None
-        return bool(batch or before)
+        return bool(batch or running or back)
 
     def _launch(self, batch: Batch) -> Flight:
         return Flight(batch, self.admission.clock(), _attempt(self._start, batch))
@@ -153,9 +160,11 @@ class Engine:
         return self.encoder.launch(packed, job.heads, job.only)
 
     def _land(self, flight: Flight) -> None:
-        """Wait for a batch and reply; where it failed, try its halves."""
-        outcome = flight.outcome
-        landed = outcome if isinstance(outcome, BaseException) else _attempt(_read, outcome)
+        """Wait for a batch and reply."""
+        self._finish(flight, _outcome(flight))
+
+    def _finish(self, flight: Flight, landed: Landed | BaseException) -> None:
+        """Reply to a batch that is back; where it failed, try its halves."""
         if isinstance(landed, BaseException):
             return self._divide(flight.batch, landed)
         pieces = _flat(flight.batch)
@@ -223,6 +232,12 @@ class Engine:
 
 def _flat(batch: Batch) -> list[Piece]:
     return [piece for row in batch for piece in row]
+
+
+def _outcome(flight: Flight) -> Landed | BaseException:
+    """Wait for a batch."""
+    outcome = flight.outcome
+    return outcome if isinstance(outcome, BaseException) else _attempt(_read, outcome)
 
 
 def _read(flown: jobs.Batch) -> Landed:
