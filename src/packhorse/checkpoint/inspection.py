@@ -15,7 +15,7 @@ from packhorse import wire
 from packhorse.checkpoint import sources
 from packhorse.checkpoint.configuration import Given
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.loading import Checkpoint, assemble
+from packhorse.checkpoint.loading import Checkpoint, load
 from packhorse.errors import PackhorseError
 
 Progress = Callable[[int, int], None]
@@ -101,8 +101,8 @@ def _try(
     source: sources.Source, contents: Contents, config: Given, heads: int | None
 ) -> tuple[Checkpoint | None, str]:
     try:
-        made = assemble(
-            source, contents, config=config, heads=heads, dtype=None, allow_nonfinite=True
+        made = load(
+            source, contents=contents, config=config, heads=heads, dtype=None, allow_nonfinite=True
         )
     except PackhorseError as error:
         return None, str(error)

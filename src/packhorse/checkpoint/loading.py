@@ -64,8 +64,9 @@ def read(path: str | Path, *, slots: bool = False) -> Contents:
 
 
 def load(
-    model: str | Path,
+    model: str | Path | Source,
     *,
+    contents: Contents | None = None,
     config: Given = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
@@ -82,42 +83,10 @@ def load(
     config, vocab: files to use instead of those beside the weights. heads: attention heads, where
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
     beyond those stored only as repetitions of them (repeat_positions). dtype: None keeps that of
-    the file.
+    the file. contents: what was read of it already; its tensors are taken out.
     """
-    source = sources.find(model)
-    checkpoint = assemble(
-        source,
-        source.read(),
-        config=config,
-        vocab=vocab,
-        heads=heads,
-        vocab_size=vocab_size,
-        max_positions=max_positions,
-        repeat_positions=repeat_positions,
-        kernel=kernel,
-        device=device,
-        dtype=dtype,
-        allow_nonfinite=allow_nonfinite,
-    )
-    return replace(checkpoint, name=source.called(model))
-
-
-def assemble(
-    source: Source,
-    contents: Contents,
-    *,
-    config: Given = None,
-    vocab: str | Path | None = None,
-    heads: int | None = None,
-    vocab_size: int | None = None,
-    max_positions: int | None = None,
-    repeat_positions: bool = False,
-    kernel: Kernel | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = torch.float32,
-    allow_nonfinite: bool = False,
-) -> Checkpoint:
-    """A model of what was read, as `load` would give it; `contents.tensors` is emptied."""
+    source = model if isinstance(model, Source) else sources.find(model)
+    contents = source.read() if contents is None else contents
     try:
         found = _name(source, contents, config, heads)
         if vocab_size or max_positions:
@@ -138,7 +107,7 @@ def assemble(
         said = configuration.explain(error, config, origin)
         raise CheckpointError(f"{source.path}: {said}") from error.__cause__
     notes = contents.notes + _unused(report)
-    return replace(checkpoint, format=source.format, notes=notes, report=report)
+    return replace(checkpoint, name=source.name, format=source.format, notes=notes, report=report)
 
 
 def _configs(source: Source) -> tuple[str, ...]:

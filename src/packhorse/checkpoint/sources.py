@@ -38,11 +38,7 @@ class Source:
     folder: Path  # where configuration and vocabulary are looked for first
     layout: sentence.Layout | None = None
     root: Path = Path()  # what the user's word led to; the folder of the layout
-
-    def called(self, model: str | Path) -> str:
-        """A short name: of a path its last part, of a hub id all."""
-        given = self.root == Path(model).expanduser()
-        return self.root.resolve().name if given else str(model)
+    name: str = ""  # short: of a path its last part, of a hub id all
 
     def read(self, *, slots: bool = False) -> Contents:
         """What it holds; with `slots`, the optimizer's state too."""
@@ -62,20 +58,22 @@ class Source:
 def find(model: str | Path) -> Source:
     """The source behind a path or a hub id."""
     path = hub.resolve(model)
+    name = path.resolve().name if path == Path(model).expanduser() else str(model)
     path = path.parent if path.name in INDEXES else path
     if not path.is_dir():
-        return _file(path)
+        return _file(path, name)
     layout = sentence.read(path)
     home = layout.transformer if layout else path
     format, weights = _in_folder(home)
-    return Source(format, weights, home, layout, root=path)
+    return Source(format, weights, home, layout, path, name)
 
 
-def _file(path: Path) -> Source:
+def _file(path: Path, name: str) -> Source:
     """A file of weights, or a prefix; the layout is that of its folder."""
     prefix = tf1.find(path)
     weights, format = prefix or path, "tf1" if prefix else _format(path)
-    return Source(format, weights, weights.parent, sentence.read(weights.parent), root=weights)
+    layout = sentence.read(weights.parent)
+    return Source(format, weights, weights.parent, layout, weights, name)
 
 
 def _format(path: Path) -> str:

@@ -11,10 +11,15 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from packhorse.data.rows import to_plain
 
+JsonFlag = Annotated[
+    bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
+]
 Advance = Callable[[int, int], None]  # done, in all; 0 in all: not known
 
 PAUSE = 5.0  # seconds between two plain lines of progress, and a tenth of the work as well …

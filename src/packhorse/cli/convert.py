@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress
+from packhorse.cli.console import JsonFlag, emit, note, progress
 from packhorse.cli.flags import Beside
 from packhorse.errors import CheckpointError
 
@@ -45,9 +45,7 @@ def convert(
     overwrite: Annotated[
         bool, Parameter(negative="", show_default=False, help="Replace a folder that is there.")
     ] = False,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Write a checkpoint in another format, with its configuration and its tokenizer.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, short, table
+from packhorse.cli.console import JsonFlag, emit, note, progress, short, table
 from packhorse.cli.flags import DEFAULT_MODEL
 from packhorse.errors import InputError, PackhorseError
 
@@ -56,9 +56,7 @@ def demo(
     ),
     device: Annotated[str | None, Parameter(help="cpu, cuda …; default cpu.")] = "cpu",
     plot: Annotated[Path | None, Parameter(help="Draw the speeds: png, svg, pdf.")] = None,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Encode Python's own docstrings without padding and with it, compare, then search them.
 

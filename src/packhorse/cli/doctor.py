@@ -5,12 +5,10 @@ import platform
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
-from packhorse.cli.console import emit, table
+from packhorse.cli.console import JsonFlag, emit, table
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +36,7 @@ FIXES = {
 
 def doctor(
     *,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Say what can run here, why the rest cannot, and what would fix it.
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress
+from packhorse.cli.console import JsonFlag, emit, note, progress
 
 
 def _flag(name: str, help: str) -> Parameter:
@@ -31,9 +31,7 @@ def freeze(
         bool, _flag("clear-devices", help="Forget on which device each node was to run.")
     ] = False,
     input_binary: Annotated[str | None, Parameter(name="--input_binary", show=False)] = None,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Make a frozen graph: what the outputs need, with the weights in it as constants.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, table, tree
+from packhorse.cli.console import JsonFlag, emit, note, progress, table, tree
 from packhorse.cli.flags import Beside
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ def inspect(
             name="--tree", negative="", show_default=False, help="Tensors as a tree of modules."
         ),
     ] = False,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Show what a checkpoint holds, in any format that Packhorse opens.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, table
+from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
@@ -34,9 +34,7 @@ def pack(
         Parameter(help="The optimum, one of the published algorithms, or all side by side."),
     ] = "optimum",
     plot: Annotated[Path | None, Parameter(help="Draw lengths and plans: png, svg, pdf.")] = None,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Plan how sequences share rows: few packs, no sequence cut, from lengths alone.
 

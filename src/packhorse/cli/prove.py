@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, table
+from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import Beside
 from packhorse.errors import InputError, KernelError, PackhorseError
 
@@ -42,9 +42,7 @@ def prove(
     ] = None,
     packs: Annotated[int, Parameter(help="Random packs for each check.")] = 20,
     seed: Annotated[int, Parameter(help="Of the random packs.")] = 0,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Prove on your model and machine that no result depends on its neighbours.
 

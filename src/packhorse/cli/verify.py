@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, table
+from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import Beside
 from packhorse.errors import InputError, PackhorseError
 
@@ -36,9 +36,7 @@ def verify(
     ] = None,
     tolerance: Annotated[float, Parameter(help="Outputs may differ by this much.")] = 1e-5,
     beside: Beside = Beside(),  # noqa: B008 (frozen)
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Compare two checkpoints: are their tensors equal, and their outputs on real text?
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from packhorse.cli.console import emit, note, progress, table
+from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import DEFAULT_MODEL, Beside
 from packhorse.data.texts import Record, read_texts
 from packhorse.errors import InputError
@@ -47,9 +47,7 @@ def waste(
         bool, Parameter(negative="", show_default=False, help="Pass over empty texts.")
     ] = False,
     plot: Annotated[Path | None, Parameter(help="Draw lengths and padding: png, svg, pdf.")] = None,
-    json: Annotated[
-        bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
-    ] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Show how much of the work on your own texts would be padding, and what that costs.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,9 +18,11 @@ from packhorse.checkpoint import configuration, names, sentence
 from packhorse.checkpoint.configuration import Given
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
-from packhorse.onnxpack.session import OnnxBackend
 from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
 from packhorse.tokens import Tokenizer
+
+if TYPE_CHECKING:
+    from packhorse.onnxpack.session import OnnxBackend  # which needs the extra `onnx`
 
 
 def open_packed(
