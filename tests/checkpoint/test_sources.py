@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import packhorse
 from packhorse import checkpoint
 from packhorse.checkpoint import sources
-from packhorse.checkpoint.loading import assemble
 from packhorse.errors import CheckpointError, InputError
 
 CONFIG: dict[str, Any] = {
@@ -170,14 +169,14 @@ def test_a_head_without_all_of_its_variables(trained: Path, tmp_path: Path, gone
     del contents.tensors[gone]
     missing = re.escape(f"1 missing ({gone} {HEADS_OF_GOOGLE[gone]})")
     with pytest.raises(CheckpointError, match=rf"configuration: {missing} \(the"):
-        assemble(source, contents)
+        checkpoint.load(source, contents=contents)
 
 
 def test_heads_left_out_are_noted(trained: Path) -> None:
     source, contents = sources.find(trained), checkpoint.read(trained)
     for kind in ("kernel", "bias"):
         del contents.tensors[f"bert/pooler/dense/{kind}"]
-    loaded = assemble(source, contents)
+    loaded = checkpoint.load(source, contents=contents)
     assert "nsp" not in loaded.model.heads and "mlm" in loaded.model.heads
     left = ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
     assert loaded.notes[-1] == f"not used: 2 tensors ({', '.join(left)})"
@@ -188,7 +187,7 @@ def test_two_variables_of_one_tensor(trained: Path) -> None:
     source, contents = sources.find(trained), checkpoint.read(trained)
     contents.tensors["bert/pooler/dense/weight"] = torch.zeros(32, 32)
     with pytest.raises(CheckpointError, match=r"dense/weight and .*dense/kernel are two names"):
-        assemble(source, contents)
+        checkpoint.load(source, contents=contents)
 
 
 def test_a_missing_variable_has_the_name_that_tensorflow_gives_it(
