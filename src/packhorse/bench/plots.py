@@ -167,7 +167,8 @@ def _draw_waits(axes: Axes, rows: Sequence[ModeRow]) -> None:
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("milliseconds, median (dot) to 99th percentile")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # above: below are the lines
+        axes.legend(frameon=False, fontsize=9, ncols=2, **place)
     _plain(axes, "Time to an answer")
 
 
