@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
+from packhorse.atomic import lock, sync
 from packhorse.data.rows import Row, Shape, format_of
 from packhorse.errors import InputError
 
@@ -106,11 +107,11 @@ class ResumableFile:
                 else:
                     partial.replace(beside)
             rewritten = whole if whole.exists() else partials[0]
-            _sync_path(rewritten)
+            sync(rewritten)
             rewritten.replace(self.path)
             for leftover in (*partials, self._state_path()):
                 leftover.unlink(missing_ok=True)
-            _sync_path(self.path.parent)
+            sync(self.path.parent)
         self.close()
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class ResumableFile:
         for partial in partials:
             partial.touch()
             self._files.append(partial.open("r+b"))
-        _lock(self._files[0], self.path)
+        lock(self._files[0], self.path)
         if not os.path.samestat(os.fstat(self._files[0].fileno()), partials[0].stat()):
             raise InputError(f"{self.path} was finished by another process just now")
 
@@ -160,9 +161,9 @@ class ResumableFile:
     def _save(self) -> None:
         draft = Path(f"{self._state_path()}.new")
         draft.write_text(json.dumps(asdict(self._state)), "utf-8")
-        _sync_path(draft)
+        sync(draft)
         draft.replace(self._state_path())
-        _sync_path(self.path.parent)
+        sync(self.path.parent)
 
     def _resume(self, overwrite: bool) -> None:
         """Take up what an earlier run left, cut to what it vouched for."""
@@ -222,25 +223,3 @@ class ResumableFile:
         except OSError as error:
             reason = error.strerror or error
             raise InputError(f"{self.path} cannot be written: {reason}") from error
-
-
-def _sync_path(path: Path) -> None:
-    """A folder's names, or a file that is closed, onto the disk; some systems cannot."""
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Held until the file is closed or the process ends, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; there the second process fails to rename
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise InputError(f"{path} is being written by another process; wait for it") from error

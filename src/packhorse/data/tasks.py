@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import uuid
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from packhorse.atomic import new_file
 from packhorse.errors import InputError
 
 LIMIT = 256 << 20  # bytes of JSON
@@ -98,18 +97,8 @@ def read_predictions(path: str | Path) -> dict[str, str]:
 
 def write_predictions(path: str | Path, predictions: Mapping[str, str]) -> None:
     """Write `{id: text}` whole or not at all; what was there before goes."""
-    path = Path(path)
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(predictions, file, indent=0)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with new_file(Path(path)) as file:
+        file.write(json.dumps(predictions, indent=0).encode())
 
 
 def _get(holder: Any, key: str, kind: type, where: str) -> Any:

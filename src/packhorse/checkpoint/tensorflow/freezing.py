@@ -12,9 +12,7 @@ outputs, are refused by name.
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from packhorse import wire
+from packhorse.atomic import new_file
 from packhorse.checkpoint import files
 from packhorse.checkpoint.tensorflow import folding, graphdef, tf1
 from packhorse.checkpoint.tensorflow.folding import Graph, Piece
@@ -251,19 +250,10 @@ def _write(target: Path, pieces: list[Piece], progress: Callable[[int, int], Non
             f"the frozen graph would have {size} bytes, and protobuf allows {SIZE_LIMIT}; "
             f"keep the checkpoint and the graph apart"
         )
-    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with draft.open("xb") as file:
-            for piece in pieces:
-                for at in range(0, len(piece), CHUNK):
-                    file.write(piece[at : at + CHUNK])
-                    done += min(CHUNK, len(piece) - at)
-                    progress(done, size)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except OSError as error:
-        raise CheckpointError(f"{target} cannot be written: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with new_file(target) as file:
+        for piece in pieces:
+            for at in range(0, len(piece), CHUNK):
+                file.write(piece[at : at + CHUNK])
+                done += min(CHUNK, len(piece) - at)
+                progress(done, size)
     return size
