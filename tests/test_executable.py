@@ -64,11 +64,17 @@ def test_bucket_sizes_waste_at_most_a_fifth(tokens: int) -> None:
     assert size == 64 or size - tokens <= size / 5
 
 
+@pytest.mark.parametrize("largest", [1, 64, 65, 1000, 16384])
+def test_every_bucket_is_listed_once(largest: int) -> None:
+    found = list(executable.sizes(largest))
+    assert found == sorted({executable.round_up(size) for size in range(1, largest + 1)})
+
+
 def test_a_batch_fits_its_own_bucket(rng) -> None:
     for _ in range(50):
         lengths = rng.integers(1, 200, rng.integers(1, 30)).tolist()
         packed = make_packed(lengths, rng)
-        bucket = _bucket(packed)
+        bucket = _bucket(packed, 64)
         assert len(bucket.ids) == executable.round_up(sum(lengths))
         assert len(bucket) & (len(bucket) - 1) == 0
         assert bucket.max_seqlen >= int(bucket.lengths.max())

@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -95,6 +95,14 @@ def round_up(size: int, smallest: int = 64) -> int:
         return smallest
     step = max(1, 1 << ((size - 1).bit_length() - 3))
     return -(-size // step) * step
+
+
+def sizes(largest: int, smallest: int = 64) -> Iterator[int]:
+    """Every bucket size up to the one that holds `largest`."""
+    size = 0
+    while size < largest:
+        size = round_up(size + 1, smallest)
+        yield size
 
 
 @dataclass

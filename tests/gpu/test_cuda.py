@@ -87,13 +87,23 @@ def test_graphs_equal_eager_and_are_recorded_once_a_bucket(make_model, dtype, li
     model = make_model(dtype, **BIG)
     model.bert.use(attention.pick(CUDA, dtype).kernel)
     eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs=True)
-    # The first and last fall into one bucket: 128 tokens, 4 slots, at most 128 tokens a sequence.
+    # The first and last fall into one bucket: 1024 tokens, 16 slots, at most 128 a sequence.
     for seed, lengths in enumerate([[100, 20, 7], [60, 60, 8], [5, 3], [90, 20, 17]]):
         packed = make_packed(lengths, seed)
         heads = ["hidden", "embed"]
         for a, b in zip(eager(packed, heads), graphs(packed, heads), strict=True):
             assert float((a - b).abs().max()) <= limit * max(1.0, float(a.abs().max()))
     assert graphs._recorded is not None and len(graphs._recorded.recorded) == 3
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 3], [100, 20, 7, 1]])
+def test_a_batch_arrives_as_it_was(lengths: list[int]) -> None:
+    here = make_packed(lengths)
+    there = here.to(CUDA)
+    for name in ("ids", "types", "positions", "cu_seqlens"):
+        sent, arrived = getattr(here, name), getattr(there, name)
+        assert arrived.is_cuda and arrived.dtype == sent.dtype
+        assert torch.equal(arrived.cpu(), sent), name
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "bucketed"])

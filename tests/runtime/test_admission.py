@@ -63,6 +63,20 @@ def test_a_batch_waits_until_it_is_full_or_its_time_has_come() -> None:
     assert queue.waiting_tokens == 6 and queue.waiting_requests == 1
 
 
+def test_who_was_just_answered_may_join_the_next_batch() -> None:
+    queue, clock = admission(RAGGED)
+    queue.push(job(5))
+    clock.now += 2.0  # long overdue
+    queue.linger(0.1)
+    assert queue._due(clock.now, idle=True) is None
+    assert queue._until_due(clock.now) == pytest.approx(0.1)
+    queue.push(job(11))
+    assert lengths(queue.next_batch(wait=True)) == [[5, 11]], "a full one does not wait for more"
+    queue.push(job(5))
+    clock.now += 2.0
+    assert lengths(queue.next_batch(wait=True)) == [[5]], "nor does one later"
+
+
 def test_max_sequences_fills_a_batch() -> None:
     queue, _ = admission(Shape("ragged", 2, 8, max_sequences=2))
     queue.push(job(1))

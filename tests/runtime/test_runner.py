@@ -293,6 +293,24 @@ def test_an_accelerator_is_given_one_full_batch_ahead(gate: Gate) -> None:
         assert launched == [3, 4, 4, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("ragged", [64, 80, 96, 112, 128, 160, 192]), ("repack", [192])]
+)
+def test_warming_runs_a_batch_of_every_size(make_encoder, mode: str, sizes: list[int]) -> None:
+    encoder, seen = make_encoder(), []
+
+    def backend(packed: Packed, heads: Any, at: Any = None) -> Any:
+        seen.append(len(packed.ids))
+        return encoder.backend(packed, heads, at)
+
+    watched = replace(encoder, backend=backend)
+    with PackRunner(watched, rows=6, capacity=32, mode=mode, publish=False) as runner:
+        runner.warm()
+        assert seen == sizes
+        assert runner.stats().requests == 0
+        assert len(runner.run([[5, 6, 7]])) == 1
+
+
 def test_answers_are_not_kept(make_encoder) -> None:
     with PackRunner(make_encoder(), timeout=0) as runner:
         future = runner.submit("the cat", "hidden")

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse import executable
 from packhorse.bench import peers
 from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
@@ -93,11 +92,6 @@ class Lane:
     opened: list[np.ndarray] = field(default_factory=list)
     batch_ms: list[float] = field(default_factory=list)
 
-    def forget(self) -> None:
-        """What was measured to warm up."""
-        for measured in (self.passes, self.closed, self.opened, self.batch_ms):
-            measured.clear()
-
 
 class Meter:
     """A backend that counts the tokens it computes."""
@@ -109,9 +103,7 @@ class Meter:
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """What the backend says."""
-        tokens = len(packed.ids)
-        bucket = self.backend.graphs and not packed.capacity  # rows are a bucket already
-        self.tokens += executable.round_up(tokens) if bucket else tokens
+        self.tokens += self.backend.computed(packed)
         return self.backend(packed, heads, at)
 
 
@@ -251,8 +243,7 @@ def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
 def _online(runner_for: Callable[[int], PackRunner], meter: Meter, requests: Sequence[Ids]) -> Pass:
     with runner_for(len(requests)) as runner:
         before, start = meter.tokens, time.perf_counter()
-        futures = [runner.submit(ids) for ids in requests]
-        vectors = np.stack([future.result() for future in futures])
+        vectors = np.stack(runner.run(requests))
         seconds = time.perf_counter() - start
     return Pass(vectors, seconds, meter.tokens - before)
 

@@ -25,7 +25,9 @@ at 70 % of what the mode can do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -136,7 +138,8 @@ def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
             except Exception as error:  # whatever another's code raises is that peer's row
                 title = lanes.peer_name(name, stage)
                 failures.append(ModeRow(title, problem=_reason(error)))
-        _take_turns([*ours, *others], setup, requests, progress)
+        with _settled_heap():
+            _take_turns([*ours, *others], setup, requests, progress)
     rows = [_row(lane, ours[0], setup, lengths) for lane in (*ours, *others)]
     return Comparison((*rows, *failures), lengths, device, stage.dtype)
 
@@ -198,12 +201,25 @@ def _reason(error: Exception) -> str:
 
 
 def _warm_up(lane: Lane, setup: Setup, requests: Sequence[Ids]) -> None:
-    """A few batches; with graphs all that will be met, so that every bucket is recorded."""
+    """A few batches; with graphs every bucket, and all that will be met besides."""
     lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
-    if setup.graphs and setup.load_repeats and lane.runner:
-        _time(lane, requests)  # for the rate
-        _load(lane, setup, requests, setup.seed)
-        lane.forget()
+    if setup.graphs and lane.runner:
+        with lane.runner(len(requests)) as runner:
+            runner.warm()
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """What is there by now stays, as in any server: the collector need not look at it again.
+
+    A compiler leaves millions of objects behind, and each look at them costs 0.3 seconds.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _take_turns(

@@ -123,14 +123,23 @@ class Packed:
         target = torch.device(device)
         if target == self.ids.device:
             return self
-        # Only from pinned memory does a copy not wait for what the device is doing.
-        pin = target.type == "cuda" and self.ids.device.type == "cpu"
-        moved = {
-            name: (x.pin_memory() if pin else x).to(target, non_blocking=True)
-            for name in ("ids", "types", "positions", "cu_seqlens")
-            for x in [getattr(self, name)]
-        }
-        return replace(self, **moved)
+        if target.type == "cuda" and self.ids.device.type == "cpu":
+            return self._staged(target)
+        names = ("ids", "types", "positions", "cu_seqlens")
+        return replace(self, **{name: getattr(self, name).to(target) for name in names})
+
+    def _staged(self, target: torch.device) -> Packed:
+        """In one copy, from pinned memory: from any other it would wait for the device's work."""
+        tokens, bounds = len(self.ids), len(self.cu_seqlens)
+        staged = torch.empty(3 * tokens + -(-bounds // 2), dtype=torch.int64, pin_memory=True)
+        host = staged.numpy()
+        per_token = (self.ids, self.types, self.positions)
+        np.concatenate([x.numpy() for x in per_token], out=host[: 3 * tokens])
+        host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
+        there = staged.to(target, non_blocking=True)
+        ids, types, positions = there[: 3 * tokens].view(3, tokens)
+        cu_seqlens = there[3 * tokens :].view(torch.int32)[:bounds]
+        return replace(self, ids=ids, types=types, positions=positions, cu_seqlens=cu_seqlens)
 
     def __len__(self) -> int:
         """Sequence slots, dummies included."""

@@ -30,6 +30,7 @@ from packhorse.runtime.modes import Shape
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3
+YIELD_EVERY = 4  # requests
 HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
 
 
@@ -170,6 +171,7 @@ class Admission:
         self.unanswered: dict[Future[Any], Request] = {}  # waiting or running
         self.lines: dict[Hashable, Line] = {}
         self.stopped: str | None = None  # why no one is admitted any more
+        self.not_before = 0.0  # no batch goes out part full
         # Reentrant: the garbage collector may let go of a runner while its own lock is held.
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # the engine waits here
@@ -202,7 +204,10 @@ class Admission:
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
-            return self._admit(Request(job, self.clock()), tokens)
+            future = self._admit(Request(job, self.clock()), tokens)
+        if not self.admitted % YIELD_EVERY:
+            time.sleep(0)  # else the engine waits 5 ms for the interpreter, again and again
+        return future
 
     def next_batch(self, wait: bool) -> Batch | None:
         """The batch that is due; None if there is none yet, or with `wait`, if none will ever be.
@@ -218,6 +223,11 @@ class Admission:
                 if not wait or (self.stopped and not self.lines):
                     return None
                 self._changed.wait(self._until_due(now))
+
+    def linger(self, seconds: float) -> None:
+        """Those who were just answered may ask again at once: give them that long to join."""
+        with self._changed:
+            self.not_before = self.clock() + seconds
 
     def stop(self, why: str, drain: bool = True) -> list[Request]:
         """Admit no one any more. Without `drain` those who wait leave; they are returned."""
@@ -279,15 +289,19 @@ class Admission:
         due = [
             (line.oldest, i, key)
             for i, (key, line) in enumerate(self.lines.items())
-            if line.full or (idle and (self.stopped or now >= line.oldest + self.timeout))
+            if line.full or (idle and (self.stopped or now >= self._deadline(line)))
         ]
         return min(due)[2] if due else None
 
     def _until_due(self, now: float) -> float:
         if not self.lines:
             return HEARTBEAT
-        oldest = min(line.oldest for line in self.lines.values())
-        return min(HEARTBEAT, max(0.0, oldest + self.timeout - now))
+        first = min(map(self._deadline, self.lines.values()))
+        return min(HEARTBEAT, max(0.0, first - now))
+
+    def _deadline(self, line: Line) -> float:
+        """When its batch goes out, full or not."""
+        return max(line.oldest + self.timeout, self.not_before)
 
     def _take(self, key: Hashable, now: float) -> Batch | None:
         batch = self.lines[key].take()

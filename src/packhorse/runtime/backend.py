@@ -20,6 +20,9 @@ from packhorse.model.freeze import can_freeze, freeze
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 
+SMALLEST_RECORDED = 1024  # tokens; below, a launch costs as much as the work
+USUAL_LENGTH = 64  # of a bucket's sequences, at least: so that most batches of a size share one
+
 
 class TorchBackend:
     """Runs a model in inference mode; frozen, or compiled per bucket."""
@@ -34,6 +37,7 @@ class TorchBackend:
             raise KernelError(f"kernel {name!r} plans anew for each batch and cannot be compiled")
         recorded = graphs and serves.records and device.type == "cuda"
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
+        self.smallest = SMALLEST_RECORDED if recorded else 64
         if graphs:
             executable.compile(model.bert.layers)
         elif device.type == "cpu" and can_freeze(next(model.parameters()).dtype):
@@ -44,17 +48,26 @@ class TorchBackend:
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """What each head makes of the batch; `at` narrows heads of tokens to these tokens."""
-        here = packed.to(self.device)
-        hidden = self._in_bucket(packed) if self.graphs else self.model.bert(here)
+        if self.graphs:
+            bucket = _bucket(packed, self.smallest).to(self.device)
+            hidden = self._in_bucket(bucket)[: len(packed.ids)]  # padding is a tail
+            here = _unpadded(bucket, packed)
+        else:
+            here = packed.to(self.device)
+            hidden = self.model.bert(here)
         return self.model.apply_heads(hidden, here, heads, at)
 
-    def _in_bucket(self, packed: Packed) -> Tensor:
+    def computed(self, packed: Packed) -> int:
+        """The tokens that a batch costs, those that fill up its bucket included."""
+        tokens = len(packed.ids)
+        filled = self.graphs and not packed.capacity
+        return executable.round_up(tokens, self.smallest) if filled else tokens
+
+    def _in_bucket(self, bucket: Packed) -> Tensor:
         executable.allow_every_bucket()
-        bucket = _bucket(packed).to(self.device)
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
         constants = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
-        hidden = (self._recorded or self._hidden)(*tensors, **constants)
-        return hidden[: len(packed.ids)]  # padding is a tail
+        return (self._recorded or self._hidden)(*tensors, **constants)
 
     def _hidden(
         self,
@@ -71,15 +84,27 @@ class TorchBackend:
         return self.model.bert(packed)
 
 
-def _bucket(packed: Packed) -> Packed:
+def _bucket(packed: Packed, smallest: int) -> Packed:
     """The smallest bucket that holds the batch; rows are a bucket already."""
     if packed.capacity:
         return _same_slots(packed)
-    tokens = executable.round_up(len(packed.ids))
+    tokens = executable.round_up(len(packed.ids), smallest)
     dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
-    sequences = 1 << (len(packed) + dummies - 1).bit_length()
+    needed = max(len(packed) + dummies, tokens // USUAL_LENGTH)
     longest = 1 << (packed.max_seqlen - 1).bit_length()
-    return replace(packed.pad(tokens, sequences), max_seqlen=longest)
+    return replace(packed.pad(tokens, 1 << (needed - 1).bit_length()), max_seqlen=longest)
+
+
+def _unpadded(bucket: Packed, packed: Packed) -> Packed:
+    """The batch itself, as part of its bucket."""
+    tokens = len(packed.ids)
+    return replace(
+        packed,
+        ids=bucket.ids[:tokens],
+        types=bucket.types[:tokens],
+        positions=bucket.positions[:tokens],
+        cu_seqlens=bucket.cu_seqlens[: len(packed.cu_seqlens)],
+    )
 
 
 def _same_slots(packed: Packed) -> Packed:

@@ -38,6 +38,7 @@ from packhorse.runtime.statistics import Recorder, Stats
 
 LOGGER = logging.getLogger(__name__)
 PUBLISH_SECONDS = 1.0
+LINGER = 0.02  # of a batch's time: what an idle device may cost for the next to be fuller
 EXIT_SECONDS = 5.0  # how long the interpreter's exit waits for the batch that runs
 NUMBERS = count(1)
 NOT_FINITE = (
@@ -171,6 +172,7 @@ class Engine:
         seconds = self.admission.clock() - flight.begun
         self.recorder.batch([piece.tokens for piece in pieces], landed.tokens, seconds)
         self._reply(pieces, landed.rows)
+        self.admission.linger(min(self.admission.timeout, LINGER * seconds))
 
     def _divide(self, batch: Batch, error: BaseException) -> None:
         """Run a failed batch again in halves; a sequence that fails by itself is the culprit."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,8 @@ class Batch:
 
     def finite(self) -> bool:
         """Is every result a number?"""
-        return all(bool(torch.isfinite(found).all()) for found in self.found)
+        # numpy: torch would wake all its threads for it.
+        return all(bool(np.isfinite(found.numpy()).all()) for found in self.found)
 
     def rows(self) -> Iterator[Row]:
         """Wait, and give each of the caller's sequences its array of every head."""
@@ -99,16 +101,17 @@ def from_ids(ids: Given, limit: int, vocabulary: int) -> Encoding:
         raise InputError(f"token ids must be a flat list of integers, not {ids!r:.80}")
     if not 1 <= len(found) <= limit:
         raise InputError(f"{len(found)} token ids were given; the model takes 1 to {limit}")
-    least, most = found.min(), found.max()
-    if least < 0 or most >= vocabulary:
+    # Seen as unsigned, what is negative is too large as well: one pass instead of two.
+    if found.view(f"u{found.itemsize}").max() >= vocabulary:
+        least, most = found.min(), found.max()
         raise InputError(f"token ids go from 0 to {vocabulary - 1}; found {least} to {most}")
-    if isinstance(ids, Encoding):
-        return ids
-    n = len(found)
-    return Encoding(
-        ids=found.astype(np.int32),
-        types=np.zeros(n, np.uint8),
-        offsets=np.zeros((n, 2), np.int32),
-        special=np.zeros(n, bool),
-        spans=(slice(0, n),),
-    )
+    return ids if isinstance(ids, Encoding) else Encoding(found.astype(np.int32), *_plain(len(ids)))
+
+
+@lru_cache(maxsize=1024)
+def _plain(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[slice, ...]]:
+    """Types, offsets, specials and spans of `n` tokens of which nothing is known; shared."""
+    shared = np.zeros(n, np.uint8), np.zeros((n, 2), np.int32), np.zeros(n, bool)
+    for array in shared:
+        array.flags.writeable = False
+    return *shared, (slice(0, n),)

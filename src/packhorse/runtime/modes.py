@@ -14,8 +14,9 @@ attention alone. What a sequence is answered is the same in all three.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from packhorse import executable
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed, Tokens
 from packhorse.packing.online import OnlinePacker
@@ -60,12 +61,19 @@ class Shape:
         if len(packer):
             yield range(begin, len(lengths)), packer.flush()
 
+    def sizes(self) -> list[int]:
+        """Tokens of the batches that are compiled apart: in mode ragged every bucket, else one."""
+        if self.mode != "ragged":
+            return [self.tokens]
+        return [min(size, self.tokens) for size in executable.sizes(self.tokens)]
+
     def lay(self, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]]) -> Packed:
         """The batch: `packs` says which of the sequences share a row."""
         if self.mode == "mask":
             empty = [[]] * (self.rows - len(packs))
             return Packed.rows(sequences, [*packs, *empty], self.capacity)
-        packed = Packed.build(sequences)
+        # The longest there could be: batches that differ in that alone share a bucket.
+        packed = replace(Packed.build(sequences), max_seqlen=self.capacity)
         if self.mode == "ragged":
             return packed
         spare = self.tokens - len(packed.ids)

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from packhorse.errors import InputError, RunnerStopped
 from packhorse.runtime.admission import Admission
@@ -127,13 +128,24 @@ class PackRunner:
             for begin in range(0, len(texts), CHUNK):  # the engine runs while the rest is prepared
                 for job in self.encoder.prepare(task, texts[begin : begin + CHUNK], **options):
                     futures.append(self._push(job, patient=True))
-                    if not len(futures) % 8:
-                        time.sleep(0)  # else the engine waits 5 ms for the interpreter, each time
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
                 future.cancel()
             raise
+
+    def warm(self, task: str = "embed") -> None:
+        """Run a batch of every size, so that nothing is compiled while someone waits for an answer.
+
+        For an encoder with `graphs`, before the first request; `task` is one that takes token ids.
+        """
+        for size in self.shape.sizes():
+            lengths = [self.shape.capacity] * (size // self.shape.capacity)
+            lengths += [size % self.shape.capacity] * (size % self.shape.capacity > 0)
+            jobs = self.encoder.prepare(task, [np.zeros(length, int) for length in lengths])
+            sequences = [sequence for job in jobs for sequence in job.sequences]
+            packed = self.shape.lay(sequences, [[place] for place in range(len(sequences))])
+            self.encoder.launch(packed, jobs[0].heads, jobs[0].only).land()
 
     def stats(self) -> Stats:
         """The figures of this moment."""
