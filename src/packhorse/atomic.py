@@ -32,7 +32,8 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

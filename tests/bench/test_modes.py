@@ -126,6 +126,17 @@ def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
     assert not (lane.passes or lane.closed or lane.opened or lane.batch_ms)
 
 
+def test_a_packed_onnx_graph_is_a_lane_like_the_others() -> None:
+    """In fp32 its vectors are ours; in another format it says why it is not there."""
+    pytest.importorskip("onnxruntime")
+    found = modes.measure(small(rows=2, requests=12, peers=("packed-onnx",)))
+    row = found.rows[-1]
+    assert (row.name, row.problem) == (lanes.PACKED_ONNX, None)
+    assert row.largest_difference < 1e-5 and row.p99_ms is not None and 0 < row.fill <= 1
+    other = modes.measure(small(rows=2, requests=12, dtype="bf16", peers=("packed-onnx",)))
+    assert "fp32 alone" in str(other.rows[-1].problem)
+
+
 def test_what_a_peer_raises_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(setting: peers.Setting, dtype: str) -> peers.Engine:
         raise RuntimeError("the boiler burst\nat line 3")

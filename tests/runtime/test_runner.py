@@ -27,6 +27,7 @@ from packhorse.errors import (
     RequestFailed,
     RunnerStopped,
 )
+from packhorse.packing.batch import Packed
 from packhorse.runtime import engine as engine_module
 from packhorse.runtime.encoder import Encoder, TruncationWarning
 from packhorse.runtime.modes import MODES

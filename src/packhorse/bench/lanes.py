@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packhorse import checkpoint, onnxpack
 from packhorse.bench import peers
 from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend
-from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.encoder import Backend, Encoder
 from packhorse.runtime.jobs import Batch
 from packhorse.runtime.loading import load
 from packhorse.runtime.modes import Shape
@@ -44,6 +45,7 @@ class Mode(NamedTuple):
 
 
 ORIGINAL = "Original"
+PACKED_ONNX = "Pack Online AttentionMask(packed ONNX)"
 MODES = (
     Mode(ORIGINAL, "padded"),
     Mode("Pack Offline Unpack Repack", "repack"),
@@ -96,14 +98,14 @@ class Lane:
 class Meter:
     """A backend that counts the tokens it computes."""
 
-    def __init__(self, backend: TorchBackend) -> None:
-        self.backend, self.tokens = backend, 0
+    def __init__(self, backend: Backend, computed: Callable[[Packed], int]) -> None:
+        self.backend, self.computed, self.tokens = backend, computed, 0
 
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor]:
         """What the backend says."""
-        self.tokens += self.backend.computed(packed)
+        self.tokens += self.computed(packed)
         return self.backend(packed, heads, at)
 
 
@@ -115,7 +117,7 @@ class OneARow:
 
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
-    ) -> list[Tensor]:
+    ) -> Sequence[Tensor]:
         """One answer a sequence, in the order they came."""
         parts = zip(packed.split(packed.ids), packed.split(packed.types), strict=True)
         (rows,) = one_a_row(self.shape, [Row(*part) for part in parts])
@@ -135,10 +137,7 @@ class Opened(NamedTuple):
     encoder: Encoder
     meter: Meter
 
-    @property
-    def kernel(self) -> str:
-        """As it is shown."""
-        return self.encoder.kernel + " graphs" * self.meter.backend.graphs
+    kernel: str  # as it is shown
 
 
 def open_modes(stage: Stage, modes: Sequence[Mode] = MODES) -> tuple[list[Lane], Encoder]:
@@ -159,13 +158,17 @@ def open_model(stage: Stage) -> Opened:
             f"pass --capacity {positions} or less"
         )
     model.heads["embed"] = Embed(("mean",), normalise=True)
-    meter = Meter(encoder.backend)
-    changed = replace(encoder, backend=meter, heads=("embed",), max_length=stage.capacity)
-    return Opened(changed, meter)
+    meter = Meter(encoder.backend, encoder.backend.computed)
+    kernel = encoder.kernel + " graphs" * stage.graphs
+    return Opened(_measured(encoder, meter, stage), meter, kernel)
+
+
+def _measured(encoder: Encoder, meter: Meter, stage: Stage) -> Encoder:
+    return replace(encoder, backend=meter, heads=("embed",), max_length=stage.capacity)
 
 
 def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
-    encoder, meter = opened
+    encoder, meter, kernel = opened
     shape = Shape(
         mode.layout if mode.layout != "padded" else "mask",
         stage.rows,
@@ -178,15 +181,15 @@ def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
             open_runner, padding, stage, mode=None, lookahead=0, max_sequences=stage.rows
         )
         run = partial(_offline, opened, partial(one_a_row, shape))
-        return Lane(mode.name, opened.kernel, run, one_by_one)
+        return Lane(mode.name, kernel, run, one_by_one)
     if not mode.online:
         run = partial(_offline, opened, partial(packed_in_order, shape))
-        return Lane(mode.name, opened.kernel, run)
+        return Lane(mode.name, kernel, run)
     how: dict[str, Any] = {"mode": mode.layout, "policy": mode.policy}
     if mode.layout != "ragged":
         how["lookahead"] = 0  # PopRT's rule
     runner = partial(open_runner, encoder, stage, **how)
-    return Lane(mode.name, opened.kernel, partial(_online, runner, meter), runner)
+    return Lane(mode.name, kernel, partial(_online, runner, meter), runner)
 
 
 def open_runner(encoder: Encoder, stage: Stage, requests: int, **how: Any) -> PackRunner:
@@ -207,7 +210,10 @@ def one_a_row(shape: Shape, sequences: Sequence[Encoding | Row]) -> Iterator[Pac
     """Padded batches: always `rows` rows of `capacity` tokens, the last ones empty if need be."""
     for begin in range(0, len(sequences), shape.rows):
         some = sequences[begin : begin + shape.rows]
-        yield shape.lay(some, [[place] for place in range(len(some))])
+        laid = shape.lay(some, [[place] for place in range(len(some))])
+        # As in any padded model, padding has positions. Without them it would all be one vector,
+        # and a GPU multiplies equal numbers with less power, so faster.
+        yield replace(laid, positions=torch.arange(shape.capacity).repeat(shape.rows))
 
 
 def packed_in_order(shape: Shape, sequences: Sequence[Encoding]) -> Iterator[Packed]:
@@ -221,7 +227,7 @@ def _offline(
     batches: Callable[[Sequence[Encoding]], Iterable[Packed]],
     requests: Sequence[Ids],
 ) -> Pass:
-    encoder, meter = opened
+    encoder, meter, _ = opened
     before, start = meter.tokens, time.perf_counter()
     laid = list(batches(encoder.encode(requests)))
     ready = time.perf_counter()
@@ -246,6 +252,21 @@ def _online(runner_for: Callable[[int], PackRunner], meter: Meter, requests: Seq
         vectors = np.stack(runner.run(requests))
         seconds = time.perf_counter() - start
     return Pass(vectors, seconds, meter.tokens - before)
+
+
+def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:
+    """The model as an ONNX graph, rewritten for packed rows, on ONNX Runtime behind the runner."""
+    if stage.dtype != "fp32":
+        raise peers.Unserved("a packed ONNX graph is measured in fp32 alone")
+    folder = checkpoint.write(scratch / "onnx", checkpoint.load(stage.folder), to="onnx")
+    packed = folder / "packed.onnx"
+    onnxpack.pack(folder / "model.onnx", packed, "mask", shape=(stage.rows, stage.capacity))
+    encoder = load(packed, device=stage.device)
+    vectors = {"embed": Embed(("mean",), normalise=True)}
+    backend = onnxpack.load(packed, device=stage.device, heads=vectors)
+    meter = Meter(backend, lambda batch: len(batch.ids))
+    runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask", lookahead=0)
+    return Lane(PACKED_ONNX, "onnxruntime", partial(_online, runner, meter), runner)
 
 
 def open_peer(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:

@@ -14,7 +14,8 @@ cheaper than the full square of scores that a padded model computes, so ratios t
 side. Offline modes are timed as PopRT's are, without laying out their batches; that is
 `packing_us`, and `throughput_with_packing` has it in. Online modes are timed from the first token
 ids handed in to the last vector. PopRT's modes keep its rules (offline next-fit; a batch closes at
-the first request that does not fit), ours those of `PackRunner`. Other libraries are timed with
+the first request that does not fit), ours those of `PackRunner`. A packed ONNX graph runs behind
+the same runner, in fp32, as users of `packhorse onnx pack` have it. Other libraries are timed with
 their padding, to the longest of each batch. Lanes take turns, round after round, so that whatever
 else the machine does falls on all of them alike; speeds are those of the best round.
 
@@ -43,9 +44,10 @@ from packhorse import device as devices
 from packhorse.bench import clients, lanes, peers, subject, workloads
 from packhorse.bench.lanes import Ids, Lane, Stage
 from packhorse.errors import InputError
+from packhorse.runtime.encoder import Encoder
 
 Progress = Callable[[int, int], None]
-PADDED_PEERS = ("transformers", "onnxruntime")
+OTHERS = ("transformers", "onnxruntime", "packed-onnx")
 CLIENTS_A_ROW = 3.5
 SHARE = 0.7  # of a mode's throughput, the rate of its open loop
 WARM_BATCHES = 4
@@ -71,7 +73,7 @@ class Setup:
     repeats: int = 3
     load_repeats: int = 1  # rounds of both loops; 0: no latencies
     rate: float | None = None  # requests a second of the open loop; None: a share of the throughput
-    peers: tuple[str, ...] | None = None  # None: those of PADDED_PEERS that are installed
+    peers: tuple[str, ...] | None = None  # None: those of OTHERS that are installed
 
     @property
     def clients(self) -> int:
@@ -132,12 +134,11 @@ def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
         others, failures = [], []
         for name in _peers(setup):
             try:
-                other = lanes.open_peer(name, stage, encoder, Path(scratch))
+                other = _open_other(name, stage, encoder, Path(scratch))
                 _warm_up(other, setup, requests)
                 others.append(other)
             except Exception as error:  # whatever another's code raises is that peer's row
-                title = lanes.peer_name(name, stage)
-                failures.append(ModeRow(title, problem=_reason(error)))
+                failures.append(ModeRow(_title(name, stage), problem=_reason(error)))
         with _settled_heap():
             _take_turns([*ours, *others], setup, requests, progress)
     rows = [_row(lane, ours[0], setup, lengths) for lane in (*ours, *others)]
@@ -190,7 +191,17 @@ def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
 def _peers(setup: Setup) -> tuple[str, ...]:
     if setup.peers is not None:
         return setup.peers
-    return tuple(name for name in PADDED_PEERS if find_spec(name))
+    return tuple(name for name in OTHERS if find_spec(name.replace("packed-onnx", "onnxruntime")))
+
+
+def _open_other(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:
+    if name == "packed-onnx":
+        return lanes.open_packed_onnx(stage, scratch)
+    return lanes.open_peer(name, stage, ours, scratch)
+
+
+def _title(name: str, stage: Stage) -> str:
+    return lanes.PACKED_ONNX if name == "packed-onnx" else lanes.peer_name(name, stage)
 
 
 def _reason(error: Exception) -> str:
@@ -201,7 +212,7 @@ def _reason(error: Exception) -> str:
 
 
 def _warm_up(lane: Lane, setup: Setup, requests: Sequence[Ids]) -> None:
-    """A few batches; with graphs every bucket, and all that will be met besides."""
+    """A few batches; with graphs all that will be met, and every bucket."""
     lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
     if setup.graphs and lane.runner:
         with lane.runner(len(requests)) as runner:
@@ -317,7 +328,7 @@ def _check(setup: Setup) -> None:
     if setup.rate is not None and not 0 < setup.rate < float("inf"):
         raise InputError(f"--rate is {setup.rate} requests a second; it must be above 0")
     for name in setup.peers or ():
-        if name not in peers.PEERS:
-            raise InputError(f"unknown peer {name!r}; there are {', '.join(peers.PEERS)}")
+        if name not in (known := (*peers.PEERS, "packed-onnx")):
+            raise InputError(f"unknown peer {name!r}; there are {', '.join(known)}")
     if setup.dtype is not None:
         devices.parse_dtype(setup.dtype)

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
@@ -37,21 +37,17 @@ HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more tha
 class Request:
     """A job that someone waits for, and the rows of its sequences as they come in."""
 
-    __slots__ = ("entered", "future", "job", "left", "pieces", "rows", "started", "waiting")
+    __slots__ = ("entered", "future", "job", "left", "line", "pieces", "rows", "started", "waiting")
 
     def __init__(self, job: Job, now: float) -> None:
         self.job = job
+        self.line: Hashable = (job.heads, job.only)  # requests of one line can share a batch
         self.future: Future[Any] = Future()
         self.pieces = [Piece(self, i, sequence) for i, sequence in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.pieces)
         self.left = len(self.pieces)  # sequences that were not run yet
         self.waiting = True  # until the first of them runs
         self.entered = self.started = now
-
-    @property
-    def line(self) -> Hashable:
-        """Requests of one line can share a batch."""
-        return self.job.heads, self.job.only
 
 
 class Piece:
@@ -72,7 +68,7 @@ class Line:
 
     def __init__(self, shape: Shape, lookahead: int) -> None:
         self.shape, self.lookahead = shape, lookahead
-        self.packer = shape.packer()
+        self.packer = shape.packer() if shape.mode == "mask" else None  # the others have one row
         self.open: dict[Piece, None] = {}
         self.behind: OrderedDict[Piece, None] = OrderedDict()
         self.tokens = 0  # of the open batch
@@ -118,13 +114,19 @@ class Line:
         if self.stale:
             self._repack()
         pieces = list(self.open)
-        batch = [[pieces[i] for i in pack] for pack in self.packer.flush()]
+        packs = self.packer.flush() if self.packer is not None else [range(len(pieces))]
+        batch = [[pieces[i] for i in pack] for pack in packs]
         self.open, self.tokens = {}, 0
         self._refill()
         return batch
 
     def _pack(self, piece: Piece) -> bool:
-        if self.packer.add(piece.tokens) is None:
+        if self.packer is not None:
+            fits = self.packer.add(piece.tokens) is not None
+        else:
+            fits = self.tokens + piece.tokens <= self.shape.tokens
+            fits &= len(self.open) != self.shape.max_sequences
+        if not fits:
             return False
         self.open[piece] = None
         self.tokens += piece.tokens
@@ -142,7 +144,8 @@ class Line:
 
     def _repack(self) -> None:
         everyone = sorted((*self.open, *self.behind), key=lambda piece: piece.request.entered)
-        self.packer.flush()
+        if self.packer is not None:
+            self.packer.flush()
         self.open, self.tokens, self.stale = {}, 0, False
         self.behind = OrderedDict.fromkeys(everyone)
         self._refill()
@@ -173,21 +176,21 @@ class Admission:
         self.stopped: str | None = None  # why no one is admitted any more
         self.not_before = 0.0  # no batch goes out part full
         # Reentrant: the garbage collector may let go of a runner while its own lock is held.
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # the engine waits here
-        self._room = threading.Condition(lock)  # patient requests wait here
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # the engine waits here
+        self._room = threading.Condition(self._lock)  # patient requests wait here
 
     @contextmanager
     def door(self) -> Iterator[None]:
         """Held while a request is made ready: so those being tokenized are bounded as well."""
-        with self._changed:
+        with self._lock:
             if not self._fits(1, self.max_tokens):
                 self._refuse()
             self.at_door += 1
         try:
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self.at_door -= 1
                 self._room.notify_all()
 
@@ -199,7 +202,7 @@ class Admission:
                 f"a request of {tokens} tokens will never be admitted: at most "
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or divide it"
             )
-        with self._changed:
+        with self._lock:
             while not self._fits(tokens, self.ahead if patient else self.max_tokens):
                 if not patient:
                     self._refuse()
@@ -214,7 +217,7 @@ class Admission:
 
         Without `wait` another one is running: only a full batch is due then.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 now = self.clock()
                 while key := self._due(now, idle=wait):
@@ -226,12 +229,12 @@ class Admission:
 
     def linger(self, seconds: float) -> None:
         """Those who were just answered may ask again at once: give them that long to join."""
-        with self._changed:
+        with self._lock:
             self.not_before = self.clock() + seconds
 
     def stop(self, why: str, drain: bool = True) -> list[Request]:
         """Admit no one any more. Without `drain` those who wait leave; they are returned."""
-        with self._changed:
+        with self._lock:
             self.stopped = self.stopped or why
             everyone = [] if drain else self.unanswered.values()
             left = [request for request in everyone if request.waiting]
@@ -263,9 +266,9 @@ class Admission:
         first = not self.waiting_requests
         self.waiting_requests += 1
         self.waiting_tokens += tokens
-        if request.line not in self.lines:
-            self.lines[request.line] = Line(self.shape, self.lookahead)
-        line = self.lines[request.line]
+        line = self.lines.get(request.line)
+        if line is None:
+            line = self.lines[request.line] = Line(self.shape, self.lookahead)
         for piece in request.pieces:
             line.add(piece)
         if first or line.full:
@@ -280,7 +283,7 @@ class Admission:
         if not request.left:  # all of it was run: nothing of it waits
             request.pieces.clear()
             return
-        with self._changed:
+        with self._lock:
             self.cancelled += request.waiting and future.cancelled()
             self._withdraw(request)
 
@@ -314,13 +317,16 @@ class Admission:
         """It goes to the device, unless it was cancelled a moment ago."""
         self.waiting_tokens -= piece.tokens
         request = piece.request
-        if request.waiting:
-            self._waits_no_more(request)
-            request.started = now
-            with suppress(RuntimeError):  # someone answered it in our place
-                request.future.set_running_or_notify_cancel()
-            self.cancelled += request.future.cancelled()
-        return not request.future.done()
+        if not request.waiting:  # another sequence of it went before
+            return not request.future.done()
+        self._waits_no_more(request)
+        request.started = now
+        try:
+            runs = request.future.set_running_or_notify_cancel()
+        except RuntimeError:  # someone answered it in our place
+            return False
+        self.cancelled += not runs
+        return runs
 
     def _withdraw(self, request: Request) -> None:
         """What of a request still waits leaves."""

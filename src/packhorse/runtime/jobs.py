@@ -25,6 +25,7 @@ from packhorse.tokens import Encoding, Text
 Given = Text | Encoding | Sequence[int] | np.ndarray  # a text, a pair, or token ids as they are
 Row = tuple[np.ndarray, ...]  # what each head says of one sequence
 
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # The other heads answer once a sequence.
 PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced")
 
@@ -97,12 +98,12 @@ def is_ids(text: Given) -> bool:
 def from_ids(ids: Given, limit: int, vocabulary: int) -> Encoding:
     """A sequence of token ids as they are, special tokens included; refused where it cannot run."""
     found = ids.ids if isinstance(ids, Encoding) else np.asarray(ids)
-    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+    if found.ndim != 1 or found.dtype.kind not in "iu":
         raise InputError(f"token ids must be a flat list of integers, not {ids!r:.80}")
     if not 1 <= len(found) <= limit:
         raise InputError(f"{len(found)} token ids were given; the model takes 1 to {limit}")
     # Seen as unsigned, what is negative is too large as well: one pass instead of two.
-    if found.view(f"u{found.itemsize}").max() >= vocabulary:
+    if found.view(UNSIGNED[found.itemsize]).max() >= vocabulary:
         least, most = found.min(), found.max()
         raise InputError(f"token ids go from 0 to {vocabulary - 1}; found {least} to {most}")
     return ids if isinstance(ids, Encoding) else Encoding(found.astype(np.int32), *_plain(len(ids)))
