@@ -232,9 +232,9 @@ def _offline(
     laid = list(batches(encoder.encode(requests)))
     ready = time.perf_counter()
     flights = (encoder.launch(packed, ("embed",)) for packed in laid)
-    vectors = np.stack([row for flight in _one_behind(flights) for (row,) in flight.rows()])
+    vectors = [row for flight in _one_behind(flights) for (row,) in flight.rows()]
     end = time.perf_counter()
-    return Pass(vectors, end - ready, meter.tokens - before, packing=ready - start)
+    return Pass(np.stack(vectors), end - ready, meter.tokens - before, packing=ready - start)
 
 
 def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
@@ -249,9 +249,9 @@ def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
 def _online(runner_for: Callable[[int], PackRunner], meter: Meter, requests: Sequence[Ids]) -> Pass:
     with runner_for(len(requests)) as runner:
         before, start = meter.tokens, time.perf_counter()
-        vectors = np.stack(runner.run(requests))
+        vectors = runner.run(requests)
         seconds = time.perf_counter() - start
-    return Pass(vectors, seconds, meter.tokens - before)
+    return Pass(np.stack(vectors), seconds, meter.tokens - before)
 
 
 def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:

@@ -30,7 +30,6 @@ from packhorse.runtime.modes import Shape
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3
-YIELD_EVERY = 4  # requests
 HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
 
 
@@ -175,6 +174,10 @@ class Admission:
         self.lines: dict[Hashable, Line] = {}
         self.stopped: str | None = None  # why no one is admitted any more
         self.not_before = 0.0  # no batch goes out part full
+        # Held by the engine while it prepares a batch for an accelerator or replies to one. Those
+        # who are patient wait for that: else it gets the interpreter from them only every 5 ms,
+        # after each call of torch anew.
+        self.hands = threading.Lock()
         # Reentrant: the garbage collector may let go of a runner while its own lock is held.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # the engine waits here
@@ -208,8 +211,9 @@ class Admission:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
             future = self._admit(Request(job, self.clock()), tokens)
-        if not self.admitted % YIELD_EVERY:
-            time.sleep(0)  # else the engine waits 5 ms for the interpreter, again and again
+        if patient:
+            with self.hands:
+                pass
         return future
 
     def next_batch(self, wait: bool) -> Batch | None:

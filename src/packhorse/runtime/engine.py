@@ -21,7 +21,8 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -49,7 +50,7 @@ NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A batch that was handed to the device, or what kept it from there."""
+    """A batch that was handed to the device, or what kept it from there or from coming back."""
 
     batch: Batch
     begun: float
@@ -71,7 +72,7 @@ class Engine:
         self.encoder, self.admission, self.recorder = encoder, admission, Recorder()
         self.name, self.pid = f"runner-{next(NUMBERS)}", os.getpid()
         self.ahead: Flight | None = None  # on an accelerator, the batch that was handed over last
-        self.back: tuple[Flight, Landed | BaseException] | None = None  # not replied to yet
+        self.back: Flight | None = None  # has landed and is not replied to yet
         self.ended = threading.Event()
         self.threads = [threading.Thread(target=self._live, name=self.name, daemon=True)]
 
@@ -140,12 +141,14 @@ class Engine:
         """
         running, back = self.ahead, self.back
         batch = self.admission.next_batch(wait=not (running or back))
-        self.ahead = self._launch(batch) if batch else None
-        if back:
-            self._finish(*back)
-        self.back = (running, _outcome(running)) if running else None
-        if self.ahead and self.encoder.device.type == "cpu":  # it has been computed already
-            self._land(self.ahead)
+        computes = self.encoder.device.type == "cpu"
+        with nullcontext() if computes else self.admission.hands:
+            self.ahead = self._launch(batch) if batch else None
+            if back:
+                self._finish(back)
+        self.back = _landed(running) if running else None
+        if self.ahead and computes:  # it has been computed already
+            self._finish(_landed(self.ahead))
             self.ahead = None
         return bool(batch or running or back)
 
@@ -160,12 +163,9 @@ class Engine:
         job = pieces[0].request.job
         return self.encoder.launch(packed, job.heads, job.only)
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a batch and reply."""
-        self._finish(flight, _outcome(flight))
-
-    def _finish(self, flight: Flight, landed: Landed | BaseException) -> None:
+    def _finish(self, flight: Flight) -> None:
         """Reply to a batch that is back; where it failed, try its halves."""
+        landed = _attempt(_read, flight.outcome)
         if isinstance(landed, BaseException):
             return self._divide(flight.batch, landed)
         pieces = _flat(flight.batch)
@@ -185,7 +185,9 @@ class Engine:
         for half in map(set, (pieces[:middle], pieces[middle:])):
             if half:
                 self.recorder.rerun()
-                self._land(self._launch([[p for p in row if p in half] for row in batch]))
+                self._finish(
+                    _landed(self._launch([[p for p in row if p in half] for row in batch]))
+                )
 
     def _reply(self, pieces: Sequence[Piece], rows: Sequence[Row | None]) -> None:
         """Hand each sequence its row; requests that are whole by that are answered."""
@@ -236,18 +238,20 @@ def _flat(batch: Batch) -> list[Piece]:
     return [piece for row in batch for piece in row]
 
 
-def _outcome(flight: Flight) -> Landed | BaseException:
-    """Wait for a batch."""
-    outcome = flight.outcome
-    return outcome if isinstance(outcome, BaseException) else _attempt(_read, outcome)
+def _landed(flight: Flight) -> Flight:
+    """Wait for a batch; what kept it from the device, or from coming back, is its outcome."""
+    if isinstance(flight.outcome, BaseException):
+        return flight
+    return replace(flight, outcome=_attempt(flight.outcome.land))
 
 
-def _read(flown: jobs.Batch) -> Landed:
-    landed = flown.land()
-    rows: list[Row | None] = [*landed.rows()]
-    if not landed.finite():
+def _read(outcome: jobs.Batch | BaseException) -> Landed:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    rows: list[Row | None] = [*outcome.rows()]
+    if not outcome.finite():
         rows = [row if row and all(np.isfinite(x).all() for x in row) else None for row in rows]
-    return Landed(rows, len(flown.packed.ids))
+    return Landed(rows, len(outcome.packed.ids))
 
 
 def _attempt(function: Callable[..., Any], *given: Any) -> Any:
