@@ -43,6 +43,7 @@ class Question:
     context: str
     answers: tuple[Gold, ...]
     impossible: bool = False
+    article: int = 0  # by its number in the file: what is asked of one must not be split
 
     def misplaced(self) -> list[Gold]:
         """The answers that do not stand in the context where they should."""
@@ -59,14 +60,14 @@ def read_squad(path: str | Path) -> Iterator[Question]:
             where = f"{path}, article {a}, paragraph {p}"
             context = _get(paragraph, "context", str, where)
             for each in _get(paragraph, "qas", list, where):
-                question = _question(each, context, path, where)
+                question = _question(each, context, path, where, a)
                 if question.id in seen:
                     raise InputError(f"{path}, question {question.id!r}: two have this id")
                 seen.add(question.id)
                 yield question
 
 
-def _question(found: Any, context: str, path: str | Path, where: str) -> Question:
+def _question(found: Any, context: str, path: str | Path, where: str, article: int) -> Question:
     identity = _get(found, "id", str, f"{where}, a question")
     where = f"{path}, question {identity!r}"
     impossible = "is_impossible" in found and _get(found, "is_impossible", bool, where)
@@ -74,7 +75,8 @@ def _question(found: Any, context: str, path: str | Path, where: str) -> Questio
     if impossible == bool(golds):
         what = "impossible, yet has answers" if golds else "without an answer, yet not impossible"
         raise InputError(f"{where}: {what}; it cannot be scored")
-    return Question(identity, _get(found, "question", str, where), context, golds, impossible)
+    asked = _get(found, "question", str, where)
+    return Question(identity, asked, context, golds, impossible, article)
 
 
 def _gold(found: Any, where: str) -> Gold:
