@@ -24,9 +24,12 @@ def test_minilm_is_proven(minilm, capsys) -> None:
 
 def test_a_broken_model_is_not(minilm, capsys, monkeypatch) -> None:
     """The control: with isolation broken the command fails and says where."""
-    from packhorse.attention.reference import Reference
+    from packhorse.attention.reference import Lengths, Reference
 
-    monkeypatch.setattr(Reference, "plan", lambda self, packed: [len(packed.ids)])
+    def whole(self, packed, dropout=0.0):
+        return Lengths([len(packed.ids)], dropout)
+
+    monkeypatch.setattr(Reference, "plan", whole)
     arguments = ["prove", str(minilm), "--packs", "1", "--dtype", "fp32", "--kernel", "reference"]
     assert main(arguments) == 1
     captured = capsys.readouterr()

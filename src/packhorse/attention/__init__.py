@@ -22,6 +22,8 @@ from packhorse.device import dtype_name
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
+NO_DROPOUT = "it cannot drop attention probabilities out"
+
 
 @dataclass(frozen=True, slots=True)
 class Support:
@@ -33,7 +35,9 @@ class Support:
     head_sizes: range | None = None
     rows: bool = False  # needs a batch laid in rows (`Packed.capacity` > 0)
     compiles: bool = False  # one compilation serves every batch of a bucket
+    compiles_backward: bool = False  # and the backward pass of a training step
     records: bool = False  # plans nothing on the host, so a CUDA graph can hold it
+    dropout: bool = True  # can drop attention probabilities out
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
 
     def refusal(
@@ -42,6 +46,7 @@ class Support:
         dtype: torch.dtype,
         backward: bool = False,
         head_size: int | None = None,
+        dropout: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None."""
         if self.devices is not None and device.type not in self.devices:
@@ -51,6 +56,8 @@ class Support:
             return f"it runs in {names}, not in {dtype_name(dtype)}"
         if backward and not self.backward:
             return "it has no backward pass"
+        if dropout and not self.dropout:
+            return NO_DROPOUT
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
@@ -63,15 +70,18 @@ class Kernel(Protocol):
     @property
     def serves(self) -> Support: ...
 
-    def plan(self, packed: Packed) -> Any:
-        """What every layer needs to know of this batch."""
+    def plan(self, packed: Packed, dropout: float = 0.0) -> Any:
+        """What every layer needs to know of this batch.
+
+        dropout: the share of attention probabilities to drop, drawn anew in each layer.
+        """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """[T, H, D] each, and so is the result."""
         ...
 
 
-# Fastest first: `pick` takes the first that serves.
+# Fastest first: `pick` takes the first that serves (for training see `_by_speed`).
 KERNELS = {
     "varlen": "Varlen",
     "native": "Native",
@@ -105,17 +115,20 @@ def pick(
     name: str | None = None,
     backward: bool = False,
     head_size: int | None = None,
+    dropout: bool = False,
 ) -> Choice:
     """The kernel asked for, checked; without a name the fastest that serves this device and dtype.
 
-    Kernels that need rows are taken only when named: for a ragged batch they have no layout.
+    backward: it is to train, `dropout`: and to drop attention probabilities out. Kernels that need
+    rows are taken only when named: for a ragged batch they have no layout.
     """
+    needs = device, dtype, backward, head_size, dropout
     if name is not None and name != "auto":
-        return _asked_for(name, device, dtype, backward, head_size)
+        return _asked_for(name, *needs)
     passed_over = []
-    for candidate in KERNELS:
+    for candidate in _by_speed(device, dtype, backward):
         found = kernel(candidate)
-        refusal = found.serves.refusal(device, dtype, backward, head_size)
+        refusal = found.serves.refusal(*needs)
         if refusal is None and not found.serves.rows:
             why = "; ".join([*passed_over, f"{candidate} is the fastest that serves"])
             return Choice(candidate, found, why)
@@ -123,12 +136,30 @@ def pick(
     raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
 
 
+def _by_speed(device: torch.device, dtype: torch.dtype, backward: bool) -> list[str]:
+    """Training on a CPU, and not in half precision, a plain call a sequence is the fastest.
+
+    torch's fused kernel keeps no scores for the way back, and nothing is gathered or laid back.
+    """
+    names = list(KERNELS)
+    if backward and device.type == "cpu" and dtype in (torch.float32, torch.float64):
+        names.remove("reference")
+        names.insert(names.index("bucketed"), "reference")
+    return names
+
+
 def _asked_for(
-    name: str, device: torch.device, dtype: torch.dtype, backward: bool, head_size: int | None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    head_size: int | None,
+    dropout: bool,
 ) -> Choice:
     found = kernel(name)
-    refusal = found.serves.refusal(device, dtype, backward, head_size)
+    refusal = found.serves.refusal(device, dtype, backward, head_size, dropout)
     if refusal is None:
         return Choice(name, found, "asked for")
-    instead = pick(device, dtype, backward=backward, head_size=head_size).name
+    needs = {"backward": backward, "head_size": head_size, "dropout": dropout}
+    instead = pick(device, dtype, **needs).name
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {instead!r}")

@@ -19,9 +19,11 @@ from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import Support
+from packhorse.attention import NO_DROPOUT, Support
+from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 STEP = 16  # lengths are rounded up to a multiple of this to be grouped
@@ -45,6 +47,7 @@ class GroupedPlan:
     groups: tuple[Group, ...]
     back: Tensor | None  # [T] where each token lies in the groups' real slots; None = in order
     cu_seqlens: Tensor  # [S+1] what the plan was made from
+    dropout: float = 0.0
 
 
 class Bucketed:
@@ -52,13 +55,15 @@ class Bucketed:
 
     serves = Support(compiles=True)
 
-    def plan(self, packed: Packed) -> GroupedPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> GroupedPlan:
         """Group the batch's sequences by length."""
-        return plan_groups(packed.cu_seqlens)
+        return plan_groups(packed.cu_seqlens, dropout)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, H, D] each."""
         if torch.compiler.is_compiling():
+            if plan.dropout:
+                raise KernelError(f"kernel 'bucketed', compiled: {NO_DROPOUT}; do not compile")
             return _opaque(q, k, v, plan.cu_seqlens)
         return attend_groups(q, k, v, plan)
 
@@ -74,7 +79,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def plan_groups(cu_seqlens: Tensor) -> GroupedPlan:
+def plan_groups(cu_seqlens: Tensor, dropout: float = 0.0) -> GroupedPlan:
     """Sort by length, group what rounds up alike, and cut groups where their scores get large."""
     device = cu_seqlens.device
     limit = CACHED_SCORES if device.type == "cpu" else 1 << 40
@@ -84,15 +89,15 @@ def plan_groups(cu_seqlens: Tensor) -> GroupedPlan:
     for _, alike in groupby(by_length, key=lambda span: -(-span[0] // STEP)):
         groups.extend(_cut(list(alike), limit, device))
     if spans == by_length:
-        return GroupedPlan(tuple(groups), None, cu_seqlens)
+        return GroupedPlan(tuple(groups), None, cu_seqlens, dropout)
     order = torch.cat([torch.arange(a, a + n) for n, a in by_length])
-    return GroupedPlan(tuple(groups), torch.argsort(order).to(device), cu_seqlens)
+    return GroupedPlan(tuple(groups), torch.argsort(order).to(device), cu_seqlens, dropout)
 
 
-def plan_one_group(cu_seqlens: Tensor) -> GroupedPlan:
+def plan_one_group(cu_seqlens: Tensor, dropout: float = 0.0) -> GroupedPlan:
     """Every sequence in one group, as wide as the longest."""
     group = _group(_spans(cu_seqlens), cu_seqlens.device)
-    return GroupedPlan((group,), None, cu_seqlens)
+    return GroupedPlan((group,), None, cu_seqlens, dropout)
 
 
 def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
@@ -123,7 +128,8 @@ def attend_groups(q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
     attend = _products if q.device.type == "cpu" else _fused
     pieces = []
     for group in plan.groups:
-        out = attend(_cut_out(q, group), _cut_out(k, group), _cut_out(v, group), group.real)
+        cut = _cut_out(q, group), _cut_out(k, group), _cut_out(v, group)
+        out = attend(*cut, group.real, plan.dropout)
         out = out.transpose(1, 2)  # [n, L, H, D]
         pieces.append(out.flatten(0, 1) if group.real is None else out[group.real])
     joined = torch.cat(pieces)
@@ -138,15 +144,16 @@ def _cut_out(x: Tensor, group: Group) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+def _fused(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, dropout: float) -> Tensor:
     mask = None if real is None else real[:, None, None, :]
-    return scaled_dot_product_attention(q, k, v, mask)
+    return scaled_dot_product_attention(q, k, v, mask, dropout)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+def _products(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, dropout: float) -> Tensor:
     # The scale goes in while the queries are copied into place, so it costs no pass of its own.
     q = q * q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2)  # [n, H, L, L]
     if real is not None:
         scores = scores.masked_fill(~real[:, None, None, :], float("-inf"))
-    return scores.softmax(-1) @ v
+    chances = scores.softmax(-1)
+    return (F.dropout(chances, dropout) if dropout else chances) @ v

@@ -29,27 +29,29 @@ class MaskPlan:
     owner: Tensor  # [T] sequence number
     sequences: int
     allowed: Tensor  # [R, 1, C, C]
+    dropout: float = 0.0
 
 
 class Mask:
     """Block-diagonal mask over rows."""
 
-    serves = Support(rows=True, compiles=True, records=True)
+    serves = Support(rows=True, compiles=True, compiles_backward=True, records=True)
 
-    def plan(self, packed: Packed) -> MaskPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> MaskPlan:
         """Compare the sequence numbers of each row's tokens."""
         if not packed.capacity:
             raise KernelError("kernel 'mask' needs a batch laid in rows; build it with Packed.rows")
         numbers = torch.arange(len(packed), device=packed.ids.device)
         owner = numbers.repeat_interleave(packed.lengths.long(), output_size=len(packed.ids))
         rows = owner.unflatten(0, (-1, packed.capacity))
-        return MaskPlan(owner, len(packed), (rows[:, :, None] == rows[:, None, :]).unsqueeze(1))
+        allowed = (rows[:, :, None] == rows[:, None, :]).unsqueeze(1)
+        return MaskPlan(owner, len(packed), allowed, dropout)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan) -> Tensor:
         """[T, H, D] each."""
         poisoned = _poisoned(q, k, v, plan)  # [T, 1, 1]
         q, k, v = (_rows(x.masked_fill(poisoned, 0), plan) for x in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, plan.allowed)  # [R, H, C, D]
+        out = scaled_dot_product_attention(q, k, v, plan.allowed, plan.dropout)  # [R, H, C, D]
         return out.transpose(1, 2).flatten(0, 1).masked_fill(poisoned, float("nan"))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse.attention import Support
+from packhorse.attention import NO_DROPOUT, Support
 from packhorse.device import cpu_features
 from packhorse.errors import KernelError
 from packhorse.native import FLOAT, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
@@ -56,11 +56,14 @@ class Native:
         backward=False,
         head_sizes=range(1, WIDEST + 1),
         compiles=True,
+        dropout=False,
         obstacle=lambda device: obstacle(),
     )
 
-    def plan(self, packed: Packed) -> Chunks:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> Chunks:
         """Cut the batch into work items."""
+        if dropout:
+            raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
         return _plan(packed.cu_seqlens)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:

@@ -5,6 +5,8 @@ Isolation is plain to see: no call is ever given two sequences. Runs wherever to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,21 +15,30 @@ from packhorse.attention import Support
 from packhorse.packing.batch import Packed
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of every sequence, on the host."""
+
+    lengths: list[int]
+    dropout: float = 0.0
+
+
 class Reference:
     """One call a sequence."""
 
     serves = Support()
 
-    def plan(self, packed: Packed) -> list[int]:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> Lengths:
         """The lengths, on the host."""
-        return packed.lengths.tolist()
+        return Lengths(packed.lengths.tolist(), dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: list[int]) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Lengths) -> Tensor:
         """[T, H, D] each."""
-        pieces = zip(*(x.split(plan) for x in (q, k, v)), strict=True)
-        return torch.cat([_attend(*piece) for piece in pieces])
+        pieces = zip(*(x.split(plan.lengths) for x in (q, k, v)), strict=True)
+        return torch.cat([_attend(*each, dropout=plan.dropout) for each in pieces])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, L, D]
-    return scaled_dot_product_attention(q, k, v).squeeze(0).transpose(0, 1)
+    out = scaled_dot_product_attention(q, k, v, dropout_p=dropout)
+    return out.squeeze(0).transpose(0, 1)

@@ -19,9 +19,9 @@ class Repack:
 
     serves = Support()
 
-    def plan(self, packed: Packed) -> GroupedPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> GroupedPlan:
         """One group of every sequence."""
-        return plan_one_group(packed.cu_seqlens)
+        return plan_one_group(packed.cu_seqlens, dropout)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, H, D] each."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packhorse.attention import Support
+from packhorse.attention import NO_DROPOUT, Support
+from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 
@@ -42,12 +43,16 @@ class Varlen:
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_sizes=range(8, 257, 8),
         compiles=True,
+        compiles_backward=True,
         records=True,
+        dropout=False,
         obstacle=_obstacle,
     )
 
-    def plan(self, packed: Packed) -> VarlenPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> VarlenPlan:
         """The batch's own boundaries."""
+        if dropout:
+            raise KernelError(f"kernel 'varlen': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
         return VarlenPlan(packed.cu_seqlens, packed.max_seqlen)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan) -> Tensor:

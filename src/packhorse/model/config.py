@@ -27,7 +27,8 @@ class BertConfig:
     max_positions: int = 512
     type_vocab_size: int = 2
     norm_eps: float = 1e-12
-    dropout: float = 0.1
+    dropout: float = 0.1  # of hidden states
+    attention_dropout: float = 0.0  # of attention probabilities; not every kernel can
     # Rows of the table before the first position. RoBERTa numbers positions on from the padding
     # word's id, so this is that id + 1; `max_positions` are those that can be used.
     position_offset: int = 0
@@ -52,8 +53,9 @@ class BertConfig:
                 )
         if not 0 < self.norm_eps < 1:
             raise CheckpointError(f"config: layer-norm epsilon {self.norm_eps!r} is not in (0, 1)")
-        if not 0 <= self.dropout < 1:
-            raise CheckpointError(f"config: dropout {self.dropout!r} is not in [0, 1)")
+        for rate in (self.dropout, self.attention_dropout):
+            if not 0 <= rate < 1:
+                raise CheckpointError(f"config: dropout {rate!r} is not in [0, 1)")
 
     def _check_counts(self) -> None:
         for name, limit in _LIMITS.items():

@@ -141,6 +141,9 @@ class Dense(nn.Module):
         return x if self.activation == "identity" else ACTIVATIONS[self.activation](x)
 
 
+OF_TOKENS = (Mlm, Replaced, TokenLabels)  # may be handed some of the tokens; others need all
+
+
 def _first_tokens(hidden: Tensor, packed: Packed) -> Tensor:
     # Empty slots at the end of a bucket start at T; any token will do for them.
     return hidden[packed.starts.clamp(max=len(hidden) - 1)]
@@ -152,7 +155,9 @@ def _pool(how: str, hidden: Tensor, packed: Packed) -> Tensor:
         return _first_tokens(hidden, packed)
     lengths = packed.lengths.long()
     if how == "max":
-        return torch.segment_reduce(hidden, "max", lengths=lengths, axis=0, unsafe=True)
+        largest = torch.segment_reduce(hidden, "max", lengths=lengths, axis=0, unsafe=True)
+        # Of nothing it is minus infinity, whose gradient would be NaN where poolings meet.
+        return largest.masked_fill((lengths == 0).unsqueeze(-1), 0)
     total = torch.segment_reduce(hidden, "sum", lengths=lengths, axis=0, unsafe=True)
     count = lengths.clamp(min=1).unsqueeze(-1).to(hidden.dtype)
     return total / (count if how == "mean" else count.sqrt())

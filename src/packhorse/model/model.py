@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError
 from packhorse.model.bert import Bert
+from packhorse.model.heads import OF_TOKENS
 from packhorse.packing.batch import Packed
 
 
@@ -19,16 +20,20 @@ class Model(nn.Module):
         self.bert = bert
         self.heads = nn.ModuleDict(heads)
 
-    def forward(self, packed: Packed, *heads: str) -> list[Tensor]:
+    def forward(self, packed: Packed, *heads: str, at: Tensor | None = None) -> list[Tensor]:
         """What each of `heads` makes of the batch; "hidden" is the hidden states themselves."""
-        return self.apply_heads(self.bert(packed), packed, heads)
+        return self.apply_heads(self.bert(packed), packed, heads, at)
 
     def apply_heads(
         self, hidden: Tensor, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """Heads over hidden states; with `at`, heads of tokens see only these of the T tokens."""
         some = hidden if at is None else hidden[at]
-        return [some if name == "hidden" else self.head(name)(some, packed) for name in heads]
+        every = (None if name == "hidden" else self.head(name) for name in heads)
+        return [
+            some if head is None else head(some if isinstance(head, OF_TOKENS) else hidden, packed)
+            for head in every
+        ]
 
     def head(self, name: str) -> nn.Module:
         """The head called `name`; never one with random weights."""

@@ -186,10 +186,11 @@ class _Loose:
         self.kernel = kernel
         self.serves = kernel.serves
 
-    def plan(self, packed: Packed) -> Any:
+    def plan(self, packed: Packed, dropout: float = 0.0) -> Any:
         """As if there were no boundaries."""
         bounds = packed.cu_seqlens[[0, -1]].contiguous()
-        return self.kernel.plan(replace(packed, cu_seqlens=bounds, max_seqlen=len(packed.ids)))
+        whole = replace(packed, cu_seqlens=bounds, max_seqlen=len(packed.ids))
+        return self.kernel.plan(whole, dropout)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
         """[T, H, D] each."""

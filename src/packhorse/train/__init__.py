@@ -1,0 +1,1 @@
+"""Training packed BERT: what is learned, how, and what is kept of it."""

@@ -1,0 +1,86 @@
+"""What batches showed, as sums and counts: these add up over batches and ranks, means do not.
+
+Sums stay on the device, so that a training step waits for no figure; `means` fetches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packhorse.packing.batch import Packed
+
+Gather = Callable[[list[Any]], list[Any]]  # a rank's results to those of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Figures of one or more batches; over ranks `sums` can be reduced as it is."""
+
+    names: tuple[str, ...]
+    sums: Tensor  # [names, 2]: a sum, and what it is to be divided by
+    sequences: int  # dummies do not count
+    tokens: int
+
+    @classmethod
+    def of(cls, packed: Packed, tokens: int, **pairs: tuple[Tensor, Tensor | float]) -> Stats:
+        """Each figure as its sum and its count."""
+        like = next(iter(pairs.values()))[0].detach()
+        sums = torch.stack([_scalar(x, like) for pair in pairs.values() for x in pair])
+        return cls(tuple(pairs), sums.unflatten(0, (-1, 2)), len(packed.places), tokens)
+
+    def __add__(self, other: Stats) -> Stats:
+        sequences, tokens = self.sequences + other.sequences, self.tokens + other.tokens
+        return Stats(self.names, self.sums + other.sums, sequences, tokens)
+
+    def cpu(self) -> Stats:
+        """The same on the host, in double precision."""
+        return replace(self, sums=self.sums.cpu().double())
+
+    def means(self) -> dict[str, float]:
+        """Each figure; 0 where nothing was counted."""
+        pairs = self.sums.cpu().double().tolist()
+        return {
+            name: total / count if count else 0.0
+            for name, (total, count) in zip(self.names, pairs, strict=True)
+        }
+
+
+def _scalar(x: Tensor | float, like: Tensor) -> Tensor:
+    # A number is filled in on the device: copied there, it would wait for the device's work.
+    return x.detach().to(like) if isinstance(x, Tensor) else like.new_full((), x)
+
+
+def divided(sums: Tensor, totals: Tensor) -> Tensor:
+    """A batch's share of the loss: each part's sum over the part's total, added up.
+
+    Totals are counts. Where one is 0 there is nothing to divide, and the part adds 0.
+    """
+    return (sums / totals.to(sums, non_blocking=True).clamp(min=1)).sum()
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32 or wider: a softmax over thousands of half-precision numbers loses digits."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def alone(results: list[Any]) -> list[Any]:
+    """The results of all ranks, where there is one."""
+    return results
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Nothing is dropped out and nothing kept for a backward pass; afterwards all is as before."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
