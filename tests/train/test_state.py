@@ -1,0 +1,451 @@
+"""A run that stopped goes on to the bit; a checkpoint is whole or not there, whatever happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse import attention, checkpoint
+from packhorse.checkpoint.building import build
+from packhorse.checkpoint.sentence import Layout, Projection
+from packhorse.errors import CheckpointError, InputError
+from packhorse.model.config import BertConfig
+from packhorse.optim import LAMB, parameter_groups
+from packhorse.train import folders, randomness, saved, state
+from packhorse.train.state import Best, Progress
+
+from . import tiny_run
+from .tiny_run import CPU, SAID, everything, make, same, save, train
+
+FILES = ["config.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors"]
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "lamb": {},
+    "lamb in bf16": {"dtype": torch.bfloat16, "master_weights": True},
+    "adamw": {"kind": torch.optim.AdamW},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    """The model is so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 1 and 2."""
+    run = make(seed=1)
+    for step in (1, 2):
+        train(run, 1)
+        save(run, tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_going_on_is_as_never_having_stopped(options: dict[str, Any], tmp_path: Path) -> None:
+    run = make(seed=1, **options)
+    train(run, 3)
+    path = save(run, tmp_path, 3)
+    train(run, 2)
+    want = everything(run)
+    for seed, alike in {None: True, 5: False}.items():  # the control draws other numbers
+        other = make(seed=2, **options)
+        assert state.restore(path, other.model, other.optimizer).step == 3
+        if seed is not None:
+            torch.manual_seed(seed)
+        train(other, 2)
+        found = everything(other)
+        assert same(found, want) is alike
+        assert all(found[name].dtype == want[name].dtype for name in want)
+
+
+def test_the_rate_of_a_schedule_goes_on(tmp_path: Path) -> None:
+    def scheduled() -> Any:
+        run = make(seed=1)
+        rate = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+        return run, rate
+
+    def go(run: Any, rate: Any, steps: int) -> None:
+        for _ in range(steps):
+            train(run, 1)
+            rate.step()
+
+    run, rate = scheduled()
+    go(run, rate, 2)
+    told = {k: v for k, v in rate.state_dict().items() if k != "lr_lambdas"}
+    progress = Progress(2, schedule=told)
+    path = state.save(tmp_path, run.of, run.optimizer, progress, [state.capture(CPU)])
+    go(run, rate, 2)
+    other, new_rate = scheduled()
+    found = state.restore(path, other.model, other.optimizer)
+    new_rate.load_state_dict(found.progress.schedule | {"lr_lambdas": [None, None]})
+    go(other, new_rate, 2)
+    assert same(everything(other), everything(run))
+    assert new_rate.get_last_lr() == rate.get_last_lr() == pytest.approx([0.01, 0.01])
+
+
+def test_progress_comes_back(tmp_path: Path) -> None:
+    run = make(seed=1)
+    cursor = {"dataset": "ab12", "epoch": 3, "row": 2**53 + 1, "shuffle": True}
+    metrics = {"loss": 0.1 + 0.2, "perplexity": math.inf}
+    progress = Progress(12, cursor, {"last": -0.0}, {"seconds": 1e-9}, metrics, {"π": [1, None]})
+    path = state.save(tmp_path, run.of, run.optimizer, progress, [state.capture(CPU)])
+    assert path.name == "step-00000012"
+    found = state.newest(tmp_path)
+    assert found == state.read(path)
+    assert found and found.progress == progress and found.world == 1 and not found.notes
+
+
+SMALL: dict[str, Any] = {"activation": "gelu", "max_positions": 12}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "pretraining": ({}, {}, ("mlm", "nsp")),
+    "pretraining, scores of their own": ({}, {"tie_word_embeddings": False}, ("mlm", "nsp")),
+    "words alone": ({}, {}, ("mlm",)),
+    "answers": ({}, {}, ("span",)),
+    "answers beside pretraining": ({}, {}, ("mlm", "nsp", "span")),
+    "labels": ({}, {}, ("classify",)),
+    "entities": ({}, {}, ("tokens",)),
+    "vectors": ({}, {}, ()),
+    "RoBERTa": (
+        {"position_offset": 2, "mlm_activation": "gelu", "classify_activation": "tanh"},
+        {"model_type": "roberta"},
+        ("mlm", "classify"),
+    ),
+    "DistilBERT": (
+        {"type_vocab_size": 0, "classify_activation": "relu"},
+        {"model_type": "distilbert"},
+        ("classify",),
+    ),
+    "ELECTRA": (
+        {"embedding_size": 6, "mlm_activation": "gelu", "classify_activation": "gelu"},
+        {"model_type": "electra"},
+        ("classify",),
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "raw", "heads"), MODELS.values(), ids=MODELS)
+def test_a_checkpoint_is_a_model_folder(
+    shape: dict[str, Any], raw: dict[str, Any], heads: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = BertConfig(30, 8, 2, 2, 12, **SMALL, **shape)
+    vectors = Layout(tmp_path, tmp_path, ("mean",), (Projection("2_Dense", 8, 4, True, "tanh"),))
+    tied = raw.get("tie_word_embeddings", True)
+
+    def filled(seed: int) -> checkpoint.Checkpoint:
+        layout = None if heads else vectors
+        model = build(config, attention.kernel("reference"), heads, 3, tied, layout)
+        model = model.to_empty(device="cpu")
+        if tied and "mlm" in heads:
+            model.heads["mlm"].decoder.weight = model.bert.embed.words.weight  # pyright: ignore
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        labels = ("a", "b", "c") if {"classify", "tokens"} & set(heads) else ()
+        return checkpoint.Checkpoint(
+            config, model, None, "", 12, labels=labels, raw=raw, layout=layout
+        )
+
+    of = filled(1)
+    optimizer = LAMB(parameter_groups(of.model, 0.0))
+    path = state.save(tmp_path / "run", of, optimizer, Progress(0), [state.capture(CPU)])
+    want = of.model.state_dict()
+    opened = checkpoint.load(path).model.state_dict()
+    assert all(opened[name].equal(tensor) for name, tensor in want.items())
+    other = filled(2).model
+    state.restore(path, other)
+    assert same(dict(other.state_dict()), dict(want))
+
+
+def test_nothing_is_pickled_and_the_vocabulary_is_there(tmp_path: Path) -> None:
+    run = make(seed=1)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(35))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    of = checkpoint.Checkpoint(run.of.config, run.model, tmp_path / "vocab.txt", "", 12)
+    path = state.save(tmp_path, of, run.optimizer, Progress(1), [state.capture(CPU)])
+    files = sorted(file.name for file in path.iterdir())
+    assert files == sorted([*FILES, saved.NAME, "vocab.txt", "tokenizer_config.json"])
+    assert checkpoint.tokenizer(checkpoint.load(path)).encode(["w3"])[0].ids.tolist() == [2, 8, 3]
+    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert len(modes) == 1, "a file that only its owner may read"
+
+
+@pytest.mark.parametrize("name", [*FILES, saved.NAME])
+@pytest.mark.parametrize("how", ["flip", "cut", "empty", "missing"])
+def test_damage_is_found_and_passed_over(name: str, how: str, two: Path) -> None:
+    file = two / "step-00000002" / name
+    data = file.read_bytes()
+    places = (
+        [0, len(data) // 3, len(data) - 2, len(data) - 1] if how == "flip" else [len(data) // 2]
+    )
+    for place in places:
+        if how == "flip":
+            file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        elif how == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(data[: place if how == "cut" else 0])
+        with pytest.raises(CheckpointError, match=r"damaged|there is no"):
+            state.read(file.parent)
+        found = state.newest(two)
+        assert found and found.step == 1
+        assert found.notes[0].startswith("passed over: ") and name in found.notes[0]
+        assert found.notes[1] == f"going on from {two / 'step-00000001'}"
+    file.write_bytes(data)
+    found = state.newest(two)
+    assert found and found.step == 2 and not found.notes
+
+
+def test_every_byte_of_the_manifest_counts(two: Path) -> None:
+    file = two / "step-00000002" / saved.NAME
+    data = file.read_bytes()
+    for place in [*range(30), *range(30, len(data), 37)]:
+        for change in (1, 0x20, 0x80):
+            file.write_bytes(data[:place] + bytes([data[place] ^ change]) + data[place + 1 :])
+            with pytest.raises(CheckpointError):
+                saved.tell(file.parent)
+
+
+def test_no_checkpoint_and_none_that_is_whole(two: Path, tmp_path: Path) -> None:
+    assert state.newest(tmp_path / "nowhere") is None
+    (tmp_path / "empty").mkdir()
+    assert state.newest(tmp_path / "empty") is None
+    for _, path in folders.listed(two):
+        (path / saved.NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole .*step-00000002.*00000001"):
+        state.newest(two)
+
+
+def test_a_newer_format_is_refused_not_passed_over(
+    two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved, "FORMAT", 2)
+    save(make(seed=1), two, 3)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match=r"has format 2, written by .* reads format 1: update"):
+        state.newest(two)
+
+
+def test_what_does_not_fit_changes_nothing(two: Path) -> None:
+    path = two / "step-00000002"
+
+    def refuses(run: tiny_run.Run, error: type[Exception], match: str) -> None:
+        before = everything(run)
+        with pytest.raises(error, match=match):
+            state.restore(path, run.model, run.optimizer)
+        assert same(everything(run), before)
+
+    said = r"another model: bert.embed.words.weight is \[40, 16\] in the checkpoint and \[40, 8\]"
+    refuses(make(seed=3, width=8), CheckpointError, said)
+    refuses(make(seed=3, kind=torch.optim.AdamW), InputError, "LAMB with 2 groups, not of AdamW")
+    frozen = make(seed=3)
+    frozen.model.bert.embed.words.weight.requires_grad_(False)
+    frozen.optimizer = LAMB(parameter_groups(frozen.model, 0.01))
+    refuses(frozen, InputError, r"step-00000002: bert.embed.words.weight was trained and is not")
+    with pytest.raises(InputError, match="not the model's"):
+        state.restore(path, make(seed=3).model, make(seed=3).optimizer)
+
+
+def test_options_are_todays_and_the_change_is_told(two: Path) -> None:
+    run = make(seed=3, betas=(0.5, 0.75))
+    found = state.restore(state.newest(two) or "", run.model, run.optimizer)
+    assert found.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
+    assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 2
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(step for step, _ in folders.listed(run))
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    run, best = make(seed=1), Best("accuracy")
+    scores = [0.5, 0.7, math.nan, 0.7, 0.6, math.inf]
+    for step, score in enumerate(scores, 1):
+        save(run, tmp_path, step, metrics={"accuracy": score}, keep=2, best=best)
+    assert steps(tmp_path) == [2, 5, 6]
+    assert state.best_of(tmp_path, best) == tmp_path / "step-00000002"
+    assert state.best_of(tmp_path, Best("accuracy", larger=False)) == tmp_path / "step-00000005"
+    assert state.best_of(tmp_path, Best("loss")) is None
+    save(run, tmp_path, 7, keep=1, best=best)
+    assert steps(tmp_path) == [2, 7]
+    save(run, tmp_path, 8, keep=1)
+    assert steps(tmp_path) == [8]
+    with pytest.raises(InputError, match="keep is 0"):
+        save(run, tmp_path, 9, keep=0)
+
+
+def test_a_run_wound_back_goes_on_from_there(two: Path) -> None:
+    run = make(seed=1)
+    for step in (3, 4):
+        save(run, two, step, keep=9)
+    (two / "step-00000004" / saved.NAME).write_bytes(b"torn")
+    train(run, 1)
+    save(run, two, 2, keep=1)  # again, and otherwise
+    assert steps(two) == [2, 4], "what cannot be read is not ours to delete"
+    other = make(seed=2)
+    state.restore(state.newest(two) or "", other.model, other.optimizer)
+    assert same(everything(other), everything(run))
+    save(run, two, 4, keep=1)
+    assert steps(two) == [4] and not (state.newest(two) or pytest.fail()).notes
+
+
+def test_one_run_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "a" / "run"
+    with (
+        state.claim(run),
+        pytest.raises(InputError, match="another process"),
+        state.claim(run),
+    ):
+        pytest.fail("two runs hold one folder")
+    with state.claim(run):
+        pass
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(CheckpointError, match="file cannot be written"),
+        state.claim(tmp_path / "file"),
+    ):
+        pass
+
+
+def test_litter_is_swept_and_a_replacement_takes_its_place(two: Path) -> None:
+    run = make(seed=7)
+    save(run, two / "elsewhere", 2)
+    (two / "elsewhere" / "step-00000002").rename(two / "step-00000002.new")
+    shutil.copytree(two / "step-00000001", two / ".step-00000001.0a1b2c3d.old")
+    (two / "..step-00000003.00112233.partial.44556677.partial").mkdir()
+    (two / ".mine").mkdir()
+    (two / "step-notes").mkdir()
+    found = state.newest(two)
+    assert found and found.path.name == "step-00000002.new", "the newer of the two"
+    with state.claim(two):
+        left = sorted(path.name for path in two.iterdir())
+        assert left == [
+            *(".mine", "elsewhere", "lock", "step-00000001", "step-00000002", "step-notes")
+        ]
+    other = make(seed=8)
+    state.restore(two / "step-00000002", other.model)
+    assert same(dict(other.model.state_dict()), dict(run.model.state_dict()))
+
+
+def test_weights_alone_leave_random_numbers_alone(two: Path) -> None:
+    run = make(seed=3)
+    before = torch.get_rng_state()
+    state.restore(two / "step-00000002", run.model)
+    assert torch.get_rng_state().equal(before)
+
+
+def test_ranks_that_were_not_there_draw_numbers_of_their_own() -> None:
+    def drawn(rank: int, world: int) -> tuple[float, list[str]]:
+        torch.manual_seed(rank * 100)
+        notes = randomness.put_back(states, CPU, rank, world)
+        return float(torch.rand(())), notes
+
+    states = []
+    for seed in (11, 12):
+        torch.manual_seed(seed)
+        states.append(state.capture(CPU))
+    want = []
+    for rank in (0, 1):
+        torch.set_rng_state(states[rank]["cpu"])
+        want.append(float(torch.rand(())))
+    assert [drawn(rank, 2) for rank in (0, 1)] == [(want[0], []), (want[1], [])]
+    found = [drawn(rank, 4) for rank in (0, 1, 2, 3)]
+    assert found == [drawn(rank, 4) for rank in (0, 1, 2, 3)]
+    assert len({number for number, _ in found}) == 4 and found[0][0] == want[0]
+    assert all("ranks: 2 when it was written, 4 now" in notes[0] for _, notes in found)
+
+
+# Killed, or the disk full: `tiny_run` as a program. A save makes some 25 calls, at the 24th or so
+# it takes its name, and some more delete what is no longer kept.
+FEW = [0, 4, 9, 14, 19, 22, 23, 24, 25, 26, 29, 99]
+QUICK = [
+    *(("new", "kill", FEW), ("again", "kill", FEW[5:]), ("back", "kill", FEW[5::2])),
+    *(("careless", "kill", [*range(20, 30, 2), 99]), ("new", "full", [0, 6, 13, 99])),
+    ("new", "limit", [100, 4_000, 20_000, 1 << 20]),
+]
+ALL = [
+    *((scene, how, None) for scene in ("new", "again", "back") for how in ("kill", "full")),
+    ("new", "limit", [*range(0, 70_000, 1_500), 1 << 20]),
+]
+ALLOWED = {"new": {"old 2", "new"}, "again": {"old 2", "new"}, "back": {"old 2", "old 1", "new"}}
+
+
+def program(folder: Path, jobs: list[Any], *more: str) -> dict[str, Any]:
+    """Run `tiny_run`; without a C compiler no job that needs one."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    compiler = shutil.which("cc") if sys.platform == "linux" else None
+    if compiler:
+        library, source = folder / "faults.so", Path(__file__).with_name("disk_faults.c")
+        command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
+        subprocess.run(command, check=True)
+        environment["LD_PRELOAD"] = str(library)
+    given = [folder, json.dumps(jobs if compiler else []), *more]
+    command = [sys.executable, tiny_run.__file__, *map(str, given)]
+    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    assert result.returncode == 0
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return program(tmp_path_factory.mktemp("outcomes"), QUICK, "ranks")
+
+
+def check(outcomes: dict[str, Any], scene: str, how: str) -> None:
+    """Whole, of an allowed step, nothing left over; and strikes came, and then came no more."""
+    if f"{scene} {how}" not in outcomes:
+        pytest.skip("there is no C compiler, or no LD_PRELOAD")
+    found = outcomes[f"{scene} {how}"]
+    for each in found:
+        assert len(each["is"]) == 1 and each["is"][0] in ALLOWED[scene], each
+        assert all(name == "lock" or folders.NAME.fullmatch(name) for name in each["left"]), each
+        assert each["code"] in (0, -9 if how == "kill" else SAID), each
+        assert each["code"] or each["is"] == ["new"], each
+        assert how == "kill" or not each["code"] or each["is"] == ["old 2"], each
+    assert found[0]["is"] == ["old 2"] and found[0]["code"] and not found[-1]["code"]
+    assert sum(each["code"] != 0 for each in found) > len(found) / 2
+
+
+@pytest.mark.parametrize(("scene", "how"), [job[:2] for job in QUICK if job[0] != "careless"])
+def test_struck_anywhere_the_old_or_the_new_is_there(
+    scene: str, how: str, outcomes: dict[str, Any]
+) -> None:
+    check(outcomes, scene, how)
+
+
+def test_deleting_before_renaming_would_be_caught(outcomes: dict[str, Any]) -> None:
+    """The control: between the two neither the old nor the new is there."""
+    if "careless kill" not in outcomes:
+        pytest.skip("there is no C compiler, or no LD_PRELOAD")
+    with pytest.raises(AssertionError, match="old 1"):
+        check({"again kill": outcomes["careless kill"]}, "again", "kill")
+
+
+@pytest.mark.slow
+def test_struck_at_every_call(tmp_path: Path) -> None:
+    found = program(tmp_path, ALL)
+    for scene, how, _ in ALL:
+        check(found, scene, how)
+
+
+def test_two_ranks_go_on_and_one_alone(outcomes: dict[str, Any]) -> None:
+    found = outcomes["ranks"]
+    assert found["codes"] == [0, 0]
+    assert found["same"] == [[True, False]] * 2, "as never stopped; the control draws otherwise"
+    assert found["alone"] and found["names"] > 100, "sharded state is whole in the file"
+    assert found["notes"] == [
+        "ranks: 2 when it was written, 1 now; "
+        "from here on other random numbers are drawn than would have been"
+    ]
