@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NUMERIC = re.compile(r"[-\d.,%x]*")
 VERSIONS = (
     *("packhorse", "torch", "numpy", "scipy", "transformers", "sentence-transformers"),
-    *("onnxruntime", "openvino", "ctranslate2"),
+    *("onnxruntime", "openvino", "ctranslate2", "tokenizers", "pyarrow"),
 )
 
 

@@ -28,10 +28,13 @@ app = App(
     help_format="plaintext",
 )
 
+app.command("packhorse.cli.bench_data:data", name="data")
+
 Mix = Literal["wikipedia", "squad", "normal"]
 
 
-def _flag(*names: str, help: str) -> Parameter:
+def flag(*names: str, help: str) -> Parameter:
+    """A flag; one that is given is meant, so there is no --no-flag."""
     return Parameter(name=names, help=help, negative="")
 
 
@@ -41,15 +44,15 @@ class Load:
     """What lengths are measured on: a mix of our own, or a histogram."""
 
     workload: Annotated[
-        Mix, _flag("--workload", help="A seeded mix: like Wikipedia, like SQuAD, or N(128,128).")
+        Mix, flag("--workload", help="A seeded mix: like Wikipedia, like SQuAD, or N(128,128).")
     ] = "normal"
     histogram: Annotated[
-        str | None, _flag("--histogram", help="FILE[:NAME] of real lengths, before --workload.")
+        str | None, flag("--histogram", help="FILE[:NAME] of real lengths, before --workload.")
     ] = None
     max_length: Annotated[
-        int | None, _flag("--max-length", help="The longest of the mix; default its own.")
+        int | None, flag("--max-length", help="The longest of the mix; default its own.")
     ] = None
-    seed: Annotated[int, _flag("--seed", help="Of lengths and token ids.")] = 0
+    seed: Annotated[int, flag("--seed", help="Of lengths and token ids.")] = 0
 
     @property
     def name(self) -> str:
@@ -71,11 +74,11 @@ class Load:
 class Keep:
     """Where a measurement goes besides the screen."""
 
-    plot: Annotated[Path | None, _flag("--plot", help="Draw it: png, svg, pdf.")] = None
+    plot: Annotated[Path | None, flag("--plot", help="Draw it: png, svg, pdf.")] = None
     note: Annotated[
-        Path | None, _flag("--note", help="A dated note in Markdown: machine, command, table.")
+        Path | None, flag("--note", help="A dated note in Markdown: machine, command, table.")
     ] = None
-    json: Annotated[bool, _flag("--json", help="One line of JSON at the end.")] = False
+    json: Annotated[bool, flag("--json", help="One line of JSON at the end.")] = False
 
     def check(self) -> None:
         """Before the long part."""
@@ -91,21 +94,21 @@ class Subject:
     """The model that is measured."""
 
     model: Annotated[
-        str, _flag("--model", "-m", help="A folder, a file or a hub id; default all-MiniLM-L6-v2.")
+        str, flag("--model", "-m", help="A folder, a file or a hub id; default all-MiniLM-L6-v2.")
     ] = DEFAULT_MODEL
     config: Annotated[
         str | None,
-        _flag(
+        flag(
             "--config",
             help="Random weights of a geometry (tiny, minilm, base, large) in place of a model; or "
             "the model's configuration, a file.",
         ),
     ] = None
     vocab: Annotated[
-        str | None, _flag("--vocab", help="The model's vocab.txt or tokenizer.json.")
+        str | None, flag("--vocab", help="The model's vocab.txt or tokenizer.json.")
     ] = None
     heads: Annotated[
-        int | None, _flag("--heads", help="Attention heads, where no configuration says.")
+        int | None, flag("--heads", help="Attention heads, where no configuration says.")
     ] = None
 
 
@@ -113,20 +116,20 @@ class Subject:
 def encode(
     *,
     subject: Subject = Subject(),  # noqa: B008
-    dtype: Annotated[str, _flag("--dtype", help="fp32, bf16, fp16; several with commas.")] = "fp32",
-    device: Annotated[str | None, _flag("--device", help="cpu, cuda …")] = None,
-    count: Annotated[int, _flag("--count", help="Sequences.")] = 256,
-    repeats: Annotated[int, _flag("--repeats", help="Timed rounds, all engines in each.")] = 3,
-    batch_size: Annotated[int, _flag("--batch-size", "-bs", help="Of the peers.")] = 16,
-    budget: Annotated[int | None, _flag("--budget", help="Tokens a batch of ours.")] = None,
+    dtype: Annotated[str, flag("--dtype", help="fp32, bf16, fp16; several with commas.")] = "fp32",
+    device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
+    count: Annotated[int, flag("--count", help="Sequences.")] = 256,
+    repeats: Annotated[int, flag("--repeats", help="Timed rounds, all engines in each.")] = 3,
+    batch_size: Annotated[int, flag("--batch-size", "-bs", help="Of the peers.")] = 16,
+    budget: Annotated[int | None, flag("--budget", help="Tokens a batch of ours.")] = None,
     peers: Annotated[
-        str | None, _flag("--peers", help="Names with commas, or none; default the installed.")
+        str | None, flag("--peers", help="Names with commas, or none; default the installed.")
     ] = None,
-    graphs: Annotated[bool, _flag("--graphs", help="Ours compiled as well.")] = False,
+    graphs: Annotated[bool, flag("--graphs", help="Ours compiled as well.")] = False,
     compile_peers: Annotated[
-        bool, _flag("--compile-peers", help="transformers under torch.compile as well.")
+        bool, flag("--compile-peers", help="transformers under torch.compile as well.")
     ] = False,
-    int8: Annotated[bool, _flag("--int8", help="Peers in int8 as well.")] = False,
+    int8: Annotated[bool, flag("--int8", help="Peers in int8 as well.")] = False,
     load: Load = Load(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -151,9 +154,9 @@ def encode(
     request = bench.Request(
         lengths=lengths,
         **asdict(subject),
-        dtypes=_names(dtype),
+        dtypes=split_names(dtype),
         device=device,
-        peers=None if peers is None else tuple(n for n in _names(peers) if n != "none"),
+        peers=None if peers is None else tuple(n for n in split_names(peers) if n != "none"),
         batch_size=batch_size,
         budget=budget,
         repeats=repeats,
@@ -172,7 +175,7 @@ def encode(
         f"best of {repeats} rounds",
         **report.machine(choose_device(device)),
     }
-    _show("Encoding", about, report.encode_table(rows), report.problems(rows), keep)
+    show("Encoding", about, report.encode_table(rows), report.problems(rows), keep)
     if keep.plot:
         plots.draw_encode(keep.plot, rows, f"{about['model']}, {load.name}, {about['device']}")
     emit({**about, "rows": [asdict(row) for row in rows]}, keep.json)
@@ -188,16 +191,16 @@ def _budget(device: str | None) -> int:
 @app.command
 def packing(
     *,
-    capacity: Annotated[int | None, _flag("--capacity", help="Tokens a pack; default longest.")] = (
+    capacity: Annotated[int | None, flag("--capacity", help="Tokens a pack; default longest.")] = (
         None
     ),
     depths: Annotated[
-        str, _flag("--depths", help="Sequences a pack at most, with commas; 0 is unlimited.")
+        str, flag("--depths", help="Sequences a pack at most, with commas; 0 is unlimited.")
     ] = "2,3,4,8,16,0",
     algorithms: Annotated[
-        str, _flag("--algorithms", help="With commas: optimum, spfhp, lpfhp, nnlshp.")
+        str, flag("--algorithms", help="With commas: optimum, spfhp, lpfhp, nnlshp.")
     ] = "optimum,spfhp,lpfhp,nnlshp",
-    count: Annotated[int, _flag("--count", help="Sequences drawn from a mix.")] = 1_000_000,
+    count: Annotated[int, flag("--count", help="Sequences drawn from a mix.")] = 1_000_000,
     load: Load = Load(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -222,14 +225,14 @@ def packing(
         else files.read_histogram(load.histogram)
     )
     room = len(counts) if capacity is None else capacity
-    limits = [_depth(text) for text in _names(depths)]
+    limits = [_depth(text) for text in split_names(depths)]
     with progress("planning") as advance:
-        rows = bench.compare(counts, room, _names(algorithms), limits, advance)
+        rows = bench.compare(counts, room, split_names(algorithms), limits, advance)
     about = {
         "workload": f"{load.name}: {int(counts.sum()):,} sequences, rows of {room} tokens",
         **report.machine(),
     }
-    _show("Packing", about, report.packing_table(rows), report.problems(rows), keep)
+    show("Packing", about, report.packing_table(rows), report.problems(rows), keep)
     if keep.plot:
         plots.draw_packing(keep.plot, rows)
     emit({**about, "capacity": room, "rows": [asdict(row) for row in rows]}, keep.json)
@@ -242,29 +245,29 @@ class Online:
 
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        _flag("--dtype", help="Of all modes; default fp32 on a CPU, else bf16."),
+        flag("--dtype", help="Of all modes; default fp32 on a CPU, else bf16."),
     ] = None
-    device: Annotated[str | None, _flag("--device", help="cpu, cuda …")] = None
-    rows: Annotated[int, _flag("--rows", help="Rows a batch.")] = 16
-    capacity: Annotated[int, _flag("--capacity", help="Tokens a row, the longest request.")] = 256
-    requests: Annotated[int, _flag("--requests", help="How many.")] = 1600
+    device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None
+    rows: Annotated[int, flag("--rows", help="Rows a batch.")] = 16
+    capacity: Annotated[int, flag("--capacity", help="Tokens a row, the longest request.")] = 256
+    requests: Annotated[int, flag("--requests", help="How many.")] = 1600
     workload: Annotated[
-        Mix, _flag("--workload", help="Lengths: N(1/2, 1/2) of a row, like SQuAD, like Wikipedia.")
+        Mix, flag("--workload", help="Lengths: N(1/2, 1/2) of a row, like SQuAD, like Wikipedia.")
     ] = "normal"
-    seed: Annotated[int, _flag("--seed", help="Of lengths, token ids and arrivals.")] = 2023
+    seed: Annotated[int, flag("--seed", help="Of lengths, token ids and arrivals.")] = 2023
     timeout: Annotated[
-        float, _flag("--timeout", help="Seconds that a batch may wait to be full.")
+        float, flag("--timeout", help="Seconds that a batch may wait to be full.")
     ] = 0.0015
     graphs: Annotated[
-        bool, _flag("--graphs", help="What can be compiled is; on CUDA as graphs.")
+        bool, flag("--graphs", help="What can be compiled is; on CUDA as graphs.")
     ] = False
-    repeats: Annotated[int, _flag("--repeats", help="Timed rounds, all modes in each.")] = 3
+    repeats: Annotated[int, flag("--repeats", help="Timed rounds, all modes in each.")] = 3
     load_repeats: Annotated[
-        int, _flag("--load-repeats", help="Rounds under load; 0: no latencies.")
+        int, flag("--load-repeats", help="Rounds under load; 0: no latencies.")
     ] = 1
     rate: Annotated[
         float | None,
-        _flag("--rate", help="Requests a second of the open loop; default 70 % of the mode's own."),
+        flag("--rate", help="Requests a second of the open loop; default 70 % of the mode's own."),
     ] = None
 
 
@@ -275,9 +278,9 @@ def modes(
     online: Online = Online(),  # noqa: B008
     peers: Annotated[
         str | None,
-        _flag("--peers", help="Names with commas, or none; default transformers, onnxruntime."),
+        flag("--peers", help="With commas, or none; default transformers, ONNX padded, packed."),
     ] = None,
-    csv: Annotated[Path | None, _flag("--csv", help="All figures, a line a mode.")] = None,
+    csv: Annotated[Path | None, flag("--csv", help="All figures, a line a mode.")] = None,
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
     """Padded against packed, offline and online: PopRT's six modes and ours.
@@ -296,12 +299,12 @@ def modes(
 
     keep.check()
     report.check_writable(csv)
-    others = None if peers is None else tuple(n for n in _names(peers) if n != "none")
+    others = None if peers is None else tuple(n for n in split_names(peers) if n != "none")
     setup = bench.Setup(**asdict(subject), **asdict(online), peers=others)
     with progress("timing the modes") as advance:
         found = bench.measure(setup, advance)
     about = bench.describe(setup, found) | report.machine(found.device)
-    _show("Modes", about, report.modes_table(found.rows), report.problems(found.rows), keep)
+    show("Modes", about, report.modes_table(found.rows), report.problems(found.rows), keep)
     if csv:
         report.write_csv(csv, found.rows)
         note(f"written: {csv}")
@@ -314,11 +317,11 @@ def modes(
 def load(
     *,
     config: Annotated[
-        str, _flag("--config", help="Geometry of the checkpoint: tiny, minilm, base, large.")
+        str, flag("--config", help="Geometry of the checkpoint: tiny, minilm, base, large.")
     ] = "large",
-    repeats: Annotated[int, _flag("--repeats", help="Rounds; the best and the median count.")] = 5,
+    repeats: Annotated[int, flag("--repeats", help="Rounds; the best and the median count.")] = 5,
     folder: Annotated[
-        Path | None, _flag("--folder", help="Where to write it; default the system's own place.")
+        Path | None, flag("--folder", help="Where to write it; default the system's own place.")
     ] = None,
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -339,7 +342,7 @@ def load(
         found = loading.compare(config, repeats, folder, advance)
     size = f"{found.bytes:,} bytes in {found.tensors} tensors"
     about = {"workload": f"BERT-{config}, {size}", "rounds": repeats, **report.machine()}
-    _show("Opening a checkpoint", about, loading.table(found), report.problems(found.rows), keep)
+    show("Opening a checkpoint", about, loading.table(found), report.problems(found.rows), keep)
     if keep.plot:
         rows = [row for row in found.rows if row.problem is None]
         speeds = [row.gigabytes_per_second for row in rows]
@@ -348,7 +351,8 @@ def load(
     emit({**about, "bytes": found.bytes, "rows": [asdict(row) for row in found.rows]}, keep.json)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
@@ -358,7 +362,7 @@ def _depth(text: str) -> int | None:
     return int(text) or None
 
 
-def _show(
+def show(
     what: str, about: dict[str, Any], shown: "Table", problems: Sequence[str], keep: Keep
 ) -> None:
     """On the screen and, if wanted, as a note."""

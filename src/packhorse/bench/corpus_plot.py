@@ -1,0 +1,30 @@
+"""The plot of a dataset of packed rows: how long its sequences are, and how full its rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from packhorse.bench import plots
+
+if TYPE_CHECKING:
+    from packhorse.data.statistics import Statistics
+
+
+def draw(path: Path, statistics: Statistics) -> None:
+    """Lengths before packing, and tokens a row after it: logarithmic, for nearly all are full."""
+    figure = plots._figure(11, 3.6)
+    left, right = figure.subplots(1, 2)
+    manifest = statistics.manifest
+    plots._draw_lengths(left, statistics.lengths)
+    tokens = np.arange(1, len(statistics.row_tokens) + 1)
+    bins = min(64, len(tokens))
+    right.hist(tokens, bins=bins, weights=statistics.row_tokens, color=plots.OURS, rwidth=0.92)
+    right.set_yscale("log")
+    right.set_xlabel("tokens")
+    right.set_ylabel("rows")
+    full = f"{manifest.efficiency:.2%} full"
+    plots._plain(right, f"{manifest.rows:,} rows of {manifest.layout.capacity}, {full}")
+    plots._save(figure, path)

@@ -1,0 +1,341 @@
+"""Sources to packed shards: the driver of the corpus builder.
+
+    build(Config((Path("enwiki.xml.bz2"),), Path("corpus"), Path("vocab.txt")))
+
+Chunks of the sources become parts (`parts.work`), parts become groups with a plan, groups become
+shards (`planning`), and with a manifest OUT is whole. Each step is a plain function that makes one
+file, whole or not at all, from what lies on the disk; this module only says which are to be called
+and leaves the calling to an engine. So a build can be killed anywhere and run again, on any number
+of workers, and the result is the same, byte for byte. The price is disk: parts and shards are there
+together at the end, about twice the size of the result.
+
+Input that cannot be used is counted, and more of it than `max_bad` ends the build: nothing is
+dropped silently.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packhorse.atomic import new_file
+from packhorse.data import fingerprint
+from packhorse.data.chunking import BZ2_RATIO
+from packhorse.data.documents import CHUNK_BYTES, Chunk, Source, chunks, find
+from packhorse.data.manifest import Manifest, ShardInfo, read_manifest, write_manifest
+from packhorse.data.masking import Recipe, specials_of
+from packhorse.data.packs import Layout
+from packhorse.data.parts import (
+    EVAL_PART,
+    HASHES,
+    TOKENIZER,
+    Found,
+    Piece,
+    counts,
+    found_in,
+    make_eval,
+    part_path,
+    pieces,
+    read_hashes,
+    special_tokens,
+    work,
+)
+from packhorse.data.planning import GROUP, grouped, pack, plan_group
+from packhorse.data.shards import SHARD_BYTES, rows_a_shard, shard_name
+from packhorse.data.workers import GO_ON, Engine, Run, local
+from packhorse.data.workfolder import claim, publish
+from packhorse.errors import InputError
+from packhorse.tokens import Tokenizer
+from packhorse.tokens.files import find as find_tokenizer
+
+ENGINES: dict[str, Callable[[int | None], Engine]] = {"local": local}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What to build, of what, and how."""
+
+    sources: tuple[Path, ...]
+    out: Path
+    tokenizer: Path  # vocab.txt, tokenizer.json, or a folder with one of them
+    recipe: Recipe = Recipe()  # noqa: RUF009 (frozen)
+    max_per_pack: int | None = 3  # sequences a row; None: as many as fit
+    kind: str | None = None  # of the sources; None: told by each
+    column: str | None = None
+    eval_hashes: Path | None = None
+    eval_count: int = 10_000
+    max_bad: int = 0
+    chunk_bytes: int = CHUNK_BYTES
+    shard_bytes: int = SHARD_BYTES
+    group: int = GROUP  # sequences that are planned together, about
+    overwrite: bool = False
+    engine: str = "local"
+    workers: int | None = None  # None: one for each core
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a build is; `done` and `total` are bytes of the sources, then plans, then shards."""
+
+    stage: str  # "reading", "planning", "writing"
+    done: int
+    total: int
+    found: Found
+    megabytes_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a build made."""
+
+    train: Manifest
+    eval: Manifest | None
+    already: bool = False  # by an earlier run, of the same
+
+
+Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """What every step of one build needs."""
+
+    config: Config
+    made_by: dict[str, Any]
+    folder: Path
+    run: Run
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """The parts of one of the two datasets."""
+
+    name: str
+    parts: Sequence[Path]
+    found: Sequence[Found]
+    recipe: Recipe
+    facts: dict[str, int]
+
+
+def build(config: Config, watch: Watch = lambda progress: None) -> Built:
+    """Build the dataset, or the rest of it; `watch` is told how far it is."""
+    sources = _sources(config)
+    made_by = _made_by(config, sources)
+    with claim(config.out, made_by, config.overwrite) as folder:
+        if folder is not None:
+            with _kept(), ENGINES[config.engine](config.workers) as run:
+                _make(_Site(config, made_by, folder, run, watch), sources)
+                publish(folder, config.out)
+        eval = read_manifest(config.out / "eval") if config.eval_hashes else None
+        return Built(read_manifest(config.out / "train"), eval, already=folder is None)
+
+
+def _sources(config: Config) -> list[Source]:
+    """The files to read; what cannot be meant is refused before anything is made."""
+    if config.engine not in ENGINES:
+        raise InputError(f"there is no engine {config.engine!r}; use {' or '.join(ENGINES)}")
+    for name in ("eval_count", "chunk_bytes", "shard_bytes", "group"):
+        if getattr(config, name) < 1:
+            raise InputError(f"{name} is {getattr(config, name)}; it must be 1 or more")
+    if config.max_per_pack is not None and config.max_per_pack < 1:
+        raise InputError(f"max_per_pack is {config.max_per_pack}; it must be 1 or more, or None")
+    sources, out = find(config.sources, config.kind, config.column), config.out.resolve()
+    for source in sources:
+        if source.path.resolve().is_relative_to(out):
+            raise InputError(f"{source.path} lies in {config.out}; build into another folder")
+    return sources
+
+
+def _made_by(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
+    """All that decides the result."""
+    specials = specials_of(Tokenizer.load(config.tokenizer))
+    if config.recipe.whole_words and specials.continues is None:
+        raise InputError(f"{config.tokenizer} has no ## pieces, so whole_words means nothing")
+    held_out = None
+    if config.eval_hashes:
+        held_out = {
+            "hashes": len(read_hashes(config.eval_hashes)),
+            "count": config.eval_count,
+            "sha256": fingerprint.of_files([config.eval_hashes]),
+        }
+    return {
+        "sources": fingerprint.of_sources(sources),
+        "tokenizer": fingerprint.of_files(_tokenizer_files(config.tokenizer).values()),
+        "recipe": asdict(config.recipe),
+        "max_per_pack": config.max_per_pack,
+        "eval": held_out,
+        "chunk_bytes": config.chunk_bytes,
+        "shard_bytes": config.shard_bytes,
+        "group": config.group,
+        "versions": fingerprint.of_libraries(),
+    }
+
+
+def _make(site: _Site, sources: Sequence[Source]) -> None:
+    """Everything into the work folder."""
+    config, folder = site.config, site.folder
+    for name, path in _tokenizer_files(config.tokenizer).items():
+        _copy(path, folder / TOKENIZER / name)
+    if config.eval_hashes:
+        _copy(config.eval_hashes, folder / HASHES)
+    found = _read(site, sources)
+    total = sum(found, Found())
+    if not total.sequences:
+        raise InputError(
+            f"nothing to learn from in the sources: {total.documents:,} documents, of which"
+            f" {total.held_out:,} are held out; {total.redirects:,} redirects,"
+            f" {total.not_articles:,} pages that are no articles, {total.empty:,} without text"
+        )
+    parts = [part_path(folder, number) for number in range(len(found))]
+    if config.eval_hashes:
+        recipe = replace(config.recipe, static_masks=True)
+        held = [*site.run(make_eval, [(parts, config.eval_count, recipe, folder)])]
+        facts = {"documents": total.held_out}
+        _pack(site, _Split("eval", [folder / EVAL_PART], held, recipe, facts))
+    _pack(site, _Split("train", parts, found, config.recipe, counts(total)))
+
+
+def _read(site: _Site, sources: Sequence[Source]) -> list[Found]:
+    """What the parts hold, in their order."""
+    found: dict[int, Found] = {}
+    total, size = Found(), sum(source.size for source in sources)
+    start, done, fresh = time.perf_counter(), 0, 0
+    for part in _parts(site, sources):
+        found[part.number] = part.found
+        total += part.found
+        done, fresh = done + part.bytes, fresh + part.made_now * part.bytes
+        speed = fresh / 1e6 / (time.perf_counter() - start)
+        site.watch(Progress("reading", done, size, total, speed))
+        if total.bad > site.config.max_bad:
+            _refuse_bad(sum((found[number] for number in sorted(found)), Found()), done < size)
+    return [found[number] for number in range(len(found))]
+
+
+class _Part(NamedTuple):
+    number: int
+    bytes: int  # of the sources
+    found: Found
+    made_now: bool
+
+
+def _parts(site: _Site, sources: Sequence[Source]) -> Iterator[_Part]:
+    """The part of each piece, made now or there already."""
+    config, folder = site.config, site.folder
+    there: deque[_Part] = deque()
+    asked: deque[tuple[int, int]] = deque()
+    left: dict[Path, int] = {}
+
+    def missing() -> Iterator[tuple[Piece, Recipe, Path]]:
+        for piece in pieces(chunks(sources, config.chunk_bytes), config.chunk_bytes):
+            path = part_path(folder, piece.number)
+            size = sum(_bytes_of(chunk, left, config.chunk_bytes) for chunk in piece.chunks)
+            if path.exists():
+                there.append(_Part(piece.number, size, found_in(path), False))
+            else:
+                asked.append((piece.number, size))
+                yield piece, config.recipe, folder
+
+    for found in site.run(work, missing()):
+        yield _Part(*asked.popleft(), found, True)
+        while there:
+            yield there.popleft()
+    yield from there
+
+
+def _bytes_of(chunk: Chunk, left: dict[Path, int], size: int) -> int:
+    """What a chunk is of the sources: guessed if it counts otherwise, made good by the last."""
+    have = left.setdefault(chunk.source.path, chunk.source.size)
+    guess = chunk.end - chunk.begin
+    if chunk.source.kind == "parquet":
+        guess = size
+    elif chunk.data is not None:
+        guess //= BZ2_RATIO
+    taken = have if chunk.last else min(guess, have)
+    left[chunk.source.path] -= taken
+    return taken
+
+
+def _refuse_bad(found: Found, so_far: bool) -> None:
+    """Nothing is dropped silently."""
+    places = "; ".join(f"{where}: {why}" for where, why in found.places)
+    more = f"; and {found.bad - len(found.places):,} more" * (found.bad > len(found.places))
+    raise InputError(
+        f"{found.bad:,} documents or places{' so far' * so_far} cannot be used: {places}{more};"
+        f" mend them, or pass --max-bad {found.bad} (or more) to leave them out"
+    )
+
+
+def _pack(site: _Site, split: _Split) -> None:
+    """Parts into the dataset of that name."""
+    specials, longest = special_tokens(site.folder), split.recipe.max_length
+    depth, static = site.config.max_per_pack, split.recipe.static_masks
+    layout = Layout(longest, specials.vocab_size, depth, static)
+    groups = grouped(
+        split.parts,
+        [each.sequences for each in split.found],
+        lambda number: site.folder / f"{split.name}-plan-{number:05d}.arrow",
+        split.recipe.seed,
+        site.config.group,
+    )
+    items = ((group, longest, depth) for group in groups)
+    plans = _watched(site, "planning", split, site.run(plan_group, items), len(groups))
+    histogram = tuple(map(sum, zip(*(plan["histogram"] for plan in plans), strict=True)))
+    size = rows_a_shard(layout, site.config.shard_bytes)
+    pieces = [
+        (group, range(begin, min(begin + size, plan["rows"])))
+        for group, plan in zip(groups, plans, strict=True)
+        for begin in range(0, plan["rows"], size)
+    ]
+    target = site.folder / split.name
+    target.mkdir(exist_ok=True)
+    items = (
+        (*piece, layout, target / shard_name(n), site.folder / f"{split.name}-{n:05d}.json")
+        for n, piece in enumerate(pieces)
+    )
+    infos: list[ShardInfo] = _watched(site, "writing", split, site.run(pack, items), len(pieces))
+    bound = sum(plan["lower_bound"] for plan in plans)
+    config = {"made_by": site.made_by, "found": split.facts, "lower_bound": bound}
+    write_manifest(target, Manifest(layout, specials, histogram, tuple(infos), config))
+
+
+def _watched(
+    site: _Site, stage: str, split: _Split, results: Iterator[Any], total: int
+) -> list[Any]:
+    """All results; whoever watches sees them come."""
+    done, found = [], sum(split.found, Found())
+    for result in results:
+        done.append(result)
+        site.watch(Progress(f"{stage} {split.name}", len(done), total, found))
+    return done
+
+
+def _tokenizer_files(path: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by the names they have in a model's folder."""
+    file = find_tokenizer(path)
+    files = {"tokenizer.json" if file.suffix == ".json" else "vocab.txt": file}
+    beside = file.with_name("tokenizer_config.json")
+    return files | ({beside.name: beside} if beside.is_file() else {})
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
+    with source.open("rb") as there, new_file(target) as file:
+        shutil.copyfileobj(there, file)
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """Where the disk was the trouble, say that nothing is lost."""
+    try:
+        yield
+    except InputError as error:
+        if not isinstance(error.__cause__, OSError) or GO_ON in str(error):
+            raise
+        raise InputError(f"{error}; {GO_ON}") from error
