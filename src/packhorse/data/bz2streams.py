@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 BLOCK_BYTES = 1 << 20
-FED_BYTES = 1 << 12
+FED_BYTES = 256  # also bounds what a file made to explode can unfold at once
 MAGIC = b"BZh"
 
 _START = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")

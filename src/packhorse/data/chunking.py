@@ -103,8 +103,11 @@ def _cut(look: Callable[[int, int], bytes], at: int, kind: str, size: int) -> in
     """The first place from `at` on where a document begins, or where the text ends."""
     *wished, boundary = _BOUNDARIES[kind]
     for better in wished:
-        if found := better.search(look(at, size)):
+        text = look(at, max(size, _FIRST_LOOK))
+        if found := better.search(text):
             return at + found.end()
+        if len(text) < max(size, _FIRST_LOOK):
+            return at + len(text)  # little is left: it stays with the document it belongs to
     count = _FIRST_LOOK
     while True:
         text = look(at, count)

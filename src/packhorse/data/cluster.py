@@ -21,6 +21,7 @@ user's cluster, on the user's network.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -43,7 +44,11 @@ T = TypeVar("T")
 AHEAD = 4  # items in flight for each CPU: results wait for the slowest before them, nodes must not
 RETRIES = 3  # of an item whose worker or node died
 PATIENCE = 120.0  # seconds for a node to show itself
+ANSWER = 10.0  # seconds for the cluster to
 STORE = 128 << 20  # bytes for items on their way, where Ray is started here
+
+# So named as it is the default on those systems; on Linux too it keeps Ray on 127.0.0.1.
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 Libraries = tuple[tuple[str, str], ...]
 
@@ -211,13 +216,80 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _connected(address: str | None, workers: int | None) -> Iterator[Any]:
-    with _environment(alone=address is None):
+    with _environment(alone=address is None), _short_lived() as home:
         ray = _ray()
         if ray.is_initialized():
             raise InputError("this process is connected to Ray already; call ray.shutdown() first")
-        start = _join(ray, address) if address else _start(ray, cores(workers))
-        with start:
-            try:
-                yield ray
-            finally:
-                ray.shutdown()
+        if address is None:
+            options = _alone(ray, workers or cores(), home)
+        else:
+            options = {"address": _reached(ray, address)}
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.CRITICAL)
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("ray", "cluster") from error
+    return ray
+
+
+@contextmanager
+def _environment(alone: bool) -> Iterator[None]:
+    """Ray is told most things by variables, some of them when it is imported."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
+    if alone:
+        told |= {LOOPBACK: "0", "RAY_AUTH_TOKEN": _secret()}
+    os.environ.update(told | before if not alone else before | told)
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@lru_cache(maxsize=1)  # Ray keeps the first that a process has
+def _secret() -> str:
+    return os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
+
+
+@contextmanager
+def _short_lived() -> Iterator[str]:
+    """For logs and sockets; the path of a socket may have 107 bytes, so not $TMPDIR."""
+    root = "/tmp" if os.path.isdir("/tmp") else None
+    with tempfile.TemporaryDirectory("", "ray-", root, ignore_cleanup_errors=True) as home:
+        yield home
+
+
+def _alone(ray: Any, cpus: int, home: str) -> dict[str, Any]:
+    if not ray.util.get_node_ip_address().startswith("127."):
+        raise InputError(
+            f"Ray was imported before and would listen on the network; set {LOOPBACK}=0 before it"
+            " is, or start Ray yourself and pass its address"
+        )
+    local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    return {**local, "object_store_memory": STORE, "_temp_dir": home}
+
+
+def _reached(ray: Any, address: str) -> str:
+    """Asked first by ourselves: Ray tries for a quarter of an hour, and not in silence."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise InputError(f"{address!r} is no address of a Ray cluster; it looks like 10.0.0.1:6379")
+    if host in ("localhost", "127.0.0.1"):  # so Ray takes it
+        host = ray.util.get_node_ip_address()
+    try:
+        socket.create_connection((host, int(port)), ANSWER).close()
+    except OSError as error:
+        raise InputError(
+            f"no Ray cluster answers at {address}: {error.strerror or error}; name the address that"
+            " `ray start --head` printed"
+        ) from error
+    return address

@@ -40,11 +40,12 @@ BLOCKS = frozenset({"blockquote", "center", "div", "hr", "p", "poem"})
 DEEPEST = 100  # brackets in brackets; those further in are taken for unclosed
 _BREAK = "\x1e"  # between paragraphs, but within a line of a list; no XML can hold it
 
-# Each branch begins with a plain character: that lets the matcher skip all others quickly.
+# Each branch begins with a plain character: that lets the matcher skip all others quickly. Of three
+# brackets the first closes a link to another site: [[File:a.jpg|[http://b.org c]]].
 _BRACKETS = re.compile(
     rf"<(?:(?P<comment>!--)|(?P<unparsed>{_UNPARSED})\b[^<>]*>"
     rf"|(?P<holder>{_HOLDERS})\b[^<>]*>|/(?P<held>{_HOLDERS})\s*>)"
-    r"|\{(?P<template>\{+)|\}(?P<filled>\}+)|\[(?P<link>\[)|\](?P<linked>\])"
+    r"|\{(?P<template>\{+)|\}(?P<filled>\}+)|\[(?P<link>\[)|\](?P<linked>\])(?!\](?:\]\]){0,9}(?!\]))"
     r"|\n(?:(?P<table>[ \t:]*\{\|)|(?P<laid>[ \t]*\|\}(?!\})))",
     re.IGNORECASE,
 )

@@ -17,13 +17,11 @@ any work begins.
 
 from __future__ import annotations
 
-import bz2
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from packhorse.data import bz2streams, wiki
 from packhorse.errors import InputError, MissingExtra
@@ -66,11 +64,6 @@ def find(paths: Sequence[Path], kind: str | None = None, column: str | None = No
     return sources
 
 
-def _open(path: Path, compressed: bool) -> IO[bytes]:
-    """The file's bytes, unpacked."""
-    return bz2.BZ2File(path) if compressed else path.open("rb")
-
-
 def _files(path: Path) -> list[Path]:
     """A file, or the files of a folder; names with a dot or underscore in front are not data."""
     if path.is_file():
@@ -89,27 +82,34 @@ def _source(path: Path, kind: str | None, column: str | None) -> Source:
         size = path.stat().st_size
         if not size:
             raise InputError(f"{path} is empty; remove it or give another")
-        compressed, head = _head(path, 1 << 12)
-        kind = kind or _kind(path, head)
-        if kind == "mediawiki":
-            return Source(path, kind, size, None, compressed, _hidden(path, compressed))
-        if kind == "jsonl":
-            return Source(path, kind, size, _json_column(path, compressed, column), compressed)
+        with path.open("rb") as file:
+            compressed = file.read(len(bz2streams.MAGIC)) == bz2streams.MAGIC
+        kind = kind or _kind(path, _head(path, compressed, 1 << 12))
         if kind == "parquet":
             return Source(path, kind, size, _parquet_column(path, column))
-        return Source(path, kind, size, None, compressed)
-    except EOFError as error:
-        raise InputError(f"{path}: the bz2 data ends in its first block; fetch it again") from error
+        if kind not in ("mediawiki", "jsonl"):
+            return Source(path, kind, size, None, compressed)
+        head = _head(path, compressed, HEADER_BYTES)
+        if kind == "mediawiki":
+            return Source(path, kind, size, None, compressed, _hidden(path, head))
+        return Source(path, kind, size, _json_column(path, head, column), compressed)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _head(path: Path, count: int) -> tuple[bool, bytes]:
-    """Whether the file is bz2, and its first bytes, unpacked."""
-    with path.open("rb") as file:
-        compressed = file.read(len(bz2streams.MAGIC)) == bz2streams.MAGIC
-    with _open(path, compressed) as file:
-        return compressed, file.read(count)
+def _head(path: Path, compressed: bool, count: int) -> bytes:
+    """The first bytes of the file's text, `count` at most."""
+    if not compressed:
+        with path.open("rb") as file:
+            return file.read(count)
+    head = b""
+    for text, problem in bz2streams.unpacked(path):
+        head += text
+        if problem and not head:
+            raise InputError(f"{path}: {problem}; fetch the file again")
+        if problem or len(head) >= count:
+            break
+    return head[:count]
 
 
 def _kind(path: Path, head: bytes) -> str:
@@ -137,25 +137,23 @@ def _kind(path: Path, head: bytes) -> str:
     )
 
 
-def _hidden(path: Path, compressed: bool) -> frozenset[str]:
+def _hidden(path: Path, head: bytes) -> frozenset[str]:
     """The dump's header says which links show nothing; it must hold no document type."""
-    with _open(path, compressed) as file:
-        header, page, _ = file.read(HEADER_BYTES).partition(b"<page>")
+    header, page, _ = head.partition(b"<page>")
     if b"<!DOCTYPE" in header or b"<!ENTITY" in header:
         raise InputError(f"{path} has a document type (DTD); dumps have none, and it is not read")
     if not page:
-        raise InputError(f"{path} has no <page> in its first {HEADER_BYTES} bytes; is it a dump?")
+        raise InputError(f"{path} has no <page> in its first {len(head)} bytes; is it a dump?")
     return wiki.hidden_namespaces(header)
 
 
-def _json_column(path: Path, compressed: bool, column: str | None) -> str:
+def _json_column(path: Path, head: bytes, column: str | None) -> str:
     """The column that is asked for, or `text`; the first line must have it."""
-    with _open(path, compressed) as file:
-        line = next((line for line in file if line.strip()), b"")
+    line = head.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     try:
-        first = json.loads(line.decode("utf-8-sig"))
+        first = json.loads(line)
     except (ValueError, RecursionError):
-        return column or "text"  # the line is bad, which is counted when it is read
+        return column or "text"  # the line is bad or very long, which shows when it is read
     names = list(first) if isinstance(first, dict) else []
     return _chosen(path, column, names) if names else column or "text"
 

@@ -81,7 +81,7 @@ def _pooled(
     flying: deque[Future[T]] = deque()
     try:
         for item in items:
-            flying.append(pool.submit(_call, function, item))
+            flying.append(pool.submit(call, function, item))
             if len(flying) >= most:
                 yield flying.popleft().result()
         while flying:
@@ -93,7 +93,8 @@ def _pooled(
         ) from error
 
 
-def _call(function: Callable[..., T], item: tuple[Any, ...]) -> T:
+def call(function: Callable[..., T], item: tuple[Any, ...]) -> T:
+    """In a worker: the function, its errors fit to travel."""
     try:
         return function(*item)
     except PackhorseError as error:  # not every kind survives the way between processes
