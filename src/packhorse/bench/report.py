@@ -22,6 +22,7 @@ from packhorse.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
 
     from packhorse.bench.encode import EncodeRow
     from packhorse.bench.modes import ModeRow
@@ -216,7 +217,7 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def write_csv(path: Path, rows: Sequence[ModeRow]) -> None:
+def write_csv(path: Path, rows: Sequence[DataclassInstance]) -> None:
     """All figures of each row, under their names; empty where there is none."""
     try:
         with path.expanduser().open("w", encoding="utf-8", newline="") as file:

@@ -29,6 +29,7 @@ app = App(
 )
 
 app.command("packhorse.cli.bench_data:data", name="data")
+app.command("packhorse.cli.bench_train:train", name="train")
 
 Mix = Literal["wikipedia", "squad", "normal"]
 

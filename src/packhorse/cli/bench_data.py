@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.bench import Keep, flag, show, split_names
-from packhorse.cli.console import emit, progress
+from packhorse.cli.console import emit, note, progress
 from packhorse.cli.flags import DEFAULT_MODEL
 
 
@@ -74,5 +74,8 @@ def data(
         speeds = [row.megabytes_per_second for row in rows]
         names = [row.method for row in rows]
         plots.draw_speeds(keep.plot, names, speeds, about["workload"], "megabytes a second", 1)
+    for name in ("loading with dynamic masks", "clean-up", "planning, once for a million sequences"):
+        if name in about:
+            note(f"{name}: {about[name]}")
     figures = {"cleaning_mb_per_second": found.cleaning, "loading_tokens_per_second": found.loading}
     emit({**about, **figures, "rows": [asdict(row) for row in found.rows]}, keep.json)

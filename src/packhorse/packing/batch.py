@@ -166,8 +166,8 @@ class Packed:
 
     def pick(self, per_sequence: Tensor) -> Tensor:
         """Keep the caller's sequences of a per-sequence result [S, …], in the caller's order."""
-        if self.places == tuple(range(len(per_sequence))):
-            return per_sequence
+        if self.places == tuple(range(len(self.places))):  # dummies come last: no index to copy
+            return per_sequence[: len(self.places)]
         return per_sequence[list(self.places)]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from packhorse.dist import listening
 from packhorse.errors import CheckpointError, InputError
 
 RATES = ("lr", "initial_lr")
@@ -26,7 +27,8 @@ Told = Mapping[str, Any]  # the optimizer's kind, and of each group the options 
 def consolidate(optimizer: Optimizer) -> None:
     """Bring sharded state to rank 0; every rank calls it before rank 0 saves."""
     if is_sharded(optimizer):
-        optimizer.consolidate_state_dict(to=0)  # pyright: ignore[reportAttributeAccessIssue]
+        with listening():
+            optimizer.consolidate_state_dict(to=0)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_sharded(optimizer: Optimizer) -> bool:

@@ -53,8 +53,9 @@ class Pretrain:
         """[parts]: masked tokens, or sequences that have any; and sequences."""
         at, sequences = batch.masked_at, len(batch.packed.places)
         words = _sequences_with_masks(batch) if self.average == "sequence" else len(at)
-        counts = at.new_zeros(len(self.heads)).fill_(sequences)
-        counts[0] = words
+        # Filled, not set: a number that is copied to a device is waited for.
+        counts = at.new_full((len(self.heads),), sequences)
+        counts[:1].fill_(words)
         return counts
 
     def loss(

@@ -1,0 +1,192 @@
+"""`packhorse train`: a recipe in, a trained model out; and what it would be like, before.
+
+Every setting is a flag, made from `Settings` itself, so that the two cannot differ. A run that is
+asked to stop (Ctrl-C, SIGTERM) ends behind its step with a checkpoint and the exit code that shells
+use, 130 or 143; the same command goes on. A loss that is no number ends with 3, a mistake with 2.
+With --nproc the command starts itself as so many ranks, by torchrun, and ends as the first of them
+that fails: with 137 where one was killed. A rank that has lost another ends with 4. Ranks that the
+user's own torchrun starts have to be told nothing.
+"""
+
+import os
+import signal
+import sys
+from dataclasses import asdict, field, fields, make_dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+
+from cyclopts import Group, Parameter
+
+from packhorse.cli.console import JsonFlag, emit, note, table
+from packhorse.errors import InputError
+from packhorse.train.settings import KINDS, PREFIX, Settings, resolve
+
+if TYPE_CHECKING:
+    from packhorse.train.loop import Outcome
+    from packhorse.train.outlook import Outlook
+    from packhorse.train.ranks import Ranks
+
+SWITCH = Parameter(negative="", show_default=False)
+GROUPS = list(dict.fromkeys(each.metadata["group"] for each in fields(Settings)))
+
+
+def _flag(name: str, group: str, help: str) -> Any:
+    kind = KINDS[name]
+    kind = list[get_args(kind)[0]] if get_origin(kind) is tuple else kind
+    place = Group(group, sort_key=1 + GROUPS.index(group))
+    shown = Parameter(group=place, help=help, show_default=False, negative_iterable=())
+    return Annotated[kind | None, shown]
+
+
+if TYPE_CHECKING:
+    Flags = Settings
+else:
+    # A twin of Settings whose fields are None unless given: a default must not hide a file's word.
+    Flags = Parameter(name="*")(
+        make_dataclass(
+            "Flags",
+            [(f.name, _flag(f.name, **f.metadata), field(default=None)) for f in fields(Settings)],
+            namespace={"__module__": __name__},  # cyclopts takes what is of the library for plain
+            frozen=True,
+            kw_only=True,
+        )
+    )
+
+
+def train(
+    *,
+    config: Annotated[
+        Path | None, Parameter(help="Settings in TOML, or a preset of Graphcore's in JSON.")
+    ] = None,
+    resume: Annotated[
+        str, Parameter(help="auto: go on from the last whole checkpoint; never; or a path.")
+    ] = "auto",
+    nproc: Annotated[int, Parameter(help="Processes that train together, one a device.")] = 1,
+    timeout: Annotated[
+        float, Parameter(help="Seconds one of several waits for the others before all end.")
+    ] = 600.0,
+    dry_run: Annotated[bool, SWITCH, Parameter(help="Show batches, steps, hours; stop.")] = False,
+    print_config: Annotated[bool, SWITCH, Parameter(help="Show the settings; stop.")] = False,
+    flags: Flags = Flags(),  # noqa: B008 (frozen)
+    json: JsonFlag = False,
+) -> None:
+    """Train packed BERT: from nothing, from a checkpoint, or for a task.
+
+    Settings come from defaults, then the file, then the environment
+    (PACKHORSE_TRAIN_…), then flags. The folder of the run, --out, gets
+    checkpoints, log.jsonl and at the end model, which transformers loads.
+    Ctrl-C or SIGTERM ends behind the step with a checkpoint (exit code 130 or
+    143); the same command goes on and comes to the same weights.
+
+    Try:
+      packhorse train --config configs/mini.toml --train corpus --out runs/mini
+      packhorse train --config configs/sst2.toml --model minilm --seed 7
+      packhorse train --config configs/mini.toml --train corpus --nproc 2
+    """
+    given = {name: value for name, value in asdict(flags).items() if value is not None}
+    settings, notes = resolve(config, os.environ, given)
+    for each in notes:
+        note(each)
+    if print_config:
+        print(settings.toml(), end="")
+        return emit(asdict(settings), json)
+    out = Path(settings.out) if settings.out else Path("runs") / (config.stem if config else "run")
+    if dry_run:
+        return _look_ahead(settings, out, nproc, json)
+    if nproc != 1:
+        others = ["--resume", resume, "--timeout", str(timeout)]
+        return launch_ranks(nproc, ["train", *others], replace(settings, out=str(out)), json)
+    _run(settings, out, resume, timeout, json)
+
+
+def launch_ranks(nproc: int, words: list[str], settings: Settings, json: bool) -> None:
+    """Start a command as ranks; settings are theirs by a file alone."""
+    from packhorse.dist import launch
+
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise InputError("torchrun started this process as a rank already; leave out --nproc")
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.toml"
+        file.write_text(settings.toml(), "utf-8")
+        command = [sys.executable, "-m", "packhorse", *words, "--config", str(file)]
+        taken = {name: None for name in os.environ if name.startswith(PREFIX)}
+        code = launch(nproc, command + ["--json"] * json, environ=taken, say=note)
+    if code:
+        raise SystemExit(code)
+
+
+def _look_ahead(settings: Settings, out: Path, nproc: int, json: bool) -> None:
+    from packhorse.train.outlook import outlook
+
+    found = outlook(settings, out, nproc)
+    table(f"{out}: what it would be", ["", "value"], _ahead(found))
+    emit({"out": str(out), **asdict(found)}, json)
+
+
+def _ahead(found: "Outlook") -> list[list[object]]:
+    hours = "?" if found.hours is None else f"{found.hours:.3g}"
+    return [
+        ["device", f"{found.devices} of {found.device}, {found.precision}"],
+        ["global batch", f"{found.global_batch:,.4g} sequences"],
+        ["micro batch", f"{found.micro_batch:,.4g} sequences, up to {found.micro_tokens:,} tokens"],
+        ["accumulation", f"{found.accumulation:,}"],
+        ["steps", f"{found.steps:,}"],
+        ["sequences", f"{found.sequences:,} ({found.epochs:.3g} epochs)"],
+        ["hours", f"{hours} ({found.rate})"],
+    ]
+
+
+def _run(settings: Settings, out: Path, resume: str, timeout: float, json: bool) -> None:
+    from packhorse.train.ranks import joined
+
+    with joined(settings.device, timeout) as ranks:
+        outcome = _trained(settings, out, resume, ranks)
+        if ranks.rank == 0:
+            _report(outcome, out)
+            told = {**asdict(outcome), "model": outcome.model and str(outcome.model)}
+            emit({"out": str(out), **told, "settings": asdict(settings)}, json)
+            sys.stdout.flush()
+    if ranks.rank == 0:
+        _leave(outcome, out)
+
+
+def _trained(settings: Settings, out: Path, resume: str, ranks: "Ranks") -> "Outcome":
+    from packhorse.device import describe, dtype_name
+    from packhorse.train.display import watching
+    from packhorse.train.job import assemble
+    from packhorse.train.loop import train
+    from packhorse.train.signals import wishes
+
+    say = note if ranks.rank == 0 else lambda message: None
+    job = assemble(settings, ranks.rank, ranks.world)
+    kernel = type(job.model.bert.kernel).__name__.lower()
+    how = [describe(job.place.device), dtype_name(job.place.dtype), f"{kernel} kernel"]
+    how += [f"{ranks.world} ranks"] * (ranks.world > 1) + ["compiled"] * job.compiled
+    for each in (f"{job.checkpoint.name}: {', '.join(how)}", *job.notes):
+        say(each)
+    with wishes() as wish, watching(say, None if ranks.rank == 0 else False) as watch:
+        return train(job, out, resume=resume, watch=watch, wish=wish, say=say, ranks=ranks)
+
+
+def _report(outcome: "Outcome", out: Path) -> None:
+    if outcome.signal:
+        return
+    rows = [[name, value] for name, value in outcome.evaluation.items()]
+    rows += [["steps", outcome.step], ["sequences learned from", outcome.sequences]]
+    reached = ", target reached" if outcome.reached else ""
+    table(
+        f"{outcome.model or out}: done in {outcome.seconds:.1f} s{reached}",
+        ["measure", "value"],
+        rows,
+    )
+
+
+def _leave(outcome: "Outcome", out: Path) -> None:
+    """End as a process that the signal ended, so that shells and schedulers know."""
+    if not outcome.signal:
+        return
+    note(f"{out}: stopped behind step {outcome.step:,}; the same command goes on from there")
+    if outcome.signal == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + outcome.signal)

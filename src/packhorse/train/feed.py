@@ -1,0 +1,245 @@
+"""What a run is fed: the data of a task as steps, and as batches to evaluate on.
+
+A step is a global batch: the next so many rows of packed shards, or the next so many examples of a
+task, of which each rank gets its share, in as many parts as memory asks for. Both kinds of loader
+are streams with a cursor; what differs between them is told here once, so that the loop knows one
+kind of data. Shuffled epochs follow each other without a seam: every step is a full batch.
+
+Shapes: T tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse import executable
+from packhorse.data import loader, shards, targets
+from packhorse.data.masking import Recipe
+from packhorse.data.order import permuted
+from packhorse.errors import InputError
+from packhorse.packing.batch import Packed
+from packhorse.train.settings import Settings
+
+EVAL_SEED = 12345  # of the masks that are guessed in every evaluation, whatever the run's seed
+USUAL_LENGTH = 128  # a slot for so many tokens, at least: empty ones cost attention time
+
+Cursor = Mapping[str, Any]
+Batch = Any  # of `data.loader` or of `data.targets`
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """This rank's batches of a global batch, on the host, and its place in the stream."""
+
+    batches: list[Batch]
+    before: Cursor | None  # None: the very beginning
+    behind: Cursor
+
+    @property
+    def sequences(self) -> int:
+        """That are learned from; a pair counts once."""
+        return sum(_examples(batch) for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Real ones."""
+        return sum(batch.tokens for batch in self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Made by `pretraining` or `examples`."""
+
+    stream: Callable[[Cursor | None], Iterator[Batch]]
+    evaluate_on: Callable[[], Iterable[Batch]] | None
+    naming: Callable[[Step], Callable[[], str]]  # which rows or examples it has, for a message
+    batch: float  # sequences a step, on average
+    epoch: float  # steps of one pass over the data
+    tokens: float  # of a sequence, on average
+    squares: float  # of its length, on average
+    parts: int  # batches a rank's share of a step is divided into
+    places: int = 0  # tokens each is filled up to, where it is to have one shape; 0: a bucket
+
+    def steps(self, cursor: Cursor | None) -> Iterator[Step]:
+        """From the cursor on, without end."""
+        batches: list[Batch] = []
+        before, number = cursor, cursor["batch"] if cursor else 0
+        for batch in self.stream(cursor):
+            batches.append(batch)
+            # The last part of a step is the one whose cursor is behind it.
+            if batch.cursor["batch"] > number:
+                yield Step(batches, before, batch.cursor)
+                batches, before, number = [], batch.cursor, batch.cursor["batch"]
+
+
+def pretraining(
+    settings: Settings, rows: int, micro_tokens: int, rank: int = 0, world: int = 1
+) -> Feed:
+    """Packed rows, `rows` a step, with masks drawn anew unless they are stored."""
+    dataset = open_dataset(settings.train, "train")
+    manifest = dataset.manifest
+    share = math.ceil(rows / world)
+    at_once = max(1, micro_tokens // manifest.layout.capacity)
+    parts = math.ceil(share / at_once)
+    made = {"masking": masking(settings, dataset), "rank": rank, "world": world}
+    how = {**made, "rows": rows, "seed": settings.seed, "parts": parts, "balanced": world > 1}
+    held_out = evaluation_dataset(settings)
+    once = {**made, "rows": at_once * world, "seed": EVAL_SEED, "shuffle": False, "epochs": 1}
+    if held_out is not None:
+        once["masking"] = masking(settings, held_out)
+
+    loader.Loader(dataset, **how)  # refuses at once what would be refused at the first step
+    return Feed(
+        stream=lambda cursor: iter(loader.Loader(dataset, **how, cursor=cursor)),
+        evaluate_on=(lambda: loader.Loader(held_out, **once)) if held_out is not None else None,
+        naming=lambda step: partial(_rows, step.before, step.behind, dataset, settings.seed),
+        batch=rows * manifest.sequences / manifest.rows,
+        epoch=manifest.rows / rows,
+        tokens=manifest.tokens / manifest.sequences,
+        squares=_mean_square(manifest.histogram),
+        parts=parts,
+        places=math.ceil(share / parts) * manifest.layout.capacity,
+    )
+
+
+def examples(
+    task: targets.Task,
+    held_out: targets.Task | None,
+    settings: Settings,
+    micro_tokens: int,
+    rank: int = 0,
+    world: int = 1,
+) -> Feed:
+    """Labelled examples, `settings.batch` a step."""
+    lengths = [len(s.ids) for example in task.examples for s in example.sequences]
+    mean = sum(lengths) / max(1, len(task.examples))
+    most = max(1, settings.batch // world)
+    parts = min(most, math.ceil(settings.batch * mean / world / micro_tokens))
+    if task.problem == "contrastive" and not settings.micro_tokens:
+        parts = 1  # what a pair is told from is its batch: no other may be made by itself
+    shared: dict[str, Any] = {"rank": rank, "world": world}
+    how: dict[str, Any] = {
+        **shared,
+        "examples": settings.batch,
+        "seed": settings.seed,
+        "parts": parts,
+    }
+    at_once = max(1, int(micro_tokens / mean)) * world
+    if task.problem == "contrastive":
+        at_once = settings.batch
+    once: dict[str, Any] = {**shared, "examples": at_once, "shuffle": False, "epochs": 1}
+    targets.Loader(task, **how)
+    return Feed(
+        stream=lambda cursor: iter(targets.Loader(task, **how, cursor=cursor)),
+        evaluate_on=(lambda: targets.Loader(held_out, **once)) if held_out else None,
+        naming=lambda step: partial(_numbers, [n for b in step.batches for n in b.numbers]),
+        batch=settings.batch,
+        epoch=len(task.examples) / settings.batch,
+        tokens=mean,
+        squares=sum(length**2 for length in lengths) / len(task.examples),
+        parts=parts,
+    )
+
+
+def _mean_square(histogram: Sequence[int]) -> float:
+    """Of the lengths that it counts, from 1 on."""
+    counts = np.array(histogram, np.float64)
+    return float((counts * np.arange(1, len(counts) + 1) ** 2).sum() / counts.sum())
+
+
+def open_dataset(folder: str, part: str) -> shards.Dataset:
+    """A dataset by its folder, or by the folder that `packhorse data build` made."""
+    if not folder:
+        raise InputError(f"{part} names no data; make some with `packhorse data build`")
+    path = Path(folder)
+    inner = path / part
+    return shards.open(inner if (inner / "manifest.json").is_file() else path)
+
+
+def evaluation_dataset(settings: Settings) -> shards.Dataset | None:
+    """What is held out: as named, or what lies beside the training rows."""
+    if settings.eval:
+        return open_dataset(settings.eval, "eval")
+    path = Path(settings.train)
+    for beside in (path / "eval", path.parent / "eval"):
+        if beside != path and (beside / "manifest.json").is_file():
+            return shards.open(beside)
+    return None
+
+
+def masking(settings: Settings, dataset: shards.Dataset) -> Recipe | None:
+    """How tokens are masked as they are read; None: as they were when they were stored."""
+    if dataset.manifest.layout.static_masks:
+        return None
+    return Recipe(
+        mask_probability=settings.mask_probability,
+        max_predictions=settings.max_predictions or None,
+        whole_words=settings.whole_words,
+    )
+
+
+def placed(batch: Batch, device: torch.device, places: int | None = None) -> Batch:
+    """The batch on the device; with `places`, filled up to one shape for a compiled model."""
+    packed = batch.packed if places is None else one_shape(batch.packed, places)
+    others = {
+        name: sent(value, device)
+        for name in ("masked_at", "masked_ids", "next_labels", "targets")
+        if (value := getattr(batch, name, None)) is not None
+    }
+    return replace(batch, packed=packed.to(device), **others)
+
+
+def one_shape(packed: Packed, places: int) -> Packed:
+    """Filled up to `places` tokens, or with 0 to a bucket; most batches then have one shape."""
+    tokens = max(len(packed.ids), places) if places else executable.round_up(len(packed.ids))
+    dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
+    usual = tokens // USUAL_LENGTH
+    slots = 1 << (max(len(packed) + dummies, usual) - 1).bit_length()
+    longest = 1 << (packed.max_seqlen - 1).bit_length()
+    return replace(packed.pad(tokens, slots), max_seqlen=longest)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the device; from pinned memory, so that its work is not waited for."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def _rows(before: Cursor | None, behind: Cursor, dataset: shards.Dataset, seed: int) -> str:
+    """The rows of a global batch, by the numbers they have in their dataset."""
+    size = len(dataset)
+    stream = np.arange(_place(before, size), _place(behind, size))
+    epochs, places = np.divmod(stream, size)
+    rows = [
+        int(row)
+        for epoch in np.unique(epochs).tolist()
+        for row in permuted(places[epochs == epoch], size, seed, epoch)
+    ]
+    return f"rows {_listed(rows)} of {dataset.folder}"
+
+
+def _place(cursor: Cursor | None, size: int) -> int:
+    return cursor["epoch"] * size + cursor["row"] if cursor else 0
+
+
+def _numbers(numbers: list[int]) -> str:
+    return f"examples {_listed(numbers)}"
+
+
+def _examples(batch: Batch) -> int:
+    return batch.sequences if isinstance(batch, loader.Batch) else len(batch.numbers)
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:32]))
+    return f"{shown} … ({len(numbers)} in all)" if len(numbers) > 32 else shown

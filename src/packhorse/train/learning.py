@@ -1,0 +1,73 @@
+"""One step of learning: gradients added up over its parts and over ranks, clipped, applied.
+
+What a step weighs is counted over all parts and ranks before the first of them runs, so each part's
+loss is its share of the step's and gradients only have to be added. Nothing here waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from packhorse.train import cost, feed
+from packhorse.train.feed import Step
+from packhorse.train.job import Job
+from packhorse.train.objectives.stats import Stats
+from packhorse.train.ranks import Ranks, add_gradients, update
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What a step did; its figures are on the device."""
+
+    names: tuple[str, ...]
+    row: Tensor  # loss, norm of the gradient, then a sum and a count for each name
+    sequences: int  # of all ranks
+    tokens: int
+    work: cost.Work  # of this one
+
+
+def learn(job: Job, step: Step, ranks: Ranks) -> Learned:
+    """Forward and backward over the step's parts, and the update."""
+    weights = torch.stack([job.objective.weigh(batch) for batch in step.batches]).sum(0)
+    counts = torch.tensor([step.sequences, step.tokens], dtype=torch.int64)
+    sequences, tokens, *rest = ranks.add(torch.cat([counts, weights])).tolist()
+    totals = feed.sent(torch.tensor(rest), job.place.device)
+    places = job.feed.places if job.compiled else None
+    job.optimizer.zero_grad(set_to_none=True)
+    losses: list[Tensor] = []
+    figures: list[Stats] = []
+    for batch in step.batches:
+        here = feed.placed(batch, job.place.device, places)
+        loss, stats = job.objective.loss(job.model, here, totals)
+        loss.backward()
+        losses.append(loss.detach())
+        figures.append(stats)
+    norm = _clip(job, ranks)
+    update(job.optimizer)
+    sums = torch.stack([stats.sums for stats in figures]).sum(0)
+    ends = torch.stack([torch.stack(losses).sum().to(sums), norm.to(sums)])
+    row = torch.cat([ends, sums.flatten()])
+    return Learned(figures[0].names, row, sequences, tokens, cost.work(step.batches, places))
+
+
+def tune(job: Job, number: int) -> None:
+    """Set what changes from step to step, as it is for this one; the first is 0."""
+    for group in job.optimizer.param_groups:
+        group["lr"] = job.pace.rate(number)
+        group["betas"] = job.pace.betas(number)
+
+
+def _clip(job: Job, ranks: Ranks) -> Tensor:
+    """The gradient's norm; afterwards it is no longer than it may be."""
+    trained = [p for group in job.optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    add_gradients(gradients, ranks)
+    norm = get_total_norm(gradients)
+    if job.settings.clip:
+        clip_grads_with_norm_(trained, job.settings.clip, norm)
+    return norm

@@ -1,0 +1,138 @@
+"""`packhorse train` from the outside: flags, looks ahead, runs, signals, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SIZES = ("--layers", "2", "--hidden-size", "32", "--heads", "2", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed rows of a few words, as `packhorse data build` leaves them."""
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from packhorse.cli import main
+
+    home = tmp_path_factory.mktemp("corpus")
+    words = ["the", "horse", "mule", "carries", "sacks", "to", "market", "slowly", "."]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (home / "vocab.txt").write_text("\n".join([*special, *words]) + "\n")
+    sentences = [f"the {w} carries {v} to the market ." for w in words[1:3] for v in words[3:8]]
+    documents = ["\n".join(sentences[i % 7 :] + sentences[: i % 5]) for i in range(30)]
+    (home / "part-00000-of-00001").write_text("\n\n".join(documents) + "\n")
+    told = ("--tokenizer", str(home / "vocab.txt"), "--max-length", "48", "--workers", "1")
+    source, out = str(home / "part-00000-of-00001"), str(home / "out")
+    assert main(["data", "build", source, out, *told, "--format", "sentences"]) == 0
+    return home / "out"
+
+
+def test_settings_are_shown_and_come_from_everywhere(
+    cli: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.toml").write_text("batch = 3\nsteps = 3\nseed = 3\n")
+    monkeypatch.setenv("PACKHORSE_TRAIN_STEPS", "4")
+    monkeypatch.setenv("PACKHORSE_TRAIN_SEED", "4")
+    file = tmp_path / "a.toml"
+    said = cli("train", "--config", file, "--seed", "5", "--no-next-sentence", "--print-config")
+    lines = [line.partition("  #")[0].rstrip() for line in said.out.splitlines()]
+    assert {"batch = 3", "steps = 4", "seed = 5", "next_sentence = false"} <= set(lines)
+    said = cli("train", "--config", file, "--text", "a", "--text", "b", "--print-config", "--json")
+    assert said.document["text"] == ["a", "b"] and said.document["steps"] == 4
+
+
+def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
+    preset = {"num_layers": 3, "optimizer": "LAMB", "layers_per_ipu": [3], "batch_size": 2}
+    (tmp_path / "mini.json").write_text(json.dumps(preset))
+    said = cli("train", "--config", tmp_path / "mini.json", "--print-config")
+    assert said.code == 0 and "layers = 3" in said.out and 'optimizer = "lamb"' in said.out
+    assert said.err.count("layers_per_ipu") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--learning-rat", "1"), "--learning-rat"),
+        (("--batch", "few"), "batch"),
+        (("--batch", "0", "--print-config"), "batch is 0: it must be from 1 up"),
+        (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
+        (("--steps", "1"), "names no data"),
+        (("--train", "nowhere", "--steps", "1"), "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line(cli: Callable, flags: tuple[str, ...], told: str) -> None:
+    said = cli("train", *flags)
+    assert said.code == 2 and told in said.err and said.err.count("\n") == 1
+
+
+def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_path: Path) -> None:
+    run = ("train", "--train", corpus, *SIZES, "--batch", "12", "--epochs", "2")
+    run += ("--micro-tokens", "96", "--out", tmp_path / "run", "--log-every", "2", "--json")
+    ahead = cli(*run, "--dry-run")
+    assert ahead.code == 0 and ahead.document["hours"] is None and not (tmp_path / "run").exists()
+    told = ahead.document
+    assert told["accumulation"] * told["micro_batch"] == pytest.approx(told["global_batch"])
+    said = cli(*run)
+    assert said.code == 0, said.err
+    assert said.document["step"] == told["steps"]
+    assert said.document["sequences"] == pytest.approx(told["sequences"], rel=0.1)
+    assert f"step {told['steps']} of {told['steps']}: loss" in said.err and "tok/s" in said.err
+    assert said.document["settings"]["batch"] == 12
+    assert cli(*run, "--dry-run").document["hours"] > 0  # there was a run to go by
+    again = cli(*run)
+    assert again.document["step"] == told["steps"] and "going on behind" in again.err
+    filled = cli("run", "the [MASK] carries sacks", "--model", said.document["model"])
+    assert filled.code == 0, filled.err
+
+
+def test_a_model_is_looked_ahead_of_without_its_weights(
+    cli: Callable, corpus: Path, tmp_path: Path
+) -> None:
+    given = ("--model", "tf-checkpoints/model.ckpt-28252", "--train", corpus, "--steps", "9")
+    said = cli("train", *given, *SIZES, "--out", tmp_path / "run", "--dry-run", "--json")
+    assert said.code == 0 and said.document["steps"] == 9
+    said = cli("train", *given, *SIZES, "--out", tmp_path / "run")
+    assert said.code == 2 and "MLCommons" in said.err  # where the file comes from
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_behind_the_step(
+    number: signal.Signals, code: int, cli: Callable, corpus: Path, tmp_path: Path
+) -> None:
+    run = ("train", "--train", corpus, *SIZES, "--batch", "12", "--out", tmp_path)
+    command = [sys.executable, "-m", "packhorse", *map(str, run)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "--steps", "100000", "--log-every", "1"], stderr=subprocess.PIPE, env=environment
+    )
+    log = tmp_path / "log.jsonl"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_bytes().count(b"\n") > 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    (saved,) = tmp_path.glob("step-*")
+    step = int(saved.name[5:])
+    assert f"stopped behind step {step:,}".encode() in error
+    assert log.read_bytes().count(b"\n") == step and not (tmp_path / "model").exists()
+    said = cli(*run, "--steps", step + 2, "--json")
+    assert said.code == 0 and said.document["step"] == step + 2
+    assert f"going on behind step {step}" in said.err and "steps is now" in said.err
+
+
+def test_a_loss_that_is_no_number_has_its_own_code(
+    cli: Callable, corpus: Path, tmp_path: Path
+) -> None:
+    run = ("train", "--train", corpus, *SIZES, "--steps", "30", "--out", tmp_path)
+    said = cli(*run, "--learning-rate", "1e30", "--optimizer", "adamw", "--clip", "0")
+    assert said.code == 3 and "step " in said.err and "rows " in said.err

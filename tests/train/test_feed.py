@@ -1,0 +1,139 @@
+"""Data as steps: where a step ends, what its parts are, and one shape for a compiled model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse.errors import InputError, KernelError
+from packhorse.train import cost, feed
+from packhorse.train.job import assemble
+from packhorse.train.learning import Ranks, learn, tune
+from packhorse.train.outlook import outlook
+from packhorse.train.pace import Pace
+from packhorse.train.settings import Settings
+
+Make = Callable[..., Any]
+
+
+def test_a_step_is_the_same_however_it_is_cut(settings: Make) -> None:
+    def seen(**said: Any) -> list[list[int]]:
+        feed = assemble(settings(batch=14, **said)).feed
+        parts = [[b.packed.ids for b in step.batches] for step in islice(feed.steps(None), 8)]
+        return [sorted(torch.cat(part).tolist()) for part in parts]
+
+    assert seen() == seen(micro_tokens=60)
+    assert seen() != seen(seed=7)
+
+
+def test_a_step_goes_on_behind_its_cursor(settings: Make) -> None:
+    fed = assemble(settings(batch=14, micro_tokens=100)).feed
+    stream = list(islice(fed.steps(None), 9))  # more than an epoch of 40 rows
+    for i in (1, 5, 7):
+        again = next(fed.steps(stream[i - 1].behind))
+        for ours, theirs in zip(again.batches, stream[i].batches, strict=True):
+            assert torch.equal(ours.packed.ids, theirs.packed.ids)
+            assert torch.equal(ours.masked_at, theirs.masked_at)
+    assert fed.parts == 4 and fed.epoch == 40 / 7 and fed.batch == 14.0
+    assert stream[0].sequences == 14
+
+
+def test_evaluation_sees_the_same_masks_whatever_the_seed(settings: Make) -> None:
+    def seen(seed: int) -> list[int]:
+        job = assemble(settings(seed=seed))
+        assert job.feed.evaluate_on is not None
+        return [id for batch in job.feed.evaluate_on() for id in batch.packed.ids.tolist()]
+
+    assert seen(1) == seen(2)
+
+
+def test_one_shape_changes_nothing(settings: Make) -> None:
+    """As a compiled model is fed; uncompiled, so that it runs here."""
+    plain = settings(dropout=0.0, batch=13, micro_tokens=200)
+    found = []
+    for compiled in (False, True):
+        job = replace(assemble(plain), compiled=compiled)
+        job.model.double()
+        tune(job, 0)
+        done = learn(job, next(job.feed.steps(None)), Ranks())
+        found.append([p.grad for p in job.model.parameters() if p.grad is not None])
+        assert (done.work.fill == 1.0) is not compiled
+    for one, other in zip(*found, strict=True):
+        assert float((one - other).norm()) <= 1e-10 * float(one.norm()) + 1e-15
+
+
+def test_shapes_are_few(settings: Make) -> None:
+    fed = assemble(settings(batch=13, micro_tokens=200)).feed
+    batches = [batch for step in islice(fed.steps(None), 12) for batch in step.batches]
+    shaped = [feed.one_shape(batch.packed, fed.places) for batch in batches]
+    shapes = {(len(p.ids), len(p.cu_seqlens), p.max_seqlen) for p in shaped}
+    assert len({len(batch.packed.ids) for batch in batches}) > 10
+    assert len(shapes) <= 2 and {tokens for tokens, *_ in shapes} == {fed.places}
+
+
+def test_a_kernel_that_cannot_be_compiled_says_so(settings: Make) -> None:
+    with pytest.raises(KernelError, match="leave compile off"):
+        assemble(settings(compile="on", kernel="reference"))
+
+
+def test_data_is_found_by_either_folder(settings: Make, corpus: Path) -> None:
+    whole, part = settings(), settings(train=str(corpus / "train"))
+    for each in (whole, part):
+        fed = assemble(each).feed
+        assert fed.evaluate_on is not None and fed.epoch == 5.0
+    vocabulary = assemble(part).checkpoint.vocabulary
+    assert vocabulary == corpus / "tokenizer"
+    with pytest.raises(InputError, match="manifest"):
+        assemble(settings(train=str(corpus / "tokenizer")))
+
+
+def test_the_pace() -> None:
+    told = Settings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
+    pace = Pace(told, batch=10, epoch=10.5)
+    assert (pace.limit, pace.steps) == (21, 21)
+    assert [pace.rate(step) for step in (0, 10, 20, 30, 40)] == [0.0, 0.5, 1.0, 0.5, 0.0]
+    ends = replace(told, steps=50, max_sequences=95)
+    assert (Pace(ends, 10, 10.5).limit, Pace(ends, 10, 10.5).steps) == (21, 10)
+    only = replace(told, epochs=0.0, max_sequences=95)
+    assert (Pace(only, 10, 10.5).limit, Pace(only, 10, 10.5).steps) == (0, 10)
+    moving = replace(told, beta1=0.6, beta1_end=0.4, beta1_steps=10, beta2=0.9)
+    betas = [Pace(moving, 10, 10.5).betas(step)[0] for step in (0, 5, 10, 99)]
+    assert betas == pytest.approx([0.6, 0.5, 0.4, 0.4])
+    assert Pace(moving, 10, 10.5, power=2.0).betas(10) == pytest.approx((0.16, 0.81))
+
+
+def test_the_packing_rule(settings: Make) -> None:
+    rows = assemble(settings(packing_keeps="batch", batch=6, beta1=0.8)).pace
+    assert rows.batch == 12.0 and rows.power == 2.0
+    assert rows.betas(0)[0] == pytest.approx(0.64)
+    assert assemble(settings(batch=6)).pace.power == 1.0
+
+
+def test_what_a_step_costs(settings: Make) -> None:
+    job = assemble(settings(batch=8))
+    step = next(job.feed.steps(None))
+    done = cost.work(step.batches)
+    lengths = step.batches[0].packed.lengths.tolist()
+    assert (done.tokens, done.squares) == (sum(lengths), sum(n * n for n in lengths))
+    assert done.guessed == len(step.batches[0].masked_at) and done.fill == 1.0
+    assert cost.work(step.batches, places=1000).fill == done.tokens / 1000
+    linear = sum(p.numel() for n, p in job.model.bert.layers.named_parameters() if p.ndim == 2)
+    alone = cost.Work(tokens=done.tokens)
+    assert cost.operations(job.checkpoint.config, alone) == 6 * linear * done.tokens
+    assert cost.operations(job.checkpoint.config, done) > 6 * linear * done.tokens
+    assert cost.peak(torch.device("cpu")) is None
+    assert cost.micro_tokens(job.checkpoint.config, torch.device("cpu"), half=True) == 8192
+
+
+def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
+    found = outlook(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
+    assert (found.steps, found.accumulation, found.global_batch) == (15, 4, 16.0)
+    assert found.hours is None and found.precision == "fp32"
+    (tmp_path / "speed.jsonl").write_text('{"step": 1, "sequences_per_second": 2.0}\n')
+    assert outlook(settings(steps=450), tmp_path).hours == pytest.approx(1.0)

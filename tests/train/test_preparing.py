@@ -1,0 +1,116 @@
+"""The model that is trained: what it takes over, what is drawn, and its weights in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse import attention, checkpoint
+from packhorse.errors import InputError
+from packhorse.model.config import BertConfig
+from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare, sized
+from packhorse.train.settings import Settings
+
+Make = Callable[..., Any]
+CONFIG = BertConfig(64, 32, 2, 2, 64, max_positions=48)
+
+
+def made(begun: Any, *heads: str, labels: tuple[str, ...] = (), **said: Any) -> Any:
+    kernel = attention.kernel("reference")
+    return prepare(Settings(**said), begun, heads, kernel, Labels(labels))
+
+
+def test_a_new_model_is_drawn_as_bert_was() -> None:
+    found, new = made(CONFIG, "mlm", "nsp")
+    named = dict(found.model.named_parameters())
+    assert sorted(new) == sorted(named)
+    words = named["bert.embed.words.weight"]
+    drawn = words.detach()
+    assert 0.015 < float(drawn.std()) < 0.02 and float(drawn.abs().max()) <= 0.04
+    assert torch.equal(named["bert.layers.0.norm.weight"], torch.ones(32))
+    assert torch.equal(named["heads.mlm.norm.weight"], torch.ones(32))
+    assert not named["bert.layers.0.down.bias"].any()
+    every = dict(found.model.named_parameters(remove_duplicate=False))
+    assert every["heads.mlm.decoder.weight"] is words  # tied
+
+
+def test_draws_follow_the_seed() -> None:
+    def words(seed: int) -> torch.Tensor:
+        return made(CONFIG, "mlm", seed=seed)[0].model.bert.embed.words.weight
+
+    assert torch.equal(words(1), words(1))
+    assert not torch.equal(words(1), words(2))
+
+
+def test_weights_are_taken_over_and_dropout_is_set(tiny: Path) -> None:
+    begun = checkpoint.load(tiny)
+    found, new = made(begun, "classify", labels=("a", "b", "c"), dropout=0.3)
+    assert new == ["heads.classify.dense.weight", "heads.classify.dense.bias"]
+    theirs, ours = dict(begun.model.named_parameters()), dict(found.model.named_parameters())
+    pooler = ours["heads.classify.pooler.dense.weight"]
+    assert torch.equal(pooler, theirs["heads.pooled.dense.weight"])
+    assert torch.equal(
+        ours["bert.layers.1.up.dense.weight"], theirs["bert.layers.1.up.dense.weight"]
+    )
+    rates = {m.p for m in found.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.3} and found.config.dropout == 0.3
+    assert found.labels == ("a", "b", "c")
+
+
+def test_sizes_must_be_set_and_agree(tiny: Path) -> None:
+    with pytest.raises(InputError, match="heads is not set"):
+        sized(Settings(layers=2, hidden_size=8), 10, 16)
+    with pytest.raises(InputError, match="max_positions is 8; sequences have 16"):
+        sized(Settings(layers=2, hidden_size=8, heads=2, max_positions=8), 10, 16)
+    assert sized(Settings(layers=2, hidden_size=8, heads=2), 10, 16).intermediate_size == 32
+    with pytest.raises(InputError, match="hidden_size is set to 8, but model has 32"):
+        made(checkpoint.load(tiny), "mlm", hidden_size=8)
+
+
+def test_adamw_is_torchs() -> None:
+    torch.manual_seed(0)
+    ours, theirs = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    theirs.load_state_dict(ours.state_dict())
+    settings = Settings(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, epsilon=1e-8)
+    one = optimizer_for(settings, ours, half=False)
+    groups = [
+        {"params": [theirs.weight], "weight_decay": 0.1},
+        {"params": [theirs.bias], "weight_decay": 0.0},
+    ]
+    other = torch.optim.AdamW(groups, lr=0.01, eps=1e-8)
+    for _ in range(10):
+        x = torch.randn(4, 8)
+        for model, optimizer in ((ours, one), (theirs, other)):
+            optimizer.zero_grad()
+            (model(x) ** 2).sum().backward()
+            optimizer.step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+    assert torch.allclose(ours.bias, theirs.bias, atol=1e-6)
+    lamb = optimizer_for(replace(settings, optimizer="lamb"), ours, half=False)
+    assert [group["adapt"] for group in lamb.param_groups] == [True, False]
+
+
+def test_bf16_moves_weights_that_it_keeps_in_fp32() -> None:
+    found, _ = made(CONFIG, "mlm", "nsp")
+    before = {n: p.detach().clone() for n, p in found.model.named_parameters()}
+    settings = Settings(optimizer="lamb", learning_rate=1e-5, weight_decay=0.0)
+    optimizer = optimizer_for(settings, found.model, half=True)
+    assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
+    full = dict(in_full(found, optimizer).model.named_parameters())
+    assert all(torch.equal(full[name], before[name]) for name in before)  # nothing was rounded
+    weight = found.model.bert.layers[0].get_parameter("down.weight")
+    for _ in range(3):
+        (weight.float() * 1e-3).sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    rounded = weight.detach().clone()
+    for _ in range(20):
+        optimizer.step()
+    moved = dict(in_full(found, optimizer).model.named_parameters())["bert.layers.0.down.weight"]
+    assert not torch.equal(moved, before["bert.layers.0.down.weight"])
+    assert torch.equal(moved.bfloat16(), weight) and int((rounded != weight).sum()) < weight.numel()
+    assert in_full(found, optimizer).model.heads["mlm"].decoder.weight.dtype == torch.float32
