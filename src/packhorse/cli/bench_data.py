@@ -74,7 +74,7 @@ def data(
         speeds = [row.megabytes_per_second for row in rows]
         names = [row.method for row in rows]
         plots.draw_speeds(keep.plot, names, speeds, about["workload"], "megabytes a second", 1)
-    for name in ("loading with dynamic masks", "clean-up", "planning, once for a million sequences"):
+    for name in ("clean-up", "loading with dynamic masks"):
         if name in about:
             note(f"{name}: {about[name]}")
     figures = {"cleaning_mb_per_second": found.cleaning, "loading_tokens_per_second": found.loading}
