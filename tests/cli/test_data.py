@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
 pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
 
+ALL = ["build", "{home}/part-00000", "{home}/out", "--tokenizer", "{home}/vocab.txt"]
 WORDS = ["mule", "horse", "sack", "road", "market", "town", "rain", "hill"]
 
 
@@ -43,6 +44,8 @@ def test_build_then_stats(cli, home: Path) -> None:
     assert "no plan is fuller" in said.out and f"{train['efficiency']:.2%}" in said.out
     assert "reading: 100%, 60 documents" in said.err and "MB/s" in said.err
     assert "writing train: 100%" in said.err
+    read = "60 documents, 0 of them held out, "
+    assert read in said.out and "0 redirects" in said.out and "0 without text" in said.out
 
     told = cli("data", "stats", home / "out", "--json", "--verify", "--samples", 2, "--top", 4)
     assert told.code == 0, told.err
@@ -53,7 +56,7 @@ def test_build_then_stats(cli, home: Path) -> None:
     assert len(shown["strategies"]) == 4 and len(shown["samples"]) == 2
     assert "[MASK=" in shown["samples"][0]["text"] and "[MASK=" in told.out
     assert "█" in told.out and "drawn when loading" in told.out
-    assert "every byte" in told.err
+    assert "every byte" in told.err and read in told.out
 
 
 def test_the_same_again_and_another(cli, home: Path) -> None:
@@ -84,6 +87,10 @@ def test_every_flag_arrives(cli, home: Path) -> None:
     }
     assert (made_by["shard_bytes"], made_by["chunk_bytes"]) == (5000, 3000)
     assert manifest["max_per_pack"] is None and len(manifest["shards"]) > 1
+    assert manifest["next_sentence"] is False
+    assert "next sentence" not in cli("data", "stats", home / "out").out
+    cli(*build(home, "--overwrite"))
+    assert "next sentence: " in cli("data", "stats", home / "out").out
 
 
 def test_bad_input_is_counted_at_the_end(cli, home: Path) -> None:
@@ -114,6 +121,17 @@ def test_a_plot(cli, home: Path) -> None:
             ["build", "{home}", "{home}/out", "--tokenizer", "{home}/vocab.txt", "--format", "x"],
             "x",
         ),
+        (
+            ["build", "{home}", "{home}/out", "--tokenizer", "{home}/vocab.txt"],
+            "lies in the source folder",
+        ),
+        (
+            [*ALL, "--eval-count", "5"],
+            "--eval-count is for --eval-hashes",
+        ),
+        ([*ALL, "--max-bad", "-1"], "max_bad is -1"),
+        ([*ALL, "--seed", "-1"], "seed -1"),
+        ([*ALL, "--max-per-pack", "-1"], "as many as fit 0"),
         (["stats", "{home}"], "no manifest"),
         (["stats", "{home}/none"], "not a folder"),
         (["stats", "{home}", "--plot", "a.gif"], "ends in"),
@@ -132,8 +150,9 @@ def test_a_flipped_byte_is_found(cli, home: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    said = cli("data", "stats", home / "out", "--verify")
-    assert said.code == 2 and "shard-00000.arrow is damaged" in said.err
+    for flags in ((), ("--verify",)):
+        said = cli("data", "stats", home / "out", *flags)
+        assert said.code == 2 and "shard-00000.arrow is damaged" in said.err
 
 
 def test_no_tokenizer_no_samples(cli, home: Path) -> None:

@@ -64,6 +64,7 @@ def test_records_become_a_dataset(
     assert "=w" in stats.out  # a masked word, shown as text
     again = cli("data", "import", *command, "--json")
     assert again.document["already"] and "imported already" in again.err
+    assert "imported before" in again.out and "imported in" not in again.out
 
 
 def test_graphcore_files_and_rows(

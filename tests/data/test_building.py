@@ -14,11 +14,12 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
-from packhorse.data import arrays, shards, workfolder
+from packhorse.data import arrays, fingerprint, shards, workfolder
 from packhorse.data.building import Config, Progress, build
 from packhorse.data.chunking import chunks
 from packhorse.data.loader import Loader
@@ -215,10 +216,24 @@ def test_any_number_of_workers_gives_the_same_bytes(static: bool, held_out: Conf
 def test_too_few_are_an_error_that_counts_them(held_out: Config) -> None:
     with pytest.raises(InputError, match=r"make [\d,]+ sequences, but --eval-count is 5,000"):
         build(replace(held_out, eval_count=5000))
-    with pytest.raises(InputError, match=r"begun with another eval.count \(5000, now 3\)"):
-        build(replace(held_out, eval_count=3))
-    built = build(replace(held_out, eval_count=3, overwrite=True))
+    parts = {path: path.stat().st_ino for path in held_out.out.glob(".build/*/part-*.arrow")}
+    assert len(parts) > 3
+    with pytest.raises(Stop):  # another count goes on, and changes its mind in the middle
+        build(replace(held_out, eval_count=7), stop_after(1, "writing eval"))
+    assert all(path.stat().st_ino == number for path, number in parts.items())
+    built = build(replace(held_out, eval_count=3), stop_after(10**6))
     assert built.eval is not None and built.eval.sequences == 3
+    build(fresh := replace(held_out, eval_count=3, out=held_out.out.with_name("fresh")))
+    assert tree(held_out.out) == tree(fresh.out)
+    with pytest.raises(InputError, match=r"made with another eval.count \(3, now 7\)"):
+        build(replace(held_out, eval_count=7))
+
+
+def test_hashes_of_other_texts(held_out: Config) -> None:
+    assert held_out.eval_hashes is not None
+    held_out.eval_hashes.write_text(f"{'0' * 32}\n{'1' * 32}\n")
+    with pytest.raises(InputError, match=r"none of the 2 hashes .* 120 documents.*MLPerf"):
+        build(held_out)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +272,25 @@ def test_what_is_done_is_not_done_again(stage: str, config: Config, whole: dict)
     build(config, watch)
     assert checked > 3
     assert tree(config.out) == whole
+
+
+def test_what_is_there_is_told_at_once(config: Config) -> None:
+    """Before anything new is made, and as a share of all."""
+    with pytest.raises(Stop):
+        build(config, stop_after(4))
+    there = len([*config.out.glob(".build/*/part-*.arrow")])
+    steps: list[tuple[int, int]] = []
+
+    def watch(progress: Progress) -> None:
+        made = len([*config.out.glob(".build/*/part-*.arrow")])
+        steps.append((made, progress.done))
+        if len(steps) == there:
+            raise Stop
+
+    with pytest.raises(Stop):
+        build(config, watch)
+    assert {made for made, _ in steps} == {there} and there >= 4
+    assert steps[-1][1] >= (there - 1) * config.chunk_bytes
 
 
 def test_other_workers_may_go_on(config: Config, whole: dict) -> None:
@@ -403,6 +437,23 @@ def test_two_builders_on_one_folder(config: Config, whole: dict) -> None:
     assert tree(config.out) == whole
 
 
+def test_the_first_ends_while_the_second_comes(
+    config: Config, whole: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the lock and having it, its folder is taken away."""
+    real, calls = workfolder.lock, []
+
+    def late(file: BinaryIO, path: Path) -> None:
+        if not calls:
+            shutil.rmtree(config.out / ".build")
+        calls.append(path)
+        real(file, path)
+
+    monkeypatch.setattr(workfolder, "lock", late)
+    build(config)
+    assert len(calls) == 2 and tree(config.out) == whole
+
+
 def test_another_config_is_refused_by_name(config: Config, home: Path) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(2))
@@ -430,8 +481,43 @@ def test_a_source_that_changes(config: Config, tmp_path: Path) -> None:
         build(config, stop_after(1))
     text = source.read_bytes()
     source.write_bytes(text[:9000] + b"x" + text[9001:])  # far from its ends, and as long
-    with pytest.raises(InputError, match=r"another sources\.sha256"):
+    with pytest.raises(InputError, match=rf"source {source.name} is not what .*--overwrite"):
         build(config)
+    source.write_bytes(text)  # as it was, if at another time
+    with pytest.raises(Stop):
+        build(config, stop_after(1, "writing"))
+    source.write_bytes(text[:9000] + b"x" + text[9001:])
+    build(replace(config, overwrite=True))
+    with pytest.raises(InputError, match=r"made with another sources\.sha256"):
+        source.write_bytes(text)
+        build(config)
+
+
+def test_a_large_source_that_changes(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its edges are hashed, so on the way its time counts; in what is made it does not."""
+    monkeypatch.setattr(fingerprint, "EDGE", 1000)
+    source = write_source(tmp_path / "changing", CORPUS)
+    config = replace(config, sources=(source,))
+    with pytest.raises(Stop):
+        build(config, stop_after(1))
+    text = source.read_bytes()
+    source.write_bytes(text[:9000] + b"x" + text[9001:])
+    with pytest.raises(InputError, match=rf"source {source.name} is not what"):
+        build(config)
+    source.write_bytes(text)
+    build(replace(config, overwrite=True))
+    os.utime(source, (0, 0))
+    assert build(config).already
+
+
+def test_a_copy_of_the_sources_gives_the_same(config: Config, whole: dict, tmp_path: Path) -> None:
+    shutil.copytree(config.sources[0], tmp_path / "source", copy_function=shutil.copyfile)
+    for path in (tmp_path / "source").iterdir():
+        os.utime(path, (0, 0))
+    build(replace(config, sources=(tmp_path / "source",)))
+    assert tree(config.out) == whole
 
 
 def test_built_already(config: Config, whole: dict) -> None:
@@ -466,6 +552,10 @@ def test_what_no_build_made_is_left_alone(name: str, config: Config) -> None:
 def test_places_that_cannot_be(config: Config, home: Path) -> None:
     with pytest.raises(InputError, match="lies in"):
         build(replace(config, out=home))
+    for inside in (home / "source", home / "source" / "deep" / "out"):
+        with pytest.raises(InputError, match=r"lies in the source folder .* outside"):
+            build(replace(config, out=inside))
+    assert [path.name for path in (home / "source").iterdir()] == ["part-00000-of-00001"]
     config.out.write_text("a file")
     with pytest.raises(InputError, match="cannot be written"):
         build(config)
@@ -477,6 +567,8 @@ def test_places_that_cannot_be(config: Config, home: Path) -> None:
 def test_numbers_that_cannot_be(field: str, config: Config) -> None:
     with pytest.raises(InputError, match=field):
         build(replace(config, **{field: 0}))
+    with pytest.raises(InputError, match="max_bad is -1"):
+        build(replace(config, max_bad=-1))
     assert not config.out.exists()
 
 
@@ -520,6 +612,14 @@ def test_a_damaged_part_is_named(config: Config, whole: dict) -> None:
     part = next(config.out.glob(".build/*/part-00001.arrow"))
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(InputError, match=r"part-00001.arrow is damaged.*remove it"):
+        build(config)
+    part.unlink()
+    with pytest.raises(Stop):
+        build(config, stop_after(1, "planning"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 3] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(InputError, match=r"part-00001.arrow is damaged: its checksum is wrong"):
         build(config)
     part.unlink()
     build(config)
@@ -583,5 +683,5 @@ def test_real_wikipedia(shared_data: Path, tmp_path: Path) -> None:
     shards.open(tmp_path / "out" / "train", verify=True)
     hashes = shared_data / "packing" / "mlperf_bert_eval.md5"
     one = replace(config, sources=(shared_data / "wiki" / "mlperf_wiki_00",), overwrite=True)
-    with pytest.raises(InputError, match=r"make \d+ sequences, but --eval-count is 10,000"):
+    with pytest.raises(InputError, match=r"none of the 9,941 hashes.*37 documents"):
         build(replace(one, eval_hashes=hashes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,28 @@ def test_a_damaged_stream_is_lost_and_the_others_are_not(tmp_path: Path) -> None
     places = write(tmp_path / "a.bz2", [bytes(stream) for stream in packed])
     text, problems = text_of(tmp_path / "a.bz2")
     assert text == whole[0] + whole[2] + whole[3]
-    assert len(problems) == 1
-    assert f"lost up to byte {places[2]}" in problems[0]
+    assert problems == [f"damaged bz2 data, lost from byte {places[1]} to byte {places[2]}"]
+
+
+@pytest.mark.parametrize("behind", [3, 6, 40])
+def test_what_is_lost_lies_before_the_next_stream(tmp_path: Path, behind: int) -> None:
+    """Damage near a stream's end is found when the next stream's first bytes are already fed."""
+    packed = [bytearray(bz2.compress(text)) for text in texts(3, 150)]
+    packed[1][-behind] ^= 4
+    places = write(tmp_path / "a.bz2", [bytes(stream) for stream in packed])
+    _, problems = text_of(tmp_path / "a.bz2")
+    assert problems == [f"damaged bz2 data, lost from byte {places[1]} to byte {places[2]}"]
+
+
+def test_what_is_lost_begins_where_the_last_sound_block_ends(tmp_path: Path) -> None:
+    text = bytes(random.Random(0).choices(b"abcdefgh \n", k=250_000))
+    packed = bytearray(bz2.compress(text, 1))
+    packed[len(packed) // 2] ^= 4
+    write(tmp_path / "a.bz2", [bytes(packed)])
+    given, (problem,) = text_of(tmp_path / "a.bz2")
+    begin, end = map(int, re.findall(r"byte (\d+)", problem))
+    assert end == len(packed)
+    assert begin <= len(bz2.compress(given, 1)) <= begin + 2 * bz2streams.FED_BYTES
 
 
 @pytest.mark.parametrize("bit", range(8))

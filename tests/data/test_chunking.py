@@ -126,6 +126,42 @@ def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
     assert len(parts) >= 4
 
 
+def test_a_row_group_is_one_chunk_until_it_is_large(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"text": ["word " * 20] * 900}),
+        path,
+        row_group_size=300,
+        compression="none",
+        use_dictionary=False,
+    )
+    parts = list(chunks(find([path]), 10_000))
+    assert [(part.begin, part.end, part.cells) for part in parts] == [
+        (begin, begin + 300, None) for begin in (0, 300, 600)
+    ]
+    parts = list(chunks(find([path]), 1000))
+    assert [len(part.cells or ()) for part in parts] == [10] * 90
+    assert [part.last for part in parts] == [False] * 89 + [True]
+
+
+def test_memory_does_not_grow_with_a_row_group(tmp_path: Path) -> None:
+    path, rng = tmp_path / "a.parquet", random.Random(0)
+    table = pa.table({"text": [rng.randbytes(2000).hex() for _ in range(8000)]})
+    parquet.write_table(table, path, compression="none", use_dictionary=False)
+    sources, usual = find([path]), pa.default_memory_pool()
+    streamed, at_once = pa.proxy_memory_pool(usual), pa.proxy_memory_pool(usual)
+    try:
+        pa.set_memory_pool(streamed)
+        rows = sum(part.end - part.begin for part in chunks(sources, 200_000))
+        pa.set_memory_pool(at_once)
+        parquet.ParquetFile(path).read_row_group(0)
+    finally:
+        pa.set_memory_pool(usual)
+    assert rows == 8000
+    assert (streamed.max_memory() or 0) < 5_000_000
+    assert (at_once.max_memory() or 0) > table.nbytes > 30_000_000
+
+
 def test_numbers_go_on_over_sources(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(b'"a"\n' * 10)

@@ -157,7 +157,7 @@ def test_a_damaged_stream_loses_its_pages_and_no_others(tmp_path: Path, size: in
     found, tally = read_all(tmp_path / "a.xml.bz2", size)
     assert [one.sentences for one in found] == SENTENCES[:8] + SENTENCES[12:]
     place = sum(map(len, streams[:4]))
-    assert [f"lost up to byte {place}" in bad.why for bad in tally.bad] == [True]
+    assert [f"to byte {place}" in bad.why for bad in tally.bad] == [True]
 
 
 def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
@@ -282,7 +282,43 @@ def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
     path.write_bytes(data)
     found, tally = read_all(path)
     assert len(found) == 2000
-    assert [bad.where for bad in tally.bad] == [f"{path}, rows 1000 to 1999"]
+    assert [(bad.where, bad.why[:27]) for bad in tally.bad] == [
+        (str(path), "rows 1000 to 1999 are lost:")
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 1 << 22])
+def test_a_flipped_letter_of_parquet_is_told(tmp_path: Path, size: int) -> None:
+    """By the page's checksum; the rows of the pages before and of the next group are kept."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"text": [f"Row number {i} is here." for i in range(2000)]}),
+        path,
+        row_group_size=1000,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+        data_page_size=4000,
+        write_batch_size=100,
+    )
+    path.write_bytes(path.read_bytes().replace(b"number 900 is", b"number 9Q0 is"))
+    found, tally = read_all(path, size)
+    (bad,) = tally.bad
+    first = int(bad.why.split()[1])
+    assert 0 < first <= 900
+    assert f"rows {first} to 999 are lost: " in bad.why
+    assert [one.sentences for one in found] == [
+        [f"Row number {i} is here."] for i in [*range(first), *range(1000, 2000)]
+    ]
+
+
+def test_a_large_row_group_is_decoded_once_and_comes_along(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": PLAIN}), path)
+    parts = list(chunks(find([path]), 200))
+    path.unlink()
+    assert len(parts) > 5
+    assert [one.sentences for part in parts for one in read(part)[0]] == SENTENCES
 
 
 def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
@@ -292,6 +328,18 @@ def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="shorter than"):
         read(parts[-1])
     (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        read(parts[0])
+
+
+def test_a_table_that_changed_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    WRITERS["a.parquet"](path)
+    parts = list(chunks(find([path])))
+    parquet.write_table(pa.table({"text": PLAIN}), path, row_group_size=8)
+    with pytest.raises(InputError, match="not what it was"):
+        read(parts[0])
+    path.unlink()
     with pytest.raises(InputError, match="cannot be read"):
         read(parts[0])
 
@@ -323,6 +371,7 @@ def test_mlperfs_files_and_list(shared_data: Path) -> None:
     assert (total.documents, total.empty, total.bad) == (152, 1, ())
     text = "\n".join(sentence for one in found for sentence in one.sentences)
     assert not any(left in text for left in ("<ref", "</", "<br", "[[", "{{", "&nbsp;", "<doc"))
+    assert not any(left in text for left in ("()", " ,", " )", "]]", "&#"))
     assert nothing not in {one.text_md5 for one in found}
 
 

@@ -99,8 +99,9 @@ def test_the_sizes_that_would_fit_are_told(
     content = (record_files.unpacked(one, 128, 20) for one in made)
     path.write_bytes(b"".join(map(record_files.words, content)))
     said = "could be unpacked with --max-length 128 --max-predictions 20"
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=said) as caught:
         read(path, Sizes())
+    assert str(caught.value).count(f"{said.removeprefix('could be ')} ") == 1
     content = (record_files.ten_arrays([one], 128, 20, 2) for one in made)
     path.write_bytes(b"".join(map(record_files.words, content)))
     said = "could be packed with --max-length 128 --max-predictions 20 --max-sequences-per-pack 2"

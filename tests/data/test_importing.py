@@ -322,7 +322,8 @@ def test_what_is_refused(record_files: ModuleType, files: dict, config, tmp_path
         "not a whole number of records": config(files["words_packed"], sizes=Sizes(41, 7, 3)),
         "not a TFRecord": config(files["words_packed"], format="tfrecord"),
         "not of the vocabulary": config(one, vocab_size=50),
-        "lies in": config(one, out=tmp_path),
+        f"{one} lies in": config(one, out=tmp_path),
+        "lies in the source folder": config(one.parent, out=one.parent / "out"),
         "for training and for evaluation": config(one, eval=(one,)),
         "there is no format 'csv'": config(one, format="csv"),
     }

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ pytest.importorskip("pyarrow")
 
 SPECIALS = Specials(1, 2, 3, 0, vocab_size=1000)
 RECIPE = Recipe(max_length=40)
+plain = partial(Loader, masking=False)
 FIRST = 500  # the token that names row 0; other tokens are below
 
 
@@ -95,7 +97,7 @@ def reference(rows: Rows, capacity: int) -> Packed:
 @pytest.mark.parametrize("in_rows", [False, True])
 def test_a_batch_is_what_packed_makes_of_its_sequences(dataset: Any, in_rows: bool) -> None:
     data = dataset(60)
-    for batch in Loader(data, rows=7, epochs=1, in_rows=in_rows):
+    for batch in plain(data, rows=7, epochs=1, in_rows=in_rows):
         rows = data.take(names(batch))
         expected = reference(rows, 40 * in_rows)
         for field in fields(Packed):
@@ -119,8 +121,8 @@ def test_masked_tokens_stand_where_they_are_said_to(
         continues = np.arange(1000) % 3 == 0
         data.manifest = replace(data.manifest, specials=replace(SPECIALS, continues=continues))
     recipe = replace(RECIPE, whole_words=whole_words, mask_probability=0.3)
-    plain = Loader(data, rows=7, epochs=1, in_rows=in_rows)
-    for batch, bare in zip(replace(plain, masking=recipe), plain, strict=True):
+    without = plain(data, rows=7, epochs=1, in_rows=in_rows)
+    for batch, bare in zip(replace(without, masking=recipe), without, strict=True):
         assert len(batch.masked_at) > 10
         assert (batch.masked_at.diff() > 0).all()
         original = batch.packed.ids.clone()
@@ -151,6 +153,45 @@ def test_static_masks_come_as_stored(dataset: Any, tmp_path: Path) -> None:
         Loader(static, rows=4, masking=RECIPE)
 
 
+def test_masks_are_drawn_as_the_dataset_says(dataset: Any) -> None:
+    """Unless the loader is told otherwise, or to draw none."""
+    data = shards.open(dataset(60).folder)
+    recipe = Recipe(mask_probability=0.5, max_predictions=2, whole_words=True)
+    continues = np.arange(1000) % 3 == 0
+    data.manifest = replace(
+        data.manifest, masking=recipe, specials=replace(SPECIALS, continues=continues)
+    )
+    ours = [flat(batch) for batch in Loader(data, 7, epochs=1)]
+    assert ours == [flat(batch) for batch in Loader(data, 7, epochs=1, masking=recipe)]
+    assert ours != [flat(batch) for batch in Loader(data, 7, epochs=1, masking=Recipe())]
+    assert not any(len(batch.masked_at) for batch in plain(data, 7, epochs=1))
+
+
+def test_without_second_segments_there_are_no_labels(dataset: Any, tmp_path: Path) -> None:
+    rows, layout = rows_with_names(20), Layout(40, 1000, 3, next_sentence=False)
+    writer = Writer(tmp_path / "set", layout, SPECIALS, {})
+    writer.add(replace(rows, first=rows.lengths, random_next=rows.random_next * 0))
+    writer.finish()
+    for batch in Loader(shards.open(tmp_path / "set"), 7, epochs=1):
+        assert not len(batch.next_labels) and not batch.packed.types.any()
+    assert all(
+        len(batch.next_labels) == batch.sequences for batch in plain(dataset(20), 7, epochs=1)
+    )
+
+
+def test_a_flipped_bit_is_not_trained_on(dataset: Any, tmp_path: Path) -> None:
+    """In a word, which another word of the vocabulary takes the place of: nothing else shows it."""
+    shutil.copytree(dataset(60).folder, tmp_path / "set")
+    assert len(list(Loader(shards.open(tmp_path / "set"), 7, epochs=1))) == 9
+    path = tmp_path / "set" / shards.shard_name(2)
+    number = sum(shard.rows for shard in dataset(60).manifest.shards[:2])
+    whole, ids = path.read_bytes(), dataset(60).row(number).ids.tobytes()
+    at = whole.index(ids) + 4
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(InputError, match=f"{path.name} is damaged"):
+        list(Loader(shards.open(tmp_path / "set"), 7, epochs=1))
+
+
 def names_in_order(batch: Batch) -> np.ndarray:
     """As `names`, for masked batches in the stored order: the cursor says which they are."""
     end = batch.cursor["row"] or 30
@@ -172,8 +213,8 @@ def test_every_row_exactly_once_an_epoch(
     balanced: bool,
     seed: int,
 ) -> None:
-    rows = max(rows, world * parts)
-    whole = Loader(dataset(size), rows, seed, epochs=2, balanced=balanced, prefetch=0)
+    rows = max(rows, world)
+    whole = plain(dataset(size), rows, seed, epochs=2, balanced=balanced, prefetch=0)
     expected = [row for batch in whole for row in names(batch)]
     seen: Counter[int] = Counter()
     batches: dict[int, list[int]] = {}
@@ -233,11 +274,11 @@ def test_masks_change_with_epoch_and_seed_alone(dataset: Any) -> None:
 
 
 def test_epochs_have_different_orders(dataset: Any) -> None:
-    orders = [tuple(names(batch)) for batch in Loader(dataset(40), 40, epochs=3)]
+    orders = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3)]
     assert len(set(orders)) == 3 and tuple(range(40)) not in orders
-    again = [tuple(names(batch)) for batch in Loader(dataset(40), 40, epochs=3)]
-    other = [tuple(names(batch)) for batch in Loader(dataset(40), 40, 1, epochs=3)]
-    stored = [tuple(names(batch)) for batch in Loader(dataset(40), 40, epochs=3, shuffle=False)]
+    again = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3)]
+    other = [tuple(names(batch)) for batch in plain(dataset(40), 40, 1, epochs=3)]
+    stored = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3, shuffle=False)]
     assert again == orders and not set(orders) & set(other)
     assert stored == [tuple(range(40))] * 3
 
@@ -247,18 +288,18 @@ def test_the_last_batch(dataset: Any) -> None:
     data = dataset(11)
 
     def counts(**how: Any) -> list[int]:
-        return [len(names(batch)) for batch in islice(Loader(data, 4, **how), 8)]
+        return [len(names(batch)) for batch in islice(plain(data, 4, **how), 8)]
 
-    endless = list(islice(Loader(data, 4), 11))
+    endless = list(islice(plain(data, 4), 11))
     assert counts() == [4] * 8
     assert Counter(row for b in endless for row in names(b)) == Counter({r: 4 for r in range(11)})
     assert counts(epochs=1) == [4, 4, 3]
     assert counts(epochs=2, drop_last=True) == [4, 4, 4, 4]
     assert counts(epochs=1, rank=3, world=4) == [1, 1]  # of the last batch this rank has none
-    dropped = [row for batch in Loader(data, 4, drop_last=True, epochs=1) for row in names(batch)]
+    dropped = [row for batch in plain(data, 4, drop_last=True, epochs=1) for row in names(batch)]
     assert len(set(dropped)) == 8
     with pytest.raises(InputError, match="11 rows, not one batch of 12"):
-        Loader(data, 12, drop_last=True)
+        plain(data, 12, drop_last=True)
 
 
 @pytest.mark.parametrize("how", [{}, {"epochs": 2}, {"drop_last": True}, {"balanced": True}])
@@ -283,7 +324,7 @@ def test_a_cursor_outlives_another_world_and_batch_size(
     dataset: Any, taken: int, rows: int, world: int, drop_last: bool
 ) -> None:
     data = dataset(31)
-    before = Loader(data, 7, drop_last=drop_last, prefetch=0)
+    before = plain(data, 7, drop_last=drop_last, prefetch=0)
     used = list(islice(before, taken))
     cursor = used[-1].cursor if used else None
     stream = [row for batch in used for row in names(batch)]
@@ -292,7 +333,7 @@ def test_a_cursor_outlives_another_world_and_batch_size(
     while len(stream) < 31 * 4:
         stream += [row for share in shares for row in names(next(share))]
     if not drop_last:
-        whole = islice(Loader(data, 31, prefetch=0), 8)
+        whole = islice(plain(data, 31, prefetch=0), 8)
         expected = [row for batch in whole for row in names(batch)]
         assert stream == expected[: len(stream)]
     else:
@@ -303,7 +344,7 @@ def test_a_cursor_outlives_another_world_and_batch_size(
 
 def test_a_cursor_points_behind_whole_steps(dataset: Any) -> None:
     """Inside an accumulated step it still points before it; behind the last part, behind it."""
-    loader = Loader(dataset(23), 8, parts=3, world=2)
+    loader = plain(dataset(23), 8, parts=3, world=2)
     first, *rest = islice(loader, 5)
     assert [batch.cursor["batch"] for batch in (first, *rest)] == [0, 0, 1, 1, 1]
     assert flat(next(iter(replace(loader, cursor=first.cursor)))) == flat(first)
@@ -319,10 +360,10 @@ def test_workers_resume_from_one_cursor(dataset: Any) -> None:
 
 
 def test_a_cursor_of_something_else_is_refused(dataset: Any) -> None:
-    cursor = next(iter(Loader(dataset(20), 5, 3))).cursor
+    cursor = next(iter(plain(dataset(20), 5, 3))).cursor
     for loader in (
-        Loader(dataset(20), 5, 3, cursor=cursor),
-        Loader(dataset(20), 5, 3, cursor=cursor | {"more": 1}),
+        plain(dataset(20), 5, 3, cursor=cursor),
+        plain(dataset(20), 5, 3, cursor=cursor | {"more": 1}),
     ):
         assert next(iter(loader)).cursor["batch"] == 2
     for changed, complaint in (
@@ -334,11 +375,11 @@ def test_a_cursor_of_something_else_is_refused(dataset: Any) -> None:
         ({"batch": True}, "not a cursor"),
     ):
         with pytest.raises(InputError, match=complaint):
-            Loader(dataset(20), 5, 3, cursor=cursor | changed)
+            plain(dataset(20), 5, 3, cursor=cursor | changed)
     with pytest.raises(InputError, match="another dataset"):
-        Loader(dataset(21), 5, 3, cursor=cursor)
+        plain(dataset(21), 5, 3, cursor=cursor)
     with pytest.raises(InputError, match="not a cursor"):
-        Loader(dataset(20), 5, 3, cursor={})
+        plain(dataset(20), 5, 3, cursor={})
 
 
 @pytest.mark.parametrize(
@@ -349,13 +390,13 @@ def test_a_cursor_of_something_else_is_refused(dataset: Any) -> None:
         {"world": 0},
         {"rank": 2, "world": 2},
         {"worker": -1},
-        {"rows": 5, "world": 3, "parts": 2},
+        {"rows": 2, "world": 3},
         {"prefetch": -1},
     ],
 )
 def test_what_cannot_be_loaded_is_told_at_once(dataset: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
-        Loader(dataset(20), **{"rows": 6} | wrong)
+        plain(dataset(20), **{"rows": 6} | wrong)
 
 
 def loading_threads() -> list[threading.Thread]:
@@ -374,11 +415,11 @@ def test_batches_made_ahead_are_the_same(dataset: Any, prefetch: int) -> None:
 
 
 def test_an_abandoned_iteration_ends_its_thread(dataset: Any) -> None:
-    for number, _ in enumerate(Loader(dataset(23), 6)):
+    for number, _ in enumerate(plain(dataset(23), 6)):
         if number == 2:
             break
     assert not loading_threads()
-    batches = iter(Loader(dataset(23), 6))
+    batches = iter(plain(dataset(23), 6))
     next(batches)
     del batches
     assert not loading_threads()
@@ -386,7 +427,7 @@ def test_an_abandoned_iteration_ends_its_thread(dataset: Any) -> None:
 
 def test_an_error_reaches_who_iterates(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the batches before it, once, and with the thread gone."""
-    loader = Loader(dataset(23), 6, prefetch=3)
+    loader = plain(dataset(23), 6, prefetch=3)
     data, calls = loader.dataset, iter(range(100))
 
     def damaged(numbers: np.ndarray) -> Iterator[Rows]:

@@ -76,6 +76,20 @@ def test_what_is_never_closed_is_text_without_its_bracket(wikitext: str) -> None
     assert markup.paragraphs(wikitext) == UNBALANCED[wikitext]
 
 
+def test_wikiextractors_text_is_tidied_as_a_dumps_is() -> None:
+    text = (
+        "Ants ( ; ) , or bees (Latin: ), live.]]\n\n()\n"
+        "A cent (Unicode &#162) is &#xA2; or &cent; at AT&T.\n"
+        'One<ref name="x">gone</ref> <b>line</b>.<br>\n'
+    )
+    assert markup.extracted_paragraphs(text) == [
+        "Ants, or bees (Latin:), live.",
+        "A cent (Unicode ¢) is ¢ or ¢ at AT&T.",
+        "One line.",
+    ]
+    assert markup.paragraphs("Ants ({{t}}) , a &#162 (Latin: {{t}}).") == ["Ants, a ¢ (Latin:)."]
+
+
 def test_namespaces_of_another_language_are_hidden() -> None:
     hidden = markup.HIDDEN | {"datei"}
     assert markup.paragraphs("[[Datei:a.jpg|mini|Bild]] Text.", hidden) == ["Text."]

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from packhorse.data import shards
 from packhorse.data.manifest import NAME, Manifest, read_manifest, write_manifest
-from packhorse.data.masking import Masks, Specials
+from packhorse.data.masking import Masks, Recipe, Specials
 from packhorse.data.packs import Layout, Rows, columns_of, cumulative, dtypes_of
 from packhorse.data.shards import Writer, rows_a_shard, shard_name, write_shard
 from packhorse.errors import InputError
+from packhorse.wire import crc32c as packhorse_crc32c
 
 pa = pytest.importorskip("pyarrow")
 
@@ -167,6 +168,26 @@ def test_bytes_depend_on_rows_alone(tmp_path: Path, layout: Layout) -> None:
     assert other.fingerprint != shards.open(tmp_path / "a").fingerprint
 
 
+def test_how_to_mask_is_kept(tmp_path: Path) -> None:
+    recipe = Recipe(mask_probability=0.3, max_predictions=None, whole_words=True)
+    writer = Writer(tmp_path / "set", LAYOUT, SPECIALS, {}, masking=recipe)
+    writer.add(some_rows(9))
+    manifest = writer.finish()
+    assert read_manifest(tmp_path / "set") == manifest and manifest.masking == recipe
+    assert replace(manifest, masking=Recipe()).fingerprint != manifest.fingerprint
+    static = replace(manifest, layout=STATIC)  # what is stored decides there, and alone
+    assert replace(static, masking=Recipe()).fingerprint == static.fingerprint
+
+
+def test_sequences_of_one_segment(tmp_path: Path) -> None:
+    alone, rows = replace(LAYOUT, next_sentence=False), some_rows(9)
+    with pytest.raises(InputError, match="there are to be none"):
+        write(tmp_path / "a", rows, alone)
+    manifest = write(tmp_path / "b", replace(rows, random_next=rows.random_next * 0), alone)
+    assert not read_manifest(tmp_path / "b").layout.next_sentence
+    assert replace(manifest, layout=LAYOUT).fingerprint != manifest.fingerprint
+
+
 def test_a_config_is_no_part_of_the_fingerprint(tmp_path: Path) -> None:
     ours = write(tmp_path / "a", some_rows(9), made="here")
     assert ours.fingerprint == write(tmp_path / "b", some_rows(9), made="there").fingerprint
@@ -261,13 +282,17 @@ def change(folder: Path, **told: Any) -> None:
 
 
 def test_a_newer_format_names_the_packhorse_it_needs(folder: Path) -> None:
-    change(folder, format=2, written_by="9.8.7", capacity="unheard of")
-    with pytest.raises(InputError, match=r"format 2.*install packhorse>=9\.8\.7"):
+    change(folder, format=3, written_by="9.8.7", capacity="unheard of")
+    with pytest.raises(InputError, match=r"format 3.*install packhorse>=9\.8\.7"):
+        shards.open(folder)
+    change(folder, format=1)
+    with pytest.raises(InputError, match=r"format 1, which says too little.*build or import"):
         shards.open(folder)
 
 
 SHARD = {"name": "shard-00000.arrow", "rows": 1, "sequences": 1, "tokens": 1, "bytes": 1}
 SHARD["crc32c"] = "00000000"
+MASKING = {"mask_probability": 0.2, "max_predictions": None, "whole_words": True}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +312,11 @@ SHARD["crc32c"] = "00000000"
         ({"vocab_size": 2}, "outside the vocabulary"),
         ({"vocab_size": 299}, "columns|vocabulary"),
         ({"static_masks": True}, "columns"),
+        ({"next_sentence": False}, "to be none"),
+        ({"masking": None}, "damaged"),
+        ({"masking": MASKING | {"mask_probability": 2.0}}, "mask_probability is 2"),
+        ({"masking": MASKING | {"max_predictions": 0}}, "damaged"),
+        ({"masking": MASKING | {"whole_words": 1}}, "damaged"),
         ({"specials": {"cls": 1}}, "damaged"),
         ({"specials": {"cls": 1, "sep": 2, "mask": 3, "pad": 0, "continues": "??"}}, "damaged"),
         ({"shards": []}, "no rows"),
@@ -339,40 +369,65 @@ def test_a_missing_or_cut_shard_is_named_at_once(folder: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found(folder: Path, rng: np.random.Generator) -> None:
+    """Whichever byte it is in, Arrow's frame or a word, and whoever touches the shard first."""
     path = folder / shard_name(1)
     whole = np.fromfile(path, np.uint8)
-    for at in {0, len(whole) - 1, *rng.integers(0, len(whole), 60).tolist()}:
+    row = shards.open(folder).manifest.shards[0].rows
+    touch = (
+        lambda dataset: dataset.verify(),
+        lambda dataset: dataset.row(row),
+        lambda dataset: dataset.take([0, row]),
+        lambda dataset: dataset.tokens([row]),
+        lambda dataset: dataset.shard(1),
+    )
+    for at in range(0, len(whole), 3):
         broken = whole.copy()
         broken[at] ^= 1 << int(rng.integers(0, 8))
         path.write_bytes(broken.tobytes())
-        with pytest.raises(InputError, match=rf"{path.name}.*again"):
-            shards.open(folder, verify=True)
+        dataset = shards.open(folder)
+        dataset.row(0)  # the control: another shard is as good as before
+        with pytest.raises(InputError, match=rf"{path.name} is damaged: its checksum.*again"):
+            touch[at % len(touch)](dataset)
     path.write_bytes(whole.tobytes())
-    shards.open(folder, verify=True)
+    for each in touch:
+        each(shards.open(folder))
 
 
-def test_damage_that_loading_meets_is_told(folder: Path) -> None:
-    """Without `verify`: what would shift sequences, or is no word, still ends in our own error."""
+def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed = []
+    monkeypatch.setattr(
+        shards, "crc32c", lambda data: summed.append(len(data)) or packhorse_crc32c(data)
+    )
+    dataset = shards.open(folder)
+    assert not summed
+    for _ in range(3):
+        dataset.take(np.arange(100))
+    assert summed == [shard.bytes for shard in dataset.manifest.shards]
+    dataset.verify()
+    assert len(summed) == 2 * len(dataset.manifest.shards)
+
+
+def test_damage_done_while_loading_is_told(folder: Path) -> None:
+    """Behind the checksum: what would shift sequences, or is no word, ends in our own error."""
     path = folder / shard_name(0)
     dataset = shards.open(folder)
     ids, whole = dataset.row(0).ids.tobytes(), path.read_bytes()
-    at = whole.index(ids)
-    path.write_bytes(whole[:at] + b"\xff" * len(ids) + whole[at + len(ids) :])
+    with path.open("r+b") as file:
+        file.seek(whole.index(ids))
+        file.write(b"\xff" * len(ids))
     with pytest.raises(InputError, match="verify"):
-        shards.open(folder).take([0])
+        dataset.take([0])
 
 
 def rewritten(folder: Path, table: Any) -> None:
     """A shard with other content, to which size and checksum in the manifest agree."""
-    from packhorse.wire import crc32c
-
     path = folder / shard_name(0)
     with pa.ipc.new_file(str(path), table.schema) as file:
         for batch in table.to_batches(max_chunksize=len(table)):
             file.write_batch(batch)
     told = json.loads((folder / NAME).read_text())["shards"]
     data = path.read_bytes()
-    told[0] |= {"bytes": len(data), "crc32c": f"{crc32c(data):08x}"}
+    told[0] |= {"bytes": len(data), "crc32c": f"{packhorse_crc32c(data):08x}"}
     change(folder, shards=told)
 
 
@@ -393,7 +448,7 @@ def test_a_shard_of_other_making_is_refused(folder: Path) -> None:
     for complaint, other in cases.items():
         rewritten(folder, other)
         with pytest.raises(InputError, match=f"{shard_name(0)}.*{complaint}.*again"):
-            shards.open(folder)
+            shards.open(folder).row(0)
     rewritten(folder, table)
     shards.open(folder, verify=True)
 

@@ -102,6 +102,18 @@ def test_what_is_refused(tmp_path: Path, name: str, data: bytes, says: str) -> N
     assert name in str(caught.value)
 
 
+def test_a_dump_whose_beginning_is_damaged_says_so(tmp_path: Path) -> None:
+    header, page, foot = DUMP.partition(b"<page>x</page>\n")
+    streams = [bytearray(bz2.compress(text)) for text in (header, page, page, foot)]
+    streams[1][-8] ^= 4
+    path = write(tmp_path / "a.xml.bz2", b"".join(streams))
+    assert find([path])[0].kind == "mediawiki", "the third stream has a page"
+    streams[2][-8] ^= 4
+    write(path, b"".join(streams))
+    with pytest.raises(InputError, match=r"damaged bz2 data, lost from .* fetch the file again"):
+        find([path])
+
+
 def test_no_source_is_refused(tmp_path: Path) -> None:
     for paths, says in (
         ([], "no source"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -12,6 +13,7 @@ import pytest
 
 from packhorse.data import shards, statistics
 from packhorse.data.building import Config, build
+from packhorse.data.loader import Loader
 from packhorse.data.masking import Recipe
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
@@ -76,6 +78,33 @@ def test_samples_show_what_stood_there(name: str, built: Path) -> None:
 def _marks(text: str) -> list[tuple[str, str]]:
     words = (word.strip("[]") for word in text.split() if "=" in word)
     return [(seen, stood) for seen, _, stood in (word.partition("=") for word in words)]
+
+
+def test_damage_is_told_with_the_shard(built: Path, tmp_path: Path) -> None:
+    """Any byte of it, Arrow's frame included."""
+    shutil.copytree(built / "train", tmp_path / "train")
+    path = tmp_path / "train" / shards.shard_name(0)
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 23):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 64]) + whole[at + 1 :])
+        with pytest.raises(InputError, match=rf"{path.name} is damaged.*build the dataset again"):
+            statistics.count("train", tmp_path / "train", top=3)
+    path.write_bytes(whole)
+    assert statistics.count("train", tmp_path / "train", top=3).manifest.rows
+
+
+def test_of_single_segments_no_label_is_told(built: Path, tmp_path: Path) -> None:
+    recipe = Recipe(max_length=64, next_sentence=False, mask_probability=0.5)
+    home = built.parent
+    build(Config((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, workers=1))
+    found = statistics.count("train", tmp_path / "out" / "train", top=3)
+    assert found.random_next is None and not found.manifest.layout.next_sentence
+    tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer")
+    shown = statistics.samples(tmp_path / "out" / "train", tokenizer, 5, seed=1)
+    assert {sample.next_label for sample in shown} == {None}
+    # As the build was told to mask, so does a loader that is told nothing.
+    (batch,) = Loader(shards.open(tmp_path / "out" / "train"), found.manifest.rows, epochs=1)
+    assert 0.4 < len(batch.masked_at) / batch.tokens < 0.55
 
 
 def test_more_samples_than_rows(built: Path) -> None:

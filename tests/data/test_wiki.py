@@ -57,6 +57,14 @@ def test_docs_begin_and_end_with_a_line() -> None:
     assert wiki.extracted(doc) == ("A > B & C", "\nSee <doc > here.\n\n")
 
 
+@pytest.mark.parametrize("first", ["Ants & bees", " Ants &amp; bees\r"])
+def test_a_first_line_goes_only_if_it_is_the_title(first: str) -> None:
+    tag = '<doc id="1" title="Ants &amp; bees">\n'
+    assert wiki.extracted(f"{tag}{first}\n\nText.\n</doc>".encode())[1] == "\nText.\n"
+    for text in ("Ants & bees live.\nMore.\n", "One line.\n", "One line, no end.", ""):
+        assert wiki.extracted(f"{tag}{text}</doc>".encode())[1] == text
+
+
 def test_a_page_is_its_title_and_text() -> None:
     assert wiki.page(page("a &amp; &lt;b&gt; &amp;nbsp; é", "T &amp; U")) == Page(
         "T & U", "a & <b> &nbsp; é"

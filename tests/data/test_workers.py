@@ -84,7 +84,8 @@ def test_a_killed_worker_is_told() -> None:
         list(run(die, [(n,) for n in range(8)]))
 
 
-def test_workers_do_not_outlive_a_killed_master(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_do_not_outlive_a_killed_master(end: signal.Signals, tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -94,10 +95,14 @@ def test_workers_do_not_outlive_a_killed_master(tmp_path: Path) -> None:
     )
     script = tmp_path / "master.py"
     script.write_text(code)
-    with subprocess.Popen([sys.executable, script, str(Path(__file__).parent), file]) as master:
+    command = [sys.executable, script, str(Path(__file__).parent), file]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as master:
         worker = int(_content(file))
         assert _alive(worker)
-        master.kill()
+        master.send_signal(end)
+        _, said = master.communicate(timeout=20)
+    if end == signal.SIGTERM:
+        assert (master.returncode, said) == (128 + end, "")
     until = time.monotonic() + 20
     while _alive(worker) and time.monotonic() < until:
         time.sleep(0.05)

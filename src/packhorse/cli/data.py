@@ -32,6 +32,17 @@ EVAL, WORK = Group("Held out", sort_key=3), Group("Work", sort_key=4)
 BARS = 16  # of a histogram on the terminal
 WIDTH = 24  # of the longest of them
 SAMPLE = 480  # characters of a text to show
+READ = {
+    "files": "files",
+    "records": "records",
+    "documents": "documents",
+    "held_out": "of them held out",
+    "sentences": "sentences",
+    "redirects": "redirects",
+    "not_articles": "pages that are no articles",
+    "empty": "without text",
+    "bad": "that cannot be used",
+}
 
 
 def _flag(group: Group, help: str) -> Parameter:
@@ -77,10 +88,16 @@ class Options:
     eval_hashes: Annotated[
         Path | None, _flag(EVAL, "md5 of the documents that are not for training, one a line.")
     ] = None
-    eval_count: Annotated[int, _flag(EVAL, "Sequences of them that make OUT/eval, exactly.")] = (
-        10_000
-    )
+    eval_count: Annotated[
+        int | None, _flag(EVAL, "Sequences of them in OUT/eval, exactly; default 10,000.")
+    ] = None
 
+    engine: Annotated[
+        Literal["local", "ray"], _flag(WORK, "This machine, or a Ray cluster that shares OUT.")
+    ] = "local"
+    ray_address: Annotated[
+        str | None, _flag(WORK, "HOST:PORT of the cluster; default Ray is started here.")
+    ] = None
     workers: Annotated[int | None, _flag(WORK, "Processes; default one a core.")] = None
     shard_bytes: Annotated[int, _flag(WORK, "About the size of a file of rows.")] = 64 << 20
     chunk_bytes: Annotated[
@@ -128,12 +145,14 @@ def build(
 
 
 def _config(paths: tuple[Path, ...], options: Options) -> "Config":
-    from packhorse.data.building import Config
+    from packhorse.data.building import EVAL_COUNT, Config
     from packhorse.data.documents import CHUNK_BYTES
     from packhorse.data.masking import Recipe
 
     if len(paths) < 2:
         raise InputError("name one source or more and, last, the folder for the result")
+    if options.eval_count is not None and options.eval_hashes is None:
+        raise InputError("--eval-count is for --eval-hashes, which says what is held out")
     recipe = Recipe(
         max_length=options.max_length,
         short_probability=options.short_probability,
@@ -145,13 +164,15 @@ def _config(paths: tuple[Path, ...], options: Options) -> "Config":
         seed=options.seed,
         next_sentence=not options.single,
     )
-    same = ("column", "eval_hashes", "eval_count", "max_bad", "shard_bytes", "overwrite", "workers")
+    same = ("column", "eval_hashes", "max_bad", "shard_bytes", "overwrite")
+    same += ("engine", "ray_address", "workers")
     return Config(
         sources=paths[:-1],
         out=paths[-1],
         tokenizer=_tokenizer(options.tokenizer),
         recipe=recipe,
         max_per_pack=options.max_per_pack or None,
+        eval_count=EVAL_COUNT if options.eval_count is None else options.eval_count,
         kind=options.format,
         chunk_bytes=CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes,
         **{name: getattr(options, name) for name in same},
@@ -175,8 +196,17 @@ def _show_built(out: Path, built: "Built", seconds: float) -> None:
     title = f"{out}: built {'before' if built.already else f'in {seconds:.1f} s'}"
     table(title, ["", "rows", "sequences", "tokens", "full", "no plan is fuller"], rows)
     found = built.train.config["found"]
+    print(f"read: {_read(found)}")
     if found["bad"]:
         note(f"warning: {found['bad']:,} documents or places could not be used and were left out")
+
+
+def _read(found: dict[str, int]) -> str:
+    """What the sources held, as far as it was counted."""
+    counted = [
+        f"{found[name]:,} {words}" for name, words in READ.items() if found.get(name) is not None
+    ]
+    return ", ".join(counted)
 
 
 def _best(manifest: "Manifest") -> float:
@@ -286,23 +316,28 @@ def _show(found: "Statistics", shown: "list[Sample]") -> None:
     title = f"{found.strategy_count:,} ways to fill a row, the most frequent:"
     table(title, ["lengths", "tokens", "rows", "of all"], rows)
     for sample in shown:
-        print(f"row {sample.row:,}, {sample.tokens} tokens, next sentence: {sample.next_label}")
+        label = f", next sentence: {sample.next_label}" if sample.next_label else ""
+        print(f"row {sample.row:,}, {sample.tokens} tokens{label}")
         print(f"  {short(sample.text, SAMPLE)}")
 
 
 def _lines(found: "Statistics") -> list[tuple[str, str]]:
     manifest, layout = found.manifest, found.manifest.layout
     one_a_row = manifest.tokens / (manifest.sequences * layout.capacity)
-    bound = found.lower_bound
+    bound, random = found.lower_bound, found.random_next
+    follows = []
+    if random is not None:
+        follows = [("random next sentences", f"{random / manifest.sequences:.1%}")]
     best = [("no plan is fuller than", f"{_best(manifest):.2%} ({bound:,} rows)")] if bound else []
     return [
+        *([("read", _read(told))] if (told := manifest.config.get("found")) else []),
         ("tokens", f"{manifest.tokens:,}"),
         ("tokens a sequence", f"{manifest.tokens / manifest.sequences:.1f}"),
         ("sequences a row", f"{manifest.sequences / manifest.rows:.3f}"),
         ("full, one sequence a row", f"{one_a_row:.2%}"),
         ("full, packed", f"{manifest.efficiency:.2%}"),
         *best,
-        ("random next sentences", f"{found.random_next / manifest.sequences:.1%}"),
+        *follows,
         ("masks", "stored" if layout.static_masks else "drawn when loading"),
         ("on disk", f"{found.bytes / 1e6:,.1f} MB in {len(manifest.shards):,} shards"),
     ]

@@ -134,7 +134,8 @@ def _show(out: Path, made: "Imported", seconds: float) -> None:
         rows.append([name, *figures, manifest.rows, f"{manifest.efficiency:.2%}"])
         if found["empty"]:
             note(f"{name}: {found['empty']:,} records held no sequence and have no row")
-    table(f"{out}: imported in {seconds:.1f} s", ["", *counts, "rows", "full"], rows)
+    title = f"{out}: imported {'before' if made.already else f'in {seconds:.1f} s'}"
+    table(title, ["", *counts, "rows", "full"], rows)
 
 
 def _manifests(made: "Imported") -> "dict[str, Manifest]":

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from packhorse.atomic import new_file
 from packhorse.data import fingerprint
 from packhorse.data.chunking import BZ2_RATIO
+from packhorse.data.cluster import ray_cluster
 from packhorse.data.documents import CHUNK_BYTES, Chunk, Source, chunks, find
 from packhorse.data.manifest import Manifest, ShardInfo, read_manifest, write_manifest
 from packhorse.data.masking import Recipe, specials_of
@@ -38,6 +39,7 @@ from packhorse.data.parts import (
     Found,
     Piece,
     counts,
+    eval_folder,
     found_in,
     make_eval,
     part_path,
@@ -49,12 +51,13 @@ from packhorse.data.parts import (
 from packhorse.data.planning import GROUP, grouped, pack, plan_group
 from packhorse.data.shards import SHARD_BYTES, rows_a_shard, shard_name
 from packhorse.data.workers import GO_ON, Engine, Run, local
-from packhorse.data.workfolder import claim, publish
+from packhorse.data.workfolder import claim, publish, refuse_depth, refuse_inside
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens.files import find as find_tokenizer
 
-ENGINES: dict[str, Callable[[int | None], Engine]] = {"local": local}
+ENGINES = ("local", "ray")
+EVAL_COUNT = 10_000  # MLPerf's
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +72,15 @@ class Config:
     kind: str | None = None  # of the sources; None: told by each
     column: str | None = None
     eval_hashes: Path | None = None
-    eval_count: int = 10_000
+    eval_count: int = EVAL_COUNT
     max_bad: int = 0
     chunk_bytes: int = CHUNK_BYTES
     shard_bytes: int = SHARD_BYTES
     group: int = GROUP  # sequences that are planned together, about
     overwrite: bool = False
-    engine: str = "local"
+    engine: str = "local"  # or "ray"
     workers: int | None = None  # None: one for each core
+    ray_address: str | None = None  # of a cluster; None: Ray is started here
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class _Split:
     """The parts of one of the two datasets."""
 
     name: str
+    home: Path  # where it is made
     parts: Sequence[Path]
     found: Sequence[Found]
     recipe: Recipe
@@ -127,12 +132,15 @@ class _Split:
 def build(config: Config, watch: Watch = lambda progress: None) -> Built:
     """Build the dataset, or the rest of it; `watch` is told how far it is."""
     sources = _sources(config)
-    made_by = _made_by(config, sources)
-    with claim(config.out, made_by, config.overwrite) as folder:
+    stamps = fingerprint.stamps(sources)
+    made_by = _made_by(config, fingerprint.of_sources(sources, stamps))
+    begun_by = _begun_by(made_by)
+    with claim(config.out, made_by, config.overwrite, begun_by, stamps) as folder:
         if folder is not None:
-            with _kept(), ENGINES[config.engine](config.workers) as run:
+            folder = folder.absolute()  # for who works elsewhere
+            with _kept(), _engine(config, folder, sources) as run:
                 _make(_Site(config, made_by, folder, run, watch), sources)
-                publish(folder, config.out)
+                publish(folder, config.out, eval_folder(folder, config.eval_count))
         eval = read_manifest(config.out / "eval") if config.eval_hashes else None
         return Built(read_manifest(config.out / "train"), eval, already=folder is None)
 
@@ -141,19 +149,29 @@ def _sources(config: Config) -> list[Source]:
     """The files to read; what cannot be meant is refused before anything is made."""
     if config.engine not in ENGINES:
         raise InputError(f"there is no engine {config.engine!r}; use {' or '.join(ENGINES)}")
-    for name in ("eval_count", "chunk_bytes", "shard_bytes", "group"):
-        if getattr(config, name) < 1:
-            raise InputError(f"{name} is {getattr(config, name)}; it must be 1 or more")
-    if config.max_per_pack is not None and config.max_per_pack < 1:
-        raise InputError(f"max_per_pack is {config.max_per_pack}; it must be 1 or more, or None")
+    if config.ray_address and config.engine != "ray":
+        raise InputError("--ray-address is for --engine ray")
+    least = dict.fromkeys(("eval_count", "chunk_bytes", "shard_bytes", "group"), 1)
+    for name, bound in (least | {"max_bad": 0}).items():
+        if getattr(config, name) < bound:
+            raise InputError(f"{name} is {getattr(config, name)}; it must be {bound} or more")
+    refuse_depth(config.max_per_pack)
+    refuse_inside(config.out, config.sources)
     sources, out = find(config.sources, config.kind, config.column), config.out.resolve()
     for source in sources:
         if source.path.resolve().is_relative_to(out):
             raise InputError(f"{source.path} lies in {config.out}; build into another folder")
-    return sources
+    return [replace(source, path=source.path.absolute()) for source in sources]
 
 
-def _made_by(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
+def _engine(config: Config, folder: Path, sources: Sequence[Source]) -> Engine:
+    if config.engine == "local":
+        return local(config.workers)
+    reads = {source.path: source.size for source in sources}
+    return ray_cluster(folder, reads, config.ray_address, config.workers)
+
+
+def _made_by(config: Config, sources: dict[str, object]) -> dict[str, Any]:
     """All that decides the result."""
     specials = specials_of(Tokenizer.load(config.tokenizer))
     if config.recipe.whole_words and specials.continues is None:
@@ -166,7 +184,7 @@ def _made_by(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
             "sha256": fingerprint.of_files([config.eval_hashes]),
         }
     return {
-        "sources": fingerprint.of_sources(sources),
+        "sources": sources,
         "tokenizer": fingerprint.of_files(_tokenizer_files(config.tokenizer).values()),
         "recipe": asdict(config.recipe),
         "max_per_pack": config.max_per_pack,
@@ -176,6 +194,12 @@ def _made_by(config: Config, sources: Sequence[Source]) -> dict[str, Any]:
         "group": config.group,
         "versions": fingerprint.of_libraries(),
     }
+
+
+def _begun_by(made_by: dict[str, Any]) -> dict[str, Any]:
+    """What decides the parts: how many held-out sequences are wanted can be changed on the way."""
+    held_out = made_by["eval"]
+    return made_by | {"eval": held_out and {**held_out, "count": None}}
 
 
 def _make(site: _Site, sources: Sequence[Source]) -> None:
@@ -195,11 +219,24 @@ def _make(site: _Site, sources: Sequence[Source]) -> None:
         )
     parts = [part_path(folder, number) for number in range(len(found))]
     if config.eval_hashes:
+        _refuse_unmatched(config.eval_hashes, total)
+        home = eval_folder(folder, config.eval_count)
+        home.mkdir(exist_ok=True)
         recipe = replace(config.recipe, static_masks=True)
         held = [*site.run(make_eval, [(parts, config.eval_count, recipe, folder)])]
         facts = {"documents": total.held_out}
-        _pack(site, _Split("eval", [folder / EVAL_PART], held, recipe, facts))
-    _pack(site, _Split("train", parts, found, config.recipe, counts(total)))
+        _pack(site, _Split("eval", home, [home / EVAL_PART], held, recipe, facts))
+    _pack(site, _Split("train", folder, parts, found, config.recipe, counts(total)))
+
+
+def _refuse_unmatched(hashes: Path, total: Found) -> None:
+    if not total.held_out:
+        raise InputError(
+            f"none of the {len(read_hashes(hashes)):,} hashes of {hashes} is that of one of the"
+            f" {total.documents:,} documents; a hash fits only the very text that it was made of"
+            " (MLPerf's list fits MLPerf's own text alone); leave --eval-hashes out, or name hashes"
+            " of these documents"
+        )
 
 
 def _read(site: _Site, sources: Sequence[Source]) -> list[Found]:
@@ -207,7 +244,9 @@ def _read(site: _Site, sources: Sequence[Source]) -> list[Found]:
     found: dict[int, Found] = {}
     total, size = Found(), sum(source.size for source in sources)
     start, done, fresh = time.perf_counter(), 0, 0
-    for part in _parts(site, sources):
+
+    def take(part: _Part) -> None:
+        nonlocal total, done, fresh
         found[part.number] = part.found
         total += part.found
         done, fresh = done + part.bytes, fresh + part.made_now * part.bytes
@@ -215,6 +254,10 @@ def _read(site: _Site, sources: Sequence[Source]) -> list[Found]:
         site.watch(Progress("reading", done, size, total, speed))
         if total.bad > site.config.max_bad:
             _refuse_bad(sum((found[number] for number in sorted(found)), Found()), done < size)
+
+    asked: deque[tuple[int, int]] = deque()
+    for each in site.run(work, _missing(site, sources, asked, take)):
+        take(_Part(*asked.popleft(), each, True))
     return [found[number] for number in range(len(found))]
 
 
@@ -225,28 +268,22 @@ class _Part(NamedTuple):
     made_now: bool
 
 
-def _parts(site: _Site, sources: Sequence[Source]) -> Iterator[_Part]:
-    """The part of each piece, made now or there already."""
-    config, folder = site.config, site.folder
-    there: deque[_Part] = deque()
-    asked: deque[tuple[int, int]] = deque()
-    left: dict[Path, int] = {}
-
-    def missing() -> Iterator[tuple[Piece, Recipe, Path]]:
-        for piece in pieces(chunks(sources, config.chunk_bytes), config.chunk_bytes):
-            path = part_path(folder, piece.number)
-            size = sum(_bytes_of(chunk, left, config.chunk_bytes) for chunk in piece.chunks)
-            if path.exists():
-                there.append(_Part(piece.number, size, found_in(path), False))
-            else:
-                asked.append((piece.number, size))
-                yield piece, config.recipe, folder
-
-    for found in site.run(work, missing()):
-        yield _Part(*asked.popleft(), found, True)
-        while there:
-            yield there.popleft()
-    yield from there
+def _missing(
+    site: _Site,
+    sources: Sequence[Source],
+    asked: deque[tuple[int, int]],
+    take: Callable[[_Part], None],
+) -> Iterator[tuple[Piece, Recipe, Path]]:
+    """The pieces whose part is to be made; one that is there is taken at once, not in its turn."""
+    config, left = site.config, {}
+    for piece in pieces(chunks(sources, config.chunk_bytes), config.chunk_bytes):
+        path = part_path(site.folder, piece.number)
+        size = sum(_bytes_of(chunk, left, config.chunk_bytes) for chunk in piece.chunks)
+        if path.exists():
+            take(_Part(piece.number, size, found_in(path), False))
+        else:
+            asked.append((piece.number, size))
+            yield piece, config.recipe, site.folder
 
 
 def _bytes_of(chunk: Chunk, left: dict[Path, int], size: int) -> int:
@@ -276,11 +313,11 @@ def _pack(site: _Site, split: _Split) -> None:
     """Parts into the dataset of that name."""
     specials, longest = special_tokens(site.folder), split.recipe.max_length
     depth, static = site.config.max_per_pack, split.recipe.static_masks
-    layout = Layout(longest, specials.vocab_size, depth, static)
+    layout = Layout(longest, specials.vocab_size, depth, static, split.recipe.next_sentence)
     groups = grouped(
         split.parts,
         [each.sequences for each in split.found],
-        lambda number: site.folder / f"{split.name}-plan-{number:05d}.arrow",
+        lambda number: split.home / f"{split.name}-plan-{number:05d}.arrow",
         split.recipe.seed,
         site.config.group,
     )
@@ -293,16 +330,17 @@ def _pack(site: _Site, split: _Split) -> None:
         for group, plan in zip(groups, plans, strict=True)
         for begin in range(0, plan["rows"], size)
     ]
-    target = site.folder / split.name
+    target = split.home / split.name
     target.mkdir(exist_ok=True)
     items = (
-        (*piece, layout, target / shard_name(n), site.folder / f"{split.name}-{n:05d}.json")
+        (*piece, layout, target / shard_name(n), split.home / f"{split.name}-{n:05d}.json")
         for n, piece in enumerate(pieces)
     )
     infos: list[ShardInfo] = _watched(site, "writing", split, site.run(pack, items), len(pieces))
     bound = sum(plan["lower_bound"] for plan in plans)
     config = {"made_by": site.made_by, "found": split.facts, "lower_bound": bound}
-    write_manifest(target, Manifest(layout, specials, histogram, tuple(infos), config))
+    told = layout, specials, histogram, tuple(infos), config, split.recipe
+    write_manifest(target, Manifest(*told))
 
 
 def _watched(

@@ -55,7 +55,7 @@ def _one_stream(
     file: BinaryIO, path: Path, begin: int, end: int
 ) -> Generator[tuple[bytes, str], None, int]:
     """One stream's text; returns where the next one begins."""
-    decoder, at = bz2.BZ2Decompressor(), begin
+    decoder, at, sound = bz2.BZ2Decompressor(), begin, begin
     file.seek(begin)
     while not decoder.eof and at < end:
         fed = file.read(min(FED_BYTES, end - at))
@@ -65,11 +65,12 @@ def _one_stream(
             text = decoder.decompress(fed)
         except OSError:
             after = next((start for start in starts(path, begin + 1) if start < end), end)
-            yield b"", f"damaged bz2 data before byte {at + len(fed)}, lost up to byte {after}"
+            yield b"", f"damaged bz2 data, lost from byte {sound} to byte {after}"
             return after
-        at += len(fed)
         if text:
+            sound = at  # the block that is lost next begins in what was fed last
             yield text, ""
+        at += len(fed)
     if not decoder.eof:
         yield b"", f"the bz2 stream from byte {begin} is cut at byte {at}"
     return at - len(decoder.unused_data)

@@ -3,8 +3,9 @@
 A chunk is a range of bytes that begins where a document does, about `size` bytes of text, so it is
 small to send and a worker reads it itself. Only the surroundings of each cut are looked at. Where a
 file cannot be entered in the middle, a bz2 of one stream or whose streams end inside documents, the
-text is unpacked here, once and in order, and sent along in `data`. Chunks come lazily and never
-hold more than one of these; a document longer than `size` is a chunk of its own.
+text is unpacked here, once and in order, and sent along in `data`; so are the rows of a parquet
+file's large row groups, in `cells`. Chunks come lazily and never hold more than one of these; a
+document longer than `size` is a chunk of its own.
 
 Cuts depend on the file and `size` alone. In plain text, where nothing tells documents apart, a long
 file is cut at a blank line, and what lies between two cuts is a document.
@@ -17,14 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packhorse.data import bz2streams
 from packhorse.data.sources import Source
 from packhorse.errors import InputError
 
+if TYPE_CHECKING:
+    from pyarrow import parquet
+
 CHUNK_BYTES = 1 << 22
 LONGEST_DOCUMENT = 1 << 28  # bytes; what is longer is cut, and read as damage
 BZ2_RATIO = 4  # bytes of text for each of a packed dump, roughly
+GROUP_CHUNKS = 4  # a parquet row group of up to so many chunks' bytes is one chunk
+ROWS_A_READ = 256  # of a parquet file, at most
 EARLY_BYTES = 1 << 26  # of a dump; in one of many streams they hold the first of them
 
 _FIRST_LOOK = 1 << 16
@@ -48,7 +55,7 @@ class Chunk:
     """A part of a source that can be read by itself, anywhere; pickles.
 
     `begin` and `end` count bytes of the file, rows of a parquet file, and unpacked bytes where the
-    text comes along in `data`.
+    text comes along in `data`. `cells` are the rows' texts where they come along.
     """
 
     source: Source
@@ -57,7 +64,8 @@ class Chunk:
     end: int
     data: bytes | None = None
     last: bool = False  # of its source
-    problems: tuple[str, ...] = ()  # found while `data` was unpacked
+    problems: tuple[str, ...] = ()  # found while `data` or `cells` were unpacked
+    cells: tuple[bytes | None, ...] | None = None
 
 
 def chunks(sources: Sequence[Source], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
@@ -170,22 +178,71 @@ def _unpacked_here(source: Source, size: int) -> Iterator[Chunk]:
         begin = end
 
 
-def _of_rows(source: Source, size: int) -> Iterator[Chunk]:
-    """As many rows as have about `size` bytes by their group's mean; groups are not crossed."""
+def opened_table(path: Path) -> parquet.ParquetFile:
+    """A parquet file that is read page by page, never a whole column of a row group at once."""
     from pyarrow import parquet
 
-    with parquet.ParquetFile(source.path) as file:
-        about = file.metadata
-    first = 0
-    for group in (about.row_group(number) for number in range(about.num_row_groups)):
-        columns = (group.column(number) for number in range(group.num_columns))
-        stored = sum(
-            column.total_uncompressed_size
-            for column in columns
-            if column.path_in_schema == source.column
-        )
-        rows = max(1, group.num_rows * size // max(stored, 1))
-        for begin in range(first, first + group.num_rows, rows):
-            end = min(begin + rows, first + group.num_rows)
-            yield Chunk(source, 0, begin, end, last=end == about.num_rows)
-        first += group.num_rows
+    return parquet.ParquetFile(
+        path, buffer_size=1 << 16, pre_buffer=False, page_checksum_verification=True
+    )
+
+
+def texts_of_group(
+    file: parquet.ParquetFile, group: int, column: str | None, rows: int = ROWS_A_READ
+) -> Iterator[bytes | None]:
+    """The column's texts in one row group, decoded once from its start, `rows` at a time."""
+    import pyarrow as pa
+
+    for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
+        yield from batch.column(0).cast(pa.large_binary()).to_pylist()
+
+
+def lost_rows(begin: int, end: int, error: Exception) -> str:
+    """The complaint about rows `begin` to `end` of a damaged parquet file."""
+    return f"rows {begin} to {end - 1} are lost: {error}"
+
+
+def _of_rows(source: Source, size: int) -> Iterator[Chunk]:
+    """A row group each, for the worker to decode; a large one is decoded here.
+
+    Pages of a group are read from its first on, so a worker could enter it nowhere else.
+    """
+    begin = 0
+    with opened_table(source.path) as file:
+        for number in range(file.num_row_groups):
+            group = file.metadata.row_group(number)
+            whole = Chunk(source, 0, begin, begin + group.num_rows)
+            columns = (group.column(index) for index in range(group.num_columns))
+            stored = sum(
+                column.total_uncompressed_size
+                for column in columns
+                if column.path_in_schema == source.column
+            )
+            large = stored > GROUP_CHUNKS * size
+            for chunk in _of_group(file, number, whole, size, stored) if large else [whole]:
+                if chunk.begin < chunk.end:
+                    yield replace(chunk, last=chunk.end == file.metadata.num_rows)
+            begin = whole.end
+
+
+def _of_group(
+    file: parquet.ParquetFile, number: int, whole: Chunk, size: int, stored: int
+) -> Iterator[Chunk]:
+    """A large row group in chunks that bring their rows along; damage costs the group's rest."""
+    import pyarrow as pa
+
+    rows = whole.end - whole.begin
+    a_read = min(ROWS_A_READ, max(1, size * rows // stored))
+    begin, cells, weight = whole.begin, list[bytes | None](), 0
+    problems: tuple[str, ...] = ()
+    try:
+        for text in texts_of_group(file, number, whole.source.column, a_read):
+            cells.append(text)
+            weight += len(text or b"")
+            if weight >= size:
+                end = begin + len(cells)
+                yield replace(whole, begin=begin, end=end, cells=tuple(cells))
+                begin, cells, weight = end, [], 0
+    except (pa.ArrowException, OSError) as error:
+        problems = (lost_rows(begin + len(cells), whole.end, error),)
+    yield replace(whole, begin=begin, cells=tuple(cells), problems=problems)

@@ -11,8 +11,8 @@ does so before its first task.
 
 Tasks, not Ray Data. Its datasets begin with a list of all items, while ours come one by one (a bz2
 of one stream is unpacked as it is read, and would have to lie in memory whole); it hides what went
-wrong behind an error of its own; and for items of half a second, which ours are, it took half as
-long again. What it would add we have: the results' order is a queue, backpressure its length.
+wrong behind an error of its own; and with items of half a second, as ours are, it took half as long
+again. What it would add we have: the results' order is a queue, backpressure its length.
 
 Ray runs whatever it is sent by anyone who reaches its ports. Without an address it is started here,
 on the loopback alone and with a secret of its own, and ends with this process; with one it is the
@@ -37,6 +37,7 @@ from typing import Any, TypeVar
 
 from packhorse.data import fingerprint
 from packhorse.data.workers import GO_ON, Run, call, cores
+from packhorse.data.workfolder import speaking
 from packhorse.errors import InputError, MissingExtra, PackhorseError
 
 T = TypeVar("T")
@@ -132,7 +133,7 @@ def admit(place: Path, libraries: Libraries, reads: Mapping[str, int]) -> str:
     for name, version in libraries:
         if here.get(name) != version:
             raise InputError(f"has {name} {here.get(name)}, not {version}: the result would differ")
-    name = f"{socket.gethostname()}-{os.getpid()}"
+    name = uuid.uuid4().hex
     try:
         (place / name).touch()
     except FileNotFoundError as error:
@@ -156,7 +157,8 @@ def admit(place: Path, libraries: Libraries, reads: Mapping[str, int]) -> str:
 def _meeting(folder: Path) -> Iterator[Path]:
     """A folder of a name that nobody has asked for yet: no network file system knows it cached."""
     place = folder.absolute() / f".nodes-{uuid.uuid4().hex[:12]}"
-    place.mkdir()
+    with speaking(folder):
+        place.mkdir()
     try:
         yield place
     finally:
@@ -200,8 +202,10 @@ def _complaint(ray: Any, answer: Any, place: Path) -> str | None:
         return str(error.cause) if mild else f"cannot run Packhorse: {error.cause}"
     except ray.exceptions.GetTimeoutError:
         return f"has not answered for {PATIENCE:.0f} seconds"
+    except (ray.exceptions.TaskUnschedulableError, ray.exceptions.NodeDiedError):
+        return None  # it is gone
     except ray.exceptions.RayError as error:
-        return f"went away: {_first_line(error)}"
+        return f"cannot work: {_first_line(error)}"
     if not (place / name).exists():
         return f"writes to another {place.parent} than this one: it must be on a shared disk"
     return None
@@ -216,19 +220,29 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _connected(address: str | None, workers: int | None) -> Iterator[Any]:
-    with _environment(alone=address is None), _short_lived() as home:
+    with _environment(alone=address is None):
         ray = _ray()
         if ray.is_initialized():
             raise InputError("this process is connected to Ray already; call ray.shutdown() first")
-        if address is None:
-            options = _alone(ray, workers or cores(), home)
-        else:
-            options = {"address": _reached(ray, address)}
-        try:
-            ray.init(**options, log_to_driver=False, logging_level=logging.CRITICAL)
-            yield ray
-        finally:
-            ray.shutdown()
+        with _reached(ray, address) if address else _alone(ray, workers or cores()) as options:
+            try:
+                _connect(ray, options)
+                yield ray
+            finally:
+                ray.shutdown()
+
+
+def _connect(ray: Any, options: dict[str, Any]) -> None:
+    try:
+        ray.init(**options, log_to_driver=False, logging_level=logging.CRITICAL)
+    except Exception as error:  # Ray raises all kinds
+        if options["address"] == "local":
+            raise InputError(f"Ray cannot be started here: {_first_line(error)}") from error
+        raise InputError(
+            f"{_first_line(error)}; this machine must be a node of the cluster and have the same"
+            f" Ray ({ray.__version__}); if it asks for a token, set RAY_AUTH_MODE=token and the"
+            " same RAY_AUTH_TOKEN"
+        ) from error
 
 
 def _ray() -> Any:
@@ -243,10 +257,10 @@ def _ray() -> Any:
 def _environment(alone: bool) -> Iterator[None]:
     """Ray is told most things by variables, some of them when it is imported."""
     before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
-    told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "error"}
+    told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # say nothing
     if alone:
         told |= {LOOPBACK: "0", "RAY_AUTH_TOKEN": _secret()}
-    os.environ.update(told | before if not alone else before | told)
+    os.environ.update(told)
     try:
         yield
     finally:
@@ -261,24 +275,22 @@ def _secret() -> str:
 
 
 @contextmanager
-def _short_lived() -> Iterator[str]:
-    """For logs and sockets; the path of a socket may have 107 bytes, so not $TMPDIR."""
-    root = "/tmp" if os.path.isdir("/tmp") else None
-    with tempfile.TemporaryDirectory("", "ray-", root, ignore_cleanup_errors=True) as home:
-        yield home
-
-
-def _alone(ray: Any, cpus: int, home: str) -> dict[str, Any]:
+def _alone(ray: Any, cpus: int) -> Iterator[dict[str, Any]]:
     if not ray.util.get_node_ip_address().startswith("127."):
         raise InputError(
             f"Ray was imported before and would listen on the network; set {LOOPBACK}=0 before it"
             " is, or start Ray yourself and pass its address"
         )
-    local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-    return {**local, "object_store_memory": STORE, "_temp_dir": home}
+    # Ray opens its folder to all, so it lies in one that is ours; not in $TMPDIR, for the paths of
+    # sockets must be short.
+    root = "/tmp" if os.path.isdir("/tmp") else None
+    with tempfile.TemporaryDirectory("", "ray-", root, ignore_cleanup_errors=True) as home:
+        local = {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+        yield {**local, "object_store_memory": STORE, "_temp_dir": f"{home}/r"}
 
 
-def _reached(ray: Any, address: str) -> str:
+@contextmanager
+def _reached(ray: Any, address: str) -> Iterator[dict[str, Any]]:
     """Asked first by ourselves: Ray tries for a quarter of an hour, and not in silence."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
@@ -286,10 +298,11 @@ def _reached(ray: Any, address: str) -> str:
     if host in ("localhost", "127.0.0.1"):  # so Ray takes it
         host = ray.util.get_node_ip_address()
     try:
-        socket.create_connection((host, int(port)), ANSWER).close()
-    except OSError as error:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"no Ray cluster answers at {address}: {error.strerror or error}; name the address that"
+            f"no Ray cluster answers at {address}: {reason}; name the address that"
             " `ray start --head` printed"
         ) from error
-    return address
+    yield {"address": address}

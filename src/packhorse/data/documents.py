@@ -23,11 +23,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from packhorse.data import bz2streams, markup, sentences, wiki
-from packhorse.data.chunking import CHUNK_BYTES, Chunk, chunks
+from packhorse.data.chunking import (
+    CHUNK_BYTES,
+    Chunk,
+    chunks,
+    lost_rows,
+    opened_table,
+    texts_of_group,
+)
 from packhorse.data.sources import KINDS, Source, find
 from packhorse.errors import InputError
 
@@ -45,7 +52,6 @@ __all__ = [
 ]
 
 REDIRECT, NOT_AN_ARTICLE, EMPTY = wiki.REDIRECT, wiki.NOT_AN_ARTICLE, "empty"
-ROWS_A_READ = 256  # of a parquet file
 
 _HEADING = re.compile(r"^[ \t]*= .* =[ \t\r]*$", re.MULTILINE)
 _TITLE_LINE = re.compile(rb"^[ \t]*= [^=\n]+ =[ \t\r]*$", re.MULTILINE)
@@ -195,7 +201,7 @@ def _wikiextractor(data: bytes, chunk: Chunk) -> Iterator[Found]:
 
 def _extracted(element: bytes) -> Document | str:
     title, text = wiki.extracted(element)
-    return _document(title, markup.without_tags(text).split("\n"))
+    return _document(title, markup.extracted_paragraphs(text))
 
 
 def _sentence_lines(data: bytes, chunk: Chunk) -> Iterator[Found]:
@@ -265,42 +271,38 @@ def _decoded(text: bytes) -> str:
 
 
 def _parquet(chunk: Chunk) -> Iterator[Found]:
+    """The chunk's rows, brought along or a row group of the file; damage costs the group's rest."""
     import pyarrow as pa
 
-    row = chunk.begin
+    path, row = chunk.source.path, chunk.begin
     try:
-        for batch in _batches(chunk):
-            for text in batch:
-                where = f"{chunk.source.path}, row {row}"
-                yield _tried(where, _of_cell, where, text)
-                row += 1
+        for text in _row_group(chunk) if chunk.cells is None else chunk.cells:
+            where = f"{path}, row {row}"
+            yield _tried(where, _of_cell, where, text)
+            row += 1
     except (pa.ArrowException, OSError) as error:
-        yield Bad(f"{chunk.source.path}, rows {row} to {chunk.end - 1}", str(error))
+        yield Bad(str(path), lost_rows(row, chunk.end, error))
+    yield from (Bad(str(path), problem) for problem in chunk.problems)
 
 
 def _of_cell(where: str, text: bytes | None) -> Document | str:
     return _document(where, _decoded(text or b"").split("\n"))
 
 
-def _batches(chunk: Chunk) -> Iterator[list[bytes | None]]:
-    """The chunk's rows of the text column, a few at a time; they lie in one row group."""
+def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
     import pyarrow as pa
-    from pyarrow import parquet
 
-    with parquet.ParquetFile(chunk.source.path) as file:
-        group, first = 0, 0
-        while first + (rows := file.metadata.row_group(group).num_rows) <= chunk.begin:
-            group, first = group + 1, first + rows
-        for batch in file.iter_batches(
-            ROWS_A_READ, row_groups=[group], columns=[chunk.source.column]
-        ):
-            skipped, left = max(0, chunk.begin - first), chunk.end - first
-            first += batch.num_rows
-            if first > chunk.begin:
-                wanted = batch.column(0).slice(skipped, max(0, left - skipped))
-                yield wanted.cast(pa.large_binary()).to_pylist()
-            if first >= chunk.end:
-                return
+    path = chunk.source.path
+    try:
+        file = opened_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    with file:
+        counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = [*accumulate(counts)]
+        if chunk.end not in ends or counts[ends.index(chunk.end)] != chunk.end - chunk.begin:
+            raise InputError(f"{path} is not what it was when the build began; leave sources alone")
+        yield from texts_of_group(file, ends.index(chunk.end), chunk.source.column)
 
 
 _READERS: dict[str, Callable[[bytes, Chunk], Iterator[Found]]] = {

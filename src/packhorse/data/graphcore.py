@@ -139,7 +139,7 @@ def _sound(path: Path, sizes: Sizes, kind: str) -> bool:
 
 def _misfit(path: Path, sizes: Sizes) -> str:
     packed, unpacked = (sizes.record_bytes(kind) for kind in KINDS)
-    others = [f"{kind} with {tried.flags()}" for kind, tried in _others(path, sizes)]
+    others = dict.fromkeys(f"{kind} with {tried.flags()}" for kind, tried in _others(path, sizes))
     none = "no usual sizes fit either; if it is a TFRecord, --format tfrecord says what is wrong"
     return (
         f"{path}: {_size(path)} bytes are not a whole number of records, neither of {packed} bytes"

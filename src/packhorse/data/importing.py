@@ -36,7 +36,15 @@ from packhorse.data.records import Unpacked
 from packhorse.data.shards import SHARD_BYTES, Writer, rows_a_shard
 from packhorse.data.sources import Source
 from packhorse.data.workers import Run, local
-from packhorse.data.workfolder import HOME, NAMES, STATE, claim, publish
+from packhorse.data.workfolder import (
+    HOME,
+    NAMES,
+    STATE,
+    claim,
+    publish,
+    refuse_depth,
+    refuse_inside,
+)
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens.files import find as find_tokenizer
@@ -68,8 +76,7 @@ class Config:
             raise InputError("pass --tokenizer PATH or --vocab-size N, one of them")
         if not 1 <= (self.vocab_size or 1) < 1 << 31:
             raise InputError(f"--vocab-size {self.vocab_size} cannot be; BERT has 30522 words")
-        if self.max_per_pack is not None and self.max_per_pack < 1:
-            raise InputError(f"max_per_pack is {self.max_per_pack}; it must be 1 or more, or None")
+        refuse_depth(self.max_per_pack)
         if self.seed < 0 or self.shard_bytes < 1:
             raise InputError(f"seed {self.seed} and shard_bytes {self.shard_bytes} must be above 0")
 
@@ -112,12 +119,15 @@ class _Split:
 
 def import_records(config: Config, advance: Advance = lambda *step: None) -> Imported:
     """Make OUT of the sources, or the rest of it; `advance` is told how far it is."""
+    refuse_inside(config.out, (*config.sources, *config.eval))
     named = {"eval": config.eval, "train": config.sources}
     found = {name: prepared.find(paths, config.format) for name, paths in named.items() if paths}
     _refuse_in_the_way(config, [source for sources in found.values() for source in sources])
     specials = _specials(config, found["train"][0])
-    made_by = _made_by(config, found, specials)
-    with _not_left_empty(config.out), claim(config.out, made_by, config.overwrite) as folder:
+    stamps = {name: fingerprint.stamps(sources) for name, sources in found.items()}
+    made_by = _made_by(config, found, stamps, specials)
+    claimed = claim(config.out, made_by, config.overwrite, stamps=[*chain(*stamps.values())])
+    with _not_left_empty(config.out), claimed as folder:
         if folder is not None:
             with local(config.workers) as run:
                 for name, sources in found.items():
@@ -152,12 +162,18 @@ def _specials(config: Config, source: Source) -> Specials:
     return prepared.guess(source, config.sizes, config.vocab_size or 0)
 
 
-def _made_by(config: Config, found: dict[str, list[Source]], specials: Specials) -> dict[str, Any]:
+def _made_by(
+    config: Config,
+    found: dict[str, list[Source]],
+    stamps: dict[str, list[str]],
+    specials: Specials,
+) -> dict[str, Any]:
     """All that decides the result."""
+    imported = {n: fingerprint.of_sources(each, stamps[n]) for n, each in found.items()}
     files = _tokenizer_files(config.tokenizer)
     ids = {name: getattr(specials, name) for name in ("cls", "sep", "mask", "pad", "vocab_size")}
     return {
-        "imported": {name: fingerprint.of_sources(each) for name, each in found.items()},
+        "imported": imported,
         "specials": ids,
         "tokenizer": fingerprint.of_files(files.values()) if files else None,
         "sizes": asdict(config.sizes),

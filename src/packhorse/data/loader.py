@@ -1,6 +1,6 @@
 """Batches out of packed rows: shuffled, masked, divided among ranks, and exactly resumable.
 
-    for batch in Loader(shards.open("corpus/train"), rows=96, seed=7, masking=Recipe()):
+    for batch in Loader(shards.open("corpus/train"), rows=96, seed=7):
         ...                                    # batch.packed, batch.masked_at, batch.next_labels
         state["data"] = batch.cursor           # later: Loader(…, cursor=state["data"])
 
@@ -8,7 +8,8 @@ The epochs' orders laid end to end make one stream of rows; a global batch is th
 whatever the number of ranks and workers, and a cursor is a place in it. So a cursor may be taken up
 by another number of ranks, and even with another `rows`: the stream goes on where it stood. What is
 masked in a row depends on the seed, the epoch and the row alone, never on who loads it or what
-lies beside it. Each batch carries the cursor behind it, so that what was loaded ahead but never
+lies beside it; how much and whether by whole words, the dataset says as it was built, unless it is
+said here. Each batch carries the cursor behind it, so that what was loaded ahead but never
 used is not skipped on resuming.
 
 Shapes: T tokens, S sequences, R rows, M masked tokens.
@@ -19,9 +20,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Batch:
     packed: Packed
     masked_at: Tensor  # [M] which tokens of the batch are to be guessed, rising
     masked_ids: Tensor  # [M] what stood there
-    next_labels: Tensor  # [S] 1: the second segment is from elsewhere
+    next_labels: Tensor  # [S] 1: the second segment is from elsewhere; [0] if there are none
     sequences: int  # of the dataset; dummies do not count
     tokens: int
     cursor: dict[str, Any]  # where to go on behind this batch
@@ -62,11 +63,12 @@ class Loader:
     shuffle: bool = True
     epochs: int | None = None  # None: without end
     drop_last: bool = False  # each epoch ends with its last full batch; else the next fills it up
-    masking: Recipe | None = None  # drawn anew each epoch; None: as stored, if there are any
+    # Drawn anew each epoch. None: stored masks, or as the dataset was built to be; False: no masks.
+    masking: Recipe | Literal[False] | None = None
     in_rows: bool = False  # T is rows × capacity; else the rows' tokens alone
     rank: int = 0
     world: int = 1
-    parts: int = 1  # batches that a rank's share is divided into, for accumulation
+    parts: int = 1  # batches that a rank's share is divided into, at most, for accumulation
     worker: int = 0  # of `workers` that take the global batches in turn
     workers: int = 1
     balanced: bool = False  # ranks get as many tokens each, not only as many rows
@@ -81,12 +83,12 @@ class Loader:
         if not (0 <= self.rank < self.world and 0 <= self.worker < self.workers):
             told = f"rank {self.rank} of {self.world}, worker {self.worker} of {self.workers}"
             raise InputError(f"there is no {told}; they count from 0")
-        if self.rows < self.world * self.parts:
+        if self.rows < self.world:
             raise InputError(
-                f"{self.rows} rows cannot be divided into {self.world * self.parts} batches;"
-                " take more rows, or fewer ranks or parts"
+                f"a batch of {self.rows} rows has not one for each of {self.world} ranks;"
+                " take more rows, or fewer ranks"
             )
-        if self.masking and self.dataset.manifest.layout.static_masks:
+        if self.masking is not None and self.dataset.manifest.layout.static_masks:
             raise InputError(f"{self.dataset.folder} has masks of its own; leave out masking")
         if not self._epoch_rows:
             raise InputError(
@@ -139,10 +141,14 @@ class Loader:
 
     def _batch(self, numbers: np.ndarray, epochs: np.ndarray, cursor: dict[str, Any]) -> Batch:
         rows, manifest = self.dataset.take(numbers), self.dataset.manifest
-        if self.masking:
-            told = manifest.specials, self.masking, keys_in(rows, self.seed, epochs, numbers)
+        masking = manifest.masking if self.masking is None else self.masking
+        if masking and not manifest.layout.static_masks:
+            told = manifest.specials, masking, keys_in(rows, self.seed, epochs, numbers)
             rows = rows.masked(*draw_by_keys(rows.ids, rows.lengths, *told))
-        return batch_of(rows, manifest.layout.capacity * self.in_rows, cursor)
+        batch = batch_of(rows, manifest.layout.capacity * self.in_rows, cursor)
+        if manifest.layout.next_sentence:
+            return batch
+        return replace(batch, next_labels=batch.next_labels[:0])  # to learn from them is an error
 
     def _begin(self) -> tuple[int, int]:
         """The number of the first batch, and its place in the stream."""

@@ -3,7 +3,9 @@
 It is written last and whole, so a folder without one is unfinished, and it names every shard with
 its counts, size and crc32c, so that nothing in the folder is taken on trust. Sums (rows, sequences,
 tokens, efficiency) stand in it for the reader's eye; they follow from the shards and the histogram
-and are checked against them. `config` is whatever the maker wants to keep, and decides nothing.
+and are checked against them. `masking` is how the maker wants tokens masked where they are not
+stored so; whoever loads the rows may do otherwise. `config` is whatever the maker wants to keep,
+and decides nothing.
 
 The format's number grows only when an older Packhorse would misread a folder; it then refuses and
 names the version that wrote it.
@@ -17,25 +19,24 @@ import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from packhorse import __version__
 from packhorse.atomic import new_file
+from packhorse.data.masking import Recipe, Specials
 from packhorse.data.packs import Layout
 from packhorse.errors import InputError
 
-if TYPE_CHECKING:
-    from packhorse.data.masking import Specials
-
-FORMAT = 1
+FORMAT = 2  # 1 did not say how to mask, nor whether there are second segments
 NAME = "manifest.json"
 LARGEST = 64 << 20  # bytes of manifest; 400,000 shards fit
 AGAIN = "build or import it again"
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.arrow", re.ASCII)
 LEFT_BEHIND = re.compile(r"shard-\d+\.arrow|\.shard-\d+\.arrow\.\w+\.partial", re.ASCII)
 IDS = ("cls", "sep", "mask", "pad")
+MASKING = ("mask_probability", "max_predictions", "whole_words")  # of a Recipe, all that counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Manifest:
     histogram: tuple[int, ...]  # entry i counts the sequences of length i+1
     shards: tuple[ShardInfo, ...]
     config: dict[str, Any]
+    masking: Recipe = Recipe()  # noqa: RUF009 (frozen); means nothing where masks are stored
 
     @property
     def rows(self) -> int:
@@ -81,7 +83,8 @@ class Manifest:
     def fingerprint(self) -> str:
         """The same for two folders if and only if they give the same batches."""
         shards = [(shard.rows, shard.bytes, shard.crc32c) for shard in self.shards]
-        decides = [asdict(self.layout), _specials_json(self.specials), shards]
+        told = _specials_json(self.specials), _masking_json(self)
+        decides = [asdict(self.layout), *told, shards]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -95,6 +98,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     told = {"format": FORMAT, "written_by": __version__, **asdict(manifest.layout)}
     told |= _sums(manifest)
     told["specials"] = _specials_json(manifest.specials)
+    told["masking"] = _masking_json(manifest)
     told["shards"] = [asdict(s) | {"crc32c": f"{s.crc32c:08x}"} for s in manifest.shards]
     told["config"] = manifest.config
     told["histogram"] = list(manifest.histogram)
@@ -113,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest:
     """What the folder says of itself, if it is finished and of a format that is known here."""
     path = folder / NAME
     told = _parsed(folder, path)
-    _refuse_newer(told, path)
+    _refuse_other_format(told, path)
     try:
         manifest = _manifest(told, str(path))
     except (TypeError, ValueError, KeyError, OverflowError) as error:
@@ -168,7 +172,7 @@ def _why_none(folder: Path) -> str:
     return f"{folder} has no {NAME}, so it is unfinished or no dataset; finish its build"
 
 
-def _refuse_newer(told: dict[str, Any], path: Path) -> None:
+def _refuse_other_format(told: dict[str, Any], path: Path) -> None:
     number = told.get("format")
     if type(number) is not int or number < 1:
         raise InputError(f"{path} has no format number: it is not a manifest of packed rows")
@@ -176,7 +180,12 @@ def _refuse_newer(told: dict[str, Any], path: Path) -> None:
         newer = str(told.get("written_by", "of a later date"))[:20]
         raise InputError(
             f"{path} is of format {number}, written by Packhorse {newer}; this is Packhorse"
-            f" {__version__} and reads up to {FORMAT}: install packhorse>={newer}"
+            f" {__version__} and reads format {FORMAT}: install packhorse>={newer}"
+        )
+    if number < FORMAT:
+        raise InputError(
+            f"{path} is of format {number}, which says too little to load from; this Packhorse"
+            f" reads format {FORMAT}: {AGAIN}"
         )
 
 
@@ -187,6 +196,7 @@ def _manifest(told: dict[str, Any], where: str) -> Manifest:
         _count(told, "vocab_size"),
         None if depth is None else _count(told, "max_per_pack"),
         _of(told, "static_masks", bool),
+        _of(told, "next_sentence", bool),
     )
     histogram = _of(told, "histogram", list)
     return Manifest(
@@ -195,6 +205,7 @@ def _manifest(told: dict[str, Any], where: str) -> Manifest:
         tuple(_count({"histogram": count}, "histogram", least=0) for count in histogram),
         tuple(_shard(each, where) for each in _of(told, "shards", list)),
         _of(told, "config", dict),
+        Recipe() if layout.static_masks else _masking(_of(told, "masking", dict)),
     )
 
 
@@ -246,8 +257,6 @@ def _specials_json(specials: Specials) -> dict[str, Any]:
 
 
 def _specials(told: dict[str, Any], vocab_size: int) -> Specials:
-    from packhorse.data.masking import Specials
-
     ids = {name: _count(told, name, least=0) for name in IDS}
     if max(ids.values()) >= vocab_size:
         raise ValueError(f"a special token is outside the vocabulary of {vocab_size}: {ids}")
@@ -258,3 +267,21 @@ def _specials(told: dict[str, Any], vocab_size: int) -> Specials:
             raise ValueError(f"'continues' is not for a vocabulary of {vocab_size}")
         continues = np.unpackbits(packed, count=vocab_size).astype(bool)
     return Specials(**ids, vocab_size=vocab_size, continues=continues)
+
+
+def _masking_json(manifest: Manifest) -> dict[str, Any] | None:
+    if manifest.layout.static_masks:
+        return None
+    return {name: getattr(manifest.masking, name) for name in MASKING}
+
+
+def _masking(told: dict[str, Any]) -> Recipe:
+    most = told["max_predictions"]
+    try:
+        return Recipe(
+            mask_probability=_of(told, "mask_probability", float),
+            max_predictions=None if most is None else _count(told, "max_predictions"),
+            whole_words=_of(told, "whole_words", bool),
+        )
+    except InputError as error:  # it does not say where
+        raise ValueError(error) from error

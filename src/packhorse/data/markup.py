@@ -54,14 +54,15 @@ _TAG = re.compile(r"</?([a-z][a-z0-9]*)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 _LABELLED = re.compile(
     r"\[(?:https?|ftp)://[^\s\[\]<>\"]*[ \t]*([^\]\n]{0,1000}+)\]|\[(?=(?:https?|ftp)://)"
 )
-_ENTITY = re.compile(r"&#?\w+;")
+# A browser needs no semicolon behind a number.
+_ENTITY = re.compile(r"&(?:#\d{1,7};?|#x[\da-f]{1,6};?|\w+;)", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?:")  # [[fr:Fourmi]], the article elsewhere
 _STYLE_OR_SWITCH = re.compile(r"'{2,}|__[A-Z]+__|\{\{+|\}\}+|\[\[|\]\]")
 _LISTED_OR_TABLE = re.compile(r"^[ \t]*(?:[*#:;|]|\{\|).*", re.MULTILINE)
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _EMPTY_PARENTHESES = re.compile(r" ?\([\s,;:]*\)")
 _OPENING_COMMAS = re.compile(r"(?<=\()[\s,;:]+")
-_SPACE_BEFORE = re.compile(r" +(?=[,.;:)](?: |$))")
+_SPACE_BEFORE = re.compile(r" +(?=[,)]|[.;:](?: |$))")
 
 
 @dataclass(slots=True)
@@ -94,11 +95,11 @@ def paragraphs(wikitext: str, hidden: Collection[str] = HIDDEN, *, fast: bool = 
         raise ValueError(f"markup that cannot be parsed: {error}") from error
 
 
-def without_tags(text: str) -> str:
-    """References and other tags out, entities to characters: what WikiExtractor overlooks."""
+def extracted_paragraphs(text: str) -> list[str]:
+    """The prose of WikiExtractor's text, a paragraph a line, without the markup it overlooks."""
     if "<" in text:
-        text = _TAG.sub("", re.sub(r"(?is)<ref\b[^<>]*/>|<ref\b.*?(?:</ref>|\n|$)", "", text))
-    return _unescaped(text)
+        text = re.sub(r"(?is)<ref\b[^<>]*/>|<ref\b.*?(?:</ref>|\n|$)", "", text)
+    return _prose(text.split("\n"))
 
 
 def _without_brackets(wikitext: str, hidden: Collection[str]) -> str:
@@ -257,10 +258,14 @@ def _tag_text(node: Any, hidden: Collection[str]) -> str:
 def _tidied(text: str) -> list[str]:
     """Paragraphs without what is left of markup; a single line end is no more than a space."""
     text = _LISTED_OR_TABLE.sub("", text).replace(_BREAK, "\n\n")
-    text = _STYLE_OR_SWITCH.sub("", _TAG.sub("", text))
-    lines = (" ".join(_unescaped(block).split()) for block in _BLANK_LINE.split(text))
-    tidy = (_closed_up(line) for line in lines)
-    return [line for line in tidy if any(map(str.isalnum, line))]
+    return _prose(_BLANK_LINE.split(text))
+
+
+def _prose(blocks: Iterable[str]) -> list[str]:
+    """Blocks of text a line each: no tags or brackets, characters for entities, no gaps."""
+    bare = (_STYLE_OR_SWITCH.sub("", _TAG.sub("", block)) for block in blocks)
+    lines = (_closed_up(" ".join(_unescaped(block).split())) for block in bare)
+    return [line for line in lines if any(map(str.isalnum, line))]
 
 
 def _closed_up(line: str) -> str:

@@ -31,6 +31,7 @@ class Layout:
     vocab_size: int
     max_per_pack: int | None = None  # None: as many as fit
     static_masks: bool = False
+    next_sentence: bool = True  # False: sequences are of one segment, their labels mean nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ def troubles(rows: Rows, layout: Layout) -> Iterator[str]:
         yield "a first segment that is empty or longer than its sequence"
     elif rows.random_next.min() < 0 or rows.random_next.max() > 1:
         yield "a label of the next sentence that is neither 0 nor 1"
+    elif not layout.next_sentence and rows.random_next.any():
+        yield "a label of the next sentence, but there are to be none"
     elif rows.ids.min() < 0 or rows.ids.max() >= layout.vocab_size:
         yield f"token ids outside the vocabulary of {layout.vocab_size}"
     else:

@@ -29,7 +29,7 @@ from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens.bulk import Bulk
 
-TOKENIZER, HASHES, EVAL_PART = "tokenizer", "eval.md5", "eval-part.arrow"  # in the work folder
+TOKENIZER, HASHES, EVAL_PART = "tokenizer", "eval.md5", "part.arrow"  # in the work folder
 TRAIN, EVAL = 0, 1  # in the seeds
 SHOWN = 5  # bad places that a part remembers
 BLOCK = 1 << 22  # tokens of held-out documents that are made into sequences together
@@ -136,15 +136,21 @@ def _tokenised(bulk: Bulk, documents: Sequence[Document]) -> Tokenised:
     return tokenise(bulk, [document.sentences for document in documents])
 
 
+def eval_folder(folder: Path, count: int) -> Path:
+    """Where all is made that depends on how many held-out sequences are wanted."""
+    return folder / f"eval-of-{count}"
+
+
 def make_eval(parts: Sequence[Path], count: int, recipe: Recipe, folder: Path) -> Found:
     """One part of exactly `count` held-out sequences, spread evenly over all that there are."""
-    path = folder / EVAL_PART
+    home = eval_folder(folder, count)
+    path = home / EVAL_PART
     if not path.exists():
         _, specials = _tools(folder)
         recipe = replace(recipe, static_masks=True, duplicates=1)
         drafts = []
         for number, block in enumerate(_blocks(parts)):
-            draft = folder / f"eval-block-{number:05d}.arrow"
+            draft = home / f"eval-block-{number:05d}.arrow"
             made = make(block, recipe, specials, (EVAL, number))
             arrays.write(draft, columns(made), {})
             drafts.append((draft, len(made.lengths)))
@@ -157,7 +163,8 @@ def _picked(drafts: Sequence[tuple[Path, int]], count: int) -> Sequences:
     if sum(sizes) < count:
         raise InputError(
             f"the documents of --eval-hashes make {sum(sizes):,} sequences, but --eval-count is"
-            f" {count:,}; lower it, or name the hashes of more documents of these sources"
+            f" {count:,}; pass --eval-count {sum(sizes)} or less, which goes on with what is done,"
+            " or name the hashes of more documents of these sources"
         )
     chosen = np.arange(count, dtype=np.int64) * sum(sizes) // count
     return gather([path for path, _ in drafts], sizes, chosen)

@@ -43,7 +43,7 @@ def format_of(path: Path, shape: Shape) -> Format:
     if suffix == ".npy" and set(shape) != {"vector"}:
         raise InputError(f"{path}: npy holds one vector a text, these are not; write .jsonl")
     if suffix == ".parquet":
-        _pyarrow()
+        arrow()
     return FORMATS[suffix]
 
 
@@ -119,7 +119,7 @@ def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
 
 
 def _parquet_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
-    pa = _pyarrow()
+    pa = arrow()
     fields = {"id": pa.int64() if all(map(_numbered, rows)) else pa.string()}
     fields |= {name: _arrow_type(kind) for name, kind in shape.items()}
     return [pa.schema(fields).serialize().to_pybytes()]
@@ -130,7 +130,7 @@ def _numbered(row: Row) -> bool:
 
 
 def _parquet_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
-    pa = _pyarrow()
+    pa = arrow()
     schema = pa.ipc.read_schema(pa.py_buffer(head))
     in_words = schema.field("id").type == pa.string()
     odd = next((row["id"] for row in rows if not (in_words or _numbered(row))), None)
@@ -147,7 +147,7 @@ def _flat(row: Row) -> Row:
 
 def _parquet_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
     """Rewrite the stream, a batch at a time, into a file that takes its place."""
-    pa = _pyarrow()
+    pa = arrow()
     from pyarrow import parquet
 
     with (
@@ -160,7 +160,7 @@ def _parquet_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
 
 
 def _arrow_type(kind: Any) -> Any:
-    pa = _pyarrow()
+    pa = arrow()
     if isinstance(kind, list):
         return pa.list_(_arrow_type(kind[0]))
     if isinstance(kind, Mapping):
@@ -168,7 +168,8 @@ def _arrow_type(kind: Any) -> Any:
     return {str: pa.string(), int: pa.int64(), float: pa.float64(), "float32": pa.float32()}[kind]
 
 
-def _pyarrow() -> Any:
+def arrow() -> Any:
+    """pyarrow, or what to install to have it."""
     try:
         import pyarrow
         import pyarrow.ipc

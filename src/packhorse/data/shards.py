@@ -11,8 +11,11 @@ its sequences `lengths`, `first` (tokens of segment A with its [CLS] and [SEP]),
 static masks also `masked_counts` (of each sequence), `masked_positions` (within the row) and
 `masked_ids` (the tokens that stood there). Rows are ragged, so no padding is stored, and all types
 are the narrowest that the vocabulary and the capacity allow; any Arrow reader can open them. A
-shard's bytes are a function of its rows alone: no compression, no clock, no threads. The price of
-mapping is that damage shows at once in a file's size and frame, in its content only to `verify`.
+shard's bytes are a function of its rows alone: no compression, no clock, no threads.
+
+`open` looks at the files' sizes alone. A shard's checksum is compared when it is first touched,
+before anything in it is believed: some 20 ms a shard, once a process, so that no flipped bit is
+ever trained on. The price is that the first touch reads a whole shard.
 
 Follows Arrow's columnar format 1.5, IPC file.
 """
@@ -28,8 +31,10 @@ import numpy as np
 
 from packhorse.atomic import new_file
 from packhorse.data.manifest import NAME, Manifest, ShardInfo, read_manifest, write_manifest
+from packhorse.data.masking import Recipe
 from packhorse.data.packs import Layout, Rows, columns_of, cumulative, dtypes_of, troubles
-from packhorse.errors import InputError, MissingExtra
+from packhorse.data.rows import arrow
+from packhorse.errors import InputError
 from packhorse.wire import crc32c
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ def write_shard(path: Path, layout: Layout, rows: Rows) -> ShardInfo:
     """One shard, whole or not at all; refused if the rows do not keep to the layout."""
     for trouble in troubles(rows, layout):
         raise InputError(f"{path} cannot be written: {trouble}")
-    pa = _pyarrow()
+    pa = arrow()
     schema, bounds = _schema(layout), rows.bounds()
     arrays = [
         pa.ListArray.from_arrays(
@@ -93,6 +98,7 @@ class Writer:
         specials: Specials,
         config: dict[str, Any],
         shard_bytes: int = SHARD_BYTES,
+        masking: Recipe | None = None,
     ) -> None:
         if (folder / NAME).exists():
             raise InputError(f"{folder} holds a finished dataset; remove it or name another folder")
@@ -101,6 +107,7 @@ class Writer:
         except OSError as error:
             raise InputError(f"{folder} cannot be made: {error.strerror or error}") from error
         self.folder, self.layout, self.specials, self.config = folder, layout, specials, config
+        self._masking = masking or Recipe()
         self._rows_a_shard = rows_a_shard(layout, shard_bytes)
         self._waiting: list[Rows] = []
         self._shards: list[ShardInfo] = []
@@ -118,7 +125,8 @@ class Writer:
             self._write(last=True)
         histogram = tuple(self._histogram[1:].tolist())
         shards = tuple(self._shards)
-        manifest = Manifest(self.layout, self.specials, histogram, shards, self.config)
+        told = self.layout, self.specials, histogram, shards, self.config, self._masking
+        manifest = Manifest(*told)
         write_manifest(self.folder, manifest)
         return manifest
 
@@ -146,7 +154,9 @@ class Dataset:
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest, self.fingerprint = folder, manifest, manifest.fingerprint
-        self._shards = [_mapped(folder / s.name, s, manifest.layout) for s in manifest.shards]
+        for shard in manifest.shards:
+            _refuse_other_size(folder / shard.name, shard)
+        self._touched: list[dict[str, _Column] | None] = [None] * len(manifest.shards)
         self._begins = cumulative([shard.rows for shard in manifest.shards])
 
     def __len__(self) -> int:
@@ -166,18 +176,30 @@ class Dataset:
 
     def tokens(self, numbers: np.ndarray | Sequence[int]) -> np.ndarray:
         """[R] how many tokens each of these rows has."""
-        bounds = ((self._shards[shard]["ids"].bounds, row) for shard, row in self._places(numbers))
+        bounds = ((self._columns(shard)["ids"].bounds, row) for shard, row in self._places(numbers))
         return np.array([b[row + 1] - b[row] for b, row in bounds], np.int64)
 
+    def shard(self, number: int) -> Rows:
+        """All rows of one shard, as views of the file; each keeps to the layout."""
+        columns = self._columns(number)
+        for trouble in _troubles(columns, self.manifest.layout):
+            path = self.folder / self.manifest.shards[number].name
+            raise InputError(f"{path} is damaged: {trouble}; {RESTORE}")
+        return _rows(columns)
+
     def verify(self) -> None:
-        """Read every byte: checksums, and that each row keeps to the layout."""
-        for info, columns in zip(self.manifest.shards, self._shards, strict=True):
-            path = self.folder / info.name
-            with _pyarrow().memory_map(str(path)) as file:
-                if crc32c(memoryview(file.read_buffer())) != info.crc32c:
-                    raise InputError(f"{path} is damaged: its checksum is wrong; {RESTORE}")
-            for trouble in _troubles(columns, self.manifest.layout):
-                raise InputError(f"{path} is damaged: {trouble}; {RESTORE}")
+        """Read every byte, now: checksums, and that each row keeps to the layout."""
+        for number in range(len(self._touched)):
+            self._touched[number] = None
+            self.shard(number)
+
+    def _columns(self, shard: int) -> dict[str, _Column]:
+        columns = self._touched[shard]
+        if columns is None:
+            info = self.manifest.shards[shard]
+            columns = _mapped(self.folder / info.name, info, self.manifest.layout)
+            self._touched[shard] = columns
+        return columns
 
     def _places(self, numbers: np.ndarray | Sequence[int]) -> Iterator[tuple[int, int]]:
         wanted = np.asarray(numbers, np.int64)
@@ -189,28 +211,28 @@ class Dataset:
     def _gathered(
         self, numbers: np.ndarray | Sequence[int], joined: Callable[[list[np.ndarray]], np.ndarray]
     ) -> Rows:
-        views: dict[str, list[np.ndarray]] = {name: [] for name in self._shards[0]}
+        names = columns_of(self.manifest.layout.static_masks)
+        views: dict[str, list[np.ndarray]] = {name: [] for name in names}
         for shard, row in self._places(numbers):
-            for name, (values, bounds) in self._shards[shard].items():
+            for name, (values, bounds) in self._columns(shard).items():
                 views[name].append(values[bounds[row] : bounds[row + 1]])
         columns = {name: joined(pieces) for name, pieces in views.items()}
         rows = Rows(offsets=cumulative([len(v) for v in views["lengths"]]), **columns)
-        # It costs a twentieth of a batch, and no damage becomes a shifted sequence or a wrong word.
+        # It costs a twentieth of a batch; who writes into a mapped file shifts no sequence unseen.
         for trouble in troubles(rows, self.manifest.layout):
             raise InputError(f"{self.folder} is damaged: {trouble}; `verify` names the shard")
         return rows
 
 
 def open(folder: str | Path, *, verify: bool = False) -> Dataset:
-    """Map a finished dataset, each shard checked for its size and columns, or down to each byte."""
+    """A finished dataset; each shard is checked for its size, when it is touched or now for all."""
     dataset = Dataset(Path(folder), read_manifest(Path(folder)))
     if verify:
         dataset.verify()
     return dataset
 
 
-def _mapped(path: Path, info: ShardInfo, layout: Layout) -> dict[str, _Column]:
-    pa = _pyarrow()
+def _refuse_other_size(path: Path, info: ShardInfo) -> None:
     try:
         found = path.stat()
     except OSError as error:
@@ -220,15 +242,24 @@ def _mapped(path: Path, info: ShardInfo, layout: Layout) -> dict[str, _Column]:
             f"{path} has {found.st_size} bytes, its manifest says {info.bytes}: it was cut off or"
             f" changed; {RESTORE}"
         )
+
+
+def _mapped(path: Path, info: ShardInfo, layout: Layout) -> dict[str, _Column]:
+    """A shard's columns where they lie in the file, once its checksum is right."""
+    _refuse_other_size(path, info)
+    pa = arrow()
     try:
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        mapped = pa.memory_map(str(path))
+        if crc32c(memoryview(mapped.read_buffer())) != info.crc32c:
+            raise InputError(f"{path} is damaged: its checksum is wrong; {RESTORE}")
+        file = pa.ipc.open_file(mapped)
         if file.num_record_batches != 1:
             raise InputError(f"{path} has {file.num_record_batches} record batches; {RESTORE}")
         _refuse_other_columns(file.schema, layout, path)
         batch = file.get_batch(0)
         names = columns_of(layout.static_masks)
         columns = {name: _column(batch.column(name), dtypes_of(layout)[name]) for name in names}
-    except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+    except (pa.ArrowException, OSError, ValueError, IndexError, TypeError, SystemError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} is damaged: {error}; {RESTORE}") from error
@@ -261,10 +292,14 @@ def _column(array: Any, dtype: np.dtype) -> _Column:
     )
 
 
+def _rows(columns: dict[str, _Column]) -> Rows:
+    values = {name: column.values for name, column in columns.items()}
+    return Rows(offsets=columns["lengths"].bounds, **values)
+
+
 def _troubles(columns: dict[str, _Column], layout: Layout) -> Iterator[str]:
     """What is wrong with the rows of a shard, or with where its columns begin them."""
-    values = {name: column.values for name, column in columns.items()}
-    rows = Rows(offsets=columns["lengths"].bounds, **values)
+    rows = _rows(columns)
     yield from troubles(rows, layout)
     for name, bounds in rows.bounds().items():
         if not np.array_equal(bounds, columns[name].bounds):
@@ -272,15 +307,6 @@ def _troubles(columns: dict[str, _Column], layout: Layout) -> Iterator[str]:
 
 
 def _schema(layout: Layout) -> Any:
-    pa = _pyarrow()
+    pa = arrow()
     kinds = dtypes_of(layout).items()
     return pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in kinds})
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise MissingExtra("pyarrow", "data") from error
-    return pyarrow

@@ -84,32 +84,32 @@ def _source(path: Path, kind: str | None, column: str | None) -> Source:
             raise InputError(f"{path} is empty; remove it or give another")
         with path.open("rb") as file:
             compressed = file.read(len(bz2streams.MAGIC)) == bz2streams.MAGIC
-        kind = kind or _kind(path, _head(path, compressed, 1 << 12))
+        kind = kind or _kind(path, _head(path, compressed, 1 << 12)[0])
         if kind == "parquet":
             return Source(path, kind, size, _parquet_column(path, column))
         if kind not in ("mediawiki", "jsonl"):
             return Source(path, kind, size, None, compressed)
-        head = _head(path, compressed, HEADER_BYTES)
+        head, problem = _head(path, compressed, HEADER_BYTES)
         if kind == "mediawiki":
-            return Source(path, kind, size, None, compressed, _hidden(path, head))
+            return Source(path, kind, size, None, compressed, _hidden(path, head, problem))
         return Source(path, kind, size, _json_column(path, head, column), compressed)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _head(path: Path, compressed: bool, count: int) -> bytes:
-    """The first bytes of the file's text, `count` at most."""
+def _head(path: Path, compressed: bool, count: int) -> tuple[bytes, str]:
+    """The first bytes of the file's text, `count` at most, and the first damage among them."""
     if not compressed:
         with path.open("rb") as file:
-            return file.read(count)
-    head = b""
-    for text, problem in bz2streams.unpacked(path):
-        head += text
+            return file.read(count), ""
+    head, problem = b"", ""
+    for text, found in bz2streams.unpacked(path):
+        head, problem = head + text, problem or found
         if problem and not head:
             raise InputError(f"{path}: {problem}; fetch the file again")
-        if problem or len(head) >= count:
+        if len(head) >= count:
             break
-    return head[:count]
+    return head[:count], problem
 
 
 def _kind(path: Path, head: bytes) -> str:
@@ -137,11 +137,13 @@ def _kind(path: Path, head: bytes) -> str:
     )
 
 
-def _hidden(path: Path, head: bytes) -> frozenset[str]:
+def _hidden(path: Path, head: bytes, problem: str) -> frozenset[str]:
     """The dump's header says which links show nothing; it must hold no document type."""
     header, page, _ = head.partition(b"<page>")
     if b"<!DOCTYPE" in header or b"<!ENTITY" in header:
         raise InputError(f"{path} has a document type (DTD); dumps have none, and it is not read")
+    if not page and problem:
+        raise InputError(f"{path}: {problem}, and no <page> is left; fetch the file again")
     if not page:
         raise InputError(f"{path} has no <page> in its first {len(head)} bytes; is it a dump?")
     return wiki.hidden_namespaces(header)

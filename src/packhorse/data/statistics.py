@@ -1,7 +1,7 @@
 """What a dataset of packed rows holds: counts, lengths before and after packing, and samples.
 
 The manifest knows the sums; how rows are made up is counted from the shards' columns of lengths,
-one shard at a time, and tokens are never touched. Samples are drawn by seed; where masks are drawn
+one shard at a time, once it is known to be whole. Samples are drawn by seed; where masks are drawn
 when loading, a sample shows one drawing of them.
 """
 
@@ -11,13 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from packhorse.data import shards
 from packhorse.data.manifest import NAME, Manifest, read_manifest
-from packhorse.data.masking import Masks, Recipe, draw
+from packhorse.data.masking import Masks, draw
 from packhorse.data.packs import Rows, cumulative
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
@@ -33,7 +32,7 @@ class Statistics:
     name: str
     manifest: Manifest
     bytes: int
-    random_next: int  # of the sequences
+    random_next: int | None  # of the sequences; None: they have no second segment
     row_tokens: np.ndarray  # entry i counts the rows of i+1 tokens
     strategies: tuple[Strategy, ...]  # the most frequent, and only those
     strategy_count: int
@@ -57,7 +56,7 @@ class Sample:
 
     row: int
     tokens: int
-    next_label: str  # "follows", "random"
+    next_label: str | None  # "follows", "random"; None: there is no second segment
     text: str
 
 
@@ -79,41 +78,33 @@ def count(name: str, folder: Path, top: int) -> Statistics:
     tokens = np.zeros(manifest.layout.capacity + 1, np.int64)
     strategies: Counter[tuple[int, ...]] = Counter()
     random_next = 0
-    for shard in manifest.shards:
-        lengths, bounds, labels = _columns(folder / shard.name)
-        random_next += int(labels.sum(dtype=np.int64))
+    for number in range(len(manifest.shards)):
+        rows = dataset.shard(number)
+        lengths, bounds = rows.lengths, rows.offsets
+        random_next += int(rows.random_next.sum(dtype=np.int64))
         tokens += np.bincount(
             np.add.reduceat(lengths.astype(np.int64), bounds[:-1]), minlength=len(tokens)
         )
         strategies.update(dict(_strategies(lengths, bounds)))
     ranked = sorted(strategies.items(), key=lambda pair: (-pair[1], pair[0]))
     size = sum(shard.bytes for shard in manifest.shards)
-    best = tuple(ranked[:top])
-    return Statistics(name, manifest, size, random_next, tokens[1:], best, len(ranked))
+    best, labelled = tuple(ranked[:top]), random_next if manifest.layout.next_sentence else None
+    return Statistics(name, manifest, size, labelled, tokens[1:], best, len(ranked))
 
 
 def samples(folder: Path, tokenizer: Tokenizer, number: int, seed: int) -> list[Sample]:
     """The first sequences of some rows, spread over the dataset."""
     dataset, rng = shards.open(folder), np.random.default_rng(seed)
     chosen = np.sort(rng.choice(len(dataset), min(number, len(dataset)), replace=False))
-    found = []
+    found, labelled = [], dataset.manifest.layout.next_sentence
     for number in chosen.tolist():
         row = dataset.row(number)
         length = int(row.lengths[0])
         shown, masks = _masked(row, dataset.manifest, rng)
-        label = "random" if row.random_next[0] else "follows"
+        label = ("random" if row.random_next[0] else "follows") if labelled else None
         text = _text(shown[:length], masks.positions[: masks.counts[0]], masks.ids, tokenizer)
         found.append(Sample(number, length, label, text))
     return found
-
-
-def _columns(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lengths, where each row begins in them, and the labels, of one shard."""
-    import pyarrow
-
-    batch = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).get_batch(0)
-    lengths, labels = batch.column("lengths"), batch.column("random_next")
-    return lengths.values.to_numpy(), lengths.offsets.to_numpy(), labels.values.to_numpy()
 
 
 def _strategies(lengths: np.ndarray, bounds: np.ndarray) -> Iterator[Strategy]:
@@ -130,16 +121,7 @@ def _masked(row: Rows, manifest: Manifest, rng: np.random.Generator) -> tuple[np
     """The row's tokens with masks, stored or drawn; in its first sequence they count from 0."""
     if row.masked_ids is not None and row.masked_positions is not None:
         return row.ids, Masks(row.masked_positions, row.masked_ids, np.asarray(row.masked_counts))
-    made_by = manifest.config.get("made_by")
-    recipe = made_by.get("recipe") if isinstance(made_by, dict) else None
-    return draw(row.ids, row.lengths, manifest.specials, _recipe(recipe), rng)
-
-
-def _recipe(told: Any) -> Recipe:
-    try:
-        return Recipe(**told) if isinstance(told, dict) else Recipe()
-    except TypeError:  # of another version; it decides only how a sample looks
-        return Recipe()
+    return draw(row.ids, row.lengths, manifest.specials, manifest.masking, rng)
 
 
 def _text(

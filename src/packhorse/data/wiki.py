@@ -93,12 +93,13 @@ def hidden_namespaces(header: bytes) -> frozenset[str]:
 
 
 def extracted(element: bytes) -> tuple[str, str]:
-    """Title and text of a `<doc>`; its first line repeats the title and goes, as in MLPerf's
+    """Title and text of a `<doc>`; a first line that repeats the title goes, as in MLPerf's
     clean-up. ValueError says what is broken."""
     try:
         tag, _, rest = element.decode("utf-8").partition("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start})") from error
-    title = _TITLE.search(tag)
-    text = rest.partition("\n")[2].rpartition("</doc>")[0]
-    return html.unescape(title[1]) if title else "", text
+    found = _TITLE.search(tag)
+    title, text = html.unescape(found[1]) if found else "", rest.rpartition("</doc>")[0]
+    first, _, others = text.partition("\n")
+    return title, others if html.unescape(first).strip() == title.strip() else text

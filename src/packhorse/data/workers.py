@@ -60,7 +60,8 @@ def local(workers: int | None = None) -> Iterator[Run]:
         return
     spawn = multiprocessing.get_context("spawn")
     theirs, ours = spawn.Pipe(duplex=False)
-    with ours, theirs, ProcessPoolExecutor(workers, spawn, _begin, (theirs,)) as pool:
+    pool = ProcessPoolExecutor(workers, spawn, _begin, (theirs,))
+    with _tidy_when_terminated(), ours, theirs, pool:
         try:
             yield lambda function, items: _pooled(pool, AHEAD * workers, function, items)
         except BaseException:
@@ -114,6 +115,24 @@ def _end_with(theirs: Connection) -> None:
         theirs.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
+
+
+@contextmanager
+def _tidy_when_terminated() -> Iterator[None]:
+    """SIGTERM as an exception: ended at once, Python complains of semaphores that are left."""
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # whoever uses this has its own way
+        return
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -4,11 +4,12 @@
         ...                     # every file in `folder` is whole, and done once
         publish(folder, out)
 
-build.json holds all that decides the result (`made_by`); work begun otherwise is not continued. As
-long as it is there the build is unfinished. Files are made in a folder named after it, so that even
-a straggler of another build can never write among them, and move to OUT at the very end: old ones
-out, new ones in, `train` last. Killed anywhere on this way, the next run does the rest, for each
-step may be taken twice. The price is that an old dataset and the new one share the disk until then.
+build.json holds what decides the work that is done first and costs most (`begun_by`); work begun
+otherwise, or of a source that has changed since, is not continued. As long as it is there the build
+is unfinished. Files are made in a folder named after it, so that even a straggler of another build
+can never write among them, and move to OUT at the very end: old ones out, new ones in, `train`
+last. Killed anywhere on this way, the next run does the rest, for each step may be taken twice. The
+price is that an old dataset and the new one share the disk until then.
 """
 
 from __future__ import annotations
@@ -17,55 +18,107 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from packhorse.atomic import lock, new_file, sync
-from packhorse.data import manifest
+from packhorse.data import fingerprint, manifest
 from packhorse.errors import InputError
 
-HOME, STATE = ".build", "build.json"
+HOME, STATE, STAMPS = ".build", "build.json", "sources.jsonl"
+TRIES = 100  # to take a lock whose folder others take away
 NAMES = ("tokenizer", "eval", "train")  # train last: with it OUT is whole
 AGAIN = "pass --overwrite to begin again"
 
 
 @contextmanager
-def claim(out: Path, made_by: dict[str, Any], overwrite: bool = False) -> Iterator[Path | None]:
+def claim(
+    out: Path,
+    made_by: dict[str, Any],
+    overwrite: bool = False,
+    begun_by: dict[str, Any] | None = None,
+    stamps: Sequence[str] = (),
+) -> Iterator[Path | None]:
     """The folder to work in, held alone; None where OUT was made by the same already.
 
     overwrite: what was made or begun otherwise may go. Where nothing is left to continue, nothing
-    is left of the work folder.
+    is left of the work folder. begun_by: as much of `made_by` as decides whether work can be
+    continued; default all of it. stamps: of the sources (`fingerprint.stamps`).
     """
     home = out / HOME
-    with speaking(out):
-        home.mkdir(parents=True, exist_ok=True)
-        file = (home / "lock").open("ab")
-    with file:
-        lock(file, out)
-        if not os.path.samestat(os.fstat(file.fileno()), (home / "lock").stat()):
-            raise InputError(f"{out} was finished by another process just now")
+    with _held(home, out):
         try:
             with speaking(out):
-                folder = _folder(out, made_by, overwrite)
+                folder = _folder(out, _json(made_by), _json(begun_by or made_by), stamps, overwrite)
             yield folder
         finally:
             if not (home / STATE).exists():
                 shutil.rmtree(home, ignore_errors=True)
 
 
-def publish(folder: Path, out: Path) -> None:
-    """What was made takes its place; what was there before, and the work folder, are gone."""
+def _held(home: Path, out: Path) -> BinaryIO:
+    """The lock, ours. Who held it before may just be taking the folder away: then once more."""
+    for _ in range(TRIES):
+        with speaking(out):
+            home.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                file = (home / "lock").open("ab")
+                if _took(file, home / "lock", out):
+                    return file
+                file.close()
+    raise InputError(f"{out} is being written by other processes; wait for them")
+
+
+def _took(file: BinaryIO, path: Path, out: Path) -> bool:
+    """Whether what is locked is still what has the name."""
+    try:
+        lock(file, out)
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except BaseException as error:
+        file.close()
+        if isinstance(error, FileNotFoundError):
+            return False
+        raise
+
+
+def refuse_inside(out: Path, sources: Sequence[Path]) -> None:
+    """What is made must not lie where sources are looked for: it would be read as one."""
+    for source in sources:
+        if source.is_dir() and out.resolve().is_relative_to(source.resolve()):
+            raise InputError(
+                f"the result {out} lies in the source folder {source}, whose files are all read;"
+                " choose a folder outside of it"
+            )
+
+
+def refuse_depth(most: int | None) -> None:
+    """Of the sequences a row may have."""
+    if most is not None and most < 1:
+        raise InputError(
+            f"max_per_pack is {most}; it must be 1 or more, or for as many as fit 0"
+            " (None in Python)"
+        )
+
+
+def publish(folder: Path, out: Path, eval_home: Path | None = None) -> None:
+    """What was made takes its place; what was there before, and the work folder, are gone.
+
+    eval_home: where `eval` was made, if not with the others.
+    """
+    made = {name: folder / name for name in NAMES}
+    if eval_home is not None:
+        made["eval"] = eval_home / "eval"
     with speaking(out):
         for name in reversed(NAMES):
             if (out / name).exists():
                 _discard(folder / f"old-{name}")
                 (out / name).rename(folder / f"old-{name}")
         for name in NAMES:
-            if (folder / name).exists():
-                _sweep(folder / name)
-                (folder / name).rename(out / name)
+            if made[name].exists():
+                _sweep(made[name])
+                made[name].rename(out / name)
         sync(out)
         (out / HOME / STATE).unlink()
         sync(out / HOME)
@@ -94,27 +147,37 @@ def difference(then: Any, now: Any, key: str = "") -> str | None:
     return None if then == now else f"{key} ({then!r:.60}, now {now!r:.60})"
 
 
-def _folder(out: Path, made_by: dict[str, Any], overwrite: bool) -> Path | None:
+def _folder(
+    out: Path,
+    made_by: dict[str, Any],
+    begun_by: dict[str, Any],
+    stamps: Sequence[str],
+    overwrite: bool,
+) -> Path | None:
     """Go on with what is there, or begin, or refuse."""
-    made_by = json.loads(json.dumps(made_by))
+    changed = _changed(out, stamps)
     try:
         state, there = _begun(out), made_already(out)
         if there is not None and (other := difference(there, made_by)):
             raise InputError(f"{out} was made with another {other}; {AGAIN}")
-        if state is not None and (other := difference(state, made_by)):
+        if state is not None and changed:
+            raise InputError(
+                f"the source {changed} is not what it was when the work in {out} was begun; {AGAIN}"
+            )
+        if state is not None and (other := difference(state, begun_by)):
             raise InputError(f"{out} was begun with another {other}; {AGAIN}")
     except InputError:
         if not overwrite:
             raise
-        state = _begun(out, damaged={})
+        state = None if changed else _begun(out, damaged={})
         there = {}
     if state is None and there is None:
         _refuse_foreign(out)
     if state is None and there and not overwrite:
         return None
-    if state != made_by:
-        _begin(out, made_by)
-    digest = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:12]
+    if state != begun_by:
+        _begin(out, begun_by, stamps)
+    digest = hashlib.sha256(json.dumps(begun_by, sort_keys=True).encode()).hexdigest()[:12]
     folder = out / HOME / digest
     folder.mkdir(exist_ok=True)
     return folder
@@ -133,14 +196,30 @@ def _begun(out: Path, damaged: dict[str, Any] | None = None) -> dict[str, Any] |
         raise InputError(f"{path} is damaged; {AGAIN}") from error
 
 
-def _begin(out: Path, made_by: dict[str, Any]) -> None:
+def _changed(out: Path, stamps: Sequence[str]) -> str | None:
+    """The source that is not what it was when the unfinished work in OUT was begun."""
+    try:
+        then = (out / HOME / STAMPS).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        return None
+    return fingerprint.changed(then, stamps)
+
+
+def _json(value: dict[str, Any]) -> dict[str, Any]:
+    """As it will be when it is read again."""
+    return json.loads(json.dumps(value))
+
+
+def _begin(out: Path, begun_by: dict[str, Any], stamps: Sequence[str]) -> None:
     """Away with the old work, so that build.json never stands for it."""
     (out / HOME / STATE).unlink(missing_ok=True)
     for path in (out / HOME).iterdir():
         if path.name != "lock":
             _discard(path)
+    with new_file(out / HOME / STAMPS) as file:
+        file.write("\n".join(stamps).encode())
     with new_file(out / HOME / STATE) as file:
-        file.write(json.dumps(made_by, indent=1).encode())
+        file.write(json.dumps(begun_by, indent=1).encode())
 
 
 def _refuse_foreign(out: Path) -> None:
