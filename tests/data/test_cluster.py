@@ -154,7 +154,7 @@ def test_nobody_there(home: Path, tmp_path: Path, _variables: None) -> None:
 
 def test_what_cannot_be_meant(home: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--ray-address is for --engine ray"):
-        build(config(home, tmp_path / "out", ray_address="10.0.0.1:6379"))
+        build(config(home, tmp_path / "out", ray_address="192.0.2.1:6379"))
     with pytest.raises(InputError, match="1 or more"), engine.ray_cluster(tmp_path, workers=0):
         pass
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from packhorse.data import shards
+from packhorse.data.masking import Recipe
 from packhorse.errors import InputError, KernelError
 from packhorse.train import cost, feed
 from packhorse.train.job import assemble
 from packhorse.train.learning import Ranks, learn, tune
+from packhorse.train.objectives import Pretrain
 from packhorse.train.outlook import outlook
 from packhorse.train.pace import Pace
 from packhorse.train.settings import Settings
@@ -51,6 +54,45 @@ def test_evaluation_sees_the_same_masks_whatever_the_seed(settings: Make) -> Non
         return [id for batch in job.feed.evaluate_on() for id in batch.packed.ids.tolist()]
 
     assert seen(1) == seen(2)
+
+
+def test_masks_are_as_the_data_says_but_for_what_is_set(settings: Make, corpus: Path) -> None:
+    data = shards.open(corpus / "train")
+    built = Recipe(mask_probability=0.4, max_predictions=3, whole_words=True)
+    data.manifest = replace(data.manifest, masking=built)
+    assert feed.masking(settings(), data) == built
+    for said in ({"mask_probability": 0.2}, {"max_predictions": 9}, {"whole_words": False}):
+        assert feed.masking(settings(**said), data) == replace(built, **said)
+    layout = replace(data.manifest.layout, static_masks=True)
+    data.manifest = replace(data.manifest, layout=layout)
+    assert feed.masking(settings(whole_words=True), data) is None
+
+
+def test_the_next_sentence_is_learned_where_there_is_one(
+    settings: Make, corpus: Path, tmp_path: Path
+) -> None:
+    assert assemble(settings()).objective == Pretrain("token", True)
+    assert assemble(settings(next_sentence=False)).objective == Pretrain("token", False)
+    for part in ("train", "eval"):
+        write_single(corpus / part, tmp_path / part)
+    single = settings(train=str(tmp_path))
+    job = assemble(single)
+    assert job.objective == Pretrain("token", False)
+    assert learn(job, next(job.feed.steps(None)), Ranks()).work.tokens
+    with pytest.raises(InputError, match=r"train has no second segments.*set next_sentence"):
+        assemble(replace(single, next_sentence=True))
+    with pytest.raises(InputError, match="eval has no second segments"):
+        assemble(settings(eval=str(tmp_path)))
+
+
+def write_single(pairs: Path, folder: Path) -> None:
+    """The same rows, each sequence as one segment."""
+    data = shards.open(pairs)
+    layout = replace(data.manifest.layout, next_sentence=False)
+    writer = shards.Writer(folder, layout, data.manifest.specials, {})
+    rows = data.take(range(len(data)))
+    writer.add(replace(rows, first=rows.lengths, random_next=rows.random_next * 0))
+    writer.finish()
 
 
 def test_one_shape_changes_nothing(settings: Make) -> None:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,12 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
 
 def test_what_is_shown_is_what_is_read(tmp_path: Path) -> None:
     odd = Settings(out='a "b" \\ \n\x7fé', text=("x", "y"), scale=(0.0, 5.0), learning_rate=1e-20)
-    assert tomllib.loads(odd.toml()).keys() == {each.name for each in fields(Settings)}
+    shown = {each.name for each in fields(Settings)}
+    assert tomllib.loads(odd.toml()).keys() == shown - {"next_sentence", "whole_words"}
+    assert "\n# next_sentence  " in odd.toml()  # what only the data knows
+    said = replace(odd, next_sentence=False, whole_words=True)
+    assert tomllib.loads(said.toml()).keys() == shown
+    assert resolve(toml(tmp_path, said.toml())).settings == said
     assert resolve(toml(tmp_path, odd.toml())).settings == odd
 
 

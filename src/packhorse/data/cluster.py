@@ -1,6 +1,6 @@
 """The engine of many machines: the same work as tasks of a Ray cluster.
 
-    with ray_cluster(folder, address="10.0.0.1:6379") as run:
+    with ray_cluster(folder, address="192.0.2.1:6379") as run:
         for result in run(function, items): ...
 
 The nodes meet in the work folder, which must lie on a file system that all of them share: what is
@@ -294,7 +294,7 @@ def _reached(ray: Any, address: str) -> Iterator[dict[str, Any]]:
     """Asked first by ourselves: Ray tries for a quarter of an hour, and not in silence."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
-        raise InputError(f"{address!r} is no address of a Ray cluster; it looks like 10.0.0.1:6379")
+        raise InputError(f"{address!r} is no address of a Ray cluster; it looks like 192.0.2.1:6379")
     if host in ("localhost", "127.0.0.1"):  # so Ray takes it
         host = ray.util.get_node_ip_address()
     try:

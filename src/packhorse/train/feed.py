@@ -177,14 +177,33 @@ def evaluation_dataset(settings: Settings) -> shards.Dataset | None:
 
 
 def masking(settings: Settings, dataset: shards.Dataset) -> Recipe | None:
-    """How tokens are masked as they are read; None: as they were when they were stored."""
-    if dataset.manifest.layout.static_masks:
+    """As the data was built to be masked, but for what is set; None: its masks are stored."""
+    manifest = dataset.manifest
+    if manifest.layout.static_masks:
         return None
-    return Recipe(
-        mask_probability=settings.mask_probability,
-        max_predictions=settings.max_predictions or None,
-        whole_words=settings.whole_words,
-    )
+    told: dict[str, Any] = {
+        name: value
+        for name in ("mask_probability", "max_predictions")
+        if (value := getattr(settings, name))
+    }
+    if settings.whole_words is not None:
+        told["whole_words"] = settings.whole_words
+    return replace(manifest.masking, **told)
+
+
+def next_sentence(settings: Settings) -> bool:
+    """Is it learned whether the second segment follows? As set, or if the data has any."""
+    train, held_out = open_dataset(settings.train, "train"), evaluation_dataset(settings)
+    wanted = settings.next_sentence
+    if wanted is None:
+        wanted = train.manifest.layout.next_sentence
+    for each in (train, held_out):
+        if wanted and each is not None and not each.manifest.layout.next_sentence:
+            raise InputError(
+                f"{each.folder} has no second segments, so whether they follow cannot be learned;"
+                " set next_sentence to false, or build the data without --single"
+            )
+    return wanted
 
 
 def placed(batch: Batch, device: torch.device, places: int | None = None) -> Batch:

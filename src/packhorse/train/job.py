@@ -207,7 +207,7 @@ def _pretraining(settings: Settings, place: Place, weights: bool) -> Ground:
     micro = settings.micro_tokens or cost.micro_tokens(config, place.device, place.half)
     fed = feed.pretraining(settings, scaled.rows, micro, place.rank, place.world)
     pace = Pace(settings, fed.batch, fed.epoch, factor if kept == "batch" else 1.0)
-    objective = Pretrain(settings.average, settings.next_sentence)
+    objective = Pretrain(settings.average, feed.next_sentence(settings))
     vocabulary = None if begun and begun.checkpoint.vocabulary else _vocabulary(settings)
     parts = (settings, place, source, objective, "pretrain", fed, pace, micro)
     return Ground(*parts, begun=begun, vocabulary=vocabulary)

@@ -37,7 +37,7 @@ def _key(default: Any, group: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that decides a run; checked on construction. 0 and "" mean: not given."""
+    """Everything that decides a run; checked on construction. 0, "" and None: not given."""
 
     model: str = _key("", MODEL, "Start from it: folder, file, TensorFlow prefix, hub id, minilm.")
     tokenizer: str = _key("", MODEL, "vocab.txt, tokenizer.json or a folder; default the model's.")
@@ -69,10 +69,12 @@ class Settings:
     average: Literal["token", "sequence"] = _key(
         "token", TASK, "Masked words: over tokens, or within each sequence first."
     )
-    next_sentence: bool = _key(True, TASK, "Learn whether the second segment follows.")
-    mask_probability: float = _key(0.15, TASK, "Of tokens, to be guessed, unless stored.")
-    max_predictions: int = _key(76, TASK, "Masked tokens a sequence at most; 0: no bound.")
-    whole_words: bool = _key(False, TASK, "Mask whole words.")
+    next_sentence: bool | None = _key(
+        None, TASK, "Learn whether the second segment follows; default if the data has it."
+    )
+    mask_probability: float = _key(0.0, TASK, "Of tokens, unless stored; default the data's.")
+    max_predictions: int = _key(0, TASK, "Masks a sequence at most; default the data's.")
+    whole_words: bool | None = _key(None, TASK, "Mask whole words; default as the data says.")
     temperature: float = _key(0.05, TASK, "Of contrastive learning.")
 
     batch: int = _key(32, STEPS, "Sequences a step, on all devices; of pairs, pairs.")
@@ -138,7 +140,8 @@ class Settings:
             if each.metadata["group"] != group:
                 group = each.metadata["group"]
                 lines += ["", f"# {group}"]
-            said = f"{each.name} = {_toml(getattr(self, each.name))}"
+            value = getattr(self, each.name)
+            said = f"# {each.name}" if value is None else f"{each.name} = {_toml(value)}"
             lines.append(f"{said:<32}  # {each.metadata['help']}")
         return "\n".join(lines[1:]) + "\n"
 
@@ -150,7 +153,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("dropout", "attention_dropout", "beta1", "beta1_end", "beta2"), BELOW_1),
     **dict.fromkeys(("batch", "log_every", "keep"), (1, math.inf)),
     **dict.fromkeys(("norm_eps", "epsilon", "temperature", "power"), (1e-30, math.inf)),
-    "mask_probability": (1e-6, 1 - 1e-6),
+    "mask_probability": (0.0, 1 - 1e-6),
     "end": SHARE,
     "seed": (0, 2**63 - 1),
     "target": (-math.inf, math.inf),
@@ -282,4 +285,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-KINDS: dict[str, Any] = get_type_hints(Settings)
+# TOML has no word for what is not given: None is never said, so it is no part of a kind.
+KINDS: dict[str, Any] = {
+    name: bool if kind == bool | None else kind for name, kind in get_type_hints(Settings).items()
+}
