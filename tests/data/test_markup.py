@@ -30,7 +30,7 @@ CASES = {
     "== Heading ==\nText.\n=== Another ===\nMore.": ["Text.", "More."],
     "Text.\n* one\n# two\n: three\n; four\nMore.": ["Text.", "More."],
     "A <ul><li>gone</li></ul> b.": ["A b."],
-    "[[File:a.jpg|thumb|A [[link]] and [http://x label] inside]]Text.": ["Text."],
+    "[[File:a.jpg|thumb|A [[link]] and [https://example.org/x label] inside]]Text.": ["Text."],
     "[[Category:Ants]] [[fr:Fourmi]] Text [[Image:b.png]].": ["Text."],
     "[[Star Wars: A New Hope]] and [[wikt:ant|ant]].": ["Star Wars: A New Hope and ant."],
     "x <math>\\frac{{a}}{b}</math> y <code>if {{ [[</code> z.": ["x y z."],
@@ -97,7 +97,7 @@ def test_namespaces_of_another_language_are_hidden() -> None:
 
 
 VANDALISM = [
-    *("{{", "}}", "[[", "]]", "{|\n", "\n|}", "<ref>", "<b>", "<table>", "<a ", "[http://a "),
+    *("{{", "}}", "[[", "]]", "{|\n", "\n|}", "<ref>", "<b>", "<table>", "<a ", "[https://example.org/a "),
     *("<!--", "{{a|[[b|''c<ref>d</ref>''", "== a\n", "&a;", "(,"),
 ]
 
@@ -121,7 +121,7 @@ def nested(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 
 
 words = st.sampled_from(
-    ["word", "Two words.", "&nbsp;", "<ref>r {{t}}</ref>", "[http://x.org site]", "<br>", "''x''"]
+    ["word", "Two words.", "&nbsp;", "<ref>r {{t}}</ref>", "[https://example.org/x.org site]", "<br>", "''x''"]
 )
 
 

@@ -23,7 +23,8 @@ def draw(path: Path, results: Sequence[Result], target: float) -> None:
         colour = plots.OURS if result.reached else plots.GREY
         axes.plot(sequences, accuracies, "o-", markersize=3, linewidth=1.2, color=colour)
     axes.axhline(target, color=plots.PADDING, linestyle="--")
-    axes.annotate(f"target {target:g}", (0, target), xycoords=("axes fraction", "data"))
+    place = {"xytext": (4, 3), "textcoords": "offset points"}
+    axes.annotate(f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), **place)
     axes.set_xlabel("sequences learned from")
     axes.set_ylabel("masked words guessed right")
     axes.grid(alpha=0.3)

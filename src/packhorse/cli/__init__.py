@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PackhorseError as error:
         return _fail(error, error.exit_code)
     except CycloptsError as error:
-        command = " ".join(["packhorse", *([asked] if asked in COMMANDS else [])])
-        return _fail(f"{one_line(error).rstrip('.')}; see `{command} --help`", 2)
+        return _fail(f"{one_line(error).rstrip('.')}; see `{_command(tokens)} --help`", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
@@ -66,6 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         what = f"{type(error).__name__}: {error}"
         return _fail(f"unexpected {what} (PACKHORSE_TRACEBACK=1 shows where)", 1)
+
+
+def _command(tokens: Sequence[str]) -> str:
+    """The command that was meant, as far as it is one: `packhorse data build`."""
+    words = [token for token in tokens if not token.startswith("-")]
+    place, _ = COMMANDS.get(words[0] if words else "", ("", ""))
+    depth = 0 if not place else 1 + place.endswith(":app")
+    return " ".join(["packhorse", *words[:depth]])
 
 
 def _app(asked: str | None) -> App:
