@@ -294,7 +294,7 @@ def _reached(ray: Any, address: str) -> Iterator[dict[str, Any]]:
     """Asked first by ourselves: Ray tries for a quarter of an hour, and not in silence."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
-        raise InputError(f"{address!r} is no address of a Ray cluster; it looks like 192.0.2.1:6379")
+        raise InputError(f"{address!r} is no address of a Ray cluster; one is 192.0.2.1:6379")
     if host in ("localhost", "127.0.0.1"):  # so Ray takes it
         host = ray.util.get_node_ip_address()
     try:
