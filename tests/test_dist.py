@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,45 @@ def test_a_signal_is_passed_on_and_waited_for(script: Any) -> None:
         process.terminate()
         assert process.stdout.read() == b"saved\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of a parent's death")
+def test_ranks_end_with_their_launcher(script: Any) -> None:
+    command = script("""
+        with joined(torch.device("cpu"), timeout=30) as team:
+            print(json.dumps([int(pid) for pid in team.gather(str(os.getpid()).encode())]))
+            sys.stdout.flush()
+            team.wait()
+            time.sleep(20)
+    """)
+    start = f"import sys; from packhorse.dist import launch; sys.exit(launch(2, {command!r}))"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        ranks = json.loads(process.stdout.readline())
+        process.kill()
+        deadline = time.monotonic() + 10
+        while any(map(running, ranks)):
+            assert time.monotonic() < deadline, "they work on without it"
+            time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """A process that has ended may be there until someone asks how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_rank_whose_launcher_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    monkeypatch.setenv(dist.LAUNCHER, str(gone.pid))
+    if sys.platform == "linux":
+        with pytest.raises(dist.RankLost, match="started this rank has ended"):
+            dist._end_with_launcher()
+    monkeypatch.setenv(dist.LAUNCHER, str(os.getpid()))
+    dist._end_with_launcher()
 
 
 @pytest.mark.slow

@@ -13,11 +13,13 @@ than that is guarded: torch's store has no password, so the network must be one'
 and always where `launch` starts the processes, they meet on 127.0.0.1.
 
 A process that dies takes the others with it. Gloo notices at once; else the one that waits gives up
-after a timeout, and `launch` ends the rest before that. Nothing is tried again by itself.
+after a timeout, and `launch` ends the rest before that. Where `launch` itself is killed, Linux asks
+them to stop. Nothing is tried again by itself.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -43,9 +45,11 @@ from packhorse.errors import InputError, PackhorseError
 
 ADDRESS, PORT = "127.0.0.1", "29500"
 TIMEOUT = 600.0  # seconds: a checkpoint is written, a model compiled, while others wait
+TIMEOUTS = (1.0, 1e7)  # what torch can be told
 PATIENCE = 300  # seconds that a process which was asked to stop has for it
 BUCKET = 1 << 25  # bytes that are added up at once
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LAUNCHER, PR_SET_PDEATHSIG = "PACKHORSE_LAUNCHER", 1  # the process id of `launch`; linux/prctl.h
 FOLDER = "packhorse-ranks-"  # what ranks other than 0 say goes there
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # that torchrun takes over
 
@@ -234,6 +238,8 @@ def joined(device: torch.device, timeout: float = TIMEOUT) -> Iterator[Team]:
     if team.world == 1:
         yield team
         return
+    check_timeout(timeout)
+    _end_with_launcher()
     if not distributed.is_available():
         raise InputError("this torch was built without torch.distributed; train in one process")
     if device.type != "cpu":
@@ -248,6 +254,28 @@ def joined(device: torch.device, timeout: float = TIMEOUT) -> Iterator[Team]:
         # An accelerator's backend would wait here for those that are gone; leaving ends it too.
         if well or device.type == "cpu":
             distributed.destroy_process_group()
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse what torch would answer with a trace."""
+    least, most = TIMEOUTS
+    if not least <= seconds <= most:
+        raise InputError(f"the timeout is {seconds:g} s; it must be from {least:g} to {most:,.0f}")
+
+
+def _end_with_launcher() -> None:
+    """Be asked to stop when `launch` dies, even of SIGKILL, which it cannot pass on; on Linux."""
+    launcher = os.environ.get(LAUNCHER, "")
+    if sys.platform != "linux" or not launcher.isdecimal():
+        return
+    if os.getppid() == int(launcher):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    try:
+        os.kill(int(launcher), 0)
+    except ProcessLookupError:
+        raise RankLost(
+            "the process that started this rank has ended, so this one ends too"
+        ) from None
 
 
 def _take(device: torch.device, team: Team) -> None:
@@ -299,7 +327,8 @@ def launch(
     """
     if nproc < 1:
         raise InputError(f"{nproc} processes cannot be started; at least one is needed")
-    changes = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience), **(environ or {})}
+    ours = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience), LAUNCHER: str(os.getpid())}
+    changes = {**ours, **(environ or {})}
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
         with _quietly(nproc, changes):
             stopped, codes = _torchrun(nproc, argv, folder)

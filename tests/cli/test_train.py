@@ -66,6 +66,8 @@ def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
         (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
         (("--steps", "1"), "names no data"),
         (("--train", "nowhere", "--steps", "1"), "nowhere"),
+        (("--train", "nowhere", "--nproc", "2", "--timeout=-1"), "timeout is -1 s; it must be"),
+        (("--train", "nowhere", "--nproc", "2", "--timeout=inf"), "timeout is inf s; it must be"),
     ],
 )
 def test_mistakes_are_one_line(cli: Callable, flags: tuple[str, ...], told: str) -> None:

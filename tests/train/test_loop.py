@@ -312,6 +312,44 @@ def test_resume_says_what_it_does(settings: Make, tmp_path: Path) -> None:
     assert elsewhere.step == 6 and not (tmp_path / "other" / "log.jsonl").read_bytes()
 
 
+def test_another_run_is_never_overwritten(settings: Make, tmp_path: Path) -> None:
+    short, long = settings(steps=2, save_every=1), settings(steps=4, save_every=2)
+    train(assemble(short), tmp_path / "one")
+    train(assemble(long), tmp_path / "two")
+    before = {path: path.read_bytes() for path in (tmp_path / "two").rglob("*") if path.is_file()}
+    named = str(tmp_path / "one" / "step-00000001")
+    with pytest.raises(InputError, match=r"two holds another run .* choose another --out"):
+        train(assemble(short), tmp_path / "two", resume=named)
+    assert all(path.read_bytes() == held for path, held in before.items())
+    (tmp_path / "three").mkdir()
+    (tmp_path / "three" / "log.jsonl").write_text('{"step": 1, "of": "a run that saved nothing"}\n')
+    train(assemble(short), tmp_path / "three", resume=named)
+    assert [line["step"] for line in log(tmp_path / "three") if "loss" in line] == [2]
+    own = str(tmp_path / "two" / "step-00000002")  # which may be wound back
+    assert train(assemble(long), tmp_path / "two", resume=own).step == 4
+    assert all(path.read_bytes() == before[path] for path in before if path.name == "log.jsonl")
+
+
+def test_a_checkpoint_that_is_not_there_is_named_so(settings: Make, tmp_path: Path) -> None:
+    plain = settings(steps=4, save_every=2)
+    train(assemble(plain), tmp_path)
+    said = r"step-00000012 does not exist; in .* there is step-00000002, step-00000004$"
+    with pytest.raises(InputError, match=said):
+        train(assemble(plain), tmp_path, resume=str(tmp_path / "step-00000012"))
+    with pytest.raises(InputError, match=r"there is no checkpoint$"):
+        train(assemble(plain), tmp_path, resume=str(tmp_path / "nowhere" / "step-00000012"))
+
+
+def test_another_seed_or_optimizer_is_refused_first(settings: Make, tmp_path: Path) -> None:
+    plain, said = settings(steps=4, seed=42), []
+    train(assemble(plain), tmp_path, wish=stopping_after(2))
+    with pytest.raises(InputError, match=r"the seed is 7, .* use --seed 42 or another --out"):
+        train(assemble(replace(plain, seed=7)), tmp_path, say=said.append)
+    with pytest.raises(InputError, match=r"state of LAMB with .* not of LAMB without .*AdamW"):
+        train(assemble(replace(plain, optimizer="adamw")), tmp_path, say=said.append)
+    assert not said and train(assemble(plain), tmp_path).step == 4
+
+
 def test_two_runs_in_one_folder_are_refused(settings: Make, tmp_path: Path) -> None:
     with state.claim(tmp_path), pytest.raises(InputError, match="another process"):
         train(assemble(settings()), tmp_path)

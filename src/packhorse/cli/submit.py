@@ -84,8 +84,8 @@ def submit(
     seed = settings.seed if start_seed is None else start_seed
     if nproc != 1:
         words = ["submit", "--runs", str(runs), "--start-seed", str(seed)]
-        words += ["--org", org, "--status", status, "--timeout", str(timeout)]
-        return launch_ranks(nproc, words, settings, json)
+        words += ["--org", org, "--status", status]
+        return launch_ranks(nproc, timeout, words, settings, json)
     planned = partial(_plan, settings, runs, seed, {"org": org, "status": status})
     _carry_out(planned, settings.device, timeout, json)
 

@@ -95,21 +95,25 @@ def train(
     if dry_run:
         return _look_ahead(settings, out, nproc, json)
     if nproc != 1:
-        others = ["--resume", resume, "--timeout", str(timeout)]
-        return launch_ranks(nproc, ["train", *others], replace(settings, out=str(out)), json)
+        words = ["train", "--resume", resume]
+        return launch_ranks(nproc, timeout, words, replace(settings, out=str(out)), json)
     _run(settings, out, resume, timeout, json)
 
 
-def launch_ranks(nproc: int, words: list[str], settings: Settings, json: bool) -> None:
+def launch_ranks(
+    nproc: int, timeout: float, words: list[str], settings: Settings, json: bool
+) -> None:
     """Start a command as ranks; settings are theirs by a file alone."""
-    from packhorse.dist import launch
+    from packhorse.dist import check_timeout, launch
 
+    check_timeout(timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise InputError("torchrun started this process as a rank already; leave out --nproc")
     with TemporaryDirectory() as folder:
         file = Path(folder) / "settings.toml"
         file.write_text(settings.toml(), "utf-8")
-        command = [sys.executable, "-m", "packhorse", *words, "--config", str(file)]
+        words = [*words, "--timeout", str(timeout), "--config", str(file)]
+        command = [sys.executable, "-m", "packhorse", *words]
         taken = {name: None for name in os.environ if name.startswith(PREFIX)}
         code = launch(nproc, command + ["--json"] * json, environ=taken, say=note)
     if code:

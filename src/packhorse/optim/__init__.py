@@ -4,8 +4,8 @@
     optimizer = LAMB(groups, lr=2e-3, betas=(0.71, 0.998), bias_correction=False)
     schedule = LambdaLR(optimizer, partial(polynomial, total=1127, warmup=100))
 
-AdamW is torch's own, `torch.optim.AdamW(groups, fused=True)`: the groups are all it lacks. Nothing
-here knows a BERT; any `nn.Module` will do.
+Training's AdamW is LAMB whose groups do not `adapt`, so that it has master weights too; torch's own
+takes the groups as well. Nothing here knows a BERT; any `nn.Module` will do.
 """
 
 from packhorse.optim.groups import parameter_groups

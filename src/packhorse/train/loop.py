@@ -31,7 +31,7 @@ import torch
 from packhorse import checkpoint
 from packhorse.atomic import new_file
 from packhorse.errors import InputError
-from packhorse.train import cost, feed, figures, state
+from packhorse.train import cost, feed, figures, folders, state
 from packhorse.train.display import Shown, Watch
 from packhorse.train.figures import Clock, Waiting
 from packhorse.train.job import Job
@@ -88,7 +88,8 @@ def train(
     """Train to the end, or until `wish` tells of a signal; `out` gets all that comes of it.
 
     resume: "auto" goes on from the last whole checkpoint in `out`, "never" insists that there is
-    none, a path names one. say: is told what a user should know.
+    none, a path names one; if it is another run's, `out` must hold none. say: is told what a user
+    should know.
     """
     ranks = ranks or Ranks()
     job = replace(job, optimizer=ranks.divide(job.model, job.optimizer))
@@ -118,7 +119,7 @@ def _chosen(out: Path, resume: str, ranks: Ranks) -> state.Saved | None:
 
 def _found(out: Path, resume: str) -> state.Saved | None:
     if resume not in ("auto", "never"):
-        return state.read(Path(resume))
+        return _named(Path(resume), out)
     found = state.newest(out)
     if found and resume == "never":
         raise InputError(
@@ -126,6 +127,24 @@ def _found(out: Path, resume: str) -> state.Saved | None:
             "name another folder"
         )
     return found
+
+
+def _named(path: Path, out: Path) -> state.Saved:
+    """The checkpoint that the user named; one of another run begins a new one in `out`."""
+    if not path.exists():
+        there = ", ".join(each.name for _, each in reversed(folders.listed(path.parent)))
+        have = f"in {path.parent} there is {there or 'no checkpoint'}"
+        raise InputError(f"{path} does not exist; {have}")
+    if _is_foreign(path, out) and (folders.listed(out) or (out / MODEL).exists()):
+        raise InputError(
+            f"{out} holds another run than {path}, which would be lost; choose another --out, or "
+            "go on with the one that is there by --resume auto"
+        )
+    return state.read(path)
+
+
+def _is_foreign(path: Path, out: Path) -> bool:
+    return path.resolve().parent != out.resolve()
 
 
 @final
@@ -156,8 +175,11 @@ class _Run:
 
     def _restore(self, found: state.Saved) -> list[str]:
         job, ranks = self.job, self.ranks
+        _refuse_another_seed(found, job)
         self.step, self.cursor = found.step, found.progress.cursor or None
         self.counters = Counters(**found.progress.counters)
+        if _is_foreign(found.path, self.out):
+            self.counters = replace(self.counters, log=0)  # its bytes are in that run's log
         tune(job, max(0, self.step - 1))  # as it was when this was written
         who = {"rank": ranks.rank, "world": ranks.world}
         found = state.restore(found, job.model, job.optimizer, **who)
@@ -326,6 +348,17 @@ class _Run:
     def _written(self) -> Path:
         result = in_full(self.job.checkpoint, self.job.optimizer)
         return checkpoint.write(self.out / MODEL, result, overwrite=True)
+
+
+def _refuse_another_seed(found: state.Saved, job: Job) -> None:
+    """The place in the data means another with another seed."""
+    now = job.settings.seed
+    then = found.progress.config.get("seed", now)
+    if then != now:
+        raise InputError(
+            f"the seed is {now}, but {found.path} was written with {then}; use --seed {then} or "
+            "another --out"
+        )
 
 
 def _changed(found: state.Saved, job: Job) -> list[str]:

@@ -10,7 +10,7 @@ it, and is told. Only the learning rate comes back, which a schedule may have ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +56,8 @@ def assemble(
 ) -> tuple[dict[str, Any], list[str]]:
     """A state dictionary for this optimizer, and notes of options that were others.
 
-    Refused where the kind of optimizer, the parameters it trains or their shapes are others.
+    Refused where the kind of optimizer (LAMB without its trust ratio is AdamW), the parameters it
+    trains or their shapes are others.
     """
     names = _names(model, optimizer)
     _check(told, optimizer, names)
@@ -98,16 +99,22 @@ def _kind(optimizer: Optimizer) -> str:
     return type(getattr(optimizer, "optim", optimizer)).__name__  # the one inside ZeRO's
 
 
+def _called(kind: str, groups: Sequence[Mapping[str, Any]]) -> str:
+    plain = kind == "LAMB" and not any(group.get("adapt", True) for group in groups)
+    return "LAMB without its trust ratio (AdamW)" if plain else kind
+
+
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def _check(told: Told, optimizer: Optimizer, names: list[str]) -> None:
-    kind, groups = told["kind"], told["groups"]
-    if kind != _kind(optimizer) or len(groups) != len(optimizer.param_groups):
+    groups, ours = told["groups"], optimizer.param_groups
+    then, now = _called(told["kind"], groups), _called(_kind(optimizer), ours)
+    if then != now or len(groups) != len(ours):
         raise InputError(
-            f"it holds the state of {kind} with {len(groups)} groups, not of {_kind(optimizer)} "
-            f"with {len(optimizer.param_groups)}; go on with the same optimizer"
+            f"it holds the state of {then} with {len(groups)} groups, not of {now} "
+            f"with {len(ours)}; go on with the same optimizer"
         )
     if other := sorted(set(names) ^ {name for group in groups for name in group["params"]}):
         how = "is trained now and was not" if other[0] in names else "was trained and is not now"
