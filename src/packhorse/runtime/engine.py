@@ -172,7 +172,8 @@ class Engine:
         seconds = self.admission.clock() - flight.begun
         self.recorder.batch([piece.tokens for piece in pieces], landed.tokens, seconds)
         self._reply(pieces, landed.rows)
-        self.admission.linger(min(self.admission.timeout, LINGER * seconds))
+        if self.admission.timeout:
+            self.admission.linger(LINGER * seconds)
 
     def _divide(self, batch: Batch, error: BaseException) -> None:
         """Run a failed batch again in halves; a sequence that fails by itself is the culprit."""
