@@ -11,7 +11,9 @@ import importlib.util
 import os
 import random
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -121,3 +123,16 @@ def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, st
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="session")
+def tf() -> ModuleType:
+    """TensorFlow, quiet and on one thread: it writes the files that we read."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensorflow = pytest.importorskip("tensorflow", reason="tensorflow-cpu is not installed")
+        tensorflow.config.threading.set_inter_op_parallelism_threads(1)
+        tensorflow.config.threading.set_intra_op_parallelism_threads(1)
+    return tensorflow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -56,19 +55,6 @@ def transformers() -> ModuleType:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
-
-
-@pytest.fixture(scope="session")
-def tf() -> ModuleType:
-    """TensorFlow, quiet and on one thread: it writes the files that we read."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensorflow = pytest.importorskip("tensorflow", reason="tensorflow-cpu is not installed")
-        tensorflow.config.threading.set_inter_op_parallelism_threads(1)
-        tensorflow.config.threading.set_intra_op_parallelism_threads(1)
-    return tensorflow
 
 
 @pytest.fixture

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture(scope="session")
-def tf() -> ModuleType:
-    """TensorFlow, quiet and on one thread."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tensorflow = pytest.importorskip("tensorflow", reason="tensorflow-cpu is not installed")
-        tensorflow.config.threading.set_inter_op_parallelism_threads(1)
-        tensorflow.config.threading.set_intra_op_parallelism_threads(1)
-    return tensorflow
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, statistics: Statistics) -> None:
-    """Lengths before packing, and tokens a row after it: logarithmic, for nearly all are full."""
+    """Lengths before packing, and tokens a row after it: logarithmic, for most are the longest."""
     figure = plots._figure(11, 3.6)
     left, right = figure.subplots(1, 2)
     manifest = statistics.manifest
@@ -22,7 +22,8 @@ def draw(path: Path, statistics: Statistics) -> None:
     tokens = np.arange(1, len(statistics.row_tokens) + 1)
     bins = min(64, len(tokens))
     right.hist(tokens, bins=bins, weights=statistics.row_tokens, color=plots.OURS, rwidth=0.92)
-    right.set_yscale("log")
+    for axes in (left, right):
+        axes.set_yscale("log")
     right.set_xlabel("tokens")
     right.set_ylabel("rows")
     full = f"{manifest.efficiency:.2%} full"

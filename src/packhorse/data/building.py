@@ -54,7 +54,7 @@ from packhorse.data.workers import GO_ON, Engine, Run, local
 from packhorse.data.workfolder import claim, publish, refuse_depth, refuse_inside
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.files import find as find_tokenizer
+from packhorse.tokens import files as tokenizer_files
 
 ENGINES = ("local", "ray")
 EVAL_COUNT = 10_000  # MLPerf's
@@ -185,7 +185,7 @@ def _made_by(config: Config, sources: dict[str, object]) -> dict[str, Any]:
         }
     return {
         "sources": sources,
-        "tokenizer": fingerprint.of_files(_tokenizer_files(config.tokenizer).values()),
+        "tokenizer": fingerprint.of_files(tokenizer_files.all_files(config.tokenizer).values()),
         "recipe": asdict(config.recipe),
         "max_per_pack": config.max_per_pack,
         "eval": held_out,
@@ -205,7 +205,7 @@ def _begun_by(made_by: dict[str, Any]) -> dict[str, Any]:
 def _make(site: _Site, sources: Sequence[Source]) -> None:
     """Everything into the work folder."""
     config, folder = site.config, site.folder
-    for name, path in _tokenizer_files(config.tokenizer).items():
+    for name, path in tokenizer_files.all_files(config.tokenizer).items():
         _copy(path, folder / TOKENIZER / name)
     if config.eval_hashes:
         _copy(config.eval_hashes, folder / HASHES)
@@ -352,14 +352,6 @@ def _watched(
         done.append(result)
         site.watch(Progress(f"{stage} {split.name}", len(done), total, found))
     return done
-
-
-def _tokenizer_files(path: Path) -> dict[str, Path]:
-    """The files of a tokenizer, by the names they have in a model's folder."""
-    file = find_tokenizer(path)
-    files = {"tokenizer.json" if file.suffix == ".json" else "vocab.txt": file}
-    beside = file.with_name("tokenizer_config.json")
-    return files | ({beside.name: beside} if beside.is_file() else {})
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -47,7 +47,7 @@ from packhorse.data.workfolder import (
 )
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.files import find as find_tokenizer
+from packhorse.tokens import files as tokenizer_files
 
 PART_TOKENS = 1 << 24  # what a worker holds at a time, and a part at most
 Advance = Callable[[str, int, int], None]  # the stage, how much of it is done, and of how much
@@ -170,7 +170,7 @@ def _made_by(
 ) -> dict[str, Any]:
     """All that decides the result."""
     imported = {n: fingerprint.of_sources(each, stamps[n]) for n, each in found.items()}
-    files = _tokenizer_files(config.tokenizer)
+    files = tokenizer_files.all_files(config.tokenizer) if config.tokenizer else {}
     ids = {name: getattr(specials, name) for name in ("cls", "sep", "mask", "pad", "vocab_size")}
     return {
         "imported": imported,
@@ -342,18 +342,8 @@ def _sums(taken: Sequence[Taken]) -> dict[str, int]:
     return {"files": len(taken)} | {n: sum(getattr(each, n) for each in taken) for n in names}
 
 
-def _tokenizer_files(path: Path | None) -> dict[str, Path]:
-    """The files of a tokenizer, by the names they have in a model's folder."""
-    if path is None:
-        return {}
-    file = find_tokenizer(path)
-    beside = file.with_name("tokenizer_config.json")
-    files = {"tokenizer.json" if file.suffix == ".json" else "vocab.txt": file}
-    return files | ({beside.name: beside} if beside.is_file() else {})
-
-
 def _copy_tokenizer(path: Path | None, folder: Path) -> None:
-    for name, file in _tokenizer_files(path).items():
+    for name, file in (tokenizer_files.all_files(path) if path else {}).items():
         folder.mkdir(exist_ok=True)
         with file.open("rb") as there, new_file(folder / name) as copy:
             shutil.copyfileobj(there, copy)

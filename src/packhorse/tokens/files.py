@@ -53,6 +53,14 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path}: no tokenizer.json or vocab.txt there; copy the model's")
 
 
+def all_files(path: Path) -> dict[str, Path]:
+    """The files of a tokenizer, by the names they have in a model's folder."""
+    file = find(path)
+    files = {"tokenizer.json" if file.suffix == ".json" else "vocab.txt": file}
+    beside = file.with_name("tokenizer_config.json")
+    return files | ({beside.name: beside} if beside.is_file() else {})
+
+
 def read_text(path: Path) -> str:
     with blaming(CheckpointError, f"{path}: cannot be read"):
         if path.stat().st_size > MAX_FILE_BYTES:
