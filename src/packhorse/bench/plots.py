@@ -224,12 +224,14 @@ def _draw_lengths(axes: Axes, counts: np.ndarray) -> None:
     axes.hist(lengths, bins=bins, weights=counts, color=OURS, rwidth=0.92)
     mean = float(counts @ lengths / counts.sum())
     axes.axvline(mean, color=PADDING, linewidth=1.5)
+    before = mean > len(counts) / 2  # on the side that has room
     axes.annotate(
         f"mean {mean:.0f}",
         (mean, 0.96),
         xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
+        xytext=(-4 if before else 4, 0),
         textcoords="offset points",
+        ha="right" if before else "left",
         va="top",
         fontsize=9,
     )
