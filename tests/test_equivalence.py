@@ -23,7 +23,7 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime import batches
 
 CPU = torch.device("cpu")
-KERNELS = [name for name in attention.KERNELS if name != "varlen"]
+KERNELS = [name for name in attention.KERNELS if name not in ("fused", "varlen")]
 
 # Class of transformers, our head, the outputs of theirs that it answers to.
 CASES = {

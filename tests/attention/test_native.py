@@ -51,7 +51,7 @@ def draw(
 
 
 def run(kernel: Native | Reference, qkv: list[Tensor], packed: Packed) -> Tensor:
-    return kernel(*qkv, kernel.plan(packed))  # pyright: ignore
+    return kernel(torch.stack(qkv, 1), kernel.plan(packed))  # pyright: ignore
 
 
 def exact(qkv: list[Tensor], packed: Packed) -> Tensor:
@@ -121,7 +121,7 @@ def test_layouts_that_are_not_one_qkv_tensor(dtype: torch.dtype):
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
     every_other = [torch.stack([x, x], -1).flatten(2)[..., ::2] for x in (q, k, v)]
     for layout in (heads_first, every_other, [q.contiguous(), k, heads_first[2]]):
-        assert torch.equal(run(Native(), layout, packed), expected)
+        assert torch.equal(native.attend(*layout, native._plan(packed.cu_seqlens)), expected)
 
 
 @needs_native
@@ -244,18 +244,18 @@ def test_the_plan_covers_every_row_once_and_puts_the_costliest_first():
 @pytest.mark.parametrize("dtype", BOTH)
 def test_one_node_of_a_compiled_graph(dtype: torch.dtype):
     packed = batch((30, 12))
-    q, k, v = draw(42, 2, 32, dtype)
+    qkv = torch.stack(draw(42, 2, 32, dtype), 1)
 
     kernel = Native()
     plan = kernel.plan(packed)
 
-    def layer(q: Tensor, k: Tensor, v: Tensor, plan: native.Chunks) -> Tensor:
-        return kernel(q, k, v, plan) * 2
+    def layer(qkv: Tensor, plan: native.Chunks) -> Tensor:
+        return kernel(qkv, plan) * 2
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        assert torch.equal(compiled(q, k, v, plan), layer(q, k, v, plan))
-    torch.library.opcheck(native._opaque, (q, k, v, packed.cu_seqlens))
+        assert torch.equal(compiled(qkv, plan), layer(qkv, plan))
+    torch.library.opcheck(native._opaque, (*qkv.unbind(1), packed.cu_seqlens))
 
 
 # ---- refusals ----
@@ -277,7 +277,7 @@ def test_refuses_what_c_would_read_astray():
     ]
     for qkv, message in cases:
         with pytest.raises(KernelError, match=message):
-            run(Native(), qkv, packed)
+            native.attend(*qkv, native._plan(packed.cu_seqlens))
     with pytest.raises(KernelError, match="never fall"):
         native._plan(torch.tensor([0, 5, 3], dtype=torch.int32))
 

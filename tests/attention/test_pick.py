@@ -32,7 +32,7 @@ def test_the_choice_serves_and_says_why() -> None:
     [
         ("varlen", CPU, torch.bfloat16, "it runs on cuda, not on cpu; use '"),
         ("varlen", CUDA, torch.float32, "it runs in bf16, fp16, not in fp32; use 'bucketed'"),
-        ("fancy", CPU, torch.float32, "unknown kernel 'fancy'; there are varlen"),
+        ("fancy", CPU, torch.float32, "unknown kernel 'fancy'; there are fused"),
     ],
 )
 def test_asking_outside_is_a_clear_error(name, device, dtype, message: str) -> None:

@@ -84,8 +84,8 @@ class Leaking:
         whole = packed.cu_seqlens[[0, -1]]
         return self.kernel.plan(replace(packed, cu_seqlens=whole, max_seqlen=len(packed.ids)))
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        return self.kernel(q, k, v, plan)
+    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+        return self.kernel(qkv, plan)
 
 
 def test_a_kernel_that_leaks_would_show(stage: Stage, passes: dict[str, Pass]) -> None:

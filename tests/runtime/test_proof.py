@@ -84,12 +84,12 @@ def test_mask_contains_what_overflows() -> None:
     ]
     packed = Packed.rows(made, [[0, 1]], capacity=8)
     kernel = Mask()
-    q, k, v = torch.randn(3, 8, 2, 4).unbind(0)
-    clean = kernel(q, k, v, kernel.plan(packed))
-    for tensor in (q, k, v):
+    qkv = torch.randn(8, 3, 2, 4)
+    clean = kernel(qkv, kernel.plan(packed))
+    for tensor in qkv.unbind(1):
         kept = tensor[1, 0, 0].item()
         tensor[1, 0, 0] = 1e30
-        found = kernel(q, k, v, kernel.plan(packed))
+        found = kernel(qkv, kernel.plan(packed))
         assert found[:3].isnan().all()
         assert torch.equal(found[3:], clean[3:])
         tensor[1, 0, 0] = kept

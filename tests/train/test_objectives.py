@@ -313,8 +313,8 @@ class Loose:
         bounds = packed.cu_seqlens[[0, -1]]
         return self.kernel.plan(replace(packed, cu_seqlens=bounds), dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        return self.kernel(q, k, v, plan)
+    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+        return self.kernel(qkv, plan)
 
 
 def running_on(chosen: Sequence[Sample]) -> Packed:

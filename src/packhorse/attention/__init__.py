@@ -76,13 +76,14 @@ class Kernel(Protocol):
         dropout: the share of attention probabilities to drop, drawn anew in each layer.
         """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        """[T, H, D] each, and so is the result."""
+    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+        """Queries, keys and values side by side, [T, 3, H, D], to [T, H, D]."""
         ...
 
 
 # Fastest first: `pick` takes the first that serves (for training see `_by_speed`).
 KERNELS = {
+    "fused": "Fused",
     "varlen": "Varlen",
     "native": "Native",
     "bucketed": "Bucketed",

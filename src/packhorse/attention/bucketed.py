@@ -59,8 +59,9 @@ class Bucketed:
         """Group the batch's sequences by length."""
         return plan_groups(packed.cu_seqlens, dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: GroupedPlan) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
             if plan.dropout:
                 raise KernelError(f"kernel 'bucketed', compiled: {NO_DROPOUT}; do not compile")

@@ -47,8 +47,9 @@ class Mask:
         allowed = (rows[:, :, None] == rows[:, None, :]).unsqueeze(1)
         return MaskPlan(owner, len(packed), allowed, dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: MaskPlan) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         poisoned = _poisoned(q, k, v, plan)  # [T, 1, 1]
         q, k, v = (_rows(x.masked_fill(poisoned, 0), plan) for x in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, plan.allowed, plan.dropout)  # [R, H, C, D]

@@ -66,8 +66,9 @@ class Native:
             raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
         return _plan(packed.cu_seqlens)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: Chunks) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
             return _opaque(q, k, v, plan.cu_seqlens)
         return attend(q, k, v, plan)

@@ -32,8 +32,9 @@ class Reference:
         """The lengths, on the host."""
         return Lengths(packed.lengths.tolist(), dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Lengths) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: Lengths) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         pieces = zip(*(x.split(plan.lengths) for x in (q, k, v)), strict=True)
         return torch.cat([_attend(*each, dropout=plan.dropout) for each in pieces])
 

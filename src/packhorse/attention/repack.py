@@ -23,6 +23,7 @@ class Repack:
         """One group of every sequence."""
         return plan_one_group(packed.cu_seqlens, dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: GroupedPlan) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         return attend_groups(q, k, v, plan)

@@ -55,8 +55,9 @@ class Varlen:
             raise KernelError(f"kernel 'varlen': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
         return VarlenPlan(packed.cu_seqlens, packed.max_seqlen)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: VarlenPlan) -> Tensor:
-        """[T, H, D] each."""
+    def __call__(self, qkv: Tensor, plan: VarlenPlan) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        q, k, v = qkv.unbind(1)
         from torch.nn.attention.varlen import varlen_attn
 
         bounds, longest = plan.cu_seqlens, plan.max_seqlen

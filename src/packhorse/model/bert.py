@@ -141,8 +141,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, plan: Any) -> Tensor:
         """[T, E] to [T, E]."""
-        q, k, v = self.qkv(x).unflatten(-1, self.shape).unbind(1)  # [T, H, D] each
-        return self.out(self.kernel(q, k, v, plan).flatten(1))
+        qkv = self.qkv(x).unflatten(-1, self.shape)  # [T, 3, H, D]
+        return self.out(self.kernel(qkv, plan).flatten(1))
 
 
 class Up(nn.Module):

@@ -192,9 +192,9 @@ class _Loose:
         whole = replace(packed, cu_seqlens=bounds, max_seqlen=len(packed.ids))
         return self.kernel.plan(whole, dropout)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Any) -> Tensor:
-        """[T, H, D] each."""
-        return self.kernel(q, k, v, plan)
+    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]."""
+        return self.kernel(qkv, plan)
 
 
 def _rows(found: Tensor, packed: Packed) -> list[np.ndarray]:
