@@ -72,6 +72,11 @@ def fast_bf16(device: torch.device) -> bool:
     return False
 
 
+def fast_float8(device: torch.device) -> bool:
+    """Does it multiply float8 matrices with a scale for each row in hardware? From Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def cpu_features() -> dict[str, bool]:
     """The instruction sets that decide how fast a CPU encodes."""
     probes = {

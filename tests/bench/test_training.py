@@ -75,8 +75,8 @@ def test_pretraining_steps_hold_every_row_once() -> None:
     fed = training_sets.pretraining(lengths, 2048, 128, steps=4, micro_tokens=1024, seed=3)
     steps = list(fed.steps(None))
     assert len(steps) == 4 and {len(step.batches) for step in steps} == {fed.parts}
-    assert fed.places <= 1024 < 2 * fed.places
-    assert all(batch.tokens <= fed.places for step in steps for batch in step.batches)
+    assert fed.shape.tokens <= 1024 < 2 * fed.shape.tokens
+    assert all(batch.tokens <= fed.shape.tokens for step in steps for batch in step.batches)
     found = [e for step in steps for batch in step.batches for e in training_sets.examples(batch)]
     assert fed.batch * 4 == len(found) and 0 <= len(lengths) - len(found) < 20
     spare = np.bincount(lengths, minlength=129) - np.bincount(

@@ -49,6 +49,15 @@ def test_settings_are_shown_and_come_from_everywhere(
     assert said.document["text"] == ["a", "b"] and said.document["steps"] == 4
 
 
+def test_a_flag_of_several_takes_all_that_follow(cli: Callable) -> None:
+    told = ("--clamp", "1", "3", "--text", "a", "b", "--scale", "-1", "1", "--steps", "4")
+    found = cli("train", *told, "--print-config", "--json").document
+    assert (found["clamp"], found["text"], found["scale"]) == ([1.0, 3.0], ["a", "b"], [-1.0, 1.0])
+    assert found["steps"] == 4
+    said = cli("train", "--clamp", "3", "1", "--print-config")
+    assert said.code == 2 and "clamp is (3.0, 1.0): give the least and the most" in said.err
+
+
 def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
     preset = {"num_layers": 3, "optimizer": "LAMB", "layers_per_ipu": [3], "batch_size": 2}
     (tmp_path / "mini.json").write_text(json.dumps(preset))
@@ -65,7 +74,7 @@ def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
         (("--batch", "0", "--print-config"), "batch is 0: it must be from 1 up"),
         (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
         (("--steps", "1"), "names no data"),
-        (("--train", "nowhere", "--steps", "1"), "nowhere"),
+        (("--train", "nowhere", "--steps", "1"), "make it with `packhorse data build SOURCES now"),
         (("--train", "nowhere", "--nproc", "2", "--timeout=-1"), "timeout is -1 s; it must be"),
         (("--train", "nowhere", "--nproc", "2", "--timeout=inf"), "timeout is inf s; it must be"),
     ],
@@ -79,8 +88,9 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
     run = ("train", "--train", corpus, *SIZES, "--batch", "12", "--epochs", "2")
     run += ("--micro-tokens", "96", "--out", tmp_path / "run", "--log-every", "2", "--json")
     ahead = cli(*run, "--dry-run")
-    assert ahead.code == 0 and ahead.document["hours"] is None and not (tmp_path / "run").exists()
+    assert ahead.code == 0 and not (tmp_path / "run").exists()
     told = ahead.document
+    assert told["hours"] > 0 and "trial" in told["rate"] and "trial" in ahead.out
     assert told["accumulation"] * told["micro_batch"] == pytest.approx(told["global_batch"])
     said = cli(*run)
     assert said.code == 0, said.err
@@ -88,21 +98,39 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
     assert said.document["sequences"] == pytest.approx(told["sequences"], rel=0.1)
     assert f"step {told['steps']} of {told['steps']}: loss" in said.err and "tok/s" in said.err
     assert said.document["settings"]["batch"] == 12
-    assert cli(*run, "--dry-run").document["hours"] > 0  # there was a run to go by
+    assert "earlier run" in cli(*run, "--dry-run").document["rate"]
     again = cli(*run)
     assert again.document["step"] == told["steps"] and "going on behind" in again.err
     filled = cli("run", "the [MASK] carries sacks", "--model", said.document["model"])
     assert filled.code == 0, filled.err
 
 
-def test_a_model_is_looked_ahead_of_without_its_weights(
-    cli: Callable, corpus: Path, tmp_path: Path
+@pytest.mark.parametrize("look", [("--dry-run",), ()])
+def test_a_model_that_is_missing_is_missed(
+    look: tuple[str, ...], cli: Callable, corpus: Path, tmp_path: Path
 ) -> None:
     given = ("--model", "tf-checkpoints/model.ckpt-28252", "--train", corpus, "--steps", "9")
-    said = cli("train", *given, *SIZES, "--out", tmp_path / "run", "--dry-run", "--json")
-    assert said.code == 0 and said.document["steps"] == 9
-    said = cli("train", *given, *SIZES, "--out", tmp_path / "run")
+    said = cli("train", *given, *SIZES, "--out", tmp_path / "run", *look)
     assert said.code == 2 and "MLCommons" in said.err  # where the file comes from
+
+
+def test_a_target_without_held_out_data_names_the_command_that_makes_some(
+    cli: Callable, corpus: Path, tmp_path: Path
+) -> None:
+    run = ("train", "--train", corpus, *SIZES, "--steps", "2", "--target", "0.01")
+    run += ("--out", tmp_path / "run")
+    said = cli(*run)
+    assert said.code == 2
+    command = said.err.split("`")[1].split()
+    assert command[:3] == ["packhorse", "data", "build"]
+    # With texts to hold out, it is a command, and what it makes is what was missing.
+    source = corpus.parent / "part-00000-of-00001"
+    command = [str(source) if word == "HELD_OUT_TEXTS" else word for word in command[1:]]
+    made = tmp_path / "held-out"
+    command[command.index(f"{corpus}-eval")] = str(made)
+    assert cli(*command, "--format", "sentences", "--workers", "1").code == 0
+    assert f"set eval to {corpus}-eval/train" in said.err
+    assert cli(*run, "--eval", made / "train").code == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -136,5 +164,11 @@ def test_a_loss_that_is_no_number_has_its_own_code(
     cli: Callable, corpus: Path, tmp_path: Path
 ) -> None:
     run = ("train", "--train", corpus, *SIZES, "--steps", "30", "--out", tmp_path)
-    said = cli(*run, "--learning-rate", "1e30", "--optimizer", "adamw", "--clip", "0")
+    run += ("--learning-rate", "1e30", "--optimizer", "adamw", "--clip", "0")
+    said = cli(*run, "--json")
     assert said.code == 3 and "step " in said.err and "rows " in said.err
+    told = said.document
+    assert (told["exit_code"], told["checkpoint"], told["out"]) == (3, None, str(tmp_path))
+    assert told["error"] in said.err and f"step {told['step']}: " in told["error"]
+    assert told["settings"]["learning_rate"] == 1e30
+    assert cli(*run).out == ""  # nothing that was not asked for

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from packhorse.data import shards
+from packhorse.data import shards, targets
 from packhorse.data.masking import Recipe
 from packhorse.errors import InputError, KernelError
 from packhorse.train import cost, feed
@@ -113,10 +115,44 @@ def test_one_shape_changes_nothing(settings: Make) -> None:
 def test_shapes_are_few(settings: Make) -> None:
     fed = assemble(settings(batch=13, micro_tokens=200)).feed
     batches = [batch for step in islice(fed.steps(None), 12) for batch in step.batches]
-    shaped = [feed.one_shape(batch.packed, fed.places) for batch in batches]
+    shaped = [feed.one_shape(batch.packed, fed.shape) for batch in batches]
     shapes = {(len(p.ids), len(p.cu_seqlens), p.max_seqlen) for p in shaped}
     assert len({len(batch.packed.ids) for batch in batches}) > 10
-    assert len(shapes) <= 2 and {tokens for tokens, *_ in shapes} == {fed.places}
+    assert len(shapes) <= 2 and {tokens for tokens, *_ in shapes} == {fed.shape.tokens}
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_shapes_of_examples_are_few(apart: bool, parts: int, settings: Make) -> None:
+    """Slots and the longest sequence are the same for all batches; tokens are buckets."""
+    train, held_out = (examples(count, apart, seed) for seed, count in enumerate((400, 90)))
+    told = settings(batch=24, train="a table")
+    tokens = sum(len(s.ids) for each in train.examples for s in each.sequences) * 24 / 400
+    fed = feed.examples(train, held_out, told, micro_tokens=int(tokens / parts) + 1)
+    assert fed.parts == parts and fed.evaluate_on is not None
+    batches = [batch for step in islice(fed.steps(None), 40) for batch in step.batches]
+    for met, shape in ((batches, fed.shape), (list(fed.evaluate_on())[:-1], fed.eval_shape)):
+        shaped = [feed.one_shape(batch.packed, shape) for batch in met]
+        assert {(len(p.cu_seqlens), p.max_seqlen) for p in shaped} == {
+            (len(shaped[0].cu_seqlens), 64)
+        }
+        assert all(p.places == batch.packed.places for p, batch in zip(shaped, met, strict=True))
+    shaped = [feed.one_shape(batch.packed, fed.shape) for batch in batches]
+    assert len({len(p.ids) for p in shaped}) <= 5
+    free = [feed.one_shape(batch.packed, feed.Shape()) for batch in batches]  # the control
+    assert len({(len(p.cu_seqlens), p.max_seqlen) for p in free}) > 1
+
+
+def examples(count: int, apart: bool, seed: int) -> targets.Task:
+    """Of 3 to 20 tokens mostly, now and then of 60."""
+    rng = np.random.default_rng(seed)
+
+    def one() -> Any:
+        length = 60 if rng.random() < 0.01 else int(rng.integers(3, 20))
+        return SimpleNamespace(ids=rng.integers(5, 60, length), types=np.zeros(length, int))
+
+    made = [targets.Example(tuple(one() for _ in range(1 + apart)), 0.5) for _ in range(count)]
+    return targets.Task(made, "similarity" if apart else "regression")
 
 
 def test_a_kernel_that_cannot_be_compiled_says_so(settings: Make) -> None:
@@ -176,6 +212,6 @@ def test_what_a_step_costs(settings: Make) -> None:
 def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
     found = outlook(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
     assert (found.steps, found.accumulation, found.global_batch) == (15, 4, 16.0)
-    assert found.hours is None and found.precision == "fp32"
+    assert found.hours > 0 and found.precision == "fp32" and "trial" in found.rate
     (tmp_path / "speed.jsonl").write_text('{"step": 1, "sequences_per_second": 2.0}\n')
     assert outlook(settings(steps=450), tmp_path).hours == pytest.approx(1.0)

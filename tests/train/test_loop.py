@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -310,6 +311,27 @@ def test_resume_says_what_it_does(settings: Make, tmp_path: Path) -> None:
         assemble(plain), tmp_path / "other", resume=str(tmp_path / "run" / "step-00000006")
     )
     assert elsewhere.step == 6 and not (tmp_path / "other" / "log.jsonl").read_bytes()
+
+
+def test_other_data_is_refused_with_what_to_do(
+    settings: Make, corpus: Path, tmp_path: Path
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    train(assemble(settings(steps=2)), run)
+    shutil.copytree(corpus, moved)  # the same rows elsewhere are the same data
+    assert train(assemble(settings(steps=3, train=str(moved))), run).step == 3
+    held_out = settings(steps=5, train=str(corpus / "eval"), eval=str(corpus / "eval"))
+    with pytest.raises(InputError, match=r"step-00000003 learned from other data") as caught:
+        train(assemble(held_out), run)
+    told = str(caught.value)
+    assert f"train is now '{corpus / 'eval'}'; it was '{moved}'" in told and "cursor" not in told
+    assert f"--model {run / 'step-00000003'} and another --out" in told
+    shutil.rmtree(moved / "train")
+    shutil.copytree(corpus / "eval", moved / "train")
+    with pytest.raises(InputError, match=f"what {moved} holds has changed since"):
+        train(assemble(settings(steps=5, train=str(moved))), run)
+    anew = replace(held_out, model=str(run / "step-00000003"), steps=1)
+    assert train(assemble(anew), tmp_path / "another").step == 1  # as the message says
 
 
 def test_another_run_is_never_overwritten(settings: Make, tmp_path: Path) -> None:

@@ -13,7 +13,14 @@ import torch
 from packhorse import attention, checkpoint
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
-from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare, sized
+from packhorse.train.preparing import (
+    Labels,
+    in_full,
+    optimizer_for,
+    prepare,
+    sized,
+    truncated_normal,
+)
 from packhorse.train.settings import Settings
 
 Make = Callable[..., Any]
@@ -37,6 +44,24 @@ def test_a_new_model_is_drawn_as_bert_was() -> None:
     assert not named["bert.layers.0.down.bias"].any()
     every = dict(found.model.named_parameters(remove_duplicate=False))
     assert every["heads.mlm.decoder.weight"] is words  # tied
+
+
+def test_draws_are_normal_up_to_two_deviations() -> None:
+    """Against torch's own, which inverts the distribution."""
+    shape, generator = torch.Size((1000, 400)), torch.Generator().manual_seed(3)
+    drawn = truncated_normal(shape, 0.5, generator)
+    assert float(drawn.abs().max()) <= 1.0 and abs(float(drawn.mean())) < 4e-3
+    # A normal number cut off at two deviations has 0.8796 of the deviation.
+    assert float(drawn.std()) == pytest.approx(0.8796 * 0.5, rel=5e-3)
+    theirs = torch.nn.init.trunc_normal_(torch.empty(shape), 0.0, 0.5, -1.0, 1.0)
+    shares = torch.linspace(0.01, 0.99, 30)
+    ours, known = (torch.quantile(x.flatten(), shares) for x in (drawn, theirs))
+    assert torch.allclose(ours, known, atol=8e-3)
+    clamped = torch.empty(shape).normal_(0.0, 0.5, generator=generator).clamp(-1.0, 1.0)
+    piled = torch.quantile(clamped.flatten(), shares)  # the control: what is beyond, at the ends
+    assert not torch.allclose(piled, known, atol=8e-3)
+    again = truncated_normal(shape, 0.5, torch.Generator().manual_seed(3))
+    assert torch.equal(drawn, again)
 
 
 def test_draws_follow_the_seed() -> None:

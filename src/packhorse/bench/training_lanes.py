@@ -69,7 +69,7 @@ class Lane:
 def ours(stage: Stage) -> Lane:
     """Packed, by the step of `packhorse train`."""
     job, steps = stage.job, stage.steps
-    places = job.feed.places if job.compiled else None
+    places = job.feed.shape.tokens if job.compiled else 0
     kernel = type(job.model.bert.kernel).__name__.lower()
     batches = [batch for step in steps for batch in step.batches]
     return Lane(

@@ -30,7 +30,7 @@ from packhorse.data.packs import Rows
 from packhorse.errors import InputError
 from packhorse.packing.histogram import assign, histogram_of, plan
 from packhorse.train import cost, feed
-from packhorse.train.feed import Feed
+from packhorse.train.feed import Feed, Shape
 from packhorse.train.settings import Settings
 
 IGNORED = -100  # no word to be guessed here; transformers' number
@@ -85,7 +85,7 @@ def pretraining(
         tokens=float(lengths.mean()),
         squares=float((lengths.astype(np.float64) ** 2).mean()),
         parts=parts,
-        places=math.ceil(share / parts) * capacity,
+        shape=Shape(math.ceil(share / parts) * capacity, longest=capacity),
     )
 
 

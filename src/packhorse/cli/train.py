@@ -2,7 +2,8 @@
 
 Every setting is a flag, made from `Settings` itself, so that the two cannot differ. A run that is
 asked to stop (Ctrl-C, SIGTERM) ends behind its step with a checkpoint and the exit code that shells
-use, 130 or 143; the same command goes on. A loss that is no number ends with 3, a mistake with 2.
+use, 130 or 143; the same command goes on. A loss that is no number ends with 3 (with --json its
+document has `error`, `exit_code`, `step` and the last good `checkpoint`), a mistake with 2.
 With --nproc the command starts itself as so many ranks, by torchrun, and ends as the first of them
 that fails: with 137 where one was killed. A rank that has lost another ends with 4. Ranks that the
 user's own torchrun starts have to be told nothing.
@@ -35,7 +36,10 @@ def _flag(name: str, group: str, help: str) -> Any:
     kind = KINDS[name]
     kind = list[get_args(kind)[0]] if get_origin(kind) is tuple else kind
     place = Group(group, sort_key=1 + GROUPS.index(group))
-    shown = Parameter(group=place, help=help, show_default=False, negative_iterable=())
+    # No command here takes words without a flag, so a list takes all that follow: --clamp 1 3.
+    shown = Parameter(
+        group=place, help=help, show_default=False, negative_iterable=(), consume_multiple=True
+    )
     return Annotated[kind | None, shown]
 
 
@@ -129,7 +133,6 @@ def _look_ahead(settings: Settings, out: Path, nproc: int, json: bool) -> None:
 
 
 def _ahead(found: "Outlook") -> list[list[object]]:
-    hours = "?" if found.hours is None else f"{found.hours:.3g}"
     return [
         ["device", f"{found.devices} of {found.device}, {found.precision}"],
         ["global batch", f"{found.global_batch:,.4g} sequences"],
@@ -137,15 +140,22 @@ def _ahead(found: "Outlook") -> list[list[object]]:
         ["accumulation", f"{found.accumulation:,}"],
         ["steps", f"{found.steps:,}"],
         ["sequences", f"{found.sequences:,} ({found.epochs:.3g} epochs)"],
-        ["hours", f"{hours} ({found.rate})"],
+        ["hours", f"{found.hours:.3g} ({found.rate})"],
     ]
 
 
 def _run(settings: Settings, out: Path, resume: str, timeout: float, json: bool) -> None:
+    from packhorse.train.figures import Diverged
     from packhorse.train.ranks import joined
 
     with joined(settings.device, timeout) as ranks:
-        outcome = _trained(settings, out, resume, ranks)
+        try:
+            outcome = _trained(settings, out, resume, ranks)
+        except Diverged as error:
+            told = {"error": str(error), "exit_code": error.exit_code, "step": error.step}
+            told["checkpoint"] = error.checkpoint and str(error.checkpoint)
+            emit({"out": str(out), **told, "settings": asdict(settings)}, json and ranks.rank == 0)
+            raise
         if ranks.rank == 0:
             _report(outcome, out)
             told = {**asdict(outcome), "model": outcome.model and str(outcome.model)}

@@ -138,6 +138,7 @@ class Loader:
     rank: int = 0
     world: int = 1
     parts: int = 1  # batches that a rank's share is divided into, for accumulation
+    row: int = 0  # tokens that every sequence is padded to, to compare with; 0: none is
     cursor: Mapping[str, Any] | None = None  # of a batch behind which to go on
 
     def __post_init__(self) -> None:
@@ -179,7 +180,7 @@ class Loader:
         return np.array(found, np.int64)
 
     @cached_property
-    def _set(self) -> str:
+    def fingerprint(self) -> str:
         """Tells one set of examples from another."""
         return f"{zlib.crc32(self._lengths.tobytes()):08x}"
 
@@ -218,14 +219,20 @@ class Loader:
     def _batch(self, numbers: np.ndarray, total: int, cursor: dict[str, Any]) -> Batch:
         examples = [self.task.examples[i] for i in numbers]
         sequences = [sequence for example in examples for sequence in example.sequences]
-        packed = Packed.build(sequences) if sequences else _nothing()
+        packed = self._laid(sequences) if sequences else _nothing()
         targets = COLLATE[self.task.problem]([e.target for e in examples], self.task, packed)
         tokens = int(self._lengths[numbers].sum())
         return Batch(packed, targets, tuple(numbers.tolist()), total, tokens, cursor)
 
+    def _laid(self, sequences: Sequence[Encoding]) -> Packed:
+        if not self.row:
+            return Packed.build(sequences)
+        rows = Packed.rows(sequences, [[i] for i in range(len(sequences))], self.row)
+        return replace(rows, capacity=0)  # what fills a row up is a sequence like any other
+
     def _cursor(self, at: int, batch: int) -> dict[str, Any]:
         epoch, example = divmod(at, self._epoch_size)
-        made_by = {"set": self._set, "seed": self.seed, "shuffle": self.shuffle}
+        made_by = {"set": self.fingerprint, "seed": self.seed, "shuffle": self.shuffle}
         return {**made_by, "epoch": epoch, "example": example, "batch": batch}
 
     def _begin(self) -> tuple[int, int]:
@@ -275,7 +282,7 @@ def _scores(targets: list[Any], task: Task, packed: Packed) -> Tensor:
 
 def _ends(targets: list[Any], task: Task, packed: Packed) -> Tensor:
     within = torch.tensor(targets, dtype=torch.int64).reshape(-1, 2)
-    return within + packed.starts[: len(within), None]
+    return within + packed.pick(packed.starts)[:, None]
 
 
 def _none(targets: list[Any], task: Task, packed: Packed) -> Tensor:

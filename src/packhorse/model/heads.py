@@ -48,12 +48,20 @@ class Mlm(nn.Module):
         self.activation = config.mlm_activation
         self.norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.decoder = nn.Linear(width, config.vocab_size)
+        self.spare = -config.vocab_size % 8
         if tied:
             self.decoder.weight = words.weight
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[n, E] states of any tokens to [n, V]."""
-        return self.decoder(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
+        return self._scores(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """Every word's. A vocabulary that is no multiple of 8 would cost tensor cores threefold."""
+        if not (self.spare and x.is_cuda and x.element_size() == 2):
+            return self.decoder(x)
+        weight = F.pad(self.decoder.weight, (0, 0, 0, self.spare))
+        return F.linear(x, weight, F.pad(self.decoder.bias, (0, self.spare)))[:, : -self.spare]
 
 
 class Replaced(nn.Module):
@@ -117,12 +125,17 @@ class Embed(nn.Module):
         return widths[-1] if widths else len(self.pooling) * hidden_size
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """[S, E], in fp32 or wider: averages of many half-precision numbers lose digits."""
+        """[S, E], in fp32 or wider."""
+        x = self.raw(hidden, packed)
+        return F.normalize(x, dim=-1) if self.normalise else x
+
+    def raw(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """Before they are normalised; averages of many half-precision numbers lose digits."""
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
         x = torch.cat([_pool(how, wide, packed) for how in self.pooling], dim=-1)
         for layer in self.dense:
             x = layer(x)
-        return F.normalize(x, dim=-1) if self.normalise else x
+        return x
 
 
 class Dense(nn.Module):

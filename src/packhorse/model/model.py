@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError
 from packhorse.model.bert import Bert
-from packhorse.model.heads import OF_TOKENS
+from packhorse.model.heads import OF_TOKENS, Embed
 from packhorse.packing.batch import Packed
 
 
@@ -27,13 +27,20 @@ class Model(nn.Module):
     def apply_heads(
         self, hidden: Tensor, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
-        """Heads over hidden states; with `at`, heads of tokens see only these of the T tokens."""
+        """Heads over hidden states; with `at`, heads of tokens see only these of the T tokens.
+
+        "raw" is what the head "embed" gives before it makes vectors one long.
+        """
         some = hidden if at is None else hidden[at]
-        every = (None if name == "hidden" else self.head(name) for name in heads)
+        every = (None if name == "hidden" else self._named(name) for name in heads)
         return [
             some if head is None else head(some if isinstance(head, OF_TOKENS) else hidden, packed)
             for head in every
         ]
+
+    def _named(self, name: str) -> Callable[[Tensor, Packed], Tensor]:
+        embed = self.head("embed") if name == "raw" else None
+        return embed.raw if isinstance(embed, Embed) else self.head(name)
 
     def head(self, name: str) -> nn.Module:
         """The head called `name`; never one with random weights."""

@@ -62,7 +62,7 @@ class Work:
         return self.tokens / self.places if self.places else 1.0
 
 
-def work(batches: Iterable[Any], places: int | None = None) -> Work:
+def work(batches: Iterable[Any], places: int = 0) -> Work:
     """Of batches on the host; `places` where they will be filled up to so many tokens each."""
     total = Work()
     for batch in batches:
@@ -97,12 +97,12 @@ def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
     width = 1 if half else 2
     layers = config.layers * config.hidden_size * KEPT * width
     words = 0.15 * config.vocab_size * (8 + 4 * width)  # scores, and their gradient
-    free = torch.cuda.get_device_properties(device).total_memory * SPARE - 20 * _size(config)
+    free = torch.cuda.get_device_properties(device).total_memory * SPARE - 20 * parameters(config)
     fits = max(512, int(free / (layers + words)))
     return min(MOST_TOKENS, 1 << (fits.bit_length() - 1))
 
 
-def _size(config: BertConfig) -> int:
-    """Parameters, about; each has a gradient, two averages and maybe a master."""
+def parameters(config: BertConfig) -> int:
+    """About; each has a gradient, two averages and maybe a master."""
     layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
     return config.layers * layer + config.vocab_size * config.embedding_size

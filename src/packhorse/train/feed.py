@@ -56,6 +56,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Shape:
+    """What batches are filled up to, at least, where a compiled model is to meet few shapes."""
+
+    tokens: int = 0  # 0: the next bucket
+    slots: int = 0  # for sequences
+    longest: int = 1  # what the longest sequence counts as
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """Made by `pretraining` or `examples`."""
 
@@ -67,7 +76,9 @@ class Feed:
     tokens: float  # of a sequence, on average
     squares: float  # of its length, on average
     parts: int  # batches a rank's share of a step is divided into
-    places: int = 0  # tokens each is filled up to, where it is to have one shape; 0: a bucket
+    shape: Shape = Shape()
+    eval_shape: Shape = Shape()
+    data: str = ""  # tells it from other data, as its cursors do
 
     def steps(self, cursor: Cursor | None) -> Iterator[Step]:
         """From the cursor on, without end."""
@@ -87,8 +98,8 @@ def pretraining(
     """Packed rows, `rows` a step, with masks drawn anew unless they are stored."""
     dataset = open_dataset(settings.train, "train")
     manifest = dataset.manifest
-    share = math.ceil(rows / world)
-    at_once = max(1, micro_tokens // manifest.layout.capacity)
+    share, longest = math.ceil(rows / world), manifest.layout.capacity
+    at_once = max(1, micro_tokens // longest)
     parts = math.ceil(share / at_once)
     made = {"masking": masking(settings, dataset), "rank": rank, "world": world}
     how = {**made, "rows": rows, "seed": settings.seed, "parts": parts, "balanced": world > 1}
@@ -107,7 +118,9 @@ def pretraining(
         tokens=manifest.tokens / manifest.sequences,
         squares=_mean_square(manifest.histogram),
         parts=parts,
-        places=math.ceil(share / parts) * manifest.layout.capacity,
+        shape=Shape(math.ceil(share / parts) * manifest.layout.capacity, longest=longest),
+        eval_shape=Shape(longest=longest),
+        data=dataset.fingerprint,
     )
 
 
@@ -122,22 +135,25 @@ def examples(
     """Labelled examples, `settings.batch` a step."""
     lengths = [len(s.ids) for example in task.examples for s in example.sequences]
     mean = sum(lengths) / max(1, len(task.examples))
+    most_long = max(_longest(each) for each in (task, held_out) if each)
+    row = (settings.max_length or most_long) if settings.layout == "padded" else 0
+    computed = row * len(lengths) / max(1, len(task.examples)) if row else mean
     most = max(1, settings.batch // world)
-    parts = min(most, math.ceil(settings.batch * mean / world / micro_tokens))
+    parts = min(most, math.ceil(settings.batch * computed / world / micro_tokens))
     if task.problem == "contrastive" and not settings.micro_tokens:
         parts = 1  # what a pair is told from is its batch: no other may be made by itself
-    shared: dict[str, Any] = {"rank": rank, "world": world}
+    shared: dict[str, Any] = {"rank": rank, "world": world, "row": row}
     how: dict[str, Any] = {
         **shared,
         "examples": settings.batch,
         "seed": settings.seed,
         "parts": parts,
     }
-    at_once = max(1, int(micro_tokens / mean)) * world
+    at_once = max(1, int(micro_tokens / computed)) * world
     if task.problem == "contrastive":
         at_once = settings.batch
     once: dict[str, Any] = {**shared, "examples": at_once, "shuffle": False, "epochs": 1}
-    targets.Loader(task, **how)
+    every = targets.Loader(task, **how)
     return Feed(
         stream=lambda cursor: iter(targets.Loader(task, **how, cursor=cursor)),
         evaluate_on=(lambda: targets.Loader(held_out, **once)) if held_out else None,
@@ -147,7 +163,21 @@ def examples(
         tokens=mean,
         squares=sum(length**2 for length in lengths) / len(task.examples),
         parts=parts,
+        shape=Shape(slots=_slots(task, settings.batch / world / parts), longest=most_long),
+        eval_shape=Shape(slots=_slots(task, at_once / world), longest=most_long),
+        data=every.fingerprint,
     )
+
+
+def _longest(task: targets.Task) -> int:
+    return max((len(s.ids) for example in task.examples for s in example.sequences), default=1)
+
+
+def _slots(task: targets.Task, examples: float) -> int:
+    """For so many examples and for filler: a bucket's is a quarter of its tokens at most."""
+    each = max((len(example.sequences) for example in task.examples), default=1)
+    sequences = math.ceil(examples) * each
+    return sequences + sequences // 4 + 1
 
 
 def _mean_square(histogram: Sequence[int]) -> float:
@@ -161,6 +191,9 @@ def open_dataset(folder: str, part: str) -> shards.Dataset:
     if not folder:
         raise InputError(f"{part} names no data; make some with `packhorse data build`")
     path = Path(folder)
+    if not path.exists():
+        how = f"`packhorse data build SOURCES {path} --tokenizer VOCAB`"
+        raise InputError(f"{part} is {path}, which does not exist; make it with {how}")
     inner = path / part
     return shards.open(inner if (inner / "manifest.json").is_file() else path)
 
@@ -206,9 +239,9 @@ def next_sentence(settings: Settings) -> bool:
     return wanted
 
 
-def placed(batch: Batch, device: torch.device, places: int | None = None) -> Batch:
-    """The batch on the device; with `places`, filled up to one shape for a compiled model."""
-    packed = batch.packed if places is None else one_shape(batch.packed, places)
+def placed(batch: Batch, device: torch.device, shape: Shape | None = None) -> Batch:
+    """The batch on the device; with `shape`, filled up to it for a compiled model."""
+    packed = batch.packed if shape is None else one_shape(batch.packed, shape)
     others = {
         name: sent(value, device)
         for name in ("masked_at", "masked_ids", "next_labels", "targets")
@@ -217,14 +250,20 @@ def placed(batch: Batch, device: torch.device, places: int | None = None) -> Bat
     return replace(batch, packed=packed.to(device), **others)
 
 
-def one_shape(packed: Packed, places: int) -> Packed:
-    """Filled up to `places` tokens, or with 0 to a bucket; most batches then have one shape."""
-    tokens = max(len(packed.ids), places) if places else executable.round_up(len(packed.ids))
-    dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
-    usual = tokens // USUAL_LENGTH
-    slots = 1 << (max(len(packed) + dummies, usual) - 1).bit_length()
-    longest = 1 << (packed.max_seqlen - 1).bit_length()
-    return replace(packed.pad(tokens, slots), max_seqlen=longest)
+def one_shape(packed: Packed, shape: Shape) -> Packed:
+    """Filled up to a shape, or beyond it to powers of two; most batches then have the same."""
+    have = len(packed.ids)
+    tokens = max(have, shape.tokens) if shape.tokens else executable.round_up(have)
+    dummies = -(-(tokens - have) // packed.max_seqlen)
+    slots = _power(max(len(packed) + dummies, shape.slots, tokens // USUAL_LENGTH))
+    return replace(
+        packed.pad(tokens, slots), max_seqlen=_power(max(packed.max_seqlen, shape.longest))
+    )
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

@@ -27,6 +27,10 @@ class Diverged(PackhorseError):
 
     exit_code = 3
 
+    def __init__(self, message: str, step: int, checkpoint: Path | None) -> None:
+        super().__init__(message)
+        self.step, self.checkpoint = step, checkpoint  # the last good one, before it
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -73,7 +77,9 @@ def refuse_nonfinite(step: Waiting, row: list[float], last: Path | None) -> None
     kept = f"the last good checkpoint is {last}" if last else "no checkpoint was due before it"
     raise Diverged(
         f"step {step.number}: {what}. It learned from {step.named()}; {kept}. Lower learning_rate, "
-        "or look at what it learned from"
+        "or look at what it learned from",
+        step.number,
+        last,
     )
 
 

@@ -23,6 +23,7 @@ from packhorse import attention, executable
 from packhorse import device as devices
 from packhorse.checkpoint import Checkpoint
 from packhorse.errors import InputError, KernelError
+from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.optim import load_slots, packing_rule
@@ -32,7 +33,7 @@ from packhorse.train.objectives import Objective, Pretrain
 from packhorse.train.pace import Pace
 from packhorse.train.preparing import Labels, optimizer_for, prepare, sized
 from packhorse.train.settings import Settings
-from packhorse.train.start import Start, start
+from packhorse.train.start import Start, find, start
 from packhorse.train.state import Best
 
 EMBEDDED = {"minilm": "all-MiniLM-L6-v2"}
@@ -59,6 +60,7 @@ class Place:
     half: bool  # computes in bf16
     rank: int = 0
     world: int = 1
+    float8: bool = False  # multiplies in it; all else is bf16 then
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,6 +144,7 @@ def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
     if ground.begun and ground.begun.slots:
         found = ground.begun
         load_slots(optimizer, made.model.named_parameters(), found.slots, found.step or 0)
+    left = float8.use(made.model.bert) if place.float8 else []
     if compiled:
         executable.allow_every_bucket()
         executable.compile(made.model.bert.layers)
@@ -149,7 +152,7 @@ def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
     return Job(
         *(settings, place, made, ground.objective, ground.feed, ground.pace, optimizer, compiled),
         measure=settings.measure or MEASURES[ground.problem][0],
-        notes=(*ground.notes, *made.notes, *drawn),
+        notes=(*ground.notes, *made.notes, *drawn, *_left(left)),
     )
 
 
@@ -157,17 +160,31 @@ def survey(settings: Settings, rank: int = 0, world: int = 1, *, weights: bool =
     """Open the data, and the model it is for; without `weights` its sizes will do, if set."""
     _check(settings)
     device = devices.choose_device(settings.device)
-    place = Place(device, _half(settings, device), rank, world)
+    place = _place(settings, device, rank, world)
     if settings.task == "pretrain":
         ground = _pretraining(settings, place, weights or not settings.layers)
     else:
         ground = _fine_tuning(settings, place)
     if settings.target and ground.feed.evaluate_on is None:
-        raise InputError("a target is measured on data that is held out: set eval")
+        raise InputError(_nothing_held_out(settings, ground.feed))
     if settings.measure and settings.measure not in MEASURES[ground.problem]:
         known = ", ".join(MEASURES[ground.problem])
         raise InputError(f"measure is {settings.measure!r}; of this task there are {known}")
     return ground
+
+
+def _nothing_held_out(settings: Settings, fed: Feed) -> str:
+    """What is missing for the target, and the command that makes it."""
+    missing = f"target is {settings.target:g}, and there is nothing held out to measure it on"
+    if settings.task != "pretrain":
+        return f"{missing}: set eval to a file like train"
+    corpus = Path(settings.train)
+    beside = corpus.parent if corpus.name == "train" else corpus
+    words = ["packhorse data build HELD_OUT_TEXTS", f"{beside}-eval"]
+    words += ["--tokenizer", str(_vocabulary(settings) or "VOCAB")]
+    words += ["--max-length", str(fed.shape.longest)]
+    words += ["--single"] * (not feed.next_sentence(settings))
+    return f"{missing}: `{' '.join(words)}` makes it; then set eval to {beside}-eval/train"
 
 
 def _check(settings: Settings) -> None:
@@ -177,12 +194,24 @@ def _check(settings: Settings) -> None:
         raise InputError("averages are taken over from a model, for lamb; set both or leave it out")
     if not settings.train:
         raise InputError("train names no data to learn from")
+    if settings.task == "pretrain" and settings.layout == "padded":
+        raise InputError(
+            "rows were packed when the data was built: leave layout out, or build it with "
+            "--max-per-pack 1"
+        )
 
 
-def _half(settings: Settings, device: torch.device) -> bool:
-    if settings.precision == "auto":
-        return devices.default_dtype(device) == torch.bfloat16
-    return settings.precision == "bf16"
+def _place(settings: Settings, device: torch.device, rank: int, world: int) -> Place:
+    asked = settings.precision
+    if asked == "auto":
+        asked = devices.dtype_name(devices.default_dtype(device))
+    if asked == "float8" and not devices.fast_float8(device):
+        other = "bf16" if devices.fast_bf16(device) else "fp32"
+        raise InputError(
+            f"precision is 'float8', which {devices.describe(device)} has no hardware for; H100, "
+            f"H200 and later NVIDIA GPUs have: choose {other} here"
+        )
+    return Place(device, asked in ("bf16", "float8"), rank, world, asked == "float8")
 
 
 def _begun(settings: Settings) -> Start:
@@ -191,14 +220,19 @@ def _begun(settings: Settings) -> Start:
     options: dict[str, Any] = {key: size for key, size in resized.items() if size}
     if settings.tokenizer:
         options["vocab"] = settings.tokenizer
-    model = EMBEDDED.get(settings.model, settings.model)
-    return start(model, slots=settings.averages, **options)
+    return start(_model(settings), slots=settings.averages, **options)
+
+
+def _model(settings: Settings) -> str:
+    return EMBEDDED.get(settings.model, settings.model)
 
 
 def _pretraining(settings: Settings, place: Place, weights: bool) -> Ground:
     manifest = feed.open_dataset(settings.train, "train").manifest
     words, longest = manifest.layout.vocab_size, manifest.layout.capacity
     begun = _begun(settings) if settings.model and weights else None
+    if settings.model and begun is None:
+        find(_model(settings))  # refuses one that does not exist
     source = _roomy(begun.checkpoint, words, longest) if begun else sized(settings, words, longest)
     factor, kept = manifest.sequences / manifest.rows, settings.packing_keeps
     betas = (settings.beta1, settings.beta2)
@@ -258,3 +292,12 @@ def _compiles(settings: Settings, choice: attention.Choice, device: torch.device
 def _new(names: Sequence[str]) -> tuple[str, ...]:
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     return (f"new weights, drawn from the seed: {shown}",) if names else ()
+
+
+def _left(names: Sequence[str]) -> tuple[str, ...]:
+    """What of a model cannot be float8."""
+    if not names:
+        return ()
+    some, many = names[0], len(names)
+    why = f"both sizes of a weight must be multiples of {float8.MULTIPLE}"
+    return (f"{many} products ({some}, …) are bf16, not float8: {why}",)

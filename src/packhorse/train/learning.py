@@ -37,22 +37,26 @@ def learn(job: Job, step: Step, ranks: Ranks) -> Learned:
     counts = torch.tensor([step.sequences, step.tokens], dtype=torch.int64)
     sequences, tokens, *rest = ranks.add(torch.cat([counts, weights])).tolist()
     totals = feed.sent(torch.tensor(rest), job.place.device)
-    places = job.feed.places if job.compiled else None
+    shape = job.feed.shape if job.compiled else None
     job.optimizer.zero_grad(set_to_none=True)
     losses: list[Tensor] = []
     figures: list[Stats] = []
+    earlier: list[Tensor] = []  # gradients of the parts before
     for batch in step.batches:
-        here = feed.placed(batch, job.place.device, places)
+        here = feed.placed(batch, job.place.device, shape)
         loss, stats = job.objective.loss(job.model, here, totals)
         loss.backward()
         losses.append(loss.detach())
         figures.append(stats)
+        if job.compiled and len(step.batches) > 1:
+            earlier = _added(job, earlier, last=batch is step.batches[-1])
     norm = _clip(job, ranks)
     update(job.optimizer)
     sums = torch.stack([stats.sums for stats in figures]).sum(0)
     ends = torch.stack([torch.stack(losses).sum().to(sums), norm.to(sums)])
     row = torch.cat([ends, sums.flatten()])
-    return Learned(figures[0].names, row, sequences, tokens, cost.work(step.batches, places))
+    done = cost.work(step.batches, shape.tokens if shape else 0)
+    return Learned(figures[0].names, row, sequences, tokens, done)
 
 
 def tune(job: Job, number: int) -> None:
@@ -62,9 +66,26 @@ def tune(job: Job, number: int) -> None:
         group["betas"] = job.pace.betas(number)
 
 
+def _added(job: Job, earlier: list[Tensor], last: bool) -> list[Tensor]:
+    """Gradients so far; they are kept away from parameters until the last part is through.
+
+    The compiler refuses parameters whose gradient is of another type, and those of bf16 are fp32.
+    """
+    mine = [p.grad for p in _trained(job) if p.grad is not None]
+    if earlier:
+        torch._foreach_add_(mine, earlier)  # pyright: ignore[reportPrivateImportUsage]
+    if not last:
+        job.optimizer.zero_grad(set_to_none=True)
+    return mine
+
+
+def _trained(job: Job) -> list[Tensor]:
+    return [p for group in job.optimizer.param_groups for p in group["params"]]
+
+
 def _clip(job: Job, ranks: Ranks) -> Tensor:
     """The gradient's norm; afterwards it is no longer than it may be."""
-    trained = [p for group in job.optimizer.param_groups for p in group["params"]]
+    trained = _trained(job)
     gradients = [p.grad for p in trained if p.grad is not None]
     add_gradients(gradients, ranks)
     norm = get_total_norm(gradients)

@@ -21,7 +21,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -39,6 +39,7 @@ from packhorse.train.journal import Journal
 from packhorse.train.learning import learn, tune
 from packhorse.train.preparing import in_full
 from packhorse.train.ranks import Ranks
+from packhorse.train.settings import TASK
 
 SETTINGS, MODEL = "settings.toml", "model"
 # Settings that may change from one start to the next without a word: they decide no figure.
@@ -176,6 +177,7 @@ class _Run:
     def _restore(self, found: state.Saved) -> list[str]:
         job, ranks = self.job, self.ranks
         _refuse_another_seed(found, job)
+        _refuse_other_data(found, job)
         self.step, self.cursor = found.step, found.progress.cursor or None
         self.counters = Counters(**found.progress.counters)
         if _is_foreign(found.path, self.out):
@@ -264,6 +266,7 @@ class _Run:
     def _evaluate(self) -> None:
         job, so_far = self.job, self.counters
         self._fetch()
+        job.optimizer.zero_grad(set_to_none=True)  # the compiler refuses fp32 gradients of bf16
         measures = job.objective.evaluate(job.model, self._held_out(), self.ranks.gather)
         if job.measure not in measures:
             raise InputError(
@@ -286,9 +289,9 @@ class _Run:
         self.clock = Clock()
 
     def _held_out(self) -> Iterator[Any]:
-        places = 0 if self.job.compiled else None
+        shape = self.job.feed.eval_shape if self.job.compiled else None
         for batch in self.job.feed.evaluate_on() if self.job.feed.evaluate_on else ():
-            yield feed.placed(batch, self.job.place.device, places)
+            yield feed.placed(batch, self.job.place.device, shape)
 
     def _save_is_due(self) -> bool:
         every = self.job.settings.save_every
@@ -359,6 +362,20 @@ def _refuse_another_seed(found: state.Saved, job: Job) -> None:
             f"the seed is {now}, but {found.path} was written with {then}; use --seed {then} or "
             "another --out"
         )
+
+
+def _refuse_other_data(found: state.Saved, job: Job) -> None:
+    """The place in the data means nothing in another."""
+    cursor, settings = found.progress.cursor, job.settings
+    if not cursor or job.feed.data in (cursor.get("dataset"), cursor.get("set")):
+        return
+    about = [each.name for each in fields(settings) if each.metadata["group"] == TASK]
+    said = [note for note in _changed(found, job) if note.partition(" ")[0] in about]
+    what = "; ".join(said) or f"what {settings.train} holds has changed since"
+    raise InputError(
+        f"{found.path} learned from other data ({what}). Go on with that, or begin a new run with "
+        f"its weights: --model {found.path} and another --out"
+    )
 
 
 def _changed(found: state.Saved, job: Job) -> list[str]:

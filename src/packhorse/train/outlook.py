@@ -1,7 +1,7 @@
 """What a run will be like, before it begins: its batches, its steps, and about how long it takes.
 
 The rate is what an earlier run in the same folder reached; without one, where the device's peak is
-known, the usual share of that; else there is none, and no hours are promised.
+known, the usual share of that; else, on a CPU above all, what a short trial reaches (`trial`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from packhorse.train import cost
 from packhorse.train.job import Ground, survey
 from packhorse.train.journal import last_speed
 from packhorse.train.settings import Settings
+from packhorse.train.trial import attempt
 
 MASKED = 0.15  # of tokens, about
 
@@ -32,7 +33,7 @@ class Outlook:
     steps: int
     sequences: int
     epochs: float
-    hours: float | None  # None: no rate is known
+    hours: float
     rate: str  # where the hours come from
 
 
@@ -44,7 +45,7 @@ def outlook(settings: Settings, out: Path, world: int = 1) -> Outlook:
     rate, whence = _rate(ground, out)
     return Outlook(
         device=devices.describe(ground.place.device),
-        precision=devices.dtype_name(ground.place.dtype),
+        precision="float8" if ground.place.float8 else devices.dtype_name(ground.place.dtype),
         global_batch=feed.batch,
         micro_batch=feed.batch / feed.parts / world,
         micro_tokens=ground.micro_tokens,
@@ -53,21 +54,25 @@ def outlook(settings: Settings, out: Path, world: int = 1) -> Outlook:
         steps=steps,
         sequences=sequences,
         epochs=steps / feed.epoch,
-        hours=sequences / rate / 3600 if rate else None,
+        hours=sequences / rate / 3600,
         rate=whence,
     )
 
 
-def _rate(ground: Ground, out: Path) -> tuple[float | None, str]:
+def _rate(ground: Ground, out: Path) -> tuple[float, str]:
     """Sequences a second on all devices, and how that is known."""
     said = last_speed(out)
     if said and said.get("sequences_per_second"):
         return said["sequences_per_second"], f"as an earlier run in {out}"
-    peak = cost.peak(ground.place.device)
-    if peak is None:
-        return None, "not known for this device; a run shows it in its first minute"
-    tokens, squares = ground.feed.tokens, ground.feed.squares
-    guessed = MASKED * tokens if ground.problem == "pretrain" else 0.0
-    each = cost.operations(ground.config, cost.Work(tokens, squares, guessed))
-    usual = f"{cost.USUAL:.0%} of the device's peak, as is usual"
-    return ground.place.world * peak * cost.USUAL / each, usual
+    fed, place = ground.feed, ground.place
+    guessed = MASKED * fed.tokens if ground.problem == "pretrain" else 0.0
+    each = cost.operations(ground.config, cost.Work(fed.tokens, fed.squares, guessed))
+    peak = cost.peak(place.device)
+    if peak is not None:
+        usual = f"{cost.USUAL:.0%} of the device's peak, as is usual"
+        return place.world * peak * cost.USUAL / each, usual
+    # Ranks on a CPU share its cores: they do not add up.
+    devices_apart = 1 if place.device.type == "cpu" else place.world
+    share = fed.batch / devices_apart
+    seconds = attempt(ground).step(share * each, cost.parameters(ground.config))
+    return fed.batch / seconds, "by a trial of some steps, just now"

@@ -151,9 +151,23 @@ def _taken(name: str, shape: torch.Size, have: Mapping[str, Tensor], shared: boo
 def _drawn(shape: torch.Size, gain: bool, generator: torch.Generator) -> Tensor:
     if len(shape) == 1:
         return torch.ones(shape) if gain else torch.zeros(shape)
-    bound = 2 * DEVIATION
-    drawn = nn.init.trunc_normal_
-    return drawn(torch.empty(shape), 0.0, DEVIATION, -bound, bound, generator=generator)
+    return truncated_normal(shape, DEVIATION, generator)
+
+
+def truncated_normal(shape: torch.Size, deviation: float, generator: torch.Generator) -> Tensor:
+    """Normal numbers, those beyond two deviations drawn again until none is.
+
+    The distribution of `nn.init.trunc_normal_`, which inverts it with erfinv at eight times the
+    price: half a minute for BERT-Large.
+    """
+    drawn, bound = torch.empty(shape).normal_(0.0, deviation, generator=generator), 2 * deviation
+    flat = drawn.view(-1)
+    beyond = (flat.abs() > bound).nonzero().squeeze(1)
+    while len(beyond):
+        again = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
+        flat[beyond] = again
+        beyond = beyond[again.abs() > bound]
+    return drawn
 
 
 def _norm_gains(model: nn.Module) -> set[str]:

@@ -65,6 +65,9 @@ class Settings:
         "auto", TASK, "What labels are; told by the data."
     )
     max_length: int = _key(0, TASK, "Tokens a sequence at most, of tasks; default the model's.")
+    layout: Literal["packed", "padded"] = _key(
+        "packed", TASK, "padded: each sequence fills max_length, to compare with; of tasks."
+    )
     stride: int = _key(0, TASK, "Tokens that windows of a context share; default a quarter.")
     average: Literal["token", "sequence"] = _key(
         "token", TASK, "Masked words: over tokens, or within each sequence first."
@@ -110,8 +113,8 @@ class Settings:
     out: str = _key("", RUN, "Folder of the run: checkpoints, logs, model.")
     seed: int = _key(42, RUN, "Of new weights, order, masks and dropout.")
     device: str = _key("auto", RUN, "cpu, cuda, cuda:1; auto: the accelerator.")
-    precision: Literal["auto", "fp32", "bf16"] = _key(
-        "auto", RUN, "bf16 keeps weights in fp32 beside; auto: bf16 on CUDA."
+    precision: Literal["auto", "fp32", "bf16", "float8"] = _key(
+        "auto", RUN, "bf16 and float8 (Hopper) keep weights in fp32 beside; auto: bf16 on CUDA."
     )
     kernel: str = _key("auto", RUN, "Attention kernel.")
     compile: Literal["auto", "on", "off"] = _key("auto", RUN, "Layers; auto: on CUDA.")

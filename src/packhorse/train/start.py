@@ -45,7 +45,7 @@ def start(path: str | Path, *, slots: bool = True, **options: Any) -> Start:
 
     slots: also the optimizer's state, two thirds of such a file; leave it out to fine-tune.
     """
-    source = _find(path)
+    source = find(path)
     contents = source.read(slots=slots)
     found = checkpoint.load(source, contents=contents, **options)
     resized = {key: options[key] for key in RESIZES if options.get(key)}
@@ -53,7 +53,8 @@ def start(path: str | Path, *, slots: bool = True, **options: Any) -> Start:
     return Start(found, averages, contents.step)
 
 
-def _find(path: str | Path) -> sources.Source:
+def find(path: str | Path) -> sources.Source:
+    """The checkpoint's files; where there are none, an error that says where they come from."""
     try:
         return sources.find(path)
     except CheckpointError as error:

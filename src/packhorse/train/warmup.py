@@ -29,13 +29,14 @@ def warm(job: Job) -> None:
         return
     device = job.place.device
     longest = feed.open_dataset(job.settings.train, "train").manifest.layout.capacity
-    step = feed.placed(made_up(job.feed.places, longest), device, job.feed.places)
+    step = feed.placed(made_up(job.feed.shape.tokens, longest), device, job.feed.shape)
     loss, _ = job.objective.loss(job.model, step)
     loss.backward()
     job.optimizer.zero_grad(set_to_none=True)
     if job.feed.evaluate_on is not None:
         tokens = _at_once(job.feed.evaluate_on())
-        job.objective.evaluate(job.model, [feed.placed(made_up(tokens, longest), device, 0)])
+        usual = feed.placed(made_up(tokens, longest), device, job.feed.eval_shape)
+        job.objective.evaluate(job.model, [usual])
 
 
 def made_up(tokens: int, longest: int) -> Batch:

@@ -1,0 +1,54 @@
+"""`packhorse bench curves`: the logs of runs as a table, JSON and a figure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    found = []
+    for name, last in (("one", 1.0), ("two", 1.5)):
+        (tmp_path / name).mkdir()
+        lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}]
+        log = tmp_path / name / "log.jsonl"
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found.append(tmp_path / name)
+    return found
+
+
+def test_table_json_and_figure(cli, runs: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "a.png"
+    said = cli("bench", "curves", runs[0], runs[1] / "log.jsonl", "--plot", plot, "--json")
+    assert said.code == 0, said.err
+    one, two = said.document["runs"]
+    assert (one["run"], two["run"]) == ("one", "two")
+    assert (two["steps"], two["last"], two["apart"], two["apart_most"]) == (2, 1.5, 0.25, 0.5)
+    assert "at most" in said.out and "0.2500" in said.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_named_twice_goes_by_its_path(cli, runs: list[Path]) -> None:
+    said = cli("bench", "curves", runs[0], runs[0] / "log.jsonl", "--json")
+    assert [run["run"] for run in said.document["runs"]] == [
+        str(runs[0]),
+        str(runs[0] / "log.jsonl"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([], "no run is named"),
+        (["nowhere"], "cannot be read"),
+        (["nowhere", "--plot", "a.txt"], "ends in"),
+    ],
+)
+def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
+    said = cli("bench", "curves", *arguments)
+    assert said.code == 2 and part in said.err
+    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
