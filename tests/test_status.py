@@ -164,3 +164,33 @@ def test_a_reader_never_sees_half_of_it() -> None:
         (said,) = status.read()
         assert said.figures["a"] == said.figures["b"]
     writer.join()
+
+
+def said_last() -> dict[str, object]:
+    (said,) = status.read()
+    return said.figures
+
+
+def test_one_who_speaks_writes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as one likes, a word a second; how fast it goes is told from what is counted."""
+    clock = iter([100.0, 100.5, 102.0])
+    with status.speaking("work", {"does": "reading"}) as say:
+        monkeypatch.setattr(status.time, "monotonic", lambda: next(clock))
+        say({"documents": 10, "loss": float("nan")})
+        assert said_last() == {"does": "reading", "documents": 10, "loss": None}
+        say({"documents": 11})
+        assert said_last()["documents"] == 10, "too soon"
+        say({"documents": 30, "does": "writing"})
+        assert said_last() == {"does": "writing", "documents": 30, "documents_per_second": 10.0}
+    assert status.read() == []
+
+
+def test_work_goes_on_where_nobody_can_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "file"))
+    with status.speaking("work", {}) as say:
+        say({"done": 1})
+    with pytest.raises(ZeroDivisionError), status.speaking("work", {}) as say:
+        say({"done": 1 // 0})

@@ -3,24 +3,32 @@
     status.publish("runner-1", {"model": "minilm", "requests": 1200})
     status.read()         # every living process of this user
     status.withdraw("runner-1")
+    with status.speaking("build", {"does": "reading"}) as say:
+        say({"documents": 12, "done": 40, "total": 100})
 
 A file instead of a socket or shared memory: readers need no protocol, a writer cannot be held up
 by one, and what is left of a process that was killed is recognised and removed by the next reader.
 Files are replaced whole, so a reader never sees half of one. The folder is the user's own
 (`PACKHORSE_RUNTIME`, else below `XDG_RUNTIME_DIR`, else in the system's temporary folder), closed
 to everyone else. How often to publish is the writer's business; once a second is plenty.
+
+What the monitor knows to show: `does` (a few words), `model`, `device`, `done` of `total`, `fill`,
+`queue` (or a runner's `waiting_requests`) and the speeds in `SPEEDS`, which `speaking` finds itself
+from what is counted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import stat
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +36,8 @@ from typing import Any
 from packhorse.errors import InputError
 
 LARGEST = 1 << 16  # bytes of a file that is still read
+PAUSE = 0.9  # seconds between two words of one who speaks; who waits a second is never too early
+SPEEDS = {name: f"{name}_per_second" for name in ("sequences", "tokens", "documents")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,42 @@ def withdraw(name: str) -> None:
     """This process has nothing more to say under `name`."""
     with contextlib.suppress(OSError, InputError):
         _file(name).unlink(missing_ok=True)
+
+
+@contextmanager
+def speaking(name: str, about: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Something to tell figures to, as often as one likes; withdrawn when the work is over.
+
+    A word a second is written, each with all of `about` and how fast what is counted has grown
+    since the one before. Nothing is raised: that nobody can look is no reason to stop working.
+    """
+    last, counted = -math.inf, {}
+
+    def say(figures: Mapping[str, Any]) -> None:
+        nonlocal last, counted
+        now = time.monotonic()
+        if now - last < PAUSE:
+            return
+        speeds = {
+            SPEEDS[each]: (figures[each] - counted[each]) / (now - last)
+            for each in SPEEDS.keys() & figures.keys() & counted.keys()
+        }
+        last, counted = now, figures
+        with contextlib.suppress(InputError):
+            publish(name, _finite({**about, **speeds, **figures}))
+
+    try:
+        yield say
+    finally:
+        withdraw(name)
+
+
+def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no word for what is not a number."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in figures.items()
+    }
 
 
 def read() -> list[Published]:

@@ -5,16 +5,18 @@ logged, and rich is not even imported. Texts of users are shown as they are: not
 taken for markup, and control characters never reach the terminal.
 """
 
+import itertools
 import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from packhorse import status
 from packhorse.data.rows import to_plain
 
 JsonFlag = Annotated[
@@ -24,6 +26,7 @@ Advance = Callable[[int, int], None]  # done, in all; 0 in all: not known
 
 PAUSE = 5.0  # seconds between two plain lines of progress, and a tenth of the work as well …
 PATIENCE = 60.0  # … but no longer than this without a word
+WORKS = itertools.count(1)
 
 
 def emit(document: dict[str, Any], as_json: bool) -> None:
@@ -148,8 +151,26 @@ def _branches(branches: dict[str, Any], before: str) -> None:
 
 
 @contextmanager
-def progress(what: str, quiet: bool = False) -> Iterator[Advance]:
-    """Something to call with what is done and what there is in all, as often as one likes."""
+def progress(
+    what: str, quiet: bool = False, *, counts: str = "", about: Mapping[str, Any] | None = None
+) -> Iterator[Advance]:
+    """Something to call with what is done and what there is in all, as often as one likes.
+
+    `packhorse monitor` sees it too, with the model and device in `about`; where what is done are
+    sequences, tokens or documents, `counts` says so, and it tells their speed.
+    """
+    told = {"does": what, **(about or {})}
+    with _shown(what, quiet) as show, status.speaking(f"work-{next(WORKS)}", told) as say:
+
+        def advance(done: int, total: int) -> None:
+            show(done, total)
+            say({"done": done, "total": total, **({counts: done} if counts else {})})
+
+        yield advance
+
+
+@contextmanager
+def _shown(what: str, quiet: bool) -> Iterator[Advance]:
     if quiet:
         yield lambda done, total: None
     elif sys.stderr.isatty():

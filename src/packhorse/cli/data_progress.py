@@ -1,4 +1,4 @@
-"""How far a build is: a bar on a terminal, a line now and then elsewhere."""
+"""How far a build is: a bar on a terminal, a line now and then elsewhere, and for the monitor."""
 
 import sys
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from packhorse import status
 from packhorse.cli.console import PAUSE, note
 
 if TYPE_CHECKING:
@@ -15,6 +16,24 @@ if TYPE_CHECKING:
 @contextmanager
 def watching() -> Iterator[Callable[["Progress"], None]]:
     """Something to tell of each step, as often as one likes."""
+    with _shown() as show, status.speaking("build", {"device": "cpu"}) as say:
+
+        def watch(step: "Progress") -> None:
+            show(step)
+            say(_published(step))
+
+        yield watch
+
+
+def _published(step: "Progress") -> dict[str, Any]:
+    told = {"does": step.stage, "done": step.done, "total": step.total}
+    if step.stage == "reading":  # later nothing more is found, and of each half apart
+        told |= {name: getattr(step.found, name) for name in status.SPEEDS}
+    return told
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[["Progress"], None]]:
     if sys.stderr.isatty():
         with _bar() as watch:
             yield watch

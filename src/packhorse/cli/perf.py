@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from packhorse import status
 from packhorse.cli.console import table
 
 if TYPE_CHECKING:
@@ -38,16 +39,20 @@ def measure(
     most = batch_size * max(map(len, encodings))
     encoder = replace(encoder, budget=max(encoder.budget, most))
     only = encoder.tokenizer.mask_id if head == "mlm" else None
-    latencies = []
-    for iteration in range(WARM_UP + iterations):
-        for encoding in encodings:
-            start = time.perf_counter()
-            encoder.run([encoding] * batch_size, head, only=only)
-            synchronize(encoder.device)
-            if iteration >= WARM_UP:
-                latencies.append(time.perf_counter() - start)
-    tokens = sum(map(len, encodings)) * batch_size * iterations
-    return {**_figures(latencies, tokens, batch_size), "tokenizing_seconds": tokenizing}
+    latencies, ran, tokens = [], 0, 0
+    about = {"does": "measuring", "model": encoder.name, "device": str(encoder.device)}
+    with status.speaking("perf", about) as say:
+        for iteration in range(WARM_UP + iterations):
+            for encoding in encodings:
+                start = time.perf_counter()
+                encoder.run([encoding] * batch_size, head, only=only)
+                synchronize(encoder.device)
+                if iteration >= WARM_UP:
+                    latencies.append(time.perf_counter() - start)
+                ran, tokens = ran + batch_size, tokens + batch_size * len(encoding)
+                say({"sequences": ran, "tokens": tokens})
+    measured = sum(map(len, encodings)) * batch_size * iterations
+    return {**_figures(latencies, measured, batch_size), "tokenizing_seconds": tokenizing}
 
 
 def _figures(latencies: Sequence[float], tokens: int, batch_size: int) -> dict[str, Any]:

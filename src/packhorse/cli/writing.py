@@ -40,7 +40,9 @@ def write(records: Iterable[Record], encoder: "Encoder", options: Options) -> di
     start, before = time.perf_counter(), file.rows
     if before:
         note(f"{out}: going on after {before:,} rows")
-    with closing(file), progress(f"writing {out}") as advance, _kept(file):
+    about = {"model": encoder.name, "device": str(encoder.device)}
+    shown = progress(f"writing {out}", counts="sequences", about=about)
+    with closing(file), shown as advance, _kept(file):
         for chunk in _chunks(records, size, skip=file.consumed):
             rows = _rows(chunk, encoder, options)
             file.append(rows, file.consumed + len(chunk))

@@ -1,0 +1,88 @@
+"""The CPU as the kernel's files tell it, and as far as it goes without them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from packhorse.monitor.machine import cpu
+
+CORE = "processor : {}\nmodel name : A CPU\ncpu MHz : {}\nflags : fpu avx2 avx512f {}\n\n"
+MEMORY = "MemTotal:  4194304 kB\nMemFree:  17 kB\nMemAvailable: 1048576 kB\n"
+
+
+def files(root: Path, **texts: str) -> Path:
+    for place, text in texts.items():
+        path = root / place.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_what_linux_tells(tmp_path: Path) -> None:
+    cores = CORE.format(0, 2500.5, "avx512_bf16 amx_tile") + CORE.format(1, 800, "avx512_vnni")
+    proc = files(tmp_path / "proc", cpuinfo=cores, meminfo=MEMORY)
+    found = cpu(proc, tmp_path)
+    assert (found.device, found.name, found.clock) == ("cpu", "A CPU", 2500.5)
+    assert found.features == ("avx2", "avx512", "bf16", "amx"), "the first core's"
+    assert (found.memory_used, found.memory_total) == (3 << 30, 4 << 30)
+    assert found.cores and found.load is not None
+    assert found.temperature is found.utilisation is found.power is None
+
+
+def test_an_arm_processor(tmp_path: Path) -> None:
+    proc = files(tmp_path, cpuinfo="processor : 0\nFeatures : fp asimd sve bf16\n", meminfo=MEMORY)
+    found = cpu(proc, tmp_path)
+    assert found.features == ("bf16", "sve") and found.name and found.clock is None
+
+
+@pytest.mark.parametrize(
+    ("sensors", "degrees"),
+    [
+        ({"class__hwmon__hwmon0__name": "nvme\n", "class__hwmon__hwmon0__temp1_input": "1"}, None),
+        (
+            {
+                "class__hwmon__hwmon1__name": "k10temp\n",
+                "class__hwmon__hwmon1__temp1_input": "45500\n",
+            },
+            45.5,
+        ),
+        (
+            {
+                "class__thermal__thermal_zone0__type": "x86_pkg_temp",
+                "class__thermal__thermal_zone0__temp": "61000",
+            },
+            61.0,
+        ),
+        ({"class__hwmon__hwmon1__name": "k10temp"}, None),
+        (
+            {
+                "class__hwmon__hwmon1__name": "coretemp",
+                "class__hwmon__hwmon1__temp1_input": "hot",
+            },
+            None,
+        ),
+    ],
+)
+def test_only_a_sensor_of_the_cpu(
+    sensors: dict[str, str], degrees: float | None, tmp_path: Path
+) -> None:
+    proc = files(tmp_path / "proc", cpuinfo=CORE, meminfo=MEMORY)
+    assert cpu(proc, files(tmp_path / "sys", **sensors)).temperature == degrees
+
+
+def test_files_that_hold_nonsense(tmp_path: Path) -> None:
+    for text in ("", ":\n::", "MemTotal: many kB\nMemAvailable:", "\x00\xff"):
+        found = cpu(files(tmp_path, cpuinfo=text, meminfo=text), tmp_path)
+        assert found.memory_total is found.clock is None and found.features == ()
+
+
+def test_without_the_files_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    psutil = pytest.importorskip("psutil")
+    found = cpu(tmp_path, tmp_path)
+    assert found.memory_total == psutil.virtual_memory().total and found.cores
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    found = cpu(tmp_path, tmp_path)
+    assert found.memory_total is None and found.cores and found.name
