@@ -8,7 +8,7 @@ Shapes: n tokens of one sequence, C labels, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,7 @@ class Filled:
     word: str
     score: float
     text: str
+    id: int  # of the token
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,13 @@ class Entity:
 
 
 def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Classified:
-    """[C] logits to a label: softmax, or a sigmoid each where several may hold."""
+    """[C] logits to a label: softmax, or a sigmoid each where several may hold.
+
+    `problem` is "single_label", "multi_label", "regression", or "raw" for the logits themselves.
+    """
     if problem == "regression":
         return Classified(labels[0], float(logits[0]), {labels[0]: float(logits[0])})
-    scores = softmax(logits) if problem == "single_label" else sigmoid(logits)
+    scores = SCORES[problem](logits)
     order = [int(i) for i in np.argsort(-scores, kind="stable")]
     by_score = {labels[i]: float(scores[i]) for i in order}
     return Classified(labels[order[0]], float(scores[order[0]]), by_score)
@@ -188,25 +192,34 @@ def _best(
 
 
 def filled(
-    logits: np.ndarray, encoding: Encoding, text: str, tokenizer: Tokenizer, top_k: int = 5
+    logits: np.ndarray,
+    encoding: Encoding,
+    text: str,
+    tokenizer: Tokenizer,
+    top_k: int = 5,
+    among: Sequence[int] | None = None,
 ) -> list[list[Filled]]:
-    """For each mask of one text the likeliest words; logits are [masks, V]."""
+    """For each mask of one text the likeliest words, all or those `among`; logits [masks, V]."""
     known = logits[:, : tokenizer.vocab_size]  # a padded table scores words that do not exist
     spans = [encoding.offsets[i] for i in np.flatnonzero(encoding.ids == tokenizer.mask_id)]
+    words = np.arange(known.shape[1]) if among is None else np.unique(np.asarray(among, int))
     return [
         [
-            Filled(word, float(scores[i]), text[:start] + word + text[end:])
-            for i in np.argsort(-scores, kind="stable")[:top_k]
-            for word in [tokenizer.decode([int(i)])]
+            Filled(word, float(scores[i]), text[:start] + word + text[end:], i)
+            for i in words[np.argsort(-scores[words], kind="stable")[:top_k]].tolist()
+            for word in [tokenizer.decode([i])]
         ]
         for scores, (start, end) in zip(map(softmax, known), spans, strict=True)
     ]
 
 
 def entities(
-    logits: np.ndarray, encoding: Encoding, text: str, labels: Sequence[str]
+    logits: np.ndarray, encoding: Encoding, text: str, labels: Sequence[str], join: bool = True
 ) -> list[Entity]:
-    """[n, C] logits to labelled stretches: neighbours of one kind are joined, "O" is left out."""
+    """[n, C] logits to labelled stretches: neighbours of one kind are joined, "O" is left out.
+
+    Without `join`, each token for itself with its label as it is.
+    """
     scores = softmax(logits)
     found: list[Entity] = []
     previous = -2
@@ -215,9 +228,10 @@ def entities(
         kind, begins = label.removeprefix("B-").removeprefix("I-"), label.startswith("B-")
         start, end = map(int, encoding.offsets[i])
         if label != "O" and end > start:
-            piece = Entity(kind, text[start:end], start, end, float(scores[i].max()))
+            named = kind if join else label
+            piece = Entity(named, text[start:end], start, end, float(scores[i].max()))
             # The second piece of a split word never begins a new entity, whatever it is labelled.
-            touching = bool(found) and previous == i - 1 and found[-1].label == kind
+            touching = join and bool(found) and previous == i - 1 and found[-1].label == kind
             if touching and (not begins or start == found[-1].end):
                 found[-1] = _joined(found[-1], piece, text)
             else:
@@ -242,3 +256,10 @@ def sigmoid(logits: np.ndarray) -> np.ndarray:
     """Elementwise, in float64, without overflow."""
     wide = np.asarray(logits, dtype=np.float64)
     return np.exp(-np.logaddexp(0, -wide))
+
+
+SCORES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "single_label": softmax,
+    "multi_label": sigmoid,
+    "raw": np.asarray,
+}

@@ -67,7 +67,7 @@ def test_who_was_just_answered_may_join_the_next_batch() -> None:
     queue, clock = admission(RAGGED)
     queue.push(job(5))
     clock.now += 2.0  # long overdue
-    queue.linger(0.1)
+    queue.linger(0.1, 9)
     assert queue._due(clock.now, idle=True) is None
     assert queue._until_due(clock.now) == pytest.approx(0.1)
     queue.push(job(11))
@@ -75,6 +75,16 @@ def test_who_was_just_answered_may_join_the_next_batch() -> None:
     queue.push(job(5))
     clock.now += 2.0
     assert lengths(queue.next_batch(wait=True)) == [[5]], "nor does one later"
+
+
+def test_it_waits_no_longer_than_until_all_who_were_answered_are_back() -> None:
+    queue, clock = admission(RAGGED, timeout=0.001)
+    queue.linger(0.1, 2)
+    queue.push(job(2))
+    clock.now += 0.01  # beyond the timeout
+    assert queue._due(clock.now, idle=True) is None
+    queue.push(job(3))
+    assert lengths(queue.next_batch(wait=True)) == [[2, 3]]
 
 
 def test_max_sequences_fills_a_batch() -> None:

@@ -38,6 +38,13 @@ def test_the_same_vectors(packed: Path, minilm: Path, mode: str) -> None:
     )
 
 
+def test_vectors_before_they_are_normalised(packed: Path, minilm: Path) -> None:
+    graph, torch = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
+    raw = torch.embed(TEXTS, normalise=False)
+    assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
+    np.testing.assert_allclose(graph.embed(TEXTS, normalise=False), raw, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["mask", "repack"])
 def test_behind_the_runner(packed: Path, mode: str) -> None:
     graph = packhorse.load(packed / f"{mode}.onnx")

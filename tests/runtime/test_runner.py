@@ -738,6 +738,58 @@ def test_fill_counts_what_rows_leave_empty(make_encoder) -> None:
         assert runner.stats().fill == pytest.approx(24 * 4 / (4 * 48))
 
 
+def test_an_answer_knows_its_company(make_encoder) -> None:
+    with PackRunner(make_encoder(), timeout=0.05) as runner:
+        assert (runner.recent(), runner.rate(), runner.idle_seconds()) == ([], 0.0, math.inf)
+        jobs = runner.prepare([[6] * 20, [7] * 30, [8] * 40], "embed")
+        runner.promise(jobs)
+        futures = [runner.admit(job) for job in jobs]
+        found = np.stack([future.result(PATIENCE) for future in futures])
+        assert np.array_equal(found, runner.encoder.embed([[6] * 20, [7] * 30, [8] * 40]))
+        (ran,) = runner.recent()
+        assert all(future.ran is ran for future in futures)
+        assert (ran.rows, ran.tokens, ran.sequences, ran.fill) == (((20, 30, 40),), 90, 3, 1.0)
+        assert 0 < futures[-1].waited <= futures[0].waited < PATIENCE
+        assert runner.rate() == pytest.approx(90 / ran.seconds)
+        assert 0 <= runner.idle_seconds() < PATIENCE
+        assert (runner.waiting_tokens, runner.max_waiting_tokens) == (0, 8 * runner.shape.tokens)
+
+
+def test_company_counts_what_rows_leave_empty(make_encoder) -> None:
+    with PackRunner(make_encoder(kernel="mask"), rows=2, timeout=0.05) as runner:
+        runner.run([[6] * 24] * 3)
+        (ran,) = runner.recent()
+        assert sorted(map(len, ran.rows)) == [1, 2] and ran.fill == 24 * 3 / (2 * 48)
+
+
+def test_what_was_promised_counts_as_if_it_waited(make_encoder) -> None:
+    with PackRunner(make_encoder(), max_waiting_tokens=100, timeout=0) as runner:
+        jobs = runner.prepare([[6] * 40, [7] * 40], "embed")
+        runner.promise(jobs)
+        assert runner.waiting_tokens == 80
+        with pytest.raises(Overloaded):
+            runner.submit([8] * 21)
+        with pytest.raises(Overloaded):
+            runner.promise(jobs)
+        assert runner.submit([8] * 20).result(PATIENCE) is not None
+        assert runner.admit(jobs[0]).result(PATIENCE) is not None
+        assert runner.waiting_tokens == 40
+        runner.release(jobs[1:])
+        assert runner.waiting_tokens == 0
+        runner.promise(jobs)
+    with pytest.raises(RunnerStopped):
+        runner.admit(jobs[0])
+
+
+def test_nobody_prepares_where_nobody_gets_in(gate) -> None:
+    with PackRunner(gate.encoder, max_waiting_requests=1, timeout=0) as runner:
+        held(gate, runner)
+        runner.submit("the cat")
+        with pytest.raises(Overloaded):
+            runner.prepare(["a mat"])
+        gate.opened.set()
+
+
 def test_a_runner_need_not_be_seen(make_encoder, tmp_path, monkeypatch) -> None:
     with PackRunner(make_encoder(), publish=False) as runner:
         runner.run(TEXTS)

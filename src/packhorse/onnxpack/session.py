@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError, InputError, KernelError
 from packhorse.model.bert import after_padding
+from packhorse.model.heads import Embed
 from packhorse.onnxpack.engine import blaming, open_session
 from packhorse.onnxpack.facts import KEY, Facts, parse
 from packhorse.onnxpack.probe import numpy_type
@@ -98,21 +99,26 @@ class OnnxBackend:
         return [self._head(head, found, batch, None if at is None else at.cpu()) for head in heads]
 
     def _outputs(self, head: str) -> tuple[str, ...]:
-        if head in self.made_here:
+        if head in self.made_here or self._raw(head):
             return self.facts.heads["hidden"]
         if head not in self.facts.heads:
             have = ", ".join(self.heads)
             raise CheckpointError(f"{self.path} has no {head!r} head (it has: {have})")
         return self.facts.heads[head]
 
+    def _raw(self, head: str) -> Callable[[Tensor, Packed], Tensor] | None:
+        """Vectors before they are normalised, where they are made here."""
+        embed = self.made_here.get("embed") if head == "raw" else None
+        return embed.raw if isinstance(embed, Embed) else None
+
     def _head(
         self, head: str, found: Mapping[str, Tensor], packed: Packed, at: Tensor | None
     ) -> Tensor:
         parts = [found[name] for name in self._outputs(head)]
         value = parts[0] if len(parts) == 1 else torch.stack(parts, dim=-1)
-        if head in self.made_here:
+        if made := self._raw(head) or self.made_here.get(head):
             with torch.inference_mode():
-                return self.made_here[head](value, packed)
+                return made(value, packed)
         per_token = self.facts.outputs[self._outputs(head)[0]] == "token"
         return value[at] if per_token and at is not None else value
 

@@ -7,6 +7,9 @@ heads): these can share a batch. A batch is due when it is full or when its olde
 waited `timeout`; while another one runs only a full one is, because one that is not full gains by
 staying open until the device can take it.
 
+Who has many requests may have room promised for all of them and let them in one after the other, so
+that others come in between: what was promised counts as if it waited.
+
 Where a sequence does not fit, later ones may go before it until `lookahead` have been passed over;
 those open the next batch, in their order, so no one starves. A request that is cancelled before it
 runs leaves at once: its place goes to others and its tokens back to the allowance.
@@ -27,10 +30,18 @@ from typing import Any
 from packhorse.errors import InputError, Overloaded, RunnerStopped
 from packhorse.runtime.jobs import Job, Row
 from packhorse.runtime.modes import Shape
+from packhorse.runtime.statistics import Ran
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3
 HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
+
+
+class Awaited(Future[Any]):
+    """A future that knows, once it is answered, in what company it ran and how long it waited."""
+
+    ran: Ran | None = None  # the last of its batches
+    waited = 0.0  # seconds until the first
 
 
 class Request:
@@ -41,7 +52,7 @@ class Request:
     def __init__(self, job: Job, now: float) -> None:
         self.job = job
         self.line: Hashable = (job.heads, job.only)  # requests of one line can share a batch
-        self.future: Future[Any] = Future()
+        self.future = Awaited()
         self.pieces = [Piece(self, i, sequence) for i, sequence in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.pieces)
         self.left = len(self.pieces)  # sequences that were not run yet
@@ -169,11 +180,13 @@ class Admission:
         # takes the interpreter from the engine.
         self.ahead = min(max_tokens, BATCHES_AHEAD * shape.tokens)
         self.waiting_tokens = self.waiting_requests = self.at_door = 0
+        self.promised_tokens = self.promised_requests = 0
         self.admitted = self.refused = self.cancelled = 0
         self.unanswered: dict[Future[Any], Request] = {}  # waiting or running
         self.lines: dict[Hashable, Line] = {}
         self.stopped: str | None = None  # why no one is admitted any more
         self.not_before = 0.0  # no batch goes out part full
+        self.expected = 0  # requests that end that
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Those
         # who are patient wait for that: else it gets the interpreter from them only every 5 ms,
         # after each call of torch anew.
@@ -197,7 +210,31 @@ class Admission:
                 self.at_door -= 1
                 self._room.notify_all()
 
-    def push(self, job: Job, patient: bool = False) -> Future[Any]:
+    def promise(self, requests: int, tokens: int) -> None:
+        """Keep room for requests that are pushed one after the other, or raise Overloaded."""
+        with self._lock:
+            if not self._fits(tokens, self.max_tokens):
+                self._refuse()
+            self.promised_requests += requests
+            self.promised_tokens += tokens
+
+    def release(self, requests: int, tokens: int) -> None:
+        """They will not come after all."""
+        with self._lock:
+            self.promised_requests -= requests
+            self.promised_tokens -= tokens
+            self._room.notify_all()
+
+    def push_promised(self, job: Job) -> Awaited:
+        """Let a job wait its turn for which there is room because it was promised."""
+        with self._lock:
+            if self.stopped:
+                raise RunnerStopped(self.stopped)
+            self.promised_requests -= 1
+            self.promised_tokens -= job.tokens
+            return self._admit(Request(job, self.clock()), job.tokens)
+
+    def push(self, job: Job, patient: bool = False) -> Awaited:
         """Let a job wait its turn. Where there is no room, wait for some or raise Overloaded."""
         tokens = job.tokens
         if tokens > self.max_tokens:
@@ -231,10 +268,14 @@ class Admission:
                     return None
                 self._changed.wait(self._until_due(now))
 
-    def linger(self, seconds: float) -> None:
-        """Those who were just answered may ask again at once: give them that long to join."""
+    def linger(self, seconds: float, answered: int) -> None:
+        """Those who were just answered may ask again at once: give them that long to join.
+
+        No longer than until so many have come: a batch that leaves without them is small, and then
+        they do not all fit into the next, so that some wait for three.
+        """
         with self._lock:
-            self.not_before = self.clock() + seconds
+            self.not_before, self.expected = self.clock() + seconds, answered
 
     def stop(self, why: str, drain: bool = True) -> list[Request]:
         """Admit no one any more. Without `drain` those who wait leave; they are returned."""
@@ -251,19 +292,20 @@ class Admission:
     def _fits(self, tokens: int, limit: int) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
-        return self.waiting_requests + self.at_door < self.max_requests and (
-            self.waiting_tokens + tokens <= limit or not self.waiting_tokens
-        )
+        requests = self.waiting_requests + self.promised_requests + self.at_door
+        ahead = self.waiting_tokens + self.promised_tokens
+        return requests < self.max_requests and (ahead + tokens <= limit or not ahead)
 
     def _refuse(self) -> None:
         self.refused += 1
+        requests = self.waiting_requests + self.promised_requests + self.at_door
         raise Overloaded(
-            f"{self.waiting_requests + self.at_door} requests of {self.waiting_tokens} tokens "
+            f"{requests} requests of {self.waiting_tokens + self.promised_tokens} tokens "
             f"wait already (max_waiting_requests is {self.max_requests}, max_waiting_tokens "
             f"{self.max_tokens}); try again in a moment"
         )
 
-    def _admit(self, request: Request, tokens: int) -> Future[Any]:
+    def _admit(self, request: Request, tokens: int) -> Awaited:
         self.admitted += 1
         self.unanswered[request.future] = request
         request.future.add_done_callback(self._done)
@@ -275,7 +317,10 @@ class Admission:
             line = self.lines[request.line] = Line(self.shape, self.lookahead)
         for piece in request.pieces:
             line.add(piece)
-        if first or line.full:
+        self.expected -= 1
+        if not self.expected:
+            self.not_before = 0.0
+        if first or line.full or not self.expected:
             self._changed.notify()
         return request.future
 

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from packhorse import device
+from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime import batches, tasks
 from packhorse.runtime.jobs import Batch, Given, Job, Row
+from packhorse.runtime.tasks import Long
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
 from packhorse.tokens import Encoding, Text, Tokenizer
 
@@ -58,6 +60,7 @@ class Encoder:
     why: str  # how device, dtype and kernel were chosen
     capacity: int = 0  # tokens a row, for kernels that need rows
     budget: int = 4096  # tokens a batch
+    embedder: Embed | None = None  # what makes vectors; None: the graph itself
 
     def __repr__(self) -> str:
         how = f"{device.describe(self.device)}, {device.dtype_name(self.dtype)}, {self.kernel}"
@@ -69,14 +72,18 @@ class Encoder:
         *,
         prompt: str | None = None,
         max_length: int | None = None,
+        long: Long | None = None,
+        normalise: bool | None = None,
         progress: Progress | None = None,
     ) -> np.ndarray:
         """One vector a text, float32 [n, width].
 
         `prompt` names one of the model's prompts; without it the model's default goes before each
-        text, if it has one.
+        text, if it has one. `long` is what becomes of a text that is too long (see
+        `runtime.tasks`). Vectors are as the model makes them, unless `normalise` says.
         """
-        jobs = self.prepare("embed", texts, prompt=prompt, max_length=max_length)
+        how = {"max_length": max_length, "long": long, "normalise": normalise}
+        jobs = self.prepare("embed", texts, prompt=prompt, **how)
         vectors = self._finish(jobs, progress)
         return np.stack(vectors) if vectors else np.empty((0, self.width), np.float32)
 
@@ -84,21 +91,33 @@ class Encoder:
         self,
         texts: Sequence[Text],
         *,
+        prompt: str | None = None,
         max_length: int | None = None,
+        long: Long | None = None,
         progress: Progress | None = None,
     ) -> list[Hidden]:
-        """The last layer's states of each text, and the pooled output where the model has one."""
-        return self._finish(self.prepare("hidden", texts, max_length=max_length), progress)
+        """The last layer's states of each text, and the pooled output where the model has one.
+
+        No prompt but the one that is named goes before the texts.
+        """
+        how = {"prompt": prompt, "max_length": max_length, "long": long}
+        return self._finish(self.prepare("hidden", texts, **how), progress)
 
     def classify(
         self,
         texts: Sequence[Text],
         *,
         max_length: int | None = None,
+        long: Long | None = None,
+        problem: str | None = None,
         progress: Progress | None = None,
     ) -> list[Classified]:
-        """The label of each text or pair, with the scores of all labels."""
-        return self._finish(self.prepare("classify", texts, max_length=max_length), progress)
+        """The label of each text or pair, with the scores of all labels.
+
+        `problem` is what to make of the logits instead of the model's own, see `results`.
+        """
+        how = {"max_length": max_length, "long": long, "problem": problem}
+        return self._finish(self.prepare("classify", texts, **how), progress)
 
     def rerank(
         self,
@@ -107,10 +126,11 @@ class Encoder:
         *,
         top_k: int | None = None,
         max_length: int | None = None,
+        long: Long | None = None,
         progress: Progress | None = None,
     ) -> list[Ranked]:
         """The documents by how well they answer the query, best first; scores are logits."""
-        how = {"documents": documents, "top_k": top_k, "max_length": max_length}
+        how = {"documents": documents, "top_k": top_k, "max_length": max_length, "long": long}
         return self._finish(self.prepare("rerank", [query], **how), progress)[0]
 
     def answer(
@@ -140,21 +160,26 @@ class Encoder:
         *,
         top_k: int = 5,
         max_length: int | None = None,
+        long: Long | None = None,
+        targets: Sequence[str] | None = None,
         progress: Progress | None = None,
     ) -> list[list[list[Filled]]]:
-        """For each text and each mask in it, the likeliest words."""
-        jobs = self.prepare("fill", texts, top_k=top_k, max_length=max_length)
-        return self._finish(jobs, progress)
+        """For each text and each mask in it, the likeliest words, of all or of `targets`."""
+        how = {"top_k": top_k, "max_length": max_length, "long": long, "targets": targets}
+        return self._finish(self.prepare("fill", texts, **how), progress)
 
     def label(
         self,
         texts: Sequence[str],
         *,
         max_length: int | None = None,
+        long: Long | None = None,
+        join: bool = True,
         progress: Progress | None = None,
     ) -> list[list[Entity]]:
-        """Labelled stretches of each text (names, places …)."""
-        return self._finish(self.prepare("label", texts, max_length=max_length), progress)
+        """Labelled stretches of each text (names, places …); without `join`, its tokens."""
+        how = {"max_length": max_length, "long": long, "join": join}
+        return self._finish(self.prepare("label", texts, **how), progress)
 
     def prepare(self, task: str, texts: Sequence[Given], **options: Any) -> list[Job]:
         """A job for each text: everything that can be done and refused before the model runs.

@@ -35,11 +35,11 @@ from packhorse.runtime import jobs
 from packhorse.runtime.admission import Admission, Batch, Piece, Request
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.jobs import Row
-from packhorse.runtime.statistics import Recorder, Stats
+from packhorse.runtime.statistics import Ran, Recorder, Stats
 
 LOGGER = logging.getLogger(__name__)
 PUBLISH_SECONDS = 1.0
-LINGER = 0.02  # of a batch's time: what an idle device may cost for the next to be fuller
+LINGER = 0.06  # of a batch's time: what an idle device may cost for the next to be fuller
 EXIT_SECONDS = 5.0  # how long the interpreter's exit waits for the batch that runs
 NUMBERS = count(1)
 NOT_FINITE = (
@@ -170,10 +170,11 @@ class Engine:
             return self._divide(flight.batch, landed)
         pieces = _flat(flight.batch)
         seconds = self.admission.clock() - flight.begun
-        self.recorder.batch([piece.tokens for piece in pieces], landed.tokens, seconds)
-        self._reply(pieces, landed.rows)
+        lengths = [[piece.tokens for piece in row] for row in flight.batch]
+        ran = self.recorder.batch(lengths, landed.tokens, seconds)
+        self._reply(pieces, landed.rows, ran)
         if self.admission.timeout:
-            self.admission.linger(LINGER * seconds)
+            self.admission.linger(LINGER * seconds, len({piece.request for piece in pieces}))
 
     def _divide(self, batch: Batch, error: BaseException) -> None:
         """Run a failed batch again in halves; a sequence that fails by itself is the culprit."""
@@ -190,7 +191,7 @@ class Engine:
                     _landed(self._launch([[p for p in row if p in half] for row in batch]))
                 )
 
-    def _reply(self, pieces: Sequence[Piece], rows: Sequence[Row | None]) -> None:
+    def _reply(self, pieces: Sequence[Piece], rows: Sequence[Row | None], ran: Ran) -> None:
         """Hand each sequence its row; requests that are whole by that are answered."""
         answers = []
         for piece, row in zip(pieces, rows, strict=True):
@@ -201,10 +202,11 @@ class Engine:
             request.rows[piece.index] = row
             request.left -= 1
             if not request.left:
+                request.future.ran, request.future.waited = ran, request.started - request.entered
                 answers.append((request, _attempt(request.job.finish, request.rows)))
         now = self.admission.clock()
         good = [request for request, found in answers if not isinstance(found, BaseException)]
-        self.recorder.answer([(now - r.entered, r.started - r.entered) for r in good])
+        self.recorder.answer([(now - r.entered, r.future.waited) for r in good])
         for request, found in answers:
             if isinstance(found, BaseException):
                 self._fail(request, _blame(found))
@@ -220,14 +222,13 @@ class Engine:
         """Say how it goes, once a second, in a thread that cannot harm the other."""
         about = {"model": self.encoder.name, "device": str(self.encoder.device)}
         try:
-            while True:
-                status.publish(self.name, about | asdict(self.stats()))
-                if self.ended.wait(PUBLISH_SECONDS):
-                    return
+            with status.speaking(self.name, about) as say:
+                while True:
+                    say({**asdict(self.stats()), "sequences": self.recorder.sequences})
+                    if self.ended.wait(PUBLISH_SECONDS):
+                        return
         except Exception:
             LOGGER.debug("figures cannot be published", exc_info=True)
-        finally:
-            status.withdraw(self.name)
 
     def _at_exit(self) -> None:
         """A thread inside torch while the interpreter is torn down would crash it."""

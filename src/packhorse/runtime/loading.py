@@ -93,6 +93,7 @@ def _open(
         why=choice.why,
         capacity=found.max_length if choice.kernel.serves.rows else 0,
         budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
+        embedder=head if isinstance(head, Embed) else None,
     )
 
 

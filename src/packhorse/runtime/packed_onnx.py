@@ -31,7 +31,8 @@ def open_packed(
     """The encoder of a model that `packhorse onnx pack` wrote."""
     layout = sentence.read(path.parent)
     backend = onnxpack.load(path, device=device)
-    backend.made_here |= _embed(backend, layout)
+    made = _embed(backend, layout)
+    backend.made_here |= made
     raw = _raw(path.parent, config)
     labels = _labels(backend, raw)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
@@ -54,6 +55,7 @@ def open_packed(
         why="it is a packed ONNX graph, run by ONNX Runtime",
         capacity=backend.capacity,
         budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
+        embedder=made.get("embed"),
     )
 
 

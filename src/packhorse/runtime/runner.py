@@ -13,8 +13,10 @@ interpreter's lock while it computes, and the host's work for a batch is small b
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,12 +27,12 @@ from typing import Any
 import numpy as np
 
 from packhorse.errors import InputError, RunnerStopped
-from packhorse.runtime.admission import Admission
+from packhorse.runtime.admission import Admission, Awaited
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.jobs import Given, Job
 from packhorse.runtime.modes import Shape
-from packhorse.runtime.statistics import Stats
+from packhorse.runtime.statistics import Ran, Stats
 
 CHUNK = 256  # texts that `run` prepares at a time
 BATCHES_WAITING = 8  # what may wait by default, in batches
@@ -112,6 +114,31 @@ class PackRunner:
             (job,) = self.encoder.prepare(task, [text], **options)
         return self._push(job)
 
+    def prepare(self, texts: Sequence[Given], task: str = "embed", **options: Any) -> list[Job]:
+        """The first half of `submit`, for several: `Overloaded` at once where no one gets in."""
+        self._check_process()
+        with self._admission.door():
+            return self.encoder.prepare(task, texts, **options)
+
+    def promise(self, jobs: Sequence[Job]) -> None:
+        """Keep room for all of these, which are admitted one after the other; or `Overloaded`."""
+        self._check_process()
+        self._admission.promise(len(jobs), sum(job.tokens for job in jobs))
+
+    def admit(self, job: Job) -> Awaited:
+        """The second half of `submit`, for a job that was promised room.
+
+        It is brief, and so may be called from a future's callback.
+        """
+        if job.sequences:
+            return self._admission.push_promised(job)
+        self._admission.release(1, 0)
+        return self._push(job)
+
+    def release(self, jobs: Sequence[Job]) -> None:
+        """Those that were promised room will not come."""
+        self._admission.release(len(jobs), sum(job.tokens for job in jobs))
+
     async def asubmit(self, text: Given, task: str = "embed", **options: Any) -> Any:
         """`submit` for asyncio: cancelling what awaits it cancels the request."""
         self._check_process()
@@ -152,6 +179,30 @@ class PackRunner:
         return self._engine.stats()
 
     @property
+    def waiting_tokens(self) -> int:
+        """That were admitted, or promised room, and did not run yet."""
+        return self._admission.waiting_tokens + self._admission.promised_tokens
+
+    @property
+    def max_waiting_tokens(self) -> int:
+        """More than that never waits; no single request can be larger."""
+        return self._admission.max_tokens
+
+    def recent(self) -> list[Ran]:
+        """The last batches as they were laid, the newest last."""
+        return self._engine.recorder.recent()
+
+    def rate(self) -> float:
+        """Tokens a second while the last batches ran; 0 before the first."""
+        ran = self.recent()
+        return sum(each.tokens for each in ran) / max(1e-9, sum(each.seconds for each in ran))
+
+    def idle_seconds(self) -> float:
+        """Since a batch came back; infinite before the first."""
+        ran = self.recent()
+        return time.monotonic() - ran[-1].ended if ran else math.inf
+
+    @property
     def alive(self) -> bool:
         """Would a request be admitted, if there is room?"""
         return self._admission.stopped is None and self._engine.pid == os.getpid()
@@ -171,10 +222,10 @@ class PackRunner:
         shape = f"{self.shape.mode}, {self.shape.rows} rows of {self.shape.capacity} tokens"
         return f"PackRunner({self.encoder!r}; {shape})"
 
-    def _push(self, job: Job, patient: bool = False) -> Future[Any]:
+    def _push(self, job: Job, patient: bool = False) -> Awaited:
         if job.sequences:
             return self._admission.push(job, patient)
-        answered: Future[Any] = Future()  # nothing to run: a ranking of no documents
+        answered = Awaited()  # nothing to run: a ranking of no documents
         answered.set_result(job.finish([]))
         return answered
 

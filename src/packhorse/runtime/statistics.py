@@ -1,12 +1,14 @@
 """What a runner can say of itself: counters since it began, times over the last requests.
 
 Counters always add up: what was admitted has been answered, has failed, was cancelled, waits or
-runs. Times are those of a window, so that yesterday does not hide today.
+runs. Times are those of a window, so that yesterday does not hide today. The last batches are kept
+as they were laid, to be shown and to tell how fast it goes.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import numpy as np
 
 REQUESTS = 4096  # in the window of latencies
 BATCHES = 512
+RECENT = 64  # batches that are kept as they were laid
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,32 @@ class Stats:
     compute_ms: float  # of a batch, median
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A batch that was run, as it was laid."""
+
+    number: int  # of the runner's batches
+    ended: float  # seconds of `time.monotonic`
+    rows: tuple[tuple[int, ...], ...]  # the lengths of the sequences in each row
+    tokens: int  # of the batch, with what nobody asked for
+    seconds: float
+
+    @property
+    def sequences(self) -> int:
+        """That ran together."""
+        return sum(map(len, self.rows))
+
+    @property
+    def used(self) -> int:
+        """Tokens that were somebody's."""
+        return sum(map(sum, self.rows))
+
+    @property
+    def fill(self) -> float:
+        """Somebody's tokens / all tokens."""
+        return self.used / max(1, self.tokens)
+
+
 class Recorder:
     """Counts batches and answers; written by the engine, read by anyone."""
 
@@ -50,15 +79,25 @@ class Recorder:
         self._latency: deque[float] = deque(maxlen=REQUESTS)
         self._queue: deque[float] = deque(maxlen=REQUESTS)
         self._compute: deque[float] = deque(maxlen=BATCHES)
+        self._recent: deque[Ran] = deque(maxlen=RECENT)
 
-    def batch(self, lengths: Sequence[int], tokens: int, seconds: float) -> None:
-        """A batch of `tokens` tokens, these sequences among them, was run."""
+    def batch(self, rows: Sequence[Sequence[int]], tokens: int, seconds: float) -> Ran:
+        """A batch of `tokens` tokens, sequences of these lengths among them, was run."""
+        now, laid = time.monotonic(), tuple(map(tuple, rows))
         with self._lock:
             self.batches += 1
-            self.sequences += len(lengths)
-            self.tokens += sum(lengths)
+            ran = Ran(self.batches, now, laid, tokens, seconds)
+            self.sequences += ran.sequences
+            self.tokens += ran.used
             self.batch_tokens += tokens
             self._compute.append(seconds)
+            self._recent.append(ran)
+        return ran
+
+    def recent(self) -> list[Ran]:
+        """The last batches, the newest last."""
+        with self._lock:
+            return list(self._recent)
 
     def rerun(self) -> None:
         """Part of a batch that failed is run again."""
@@ -84,6 +123,18 @@ class Recorder:
         p50, p99 = _percentiles(latency, (50, 99))
         (queued,), (computed,) = _percentiles(queue, (50,)), _percentiles(compute, (50,))
         return {"p50_ms": p50, "p99_ms": p99, "queue_ms": queued, "compute_ms": computed}
+
+
+def throughput(batches: Sequence[Ran], now: float, seconds: float) -> float:
+    """Somebody's tokens a second over the last `seconds`; `batches` as `Recorder.recent` gives.
+
+    Where batches are so many that the memory is shorter, it is over what is remembered: from the
+    end of the oldest, which then only marks the beginning.
+    """
+    since = now - seconds
+    if len(batches) == RECENT:
+        since = max(since, batches[0].ended)
+    return sum(each.used for each in batches if each.ended > since) / max(1e-9, now - since)
 
 
 def _percentiles(seconds: list[float], which: tuple[int, ...]) -> list[float]:

@@ -3,6 +3,12 @@
 Everything that can be refused is refused here, before the model runs: a head that is not there, an
 option out of range, a text that cannot be tokenized. A task is a function from an encoder's
 description and a list of texts to a list of jobs; a new one is a function and a line in `TASKS`.
+
+What becomes of a text longer than the model takes is `long`: it is cut at its end, and a warning
+says so; the same in silence ("truncate"), at its beginning ("truncate_left"), refused ("error"), or
+read in chunks that share no token ("chunk"). Vectors and scores of chunks are averaged, each chunk
+weighing as much as it has tokens; entities and words are those of all chunks. A chunk does not see
+the others: the average is a summary, not what a model of that length would say.
 """
 
 from __future__ import annotations
@@ -11,15 +17,19 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 
 from packhorse import results
 from packhorse.errors import CheckpointError, InputError
-from packhorse.results import Answer, Entity, Filled, Hidden, Ranked
+from packhorse.model.heads import Embed
+from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime.jobs import Given, Job, Row, from_ids, is_ids
-from packhorse.tokens import Encoding, Text, Tokenizer
+from packhorse.tokens import Encoding, OnLong, Text, Tokenizer
+
+Long = Literal["truncate", "truncate_left", "error", "chunk"]
+ONE_LONG = 1e-3  # how far from 1 the length of a normalised vector may be
 
 
 class TruncationWarning(UserWarning):
@@ -45,6 +55,8 @@ class Described(Protocol):
     def default_prompt(self) -> str | None: ...
     @property
     def max_length(self) -> int: ...
+    @property
+    def embedder(self) -> Embed | None: ...
 
 
 def prepare(model: Described, task: str, texts: Sequence[Given], **options: Any) -> list[Job]:
@@ -58,26 +70,57 @@ def encode(
     model: Described, texts: Sequence[Given], max_length: int | None = None, depth: int = 3
 ) -> list[Encoding]:
     """Tokenize; token ids stay as they are. Warns, `depth` frames up, when texts had to be cut."""
-    limit = _limit(model, max_length)
-    if isinstance(texts, str) or not any(map(is_ids, texts)):
-        encodings = model.tokenizer.encode(cast("Sequence[Text]", texts), limit)
-    else:
-        encodings = [_encode_one(model, text, limit) for text in texts]
-    cut = sum(bool(e.truncated) for e in encodings)
-    if cut:
-        message = f"{cut} of {len(encodings)} texts were cut to {limit} tokens"
-        warnings.warn(message, TruncationWarning, stacklevel=depth)
-    return encodings
-
-
-def _encode_one(model: Described, text: Given, limit: int) -> Encoding:
-    if is_ids(text):
-        return from_ids(text, limit, model.tokenizer.vocab_size)
-    return model.tokenizer.encode([cast("Text", text)], limit)[0]
+    return [one for (one,) in _sequences(model, texts, max_length, None, depth + 1)]
 
 
 # A task is called by `prepare`, that by the encoder, and that by the method its user called.
-_encode = partial(encode, depth=6)
+def _sequences(
+    model: Described,
+    texts: Sequence[Given],
+    max_length: int | None,
+    long: Long | None,
+    depth: int = 6,
+) -> list[tuple[Encoding, ...]]:
+    """The sequences of each text: one, or the chunks of a long one."""
+    limit = _limit(model, max_length)
+    if long not in (None, *get_args(Long)):
+        raise InputError(f"long is {long!r}; use one of {', '.join(get_args(Long))}")
+    tokenize = _chunks if long == "chunk" else partial(_whole, on_long=long or "truncate")
+    if isinstance(texts, str) or not any(map(is_ids, texts)):
+        found = tokenize(model.tokenizer, cast("Sequence[Text]", texts), limit)
+    else:
+        size = model.tokenizer.vocab_size
+        found = [
+            (from_ids(text, limit, size),)
+            if is_ids(text)
+            else tokenize(model.tokenizer, [cast("Text", text)], limit)[0]
+            for text in texts
+        ]
+    cut = sum(bool(e.truncated) for each in found for e in each) if long is None else 0
+    if cut:
+        message = f"{cut} of {len(found)} texts were cut to {limit} tokens"
+        warnings.warn(message, TruncationWarning, stacklevel=depth)
+    return found
+
+
+def _whole(
+    tokenizer: Tokenizer, texts: Sequence[Text], limit: int, on_long: OnLong
+) -> list[tuple[Encoding, ...]]:
+    return [(encoding,) for encoding in tokenizer.encode(texts, limit, on_long)]
+
+
+def _chunks(tokenizer: Tokenizer, texts: Sequence[Text], limit: int) -> list[tuple[Encoding, ...]]:
+    if not (isinstance(texts, str) or all(isinstance(text, str) for text in texts)):
+        raise InputError("a pair is not read in chunks; let it be truncated")
+    return [tuple(windows) for windows in tokenizer.windows(texts, limit)]
+
+
+def _average(rows: Sequence[Row], sequences: Sequence[Encoding]) -> np.ndarray:
+    """What a head that answers once a sequence says of all chunks together."""
+    if len(rows) == 1:
+        return rows[0][0].copy()  # a vector that is kept should not keep those of its whole batch
+    weights = [each.spans[-1].stop - each.spans[-1].start for each in sequences]
+    return np.average([row[0] for row in rows], 0, weights).astype(rows[0][0].dtype)
 
 
 def _embed(
@@ -85,17 +128,41 @@ def _embed(
     texts: Sequence[Given],
     prompt: str | None = None,
     max_length: int | None = None,
+    long: Long | None = None,
+    normalise: bool | None = None,
 ) -> list[Job]:
     _need(model, "embed")
-    found = _encode(model, _prompted(model, texts, prompt), max_length)
-    # A copy: a vector that is kept should not keep those of its whole batch.
-    return [Job((encoding,), ("embed",), lambda rows: rows[0][0].copy()) for encoding in found]
+    if normalise is False and model.embedder is None:
+        raise CheckpointError(f"{model.name} gives no vectors but those its graph makes")
+    raw = normalise is False and model.embedder is not None and model.embedder.normalise
+    heads = ("raw",) if raw else ("embed",)
+    found = _sequences(model, prompted(model, texts, prompt), max_length, long)
+    return [Job(each, heads, partial(_vector, each, normalise)) for each in found]
 
 
-def _hidden(model: Described, texts: Sequence[Given], max_length: int | None = None) -> list[Job]:
+def _vector(
+    sequences: Sequence[Encoding], normalise: bool | None, rows: Sequence[Row]
+) -> np.ndarray:
+    vector = _average(rows, sequences)
+    if normalise is None and len(rows) > 1:  # as those of the chunks are
+        lengths = [np.linalg.norm(row[0]) for row in rows]
+        normalise = np.allclose(lengths, 1, atol=ONE_LONG)
+    return vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny) if normalise else vector
+
+
+def _hidden(
+    model: Described,
+    texts: Sequence[Given],
+    prompt: str | None = None,
+    max_length: int | None = None,
+    long: Long | None = None,
+) -> list[Job]:
     heads = ("hidden", "pooled") if "pooled" in model.heads else ("hidden",)
-    found = _encode(model, texts, max_length)
-    return [Job((e,), heads, partial(_states, model.tokenizer, e)) for e in found]
+    if long == "chunk":
+        raise InputError("states are those of one sequence; chunks of a text have none in common")
+    given = texts if prompt is None else prompted(model, texts, prompt)
+    found = _sequences(model, given, max_length, long)
+    return [Job(each, heads, partial(_states, model.tokenizer, each[0])) for each in found]
 
 
 def _states(tokenizer: Tokenizer, encoding: Encoding, rows: Sequence[Row]) -> Hidden:
@@ -104,13 +171,23 @@ def _states(tokenizer: Tokenizer, encoding: Encoding, rows: Sequence[Row]) -> Hi
     return Hidden(states, pooled[0].copy() if pooled else None, words)
 
 
-def _classify(model: Described, texts: Sequence[Given], max_length: int | None = None) -> list[Job]:
+def _classify(
+    model: Described,
+    texts: Sequence[Given],
+    max_length: int | None = None,
+    long: Long | None = None,
+    problem: str | None = None,
+) -> list[Job]:
     _need(model, "classify")
-    labels, problem = model.labels, model.problem
-    return [
-        Job((e,), ("classify",), lambda rows: results.classified(rows[0][0], labels, problem))
-        for e in _encode(model, texts, max_length)
-    ]
+
+    def job(sequences: tuple[Encoding, ...]) -> Job:
+        def label(rows: Sequence[Row]) -> Classified:
+            scores = _average(rows, sequences)
+            return results.classified(scores, model.labels, problem or model.problem)
+
+        return Job(sequences, ("classify",), label)
+
+    return list(map(job, _sequences(model, texts, max_length, long)))
 
 
 def _rerank(
@@ -119,15 +196,18 @@ def _rerank(
     documents: Sequence[str],
     top_k: int | None = None,
     max_length: int | None = None,
+    long: Long | None = None,
 ) -> list[Job]:
     _need(model, "classify")
+    if long == "chunk":
+        raise InputError("a ranking has no chunks; let long documents be truncated, or split them")
     if len(model.labels) != 1:
         raise CheckpointError(
             f"reranking needs a head with one output; {model.name} classifies into "
             f"{len(model.labels)} labels"
         )
     pairs = [(query, document) for query in queries for document in documents]
-    found = iter(_encode(model, pairs, max_length))
+    found = iter([one for (one,) in _sequences(model, pairs, max_length, long)])
 
     def ranked(rows: Sequence[Row]) -> list[Ranked]:
         return results.ranked(np.array([row[0] for (row,) in rows]), documents, top_k)
@@ -158,37 +238,64 @@ def _answer(
 
 
 def _fill(
-    model: Described, texts: Sequence[str], top_k: int = 5, max_length: int | None = None
+    model: Described,
+    texts: Sequence[str],
+    top_k: int = 5,
+    max_length: int | None = None,
+    long: Long | None = None,
+    targets: Sequence[str] | None = None,
 ) -> list[Job]:
     _need(model, "mlm")
     tokenizer = model.tokenizer
+    among = None if targets is None else _first_tokens(tokenizer, targets)
 
-    def job(encoding: Encoding, text: str) -> Job:
+    def job(sequences: tuple[Encoding, ...], text: str) -> Job:
         def words(rows: Sequence[Row]) -> list[list[Filled]]:
-            return results.filled(rows[0][0], encoding, text, tokenizer, top_k)
+            every = zip(rows, sequences, strict=True)
+            how = (text, tokenizer, top_k, among)
+            return [mask for row, each in every for mask in results.filled(row[0], each, *how)]
 
-        return Job((encoding,), ("mlm",), words, only=tokenizer.mask_id)
+        return Job(sequences, ("mlm",), words, only=tokenizer.mask_id)
 
-    encodings = _encode(model, _single(texts, "fill"), max_length)
-    for i, encoding in enumerate(encodings):
-        if tokenizer.mask_id not in encoding.ids:
+    found = _sequences(model, _single(texts, "fill"), max_length, long)
+    for i, sequences in enumerate(found):
+        if not any(tokenizer.mask_id in each.ids for each in sequences):
             mask = tokenizer.token(tokenizer.mask_id or 0)
-            cut = " within the model's length" if encoding.truncated else ""
+            cut = " within the model's length" if sequences[0].truncated else ""
             raise InputError(f"text {i} has no {mask} to fill{cut}")
-    return list(map(job, encodings, texts))
+    return list(map(job, found, texts))
 
 
-def _label(model: Described, texts: Sequence[str], max_length: int | None = None) -> list[Job]:
+def _first_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """A word's token, or the first of those it is split into."""
+    encodings = tokenizer.encode(words)
+    found = [(e.ids[e.spans[0]], word) for e, word in zip(encodings, words, strict=True)]
+    if empty := [word for ids, word in found if not len(ids)]:
+        raise InputError(f"{empty[0]!r} has no token that could fill a mask")
+    if not found:
+        raise InputError("targets is empty; name a word, or leave it out")
+    return [int(ids[0]) for ids, _ in found]
+
+
+def _label(
+    model: Described,
+    texts: Sequence[str],
+    max_length: int | None = None,
+    long: Long | None = None,
+    join: bool = True,
+) -> list[Job]:
     _need(model, "tokens")
     labels = model.labels
 
-    def job(encoding: Encoding, text: str) -> Job:
+    def job(sequences: tuple[Encoding, ...], text: str) -> Job:
         def stretches(rows: Sequence[Row]) -> list[Entity]:
-            return results.entities(rows[0][0], encoding, text, labels)
+            every = zip(rows, sequences, strict=True)
+            found = (results.entities(row[0], each, text, labels, join) for row, each in every)
+            return [entity for chunk in found for entity in chunk]
 
-        return Job((encoding,), ("tokens",), stretches)
+        return Job(sequences, ("tokens",), stretches)
 
-    return list(map(job, _encode(model, _single(texts, "label"), max_length), texts))
+    return list(map(job, _sequences(model, _single(texts, "label"), max_length, long), texts))
 
 
 TASKS: dict[str, Callable[..., list[Job]]] = {
@@ -221,7 +328,8 @@ def _limit(model: Described, max_length: int | None) -> int:
     return max_length
 
 
-def _prompted(model: Described, texts: Sequence[Given], prompt: str | None) -> Sequence[Given]:
+def prompted(model: Described, texts: Sequence[Given], prompt: str | None) -> Sequence[Given]:
+    """The texts after the model's prompt of this name; without a name its default, if any."""
     name = model.default_prompt if prompt is None else prompt
     if name is None or (prompt is None and all(map(is_ids, texts))):
         return texts

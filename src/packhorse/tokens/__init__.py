@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
 
 import numpy as np
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 Text = str | tuple[str, str]
-OnLong = Literal["truncate", "only_second", "error"]
+OnLong = Literal["truncate", "truncate_left", "only_second", "error"]
+ON_LONG = get_args(OnLong)
 
 CHARS_PER_TOKEN = (8, 32, 128)  # the budgets a long text is tried with, one after the other
 SPARE_CHARS, SPARE_WORDS = 512, 8  # on top: a tiny max_length must not end within the first words
@@ -120,13 +121,15 @@ class Tokenizer:
         """Encode each text or pair in at most `max_length` tokens (default: the tokenizer's).
 
         Too long: "truncate" drops the end, in a pair that of the longer text first;
+        "truncate_left" drops the beginning instead, for which the whole text is tokenized;
         "only_second" drops the end of a pair's second text alone; "error" refuses.
         """
-        if on_long not in ("truncate", "only_second", "error"):
-            raise InputError(f"on_long is {on_long!r}; use 'truncate', 'only_second' or 'error'")
+        if on_long not in ON_LONG:
+            raise InputError(f"on_long is {on_long!r}; use one of {', '.join(ON_LONG)}")
         rows = _checked(texts)
         rooms = [self._room(len(row) == 2, max_length) for row in rows]
-        found = self._tokenize(rows, [(room, room) for room in rooms])
+        limits = [NO_LIMIT if on_long == "truncate_left" else room for room in rooms]
+        found = self._tokenize(rows, [(limit, limit) for limit in limits])
         return [
             self._join(_fit(tokens, room, on_long, i), before=_count(tokens))
             for i, (tokens, room) in enumerate(zip(found, rooms, strict=True))
@@ -193,6 +196,8 @@ class Tokenizer:
                 done[i][j] = _trusted(tokens, cut, len(rows[i][j]))
             lacks = [(i, j) for i, j in left if len(done[i][j].ids) < limits[i][j]]
             left = [(i, j) for i, j in lacks if done[i][j].cut]
+            if not left:
+                break
         return done
 
     def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
@@ -286,11 +291,16 @@ def _fit(tokens: list[_Tokens], room: int, on_long: OnLong, index: int) -> list[
             "shorten it, raise max_length or let it be truncated"
         )
     if len(tokens) == 1 or total <= room:
-        return [t.part(0, room) for t in tokens]
+        return [_kept(t, room, on_long) for t in tokens]
     share = len(tokens[0].ids) if on_long == "only_second" else _first_share(*tokens, room=room)
     if on_long == "only_second" and share >= room:
         raise InputError(_no_room(index))
-    return [tokens[0].part(0, share), tokens[1].part(0, room - share)]
+    return [_kept(tokens[0], share, on_long), _kept(tokens[1], room - share, on_long)]
+
+
+def _kept(tokens: _Tokens, size: int, on_long: OnLong) -> _Tokens:
+    begin = max(0, len(tokens.ids) - size) if on_long == "truncate_left" else 0
+    return tokens.part(begin, begin + size)
 
 
 def _first_share(first: _Tokens, second: _Tokens, room: int) -> int:

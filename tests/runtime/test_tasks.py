@@ -1,0 +1,149 @@
+"""Options of the tasks: long texts, vectors before they are normalised, words to choose among."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from packhorse.errors import CheckpointError, InputError
+from packhorse.runtime.encoder import Encoder, TruncationWarning
+from packhorse.runtime.runner import PackRunner
+
+LONG = "the old brown horse carries sacks to market and the cat sat on the red mat . " * 6
+SHORT = "a mule with no load"
+
+
+@pytest.fixture(scope="module")
+def tiny(make_encoder) -> Encoder:
+    """With the head that makes its vectors, as `load` gives it."""
+    encoder = make_encoder()
+    return replace(encoder, embedder=encoder.backend.model.heads["embed"])
+
+
+def chunks(encoder: Encoder, text: str) -> list[tuple[str, int]]:
+    """The parts of the text that fit, and their tokens."""
+    windows = encoder.tokenizer.windows([text], encoder.max_length)[0]
+    offsets = [each.offsets[each.spans[0]] for each in windows]
+    return [(text[part[0][0] : part[-1][1]], len(part)) for part in offsets]
+
+
+def test_only_who_does_not_ask_for_truncation_is_warned(tiny: Encoder) -> None:
+    with pytest.warns(TruncationWarning, match="1 of 2 texts were cut to 48 tokens"):
+        cut = tiny.embed([LONG, SHORT])
+    assert np.array_equal(tiny.embed([LONG, SHORT], long="truncate"), cut)
+    with pytest.raises(InputError, match="text 1 is too long"):
+        tiny.embed([SHORT, LONG], long="error")
+    with pytest.raises(InputError, match="long is 'cut'"):
+        tiny.embed([SHORT], long="cut")  # type: ignore
+
+
+def test_the_end_or_the_beginning_is_cut(tiny: Encoder) -> None:
+    (first, _), *_ = chunks(tiny, LONG)
+    assert np.allclose(tiny.embed([LONG], long="truncate"), tiny.embed([first]), atol=1e-6)
+    tokens = tiny.tokenizer.encode([LONG], 10_000)[0]
+    end = LONG[tokens.offsets[tokens.spans[0]][-46][0] :]
+    assert np.allclose(tiny.embed([LONG], long="truncate_left"), tiny.embed([end]), atol=1e-6)
+
+
+def test_chunks_are_averaged_by_their_tokens(tiny: Encoder) -> None:
+    parts = chunks(tiny, LONG)
+    assert len(parts) == 3 and parts[-1][1] < parts[0][1], "else weights would not matter"
+    weights = [size for _, size in parts]
+    raw = tiny.embed([text for text, _ in parts])
+    mean = np.average(raw, axis=0, weights=weights)
+    found = tiny.embed([LONG, SHORT], long="chunk")
+    assert np.allclose(found[0], mean / np.linalg.norm(mean), atol=1e-6)
+    assert not np.allclose(found[0], raw.mean(0) / np.linalg.norm(raw.mean(0)), atol=1e-6)
+    assert np.allclose(found[1], tiny.embed([SHORT])[0], atol=1e-6)
+    plain = tiny.embed([LONG], long="chunk", normalise=False)[0]
+    raw = tiny.embed([text for text, _ in parts], normalise=False)
+    assert np.allclose(plain, np.average(raw, axis=0, weights=weights), atol=1e-5)
+
+
+def test_scores_names_and_words_of_chunks(tiny: Encoder, make_encoder) -> None:
+    parts = chunks(tiny, LONG)
+    logits = [tiny.classify([text], problem="raw")[0].scores for text, _ in parts]
+    mean = np.average(
+        [[row[label] for label in tiny.labels] for row in logits], 0, [n for _, n in parts]
+    )
+    found = tiny.classify([LONG], long="chunk")[0].scores
+    power = np.exp(mean - mean.max())
+    assert np.allclose([found[label] for label in tiny.labels], power / power.sum(), atol=1e-6)
+
+    tagger = make_encoder("label")
+    entities = tagger.label([LONG], long="chunk")[0]
+    assert all(LONG[each.start : each.end] == each.text for each in entities)
+    assert len(entities) == sum(len(each) for each in tagger.label([text for text, _ in parts]))
+    masked = LONG + "the [MASK]"
+    ((word,),) = tiny.fill([masked], top_k=1, long="chunk")[0]
+    assert (
+        word.text == LONG + "the " + word.word == LONG + "the " + tiny.tokenizer.decode([word.id])
+    )
+
+
+def test_pairs_and_states_have_no_chunks(tiny: Encoder) -> None:
+    with pytest.raises(InputError, match="a pair is not read in chunks"):
+        tiny.classify([(SHORT, LONG)], long="chunk")
+    with pytest.raises(InputError, match="no chunks"):
+        tiny.prepare("rerank", [SHORT], documents=[LONG], long="chunk")
+    with pytest.raises(InputError, match="chunks of a text"):
+        tiny.hidden([LONG], long="chunk")
+
+
+def test_vectors_as_they_are_before_they_are_normalised(tiny: Encoder) -> None:
+    raw = tiny.embed([LONG, SHORT], normalise=False, long="truncate")
+    unit = tiny.embed([LONG, SHORT], long="truncate")
+    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
+    assert not np.allclose(lengths, 1) and np.allclose(raw / lengths, unit, atol=1e-6)
+    assert np.allclose(tiny.embed([SHORT], normalise=True), unit[1:], atol=1e-6)
+    with pytest.raises(CheckpointError, match="no vectors but those its graph makes"):
+        replace(tiny, embedder=None).embed([SHORT], normalise=False)
+
+
+def test_a_model_that_does_not_normalise_can_be_told_to(tiny: Encoder, make_encoder) -> None:
+    head = tiny.embedder
+    assert head is not None
+    head.normalise = False
+    try:
+        raw = tiny.embed([SHORT])
+        assert not np.allclose(np.linalg.norm(raw), 1)
+        assert np.array_equal(raw, tiny.embed([SHORT], normalise=False))
+        assert np.allclose(tiny.embed([SHORT], normalise=True), raw / np.linalg.norm(raw))
+    finally:
+        head.normalise = True
+
+
+def test_words_among_targets(tiny: Encoder) -> None:
+    text = "the [MASK] carries"
+    every = {each.word: each.score for each in tiny.fill([text], top_k=100)[0][0]}
+    found = tiny.fill([text], targets=["cat", "mule", "cat"])[0][0]
+    assert {each.word: each.score for each in found} == {w: every[w] for w in ("cat", "mule")}
+    assert found[0].score >= found[1].score
+    for targets, says in [([], "empty"), (["cat", " "], "no token")]:
+        with pytest.raises(InputError, match=says):
+            tiny.fill([text], targets=targets)
+
+
+def test_tokens_for_themselves(make_encoder) -> None:
+    tagger = make_encoder("label")
+    tokens = tagger.label(["the cat sat"], join=False)[0]
+    assert {each.label for each in tokens} <= set(tagger.labels) - {"O"}
+    assert [each.text for each in tokens] == [
+        w for w in ["the", "cat", "sat"] if w in {each.text for each in tokens}
+    ]
+
+
+def test_a_prompt_before_states(tiny: Encoder) -> None:
+    (found,) = tiny.hidden(["the cat"], prompt="query")
+    assert np.allclose(found.states, tiny.hidden(["who saw the cat"])[0].states, atol=1e-6)
+    assert len(tiny.hidden(["the cat"])[0].states) == 4
+
+
+def test_the_runner_takes_the_same_options(tiny: Encoder, quiet_runtime) -> None:
+    with PackRunner(tiny, timeout=0) as runner:
+        for options in ({"long": "chunk"}, {"long": "truncate_left"}, {"normalise": False}):
+            text = SHORT if "normalise" in options else LONG
+            found = runner.submit(text, **options).result(30)
+            assert np.allclose(found, tiny.embed([text], **options)[0], atol=1e-5)

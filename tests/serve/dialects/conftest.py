@@ -1,0 +1,149 @@
+"""One server for all dialects: the real MiniLM, and a tiny model for each other head.
+
+It listens on a real port, because the clients under test are taken as they are. Requests that need
+no client go over ASGI to the same application, which is quicker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VOCABULARY = (
+    "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and saw one red hat . ? who what poison"
+    " horse mule carries sacks to market is good bad old brown with no load ##s ! query :"
+)
+LABELS = {"judge": ("good", "bad", "ugly"), "ranker": ("score",)}
+LABELS["tagger"] = ("I-CAT", "B-CAT", "B-MAT", "I-MAT", "O")
+HEADS = {
+    "tiny": ("pooled", "embed"),
+    "reader": ("pooled", "span"),
+    "filler": ("pooled", "mlm", "embed"),
+    "judge": ("pooled", "classify"),
+    "ranker": ("pooled", "classify"),
+    "tagger": ("pooled", "tokens"),
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """What answers at `url`, and what it answers with."""
+
+    url: str
+    app: Any
+    hosts: Any
+
+    def encoder(self, name: str) -> Any:
+        return self.hosts.find(name).encoder
+
+
+@pytest.fixture(scope="session")
+def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
+    """The models by name; the first is the default."""
+    import torch
+
+    import packhorse
+    from packhorse import attention
+    from packhorse.model.heads import Embed, PooledLabels
+    from packhorse.runtime.backend import TorchBackend
+    from packhorse.runtime.encoder import Encoder
+    from packhorse.tokens import Tokenizer
+
+    folder: Path = tmp_path_factory.mktemp("vocabulary")
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY.split()))
+    tokenizer, cpu = Tokenizer.load(folder), torch.device("cpu")
+
+    def tiny(name: str) -> Encoder:
+        model = make_model(torch.float32, width=32, heads=2, positions=48)
+        model.bert.use(attention.kernel("bucketed"))
+        if name == "ranker":
+            old = model.heads["classify"]
+            model.heads["classify"] = PooledLabels(model.bert.config, old.pooler, 1).eval()
+        head = model.heads["embed"]
+        return Encoder(
+            name=name,
+            tokenizer=tokenizer,
+            backend=TorchBackend(model, cpu),
+            heads=HEADS[name],
+            width=96,
+            labels=LABELS.get(name, ()),
+            problem="regression" if name == "ranker" else "single_label",
+            prompts={"query": "query : "},
+            default_prompt=None,
+            max_length=48,
+            device=cpu,
+            dtype=torch.float32,
+            kernel="bucketed",
+            why="asked for",
+            budget=4 * 48,
+            embedder=head if isinstance(head, Embed) else None,
+        )
+
+    return {"mini": packhorse.load(minilm, device="cpu"), **{name: tiny(name) for name in HEADS}}
+
+
+@pytest.fixture(scope="session")
+def server(encoders) -> Iterator[Server]:
+    """All models behind one port, in a thread."""
+    import torch
+    import uvicorn
+
+    from packhorse.serve import app, hosting
+    from packhorse.serve.settings import Settings
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    settings = Settings(batch_wait_ms=0.0)
+    hosts = hosting.Hosts([_hosted(name, encoder) for name, encoder in encoders.items()])
+    made = app.create(settings, hosts)
+    outer, _ = app.guarded(made)
+    config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    yield Server(f"http://127.0.0.1:{port}", made, hosts)
+    running.should_exit = True
+    thread.join(10)
+    hosts.close()
+    torch.set_num_threads(before)
+
+
+def _hosted(name: str, encoder: Any) -> Any:
+    """Unseen by others: it lives as long as the session, and they count who publishes figures."""
+    from packhorse import PackRunner
+    from packhorse.serve.hosting import Hosted
+
+    rows = 2048 // encoder.max_length
+    runner = PackRunner(encoder, rows=rows, timeout=0, max_waiting_requests=4096, publish=False)
+    return Hosted(name, name, runner.encoder, runner)
+
+
+@pytest.fixture(scope="session")
+def http(server: Server) -> Iterator[Any]:
+    """A plain client of the server."""
+    import httpx
+
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture
+def post(http: Any):
+    """POST a body; its status and document."""
+
+    def send(path: str, body: Any = None, **given: Any) -> tuple[int, Any]:
+        answer = (
+            http.post(path, json=body, **given) if body is not None else http.post(path, **given)
+        )
+        return answer.status_code, answer.json()
+
+    return send

@@ -1,0 +1,66 @@
+"""Rerank beyond what Cohere's client shows: Jina's fields, objects, limits, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+DOCUMENTS = ["the cat", "a mule carries sacks", "what ?"]
+
+
+def test_an_answer_holds_what_jina_reads(post, server):
+    body = {"query": "who carries", "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    found = post("/v1/rerank", body)[1]
+    assert found["object"] == "list" and found["model"] == "ranker" and len(found["results"]) == 2
+    assert found["results"][0]["document"]["text"] in DOCUMENTS
+    pairs = [("who carries", each) for each in DOCUMENTS]
+    tokens = sum(map(len, server.encoder("ranker").encode(pairs)))
+    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    plain = post("/v1/rerank", body | {"return_documents": False, "top_n": 100})[1]["results"]
+    assert len(plain) == 3 and all(set(each) == {"index", "relevance_score"} for each in plain)
+
+
+def test_fields_of_objects_are_ranked_by(post):
+    document = {"text": "the cat", "title": "a mule carries sacks", "id": "7"}
+    body = {"query": "who", "documents": [document], "return_documents": True}
+    joined = body | {"documents": ["a mule carries sacks\nthe cat"]}
+    score = lambda body: post("/v1/rerank", body)[1]["results"][0]["relevance_score"]  # noqa: E731
+    assert score(body | {"rank_fields": ["title", "text"]}) == pytest.approx(score(joined))
+    assert score(body) != pytest.approx(score(joined))
+    assert post("/v1/rerank", body)[1]["results"][0]["document"] == document
+    assert post("/v1/rerank", body | {"rank_fields": ["body"]})[0] == 422
+
+
+def test_documents_are_cut(post):
+    long = "a mule carries sacks to market " * 30
+    body = {"query": "who", "documents": [long]}
+    assert post("/v2/rerank", body)[0] == 200
+    few = post("/v2/rerank", body | {"max_tokens_per_doc": 4})[1]
+    same = post("/v2/rerank", body | {"documents": ["a mule carries sacks"]})[1]
+    score = same["results"][0]["relevance_score"]
+    assert few["results"][0]["relevance_score"] == pytest.approx(score)
+    assert few["usage"] == same["usage"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"documents": []}, 400),
+        ({"documents": ["a"] * 33}, 413),
+        ({"documents": "a"}, 422),
+        ({"query": None}, 422),
+        ({"top_n": 0}, 422),
+        ({"model": "judge"}, 424),
+        ({"model": "rerank-v3.5"}, 404),
+    ],
+)
+def test_refusals(post, path, change, status):
+    found, told = post(path, {"query": "a", "documents": ["b"]} | change)
+    assert found == status and set(told) == {"message", "detail"}
+
+
+def test_half_a_surrogate_pair_is_refused(http):
+    document = rb'{"text": "b", "x": "\ud800"}'
+    content = b'{"query": "a", "return_documents": true, "documents": [' + document + b"]}"
+    headers = {"content-type": "application/json"}
+    assert http.post("/v1/rerank", content=content, headers=headers).status_code == 422

@@ -1,0 +1,302 @@
+"""One call: its limits, order, company and fairness, and what becomes of it when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "."]
+POISON = 20  # its place in the vocabulary of conftest
+
+
+def text(rng: random.Random, tokens: int) -> str:
+    return " ".join(rng.choices(WORDS, k=max(1, tokens - 2)))
+
+
+def wait_until(what: Any, seconds: float = 5.0) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.002)
+
+
+def test_answers_are_the_encoders_whatever_else_is_in_flight(serving, tiny) -> None:
+    rng = random.Random(1)
+    asked = [[text(rng, rng.randint(3, 46)) for _ in range(rng.randint(1, 32))] for _ in range(20)]
+
+    async def work(client: Any) -> list[Any]:
+        return await asyncio.gather(*[client.post("/embed", json={"inputs": x}) for x in asked])
+
+    served, encoder = serving(max_queue_tokens=1 << 20), tiny()
+    for given, found in zip(asked, served.run(work), strict=True):
+        assert found.status_code == 200
+        assert np.abs(np.array(found.json()) - encoder.embed(given)).max() <= 1e-6
+
+
+@pytest.fixture(scope="module")
+def limited(serving):
+    return serving(max_batch_inputs=4, max_input_characters=80, max_input_tokens=12)
+
+
+def test_the_header_tells_the_company(served) -> None:
+    found = served.post("/embed", {"inputs": ["the cat", "a mat", "one hat"]})
+    pack = dict(part.split("=") for part in found.headers["x-packhorse-pack"].split(";"))
+    assert pack["fill"] == "1.000"
+    assert pack["neighbours"] == "2"
+    assert 0 <= float(pack["queue_ms"]) < 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({"inputs": ["cat"] * 5}, 413, "TooLarge"),
+        ({"inputs": "cat " * 30}, 413, "TooLarge"),
+        ({"inputs": "cat sat mat on " * 4, "truncate": False}, 413, "TooLarge"),
+        ({"inputs": "cat sat mat on " * 4, "truncate": True}, 200, ""),
+        ({"inputs": ["cat", ""]}, 400, "Empty"),
+    ],
+)
+def test_limits(limited, body: dict, status: int, kind: str) -> None:
+    found = limited.post("/embed", body)
+    assert found.status_code == status, found.text
+    figures = limited.get("/metrics").text
+    assert not kind or f'packhorse_errors_total{{kind="{kind}"}}' in figures
+
+
+def test_a_task_without_a_head_is_424_with_those_there_are(serving) -> None:
+    served = serving(names=("tagger",))
+    found = served.post("/embed", {"inputs": "cat"})
+    assert found.status_code == 424
+    assert "label, hidden" in found.json()["error"]
+
+
+def test_an_unknown_model_is_404_with_those_there_are(served) -> None:
+    found = served.post("/v1/embeddings", {"input": "cat", "model": "gpt"})
+    assert found.status_code == 404
+    assert "tiny, ranker, tagger" in found.json()["error"]["message"]
+    assert found.json()["error"]["code"] == "model_not_found"
+
+
+def test_overload_is_429_at_once_and_passes(serving) -> None:
+    go = threading.Event()
+    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=100)
+    body = {"inputs": "the cat " * 20}
+
+    async def work(client: Any) -> Any:
+        tasks = [asyncio.ensure_future(client.post("/embed", json=body)) for _ in range(10)]
+        done, _ = await asyncio.wait(tasks, timeout=1.0)
+        early = [task.result() for task in done]
+        go.set()
+        return early, await asyncio.gather(*tasks)
+
+    early, found = served.run(work)
+    assert early, "nobody was refused while the engine was held"
+    assert {each.status_code for each in early} == {429}
+    assert all(1 <= int(each.headers["retry-after"]) <= 60 for each in early)
+    assert {each.status_code for each in found} == {200, 429}
+    assert served.post("/embed", body).status_code == 200
+    assert f'packhorse_runner_refused_total{{model="tiny"}} {float(len(early))}' in (
+        served.get("/metrics").text
+    )
+
+
+async def _waiting(runner: Any) -> int:
+    """Tokens in the queue while the first batch runs."""
+    while not runner.stats().running_requests:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.005)
+    return runner.stats().waiting_tokens
+
+
+def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
+    """32 × 46 tokens are 8 batches; a short text that comes later waits for two of them."""
+    served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
+    rng = random.Random(2)
+    long = {"inputs": [text(rng, 46) for _ in range(32)]}
+    order: list[str] = []
+
+    async def ask(client: Any, name: str, body: dict) -> None:
+        assert (await client.post("/embed", json=body)).status_code == 200
+        order.append(name)
+
+    async def work(client: Any) -> float:
+        first = asyncio.ensure_future(ask(client, "long", long))
+        waiting = await _waiting(served.hosts.default.runner)
+        await asyncio.gather(*[ask(client, "short", {"inputs": "cat"}) for _ in range(20)])
+        await first
+        return waiting
+
+    waiting = served.run(work)
+    assert order == ["short"] * 20 + ["long"]
+    assert waiting <= 32 * 46 / 4
+
+
+def test_without_the_window_it_would(serving, monkeypatch) -> None:
+    """The control: all inputs handed in at once stand before everyone who comes later."""
+    from packhorse.serve import calls
+
+    served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
+    plain = calls.Flow.__init__
+
+    def wide(self: Any, *given: Any) -> None:
+        plain(self, *given)
+        self.window = 1 << 30
+
+    monkeypatch.setattr(calls.Flow, "__init__", wide)
+
+    async def work(client: Any) -> float:
+        inputs = ["the cat " * 22] * 32
+        first = asyncio.ensure_future(client.post("/embed", json={"inputs": inputs}))
+        waiting = await _waiting(served.hosts.default.runner)
+        await first
+        return waiting
+
+    assert served.run(work) > 3 * served.hosts.default.runner.shape.tokens
+
+
+def test_a_request_that_has_begun_gets_through_a_full_queue(serving) -> None:
+    """Room was promised to its later inputs; who finds none is refused before anything runs."""
+    go = threading.Event()
+    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=200)
+    runner = served.hosts.default.runner
+    long = {"inputs": ["the cat " * 22] * 16}
+
+    async def work(client: Any) -> tuple[int, set[int]]:
+        first = asyncio.ensure_future(client.post("/embed", json=long))
+        await _waiting(runner)
+        others = [asyncio.ensure_future(client.post("/embed", json=long)) for _ in range(4)]
+        while runner.stats().refused < 3:
+            await asyncio.sleep(0.001)
+        go.set()
+        begun = (await first).status_code
+        return begun, {each.status_code for each in await asyncio.gather(*others)}
+
+    begun, others = served.run(work)
+    assert begun == 200
+    assert others == {429}
+    assert runner.waiting_tokens == 0
+    assert runner.stats().answered == 16
+
+
+def test_a_poison_fails_alone(serving) -> None:
+    def before(packed: Any) -> None:
+        if (packed.ids == POISON).any():
+            raise RuntimeError("the model cannot take this")
+
+    served = serving(before=before)
+    inputs = ["the cat"] * 30 + ["poison"] * 2
+    random.Random(0).shuffle(inputs)
+
+    async def work(client: Any) -> list[Any]:
+        return await asyncio.gather(*[client.post("/embed", json={"inputs": x}) for x in inputs])
+
+    for given, found in zip(inputs, served.run(work), strict=True):
+        assert found.status_code == (424 if given == "poison" else 200)
+    whole = served.post("/embed", {"inputs": inputs})
+    assert (whole.status_code, whole.json()["error_type"]) == (424, "Backend")
+    wait_until(lambda: served.hosts.default.runner.stats().running_requests == 0)
+    assert served.post("/embed", {"inputs": "a mat"}).status_code == 200
+
+
+async def _hang_up(served: Any, body: bytes, after: float) -> None:
+    """A client that leaves so many seconds after its request."""
+    told = False
+
+    async def receive() -> Any:
+        nonlocal told
+        if not told:
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await asyncio.sleep(after)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    scope = {"type": "http", "method": "POST", "path": "/embed", "raw_path": b"/embed"}
+    scope |= {"query_string": b"", "headers": headers, "http_version": "1.1", "scheme": "http"}
+    await served.app(scope, receive, send)
+
+
+def test_who_hangs_up_in_the_queue_costs_nothing(serving) -> None:
+    go = threading.Event()
+    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=5_000)
+    body = b'{"inputs": ["the cat", "a mat", "one hat"]}'
+
+    async def work(client: Any) -> None:
+        first = asyncio.ensure_future(client.post("/embed", json={"inputs": "cat"}))
+        await _waiting(served.hosts.default.runner)
+        await asyncio.gather(*[_hang_up(served, body, 0.01) for _ in range(20)])
+        assert served.hosts.default.runner.waiting_tokens == 0
+        go.set()
+        assert (await first).status_code == 200
+
+    served.run(work)
+    stats = served.hosts.default.runner.stats()
+    assert (stats.cancelled, stats.answered, served.guard.in_flight) == (60, 1, 0)
+    assert "packhorse_dropped_total 20.0" in served.get("/metrics").text
+
+
+def _random_cancels(served: Any, count: int) -> None:
+    rng = random.Random(3)
+
+    async def one(client: Any) -> None:
+        body = b'{"inputs": "%s"}' % text(rng, rng.randint(3, 40)).encode()
+        if rng.random() < 0.5:
+            return await _hang_up(served, body, rng.random() * 0.004)
+        task = asyncio.ensure_future(
+            client.post("/embed", content=body, headers={"content-type": "application/json"})
+        )
+        await asyncio.sleep(rng.random() * 0.004)
+        task.cancel()
+
+    async def work(client: Any) -> None:
+        for _ in range(count // 50):
+            await asyncio.gather(*[one(client) for _ in range(50)])
+        while served.guard.in_flight:
+            await asyncio.sleep(0.005)
+
+    served.run(work)
+    wait_until(lambda: not served.hosts.default.runner.stats().running_requests)
+    stats = served.hosts.default.runner.stats()
+    assert stats.requests == stats.answered + stats.cancelled + stats.failed
+    assert (stats.waiting_requests, stats.waiting_tokens, served.guard.buffered) == (0, 0, 0)
+    assert "packhorse_in_flight 0.0" in served.get("/metrics").text
+    assert served.post("/embed", {"inputs": "cat"}).status_code == 200
+
+
+def test_random_cancels_leave_nothing_behind(serving) -> None:
+    _random_cancels(serving(max_queue_tokens=20_000), 300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_cancels_leave_nothing_behind(serving) -> None:
+    _random_cancels(serving(max_queue_tokens=20_000), 10_000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_requests_with_a_hundred_poisons(serving) -> None:
+    def before(packed: Any) -> None:
+        if (packed.ids == POISON).any():
+            raise RuntimeError("the model cannot take this")
+
+    served = serving(before=before, max_queue_tokens=1 << 20, max_concurrent_requests=10_000)
+    inputs = ["the cat sat"] * 10_000 + ["poison"] * 100
+    random.Random(0).shuffle(inputs)
+
+    async def work(client: Any) -> list[int]:
+        found: list[int] = []
+        for begin in range(0, len(inputs), 200):
+            some = [client.post("/embed", json={"inputs": x}) for x in inputs[begin : begin + 200]]
+            found += [each.status_code for each in await asyncio.gather(*some)]
+        return found
+
+    expected = [424 if given == "poison" else 200 for given in inputs]
+    assert served.run(work) == expected

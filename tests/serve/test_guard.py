@@ -1,0 +1,248 @@
+"""Keys, sizes, deadlines and places: what is refused before the app sees it, and what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import threading
+from typing import Any
+
+import pytest
+
+TEXT = {"inputs": "the cat sat"}
+JSON = {"content-type": "application/json"}
+
+
+def raw(app: Any, messages: list[Any], **scope: Any) -> tuple[int, dict[str, str], bytes]:
+    """Call the app as a server would: status, headers and body. A message may be a coroutine."""
+    sent: list[Any] = []
+    left = list(messages)
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.sleep(60)
+        found = left.pop(0)
+        return await found() if callable(found) else found
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = {"content-type": "application/json", **scope.pop("headers", {})}
+    given = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", **scope}
+    given["raw_path"] = given["path"].encode()
+    given["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(app({"http_version": "1.1", "scheme": "http", **given}, receive, send))
+    if not sent:
+        return 0, {}, b""
+    answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return sent[0]["status"], answered, b"".join(each.get("body", b"") for each in sent[1:])
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def body_of(size: int) -> bytes:
+    """JSON of so many bytes."""
+    frame = b'{"inputs":"","x":""}'
+    return b'{"inputs":"cat","x":"' + b"y" * (size - len(frame) - 3) + b'"}'
+
+
+@pytest.fixture(scope="module")
+def small(serving):
+    return serving(max_body_bytes=200, receive_seconds=0.05, max_buffered_bytes=150)
+
+
+@pytest.fixture(scope="module")
+def locked(serving):
+    return serving(keys=("right", "other"))
+
+
+def test_a_body_within_the_limit_is_read(serving) -> None:
+    served = serving(max_body_bytes=200)
+    for size in (199, 200):
+        body = body_of(size)
+        assert len(body) == size
+        assert served.post("/embed", content=body, headers=JSON).status_code == 200
+
+
+def test_one_byte_more_is_not(small) -> None:
+    found = small.post("/embed", content=body_of(201), headers=JSON)
+    assert (found.status_code, found.headers["connection"]) == (413, "close")
+    assert found.json() == {
+        "error": "the body is too large; at most 200 bytes are allowed",
+        "error_type": "Validation",
+    }
+
+
+def test_nothing_is_read_past_the_limit(small) -> None:
+    """Whatever the length says, or without one: the part that goes too far is the last read."""
+
+    def never() -> Any:
+        raise AssertionError("read past the limit")
+
+    for headers in ({"transfer-encoding": "chunked"}, {"content-length": "10"}):
+        parts = [part(b"x" * 70, True), part(b"x" * 70, True), part(b"x" * 70, True), never]
+        small.guard.settings = small.settings.__class__(max_body_bytes=200)
+        status, _, _ = raw(small.app, parts, headers=headers)
+        small.guard.settings = small.settings
+        assert status == 413
+    assert small.guard.buffered == 0
+
+
+def test_a_length_that_is_too_large_is_refused_unread(small) -> None:
+    assert raw(small.app, [], headers={"content-length": "201"})[0] == 413
+
+
+def test_chunks_without_a_length_are_read(served) -> None:
+    parts = [part(bytes([byte]), True) for byte in json.dumps(TEXT).encode()] + [part(b"")]
+    assert raw(served.app, parts, headers={"transfer-encoding": "chunked"})[0] == 200
+
+
+def test_all_bodies_together_are_bounded(small) -> None:
+    status, headers, _ = raw(small.app, [part(body_of(160))], headers={"content-length": "160"})
+    assert (status, int(headers["retry-after"]) >= 1) == (429, True)
+    assert small.guard.buffered == 0
+
+
+def test_a_body_that_does_not_arrive_is_given_up(small) -> None:
+    status, headers, body = raw(small.app, [part(b"{", True)], headers={"content-length": "50"})
+    assert (status, headers["connection"]) == (408, "close")
+    assert b"0.05 seconds" in body
+    assert small.guard.in_flight == small.guard.buffered == 0
+
+
+def test_a_slow_body_takes_no_place(serving) -> None:
+    served = serving(max_concurrent_requests=1, receive_seconds=5)
+    inside = []
+
+    async def late() -> Any:
+        inside.append(served.guard.in_flight)
+        return part(json.dumps(TEXT).encode())
+
+    assert raw(served.app, [late], headers={"content-length": "24"})[0] == 200
+    assert inside == [0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 411),
+        ({"content-length": "24", "content-encoding": "gzip"}, 415),
+        ({"content-length": "24", "content-type": "text/plain"}, 415),
+        ({"content-length": "24", "content-type": ""}, 415),
+        ({"content-length": "24", "content-type": "application/json; charset=utf-8"}, 200),
+        ({"content-length": "24", "content-encoding": "identity"}, 200),
+    ],
+)
+def test_headers(served, headers: dict[str, str], status: int) -> None:
+    body = [part(json.dumps(TEXT).encode())] if status == 200 else []
+    assert raw(served.app, body, headers=headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", (400, 422)),
+        (b"{", 400),
+        (b"[" * 100_000, 400),
+        (b'{"inputs":' + b"[" * 50_000 + b"]" * 50_000 + b"}", (400, 422)),
+        (b'{"inputs": "\\ud800"}', (400, 422)),
+        (b'{"inputs": "\xff"}', (400, 422)),
+        (b'{"inputs": []}', (400, 422)),
+        (b'{"inputs": ""}', 400),
+        (b'{"inputs": 7}', 422),
+        (json.dumps({"inputs": ["cat"] * 33}).encode(), (413, 422)),
+        (json.dumps({"inputs": [1] * 300_000}).encode(), (413, 422)),
+        (json.dumps({"inputs": "cat " * 50_001}).encode(), 413),
+    ],
+)
+def test_bodies_that_make_no_sense_are_told_so(served, body: bytes, status: Any) -> None:
+    found = served.post("/embed", content=body, headers=JSON)
+    assert found.status_code in (status if isinstance(status, tuple) else (status,)), found.text
+    assert set(found.json()) == {"error", "error_type"}
+
+
+def test_every_route_is_closed_without_a_key(locked) -> None:
+    """Those of the schema, and those that are not in it."""
+    schema = locked.get("/openapi.json", headers={"authorization": "Bearer right"}).json()
+    routes = [(method, path) for path, item in schema["paths"].items() for method in item]
+    assert len(routes) > 10
+    for method, path in [*routes, ("get", "/openapi.json"), ("get", "/nowhere"), ("post", "/")]:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
+            found = locked.ask(method.upper(), path, headers=headers)
+            assert found.status_code == (200 if path == "/health" else 401), (method, path)
+        found = locked.ask(method.upper(), path, headers={"authorization": "Bearer right"})
+        assert found.status_code != 401, (method, path)
+
+
+def test_any_of_the_keys_opens(locked) -> None:
+    def status(value: str) -> int:
+        return locked.post("/embed", TEXT, headers={"authorization": value}).status_code
+
+    basic = base64.b64encode(b"anyone:other").decode()
+    assert [status(v) for v in ("Bearer right", "bearer other", f"Basic {basic}")] == [200] * 3
+    wrong = ["", "Bearer", "Bearer ", "Bearer rightother", "Basic !!", "Basic " + "cmlnaHQ=", "Key"]
+    assert [status(value) for value in wrong] == [401] * len(wrong)
+
+
+def test_the_dialects_say_no_in_their_words(locked) -> None:
+    shapes = {path: locked.post(path, {}).json() for path in ("/embed", "/v1/embeddings", "/")}
+    shapes |= {path: locked.post(path, {}).json() for path in ("/v1/rerank", "/models/x")}
+    told = "no valid API key was sent"
+    assert shapes["/embed"] == {"error": told, "error_type": "Validation"}
+    assert shapes["/v1/embeddings"]["error"]["type"] == "authentication_error"
+    assert shapes["/v1/rerank"]["message"] == told
+    assert shapes["/"] == shapes["/models/x"] == {"error": told}
+
+
+def test_no_more_than_so_many_at_once(serving) -> None:
+    go = threading.Event()
+    served = serving(max_concurrent_requests=3, before=lambda packed: go.wait(10))
+
+    async def work(client: Any) -> list[Any]:
+        first = [asyncio.ensure_future(client.post("/embed", json=TEXT)) for _ in range(3)]
+        while served.guard.in_flight < 3:
+            await asyncio.sleep(0.005)
+        beyond = [await client.post("/embed", json=TEXT), await client.get("/health")]
+        go.set()
+        return [*beyond, *[await each for each in first]]
+
+    refused, health, *answered = served.run(work)
+    assert (refused.status_code, refused.json()["error_type"]) == (429, "Overloaded")
+    assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert [health.status_code, *[each.status_code for each in answered]] == [200] * 4
+    assert served.guard.in_flight == 0
+    assert served.post("/embed", TEXT).status_code == 200
+
+
+def test_no_other_page_may_call(served) -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    found = served.ask("OPTIONS", "/embed", headers=asked)
+    assert not [name for name in found.headers if name.startswith("access-control")]
+    found = served.post("/embed", TEXT, headers={"origin": "https://example.org"})
+    assert not [name for name in found.headers if name.startswith("access-control")]
+
+
+def test_pages_that_are_named_may(serving) -> None:
+    served = serving(cors_origin=("https://example.org",), keys=("right",))
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization"
+    found = served.ask("OPTIONS", "/embed", headers=asked)
+    assert found.status_code == 200
+    assert found.headers["access-control-allow-origin"] == "https://example.org"
+    assert "access-control-allow-credentials" not in found.headers
+    assert served.ask("OPTIONS", "/embed", headers=asked | {"origin": "https://no"}).is_error
+    assert served.post("/embed", TEXT, headers={"origin": "https://example.org"}).is_error
+
+
+def test_a_mistake_of_ours_is_500_and_leaves_no_text_in_the_log(
+    serving, caplog, monkeypatch
+) -> None:
+    served = serving()
+    monkeypatch.setattr(served.hosts, "find", lambda *given: {}["the secret text"])
+    found = served.post("/embed", TEXT)
+    assert (found.status_code, found.json()["error_type"]) == (500, "Backend")
+    assert served.guard.in_flight == 0
+    assert "secret" not in found.text

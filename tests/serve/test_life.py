@@ -1,0 +1,348 @@
+"""The process: slow clients, many connections, signals, an engine that dies; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+BODY = json.dumps({"inputs": "one two three"}).encode()
+HEADERS = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+REQUEST = HEADERS + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+# The engine ends, as it does when the device is lost, at a batch of thirteen tokens.
+DIES = """
+from packhorse.runtime.backend import TorchBackend
+plain = TorchBackend.__call__
+def call(self, packed, *given):
+    if len(packed.ids) == 13:
+        raise SystemExit("lost")
+    return plain(self, packed, *given)
+TorchBackend.__call__ = call
+"""
+# Batches of more than a thousand tokens wait for a file.
+WAITS = """
+import os, time
+from packhorse.runtime.backend import TorchBackend
+plain = TorchBackend.__call__
+def call(self, packed, *given):
+    while len(packed.ids) > 1000 and not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+    return plain(self, packed, *given)
+TorchBackend.__call__ = call
+"""
+# A batch takes a third of a second: some ten of the requests below in a second.
+SLOW = """
+import time
+from packhorse.runtime.backend import TorchBackend
+plain = TorchBackend.__call__
+def call(self, *given):
+    time.sleep(0.3)
+    return plain(self, *given)
+TorchBackend.__call__ = call
+"""
+# Loading takes for ever.
+LOADS = """
+import time
+from packhorse.serve import hosting
+def open(settings):
+    print("{}", flush=True)
+    time.sleep(60)
+hosting.open = open
+"""
+
+
+@pytest.fixture(scope="module")
+def go(tmp_path_factory) -> Path:
+    """The file that batches wait for."""
+    return tmp_path_factory.mktemp("go") / "go"
+
+
+@pytest.fixture(scope="module")
+def processes(start, go) -> dict[str, Any]:
+    """All that this file needs, started together: importing torch is most of it."""
+    short = ["--receive-seconds", "1", "--send-seconds", "1", "--idle-seconds", "1"]
+    short += ["--max-connections", "250", "--max-queue-tokens", "2000000"]
+    made = {
+        "busy": start(*short, before=WAITS, GO=str(go)),
+        "dies": start(before=DIES),
+        "loads": start(before=LOADS),
+    }
+    return made
+
+
+@pytest.fixture(scope="module")
+def busy(processes):
+    return processes["busy"].wait_until_ready()
+
+
+def connect(server: Any) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10)
+
+
+def closed_within(sockets: list[socket.socket], seconds: float) -> int:
+    """How many of them the server ends in that time."""
+    until = time.monotonic() + seconds
+    done = 0
+    for each in sockets:
+        each.settimeout(max(0.01, until - time.monotonic()))
+        try:
+            while each.recv(65536):
+                pass
+            done += 1
+        except TimeoutError:
+            pass
+        except OSError:
+            done += 1
+    return done
+
+
+def test_it_serves(busy) -> None:
+    found = httpx.post(f"{busy.url}/embed", json={"inputs": ["one", "two"]})
+    assert found.status_code == 200
+    assert len(found.json()) == 2
+    assert "x-packhorse-pack" in found.headers
+    assert "server" not in found.headers
+
+
+def test_slow_clients_are_closed_while_good_ones_are_served(busy) -> None:
+    """Headers and bodies a byte at a time, half of them, none at all; 120 at once."""
+    slow = [connect(busy) for _ in range(120)]
+    for number, each in enumerate(slow):
+        each.sendall([b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"][number % 4])
+    begun, times = time.monotonic(), []
+    while time.monotonic() - begun < 1.5:
+        sent = time.monotonic()
+        assert httpx.post(f"{busy.url}/embed", json={"inputs": "good"}).status_code == 200
+        times.append(time.monotonic() - sent)
+        for each in slow[1::4]:
+            with contextlib.suppress(OSError):
+                each.sendall(b"O")
+    assert closed_within(slow, 4.0) == len(slow)
+    assert max(times) < 2.0
+    for each in slow:
+        each.close()
+
+
+def test_a_slow_body_is_told_408(busy) -> None:
+    with connect(busy) as slow:
+        slow.sendall(HEADERS + b"Content-Length: 9\r\n\r\n{")
+        assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def test_an_idle_connection_is_closed(busy) -> None:
+    with connect(busy) as idle:
+        idle.sendall(REQUEST)
+        assert idle.recv(100).startswith(b"HTTP/1.1 200")
+        assert closed_within([idle], 4.0) == 1
+
+
+def test_an_answer_nobody_reads_is_given_up(busy) -> None:
+    """Asked for a little at a time and never read, until no buffer takes any more of it."""
+    texts = json.dumps({"inputs": ["one"] * 32}).encode()
+    request = HEADERS + b"Content-Length: %d\r\n\r\n" % len(texts) + texts
+    deaf = socket.socket()
+    deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    deaf.connect(("127.0.0.1", busy.port))
+    begun = time.monotonic()
+    with pytest.raises(OSError):
+        while time.monotonic() - begun < 15:
+            deaf.sendall(request * 2)
+            time.sleep(0.02)
+    deaf.close()
+
+
+def test_requests_that_wait_for_no_answer_do_not_pile_up(busy) -> None:
+    with connect(busy) as flood, pytest.raises(OSError):
+        for _ in range(2000):
+            flood.sendall(REQUEST * 100)
+
+
+def test_clients_that_vanish_leave_no_trace(busy) -> None:
+    for sent in (HEADERS + b"Content-Length: 90\r\n\r\n{", REQUEST, REQUEST[:-3]):
+        for _ in range(10):
+            gone = connect(busy)
+            gone.sendall(sent)
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()  # a reset
+    half = connect(busy)
+    half.sendall(REQUEST[:40])
+    half.shutdown(socket.SHUT_WR)
+    assert closed_within([half], 4.0) == 1
+    half.close()
+    until = time.monotonic() + 5
+    while "packhorse_in_flight 0.0" not in httpx.get(f"{busy.url}/metrics").text:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_more_connections_than_allowed_are_closed_at_once(busy) -> None:
+    many = [connect(busy) for _ in range(300)]
+    begun = time.monotonic()
+    assert closed_within(many[-20:], 0.8) >= 20
+    assert time.monotonic() - begun < 0.9
+    assert closed_within(many, 5.0) == 300
+    for each in many:
+        each.close()
+    assert httpx.get(f"{busy.url}/health").status_code == 200
+
+
+def test_many_tiny_chunks_do_not_stop_the_others(busy) -> None:
+    """A body of 65,537 chunks of one byte."""
+    with connect(busy) as flood:
+        flood.sendall(HEADERS + b"Transfer-Encoding: chunked\r\n\r\n")
+        try:
+            flood.sendall(b"1\r\n \r\n" * 65_537 + b"0\r\n\r\n")
+            answer = flood.recv(4096)
+        except OSError:
+            answer = b""
+        assert answer[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 408")
+    assert httpx.get(f"{busy.url}/health", timeout=2).status_code == 200
+
+
+def test_sigterm_answers_what_is_in_flight(busy, go) -> None:
+    """The last test of that process: a hundred are in flight, and all are answered."""
+    body = {"inputs": ["one two three four five six " * 6] * 32}
+
+    async def work() -> tuple[list[int], int, int]:
+        limits = httpx.Limits(max_connections=150)
+        async with httpx.AsyncClient(base_url=busy.url, limits=limits, timeout=60) as client:
+            tasks = [asyncio.ensure_future(client.post("/embed", json=body)) for _ in range(100)]
+            while "packhorse_in_flight 100.0" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            busy.popen.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            health = (await client.get("/health")).status_code
+            new = await client.post("/embed", json={"inputs": "late"})
+            assert new.headers["connection"] == "close"
+            go.touch()
+            answers = await asyncio.gather(*tasks)
+            return [each.status_code for each in answers], health, new.status_code
+
+    assert asyncio.run(work()) == ([200] * 100, 503, 503)
+    assert busy.popen.wait(10) == 0
+    assert "draining: 100 requests" in busy.log()
+
+
+def test_an_engine_that_dies_ends_the_process(processes) -> None:
+    server = processes["dies"].wait_until_ready()
+    assert httpx.post(f"{server.url}/embed", json={"inputs": "one"}).status_code == 200
+    lost = httpx.post(f"{server.url}/embed", json={"inputs": "one " * 11})
+    assert lost.status_code == 503
+    begun = time.monotonic()
+    found = [httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/ready")]
+    assert found == [503, 503]
+    assert time.monotonic() - begun < 2.0
+    assert server.popen.wait(10) == 70
+    assert "the engine died" in server.log()
+
+
+def test_sigterm_while_loading_ends_at_once(processes) -> None:
+    server = processes["loads"]
+    assert server.popen.stdout.readline() == "{}\n"
+    begun = time.monotonic()
+    assert server.end() == 0
+    assert time.monotonic() - begun < 1.0
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(start) -> None:
+    server = start("--max-queue-tokens", "2000000").wait_until_ready()
+    sockets = [connect(server) for _ in range(20)]
+    body = json.dumps({"inputs": ["one two three " * 60] * 32}).encode()
+    for each in sockets:
+        each.sendall(HEADERS + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    time.sleep(0.3)
+    server.popen.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    assert server.popen.poll() is None
+    begun = time.monotonic()
+    assert server.end(signal.SIGTERM) == 143
+    assert time.monotonic() - begun < 1.0
+    for each in sockets:
+        each.close()
+
+
+def memory(pid: int) -> int:
+    """Bytes that the process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def _open_loop(client: Any, body: dict, rate: float, seconds: float) -> list[Any]:
+    """Requests that come at a rate, whether or not those before were answered."""
+    loop = asyncio.get_running_loop()
+    begun, tasks = loop.time(), []
+    while (now := loop.time() - begun) < seconds:
+        due = int(now * rate) - len(tasks)
+        tasks += [asyncio.ensure_future(client.post("/embed", json=body)) for _ in range(due)]
+        await asyncio.sleep(0.01)
+    return await asyncio.gather(*tasks)
+
+
+@pytest.mark.slow
+def test_ten_times_too_much(start) -> None:
+    """Only 200 and 429, no memory, and back to normal at once."""
+    server = start("--max-queue-tokens", "6000", before=SLOW).wait_until_ready()
+    body = {"inputs": ["one two three four five six " * 12] * 8}
+
+    async def work() -> tuple[list[Any], int, int, str]:
+        limits = httpx.Limits(max_connections=1500)
+        async with httpx.AsyncClient(base_url=server.url, limits=limits, timeout=60) as client:
+            await _open_loop(client, body, 100, 5)  # buffers and pools grow once
+            before = memory(server.popen.pid)
+            found = await _open_loop(client, body, 100, 20)
+            begun = time.monotonic()
+            assert (await client.post("/embed", json=body)).status_code == 200
+            assert time.monotonic() - begun < 5
+            figures = (await client.get("/metrics")).text
+            return found, before, memory(server.popen.pid), figures
+
+    found, before, after, figures = asyncio.run(work())
+    assert {each.status_code for each in found} == {200, 429}
+    assert sum(each.status_code == 200 for each in found) > 50
+    longest = re.findall(r'request_seconds_bucket{le="(?:5.0|\+Inf)"} (\S+)', figures)
+    assert longest[0] == longest[1], "a request took more than five seconds"
+    assert all(int(e.headers["retry-after"]) >= 1 for e in found if e.status_code == 429)
+    assert after - before < 64 << 20
+    assert server.end() == 0
+
+
+@pytest.mark.slow
+def test_a_thousand_slow_clients(start) -> None:
+    server = start("--receive-seconds", "5").wait_until_ready()
+    slow = [connect(server) for _ in range(1000)]
+    begun, times = time.monotonic(), []
+    for each in slow:
+        each.sendall(b"POST /embed HTTP/1.1\r\n")
+    while time.monotonic() - begun < 4:
+        sent = time.monotonic()
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "good"}).status_code == 200
+        times.append(time.monotonic() - sent)
+    assert closed_within(slow, 11.0) == 1000
+    for each in slow:
+        each.close()
+    assert sorted(times)[len(times) // 2] < 0.5
+    assert server.end() == 0
+
+
+@pytest.mark.slow
+def test_the_default_model_and_a_port_that_is_taken(start, minilm) -> None:
+    server = start("--model", "sentence-transformers/all-MiniLM-L6-v2").wait_until_ready()
+    found = httpx.post(f"{server.url}/embed", json={"inputs": "one"}, timeout=30)
+    assert len(found.json()[0]) == 384
+    other = start("--port", str(server.port))
+    assert other.popen.wait(20) == 2
+    assert "cannot listen" in other.log()
+    os.kill(server.popen.pid, signal.SIGINT)
+    assert server.popen.wait(10) == 0

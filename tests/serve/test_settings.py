@@ -1,0 +1,104 @@
+"""Where settings come from, what is refused, and that the page about limits names them all."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from packhorse.errors import InputError
+from packhorse.serve.settings import KINDS, PREFIX, Settings, resolve
+
+LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+
+
+def test_later_goes_before_earlier(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('port = 1\nhost = "localhost"\nmax_batch_inputs = 5\n')
+    environment = {f"{PREFIX}PORT": "2", f"{PREFIX}MAX_BATCH_INPUTS": "6", "HOME": "/"}
+    settings = resolve(file, environment, {"port": 3})
+    assert (settings.port, settings.max_batch_inputs, settings.host) == (3, 6, "localhost")
+    assert settings.max_body_bytes == Settings().max_body_bytes
+
+
+def test_kinds_of_the_environment() -> None:
+    said = {"INSECURE": "yes", "MODEL": "a=x, b", "IDLE_SECONDS": "1.5", "DTYPE": "bf16"}
+    settings = resolve(None, {PREFIX + name: value for name, value in said.items()})
+    assert settings.insecure is True
+    assert settings.model == ("a=x", "b")
+    assert settings.idle_seconds == 1.5
+    assert settings.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"max_bodies": 1}, "max_body_bytes"),
+        ({"port": "80"}, "a whole number"),
+        ({"port": 70000}, "65535"),
+        ({"port": -1}, "0 or more"),
+        ({"max_batch_inputs": 0}, "1 or more"),
+        ({"receive_seconds": float("nan")}, "or more"),
+        ({"dtype": "int3"}, "'fp32'"),
+        ({"model": []}, "no model"),
+        ({"keys": ["a"]}, "no setting 'keys'"),
+        ({"host": "0.0.0.0"}, "--insecure"),
+    ],
+)
+def test_refused(flags: dict, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        resolve(flags=flags)
+
+
+@pytest.mark.parametrize("text", ["port = ", "[limits]\nport = 1\n", "port = true\n"])
+def test_bad_files_are_refused(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "serve.toml").write_text(text)
+    with pytest.raises(InputError, match=r"serve\.toml"):
+        resolve(file)
+
+
+def test_keys_come_from_environment_and_file(tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("# rotated in May\nfirst\n\nsecond\n")
+    settings = resolve(None, {"PACKHORSE_API_KEY": "third,first"}, {"api_key_file": str(file)})
+    assert settings.keys == ("first", "second", "third")
+    assert "first" not in repr(settings)
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "two words\n", "naïve\n"])
+def test_bad_keys_are_refused_and_not_told(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text(text)
+    with pytest.raises(InputError) as refused:
+        resolve(flags={"api_key_file": str(file)})
+    assert "words" not in str(refused.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])
+def test_local_addresses_need_no_key(host: str) -> None:
+    assert resolve(flags={"host": host}).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_others_need_a_key_or_a_word(host: str) -> None:
+    with pytest.raises(InputError, match="PACKHORSE_API_KEY"):
+        resolve(flags={"host": host})
+    assert resolve(flags={"host": host, "insecure": True}).insecure
+    assert resolve(None, {"PACKHORSE_API_KEY": "k"}, {"host": host}).keys == ("k",)
+
+
+def test_every_setting_is_documented() -> None:
+    told = LIMITS.read_text("utf-8")
+    for name in KINDS:
+        begin = f"| `--{name.replace('_', '-')}` | `{PREFIX}{name.upper()}` |"
+        assert begin in told, f"{name} has no line in docs/limits.md"
+
+
+def test_the_documented_defaults_are_true() -> None:
+    rows = {}
+    for row in LIMITS.read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if cells[0].startswith("`--"):
+            rows[cells[0].strip("`").removeprefix("--").replace("-", "_")] = cells[2]
+    for each in fields(Settings):
+        if isinstance(each.default, int | float) and not isinstance(each.default, bool):
+            assert float(rows[each.name].replace(",", "")) == each.default, each.name
