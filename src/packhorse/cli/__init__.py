@@ -29,11 +29,14 @@ COMMANDS = {
     "train": ("packhorse.cli.train:train", "Train packed BERT, or fine-tune it for a task."),
     "submit": ("packhorse.cli.submit:submit", "Train with seed after seed, logged for MLPerf."),
     "evaluate": ("packhorse.cli.evaluate:evaluate", "Score a model on a task with known answers."),
+    "serve": ("packhorse.cli.serve:serve", "Serve models over HTTP, and a page to try them."),
     "inspect": ("packhorse.cli.inspect:inspect", "Show what a checkpoint of any format holds."),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
     "verify": ("packhorse.cli.verify:verify", "Compare two checkpoints, tensors and outputs."),
     "onnx": ("packhorse.cli.onnx:app", "Rewrite an ONNX model so that it takes packed rows."),
     "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph of a TensorFlow checkpoint."),
+    "monitor": ("packhorse.cli.monitor:monitor", "Watch devices and running packhorse processes."),
+    "port": ("packhorse.cli.port:port", "Run a script written for PopTorch or TensorFlow-IPU."),
     "doctor": ("packhorse.cli.doctor:doctor", "Say what can run here, and how to fix the rest."),
     "bench": ("packhorse.cli.bench:app", "Measure encoders and packers, ours and others."),
 }
@@ -44,6 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     asked = next((token for token in tokens if not token.startswith("-")), None)
     _forgive_encodings()
+    if asked == "port":
+        from packhorse.cli.port import shield
+
+        tokens = shield(tokens)
     try:
         with _warnings_as_notes():
             app = _app(asked)

@@ -1,0 +1,71 @@
+"""PopTorch's own names, for the CPU or GPU at hand: `import packhorse.port as poptorch`.
+
+    opts = poptorch.Options().deviceIterations(20)
+    loader = poptorch.DataLoader(opts, dataset, batch_size=16, shuffle=True)
+    training = poptorch.trainingModel(model, options=opts, optimizer=optimizer)
+    for data, labels in loader:
+        output, loss = training(data, labels)
+
+The names, arguments and semantics are those of PopTorch 3.3; `names` says of each what becomes of
+it. They are imported on first use. A name that PopTorch has and this has not is an error that says
+what to write instead.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packhorse.port import enums as enums
+    from packhorse.port import ops as ops
+    from packhorse.port import optim as optim
+    from packhorse.port import options as options
+    from packhorse.port.blocks import BeginBlock as BeginBlock
+    from packhorse.port.blocks import Block as Block
+    from packhorse.port.executor import PoplarExecutor as PoplarExecutor
+    from packhorse.port.executor import inferenceModel as inferenceModel
+    from packhorse.port.executor import load as load
+    from packhorse.port.executor import trainingModel as trainingModel
+    from packhorse.port.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
+    from packhorse.port.loader import DataLoader as DataLoader
+    from packhorse.port.losses import identity_loss as identity_loss
+    from packhorse.port.options import Options as Options
+
+__version__ = "3.3.0"  # of PopTorch, whose interface this is
+
+_ROOMS = {
+    "executor": "PoplarExecutor inferenceModel load trainingModel",
+    "options": "Options",
+    "loader": "AsynchronousDataAccessor DataLoader",
+    "losses": "identity_loss isRunningOnIpu",
+    "hardware": "ipuHardwareIsAvailable ipuHardwareVersion setLogLevel",
+    "blocks": "BeginBlock Block BlockFunction ParallelPhasedExecution Phase PipelinedExecution "
+    "SerialPhasedExecution ShardedExecution Stage addBlock removeBlocks",
+    "ops": "Attribute CPU MultiConv NameScope ctc_beam_search_decoder dynamic_slice dynamic_update "
+    "for_loop ipu_print_tensor nop recomputationCheckpoint serializedMatMul set_available_memory "
+    "set_overlap_for_input set_overlap_for_output",
+    "enums": "AnchorMode AutoStage CommGroupType ConnectionType DataLoaderMode "
+    "HalfFloatCastingBehavior Liveness MatMulSerializationMode MeanReductionStrategy "
+    "MultiConvPlanType OutputMode OverlapMode ReductionType SharingStrategy SyncPattern "
+    "TensorLocationSettings VariableRetrievalMode",
+}
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_MODULES = ("enums", "ops", "optim", "options")
+__all__ = [*_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"packhorse.port.{name}")
+    if name not in _HOMES:
+        from packhorse.port.names import FAILS, nearest
+        from packhorse.port.notices import caller
+
+        line = caller()
+        hint = f": {FAILS[name]}" if name in FAILS else nearest(name, list(_HOMES))
+        place = f"{line}: " if line else ""
+        raise AttributeError(f"{place}poptorch.{name} is not provided here{hint}")
+    return getattr(import_module(f"packhorse.port.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
