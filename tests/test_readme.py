@@ -23,4 +23,4 @@ def test_the_six_lines_of_python(minilm: Path, capsys: pytest.CaptureFixture[str
 def test_the_commands_are_there() -> None:
     named = set(re.findall(r"packhorse (\w+)", README))
     assert set(COMMANDS) <= named
-    assert named & {"demo", "run", "pack"} and not {"serve", "port"} & named
+    assert named & {"demo", "run", "pack"}
