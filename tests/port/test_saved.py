@@ -28,7 +28,7 @@ from packhorse.executable import cache_misses
 data, labels = models.images(8)
 if mode == "make":
     torch.manual_seed(0)
-    model = models.Classifier(dropout=0.2)
+    model = models.Classifier()
     opts = poptorch.Options().deviceIterations(2).enableExecutableCaching(cache or None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     training = poptorch.trainingModel(model, opts, optimizer)
@@ -57,7 +57,7 @@ def trained(kind: Any = Classifier, opts=None, optimizer: Any = torch.optim.Adam
     opts = opts or poptorch.Options().deviceIterations(2)
     training = poptorch.trainingModel(model, opts, optimizer(model.parameters(), lr=0.01))
     for _ in range(calls):
-        training(*(points(8) if kind.__name__ in ("Line", "Here") else images(8)))
+        training(*(points(8) if isinstance(model, Line) else images(8)))
     return training
 
 
@@ -115,6 +115,12 @@ def test_loadExecutable_leaves_the_weights(tmp_path):
     with pytest.raises(InputError, match="saved by a trainingModel"):
         poptorch.inferenceModel(Classifier()).loadExecutable(tmp_path / "one")
     with pytest.raises(InputError, match="export_model=False"):
+        poptorch.load(tmp_path / "one")
+
+
+def test_a_model_built_with_arguments_is_not_taken_for_one_without(tmp_path):
+    trained(lambda: Classifier(dropout=0.5)).save(tmp_path / "one")
+    with pytest.raises(InputError, match=r"built with arguments\); build the model yourself"):
         poptorch.load(tmp_path / "one")
 
 

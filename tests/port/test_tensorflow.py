@@ -226,8 +226,8 @@ def test_stages_of_a_class_s_own_call(ipu: Any) -> None:
             ready(model, execution=2).fit(X, Y, batch_size=8, verbose=0)
 
 
-class Halves:
-    """One call of a method for each way of getting it wrong; what the message has in it."""
+class Ways:
+    """A script that gets it wrong, in each way there is."""
 
     def batch(self, ipu: Any) -> Any:
         ready(network()).fit(X[:60], Y[:60], batch_size=8, verbose=0)
@@ -307,7 +307,7 @@ WRONG = {
 @pytest.mark.parametrize("way", WRONG)
 def test_wrong_use_says_the_line_to_change(ipu: Any, way: str) -> None:
     with strategy(ipu).scope(), pytest.raises(InputError) as raised:
-        getattr(Halves(), way)(ipu)
+        getattr(Ways(), way)(ipu)
     assert WRONG[way] in str(raised.value)
     assert str(raised.value).startswith("test_tensorflow.py:")
 
@@ -350,6 +350,7 @@ def test_every_name_of_the_table_is_there_or_says_why(ipu: Any) -> None:
     assert IPUStrategyV1 is ipu.ipu_strategy.IPUStrategy
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras loading
 def test_keras_2_is_translated_and_said_once(ipu: Any, tmp_path: Path) -> None:
     optimizer = tf_keras().optimizers.SGD(lr=0.5, decay=1.0)
     optimizer.iterations.assign(1)

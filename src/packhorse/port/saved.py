@@ -79,6 +79,7 @@ def write(
     if rng is not None:
         about["seed"], tensors["rng"] = rng
     if model is not None:
+        about |= {"looks": _looks(model), "mode": model.training}
         tensors |= {f"model.{name}": value for name, value in model.state_dict().items()}
         if optimizer is not None:
             about["optimizer"] = _optimizer(optimizer, model, tensors)
@@ -167,6 +168,8 @@ def rebuild(found: Saved) -> nn.Module:
     kind = _find(name, nn.Module, found)
     try:
         model = kind()
+        if _looks(model) != found.about["looks"]:
+            raise TypeError("it was built with arguments")
         prefix = "model."
         model.load_state_dict(
             {n.removeprefix(prefix): t for n, t in found.tensors.items() if n.startswith(prefix)}
@@ -177,7 +180,7 @@ def rebuild(found: Saved) -> nn.Module:
             " build the model yourself, load its weights, and call"
             " poptorch.inferenceModel(model, opts).loadExecutable(file)"
         ) from error
-    return model.train(found.about["training"])
+    return model.train(found.about["mode"])
 
 
 def rebuild_optimizer(found: Saved, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -197,6 +200,17 @@ def rebuild_optimizer(found: Saved, model: nn.Module) -> torch.optim.Optimizer |
             name, _, key = place.removeprefix("optimizer.").rpartition("|")
             optimizer.state[weights[name]][key] = value
     return optimizer
+
+
+def _looks(model: nn.Module) -> str:
+    """Its modules with their sizes and rates, so that one built otherwise is not taken for it."""
+    plain = [
+        {n: v for n, v in vars(m).items() if isinstance(v, bool | int | float | str | None)}
+        for m in model.modules()
+    ]
+    for values in plain:
+        values.pop("training", None)
+    return repr((repr(model), plain))
 
 
 def _class(value: Any) -> str:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,13 +156,16 @@ class Step:
         """Micro batches, then one optimizer step; the structure of the outputs."""
         if tried.graph is None and self._worth_a_graph(tried):
             self._record(tried, batches[0], spec)
-        if tried.graph is not None and tried.checked:
-            shape = self._replay(tried.graph, batches, kept)
+        graph = tried.graph if tried.checked else None
+        if graph is not None:
+            shape = self._replay(graph, batches, kept)
         else:
             shape = self._modules(batches, spec, tried, kept)
-        if self.setting.training:
+        if self.optimizer is not None:
             self.group.add_gradients(self.model)
-            self.optimizer.step()  # pyright: ignore[reportOptionalMemberAccess]
+            plain = graph is not None and isinstance(self.optimizer, TOGETHER)
+            with graph.mode() if plain and graph is not None else nullcontext():
+                self.optimizer.step()
         tried.iterations += 1
         return shape
 

@@ -60,6 +60,19 @@ STATUS: dict[type[PackhorseError], int] = {
 
 def create(settings: Settings, hosts: Hosts) -> FastAPI:
     """The application over these models; whoever runs it closes them by its lifespan."""
+    app = shell(settings, hosts, Metrics(hosts))
+    for routes in (tei, openai, cohere, huggingface, own, page):
+        app.include_router(routes.router(hosts, settings))
+    return app
+
+
+def shell(
+    settings: Settings,
+    hosts: Hosts,
+    metrics: Metrics,
+    openapi_url: str | None = "/openapi.json",
+) -> FastAPI:
+    """What every application of ours has: health, figures, and what becomes of errors."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,13 +85,11 @@ def create(settings: Settings, hosts: Hosts) -> FastAPI:
         description="BERT without padding, behind HTTP.",
         docs_url=None,  # its scripts come from another host
         redoc_url=None,
+        openapi_url=openapi_url,
         lifespan=lifespan,
     )
-    metrics = Metrics(hosts)
     app.state.settings, app.state.hosts, app.state.metrics = settings, hosts, metrics
     _add_own_routes(app, settings, hosts, metrics)
-    for routes in (tei, openai, cohere, huggingface, own, page):
-        app.include_router(routes.router(hosts, settings))
     _add_handlers(app)
     return app
 

@@ -33,9 +33,8 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN = ("/health",)  # without a key
-ALWAYS = ("/health", "/ready", "/metrics")  # whatever the load
+ALWAYS = ("/health", "/ready", "/metrics", "/engine")  # whatever the load
 CLOSE = {"connection": "close"}
-ASK = {"www-authenticate": 'Bearer realm="packhorse", Basic realm="packhorse"'}
 BODILESS = ("GET", "HEAD", "OPTIONS", "DELETE")
 GONE = 499  # as it is counted; no one is left to be told
 
@@ -109,7 +108,10 @@ class Guard:
         """What can be told from the headers alone."""
         headers = dict(scope["headers"])
         if self.keys and scope["path"] not in OPEN and not self._known(headers):
-            return Failure(401, "no valid API key was sent", {**ASK, **CLOSE})
+            # A browser asks whoever opens a page; from its scripts it takes what they have.
+            scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
+            ask = {"www-authenticate": f'{scheme} realm="packhorse"'}
+            return Failure(401, "no valid API key was sent", {**ask, **CLOSE})
         if self.draining and scope["path"] not in ALWAYS:
             return Failure(503, "the server is shutting down", {**CLOSE, "retry-after": "1"})
         if scope["method"] in BODILESS:

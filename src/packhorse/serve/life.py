@@ -18,11 +18,12 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from packhorse.errors import InputError, PackhorseError
 from packhorse.serve import hosting, logs
@@ -37,6 +38,7 @@ LOOK_SECONDS = 0.1
 SEEN_DEAD_SECONDS = 3.0  # between the death of an engine and the end of the process
 CUT_SHORT, KILLED = 1, 143
 Ready = Callable[[str, int, Hosts], None]  # host, port, models
+House = Callable[[Settings], AbstractContextManager[tuple[FastAPI, Hosts]]]
 
 
 class EngineDied(PackhorseError):
@@ -51,18 +53,25 @@ class CutShort(PackhorseError):
     exit_code = CUT_SHORT
 
 
-def run(settings: Settings, ready: Ready) -> None:
+@contextmanager
+def here(settings: Settings) -> Iterator[tuple[FastAPI, Hosts]]:
+    """The application with its models in this process; it closes them itself."""
+    hosts = hosting.open(settings)
+    yield create(settings, hosts), hosts
+
+
+def run(settings: Settings, ready: Ready, house: House = here) -> None:
     """Serve until a signal comes; `ready` is called when requests are answered."""
     logs.set_up(settings)
     bound = _bind(settings)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    hosts = hosting.open(settings)
-    outer, guard = guarded(create(settings, hosts))
-    gc.collect()
-    gc.freeze()  # what lives as long as the process is looked at no more
-    tell = partial(_tell, ready, bound, hosts)
-    server = Server(_configuration(outer, settings), guard, hosts, tell)
-    server.run(sockets=[bound])
+    with house(settings) as (app, hosts):
+        outer, guard = guarded(app)
+        gc.collect()
+        gc.freeze()  # what lives as long as the process is looked at no more
+        tell = partial(_tell, ready, bound, hosts)
+        server = Server(_configuration(outer, settings), guard, hosts, tell)
+        server.run(sockets=[bound])
     if server.died:
         raise EngineDied("the engine died; see the log above, and start the server again")
     if guard.in_flight:

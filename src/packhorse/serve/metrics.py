@@ -7,7 +7,7 @@ when the page is asked for, and costs a request nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from packhorse.runtime.statistics import Stats
 from packhorse.serve.hosting import Hosted, Hosts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -38,10 +39,26 @@ class Seen:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
-class Metrics:
-    """All figures of a server."""
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a runner says of itself."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    labels: Mapping[str, str]  # which it is
+    alive: bool
+    rate: float  # tokens a second of the last batches
+    stats: Stats
+
+
+def figures(host: Hosted, **labels: str) -> Figures:
+    """Those of one model, now."""
+    runner = host.runner
+    return Figures({"model": host.name, **labels}, runner.alive, runner.rate(), runner.stats())
+
+
+class Metrics:
+    """All figures of a server; `tell` gives those of the runners where they are not here."""
+
+    def __init__(self, hosts: Hosts, tell: Callable[[], Sequence[Figures]] | None = None) -> None:
         self.hosts, self.registry = hosts, CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter(
@@ -63,7 +80,7 @@ class Metrics:
         )
         self.inputs = Counter("packhorse_inputs", "Texts and pairs that were answered.", **own)
         self.tokens = Counter("packhorse_input_tokens", "Tokens of what was answered.", **own)
-        self.registry.register(_Runners(hosts))
+        self.registry.register(_Runners(tell or (lambda: [figures(host) for host in hosts])))
 
     def record(self, seen: Seen, route: str, status: int) -> None:
         """A request has ended."""
@@ -85,30 +102,28 @@ class Metrics:
 class _Runners:
     """Asks every runner when the page is asked for."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
+    def __init__(self, tell: Callable[[], Sequence[Figures]]) -> None:
+        self.tell = tell
 
     def collect(self) -> Iterator[Metric]:
-        stats = {each.name: each.runner.stats() for each in self.hosts}
-        yield _family(
-            GaugeMetricFamily("packhorse_up", "1 while the engine runs.", labels=["model"]),
-            {each.name: int(each.runner.alive) for each in self.hosts},
-        )
-        yield _family(
-            GaugeMetricFamily(
-                "packhorse_tokens_per_second", "Of the last batches.", labels=["model"]
-            ),
-            {each.name: each.runner.rate() for each in self.hosts},
-        )
+        told = self.tell()
+        labels = list(told[0].labels) if told else ["model"]
+        who = [list(each.labels.values()) for each in told]
+
+        def family(kind: Any, name: str, help: str, values: Sequence[tuple[float, ...]]) -> Metric:
+            found = kind(f"packhorse_{name}", help, labels=labels)
+            for each, value in zip(who, values, strict=True):
+                found.add_metric(each, *value)
+            return found
+
+        up, rate = [(int(each.alive),) for each in told], [(each.rate,) for each in told]
+        yield family(GaugeMetricFamily, "up", "1 while the engine runs.", up)
+        yield family(GaugeMetricFamily, "tokens_per_second", "Of the last batches.", rate)
         for name, (kind, help) in RUNNER_FIGURES.items():
-            family = kind(f"packhorse_runner_{name}", help, labels=["model"])
-            yield _family(family, {model: getattr(each, name) for model, each in stats.items()})
-        batches = SummaryMetricFamily(
-            "packhorse_batch_tokens", "Tokens of batches that ran.", labels=["model"]
-        )
-        for model, each in stats.items():
-            batches.add_metric([model], each.batches, each.tokens)
-        yield batches
+            values = [(getattr(each.stats, name),) for each in told]
+            yield family(kind, f"runner_{name}", help, values)
+        ran = [(each.stats.batches, each.stats.tokens) for each in told]
+        yield family(SummaryMetricFamily, "batch_tokens", "Tokens of batches that ran.", ran)
 
 
 # Fields of `runtime.statistics.Stats`; those that only grow are counters.
@@ -127,9 +142,3 @@ RUNNER_FIGURES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], s
     "p50_ms": (GaugeMetricFamily, "From admission to the answer, median of the last inputs."),
     "p99_ms": (GaugeMetricFamily, "The same, 99th percentile."),
 }
-
-
-def _family(family: Any, values: dict[str, float]) -> Metric:
-    for model, value in values.items():
-        family.add_metric([model], value)
-    return family

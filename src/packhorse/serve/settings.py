@@ -30,7 +30,7 @@ DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 MODELS, NETWORK, LIMITS = "Models", "Network", "Limits"
-TIMES, LOGS = "Times", "Logs"
+TIMES, LOGS, CLUSTER = "Times", "Logs", "Cluster"
 
 
 def _key(default: Any, group: str, help: str, least: float | None = None) -> Any:
@@ -84,6 +84,13 @@ class Settings:
     )
     log_requests: bool = _key(False, LOGS, "A line for every request; never its texts.")
 
+    engine: Literal["local", "ray"] = _key(
+        "local", CLUSTER, "Where models run: in this process, or in replicas on a Ray cluster."
+    )
+    replicas: int = _key(1, CLUSTER, "Replicas at the start, and at least.", 1)
+    max_replicas: int = _key(0, CLUSTER, "Replicas under load; 0: never more.", 0)
+    ray_address: str = _key("", CLUSTER, "A running Ray cluster; default one of this machine.")
+
     # Never a flag and never in a file of settings: see `api_keys`.
     keys: tuple[str, ...] = field(default=(), repr=False)
 
@@ -97,6 +104,13 @@ class Settings:
             raise InputError(f"port is {self.port}; it must be 65535 or less")
         if not self.model:
             raise InputError("there is no model to serve; name one with --model")
+        if self.engine != "ray" and (self.replicas > 1 or self.max_replicas or self.ray_address):
+            raise InputError("--replicas, --max-replicas and --ray-address are for --engine ray")
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise InputError(
+                f"max_replicas is {self.max_replicas}; it must be at least replicas "
+                f"({self.replicas}), or 0"
+            )
 
     @property
     def is_local(self) -> bool:

@@ -1,0 +1,296 @@
+"""Hours of good and bad clients at once against one server, and whether it is as small as before.
+
+    python tests/serve/soak.py --seconds 3600 --out soak.json
+
+`packhorse serve` runs a tiny model in a process of its own. From here come, at the same time: good
+requests at a steady rate, texts that make the model raise, clients that hang up at any moment,
+clients that send a byte or nothing or never read, and every ten seconds a burst of ten times what
+the queue holds. Memory, open files and threads of the server are sampled all the while, and
+compared at rest: once after a warm-up, once at the end. `--leak BYTES` makes the server lose so
+much a request, and must be noticed; exit code 1 says that something grew or an answer was wrong.
+
+What a leak is in a run of a minute cannot be told in MiB an hour: allocators and the cache of
+prepared products move by more. So growth is told by request (a real leak is one object a request),
+and the slope, by the median of all pairs of samples (Theil 1950, Sen 1968), is judged from an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+RATE = 60.0  # good requests a second
+SLOW_CLIENTS = 40
+BURST_EVERY, BURST = 10.0, 300  # seconds, requests at once
+REST_SECONDS = 4.0  # until clients that were given up are gone
+WARM_UP = 0.4  # of the time; pools, arenas and prepared products come to be
+BYTES_A_REQUEST = 512.0
+MIB_AN_HOUR, JUDGED_FROM = 1.0, 3000.0  # seconds that were measured
+POISON = "w13"
+BEFORE = """
+from packhorse.runtime.backend import TorchBackend
+from packhorse.serve.guard import Guard
+plain, guarded, lost = TorchBackend.__call__, Guard.__call__, []
+def call(self, packed, *given):
+    if (packed.ids == {poison}).any():
+        raise RuntimeError("poison")
+    return plain(self, packed, *given)
+async def guard(self, scope, receive, send):
+    if {leak}:
+        lost.append(bytes([1]) * {leak})
+    await guarded(self, scope, receive, send)
+TorchBackend.__call__, Guard.__call__ = call, guard
+import sys
+from packhorse.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+HEADERS = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+SLOW = [b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The server's process at a moment."""
+
+    seconds: float
+    rss: int  # bytes
+    files: int
+    threads: int
+    requests: int  # ended so far
+    in_flight: int
+    metrics_ms: float  # that /metrics took
+
+
+@dataclass
+class Found:
+    """What came of it."""
+
+    statuses: dict[str, Counter[str]] = field(default_factory=dict)  # by kind of client
+    samples: list[Sample] = field(default_factory=list)
+
+    def note(self, kind: str, status: int | str) -> None:
+        self.statuses.setdefault(kind, Counter())[str(status)] += 1
+
+
+# Who may get what; a connection that was cut is no answer.
+ALLOWED = {"good": {"200", "429"}, "burst": {"200", "429"}, "poison": {"424", "429"}}
+
+
+def text(chance: random.Random) -> str:
+    return " ".join(f"w{chance.randint(100, 2000)}" for _ in range(chance.randint(1, 60)))
+
+
+class Load:
+    """Every kind of client."""
+
+    def __init__(self, client: httpx.AsyncClient, port: int, found: Found, seed: int) -> None:
+        self.client, self.port, self.found = client, port, found
+        self.chance, self.tasks = random.Random(seed), set()
+
+    async def run(self, seconds: float) -> None:
+        """All at once for so long; then wait for those that are on their way."""
+        self.until = time.monotonic() + seconds
+        kinds = [self._steady(), self._bursts(), *[self._slow() for _ in range(SLOW_CLIENTS)]]
+        await asyncio.gather(*kinds)
+        await asyncio.gather(*self.tasks)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _steady(self) -> None:
+        begun, sent = time.monotonic(), 0
+        while (now := time.monotonic()) < self.until:
+            for _ in range(int((now - begun) * RATE) - sent):
+                sent += 1
+                self._start(self._one())
+            await asyncio.sleep(0.01)
+
+    async def _one(self) -> None:
+        roll = self.chance.random()
+        if roll < 0.02:
+            return await self._ask("poison", {"inputs": f"{POISON} {text(self.chance)}"})
+        body = {"inputs": [text(self.chance) for _ in range(self.chance.randint(1, 8))]}
+        if roll < 0.2:
+            return await self._hang_up(body)
+        await self._ask("good", body)
+
+    async def _ask(self, kind: str, body: dict[str, Any]) -> None:
+        try:
+            answer = await self.client.post("/embed", json=body)
+            wrong = answer.status_code == 200 and None in answer.json()[0]
+            self.found.note(kind, "null" if wrong else answer.status_code)
+        except httpx.HTTPError as error:
+            self.found.note(kind, type(error).__name__)
+
+    async def _hang_up(self, body: dict[str, Any]) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.chance.random() * 0.03):
+                await self._ask("impatient", body)
+
+    async def _bursts(self) -> None:
+        while time.monotonic() + BURST_EVERY < self.until:
+            await asyncio.sleep(BURST_EVERY)
+            body = {"inputs": [text(self.chance) for _ in range(8)]}
+            await asyncio.gather(*[self._ask("burst", body) for _ in range(BURST)])
+
+    async def _slow(self) -> None:
+        """Says a part of a request and waits to be given up; then once more."""
+        while time.monotonic() < self.until:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+            writer.write(self.chance.choice(SLOW))
+            with contextlib.suppress(OSError):
+                await reader.read()
+            writer.close()
+            await asyncio.sleep(self.chance.random() * 0.5)
+
+
+async def sample(client: httpx.AsyncClient, pid: int, begun: float) -> Sample:
+    asked = time.perf_counter()
+    figures = (await client.get("/metrics")).text
+    took = 1e3 * (time.perf_counter() - asked)
+    lines = [line.rpartition(" ") for line in figures.splitlines() if not line.startswith("#")]
+    counted = sum(float(v) for name, _, v in lines if name.startswith("packhorse_requests_total"))
+    in_flight = next(float(v) for name, _, v in lines if name == "packhorse_in_flight")
+    place = Path(f"/proc/{pid}")
+    return Sample(
+        seconds=time.monotonic() - begun,
+        rss=int((place / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        files=len(list((place / "fd").iterdir())),
+        threads=len(list((place / "task").iterdir())),
+        requests=int(counted),
+        in_flight=int(in_flight),
+        metrics_ms=took,
+    )
+
+
+async def at_rest(url: str, pid: int, begun: float) -> Sample:
+    """When no client is left; over a connection of its own."""
+    await asyncio.sleep(REST_SECONDS)
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return await sample(client, pid, begun)
+
+
+async def soak(url: str, pid: int, seconds: float) -> tuple[Found, Sample, Sample]:
+    """The load in two parts, and the server at rest after each."""
+    found, begun, rests = Found(), time.monotonic(), []
+    for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
+        limits = httpx.Limits(max_connections=2 * BURST, max_keepalive_connections=64)
+        client = httpx.AsyncClient(base_url=url, limits=limits, timeout=60)
+        async with client, httpx.AsyncClient(base_url=url, timeout=30) as watcher:
+            load = Load(client, httpx.URL(url).port or 0, found, seed=part)
+            running = asyncio.ensure_future(load.run(share * seconds))
+            while not running.done():
+                found.samples.append(await sample(watcher, pid, begun))
+                await asyncio.wait([running], timeout=max(1.0, seconds / 500))
+            await running
+        rests.append(await at_rest(url, pid, begun))
+    return found, rests[0], rests[1]
+
+
+def slope(samples: list[Sample]) -> float:
+    """Of memory, MiB an hour: the median over all pairs, so that no single sample counts."""
+    some = samples[:: max(1, len(samples) // 200)]
+    rises = [
+        (b.rss - a.rss) / (b.seconds - a.seconds) for i, a in enumerate(some) for b in some[i + 1 :]
+    ]
+    return statistics.median(rises) * 3600 / 2**20 if rises else 0.0
+
+
+def judge(found: Found, warm: Sample, end: Sample) -> dict[str, Any]:
+    """The figures, and what is wrong with them."""
+    later = [each for each in found.samples if each.seconds > warm.seconds]
+    requests, measured = end.requests - warm.requests, end.seconds - warm.seconds
+    figures = {
+        "seconds": round(end.seconds, 1),
+        "measured_seconds": round(measured, 1),
+        "requests": end.requests,
+        "statuses": {kind: dict(counts) for kind, counts in found.statuses.items()},
+        "rss_mib": [round(each.rss / 2**20, 2) for each in (warm, end)],
+        "rss_bytes_a_request": round((end.rss - warm.rss) / max(1, requests), 1),
+        "rss_slope_mib_an_hour": round(slope(later), 2),
+        "files_at_rest": [warm.files, end.files],
+        "threads_at_rest": [warm.threads, end.threads],
+        "most_files": max(each.files for each in later),
+        "metrics_ms_median": round(statistics.median(each.metrics_ms for each in later), 1),
+    }
+    wrong = [
+        f"{kind}: {count} × {status}"
+        for kind, counts in found.statuses.items()
+        for status, count in counts.items()
+        if status not in ALLOWED.get(kind, counts)
+    ]
+    if figures["rss_bytes_a_request"] > BYTES_A_REQUEST:
+        wrong.append(f"memory grows by {figures['rss_bytes_a_request']} bytes a request")
+    if measured >= JUDGED_FROM and figures["rss_slope_mib_an_hour"] > MIB_AN_HOUR:
+        wrong.append(f"memory grows by {figures['rss_slope_mib_an_hour']} MiB an hour")
+    for name in ("files", "threads"):
+        if getattr(end, name) > getattr(warm, name):
+            wrong.append(f"{name} at rest: {getattr(warm, name)}, at the end {getattr(end, name)}")
+    if end.in_flight:
+        wrong.append(f"{end.in_flight} requests in flight at rest")
+    return {**figures, "wrong": wrong}
+
+
+def start(folder: Path, leak: int) -> subprocess.Popen[str]:
+    from packhorse.bench import random_model
+
+    model = random_model.write("tiny", folder / "tiny")
+    vocabulary = (folder / "tiny-tokenizer" / "vocab.txt").read_text().split()
+    code = BEFORE.format(poison=vocabulary.index(POISON), leak=leak)
+    words = ["serve", "--json", "--port", "0", "--model", f"tiny={model}", "--threads", "1"]
+    words += ["--receive-seconds", "2", "--send-seconds", "2", "--max-queue-tokens", "16384"]
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.PIPE,
+        stderr=(folder / "stderr").open("w"),
+        env={**os.environ, "PACKHORSE_RUNTIME": str(folder)},
+        text=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--leak", type=int, default=0, help="bytes that are lost a request")
+    parser.add_argument("--out", type=Path, help="the figures and all samples, as JSON")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        server = start(Path(place), asked.leak)
+        try:
+            line = server.stdout.readline() if server.stdout else ""
+            assert line, f"it did not start: {(Path(place) / 'stderr').read_text()}"
+            url = f"http://127.0.0.1:{json.loads(line)['port']}"
+            found, warm, end = asyncio.run(soak(url, server.pid, asked.seconds))
+            server.send_signal(signal.SIGTERM)
+            figures = judge(found, warm, end) | {"exit_code": server.wait(60)}
+        finally:
+            server.kill()
+            server.wait()
+    figures["wrong"] += ["it did not leave with 0"] if figures["exit_code"] else []
+    if asked.out:
+        samples = [asdict(each) for each in found.samples]
+        asked.out.write_text(json.dumps({**figures, "samples": samples}, indent=1) + "\n")
+    print(json.dumps(figures))
+    return int(bool(figures["wrong"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
