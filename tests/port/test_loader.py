@@ -361,3 +361,19 @@ def test_a_shuffled_accessor_draws_before_the_model_does() -> None:
         return seen, drawn
 
     assert run(iter) == run(AsynchronousDataAccessor)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_tensors_come_as_torch_gives_them(shuffle: bool) -> None:
+    data = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
+    options = Options().deviceIterations(2)
+    torch.manual_seed(3)
+    ours = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    theirs = list(torch.utils.data.DataLoader(data, 4, shuffle, drop_last=True))
+    assert torch.equal(after, torch.rand(1)), "the generator is left as torch's loader leaves it"
+    assert len(ours) == len(theirs) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert type(mine) is type(other)
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))

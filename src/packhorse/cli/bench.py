@@ -28,8 +28,12 @@ app = App(
     help_format="plaintext",
 )
 
+app.command("packhorse.cli.bench_ablation:ablation", name="ablation")
+app.command("packhorse.cli.bench_curves:curves", name="curves")
 app.command("packhorse.cli.bench_data:data", name="data")
 app.command("packhorse.cli.bench_train:train", name="train")
+app.command("packhorse.cli.bench_serve:serve", name="serve")
+app.command("packhorse.cli.bench_port:port", name="port")
 
 Mix = Literal["wikipedia", "squad", "normal"]
 

@@ -17,10 +17,11 @@ import multiprocessing
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from torch.utils.data import IterableDataset
+from torch import Tensor
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from packhorse.errors import InputError
 from packhorse.port.enums import DataLoaderMode, SharingStrategy
@@ -156,9 +157,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._mode == DataLoaderMode.Sync:
-            return super().__iter__()
+            return self._by_rows() if self._has_rows else super().__iter__()
         early, self._early = self._early, None
         return held(self, early or self._start())
+
+    @property
+    def _has_rows(self) -> bool:
+        """Are batches rows of tensors, to be had in one piece instead of one by one?"""
+        plain = self.collate_fn is default_collate and not (self.num_workers or self.pin_memory)
+        return plain and type(self.dataset) is TensorDataset and self.batch_sampler is not None
+
+    def _by_rows(self) -> Iterator[list[Tensor]]:
+        # torch's loader draws a seed for its workers here; whoever draws after it must not notice.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        tensors = cast(TensorDataset, self.dataset).tensors
+        for rows in cast(Iterable[Sequence[int]], self.batch_sampler):
+            yield [tensor[rows] for tensor in tensors]
 
     def _start(self) -> Ahead:
         self._stop()

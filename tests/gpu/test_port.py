@@ -1,0 +1,157 @@
+"""Porting on CUDA: the plain loop's numbers, a host call as one graph, weights where they belong.
+
+Skipped where there is no NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import packhorse.port as poptorch
+from packhorse.port.capture import WARM
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+BATCH, ITERATIONS, CALLS = 4, 5, WARM + 3
+
+
+@pytest.fixture(autouse=True)
+def _same_kernels() -> Any:
+    """Full fp32 and kernels that add up in one order, so that numbers can be compared."""
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
+    torch.backends.cudnn.deterministic = False
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+        self.drop, self.out = nn.Dropout(dropout), nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None):
+        x = self.out(self.drop(torch.relu(self.norm(self.conv(x))).flatten(1)))
+        return x if labels is None else (x, nn.functional.cross_entropy(x, labels))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: poptorch.optim.Adam(p, lr=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "lamb": lambda p: poptorch.optim.LAMB(p, lr=0.01),
+}
+
+
+def data(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, 5, (rows,), generator=generator)
+    return torch.randn(rows, 1, 8, 8, generator=generator), labels
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int = 1) -> None:
+    images, labels = (each.cuda() for each in data(BATCH * ITERATIONS * accumulation * CALLS))
+    for begin in range(0, len(images), BATCH * accumulation):
+        optimizer.zero_grad()
+        for at in range(begin, begin + BATCH * accumulation, BATCH):
+            _, loss = model(images[at : at + BATCH], labels[at : at + BATCH])
+            (loss / accumulation).backward()
+        optimizer.step()
+
+
+def ported(model: nn.Module, optimizer: Any, accumulation: int = 1, compiled: bool | None = None):
+    opts = poptorch.Options().deviceIterations(ITERATIONS).compileStep(compiled)
+    opts.Training.gradientAccumulation(accumulation)
+    training = poptorch.trainingModel(model, opts, optimizer)
+    rows = BATCH * ITERATIONS * accumulation
+    images, labels = data(rows * CALLS)
+    for at in range(0, len(images), rows):
+        training(images[at : at + rows], labels[at : at + rows])
+    return training
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_captured_call_is_the_plain_loop(name, accumulation):
+    torch.manual_seed(0)
+    mine = Net()
+    theirs = copy.deepcopy(mine).cuda()
+    plain(theirs, OPTIMIZERS[name](theirs.parameters()), accumulation)
+    training = ported(mine, OPTIMIZERS[name](mine.parameters()), accumulation)
+    recorded = training._graphs.recorded
+    assert bool(recorded) == (name != "lamb"), training._graphs.refused
+    assert all(each.uses == CALLS - WARM for each in recorded.values())
+    training.detachFromDevice()
+    for key, value in mine.state_dict().items():
+        torch.testing.assert_close(value, theirs.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_draws_anew_in_each_step():
+    torch.manual_seed(0)
+    opts = poptorch.Options().deviceIterations(4).outputMode(poptorch.OutputMode.All)
+    inference = poptorch.inferenceModel(nn.Dropout(0.5), opts)
+    drawn = [inference(torch.ones(4, 64)) for _ in range(WARM + 3)]
+    assert len({tuple(row.tolist()) for call in drawn for row in call}) == 4 * len(drawn)
+
+
+def test_a_new_learning_rate_is_followed():
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x).mean()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = poptorch.trainingModel(Loss(), None, optimizer)
+    for _ in range(WARM + 2):
+        training(torch.ones(2, 2))
+    training.detachFromDevice()
+    before = model.bias.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.5
+    training(torch.ones(2, 2))
+    training.detachFromDevice()
+    assert torch.allclose(before - model.bias, torch.tensor([0.5]))
+
+
+def test_weights_come_home_when_the_script_looks():
+    model = Net()
+    training = ported(model, OPTIMIZERS["adam"](model.parameters()))
+    assert next(model.parameters()).is_cuda
+    assert all(value.device.type == "cpu" for value in model.state_dict().values())
+    images, labels = data(BATCH)
+    assert model(images).device.type == "cpu"  # the script's own call, on the host
+    out, loss = training(*(x.repeat(ITERATIONS, *[1] * (x.dim() - 1)) for x in (images, labels)))
+    assert out.device.type == loss.device.type == "cpu" and next(model.parameters()).is_cuda
+
+
+def test_inference_is_the_modules():
+    model = Net().eval()
+    inference = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(2))
+    images, _ = data(8)
+    found = [inference(images + call) for call in range(WARM + 2)]
+    inference.detachFromDevice()
+    for call, one in enumerate(found):
+        wanted = model(images + call).detach()
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_schedule_by_the_step_stops_the_captures():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = poptorch.trainingModel(model, None, optimizer)
+    for call in range(40):
+        optimizer.param_groups[0]["lr"] = 0.1 / (call + 1)
+        training(*data(BATCH))
+    assert len(training._graphs.recorded) == 0  # no rate was seen often enough to be captured
