@@ -41,9 +41,7 @@ def make_packed(lengths: list[int], seed: int = 0) -> Packed:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
-@pytest.mark.parametrize(
-    "kernel", [name for name in attention.KERNELS if name != "native"]
-)
+@pytest.mark.parametrize("kernel", [name for name in attention.KERNELS if name != "native"])
 def test_no_result_depends_on_neighbours(make_model, kernel: str, dtype: torch.dtype) -> None:
     if kernel in ("fused", "varlen") and dtype not in HALF:
         with pytest.raises(KernelError, match="not in fp32"):
