@@ -41,7 +41,7 @@ TODO = re.compile(
 )
 REGION = re.compile(r"^ *# --- solution (\d+)\n(.*?)\n *# --- end \1\n", re.M | re.S)
 QUIET = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's
-FASHION = (Path("/usr/share/datasets/fashion-mnist"), Path("/usr/share/dataset-fashion-mnist"))
+FASHION = (Path("/usr/share/datasets/fashion-mnist"),)
 
 Run = Callable[..., tuple[dict[str, Any], str]]
 

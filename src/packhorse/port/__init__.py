@@ -11,7 +11,10 @@ it. They are imported on first use. A name that PopTorch has and this has not is
 what to write instead.
 """
 
+import sys
+from dis import opmap
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,13 +61,18 @@ def __getattr__(name: str) -> Any:
         return import_module(f"packhorse.port.{name}")
     if name not in _HOMES:
         from packhorse.port.names import FAILS, nearest
-        from packhorse.port.notices import caller
+        from packhorse.port.notices import place
 
-        line = caller()
         hint = f": {FAILS[name]}" if name in FAILS else nearest(name, list(_HOMES))
-        place = f"{line}: " if line else ""
-        raise AttributeError(f"{place}poptorch.{name} is not provided here{hint}")
+        # Of an AttributeError, `from poptorch import name` would show nothing.
+        kind = ImportError if _imports(sys._getframe(1)) else AttributeError
+        raise kind(f"{place()}poptorch.{name} is not provided here{hint}")
     return getattr(import_module(f"packhorse.port.{_HOMES[name]}"), name)
+
+
+def _imports(frame: FrameType) -> bool:
+    """Is a frame at a `from … import`?"""
+    return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 from packhorse.port import enums
 from packhorse.port.names import EXTRAS, NAMES, Kind, Name, install_line, nearest
 from packhorse.port.origins import Origins, dotted
+from packhorse.port.patch import SCALING
 from packhorse.port.script import IPU
 from packhorse.port.tensorflow import uses as tensorflow
 from packhorse.port.torchvision import PROVIDES
@@ -83,14 +84,31 @@ def examine(source: bytes, path: Path) -> Report:
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         return Report((Finding(line, "fails", "syntax", f"{error}"),), 0)
-    lines, origins = text.splitlines(), Origins(tree)
+    lines, origins = text.splitlines(), Origins(tree, functions=True)
     found = {
         (each.line, each.name): each._replace(source=lines[each.line - 1].strip())
-        for each in [*_imports(tree, path.parent), *_uses(tree, origins), *_ipu_uses(tree, origins)]
+        for each in _everything(tree, path.parent, origins)
     }
     ordered = sorted(found.values(), key=lambda each: (each.line, each.name))
     statements = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
     return Report(tuple(ordered), len(statements - {each.line for each in ordered}))
+
+
+def _everything(tree: ast.Module, folder: Path, origins: Origins) -> Iterator[Finding]:
+    yield from _imports(tree, folder)
+    yield from _uses(tree, origins)
+    yield from _scalings(tree, origins)
+    yield from _ipu_uses(tree, origins)
+
+
+def _scalings(tree: ast.Module, origins: Origins) -> Iterator[Finding]:
+    """Arguments of PopTorch's optimizers that nothing follows from."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and origins.path(node.func).startswith("poptorch.optim."):
+            for word in node.keywords:
+                if word.arg in SCALING:
+                    why = "kept, not applied: it only keeps half precision in range"
+                    yield Finding(word.value.lineno, "ignored", word.arg, why)
 
 
 def _imports(tree: ast.Module, folder: Path) -> Iterator[Finding]:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packhorse.errors import InputError
-from packhorse.port import capture, placing, saved
+from packhorse.port import capture, placing, saved, telling
 from packhorse.port.enums import ConnectionType
 from packhorse.port.names import NAMES, nearest
-from packhorse.port.notices import caller, say_once
+from packhorse.port.notices import place, say_once
 from packhorse.port.options import Options
 from packhorse.port.replicas import Group, local_device
 from packhorse.port.step import Setting, Step
@@ -56,7 +56,7 @@ def inferenceModel(
     module, options = _module(model, "inferenceModel"), _options(options, "inferenceModel")
     if options.gradient_accumulation != 1:
         raise InputError(
-            f"{_place()}inferenceModel has no gradients to accumulate, and its options say"
+            f"{place()}inferenceModel has no gradients to accumulate, and its options say"
             f" gradientAccumulation({options.gradient_accumulation}); give it options of its own:"
             " poptorch.Options().deviceIterations(n)"
         )
@@ -95,6 +95,7 @@ class PoplarExecutor:
         self._step = Step(model, None, Setting.of(options, training), group)
         self._graphs = capture.Captured(self._step)
         self._attached = self._compiled = False
+        self._tell, self._hush, self._rows = telling.SILENCE
         self._inputs: Any = None  # what was called last, as shapes; or the data itself, synthetic
         self._times = (0.0, 0.0, 0.0, 0.0)
         if optimizer is not None:
@@ -106,7 +107,7 @@ class PoplarExecutor:
         """One host call; takes what the module's forward takes, for a combined batch."""
         if self._options.connection_type == ConnectionType.Never:
             raise InputError(
-                f"{_place()}connectionType(Never) compiles and does not run: call"
+                f"{place()}connectionType(Never) compiles and does not run: call"
                 " model.compile(inputs), or set connectionType(poptorch.ConnectionType.Always)"
             )
         begun = time.perf_counter()
@@ -119,6 +120,7 @@ class PoplarExecutor:
         outputs = tree_map(self._returned, outputs)
         self._times = (begun, given, done, time.perf_counter())
         self._compiled = True
+        self._tell(self._rows)
         return outputs
 
     def _ready(self) -> None:
@@ -134,6 +136,7 @@ class PoplarExecutor:
             return self._inputs
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
+        self._rows = telling.rows(leaves)
         self._step.group.first_ones(leaves)
         fed = tree_unflatten(leaves, spec)
         keep = fed if self._options.synthetic_data else saved.shapes(leaves, spec)
@@ -164,17 +167,17 @@ class PoplarExecutor:
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Train with this one from now on; the same one, changed, needs no word but may have it."""
         if not self._training:
-            raise InputError(f"{_place()}setOptimizer belongs to a trainingModel; delete the line")
+            raise InputError(f"{place()}setOptimizer belongs to a trainingModel; delete the line")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
-                f"{_place()}the optimizer is a {type(optimizer).__name__}; write"
+                f"{place()}the optimizer is a {type(optimizer).__name__}; write"
                 " poptorch.optim.SGD(model.parameters(), lr=…) or one of torch.optim"
             )
         mine = {id(p) for p in self._user_model.parameters()}
         its = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not mine & its:
             raise InputError(
-                f"{_place()}the optimizer holds none of the model's parameters; build it with"
+                f"{place()}the optimizer holds none of the model's parameters; build it with"
                 " model.parameters() of the model that is wrapped"
             )
         self._step.optimizer = optimizer
@@ -226,12 +229,17 @@ class PoplarExecutor:
     # Device
 
     def attachToDevice(self) -> None:
-        """Take the device, for which nobody competes here."""
+        """Take the device, for which nobody competes here; a monitor sees it from then on."""
+        if not self._attached:
+            about = {"model": type(self._user_model).__name__, "device": str(self._device)}
+            does = "training" if self._training else "inference"
+            self._tell, self._hush = telling.voice(self, does, about)
         self._attached = True
 
     def detachFromDevice(self) -> None:
         """Leave it; the weights are on the host."""
         self.copyWeightsToHost()
+        self._hush()
         self._attached = False
 
     def isAttachedToDevice(self) -> bool:
@@ -260,18 +268,15 @@ class PoplarExecutor:
         weights, the optimizer and the name of the module's class."""
         if not self._compiled:
             raise InputError(
-                f"{_place()}there is nothing to save yet: call the model, or"
+                f"{place()}there is nothing to save yet: call the model, or"
                 " model.compile(inputs), before this line"
             )
         state = self.rng_state if save_rng_state else None
         inputs = self._inputs
         if self._options.synthetic_data:
             inputs = saved.shapes(*tree_flatten(inputs))
-        about = {
-            "training": self._training,
-            "options": self._options.toDict(),
-            "inputs": inputs,
-        }
+        options = self._options.toDict()
+        about = {"training": self._training, "options": options, "inputs": inputs}
         model = self._user_model if export_model else None
         saved.write(filename, about, state, model, self._step.optimizer)
 
@@ -305,7 +310,7 @@ class PoplarExecutor:
         """Nanoseconds that the last call computed, one to a cycle."""
         if not self._times[2]:
             raise InputError(
-                f"{_place()}cycleCount() is that of the last call: call the model first"
+                f"{place()}cycleCount() is that of the last call: call the model first"
             )
         return int((self._times[2] - self._times[1]) * 1e9)
 
@@ -359,7 +364,7 @@ class PoplarExecutor:
         mine = [each for each in dir(self) if not each.startswith("_")]
         hint = f": {known.meaning}" if known else nearest(name, mine)
         raise AttributeError(
-            f"{_place()}neither the executor nor {type(model).__name__} has {name!r}{hint}"
+            f"{place()}neither the executor nor {type(model).__name__} has {name!r}{hint}"
         )
 
     def __repr__(self) -> str:
@@ -369,7 +374,7 @@ class PoplarExecutor:
 def no_backward(*_: Any, **__: Any) -> None:
     """What a plain loop does by itself has been done."""
     raise InputError(
-        f"{_place()}delete the line with backward(): a trainingModel's call has done the backward"
+        f"{place()}delete the line with backward(): a trainingModel's call has done the backward"
         " pass and the optimizer's step (delete zero_grad() and step() too)"
     )
 
@@ -379,7 +384,7 @@ def _module(model: Any, what: str) -> nn.Module:
         return model.model
     if not isinstance(model, nn.Module):
         raise InputError(
-            f"{_place()}{what} takes a torch.nn.Module, not a {type(model).__name__}; write"
+            f"{place()}{what} takes a torch.nn.Module, not a {type(model).__name__}; write"
             f" {what}(model, options=opts)"
         )
     return model
@@ -388,12 +393,7 @@ def _module(model: Any, what: str) -> nn.Module:
 def _options(options: Any, what: str) -> Options:
     if options is not None and not isinstance(options, Options):
         raise InputError(
-            f"{_place()}the options of {what} are a {type(options).__name__}; write"
+            f"{place()}the options of {what} are a {type(options).__name__}; write"
             f" {what}(model, options=poptorch.Options())"
         )
     return options if options is not None else Options()
-
-
-def _place() -> str:
-    line = caller()
-    return f"{line}: " if line else ""

@@ -18,10 +18,11 @@ from packhorse.port.enums import (
     ReductionType,
     TensorLocationSettings,
 )
-from packhorse.port.notices import say_once
+from packhorse.port.notices import place, say_once
 from packhorse.port.settings import Settings, Use, ignored, member, whole
 
 NO_TILES = "memory is not divided into tiles here"
+NOT_SCALED = "no loss is scaled: in fp32 nothing vanishes, in half small gradients may"
 ONE_DEVICE = "the model runs on the one device at hand"
 
 
@@ -42,7 +43,9 @@ class Training(Settings):
         """Whether the gradients of micro batches and replicas are averaged or added up."""
         name = "accumulationAndReplicationReductionType"
         if member(name, reduction_type, ReductionType) == ReductionType.NoReduction:
-            raise InputError(f"{name} takes poptorch.ReductionType.Mean or .Sum, not NoReduction")
+            raise InputError(
+                f"{place()}{name} takes poptorch.ReductionType.Mean or .Sum, not NoReduction"
+            )
         return self._set(name, accumulation_and_replication_reduction_type=reduction_type)
 
     def accumulationReductionType(self, reduction_type: ReductionType) -> Self:
@@ -58,7 +61,7 @@ class Training(Settings):
         self, mean_reduction_strategy: MeanReductionStrategy
     ) -> Self: ...
 
-    @ignored("automatic_loss_scaling", False, "gradients keep fp32's range, nothing underflows")
+    @ignored("automatic_loss_scaling", False, NOT_SCALED)
     def setAutomaticLossScaling(self, enabled: bool) -> Self: ...
 
     @ignored("convolution_dithering", False, NO_TILES)
@@ -141,7 +144,7 @@ class Distributed(Settings):
         count = whole("num_processes", num_processes)
         number = whole("process_id", process_id, least=0)
         if number >= count:
-            raise InputError(f"process {number} of {count}: ids run from 0 to {count - 1}")
+            raise InputError(f"{place()}process {number} of {count}: ids run from 0 to {count - 1}")
         values = {"num_distributed_processes": count, "distributed_process_id": number}
         return self._set("configureProcessId", **values)
 

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from packhorse.errors import InputError
 from packhorse.port.enums import DataLoaderMode, SharingStrategy
-from packhorse.port.notices import say_once
+from packhorse.port.notices import place, say_once
 from packhorse.port.options import Options
 from packhorse.port.prefetch import Ahead, held, rebatched
 from packhorse.port.samplers import Joined, Share
@@ -86,7 +86,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _sampled(self, batch_sampler: Iterable[Sequence[int]], shuffle: bool) -> dict[str, Any]:
         """torch's arguments where a sampler gives the batches; they are whole, none is recut."""
         if shuffle:
-            raise InputError("shuffle=True has no say beside a batch_sampler; leave it out")
+            raise InputError(f"{place()}leave out shuffle=True: a batch_sampler gives the order")
         if self._mode == DataLoaderMode.AsyncRebatched:
             self._mode = DataLoaderMode.Async
         joined = Joined(batch_sampler, self._options.batches_per_call, self._drop_last)
@@ -129,7 +129,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return self._combined
         if whole("rebatched_worker_size", asked) > self._combined:
             raise InputError(
-                f"rebatched_worker_size={asked} is more than the combined batch of"
+                f"{place()}rebatched_worker_size={asked} is more than the combined batch of"
                 f" {self._combined}; give at most that"
             )
         return asked
@@ -274,11 +274,11 @@ class AsynchronousDataAccessor:
 def _options(options: Any, dataset: Any) -> Options:
     if options is not None and not isinstance(options, Options):
         raise InputError(
-            f"the first argument of DataLoader is the options, not a {type(options).__name__};"
-            " write poptorch.DataLoader(opts, dataset, …)"
+            f"{place()}the first argument of DataLoader is the options, not a"
+            f" {type(options).__name__}; write poptorch.DataLoader(opts, dataset, …)"
         )
     if dataset is None:
-        raise InputError("DataLoader has no dataset; write poptorch.DataLoader(opts, dataset, …)")
+        raise InputError(f"{place()}it has no dataset; write poptorch.DataLoader(opts, dataset)")
     options = options or Options()
     options.freeze("a DataLoader")
     return options
@@ -324,7 +324,7 @@ def _check_size(elements: int, loader: DataLoader, processes: int) -> None:
     factors += f" x processes {processes}" if processes > 1 else ""
     if elements < combined and loader._drop_last:
         raise InputError(
-            f"one host call consumes {combined} elements ({factors}) and the data set has"
+            f"{place()}one host call consumes {combined} elements ({factors}) and the data set has"
             f" {elements}: with drop_last=True no batch is left. Lower one of the factors"
         )
     if elements % combined and not loader._drop_last:

@@ -77,6 +77,12 @@ def caller() -> str:
     return ""
 
 
+def place() -> str:
+    """`script.py:12: `, to begin an error with; "" where no script is to blame."""
+    line = caller()
+    return f"{line}: " if line else ""
+
+
 def _between(module: str, path: str) -> bool:
     if module != "__main__" and module.split(".")[0] in BETWEEN:
         return True

@@ -20,8 +20,10 @@ import torch
 from packhorse import optim
 from packhorse.errors import InputError
 from packhorse.optim.lamb import SETTLED
-from packhorse.port.notices import say_once
+from packhorse.port.names import nearest
+from packhorse.port.notices import place, say_once
 
+OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
 NO_CLIP = float("inf")
 ACCUM_TYPES = (torch.float16, torch.float32)
 Betas = tuple[float, float]
@@ -225,7 +227,7 @@ _OWN = {
     *("loss_scaling", "velocity_scaling", "use_combined_accum", "accum_type", "max_grad_norm"),
     *("velocity_accum_type", "use_tf_variant", *_MOMENTS),
 }
-_SCALING = "has no effect: gradients are not scaled, in fp32 they neither vanish nor overflow"
+_SCALING = "has no effect: nothing is scaled; in fp32 nothing vanishes, in half small gradients may"
 _STORED = "has no effect: gradients and moments have the types torch gives them"
 _WHY = {
     "loss_scaling": _SCALING,
@@ -322,3 +324,12 @@ def _tensorflow_rmsprop(parameter: Any, state: dict[str, Any], group: dict[str, 
     if group["momentum"]:
         update = state["momentum_buffer"].mul_(group["momentum"]).add_(update)
     parameter.sub_(update)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    near = nearest(name, OPTIMIZERS)
+    if hasattr(torch.optim, name):
+        near = f"; write torch.optim.{name}, which trainingModel takes as well"
+    raise AttributeError(f"{place()}poptorch.optim has no {name}{near}")

@@ -19,6 +19,7 @@ import torch
 
 from packhorse.errors import PackhorseError
 from packhorse.port import enums
+from packhorse.port.notices import place
 
 if TYPE_CHECKING:
     from packhorse.port.settings import Settings
@@ -33,7 +34,7 @@ def apply(options: Settings, path: Path) -> None:
     try:
         lines = path.read_text("utf-8").splitlines()
     except OSError as error:
-        raise ConfigFileError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigFileError(f"{place()}cannot read {path}: {error.strerror}") from error
     for number, line in enumerate(lines, 1):
         if (text := line.strip()) and not text.startswith("#"):
             try:

@@ -25,7 +25,7 @@ import torch
 from packhorse.errors import InputError
 from packhorse.port import groups
 from packhorse.port.enums import ConnectionType, OutputMode, ReductionType, SyncPattern
-from packhorse.port.notices import caller
+from packhorse.port.notices import caller, place
 from packhorse.port.settings import Settings, Use, ignored, member, whole
 
 PARTS: dict[str, type[Settings]] = {
@@ -176,7 +176,9 @@ class Options(Settings):
         every = 1
         if mode == OutputMode.EveryN:
             if output_return_period is None:
-                raise InputError("write outputMode(poptorch.OutputMode.EveryN, n): n is missing")
+                raise InputError(
+                    f"{place()}write outputMode(poptorch.OutputMode.EveryN, n): n is missing"
+                )
             every = whole("output_return_period", output_return_period)
         return self._set("outputMode", output_mode=mode, output_return_period=every)
 
@@ -191,7 +193,7 @@ class Options(Settings):
         return self.defaultOutputMode()
 
     def randomSeed(self, random_seed: int) -> Self:
-        """Seed torch now, and the model's own generator whenever it is built."""
+        """Seed torch, now: a model draws from torch's own generator."""
         seed = whole("randomSeed", random_seed, least=0)
         self._set("randomSeed", random_seed=seed)
         torch.manual_seed(seed)

@@ -22,6 +22,7 @@ MADE_BY = {
     "poptorch.load": "PoplarExecutor",
     "poptorch.PoplarExecutor": "PoplarExecutor",
     "poptorch.DataLoader": "DataLoader",
+    "poptorch.AsynchronousDataAccessor": "DataLoader",
     "poptorch.TensorLocationSettings": "TensorLocationSettings",
     "poptorch.PipelinedExecution": "Strategy",
     "poptorch.ShardedExecution": "Strategy",
@@ -56,13 +57,16 @@ def dotted(node: ast.AST | None) -> str:
 class Origins:
     """What the imports and assignments of one script bind."""
 
-    def __init__(self, tree: ast.AST) -> None:
+    def __init__(self, tree: ast.AST, functions: bool = False) -> None:
+        """functions: believe what the script's own functions return, whatever they were given."""
         self.imported = dict(imported(tree))
         self.made: dict[str, str] = {}
+        self.returned: dict[str, str] = {}
         # `opts = opts.clone()` says something only of an `opts` that is known: believe first, then
         # doubt, and doubt once more for what was made from what was believed wrongly.
         for doubt in (False, True, True):
             self.made = self._assigned(tree, doubt)
+            self.returned = self._returns(tree) if functions else {}
 
     def path(self, node: ast.AST | None) -> str:
         """The full name of something imported: `poptorch.optim.SGD`; or nothing."""
@@ -72,7 +76,7 @@ class Origins:
     def kind(self, node: ast.AST | None) -> str:
         """What an expression makes: `Options`, `Options.Training`, `PoplarExecutor`; or nothing."""
         if isinstance(node, ast.Call):
-            if made := MADE_BY.get(self.path(node.func), ""):
+            if made := MADE_BY.get(self.path(node.func)) or self.returned.get(dotted(node.func)):
                 return made
             before = self.kind(node.func.value) if isinstance(node.func, ast.Attribute) else ""
             return before if before.split(".")[0] in CHAINING else ""
@@ -93,6 +97,16 @@ class Origins:
         if kind := self.kind(node.value):
             return f"{kind}.{node.attr}"
         return "" if path else OWN_TAILS.get(node.attr, "")
+
+    def _returns(self, tree: ast.AST) -> dict[str, str]:
+        """What a function makes, where all that it returns is of one kind."""
+        found = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                given = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
+                kinds = {self.kind(each.value) for each in given}
+                found[node.name] = kinds.pop() if len(kinds) == 1 else ""
+        return {name: kind for name, kind in found.items() if kind}
 
     def _assigned(self, tree: ast.AST, doubt: bool) -> dict[str, str]:
         kinds: dict[str, set[str]] = defaultdict(set)

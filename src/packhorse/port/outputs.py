@@ -21,6 +21,7 @@ from torch import Tensor
 
 from packhorse.errors import InputError
 from packhorse.port.enums import OutputMode
+from packhorse.port.notices import place
 from packhorse.port.options import Options
 
 
@@ -32,9 +33,9 @@ def resolve(options: Options, training: bool) -> OutputMode:
     steps = options.device_iterations * options.gradient_accumulation
     if mode == OutputMode.EveryN and steps % every:
         raise InputError(
-            f"outputMode(poptorch.OutputMode.EveryN, {every}) does not divide the {steps} batches"
-            f" of a host call (deviceIterations {options.device_iterations} x gradientAccumulation"
-            f" {options.gradient_accumulation}); write EveryN, n with an n that does"
+            f"{place()}outputMode(poptorch.OutputMode.EveryN, {every}) does not divide the {steps}"
+            f" batches of a host call (deviceIterations {options.device_iterations} x"
+            f" gradientAccumulation {options.gradient_accumulation}); take an n that does"
         )
     return mode
 

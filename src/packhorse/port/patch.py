@@ -24,7 +24,7 @@ from packhorse.port.settle import READ, Plan, chain, made, settle
 MARK = "# packhorse port, not translated: "
 # Statements that need no counterpart: nothing has to happen.
 NEEDLESS = {
-    *("setLogLevel", "DataLoader.terminate", "removeBlocks"),
+    *("setLogLevel", "DataLoader.terminate", "removeBlocks", "Block.start"),
     *("PoplarExecutor.detachFromDevice", "PoplarExecutor.attachToDevice"),
     *("PoplarExecutor.destroy", "PoplarExecutor.compile", "PoplarExecutor.copyWeightsToHost"),
     *("PoplarExecutor.copyWeightsToHostIfNeeded", "PoplarExecutor.copyWeightsToDevice"),
@@ -142,7 +142,7 @@ class Script:
 
     def options(self, node: ast.stmt, value: ast.expr) -> bool:
         """Settings act where they are used; a seed alone acts at once."""
-        if node.lineno in self.plans.left:
+        if node.lineno in self.plans.left or self.lost(node):
             return False
         seeds = [
             ast.unparse(call.args[0])
@@ -155,6 +155,13 @@ class Script:
         self.needs.add("torch")
         self.text.instead_of(node, f"torch.manual_seed({seeds[-1]})")
         return False
+
+    def lost(self, node: ast.stmt) -> bool:
+        """Is it assigned to a variable that also holds something else, so that its use is lost?"""
+        names = [dotted(target) for target in getattr(node, "targets", [])]
+        if lost := [name for name in names if name not in self.origins.made]:
+            self.left[node.lineno] = f"what {lost[0]} is set to cannot be told"
+        return bool(lost)
 
     def decorator(self, node: ast.AST) -> bool:
         """A function that was a block is one no more."""

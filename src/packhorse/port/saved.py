@@ -171,8 +171,9 @@ def rebuild(found: Saved) -> nn.Module:
         if _looks(model) != found.about["looks"]:
             raise TypeError("it was built with arguments")
         prefix = "model."
-        model.load_state_dict(
-            {n.removeprefix(prefix): t for n, t in found.tensors.items() if n.startswith(prefix)}
+        _load(
+            model,
+            {n.removeprefix(prefix): t for n, t in found.tensors.items() if n.startswith(prefix)},
         )
     except (TypeError, RuntimeError) as error:
         raise InputError(
@@ -181,6 +182,14 @@ def rebuild(found: Saved) -> nn.Module:
             " poptorch.inferenceModel(model, opts).loadExecutable(file)"
         ) from error
     return model.train(found.about["mode"])
+
+
+def _load(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """In the types they had: a model that was halved after it was built is half here too."""
+    for name, own in [*model.named_parameters(), *model.named_buffers()]:
+        if name in state:
+            own.data = own.data.to(state[name].dtype)
+    model.load_state_dict(state)
 
 
 def rebuild_optimizer(found: Saved, model: nn.Module) -> torch.optim.Optimizer | None:

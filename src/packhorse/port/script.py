@@ -108,8 +108,17 @@ class Finder:
         for alias, home in (("poptorch", PORT), ("torchvision", TORCHVISION)):
             if top == alias and sys.modules.get(top) is sys.modules.get(home, name):
                 ours = find_spec(f"{home}.{rest}")
-                return _spec(name, Alias(ours.name)) if ours else None
+                return _spec(name, Alias(ours.name)) if ours else _missing(name)
         return None
+
+
+def _missing(name: str) -> None:
+    """A submodule of PopTorch's that is not there: what to write instead, where that is known."""
+    from packhorse.port.names import FAILS
+    from packhorse.port.notices import place
+
+    if hint := FAILS.get(name.removeprefix("poptorch.").partition(".")[0]):
+        raise ModuleNotFoundError(f"{place()}{name} is not provided here: {hint}", name=name)
 
 
 def _spec(name: str, loader: Any) -> ModuleSpec:

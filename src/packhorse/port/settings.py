@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from packhorse.errors import InputError, PackhorseError
-from packhorse.port.notices import caller, say_once
+from packhorse.port.notices import place, say_once
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -91,7 +91,7 @@ class Settings:
         if self._use.by:
             shown = ", ".join(repr(value) for value in values.values())
             raise OptionsError(
-                f"{_place()}these options can no longer change: {self._use.by} took them"
+                f"{place()}these options can no longer change: {self._use.by} took them"
                 f"{' at ' + self._use.line if self._use.line else ''}. Set {method}({shown}) before"
                 " that line, or write `opts = opts.clone()` first and pass the copy on"
             )
@@ -122,29 +122,22 @@ class Settings:
             return values[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        raise OptionsError(
-            f"{_place()}{type(self).__name__} has no {name!r}; {self._nearest(name)}"
-        )
+        raise OptionsError(f"{place()}{type(self).__name__} has no {name!r}; {self._nearest(name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if callable(getattr(type(self), name, None)):
             raise OptionsError(
-                f"{_place()}{name} is set by calling it: write .{name}({value!r}), not"
+                f"{place()}{name} is set by calling it: write .{name}({value!r}), not"
                 f" .{name} = {value!r}"
             )
         how = self._nearest(name) if name not in self._values else "call the method that sets it"
-        raise OptionsError(f"{_place()}{type(self).__name__}.{name} cannot be assigned; {how}")
+        raise OptionsError(f"{place()}{type(self).__name__}.{name} cannot be assigned; {how}")
 
     def _nearest(self, name: str) -> str:
         known = [each for each in (*dir(type(self)), *self._values) if not each.startswith("__")]
         lower = {each.lower(): each for each in known}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
         return f"the nearest it has is {lower[near[0]]!r}" if near else "and nothing like it"
-
-
-def _place() -> str:
-    line = caller()
-    return f"{line}: " if line else ""
 
 
 def plain(value: Any) -> Any:
@@ -163,9 +156,9 @@ def plain(value: Any) -> Any:
 def whole(name: str, value: Any, least: int = 1) -> int:
     """`value` as an integer that is not below `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"{_place()}{name} takes a whole number, not {value!r}")
+        raise InputError(f"{place()}{name} takes a whole number, not {value!r}")
     if value < least:
-        raise InputError(f"{_place()}{name} must be at least {least}, got {value}")
+        raise InputError(f"{place()}{name} must be at least {least}, got {value}")
     return value.__index__()
 
 
@@ -173,5 +166,5 @@ def member(name: str, value: Any, kind: type[Enum]) -> Any:
     """`value`, which must be one of an enumeration."""
     if not isinstance(value, kind):
         choices = ", ".join(f"poptorch.{kind.__name__}.{each.name}" for each in kind)
-        raise InputError(f"{_place()}{name} takes one of {choices}; not {value!r}")
+        raise InputError(f"{place()}{name} takes one of {choices}; not {value!r}")
     return value

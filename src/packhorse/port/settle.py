@@ -150,9 +150,15 @@ def chain(value: ast.expr, origins: Origins) -> tuple[ast.expr, list[ast.Call]]:
 def statements(tree: ast.AST, conditional: bool = False) -> Iterator[tuple[ast.stmt, bool]]:
     """Every statement, and whether it stands in a branch or a loop."""
     for node in ast.iter_child_nodes(tree):
-        inside = conditional or isinstance(
-            node, ast.If | ast.For | ast.While | ast.Try | ast.match_case
-        )
+        branch = isinstance(node, ast.If | ast.For | ast.While | ast.Try | ast.match_case)
+        inside = conditional or (branch and not is_main(node))
         if isinstance(node, ast.stmt):
             yield node, conditional
         yield from statements(node, inside)
+
+
+def is_main(node: ast.AST) -> bool:
+    """`if __name__ == "__main__":`, which a script always enters."""
+    if not isinstance(node, ast.If) or node.orelse:
+        return False
+    return ast.unparse(node.test) in ("__name__ == '__main__'", "'__main__' == __name__")

