@@ -43,10 +43,12 @@ class Around:
 
 @pytest.fixture(scope="session")
 def tiny(make_model, tmp_path_factory):
-    """Tiny encoders by name ("tiny", "ranker", "tagger"), all over one model with every head."""
+    """Tiny encoders by name ("tiny", "ranker", "tagger"), all over the layers of one model."""
     import torch
 
     from packhorse import attention
+    from packhorse.model.heads import PooledLabels
+    from packhorse.model.model import Model
     from packhorse.runtime.backend import TorchBackend
     from packhorse.runtime.encoder import Encoder
     from packhorse.tokens import Tokenizer
@@ -56,6 +58,9 @@ def tiny(make_model, tmp_path_factory):
     torch.set_num_threads(1)
     model = make_model(torch.float32, width=32, heads=2, positions=48)
     model.bert.use(attention.kernel("bucketed"))
+    pooler = model.heads["pooled"]
+    score = PooledLabels(model.bert.config, pooler, 1)
+    ranker = Model(model.bert, {"pooled": pooler, "classify": score})
     whole = Encoder(
         name="tiny",
         tokenizer=Tokenizer.load(folder),
@@ -75,9 +80,12 @@ def tiny(make_model, tmp_path_factory):
         embedder=model.heads["embed"],
     )
 
+    backends = {"ranker": TorchBackend(ranker, torch.device("cpu"))}
+
     def make(name: str = "tiny", before: Callable[[Any], Any] | None = None) -> Encoder:
+        backend = backends.get(name, whole.backend)
+        around = backend if before is None else Around(backend, before)
         encoder = replace(whole, name=name, heads=HEADS[name], labels=LABELS[name])
-        around = whole.backend if before is None else Around(whole.backend, before)
         return replace(encoder, backend=around)
 
     return make
@@ -108,7 +116,7 @@ class Served:
 
         async def go() -> Any:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 return await work(client)
 
         return asyncio.run(go())
@@ -116,16 +124,25 @@ class Served:
 
 @pytest.fixture(scope="session")
 def serving(tiny) -> Iterator[Callable[..., Served]]:
-    """Makes servers: `serving(before=…, names=("tiny",), max_batch_inputs=2, keys=("k",))`."""
+    """Makes servers: `serving(before=…, names=("tiny",), max_batch_inputs=2, keys=("k",))`.
+
+    Or of encoders of one's own: `serving(encoders=[…])`.
+    """
     from packhorse.serve.app import create, guarded
     from packhorse.serve.hosting import Hosts, host
     from packhorse.serve.settings import Settings
 
     opened: list[Hosts] = []
 
-    def make(names: Sequence[str] = ("tiny",), before: Any = None, **settings: Any) -> Served:
+    def make(
+        names: Sequence[str] = ("tiny",),
+        before: Any = None,
+        encoders: Sequence[Any] = (),
+        **settings: Any,
+    ) -> Served:
         chosen = Settings(**{"batch_tokens": 4 * 48, "batch_wait_ms": 0.0, **settings})
-        models = [host(tiny(name, before), chosen, name, publish=False) for name in names]
+        made = encoders or [tiny(name, before) for name in names]
+        models = [host(encoder, chosen, publish=False) for encoder in made]
         opened.append(hosts := Hosts(models))
         app, guard = guarded(create(chosen, hosts))
         return Served(app, guard, hosts, chosen)

@@ -38,24 +38,33 @@ import httpx
 RATE = 60.0  # good requests a second
 SLOW_CLIENTS = 40
 BURST_EVERY, BURST = 10.0, 300  # seconds, requests at once
+KEPT = 32  # connections
+LIGHT_CLIENTS, LIGHT_PAUSE, LEAST = 3, 0.002, 10_000  # requests for nothing, at least
+NAP = 0.04  # seconds more that a batch takes: a burst is ten times what the server can run
 REST_SECONDS = 4.0  # until clients that were given up are gone
-WARM_UP = 0.4  # of the time; pools, arenas and prepared products come to be
-BYTES_A_REQUEST = 512.0
+WARM_UP = 0.5  # of the time; pools, arenas and prepared products come to be
+BYTES_A_REQUEST, NOISE = 256.0, 4 << 20  # bytes by which a server at rest differs from itself
 MIB_AN_HOUR, JUDGED_FROM = 1.0, 3000.0  # seconds that were measured
 POISON = "w13"
 BEFORE = """
+import ctypes, gc, signal, time
 from packhorse.runtime.backend import TorchBackend
 from packhorse.serve.guard import Guard
 plain, guarded, lost = TorchBackend.__call__, Guard.__call__, []
 def call(self, packed, *given):
     if (packed.ids == {poison}).any():
         raise RuntimeError("poison")
+    time.sleep({nap})
     return plain(self, packed, *given)
 async def guard(self, scope, receive, send):
     if {leak}:
         lost.append(bytes([1]) * {leak})
     await guarded(self, scope, receive, send)
 TorchBackend.__call__, Guard.__call__ = call, guard
+def tidy(*_):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+signal.signal(signal.SIGUSR1, tidy)
 import sys
 from packhorse.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -84,31 +93,76 @@ class Found:
     statuses: dict[str, Counter[str]] = field(default_factory=dict)  # by kind of client
     samples: list[Sample] = field(default_factory=list)
 
+    @property
+    def empty(self) -> int:
+        """Requests for nothing that were answered."""
+        return sum(self.statuses.get("empty", {}).values())
+
     def note(self, kind: str, status: int | str) -> None:
         self.statuses.setdefault(kind, Counter())[str(status)] += 1
 
 
 # Who may get what; a connection that was cut is no answer.
 ALLOWED = {"good": {"200", "429"}, "burst": {"200", "429"}, "poison": {"424", "429"}}
+ALLOWED["empty"] = {"400"}
 
 
 def text(chance: random.Random) -> str:
     return " ".join(f"w{chance.randint(100, 2000)}" for _ in range(chance.randint(1, 60)))
 
 
+class Client:
+    """Requests over connections that are kept; nothing that would cost more than the server."""
+
+    def __init__(self, port: int) -> None:
+        self.port, self.idle = port, []
+
+    async def post(self, body: bytes) -> tuple[int, bytes]:
+        """Status and body of the answer. A connection that fails, or is left, is not kept."""
+        stale = self.idle.pop() if self.idle else None
+        reader, writer = stale or await asyncio.open_connection("127.0.0.1", self.port)
+        try:
+            writer.write(HEADERS + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            head = await reader.readuntil(b"\r\n\r\n")
+            fields = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:-2])
+            answer = await reader.readexactly(int(fields["content-length"]))
+        except BaseException:
+            writer.transport.abort()
+            raise
+        if fields.get("connection") == "close" or len(self.idle) >= KEPT:
+            writer.close()
+        else:
+            self.idle.append((reader, writer))
+        return int(head[9:12]), answer
+
+    def close(self) -> None:
+        for _, writer in self.idle:
+            writer.close()
+        self.idle.clear()
+
+
 class Load:
     """Every kind of client."""
 
-    def __init__(self, client: httpx.AsyncClient, port: int, found: Found, seed: int) -> None:
-        self.client, self.port, self.found = client, port, found
-        self.chance, self.tasks = random.Random(seed), set()
+    def __init__(self, port: int, found: Found, part: int) -> None:
+        self.client, self.port, self.found = Client(port), port, found
+        self.chance, self.tasks = random.Random(part), set()
+        self.least = part * LEAST + found.empty
 
     async def run(self, seconds: float) -> None:
         """All at once for so long; then wait for those that are on their way."""
         self.until = time.monotonic() + seconds
-        kinds = [self._steady(), self._bursts(), *[self._slow() for _ in range(SLOW_CLIENTS)]]
+        kinds = [self._steady(), self._bursts()]
+        kinds += [self._light() for _ in range(LIGHT_CLIENTS)]
+        kinds += [self._slow() for _ in range(SLOW_CLIENTS)]
         await asyncio.gather(*kinds)
         await asyncio.gather(*self.tasks)
+        self.client.close()
+
+    @property
+    def goes_on(self) -> bool:
+        """Until the time is over, and as many were answered as it takes to see a leak."""
+        return time.monotonic() < self.until or self.found.empty < self.least
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -117,7 +171,8 @@ class Load:
 
     async def _steady(self) -> None:
         begun, sent = time.monotonic(), 0
-        while (now := time.monotonic()) < self.until:
+        while self.goes_on:
+            now = time.monotonic()
             for _ in range(int((now - begun) * RATE) - sent):
                 sent += 1
                 self._start(self._one())
@@ -126,34 +181,38 @@ class Load:
     async def _one(self) -> None:
         roll = self.chance.random()
         if roll < 0.02:
-            return await self._ask("poison", {"inputs": f"{POISON} {text(self.chance)}"})
-        body = {"inputs": [text(self.chance) for _ in range(self.chance.randint(1, 8))]}
+            return await self._ask("poison", [f"{POISON} {text(self.chance)}"])
+        inputs = [text(self.chance) for _ in range(self.chance.randint(1, 4))]
         if roll < 0.2:
-            return await self._hang_up(body)
-        await self._ask("good", body)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.chance.random() * 0.03):
+                    await self._ask("impatient", inputs)
+            return
+        await self._ask("good", inputs)
 
-    async def _ask(self, kind: str, body: dict[str, Any]) -> None:
+    async def _ask(self, kind: str, inputs: list[str]) -> None:
         try:
-            answer = await self.client.post("/embed", json=body)
-            wrong = answer.status_code == 200 and None in answer.json()[0]
-            self.found.note(kind, "null" if wrong else answer.status_code)
-        except httpx.HTTPError as error:
+            status, answer = await self.client.post(json.dumps({"inputs": inputs}).encode())
+            right = status != 200 or (len(json.loads(answer)) == len(inputs) and b"u" not in answer)
+            self.found.note(kind, status if right else "wrong")
+        except (OSError, EOFError) as error:
             self.found.note(kind, type(error).__name__)
 
-    async def _hang_up(self, body: dict[str, Any]) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.chance.random() * 0.03):
-                await self._ask("impatient", body)
-
     async def _bursts(self) -> None:
-        while time.monotonic() + BURST_EVERY < self.until:
-            await asyncio.sleep(BURST_EVERY)
-            body = {"inputs": [text(self.chance) for _ in range(8)]}
-            await asyncio.gather(*[self._ask("burst", body) for _ in range(BURST)])
+        while self.goes_on:
+            inputs = [text(self.chance) for _ in range(8)]
+            await asyncio.gather(*[self._ask("burst", inputs) for _ in range(BURST)])
+            await asyncio.sleep(min(BURST_EVERY, max(0.0, self.until - time.monotonic())))
+
+    async def _light(self) -> None:
+        """One after the other, refused for their body: a leak is one of a request, and shows."""
+        while self.goes_on:
+            await self._ask("empty", [])
+            await asyncio.sleep(LIGHT_PAUSE)
 
     async def _slow(self) -> None:
         """Says a part of a request and waits to be given up; then once more."""
-        while time.monotonic() < self.until:
+        while self.goes_on:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             writer.write(self.chance.choice(SLOW))
             with contextlib.suppress(OSError):
@@ -182,8 +241,10 @@ async def sample(client: httpx.AsyncClient, pid: int, begun: float) -> Sample:
 
 
 async def at_rest(url: str, pid: int, begun: float) -> Sample:
-    """When no client is left; over a connection of its own."""
+    """When no client is left and what was freed is given back; over a connection of its own."""
     await asyncio.sleep(REST_SECONDS)
+    os.kill(pid, signal.SIGUSR1)
+    await asyncio.sleep(0.5)
     async with httpx.AsyncClient(base_url=url, timeout=30) as client:
         return await sample(client, pid, begun)
 
@@ -192,10 +253,8 @@ async def soak(url: str, pid: int, seconds: float) -> tuple[Found, Sample, Sampl
     """The load in two parts, and the server at rest after each."""
     found, begun, rests = Found(), time.monotonic(), []
     for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
-        limits = httpx.Limits(max_connections=2 * BURST, max_keepalive_connections=64)
-        client = httpx.AsyncClient(base_url=url, limits=limits, timeout=60)
-        async with client, httpx.AsyncClient(base_url=url, timeout=30) as watcher:
-            load = Load(client, httpx.URL(url).port or 0, found, seed=part)
+        async with httpx.AsyncClient(base_url=url, timeout=30) as watcher:
+            load = Load(httpx.URL(url).port or 0, found, part)
             running = asyncio.ensure_future(load.run(share * seconds))
             while not running.done():
                 found.samples.append(await sample(watcher, pid, begun))
@@ -218,13 +277,14 @@ def judge(found: Found, warm: Sample, end: Sample) -> dict[str, Any]:
     """The figures, and what is wrong with them."""
     later = [each for each in found.samples if each.seconds > warm.seconds]
     requests, measured = end.requests - warm.requests, end.seconds - warm.seconds
+    grown = max(0, end.rss - warm.rss - NOISE)
     figures = {
         "seconds": round(end.seconds, 1),
         "measured_seconds": round(measured, 1),
         "requests": end.requests,
         "statuses": {kind: dict(counts) for kind, counts in found.statuses.items()},
         "rss_mib": [round(each.rss / 2**20, 2) for each in (warm, end)],
-        "rss_bytes_a_request": round((end.rss - warm.rss) / max(1, requests), 1),
+        "rss_bytes_a_request": round(grown / max(1, requests), 1),
         "rss_slope_mib_an_hour": round(slope(later), 2),
         "files_at_rest": [warm.files, end.files],
         "threads_at_rest": [warm.threads, end.threads],
@@ -232,7 +292,7 @@ def judge(found: Found, warm: Sample, end: Sample) -> dict[str, Any]:
         "metrics_ms_median": round(statistics.median(each.metrics_ms for each in later), 1),
     }
     wrong = [
-        f"{kind}: {count} × {status}"
+        f"{kind}: {count} of {status}"
         for kind, counts in found.statuses.items()
         for status, count in counts.items()
         if status not in ALLOWED.get(kind, counts)
@@ -254,9 +314,9 @@ def start(folder: Path, leak: int) -> subprocess.Popen[str]:
 
     model = random_model.write("tiny", folder / "tiny")
     vocabulary = (folder / "tiny-tokenizer" / "vocab.txt").read_text().split()
-    code = BEFORE.format(poison=vocabulary.index(POISON), leak=leak)
+    code = BEFORE.format(poison=vocabulary.index(POISON), leak=leak, nap=NAP)
     words = ["serve", "--json", "--port", "0", "--model", f"tiny={model}", "--threads", "1"]
-    words += ["--receive-seconds", "2", "--send-seconds", "2", "--max-queue-tokens", "16384"]
+    words += ["--receive-seconds", "2", "--send-seconds", "2", "--max-queue-tokens", "8192"]
     return subprocess.Popen(
         [sys.executable, "-c", code, *words],
         stdout=subprocess.PIPE,

@@ -76,6 +76,7 @@ def serve(
       packhorse serve
       packhorse serve --model qa=FOLDER --model all-MiniLM-L6-v2 --port 9000
       PACKHORSE_API_KEY=secret packhorse serve --host 0.0.0.0
+      packhorse serve --engine ray --replicas 2 --max-replicas 8
     """
     given = {name: value for name, value in asdict(flags).items() if value is not None}
     settings = resolve(config, os.environ, given)
@@ -87,14 +88,18 @@ def serve(
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")
     _check_extra()
-    from packhorse.serve.life import run
+    from packhorse.serve.life import here, run
 
     def ready(host: str, port: int, hosts: "Hosts") -> None:
         models = [{"name": each.name, "tasks": list(each.tasks)} for each in hosts]
         emit({"host": host, "port": port, "pid": os.getpid(), "models": models}, json)
         sys.stdout.flush()  # whoever started it waits for this line
 
-    run(settings, ready)
+    if settings.engine == "ray":
+        from packhorse.serve.cluster import afar
+
+        return run(settings, ready, afar)
+    run(settings, ready, here)
 
 
 def _check_extra() -> None:

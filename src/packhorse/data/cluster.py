@@ -69,7 +69,7 @@ def ray_cluster(
     """
     if workers is not None and workers < 1:
         raise InputError(f"{workers} workers cannot work; use 1 or more")
-    with _connected(address, workers) as ray, _meeting(folder) as place:
+    with connected(address, workers) as ray, _meeting(folder) as place:
         libraries = tuple(fingerprint.of_libraries().items())
         _check(ray, place, libraries, {str(path): size for path, size in (reads or {}).items()})
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(_work)
@@ -219,7 +219,8 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _connected(address: str | None, workers: int | None) -> Iterator[Any]:
+def connected(address: str | None, workers: int | None = None) -> Iterator[Any]:
+    """Ray, on the user's cluster, or started here with so many CPUs; ended when this ends."""
     with _environment(alone=address is None):
         ray = _ray()
         if ray.is_initialized():

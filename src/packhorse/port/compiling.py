@@ -1,6 +1,6 @@
 """A recorded micro batch through torch's inductor, with what it compiled kept on disk.
 
-    graph = compile_graph(graph, inputs, folder="/home/me/poptorch-cache")
+    graph = compile_graph(graph, inputs, folder="poptorch-cache")
 
 The folder is the one of `enableExecutableCaching` or `POPTORCH_CACHE_DIR`, else that of
 `packhorse.executable`; compiled code is loaded from nowhere else, and from there only if nobody but

@@ -25,13 +25,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from packhorse.data.cluster import connected
-from packhorse.errors import InputError, MissingExtra, PackhorseError
+from packhorse.errors import InputError, MissingExtra, RunnerStopped
 from packhorse.serve import hosting, ingress, logs
 from packhorse.serve.app import create
 from packhorse.serve.hosting import Hosts
@@ -55,6 +56,7 @@ class Replica:
     def __init__(self, settings: Settings) -> None:
         from ray import serve
 
+        _keep_to_the_node()
         logs.set_up(settings)
         self.name = serve.get_replica_context().replica_id.unique_id
         self.hosts = hosting.open(settings)
@@ -82,7 +84,22 @@ class Replica:
     def check_health(self) -> None:
         """Ray asks, and replaces the replica that raises."""
         if not self.hosts.alive:
-            raise PackhorseError("an engine died")
+            raise RunnerStopped("an engine died")
+
+
+def _keep_to_the_node() -> None:
+    """Bind the port that Ray Serve opens for a replica to its node's address alone.
+
+    It is meant for calls between deployments, which unpickle what they are sent, and would listen
+    on all networks of the machine, also where the rest of Ray keeps to the loopback. Ray has no
+    setting for it; where a later one has no such function, no replica starts.
+    """
+    import ray
+
+    replica: Any = import_module("ray.serve._private.replica")
+    add, host = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+    place = f"[{host}]:0" if ":" in host else f"{host}:0"
+    replica.add_port_to_grpc_server = lambda server, _: add(server, place)
 
 
 @contextmanager
@@ -210,6 +227,7 @@ def options(settings: Settings, nodes: Sequence[dict[str, float]]) -> dict[str, 
         # The guard lets no more in, so nothing ever waits between the door and the replicas.
         "max_ongoing_requests": settings.max_concurrent_requests,
         "health_check_period_s": HEALTH_SECONDS,
+        "max_constructor_retry_count": 1,  # of the first: a model that cannot be opened is told
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": settings.drain_seconds,
     }
@@ -278,7 +296,7 @@ def _wait(serve: Any, name: str) -> None:
 
 def _last_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return lines[-1].removeprefix("packhorse.errors.") if lines else ""
 
 
 def _leave_in_order() -> None:

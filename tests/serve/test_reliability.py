@@ -1,0 +1,531 @@
+"""Scenarios of docs/reliability.md that no other file shows, against the whole server.
+
+What must hold is shown together with what it looks like when it does not: without the mask, with
+offsets in bytes, with a door to the network open, the same check fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import sys
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+slow = pytest.mark.slow
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]
+POISON = 20  # its place in the vocabulary of conftest
+JSON = {"content-type": "application/json"}
+# A body for every route that takes one, and what else a client could hide in it.
+BODIES: dict[str, dict[str, Any]] = {
+    "/embed": {"inputs": ["the cat", "a mat"]},
+    "/embed_all": {"inputs": "the cat"},
+    "/predict": {"inputs": "the cat"},
+    "/rerank": {"query": "who sat", "texts": ["the cat", "a mat"]},
+    "/similarity": {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}},
+    "/tokenize": {"inputs": "the cat"},
+    "/decode": {"ids": [5, 6]},
+    "/v1/embeddings": {"input": "the cat"},
+    "/v1/rerank": {"query": "who sat", "documents": ["the cat", "a mat"]},
+    "/v2/rerank": {"query": "who sat", "documents": ["the cat", "a mat"]},
+    "/": {"inputs": "the cat"},
+    "/answer": {"question": "who sat", "context": "the cat sat on a mat"},
+    "/fill": {"inputs": "the [MASK] sat"},
+    "/classify": {"inputs": "the cat"},
+    "/ner": {"inputs": "the cat sat"},
+}
+
+
+def phrase(chance: random.Random, most: int = 40) -> str:
+    return " ".join(chance.choices(WORDS, k=chance.randint(1, most)))
+
+
+async def embed(client: Any, inputs: list[str]) -> np.ndarray:
+    found = await client.post("/embed", json={"inputs": inputs})
+    assert found.status_code == 200, found.text
+    return np.array(found.json(), np.float32)
+
+
+# S1: what else is in the pack
+
+
+def apart(served: Any, packs: int) -> tuple[float, float]:
+    """How far an answer moves in other company: any company, and one token exchanged in it."""
+    chance, own = random.Random(0), "the cat saw one red hat"
+
+    async def work(client: Any) -> tuple[float, float]:
+        alone, any_pack, one_token = (await embed(client, [own]))[0], 0.0, 0.0
+        for _ in range(packs):
+            others = [phrase(chance) for _ in range(chance.randint(1, 6))]
+            place = chance.randint(0, len(others))
+            found = await embed(client, [*others[:place], own, *others[place:]])
+            any_pack = max(any_pack, float(np.abs(found[place] - alone).max()))
+            neighbour = "a mat sat on"
+            before = (await embed(client, [own, f"{neighbour} mule"]))[0]
+            after = (await embed(client, [own, f"{neighbour} horse"]))[0]
+            one_token = max(one_token, float(np.abs(after - before).max()))
+        return any_pack, one_token
+
+    return served.run(work)
+
+
+@pytest.mark.parametrize("packs", [12, pytest.param(1000, marks=slow)])
+def test_an_answer_does_not_depend_on_its_neighbours(serving, packs: int) -> None:
+    served = serving(batch_wait_ms=2.0)
+    any_pack, one_token = apart(served, packs)
+    assert any_pack <= 1e-5
+    assert one_token == 0.0  # to the last bit
+    assert served.hosts.default.runner.stats().sequences_a_batch > 1.5, "nothing was packed"
+
+
+def test_without_the_mask_it_would(serving, tiny, make_model) -> None:
+    """The control: attention over the whole pack."""
+    import torch
+
+    from packhorse import attention
+    from packhorse.runtime.backend import TorchBackend
+
+    class Everywhere(attention.kernel("reference").__class__):
+        def plan(self, packed: Any, dropout: float = 0.0) -> Any:
+            return super().plan(replace(packed, cu_seqlens=packed.cu_seqlens[[0, -1]]), dropout)
+
+    model = make_model(torch.float32, width=32, heads=2, positions=48)
+    model.bert.use(Everywhere())
+    loose = replace(tiny(), backend=TorchBackend(model, torch.device("cpu")), kernel="reference")
+    any_pack, one_token = apart(serving(encoders=[loose], batch_wait_ms=2.0), 5)
+    assert any_pack > 1e-3
+    assert one_token > 1e-4
+
+
+# S2: numbers that are none
+
+
+@pytest.fixture
+def unsound(tiny) -> Iterator[None]:
+    """The word "poison" becomes NaN below the first layer, in the model that all tests share."""
+    import torch
+
+    def spoil(module: Any, given: Any, found: Any) -> Any:
+        return torch.where((given[0].ids == POISON)[:, None], torch.nan, found)
+
+    hook = tiny().backend.model.bert.embed.register_forward_hook(spoil)
+    yield
+    hook.remove()
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path not in ("/tokenize", "/decode")])
+def test_nan_is_424_and_stays_with_its_owner(served, unsound, path: str) -> None:
+    good = BODIES[path]
+    bad = json.loads(json.dumps(good).replace("cat", "poison").replace("the [", "poison ["))
+
+    async def work(client: Any) -> list[Any]:
+        bodies = [good, bad, good, bad, good]
+        return await asyncio.gather(*[client.post(path, json=body) for body in bodies])
+
+    found = served.run(work)
+    assert [each.status_code for each in found] == [200, 424, 200, 424, 200]
+    assert "not finite" in found[1].text
+    assert not any("null" in each.text or "NaN" in each.text for each in found[::2])
+    again = served.post(path, good)
+    assert again.status_code == 200
+    assert "null" not in again.text
+
+
+# S3: what raises
+
+
+class PanicException(BaseException):
+    """As native libraries raise it."""
+
+
+class Refusing:
+    """A tokenizer's library that raises at one word."""
+
+    def __init__(self, library: Any, error: BaseException) -> None:
+        self.library, self.error = library, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def encode_batch(self, texts: list[str], **options: Any) -> Any:
+        if any("poison" in text for text in texts):
+            raise self.error
+        return self.library.encode_batch(texts, **options)
+
+
+@pytest.mark.parametrize("place", ["tokenize", "forward", "read"])
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), MemoryError("none left"), PanicException("native")]
+)
+def test_what_raises_fails_alone(
+    serving, tiny, monkeypatch, place: str, error: BaseException
+) -> None:
+    from packhorse.runtime import tasks
+
+    def before(packed: Any) -> None:
+        if (packed.ids == POISON).any():
+            raise error
+
+    def read(sequences: Any, *given: Any) -> Any:
+        if POISON in sequences[0].ids:
+            raise error
+        return vector(sequences, *given)
+
+    encoder, vector = tiny(before=before if place == "forward" else None), tasks._vector
+    if place == "tokenize":
+        library = Refusing(encoder.tokenizer._library, error)
+        encoder = replace(encoder, tokenizer=replace(encoder.tokenizer, _library=library))
+    if place == "read":
+        monkeypatch.setattr(tasks, "_vector", read)
+    served = serving(encoders=[encoder], batch_wait_ms=2.0)
+    inputs = ["the cat"] * 5 + ["poison"] + ["a mat"] * 5
+
+    async def work(client: Any) -> list[int]:
+        asked = [client.post("/embed", json={"inputs": each}) for each in inputs]
+        return [each.status_code for each in await asyncio.gather(*asked)]
+
+    failed = 424 if place != "tokenize" else 500 if isinstance(error, MemoryError) else 422
+    assert served.run(work) == [failed if each == "poison" else 200 for each in inputs]
+    assert served.get("/health").status_code == 200
+
+
+# S4: whose answer it is
+
+
+@pytest.mark.parametrize(("clients", "requests"), [(16, 6), pytest.param(64, 150, marks=slow)])
+def test_everyone_gets_his_own_answer(serving, tiny, clients: int, requests: int) -> None:
+    """A fifth of them leaves before it comes."""
+    served = serving(max_queue_tokens=1 << 20, max_queue_inputs=1 << 16)
+    texts = list(dict.fromkeys(phrase(random.Random(seed)) for seed in range(400)))[:100]
+    expected = tiny().embed(texts)
+    far = np.abs(expected[:, None] - expected[None]).max(-1) + np.eye(len(texts))
+    assert far.min() > 1e-4, "answers must tell texts apart"
+    right: list[int] = []
+
+    async def one(client: Any, chance: random.Random) -> None:
+        number = chance.randrange(len(texts))
+        found = (await embed(client, [texts[number]]))[0]
+        assert np.abs(found - expected[number]).max() <= 1e-5
+        right.append(number)
+
+    async def client_of(client: Any, seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(requests):
+            if chance.random() < 0.2:
+                asked = asyncio.ensure_future(one(client, chance))
+                await asyncio.sleep(chance.random() * 0.003)
+                asked.cancel()
+                continue
+            await one(client, chance)
+
+    async def work(client: Any) -> None:
+        await asyncio.gather(*[client_of(client, seed) for seed in range(clients)])
+
+    served.run(work)
+    assert len(right) >= 0.7 * clients * requests
+
+
+# S6: nobody starves
+
+
+def test_a_long_request_ends_under_a_stream_of_short_ones(serving) -> None:
+    """Its 32 texts of 46 tokens are eight batches; the stream keeps another full all the time."""
+    served = serving(before=lambda packed: time.sleep(0.002), max_queue_tokens=1 << 16)
+    runner = served.hosts.default.runner
+
+    async def work(client: Any) -> tuple[int, int]:
+        over, shorts = asyncio.Event(), 0
+
+        async def stream() -> None:
+            nonlocal shorts
+            while not over.is_set():
+                await embed(client, ["the cat sat on a mat"])
+                shorts += 1
+
+        streams = [asyncio.ensure_future(stream()) for _ in range(24)]
+        while runner.stats().batches < 3:
+            await asyncio.sleep(0.001)
+        before = runner.stats().batches
+        await embed(client, ["the cat " * 22] * 32)
+        took = runner.stats().batches - before
+        over.set()
+        await asyncio.gather(*streams)
+        return took, shorts
+
+    took, shorts = served.run(work)
+    assert took < 60, f"{took} batches"
+    assert shorts > 24, "there was no stream"
+
+
+# S12 and S13: who may call
+
+
+def test_no_method_of_any_route_is_open(serving) -> None:
+    served = serving(keys=("right",))
+    right = {"authorization": "Bearer right"}
+    paths = list(served.get("/openapi.json", headers=right).json()["paths"])
+    paths += ["/openapi.json", "//health", "/health/", "/HEALTH", "/health/x"]
+    methods = ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "MADEUP"]
+    wrong = {"authorization": "Bearer wrong"}
+
+    async def work(client: Any) -> dict[tuple[str, str], list[int]]:
+        return {
+            (method, path): [
+                (await client.request(method, path, headers=headers)).status_code
+                for headers in ({}, wrong)
+            ]
+            for path in paths
+            for method in methods
+        }
+
+    assert len(paths) > 20
+    for (method, path), found in served.run(work).items():
+        assert (found == [401, 401]) is (path != "/health"), (method, path)
+
+
+def test_any_page_may_call_without_being_trusted(serving) -> None:
+    """`*` never goes with credentials; a preflight for other headers is refused."""
+    served = serving(cors_origin=("*",), keys=("right",))
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    asked["access-control-request-headers"] = "authorization,content-type"
+    found = served.ask("OPTIONS", "/embed", headers=asked)
+    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "*")
+    assert "access-control-allow-credentials" not in found.headers
+    other = asked | {"access-control-request-headers": "x-anything"}
+    assert served.ask("OPTIONS", "/embed", headers=other).status_code == 400
+    keyless = served.post("/embed", {"inputs": "cat"}, headers={"origin": "https://example.org"})
+    assert keyless.status_code == 401
+
+
+# S14: no way out
+
+
+@pytest.fixture(scope="module")
+def no_network() -> Iterator[Callable[[bool], None]]:
+    """Whoever looks up a name or connects, in this process, gets an error while it is shut."""
+    shut = False
+
+    def hook(event: str, given: Any) -> None:
+        if shut and event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
+            raise PermissionError(f"{event} {given!r:.80}")
+
+    def close(now: bool) -> None:
+        nonlocal shut
+        shut = now
+
+    sys.addaudithook(hook)  # for good: there is no way to take one away
+    yield close
+    close(False)
+
+
+def test_no_request_makes_the_server_call_anyone(served, no_network) -> None:
+    address = "http://169.254.169.254/latest/meta-data"
+    no_network(True)
+    with pytest.raises(PermissionError):  # the control
+        socket.create_connection(("127.0.0.1", 9), timeout=0.1)
+    try:
+        for path, body in BODIES.items():
+            assert served.post(path, body).status_code == 200, path
+            text = json.dumps(body).replace("the cat", address)
+            assert served.post(path, json.loads(text)).status_code in (200, 413), path
+            named = {**body, "model": address}
+            assert served.post(path, named).status_code in (404, 200), path
+        for path in ("/health", "/ready", "/metrics", "/info", "/v1/models", "/", "/openapi.json"):
+            assert served.get(path).status_code == 200, path
+        assert served.post(f"/models/{address}", BODIES["/"]).status_code == 404
+    finally:
+        no_network(False)
+
+
+# S15: code points of the text that was sent
+
+ODD = {
+    "4 bytes": "\U0001f40e the cat \U0001f40e\U0001f3fd sat on a mat \U0001f40e and saw one hat",
+    "composed": "thé cát sàt on a mât ñ and saw one red hat",
+    "decomposed": unicodedata.normalize("NFD", "thé cát sàt on a mât ñ and saw one red hat"),
+    "order mark": "\ufeffthe cat\ufeff sat on a mat",
+    "right to left": "\u202ethe cat\u202c שלום sat مرحبا on a mat",
+    "nul": "the\0 cat\0sat on\0 a mat",
+    "joiners": "the cat \U0001f469\u200d\U0001f469\u200d\U0001f467 sat \u200b on a mat",
+    "marks": "the ca" + "\u0301" * 300 + "t sat on a mat",
+    "blanks": "the\u00a0cat\u3000sat\u2003on\r\n\ta mat",
+}
+
+
+def plain(text: str) -> str:
+    """As the tokenizer sees it: without accents, controls and case."""
+    kept = (c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c)[0] not in "MC")
+    return "".join(kept).lower()
+
+
+def in_units(text: str, place: int, coding: str) -> int:
+    """Where a place lies when it is counted in units of a coding."""
+    return len(text[:place].encode(coding)) // (2 if coding == "utf-16-le" else 1)
+
+
+def in_place(text: str, tokens: list[dict[str, Any]], at: Callable[[int], int]) -> bool:
+    """Is every known word of the answer where its offsets say?"""
+    found = [each for each in tokens if not each["special"] and each["text"] != "[UNK]"]
+    assert len(found) >= 3
+    return all(
+        plain(text[at(each["start"]) : at(each["stop"])]) == each["text"].removeprefix("##")
+        for each in found
+    )
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_offsets_are_code_points_of_the_original(served, name: str) -> None:
+    text = ODD[name]
+    (tokens,) = served.post("/tokenize", {"inputs": text}).json()
+    assert in_place(text, tokens, lambda place: place)
+    asked = {"question": "who sat ?", "context": text, "top_k": 20}
+    (answers,) = served.post("/answer", asked).json()
+    edges = {each["start"] for each in tokens}, {each["stop"] for each in tokens}
+    assert answers
+    for each in answers:
+        assert text[each["start"] : each["end"]] == each["text"]
+        assert each["start"] in edges[0] and each["end"] in edges[1]
+    (names,) = served.post("/ner", {"inputs": text}).json()
+    assert all(text[each["start"] : each["end"]] == each["text"] for each in names)
+    ((words,),) = served.post("/fill", {"inputs": f"{text} [MASK]", "top_k": 2}).json()
+    assert all(each["text"] == f"{text} {each['word']}" for each in words)
+
+
+@pytest.mark.parametrize("coding", ["utf-8", "utf-16-le"])
+def test_other_offsets_would_be_noticed(served, coding: str) -> None:
+    """The control: the same check with bytes, and with JavaScript's units."""
+    text = ODD["4 bytes"]
+    (tokens,) = served.post("/tokenize", {"inputs": text}).json()
+    assert not in_place(text, tokens, lambda place: in_units(text, place, coding))
+
+
+def test_two_ways_to_write_a_letter_are_one_text(served) -> None:
+    composed, decomposed = ODD["composed"], ODD["decomposed"]
+    assert composed != decomposed
+    found = served.post("/embed", {"inputs": [composed, decomposed, "the cat"]}).json()
+    assert np.abs(np.subtract(found[0], found[1])).max() <= 1e-6
+    assert np.abs(np.subtract(found[0], found[2])).max() > 1e-3
+
+
+# S18: threads, and two engines in one process
+
+
+def test_two_engines_and_many_threads(tiny, make_model) -> None:
+    """Each answers from its own weights, whoever asks."""
+    import torch
+
+    from packhorse import PackRunner
+    from packhorse.runtime.backend import TorchBackend
+
+    other = make_model(torch.float32, width=32, heads=2, positions=48, std=0.3)
+    second = replace(tiny(), backend=TorchBackend(other, torch.device("cpu")), kernel="reference")
+    texts = [phrase(random.Random(seed), 12) for seed in range(20)]
+    encoders = [tiny(), second]
+    expected = [encoder.embed(texts) for encoder in encoders]
+    assert np.abs(expected[0] - expected[1]).max() > 0.01, "two models that answer alike"
+    runners = [PackRunner(encoder, timeout=0.001, publish=False) for encoder in encoders]
+    wrong: list[Any] = []
+
+    def ask(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(8):
+            which, number = chance.randrange(2), chance.randrange(len(texts))
+            found = runners[which].submit(texts[number]).result(60)
+            if np.abs(found - expected[which][number]).max() > 1e-5:
+                wrong.append((which, number))
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for runner in runners:
+        runner.close()
+    assert not wrong
+    assert sum(runner.stats().answered for runner in runners) == 32 * 8
+
+
+# S19: figures
+
+
+def figures(served: Any) -> dict[str, float]:
+    lines = served.get("/metrics").text.splitlines()
+    pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+    return {name: float(value) for name, _, value in pairs}
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.split("{")[0] == name)
+
+
+def junk(served: Any, seed: int, count: int) -> int:
+    """Requests of every sort; how many were refused."""
+    chance = random.Random(seed)
+
+    def made_up() -> str:
+        return "".join(chance.choices("abcdefghij%/.?=", k=12))
+
+    async def one(client: Any) -> int:
+        path = chance.choice([*BODIES, f"/{made_up()}", f"/models/{made_up()}", "/v1/models/x"])
+        method = chance.choice(["POST", "POST", "GET", "PUT", "HEAD", "BREW"])
+        body = chance.choice([*BODIES.values(), {"inputs": [], "model": made_up()}, [made_up()]])
+        content = chance.choice([json.dumps(body), "{", ""])
+        found = await client.request(method, path, content=content, headers=JSON)
+        return found.status_code
+
+    async def work(client: Any) -> list[int]:
+        return [await one(client) for _ in range(count)]
+
+    return sum(status >= 400 for status in served.run(work))
+
+
+def test_every_request_is_counted_once_and_makes_no_new_figures(serving) -> None:
+    served = serving(names=("tiny", "ranker", "tagger"))
+    refused = junk(served, 1, 80)
+    first = figures(served)
+    assert total(first, "packhorse_requests_total") == 80
+    assert first["packhorse_request_seconds_count"] == 80
+    assert total(first, "packhorse_errors_total") == refused > 20
+    refused += junk(served, 2, 120)
+    second = figures(served)
+    assert total(second, "packhorse_requests_total") == 201  # and the page of figures itself
+    assert total(second, "packhorse_errors_total") == refused
+    routes = {key.split('route="')[1].split('"')[0] for key in second if 'route="' in key}
+    templates = set(served.get("/openapi.json").json()["paths"])
+    assert {each.replace(":path}", "}") for each in routes} <= templates | {"other"}
+    assert len(second) < 400
+
+
+def test_the_page_of_figures_costs_little(served) -> None:
+    """Whatever else runs: the time of the thread that writes it, not of the clock."""
+    page = served.app.metrics.page
+    page()
+    begun = time.thread_time()
+    for _ in range(5):
+        page()
+    assert (time.thread_time() - begun) / 5 < 0.05
+
+
+# S21: who can reach it
+
+
+@pytest.mark.parametrize(("words", "warns"), [((), False), (("--host", "0.0.0.0"), True)])
+def test_serving_everyone_is_said_aloud(monkeypatch, capsys, words: Any, warns: bool) -> None:
+    from packhorse.cli import main
+    from packhorse.serve import life
+
+    reached: list[Any] = []
+    monkeypatch.setattr(life, "run", lambda settings, *given: reached.append(settings.host))
+    assert main(["serve", "--insecure", *words]) == 0
+    assert ("everyone who reaches 0.0.0.0" in capsys.readouterr().err) is warns
+    assert reached == [("0.0.0.0" if warns else "127.0.0.1")]
