@@ -384,6 +384,41 @@ def test_truncation_keeps_the_beginning(bert: Tokenizer, text, times, max_length
     assert (found.truncated > 0) >= (len(kept) < len(whole))
 
 
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=30), st.integers(1, 60), st.integers(3, 40))
+def test_truncation_on_the_left_keeps_the_end(bert: Tokenizer, text, times, max_length) -> None:
+    whole = bert.encode([text * times], NO_CUT)[0]
+    found = bert.encode([text * times], max_length, "truncate_left")[0]
+    kept = min(len(whole), max_length) - 2
+    assert found.ids.tolist() == [101, *whole.ids[1:-1][len(whole) - 2 - kept :], 102]
+    assert found.offsets[1:-1].tolist() == whole.offsets[1:-1][len(whole) - 2 - kept :].tolist()
+    assert found.truncated == len(whole) - len(found)
+
+
+def test_truncation_of_a_pair_on_the_left(bert: Tokenizer) -> None:
+    first, second = "fox dog " * 4, "the quick brown fox jumps over the lazy dog"
+    kept = bert.encode([(first, second)], 13, "truncate_left")[0]
+    assert bert.decode(kept.ids[kept.spans[0]]) == "dog fox dog fox dog"
+    assert bert.decode(kept.ids[kept.spans[1]]) == "jumps over the lazy dog"
+
+
+def test_the_library_is_asked_no_more_than_it_must(bert: Tokenizer, monkeypatch) -> None:
+    """Short texts once; a long one of long words again, with a larger budget, and then no more."""
+    asked: list[int] = []
+    call = Tokenizer._call
+
+    def counted(self: Tokenizer, parts: list[str], owners: list[int]) -> list[Any]:
+        asked.append(len(parts))
+        return call(self, parts, owners)
+
+    monkeypatch.setattr(Tokenizer, "_call", counted)
+    bert.encode(["fox", "a dog"], 16)
+    assert asked == [2]
+    asked.clear()
+    bert.encode(["fox", "\u0301" * 900 + "fox " * 100], 16)
+    assert asked == [2, 1]
+
+
 def test_unicode_at_length(bert: Tokenizer) -> None:
     assert bert.encode(["a" + "\u0301" * 10_000])[0].ids.tolist() == [101, bert.id("a"), 102]
     assert bert.encode(["\0" * 10_000])[0].ids.tolist() == [101, 102]

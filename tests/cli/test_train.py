@@ -10,8 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from packhorse import status
 
 SIZES = ("--layers", "2", "--hidden-size", "32", "--heads", "2", "--device", "cpu")
 
@@ -133,6 +136,11 @@ def test_a_target_without_held_out_data_names_the_command_that_makes_some(
     assert cli(*run, "--eval", made / "train").code == 0
 
 
+def _said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """What the monitor is told by it."""
+    return next((each.figures for each in status.read() if each.pid == process.pid), {})
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_behind_the_step(
     number: signal.Signals, code: int, cli: Callable, corpus: Path, tmp_path: Path
@@ -145,9 +153,12 @@ def test_a_signal_ends_behind_the_step(
     )
     log = tmp_path / "log.jsonl"
     deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") > 3):
+    while not (log.exists() and log.read_bytes().count(b"\n") > 3 and "done" in _said(process)):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    said = _said(process)
+    assert 0 < said["done"] < said["total"] == 100000 and said["does"].startswith("training, loss")
+    assert said["tokens_per_second"] > said["sequences_per_second"] > 0 < said["fill"] <= 1
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code, error

@@ -124,6 +124,18 @@ def test_a_variable_with_two_meanings_is_not_accused() -> None:
     assert (3, "fails", "Options.forwardPass") in told(sure)
 
 
+def test_options_are_followed_out_of_functions_and_scalings_are_told() -> None:
+    text = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n    return opts\n"
+    text += "opts = f(3)\nopts._Popart.set('a', 1)\nopts.foo()\n"
+    text += "o = poptorch.optim.SGD(p, lr=1, loss_scaling=8)\n"
+    assert told(text)[1:] == [
+        (6, "ignored", "Options._Popart.set"),
+        (7, "fails", "Options.foo"),
+        (8, "ignored", "loss_scaling"),
+        (8, "emulated", "optim.SGD"),
+    ]
+
+
 def test_an_import_that_may_fail_is_no_failure() -> None:
     text = "try:\n    import no_such_module_here\nexcept ImportError:\n    pass\n"
     (finding,) = found(text)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 
 import packhorse.port as poptorch
+from packhorse.errors import PackhorseError
 from packhorse.port import enums, groups, optim
 from packhorse.port.loader import DataLoader
 from packhorse.port.names import EMULATED, FAILS, IGNORED, NAMES, install_line, nearest
@@ -83,3 +85,28 @@ def test_nearest_and_extras() -> None:
     assert nearest("xyzzy") == ""
     assert install_line("sklearn.metrics") == "pip install 'packhorse[tutorials]'"
     assert install_line("some.thing") == "pip install some"
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("from packhorse.port import custom_op", "write the operation in PyTorch"),
+        ("from packhorse.port import trainingModle", "the nearest is trainingModel"),
+        ("poptorch.optim.Adagrad", "write torch.optim.Adagrad"),
+        ("poptorch.optim.Adem", "the nearest is Adam"),
+        ("poptorch.Options().outputMode(poptorch.OutputMode.EveryN)", "n is missing"),
+        ("poptorch.Options().Distributed.configureProcessId(3, 2)", "ids run from 0 to 1"),
+        ("poptorch.DataLoader([1, 2])", "write poptorch.DataLoader(opts, dataset"),
+        ("poptorch.DataLoader(poptorch.Options(), [1], batch_size=2)", "Lower one of the factors"),
+        ("poptorch.Options().loadFromFile('nowhere')", "cannot read nowhere"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(line: str, part: str) -> None:
+    code = compile(f"\n\n{line}\n", "script.py", "exec")
+    with pytest.raises((AttributeError, ImportError, PackhorseError), match=re.escape(part)) as why:
+        exec(code, {"poptorch": poptorch, "__name__": "__main__"})
+    assert str(why.value).startswith("script.py:3: ")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_that_is_not_there() -> None:
+    assert not hasattr(poptorch, "custom_op") and not hasattr(poptorch.optim, "Adagrad")

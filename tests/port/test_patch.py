@@ -87,6 +87,8 @@ def test_options_act_where_they_are_used() -> None:
         ("net.l = poptorch.BeginBlock(net.l, ipu_id=1)", "net.l = net.l"),
         ("if poptorch.ipuHardwareIsAvailable(): f()", "if False: f()"),
         ("if a: poptorch.setLogLevel('ERR')", "if a: pass"),
+        ("if a: poptorch.Block.start('b', ipu_id=1)", "if a: pass"),
+        ("d = poptorch.AsynchronousDataAccessor(x); d.terminate()", "d = x; pass"),
         ("a = 1; poptorch.setLogLevel('ERR')", "a = 1; pass"),
         ("with poptorch.Block('b', ipu_id=0): f()", "with contextlib.nullcontext(): f()"),
         ("def f(o: poptorch.Options): pass", "def f(o: object): pass"),
@@ -133,6 +135,21 @@ def test_a_block_is_never_left_empty() -> None:
     done = patched(text)
     assert done.count("pass") == 2 and "BlockFunction" not in done and "stage" not in done
     ast.parse(done)
+
+
+def test_what_stands_under_main_is_under_no_condition() -> None:
+    script = "import poptorch\nif __name__ == '__main__':\n    opts = poptorch.Options()\n"
+    script += "    opts.deviceIterations(4)\n    d = poptorch.DataLoader(opts, x, batch_size=2)\n"
+    result = translate(script.encode(), "script.py")
+    assert not result.left and "batch_size=2 * 4" in result.text
+
+
+def test_options_out_of_a_function_stay_whole() -> None:
+    script = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n"
+    script += "    opts.deviceIterations(n)\n    return opts\nopts = f(3)\n"
+    result = translate(script.encode(), "script.py")
+    assert [line for line, _ in result.left][:2] == [3, 4]
+    assert "opts = poptorch.Options()" in result.text
 
 
 def test_options_that_change_later_count_from_there() -> None:

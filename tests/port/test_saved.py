@@ -165,3 +165,14 @@ def test_compiled_within_rounding_and_opened_elsewhere_without_compiling(tmp_pat
     other_loss, opened, misses, compiled, refused = process("open", path, cache)
     assert compiled and misses == 0 and not refused
     assert (other_loss, opened) == (loss, made)
+
+
+def test_a_half_model_comes_back_half(tmp_path):
+    model = Line().half()
+    data, targets = (each.half() for each in points(4))
+    training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    training(data, targets)
+    training.save(tmp_path / "half.poptorch")
+    loaded = poptorch.load(tmp_path / "half.poptorch")
+    assert torch.equal(loaded.model.line.weight, model.line.weight)  # of one type, too
+    assert torch.equal(loaded(data, targets)[1], training(data, targets)[1])

@@ -116,7 +116,9 @@ class Served:
 
         async def go() -> Any:
             transport = httpx.ASGITransport(self.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://localhost"
+            ) as client:
                 return await work(client)
 
         return asyncio.run(go())

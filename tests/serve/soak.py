@@ -340,7 +340,8 @@ def main() -> int:
             url = f"http://127.0.0.1:{json.loads(line)['port']}"
             found, warm, end = asyncio.run(soak(url, server.pid, asked.seconds))
             server.send_signal(signal.SIGTERM)
-            figures = judge(found, warm, end) | {"exit_code": server.wait(60)}
+            figures: dict[str, Any] = judge(found, warm, end)
+            figures["exit_code"] = server.wait(60)
         finally:
             server.kill()
             server.wait()

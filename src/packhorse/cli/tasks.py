@@ -183,7 +183,7 @@ def _show_label(rows: Sequence["Row"]) -> None:
 
 _SPAN = {"text": str, "start": int, "end": int, "score": float}
 _STATES = {"tokens": [str], "states": [["float32"]], "pooled": ["float32"]}
-_WORDS = {"masks": [[{"word": str, "score": float, "text": str}]]}
+_WORDS = {"masks": [[{"word": str, "score": float, "text": str, "id": int}]]}
 
 
 def _labels(encoder: "Encoder") -> "Shape":

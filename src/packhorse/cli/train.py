@@ -12,6 +12,7 @@ user's own torchrun starts have to be told nothing.
 import os
 import signal
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,11 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
+from packhorse import status
 from packhorse.cli.console import JsonFlag, emit, note, table
 from packhorse.errors import InputError
 from packhorse.train.settings import KINDS, PREFIX, Settings, resolve
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from packhorse.train.display import Shown, Watch
     from packhorse.train.loop import Outcome
     from packhorse.train.outlook import Outlook
     from packhorse.train.ranks import Ranks
@@ -179,8 +184,40 @@ def _trained(settings: Settings, out: Path, resume: str, ranks: "Ranks") -> "Out
     how += [f"{ranks.world} ranks"] * (ranks.world > 1) + ["compiled"] * job.compiled
     for each in (f"{job.checkpoint.name}: {', '.join(how)}", *job.notes):
         say(each)
-    with wishes() as wish, watching(say, None if ranks.rank == 0 else False) as watch:
-        return train(job, out, resume=resume, watch=watch, wish=wish, say=say, ranks=ranks)
+    about = {"model": job.checkpoint.name, "device": str(job.place.device)}
+    with (
+        wishes() as wish,
+        watching(say, None if ranks.rank == 0 else False) as watch,
+        _published(about if ranks.rank == 0 else None) as publish,
+    ):
+
+        def both(shown: "Shown") -> None:
+            watch(shown)
+            publish(shown)
+
+        return train(job, out, resume=resume, watch=both, wish=wish, say=say, ranks=ranks)
+
+
+@contextmanager
+def _published(about: dict[str, Any] | None) -> "Iterator[Watch]":
+    """Something to be shown figures, which `packhorse monitor` then sees; None: it sees nothing."""
+    if about is None:
+        yield lambda shown: None
+        return
+    with status.speaking("train", about) as say:
+        say({"does": "training, first steps"})
+        yield lambda shown: None if shown.evaluation else say(_word(shown))
+
+
+def _word(shown: "Shown") -> dict[str, Any]:
+    return {
+        "does": f"training, loss {shown.loss:.3f}",
+        "done": shown.step,
+        "total": shown.steps,
+        "sequences_per_second": shown.sequences_per_second,
+        "tokens_per_second": shown.tokens_per_second,
+        "fill": shown.fill,
+    }
 
 
 def _report(outcome: "Outcome", out: Path) -> None:
