@@ -3,7 +3,7 @@
 # make check       ruff, formatting, pyright
 # make test-slow   the sweeps and soaks
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
-# make peers       add the libraries that `packhorse bench encode` compares with
+# make peers       add what `packhorse bench encode` and `bench serve` compare with
 # make clean       remove the environment and the caches of the tools
 #
 # Each target makes .venv if needed and installs what it needs in one pip call. Stamps in .venv
@@ -55,7 +55,7 @@ fuzz: .venv/.fuzz
 	@for format in $(FORMATS); do \
 	  $(BIN)/python tests/fuzz/fuzz_$$format.py -max_total_time=$(FUZZ_SECONDS) $(ARGS) || exit 1; done
 
-peers: .venv/.peers
+peers: .venv/.peers .venv-infinity/.made
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -78,6 +78,13 @@ peers: .venv/.peers
 	$(PIP) "$(TORCH)" -e '.[peers]' $(MODEL)
 	@touch $@
 
+# infinity-emb wants an older transformers than ours: it lives by itself.
+.venv-infinity/.made:
+	$(PYTHON) -m venv .venv-infinity
+	.venv-infinity/bin/python -m pip install --no-input --disable-pip-version-check "$(TORCH)" \
+	  'infinity-emb[server,torch]==0.0.78'
+	@touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -126,7 +126,7 @@ def test_somebody_elses_answer_would_be_noticed(make_encoder, questions: Questio
     """The control: replies that are handed out in the wrong order fail the check."""
     with PackRunner(make_encoder(), timeout=0.05) as runner:
         reply = runner._engine._reply
-        runner._engine._reply = lambda pieces, rows: reply(pieces, rows[::-1])
+        runner._engine._reply = lambda pieces, rows, ran: reply(pieces, rows[::-1], ran)
         found = runner.run(questions.texts[:8])
     assert not any(questions.check(i, answer) for i, answer in enumerate(found))
 

@@ -4,8 +4,8 @@
 
 `packhorse serve` runs a tiny model in a process of its own. From here come, at the same time: good
 requests at a steady rate, texts that make the model raise, clients that hang up at any moment,
-clients that send a byte or nothing or never read, and every ten seconds a burst of ten times what
-the queue holds. Memory, open files and threads of the server are sampled all the while, and
+clients that send a byte or nothing and wait, and every ten seconds a burst of nine times what the
+queue holds. Memory, open files and threads of the server are sampled all the while, and
 compared at rest: once after a warm-up, once at the end. `--leak BYTES` makes the server lose so
 much a request, and must be noticed; exit code 1 says that something grew or an answer was wrong.
 
@@ -40,11 +40,11 @@ SLOW_CLIENTS = 40
 BURST_EVERY, BURST = 10.0, 300  # seconds, requests at once
 KEPT = 32  # connections
 LIGHT_CLIENTS, LIGHT_PAUSE, LEAST = 3, 0.002, 10_000  # requests for nothing, at least
-NAP = 0.04  # seconds more that a batch takes: a burst is ten times what the server can run
+NAP = 0.04  # seconds more that a batch takes: else a tiny model is never overloaded
 REST_SECONDS = 4.0  # until clients that were given up are gone
-WARM_UP = 0.5  # of the time; pools, arenas and prepared products come to be
+WARM_UP, MOST_WARM_UP = 0.5, 600.0  # of the time, seconds; pools and arenas come to be
 BYTES_A_REQUEST, NOISE = 256.0, 4 << 20  # bytes by which a server at rest differs from itself
-MIB_AN_HOUR, JUDGED_FROM = 1.0, 3000.0  # seconds that were measured
+MIB_AN_HOUR, JUDGED_FROM = 1.0, 2900.0  # seconds that were measured
 POISON = "w13"
 BEFORE = """
 import ctypes, gc, signal, time
@@ -252,10 +252,11 @@ async def at_rest(url: str, pid: int, begun: float) -> Sample:
 async def soak(url: str, pid: int, seconds: float) -> tuple[Found, Sample, Sample]:
     """The load in two parts, and the server at rest after each."""
     found, begun, rests = Found(), time.monotonic(), []
-    for part, share in enumerate((WARM_UP, 1 - WARM_UP)):
+    warming = min(WARM_UP * seconds, MOST_WARM_UP)
+    for part, lasts in enumerate((warming, seconds - warming)):
         async with httpx.AsyncClient(base_url=url, timeout=30) as watcher:
             load = Load(httpx.URL(url).port or 0, found, part)
-            running = asyncio.ensure_future(load.run(share * seconds))
+            running = asyncio.ensure_future(load.run(lasts))
             while not running.done():
                 found.samples.append(await sample(watcher, pid, begun))
                 await asyncio.wait([running], timeout=max(1.0, seconds / 500))

@@ -129,7 +129,9 @@ def at_port(app: Any) -> tuple[str, Callable[[], None]]:
     """Serve it in a thread: the address, and what ends it."""
     import uvicorn
 
-    running = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    # Not uvloop: other tests of the process fork.
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="off", loop="asyncio")
+    running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     while not running.started:

@@ -103,7 +103,8 @@ def server(encoders) -> Iterator[Server]:
     hosts = hosting.Hosts([_hosted(name, encoder) for name, encoder in encoders.items()])
     made = app.create(settings, hosts)
     outer, _ = app.guarded(made)
-    config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off")
+    # Not uvloop: other tests of the process fork.
+    config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off", loop="asyncio")
     running = uvicorn.Server(config)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
