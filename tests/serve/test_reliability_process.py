@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -72,7 +73,9 @@ def test_a_sudden_end_leaves_nothing_behind(shut) -> None:
     assert not any((task / "children").read_text() for task in tasks.iterdir())
     with socket.create_connection(("127.0.0.1", shut.port)) as open_one:
         assert shut.end(signal.SIGKILL) == -signal.SIGKILL
-        assert open_one.recv(1) == b""
+        # Where it was not taken from the queue yet, the kernel resets it.
+        with contextlib.suppress(ConnectionResetError):
+            assert open_one.recv(1) == b""
     again = socket.socket()
     again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     again.bind(("127.0.0.1", shut.port))
