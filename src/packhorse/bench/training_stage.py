@@ -22,7 +22,7 @@ from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.train import cost
 from packhorse.train.feed import Feed, Step
-from packhorse.train.job import Job, Place
+from packhorse.train.job import Job, Place, recorder_for
 from packhorse.train.objectives import Classify, Objective, Pretrain
 from packhorse.train.pace import Pace
 from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare
@@ -155,4 +155,5 @@ def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job
     return Job(
         *(settings, place, made, objective, fed, pace, optimizer, compiled),
         measure="loss",
+        recorder=recorder_for(settings, place, compiled),
     )

@@ -201,7 +201,7 @@ def update_one(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, step: int, group: Group
 ) -> None:
     """LAMB as it is written down, in place; the reference for `update_together`."""
-    beta1, beta2 = group["betas"]
+    (beta1, beta2), step = group["betas"], group.get("age", step)
     m.mul_(beta1).add_(gradient, alpha=1 - beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     corrected = group["bias_correction"]
@@ -211,7 +211,7 @@ def update_one(
     if group["adapt"]:
         norms = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(direction)
         direction *= trust_ratio(*norms, group)
-    weight.sub_(direction, alpha=group["lr"])
+    _move([weight], [direction], group["lr"])
 
 
 def update_together(
@@ -223,8 +223,7 @@ def update_together(
     group: Group,
 ) -> None:
     """`update_one` for many contiguous tensors of one dtype and device."""
-    age = step if group["bias_correction"] else SETTLED
-    age = torch.full((), age, dtype=torch.float32, device=weights[0].device)
+    age = _age(step, group, weights[0].device)
     directions = list(torch._foreach_mul(weights, group["weight_decay"]))
     torch._fused_adam_(
         directions,
@@ -242,11 +241,31 @@ def update_together(
         maximize=False,
     )
     if not group["adapt"]:
-        torch._foreach_add_(weights, directions, alpha=-group["lr"])
+        _move(weights, directions, group["lr"])
         return
     lengths, steps = (torch.stack(torch._foreach_norm(one)) for one in (weights, directions))
-    ratios = trust_ratio(lengths, steps, group).unbind()
-    torch._foreach_addcmul_(weights, directions, ratios, value=-group["lr"])
+    ratios = trust_ratio(lengths, steps, group)
+    if isinstance(group["lr"], Tensor):
+        torch._foreach_addcmul_(weights, directions, (ratios * group["lr"]).unbind(), value=-1.0)
+    else:
+        torch._foreach_addcmul_(weights, directions, ratios.unbind(), value=-group["lr"])
+
+
+def _move(weights: list[Tensor], directions: list[Tensor], rate: float | Tensor) -> None:
+    """Against the directions; the rate may lie on the device, for a recorded step."""
+    if isinstance(rate, Tensor):
+        torch._foreach_mul_(directions, rate)
+        torch._foreach_sub_(weights, directions)
+    else:
+        torch._foreach_add_(weights, directions, alpha=-rate)
+
+
+def _age(step: int, group: Group, device: torch.device) -> Tensor:
+    """What bias correction is for; it may lie on the device, for a recorded step."""
+    if not group["bias_correction"]:
+        return torch.full((), SETTLED, dtype=torch.float32, device=device)
+    held = group.get("age")
+    return torch.full((), step, dtype=torch.float32, device=device) if held is None else held
 
 
 def trust_ratio(weight_norm: Tensor, direction_norm: Tensor, group: Group) -> Tensor:

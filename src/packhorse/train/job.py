@@ -32,6 +32,7 @@ from packhorse.train.feed import Feed
 from packhorse.train.objectives import Objective, Pretrain
 from packhorse.train.pace import Pace
 from packhorse.train.preparing import Labels, optimizer_for, prepare, sized
+from packhorse.train.recording import Recorder
 from packhorse.train.settings import Settings
 from packhorse.train.start import Start, find, start
 from packhorse.train.state import Best
@@ -105,6 +106,7 @@ class Job:
     compiled: bool
     measure: str
     notes: tuple[str, ...] = ()
+    recorder: Recorder | None = None  # of steps as CUDA graphs
 
     @property
     def model(self) -> Model:
@@ -153,7 +155,14 @@ def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
         *(settings, place, made, ground.objective, ground.feed, ground.pace, optimizer, compiled),
         measure=settings.measure or MEASURES[ground.problem][0],
         notes=(*ground.notes, *made.notes, *drawn, *_left(left)),
+        recorder=recorder_for(settings, place, compiled),
     )
+
+
+def recorder_for(settings: Settings, place: Place, compiled: bool) -> Recorder | None:
+    """Of fine-tuning, where it is compiled, on a GPU that learns alone."""
+    alone = place.device.type == "cuda" and place.world == 1
+    return Recorder(place.device) if alone and compiled and settings.task != "pretrain" else None
 
 
 def survey(settings: Settings, rank: int = 0, world: int = 1, *, weights: bool = True) -> Ground:

@@ -8,13 +8,14 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from packhorse.train import cost, feed
-from packhorse.train.feed import Step
+from packhorse.train.feed import Batch, Step
 from packhorse.train.job import Job
 from packhorse.train.objectives.stats import Stats
 from packhorse.train.ranks import Ranks, add_gradients, update
@@ -38,25 +39,36 @@ def learn(job: Job, step: Step, ranks: Ranks) -> Learned:
     sequences, tokens, *rest = ranks.add(torch.cat([counts, weights])).tolist()
     totals = feed.sent(torch.tensor(rest), job.place.device)
     shape = job.feed.shape if job.compiled else None
+    parts = [feed.placed(batch, job.place.device, shape) for batch in step.batches]
+    compute = partial(_computed, job, ranks)
+    if job.recorder:
+        names, row = job.recorder(compute, job.optimizer, parts, totals)
+    else:
+        names, row = compute(parts, totals)
+    done = cost.work(step.batches, shape.tokens if shape else 0)
+    return Learned(names, row, sequences, tokens, done)
+
+
+def _computed(
+    job: Job, ranks: Ranks, parts: list[Batch], totals: Tensor
+) -> tuple[tuple[str, ...], Tensor]:
+    """The names of the step's figures, and the row that holds them."""
     job.optimizer.zero_grad(set_to_none=True)
     losses: list[Tensor] = []
     figures: list[Stats] = []
     earlier: list[Tensor] = []  # gradients of the parts before
-    for batch in step.batches:
-        here = feed.placed(batch, job.place.device, shape)
-        loss, stats = job.objective.loss(job.model, here, totals)
+    for number, batch in enumerate(parts, 1):
+        loss, stats = job.objective.loss(job.model, batch, totals)
         loss.backward()
         losses.append(loss.detach())
         figures.append(stats)
-        if job.compiled and len(step.batches) > 1:
-            earlier = _added(job, earlier, last=batch is step.batches[-1])
+        if job.compiled and len(parts) > 1:
+            earlier = _added(job, earlier, last=number == len(parts))
     norm = _clip(job, ranks)
     update(job.optimizer)
     sums = torch.stack([stats.sums for stats in figures]).sum(0)
     ends = torch.stack([torch.stack(losses).sum().to(sums), norm.to(sums)])
-    row = torch.cat([ends, sums.flatten()])
-    done = cost.work(step.batches, shape.tokens if shape else 0)
-    return Learned(figures[0].names, row, sequences, tokens, done)
+    return figures[0].names, torch.cat([ends, sums.flatten()])
 
 
 def tune(job: Job, number: int) -> None:

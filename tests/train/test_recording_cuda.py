@@ -1,0 +1,105 @@
+"""Steps replayed as CUDA graphs: the same weights, to the bit, as steps that are not.
+
+Skipped where there is no NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse.train import recording
+from packhorse.train.job import Job, assemble
+from packhorse.train.learning import learn, tune
+from packhorse.train.loop import train
+from packhorse.train.ranks import Ranks
+from packhorse.train.settings import Settings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random encoder whose heads are wide enough for the fastest kernel, and labelled texts."""
+    from packhorse import attention, checkpoint
+    from packhorse.model.bert import Bert
+    from packhorse.model.config import BertConfig
+    from packhorse.model.heads import Pooler
+    from packhorse.model.model import Model
+
+    home = tmp_path_factory.mktemp("wide")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(59))]
+    (home / "vocab").mkdir()
+    (home / "vocab" / "vocab.txt").write_text("\n".join(words) + "\n")
+    config = BertConfig(64, 64, 2, 2, 128, max_positions=48)
+    torch.manual_seed(0)
+    model = Model(Bert(config, attention.kernel("reference")), {"pooled": Pooler(config)})
+    made = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "wide", 48)
+    checkpoint.write(home / "model", made)
+    chance = random.Random(0)
+    rows = [
+        " ".join(f"w{chance.randrange(59)}" for _ in range(chance.randint(1, 30)))
+        for _ in range(200)
+    ]
+    lines = [f"{row}\t{len(row.split()) % 2}" for row in rows]
+    (home / "train.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    return home
+
+
+def job(wide: Path, **said: Any) -> Job:
+    told = {"task": "classify", "model": str(wide / "model"), "train": str(wide / "train.tsv")}
+    told |= {"batch": 16, "steps": STEPS, "device": "cuda", "precision": "bf16", "save_every": 0}
+    return assemble(Settings(**{**told, "learning_rate": 1e-3, "compile": "on", **said}))
+
+
+def learned(job: Job) -> list[list[float]]:
+    torch.manual_seed(1)
+    steps, rows = job.feed.steps(None), []
+    for number in range(STEPS):
+        tune(job, number)
+        rows.append(learn(job, next(steps), Ranks()).row)
+    return [row.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_a_recorded_step_is_the_step(wide: Path, optimizer: str, monkeypatch) -> None:
+    graphs = job(wide, optimizer=optimizer)
+    rows = learned(graphs)
+    assert not graphs.recorder.refused and graphs.recorder.recorded
+    monkeypatch.setattr(recording, "WARM", STEPS)
+    plain = job(wide, optimizer=optimizer)
+    assert learned(plain) == rows and not plain.recorder.recorded
+    for mine, theirs in zip(graphs.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    ages = {int(state["step"]) for state in graphs.optimizer.state.values()}
+    assert ages == {STEPS}
+
+
+def test_the_rate_that_is_set_is_followed(wide: Path) -> None:
+    """The control: with another schedule the weights are others, and with none they stay."""
+    kept = [job(wide, schedule=schedule) for schedule in ("linear", "constant")]
+    assert learned(kept[0]) != learned(kept[1])
+    still = job(wide, learning_rate=0.0, weight_decay=0.0)
+    before = [p.detach().clone() for p in still.model.parameters()]
+    learned(still)
+    assert still.recorder.recorded
+    assert all(torch.equal(a, b) for a, b in zip(before, still.model.parameters(), strict=True))
+
+
+def test_a_run_goes_on_to_the_bit(wide: Path, tmp_path: Path) -> None:
+    train(job(wide), tmp_path / "whole")
+    asked = iter([0] * 13 + [15])
+    train(job(wide), tmp_path / "stopped", wish=lambda: next(asked))
+    train(job(wide), tmp_path / "stopped")
+    whole, stopped = (_steps(tmp_path / run) for run in ("whole", "stopped"))
+    assert whole == stopped
+
+
+def _steps(run: Path) -> list[str]:
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [line for line in lines if "gradient_norm" in line]
