@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packhorse.data import shards
+from packhorse.data.packed import shards
 
 Documents = list[list[str]]  # of sentences
 

@@ -10,7 +10,7 @@ A global batch is divided among ranks only after it is drawn, so its rows are th
 number of them.
 
 Follows Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains (method 3 and cycle walking);
-the rounds mix as SplitMix64 does (Steele, Lea and Flood 2014).
+the rounds mix as `splitmix` does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import math
 
 import numpy as np
 
+from packhorse.data.splitmix import mixed
+
 ROUNDS = 12
-MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 
 
 def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -60,12 +61,6 @@ def _crossed(numbers: np.ndarray, high: int, low: int, keys: np.ndarray) -> np.n
     """A permutation of the numbers below high × low: each digit in turn is moved by the other."""
     left, right = np.divmod(numbers, np.uint64(low))
     for key in keys.reshape(-1, 2):
-        left = (left + _mixed(right ^ key[0]) % np.uint64(high)) % np.uint64(high)
-        right = (right + _mixed(left ^ key[1]) % np.uint64(low)) % np.uint64(low)
+        left = (left + mixed(right ^ key[0]) % np.uint64(high)) % np.uint64(high)
+        right = (right + mixed(left ^ key[1]) % np.uint64(low)) % np.uint64(low)
     return left * np.uint64(low) + right
-
-
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    for shift, factor in MIXING:
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-    return numbers ^ (numbers >> np.uint64(31))

@@ -1,0 +1,1 @@
+"""The corpus builder: sources or records in, packed shards out, on many cores or machines."""

@@ -1,0 +1,1 @@
+"""Records that others prepared for pretraining (TFRecords, Graphcore's), as sequences."""

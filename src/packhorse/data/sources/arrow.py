@@ -1,0 +1,75 @@
+"""Texts of Arrow streams, the files in a folder that `datasets` saved, row by row.
+
+A stream has no table of contents, but it is mapped: to pass over a batch costs its header alone, so
+a worker enters a file anywhere at no cost worth counting, and `datasets` is not needed. Offsets are
+checked before a text is touched, because a damaged one could point anywhere; text that is not
+UTF-8 is left to the reader of documents, which knows the row.
+
+Follows Apache Arrow's IPC streaming format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packhorse.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAGIC = b"\xff\xff\xff\xff"  # the mark before a message's length; a stream begins with one
+
+
+def opened(path: Path) -> tuple[pa.Schema, int]:
+    """The columns and the number of rows; every batch is passed over, so a cut file is told."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise MissingExtra("pyarrow", "data") from error
+
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            return stream.schema, sum(batch.num_rows for batch in stream)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(f"{path}: not a whole Arrow stream: {error}; save it again") from error
+
+
+def lengths(path: Path, column: str) -> Iterator[int]:
+    """The bytes of each row's text; the texts themselves stay on the disk."""
+    import pyarrow as pa
+    from pyarrow import compute
+
+    try:
+        for texts in _columns(path, column):
+            texts.validate(full=True)
+            sizes = compute.call_function("binary_length", [texts])
+            yield from (size or 0 for size in sizes.to_pylist())
+    except pa.ArrowException as error:
+        raise InputError(f"{path}: a damaged Arrow stream: {error}; save it again") from error
+
+
+def texts_between(path: Path, column: str, begin: int, end: int) -> Iterator[bytes | None]:
+    """The texts of rows `begin` to `end`."""
+    row = 0
+    for texts in _columns(path, column):
+        row, before = row + len(texts), row
+        if row > begin:
+            wanted = texts[max(0, begin - before) : end - before]
+            wanted.validate(full=True)
+            yield from wanted.to_pylist()
+        if row >= end:
+            return
+    raise InputError(f"{path} is not what it was when the build began; leave sources alone")
+
+
+def _columns(path: Path, column: str) -> Iterator[Any]:
+    """The column of each batch, as bytes; nothing of it is read yet."""
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+        for batch in stream:
+            texts = batch.column(column)
+            large = pa.types.is_large_string(texts.type)
+            yield texts.view(pa.large_binary() if large else pa.binary())

@@ -1,0 +1,1 @@
+"""Tasks with known answers: their files, the targets made of them, and the scores."""

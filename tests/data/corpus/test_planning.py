@@ -1,0 +1,130 @@
+"""Groups of parts and the rows that are collected from them, against plain loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from packhorse.data.corpus import arrays
+from packhorse.data.corpus.planning import columns, gather, grouped, pack, plan_group
+from packhorse.data.packed.examples import Sequences
+from packhorse.data.packed.masking import Masks
+from packhorse.data.packed.packs import Layout
+from packhorse.errors import InputError
+
+pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
+
+LONGEST = 40
+
+
+def part(rng: np.random.Generator, number: int, static: bool) -> Sequences:
+    """So many sequences of random tokens; those that are masked are random as well."""
+    lengths = rng.integers(3, LONGEST + 1, number).astype(np.uint16)
+    ids = rng.integers(0, 1000, lengths.sum()).astype(np.uint16)
+    first = rng.integers(1, lengths + 1).astype(np.uint16)
+    masks = None
+    if static:
+        counts = rng.integers(0, 3, number).astype(np.uint16)
+        positions = rng.integers(0, np.repeat(lengths, counts)).astype(np.uint16)
+        masks = Masks(positions, rng.integers(0, 1000, counts.sum()).astype(np.uint16), counts)
+    return Sequences(ids, lengths, first, rng.random(number) < 0.5, masks)
+
+
+def as_lists(sequences: Sequences) -> list[tuple]:
+    """One sequence after the other, by a loop."""
+    found, at, mask_at = [], 0, 0
+    for i, length in enumerate(sequences.lengths.tolist()):
+        masks: list[tuple[int, int]] = []
+        if sequences.masked is not None:
+            for _ in range(int(sequences.masked.counts[i])):
+                place = int(sequences.masked.positions[mask_at])
+                masks.append((place, int(sequences.masked.ids[mask_at])))
+                mask_at += 1
+        ids = sequences.ids[at : at + length].tolist()
+        found.append((ids, int(sequences.first[i]), bool(sequences.random_next[i]), masks))
+        at += length
+    return found
+
+
+@pytest.fixture(params=[False, True], ids=["dynamic", "static"])
+def parts(request, rng, tmp_path: Path) -> list[tuple[Path, Sequences]]:
+    made = []
+    for number, size in enumerate([7, 0, 31, 1, 20]):
+        sequences = part(rng, size, request.param)
+        path = tmp_path / f"part-{number}.arrow"
+        arrays.write(path, columns(sequences), {})
+        made.append((path, sequences))
+    return made
+
+
+def test_gather_is_picking_one_by_one(parts, rng) -> None:
+    every = [one for _, sequences in parts for one in as_lists(sequences)]
+    paths = [path for path, _ in parts]
+    counts = [len(sequences.lengths) for _, sequences in parts]
+    for chosen in (np.arange(59), rng.permutation(59), rng.permutation(59)[:11], np.array([7])):
+        found = gather(paths, counts, chosen)
+        assert as_lists(found) == [every[i] for i in chosen]
+        assert found.ids.dtype == found.lengths.dtype == np.uint16
+        assert found.random_next.dtype == bool
+
+
+def test_packed_rows_hold_each_sequence_once(parts, tmp_path: Path) -> None:
+    paths = [path for path, _ in parts]
+    counts = [len(sequences.lengths) for _, sequences in parts]
+    static = parts[0][1].masked is not None
+    (group,) = grouped(paths, counts, lambda n: tmp_path / f"plan-{n}.arrow", 5, 1000)
+    facts = plan_group(group, 64, 3)
+    assert plan_group(group, 64, 3) == facts  # read, not made
+    layout = Layout(64, 1000, 3, static)
+    half = facts["rows"] // 2
+    seen = []
+    for number, rows in enumerate((range(half), range(half, facts["rows"]))):
+        names = tmp_path / f"shard-{number}.arrow", tmp_path / f"receipt-{number}.json"
+        info = pack(group, rows, layout, *names)
+        assert info.rows == len(rows) and pack(group, rows, layout, *names) == info
+        seen.append(info)
+    assert sum(info.sequences for info in seen) == facts["sequences"] == 59
+    assert sum(info.tokens for info in seen) == facts["tokens"]
+    assert facts["lower_bound"] <= facts["rows"] < 59
+
+
+@pytest.mark.parametrize("most", [1, 5, 20, 1000])
+def test_groups_are_runs_of_about_equal_size(most: int, tmp_path: Path, rng) -> None:
+    counts = [*rng.integers(0, 6, 50).tolist(), 0]
+    paths = [tmp_path / str(number) for number in range(51)]
+    found = grouped(paths, counts, lambda n: tmp_path / f"plan-{n}", 1, most)
+    inside = [path for group in found for path in group.parts]
+    assert inside == [path for path, count in zip(paths, counts, strict=True) if count]
+    assert [sum(g.counts) for g in found] and max(sum(g.counts) for g in found) <= most + 6
+    assert len({group.plan for group in found}) == len({g.seed for g in found}) == len(found)
+    assert min(sum(g.counts) for g in found) > 0
+
+
+def test_the_seed_of_a_group_decides_its_rows(parts, tmp_path: Path) -> None:
+    paths = [path for path, _ in parts]
+    counts = [len(sequences.lengths) for _, sequences in parts]
+    made = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        (group,) = grouped(paths, counts, lambda n, name=name: tmp_path / f"{name}-{n}", seed, 99)
+        plan_group(group, 64, None)
+        made.append(group.plan.read_bytes())
+    assert made[0] == made[1] != made[2]
+
+
+def test_arrays_come_back(tmp_path: Path) -> None:
+    held = {"a": np.arange(5, dtype=np.uint16), "none": np.zeros(0, np.int64)}
+    path = tmp_path / "a.arrow"
+    arrays.write(path, held, {"b": 1, "a": ["é"]})
+    found, facts = arrays.read(path)
+    assert facts == {"b": 1, "a": ["é"]}
+    assert {name: (a.dtype, a.tolist()) for name, a in found.items()} == {
+        name: (a.dtype, a.tolist()) for name, a in held.items()
+    }
+    again = tmp_path / "b.arrow"
+    arrays.write(again, held, {"a": ["é"], "b": 1})
+    assert again.read_bytes() == path.read_bytes()
+    path.write_bytes(again.read_bytes()[:-10])
+    with pytest.raises(InputError, match=r"a\.arrow is damaged"):
+        arrays.read(path)

@@ -1,0 +1,232 @@
+"""Sequences laid into records by plain loops come out again; what contradicts itself does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from packhorse.data.packed.packs import Rows
+from packhorse.data.records import fixed_width, tfexample, tfrecord
+from packhorse.errors import InputError
+
+WIDTH, MASKS, MOST, VOCAB = 40, 7, 3, 100
+
+
+def where(record: int) -> str:
+    return f"record {record}"
+
+
+def columns(rows: list[dict[str, list]], form: str) -> dict[str, np.ndarray]:
+    names = fixed_width.FORMS[form][1]
+    return {role: np.array([row[name] for row in rows]) for role, name in names.items()}
+
+
+@pytest.fixture
+def made(record_files: ModuleType, rng: np.random.Generator) -> list:
+    return [record_files.draw(rng, WIDTH if i % 2 else 12, VOCAB) for i in range(60)]
+
+
+@pytest.fixture
+def forms(record_files: ModuleType, made: list) -> dict[str, tuple[list[dict], list[int]]]:
+    """The same sequences in every form, and how many each row holds."""
+    rows = record_files.packs(made, WIDTH, MOST)
+    counts = [len(row) for row in rows]
+    assert {1, 2, 3} == set(counts)
+    ten = [record_files.ten_arrays(row, WIDTH, MASKS, MOST) for row in rows]
+    habana = [{name.removeprefix("packed_"): row[name] for name in row} for row in ten]
+    last = [record_files.cls_last(row, WIDTH, MASKS, MOST) for row in rows]
+    alone = [record_files.unpacked(one, WIDTH, MASKS) for one in made]
+    return {
+        "unpacked": (alone, [1] * len(made)),
+        "packed": (ten, counts),
+        "packed, as Habana names it": (habana, counts),
+        "packed, [CLS] last": (last, counts),
+    }
+
+
+@pytest.mark.parametrize("form", fixed_width.FORMS)
+def test_every_form_gives_the_same_sequences(
+    record_files: ModuleType, made: list, forms: dict, form: str
+) -> None:
+    rows, counts = forms[form]
+    assert next(name for name, (key, _) in fixed_width.FORMS.items() if key in rows[0]) == form
+    found = fixed_width.unpack(columns(rows, form), VOCAB, where)
+    assert record_files.told(found.sequences) == made
+    assert np.diff(found.offsets).tolist() == counts
+    assert found.records.tolist() == np.repeat(np.arange(len(rows)), counts).tolist()
+    assert found.sequences.ids.dtype == found.sequences.lengths.dtype == np.uint16
+    specials = fixed_width.guess(found, VOCAB)
+    assert (specials.cls, specials.sep, specials.mask) == (2, 3, 4)
+    fixed_width.check_specials(found, specials, where)
+    assert len(Rows.of(found.sequences, found.offsets)) == len(rows)
+
+
+def test_rows_without_a_sequence_are_counted(forms: dict, record_files: ModuleType) -> None:
+    """Graphcore's packer fills rows with padding sequences, and now and then with nothing else."""
+    rows, counts = forms["packed"]
+    empty = {name: [0] * len(values) for name, values in rows[0].items()}
+    found = fixed_width.unpack(columns([empty, *rows, empty], "packed"), VOCAB, where)
+    assert found.empty == 2
+    assert np.diff(found.offsets).tolist() == counts
+    alone, _ = forms["unpacked"]
+    alone[2]["input_mask"], alone[2]["input_ids"] = [0] * WIDTH, [0] * WIDTH
+    alone[2]["segment_ids"] = [0] * WIDTH
+    alone[2]["masked_lm_weights"] = [0] * MASKS
+    with pytest.raises(InputError, match="record 2: its input_mask is 0 throughout"):
+        fixed_width.unpack(columns(alone, "unpacked"), VOCAB, where)
+
+
+def test_masks_may_come_in_any_order(forms: dict, made: list, record_files: ModuleType) -> None:
+    found = columns(forms["packed"][0], "packed")
+    for role in ("masked_at", "masked_ids", "masked_owner"):
+        found[role] = found[role][:, ::-1]
+    assert record_files.told(fixed_width.unpack(found, VOCAB, where).sequences) == made
+
+
+Change = Callable[[dict[str, np.ndarray]], None]
+
+
+def put(role: str, place: int, value: float) -> Change:
+    """In record 5."""
+
+    def change(found: dict[str, np.ndarray]) -> None:
+        kind = np.int64 if float(value).is_integer() else np.float64
+        found[role] = found[role].astype(kind)
+        found[role][5, place] = value
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(found: dict[str, np.ndarray]) -> None:
+        for each in changes:
+            each(found)
+
+    return change
+
+
+def swap(role: str, a: int, b: int) -> Change:
+    def change(found: dict[str, np.ndarray]) -> None:
+        found[role][5, [a, b]] = found[role][5, [b, a]]
+
+    return change
+
+
+def mask_twice(found: dict[str, np.ndarray]) -> None:
+    for role in fixed_width.MASK_ROLES:
+        found[role][5, 1] = found[role][5, 0]
+
+
+def join_two(found: dict[str, np.ndarray]) -> None:
+    found["owner"][5] = np.where(found["owner"][5] == 1, 2, found["owner"][5])
+
+
+OUTSIDE, NO_FIRST = "outside its sequence", "does not point at a first token"
+BAD: dict[str, tuple[str, Change, str]] = {
+    "an id too large": ("unpacked", put("ids", 1, VOCAB), "vocabulary: 100, not a whole number up"),
+    "a negative id": ("packed", put("ids", 1, -1), "not of the vocabulary: -1"),
+    "a hole": ("unpacked", put("owner", 2, 0), "padding is not empty"),
+    "a hole without a token": (
+        "unpacked",
+        both(put("ids", 1, 0), put("owner", 1, 0), put("types", 1, 0)),
+        "not in one piece",
+    ),
+    "mask of 2": ("unpacked", put("owner", 0, 2), "input_mask: 2, not a whole number up to 1"),
+    "a third segment": ("unpacked", put("types", 0, 2), "segment_ids: 2"),
+    "segments the wrong way": ("unpacked", put("types", 0, 1), "not 0 and then 1"),
+    "no first segment": (
+        "unpacked",
+        lambda found: found["types"].__setitem__(5, found["owner"][5]),
+        "not 0 and then 1",
+    ),
+    "padding with a segment": ("packed", put("types", -1, 1), "padding is not empty"),
+    "padding with a token": ("packed", put("ids", -1, 9), "padding is not empty"),
+    "a position twice": ("packed", put("positions", 2, 1), "not in one piece"),
+    "a position beyond": ("packed", put("positions", 1, WIDTH - 1), "not in one piece"),
+    "a position outside": ("packed", put("positions", 1, WIDTH), "positions: 40"),
+    "a mask outside": ("packed", put("masked_at", 0, WIDTH), "masked_lm_positions: 40"),
+    "a mask in the padding": ("packed", put("masked_at", 0, WIDTH - 1), OUTSIDE),
+    "a mask of another": ("packed", put("masked_owner", 0, 2), OUTSIDE),
+    "a token masked twice": ("packed", mask_twice, "masked twice"),
+    "a masked id too large": ("packed", put("masked_ids", 0, VOCAB), "masked token is not of"),
+    "half a weight": ("unpacked", put("masked_owner", 0, 0.5), "masked_lm_weights: 0.5"),
+    "a weight of 2": ("unpacked", put("masked_owner", 0, 2), "masked_lm_weights: 2"),
+    "not a number": ("unpacked", put("masked_owner", 0, np.nan), "masked_lm_weights: nan"),
+    "a label of 2": ("packed", put("labels", 0, 2), "next_sentence_labels: 2"),
+    "no label": ("packed", put("present", 0, 0), "without one next-sentence label"),
+    "a label of the padding": ("packed", put("cls_at", 2, WIDTH - 1), NO_FIRST),
+    "a label of no [CLS]": ("packed", put("cls_at", 0, 1), NO_FIRST),
+    "two labels of one": ("packed", put("cls_at", 1, 0), "without one next-sentence label"),
+    "[CLS] astray": ("packed, [CLS] last", swap("owner", -1, -4), "padding|piece|segment"),
+    "two sequences in one": ("packed", join_two, "without tokens|not in one piece"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_contradicts_itself_is_refused(forms: dict, name: str) -> None:
+    form, harm, said = BAD[name]
+    found = columns(forms[form][0], form)
+    harm(found)
+    with pytest.raises(InputError, match=rf"record 5: .*({said})"):
+        fixed_width.unpack(found, VOCAB, where)
+
+
+def test_widths_must_agree(forms: dict) -> None:
+    found = columns(forms["packed"][0], "packed")
+    with pytest.raises(InputError, match=r"one width: .*'types': 39"):
+        fixed_width.unpack(found | {"types": found["types"][:, 1:]}, VOCAB, where)
+    with pytest.raises(InputError, match="one width"):
+        fixed_width.unpack(found | {"masked_at": found["masked_at"][:, 1:]}, VOCAB, where)
+    with pytest.raises(InputError, match="one width"):
+        fixed_width.unpack(
+            found | {role: found[role][:, :0] for role in fixed_width.MASK_ROLES}, VOCAB, where
+        )
+
+
+def test_special_tokens_are_checked(forms: dict) -> None:
+    found = columns(forms["unpacked"][0], "unpacked")
+    specials = fixed_width.guess(fixed_width.unpack(found, VOCAB, where), VOCAB)
+    for place, said in ((0, r"begin with \[CLS\] \(2\)"), (-1, r"end with \[SEP\] \(3\)")):
+        harmed = found | {"ids": found["ids"].copy()}
+        length = found["owner"][7].sum()
+        harmed["ids"][7, place % length] = 50
+        unpacked = fixed_width.unpack(harmed, VOCAB, where)
+        with pytest.raises(InputError, match=f"record 7: .*{said}"):
+            fixed_width.check_specials(unpacked, specials, where)
+
+
+def test_without_masks_the_mask_token_is_not_guessed(forms: dict) -> None:
+    found = columns(forms["unpacked"][0], "unpacked")
+    found["masked_owner"][:] = 0
+    with pytest.raises(InputError, match="pass --tokenizer"):
+        fixed_width.guess(fixed_width.unpack(found, VOCAB, where), VOCAB)
+
+
+def test_the_real_file(shared_data: Path) -> None:
+    """Graphcore's sample: 44 rows, one of two sequences, [CLS] tokens at the end of each row."""
+    path = shared_data / "packing" / "sample_text_packed.tfrecord"
+    index = path.with_suffix(".index").read_text().split("\n")
+    (run,) = tfrecord.runs(path)
+    assert [f"{at} {len(data) + 16}" for at, data in zip(run.offsets, run.data, strict=True)] == [
+        line for line in index if line
+    ]
+    names = fixed_width.FORMS["packed, [CLS] last"][1]
+    assert set(names.values()) == tfexample.names(run)
+    table = tfexample.numbers(run, [*names.values()])
+    found = fixed_width.unpack(
+        {role: table[name] for role, name in names.items()}, 30522, run.where
+    )
+    specials = fixed_width.guess(found, 30522)
+    assert (specials.cls, specials.sep, specials.mask) == (101, 102, 103)
+    fixed_width.check_specials(found, specials, run.where)
+    assert (len(found.offsets) - 1, len(found.sequences.lengths)) == (44, 45)
+    assert found.sequences.lengths.max() == 128
+    words = (shared_data / "vocab" / "bert-base-uncased-vocab.txt").read_text().split("\n")
+    begin = " ".join(words[token] for token in found.sequences.ids[:13])
+    assert begin == "[CLS] this text is included to make sure [MASK] is handled properly :"
+    masks = found.sequences.masked
+    assert masks is not None and words[masks.ids[0]] == "unicode"

@@ -1,0 +1,130 @@
+"""Headerless files: the size of a record is checked, the kind found, the records read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from packhorse.data.records import fixed_width, graphcore
+from packhorse.data.records.graphcore import Sizes
+from packhorse.errors import InputError
+
+SIZES, VOCAB = Sizes(max_length=40, max_predictions=7, max_per_pack=3), 100
+
+
+def read(path: Path, sizes: Sizes = SIZES) -> list[fixed_width.Unpacked]:
+    return [fixed_width.unpack(r.columns, VOCAB, r.where) for r in graphcore.runs(path, sizes)]
+
+
+@pytest.fixture
+def made(record_files: ModuleType, rng: np.random.Generator) -> list:
+    return [record_files.draw(rng, 40 if i % 2 else 12, VOCAB) for i in range(50)]
+
+
+@pytest.fixture
+def packed(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
+    rows = record_files.packs(made, 40, 3)
+    path = tmp_path / "strategy_10_10_20_part_0"
+    content = (record_files.ten_arrays(row, 40, 7, 3) for row in rows)
+    path.write_bytes(b"".join(map(record_files.words, content)))
+    return path
+
+
+@pytest.fixture
+def unpacked(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
+    path = tmp_path / "part_00000"
+    content = (record_files.unpacked(one, 40, 7) for one in made)
+    path.write_bytes(b"".join(map(record_files.words, content)))
+    return path
+
+
+def test_the_published_sizes() -> None:
+    assert Sizes().record_bytes("unpacked") == 4 * (3 * 512 + 3 * 76 + 1) == 7060
+    assert Sizes().record_bytes("packed") == 4 * (4 * 512 + 3 * 79 + 3 * 3) == 9176
+
+
+def test_both_kinds_are_read(
+    record_files: ModuleType,
+    made: list,
+    packed: Path,
+    unpacked: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert graphcore.kind_of(packed, SIZES) == "packed"
+    assert graphcore.kind_of(unpacked, SIZES) == "unpacked"
+    monkeypatch.setattr(graphcore, "RUN_RECORDS", 7)
+    for path in (packed, unpacked):
+        found = read(path)
+        assert len(found) > 3
+        assert [one for run in found for one in record_files.told(run.sequences)] == made
+    sizes = [len(each.offsets) - 1 for each in read(packed)]
+    assert sum(sizes) == len(record_files.packs(made, 40, 3))
+
+
+def test_a_size_that_fits_both_kinds(
+    record_files: ModuleType, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    """As many records of one as take the room of some of the other."""
+    ours, theirs = (SIZES.record_bytes(kind) for kind in ("packed", "unpacked"))
+    least = np.lcm(ours, theirs)
+    short = [record_files.draw(rng, 8, VOCAB) for _ in range(2 * least // theirs)]
+    path = tmp_path / "some"
+    rows = (record_files.ten_arrays([one], 40, 7, 3) for one in short[: least // ours])
+    path.write_bytes(b"".join(map(record_files.words, rows)))
+    assert path.stat().st_size % theirs == 0
+    assert graphcore.kind_of(path, SIZES) == "packed"
+    rows = (record_files.unpacked(one, 40, 7) for one in short[: least // theirs])
+    path.write_bytes(b"".join(map(record_files.words, rows)))
+    assert path.stat().st_size % ours == 0
+    assert graphcore.kind_of(path, SIZES) == "unpacked"
+
+
+def test_a_size_that_fits_neither(packed: Path) -> None:
+    content = packed.read_bytes()
+    packed.write_bytes(content[:-4])
+    said = f"{len(content) - 4} bytes are not a whole number.* 796 bytes .packed. nor of 568"
+    with pytest.raises(InputError, match=said):
+        read(packed)
+    assert Sizes(40, 7, 3).record_bytes("packed") == 796
+
+
+def test_the_sizes_that_would_fit_are_told(
+    record_files: ModuleType, rng: np.random.Generator, tmp_path: Path
+) -> None:
+    made = [record_files.draw(rng, 128, VOCAB) for _ in range(7)]
+    path = tmp_path / "part"
+    content = (record_files.unpacked(one, 128, 20) for one in made)
+    path.write_bytes(b"".join(map(record_files.words, content)))
+    said = "could be unpacked with --max-length 128 --max-predictions 20"
+    with pytest.raises(InputError, match=said) as caught:
+        read(path, Sizes())
+    assert str(caught.value).count(f"{said.removeprefix('could be ')} ") == 1
+    content = (record_files.ten_arrays([one], 128, 20, 2) for one in made)
+    path.write_bytes(b"".join(map(record_files.words, content)))
+    said = "could be packed with --max-length 128 --max-predictions 20 --max-sequences-per-pack 2"
+    with pytest.raises(InputError, match=said):
+        read(path, Sizes())
+    path.write_bytes(b"words and words" * 10)
+    with pytest.raises(InputError, match="no usual sizes fit"):
+        read(path, Sizes())
+
+
+def test_a_bad_record_is_named(unpacked: Path) -> None:
+    content = bytearray(unpacked.read_bytes())
+    content[568 * 9 + 4 * 40 : 568 * 9 + 4 * 41] = b"\xff\xff\xff\xff"
+    unpacked.write_bytes(content)
+    with pytest.raises(InputError, match=r"part_00000, record 9 \(byte 5112\): input_mask: -1"):
+        read(unpacked)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read(tmp_path / "missing")
+    (tmp_path / "empty").touch()
+    with pytest.raises(InputError, match="is empty"):
+        read(tmp_path / "empty")
+    with pytest.raises(InputError, match="numbers of 1 and above"):
+        Sizes(0, 1, 1)
