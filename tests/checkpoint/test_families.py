@@ -589,7 +589,7 @@ def test_an_encoder_gives_the_same_vectors(
     encoder = packhorse.load(tmp_path, device="cpu", kernel=kernel)
     with pytest.warns(UserWarning, match="2 of 5 texts were cut to 24 tokens"):
         got = encoder.embed(TEXTS)
-        encodings = encoder.encode(TEXTS)
+        encodings = encoder.tokenize(TEXTS)
     rows = [SimpleNamespace(ids=e.ids.astype(np.int64), types=e.types) for e in encodings]
     states = run_padded(model, rows, "last_hidden_state").split([len(row.ids) for row in rows])
     assert_close(

@@ -18,11 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from packhorse.attention.reach import FULL, Reach
 from packhorse.device import dtype_name
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 NO_DROPOUT = "it cannot drop attention probabilities out"
+NO_WINDOW = "it does not know layers that see a window only"
+NO_BIAS = "it does not know scores that depend on distance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Support:
     compiles_backward: bool = False  # and the backward pass of a training step
     records: bool = False  # plans nothing on the host, so a CUDA graph can hold it
     dropout: bool = True  # can drop attention probabilities out
+    windows: bool = False  # knows `Reach.window`
+    biases: bool = False  # knows `Reach.bias`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
 
     def refusal(
@@ -47,6 +52,8 @@ class Support:
         backward: bool = False,
         head_size: int | None = None,
         dropout: bool = False,
+        windows: bool = False,
+        biases: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None."""
         if self.devices is not None and device.type not in self.devices:
@@ -58,6 +65,10 @@ class Support:
             return "it has no backward pass"
         if dropout and not self.dropout:
             return NO_DROPOUT
+        if windows and not self.windows:
+            return NO_WINDOW
+        if biases and not self.biases:
+            return NO_BIAS
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
@@ -70,8 +81,8 @@ class Kernel(Protocol):
     @property
     def serves(self) -> Support: ...
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> Any:
-        """What every layer needs to know of this batch.
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Any:
+        """What every layer of this reach needs to know of this batch.
 
         dropout: the share of attention probabilities to drop, drawn anew in each layer.
         """
@@ -117,13 +128,16 @@ def pick(
     backward: bool = False,
     head_size: int | None = None,
     dropout: bool = False,
+    windows: bool = False,
+    biases: bool = False,
 ) -> Choice:
     """The kernel asked for, checked; without a name the fastest that serves this device and dtype.
 
-    backward: it is to train, `dropout`: and to drop attention probabilities out. Kernels that need
-    rows are taken only when named: for a ragged batch they have no layout.
+    backward: it is to train, `dropout`: and to drop attention probabilities out. windows, biases:
+    the model has layers with such a `Reach`; `BertConfig.needs` says so. Kernels that need rows are
+    taken only when named: for a ragged batch they have no layout.
     """
-    needs = device, dtype, backward, head_size, dropout
+    needs = device, dtype, backward, head_size, dropout, windows, biases
     if name is not None and name != "auto":
         return _asked_for(name, *needs)
     passed_over = []
@@ -135,6 +149,15 @@ def pick(
             return Choice(candidate, found, why)
         passed_over.append(f"{candidate}: {refusal or 'it needs rows'}")
     raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
+
+
+def refuse(name: str, reach: Reach, serves: Support) -> None:
+    """Raise where a kernel is handed a reach that it does not know."""
+    unknown = NO_WINDOW if reach.window is not None and not serves.windows else None
+    if reach.bias is not None and not serves.biases:
+        unknown = NO_BIAS
+    if unknown:
+        raise KernelError(f"kernel {name!r} cannot run this model: {unknown}; use 'bucketed'")
 
 
 def _by_speed(device: torch.device, dtype: torch.dtype, backward: bool) -> list[str]:
@@ -149,18 +172,11 @@ def _by_speed(device: torch.device, dtype: torch.dtype, backward: bool) -> list[
     return names
 
 
-def _asked_for(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    backward: bool,
-    head_size: int | None,
-    dropout: bool,
-) -> Choice:
+def _asked_for(name: str, device: torch.device, dtype: torch.dtype, *needs: Any) -> Choice:
     found = kernel(name)
-    refusal = found.serves.refusal(device, dtype, backward, head_size, dropout)
+    refusal = found.serves.refusal(device, dtype, *needs)
     if refusal is None:
         return Choice(name, found, "asked for")
-    needs = {"backward": backward, "head_size": head_size, "dropout": dropout}
-    instead = pick(device, dtype, **needs).name
+    names = ("backward", "head_size", "dropout", "windows", "biases")
+    instead = pick(device, dtype, **dict(zip(names, needs, strict=True))).name
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {instead!r}")

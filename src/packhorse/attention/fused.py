@@ -13,7 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from packhorse.attention import NO_DROPOUT, Support
+from packhorse.attention import NO_DROPOUT, Support, refuse
+from packhorse.attention.reach import FULL, Reach
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
@@ -49,8 +50,9 @@ class Fused:
         obstacle=_obstacle,
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> FusedPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> FusedPlan:
         """The batch's own boundaries, the longest sequences first."""
+        refuse("fused", reach, self.serves)
         if dropout:
             raise KernelError(f"kernel 'fused': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
         order = packed.lengths.argsort(descending=True)

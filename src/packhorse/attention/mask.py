@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from packhorse.attention import Support
+from packhorse.attention.reach import FULL, Reach
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
@@ -28,16 +29,18 @@ class MaskPlan:
 
     owner: Tensor  # [T] sequence number
     sequences: int
-    allowed: Tensor  # [R, 1, C, C]
+    allowed: Tensor  # [R, 1 or H, C, C]: pairs to see, or numbers to add, minus infinity if not
     dropout: float = 0.0
 
 
 class Mask:
     """Block-diagonal mask over rows."""
 
-    serves = Support(rows=True, compiles=True, compiles_backward=True, records=True)
+    serves = Support(
+        rows=True, compiles=True, compiles_backward=True, records=True, windows=True, biases=True
+    )
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> MaskPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> MaskPlan:
         """Compare the sequence numbers of each row's tokens."""
         if not packed.capacity:
             raise KernelError("kernel 'mask' needs a batch laid in rows; build it with Packed.rows")
@@ -45,6 +48,12 @@ class Mask:
         owner = numbers.repeat_interleave(packed.lengths.long(), output_size=len(packed.ids))
         rows = owner.unflatten(0, (-1, packed.capacity))
         allowed = (rows[:, :, None] == rows[:, None, :]).unsqueeze(1)
+        # Within a sequence tokens are as far apart as they are in their row.
+        near, added = reach.near(packed.capacity, owner.device), reach.added(packed.capacity)
+        if near is not None:
+            allowed = allowed & near
+        if added is not None:
+            allowed = torch.where(allowed, added, float("-inf"))
         return MaskPlan(owner, len(packed), allowed, dropout)
 
     def __call__(self, qkv: Tensor, plan: MaskPlan) -> Tensor:

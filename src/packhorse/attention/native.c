@@ -53,14 +53,18 @@ typedef struct {
     const number *q, *k, *v; /* [T, H, D], tokens `*_step` numbers apart */
     number *out;             /* [T, H, D], contiguous */
     const int32_t *chunks;   /* [items, 3]: first token and length of a sequence, first query row */
-    long items, heads, width, q_step, k_step, v_step;
+    const float *table;      /* NULL, or what a score gains: heads lie `t_step` apart, and a key as
+                                far as its query is at `longest` - 1, those before it follow */
+    long items, heads, width, q_step, k_step, v_step, t_step;
+    long longest, window;    /* tokens of the longest sequence; seen to either side */
     float scale;             /* of scores, times log2 e: what follows takes powers of two */
+    float unit;              /* of the table, in scores before they are scaled */
     atomic_long next;        /* the first work item that no thread has taken */
 } Job;
 
 typedef struct { /* one thread's own; rows lie as tightly as the width of a head allows */
     long width, words, columns; /* of a head; in words; rounded up to a tile */
-    float scale;
+    float scale, unit;
     _Alignas(64) word q[CHUNK * WIDEST];        /* [group][word][query] */
     _Alignas(64) word k[KEYS * WIDEST + LANES]; /* [key][word] */
     _Alignas(64) word v[KEYS * WIDEST + LANES]; /* [key or pair of keys][column] */
@@ -222,6 +226,17 @@ APART void score(Scratch *t, const word *q, long keys, vec *most, int vecs) {
         vecs == 2 ? score_tile(t, q, key, most, 2) : score_tile(t, q, key, most, 1);
 }
 
+/* What scores gain for their distance; `table` is where the first query meets the first key. */
+APART void gain(Scratch *t, const float *table, long keys, vec *most, int vecs) {
+    for (long key = 0; key < keys; key++, table--)
+        for (int j = 0; j < vecs; j++) {
+            word *at = t->s + key * GROUP + j * LANES;
+            vec x = load(at) + load(table + j * LANES) * t->unit;
+            most[j] = larger(most[j], x);
+            store(at, x);
+        }
+}
+
 /* Turns scores into exponentials, in place; pairs close up to half the rows. Returns their sum:
  * where a score is NaN so is the sum, whatever became of the maximum. */
 APART vec exponentials(word *s, long keys, vec most, float scale) {
@@ -262,11 +277,12 @@ APART void weigh(Scratch *t, float *out, long keys, const vec *fade, int vecs) {
                   : weigh_tile(t, out, column, steps, fade, 1);
 }
 
-static void attend_block(Scratch *t, long row, long keys, int vecs, int first) {
-    vec most[2], fade[2];
+static void attend_block(Scratch *t, const float *table, long row, long keys, int vecs, int first) {
+    vec most[2], fade[2], bare[2] = {splat(-FLT_MAX), splat(-FLT_MAX)};
     for (int j = 0; j < vecs; j++)
         most[j] = first ? splat(-FLT_MAX) : load(t->most + row + j * LANES);
-    score(t, t->q + row * t->words, keys, most, vecs);
+    score(t, t->q + row * t->words, keys, table ? bare : most, vecs);
+    if (table) gain(t, table, keys, most, vecs);
     for (int j = 0; j < vecs; j++) {
         float *before = t->most + row + j * LANES, *sum = t->sum + row + j * LANES;
         vec own = exponentials(t->s + j * LANES, keys, most[j], t->scale);
@@ -298,13 +314,18 @@ static void attend(const Job *job, Scratch *t, long item) {
     const long start = chunk[0], length = chunk[1], token = start + chunk[2];
     const long rows = least(length - chunk[2], CHUNK);
     const long head = item % job->heads * job->width, out_step = job->heads * job->width;
+    const long nearest = chunk[2] > job->window ? chunk[2] - job->window : 0;
+    const long end = least(length, chunk[2] + rows + job->window);
+    const float *table = NULL;
+    if (job->table) table = job->table + item % job->heads * job->t_step + job->longest - 1;
     pack_queries(t, job->q + token * job->q_step + head, job->q_step, rows);
-    for (long key = 0; key < length; key += KEYS) {
-        const long keys = least(length - key, KEYS);
+    for (long key = nearest; key < end; key += KEYS) {
+        const long keys = least(end - key, KEYS);
         pack_keys(t, job->k + (start + key) * job->k_step + head, job->k_step, keys);
         pack_values(t, job->v + (start + key) * job->v_step + head, job->v_step, keys);
         for (long row = 0; row < rows; row += GROUP)
-            attend_block(t, row, keys, rows - row > LANES ? 2 : 1, key == 0);
+            attend_block(t, table ? table + chunk[2] + row - key : NULL, row, keys,
+                         rows - row > LANES ? 2 : 1, key == nearest);
     }
     write_rows(t, job->out + token * out_step + head, out_step, rows);
 }
@@ -316,6 +337,7 @@ static void work(void *shared) {
     t.words = job->width / PER_WORD;
     t.columns = (job->width + TILE - 1) / TILE * TILE;
     t.scale = job->scale;
+    t.unit = job->unit;
     for (long item; (item = atomic_fetch_add(&job->next, 1)) < job->items * job->heads;)
         attend(job, &t, item);
 }
@@ -324,8 +346,10 @@ static void work(void *shared) {
 typedef void Parallel(void (*body)(void *), void *shared, unsigned threads, unsigned flags);
 
 void packhorse_attend(const number *q, const number *k, const number *v, number *out,
-                      const int32_t *chunks, long items, long heads, long width, long q_step,
-                      long k_step, long v_step, float scale, Parallel *parallel, unsigned threads) {
-    Job job = {q, k, v, out, chunks, items, heads, width, q_step, k_step, v_step, scale, 0};
+                      const int32_t *chunks, const float *table, long items, long heads, long width,
+                      long q_step, long k_step, long v_step, long t_step, long longest, long window,
+                      float scale, float unit, Parallel *parallel, unsigned threads) {
+    Job job = {q,      k,      v,      out,    chunks,  table,  items, heads, width,
+               q_step, k_step, v_step, t_step, longest, window, scale, unit,  0};
     parallel(work, &job, threads, 0);
 }

@@ -1,9 +1,11 @@
 """Attention for CPUs in one pass over the batch: native.c, compiled here at first use.
 
 The fastest on a CPU at BERT's lengths, because nothing is padded, gathered or masked and scores
-never leave the cache. The price is a C compiler on the machine and no backward pass.
+never leave the cache. Blocks of keys outside a window are passed over; what a distance adds to a
+score, minus infinity where it is out of reach, is a table that C reads along. The price is a C
+compiler on the machine and no backward pass.
 
-Shapes: T tokens, H heads, D head width.
+Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from dataclasses import dataclass
 from functools import cache
 from math import e, log2
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from packhorse.attention import NO_DROPOUT, Support
+from packhorse.attention.reach import FULL, Reach
 from packhorse.device import cpu_features
 from packhorse.errors import KernelError
 from packhorse.native import FLOAT, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
@@ -26,6 +31,7 @@ from packhorse.packing.batch import Packed
 
 CHUNK = 128  # query rows of a work item: worth packing the keys for, and sharing a sequence
 WIDEST = 256  # the largest head, which sizes the threads' buffers
+OVERRUN = 64  # numbers that C may read beyond a table: the queries that fill up a group
 SOURCE = Path(__file__).with_name("native.c")
 
 
@@ -36,6 +42,9 @@ class Chunks:
     rows: Tensor  # [n, 3] int32: first token and length of the sequence, first query row
     tokens: int
     cu_seqlens: Tensor  # [S+1] what the plan was made from
+    reach: Reach = FULL
+    table: Tensor | None = None  # [H or 1, 2L-1+OVERRUN] what scores gain, see `Reach.table`
+    longest: int = 0  # L
 
 
 def obstacle() -> str | None:
@@ -57,35 +66,44 @@ class Native:
         head_sizes=range(1, WIDEST + 1),
         compiles=True,
         dropout=False,
+        windows=True,
+        biases=True,
         obstacle=lambda device: obstacle(),
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> Chunks:
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Chunks:
         """Cut the batch into work items."""
         if dropout:
             raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
-        return _plan(packed.cu_seqlens)
+        return _plan(packed.cu_seqlens, reach)
 
     def __call__(self, qkv: Tensor, plan: Chunks) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
         q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
-            return _opaque(q, k, v, plan.cu_seqlens)
+            return _opaque(q, k, v, plan.cu_seqlens, plan.reach.window, plan.reach.bias)
         return attend(q, k, v, plan)
 
 
 @torch.library.custom_op("packhorse::native", mutates_args=())
-def _opaque(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _opaque(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """The kernel as one node of a compiled graph."""
-    return attend(q, k, v, _plan(cu_seqlens))
+    return attend(q, k, v, _plan(cu_seqlens, Reach(window, bias)))
 
 
 @_opaque.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+def _(q: Tensor, *others: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _plan(cu_seqlens: Tensor) -> Chunks:
+def _plan(cu_seqlens: Tensor, reach: Reach = FULL) -> Chunks:
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
     if bounds[0] != 0 or (lengths < 0).any():
@@ -96,7 +114,14 @@ def _plan(cu_seqlens: Tensor) -> Chunks:
     length = np.repeat(lengths, pieces)
     costliest = np.argsort(-length * np.minimum(CHUNK, length - row), kind="stable")
     rows = np.stack([np.repeat(bounds[:-1], pieces), length, row], 1)[costliest]
-    return Chunks(torch.from_numpy(rows.astype(np.int32)), int(bounds[-1]), cu_seqlens)
+    items = torch.from_numpy(rows.astype(np.int32))
+    longest = int(lengths.max(initial=0))
+    return Chunks(items, int(bounds[-1]), cu_seqlens, reach, _table(reach, longest), longest)
+
+
+def _table(reach: Reach, longest: int) -> Tensor | None:
+    table = reach.table(longest) if longest else None
+    return None if table is None else F.pad(table.detach(), (0, OVERRUN))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
@@ -108,11 +133,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
     kernel = _function(bf16)
     q, k, v = (_with_heads_together(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype)
+    table, window = plan.table, plan.reach.window
     kernel(
         *(x.data_ptr() for x in (q, k, v, out, plan.rows)),
+        None if table is None else table.data_ptr(),
         *(len(plan.rows), heads, width),
         *(x.stride(0) for x in (q, k, v)),
-        width**-0.5 * log2(e),
+        *(0 if table is None or len(table) == 1 else table.stride(0), plan.longest),
+        plan.longest if window is None else window,
+        *(width**-0.5 * log2(e), width**0.5),
         openmp_entry(),
         torch.get_num_threads(),
     )
@@ -121,13 +150,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> None:
     """C would read or write astray where torch would raise."""
-    refusal = Native.serves.refusal(q.device, q.dtype, torch.is_grad_enabled() and _learns(q, k, v))
+    bias = () if plan.reach.bias is None else (plan.reach.bias,)
+    learns = torch.is_grad_enabled() and _learns(q, k, v, *bias)
+    refusal = Native.serves.refusal(q.device, q.dtype, learns)
     if refusal is None and not all(x.dtype == q.dtype and x.device == q.device for x in (k, v)):
         refusal = "queries, keys and values differ in dtype or device"
     if refusal is None and not (q.ndim == 3 and q.shape == k.shape == v.shape):
         refusal = "queries, keys and values must have one shape [tokens, heads, width]"
     if refusal is None and len(q) != plan.tokens:
         refusal = f"the plan is for {plan.tokens} tokens and there are {len(q)}"
+    if refusal is None and plan.table is not None and len(plan.table) not in (1, q.shape[1]):
+        refusal = f"the plan is for {len(plan.table)} heads and there are {q.shape[1]}"
     if refusal is None and q.shape[2] > WIDEST:
         refusal = f"heads are {q.shape[2]} wide, and it serves up to {WIDEST}"
     if refusal is not None:
@@ -157,5 +190,5 @@ def _function(bf16: bool) -> Callable[..., None]:
     if bf16 and not cpu_features()["avx512_bf16"]:
         raise Obstacle("this CPU has no AVX512-BF16")
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
-    takes = (*[POINTER] * 5, *[LONG] * 6, FLOAT, POINTER, UNSIGNED)
+    takes = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
     return function(SOURCE, "packhorse_attend", takes, defines)

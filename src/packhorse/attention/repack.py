@@ -11,17 +11,18 @@ from torch import Tensor
 
 from packhorse.attention import Support
 from packhorse.attention.bucketed import GroupedPlan, attend_groups, plan_one_group
+from packhorse.attention.reach import FULL, Reach
 from packhorse.packing.batch import Packed
 
 
 class Repack:
     """All sequences in one padded group."""
 
-    serves = Support()
+    serves = Support(windows=True, biases=True)
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> GroupedPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> GroupedPlan:
         """One group of every sequence."""
-        return plan_one_group(packed.cu_seqlens, dropout)
+        return plan_one_group(packed.cu_seqlens, dropout, reach)
 
     def __call__(self, qkv: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""

@@ -2,7 +2,8 @@
 
 The fastest there is on CUDA in half precision: no padding, no mask, nothing planned on the host.
 The function's keywords changed between torch 2.10 and 2.13; its first seven arguments did not, and
-they are all that full attention needs, so this file is the only place that knows it.
+they are all that full attention needs, so this file is the only place that knows it. A window is a
+keyword that is there from torch 2.11 on; scores by distance it has none for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packhorse.attention import NO_DROPOUT, Support
+from packhorse.attention import NO_DROPOUT, Support, refuse
+from packhorse.attention.reach import FULL, Reach
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
@@ -33,6 +35,7 @@ class VarlenPlan:
 
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
+    window: int | None = None
 
 
 class Varlen:
@@ -46,14 +49,16 @@ class Varlen:
         compiles_backward=True,
         records=True,
         dropout=False,
+        windows=True,
         obstacle=_obstacle,
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> VarlenPlan:
+    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> VarlenPlan:
         """The batch's own boundaries."""
+        refuse("varlen", reach, self.serves)
         if dropout:
             raise KernelError(f"kernel 'varlen': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
-        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen)
+        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen, reach.window)
 
     def __call__(self, qkv: Tensor, plan: VarlenPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
@@ -61,5 +66,9 @@ class Varlen:
         from torch.nn.attention.varlen import varlen_attn
 
         bounds, longest = plan.cu_seqlens, plan.max_seqlen
-        out = varlen_attn(q, k, v, bounds, bounds, longest, longest)
+        given = q, k, v, bounds, bounds, longest, longest
+        if plan.window is None:
+            out = varlen_attn(*given)
+        else:
+            out = varlen_attn(*given, window_size=(plan.window, plan.window))
         return out if isinstance(out, Tensor) else out[0]

@@ -46,14 +46,16 @@ class _NoInitialisation(TorchFunctionMode):
 def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[str, nn.Module]:
     """One pooler serves all heads that need it, but for classifiers with one of their own."""
     config, pooler = bert.config, Pooler(bert.config)
-    own = config.classify_activation
+    own, pooling = config.classify_activation, config.classify_pooling
     makers = {
         "pooled": lambda: pooler,
         "mlm": lambda: Mlm(config, bert.embed.words, tied),
         "replaced": lambda: Replaced(config),
         "nsp": lambda: PooledLabels(config, pooler, 2),
         "span": lambda: TokenLabels(config, 2),
-        "classify": lambda: PooledLabels(config, Pooler(config, own) if own else pooler, labels),
+        "classify": lambda: PooledLabels(
+            config, Pooler(config, own, pooling) if own else pooler, labels
+        ),
         "tokens": lambda: TokenLabels(config, labels, config.dropout),
     }
     return {head: makers[head]() for head in heads}

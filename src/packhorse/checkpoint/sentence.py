@@ -193,6 +193,18 @@ def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     return found, default
 
 
+def comparing(layout: Layout | None) -> dict[str, Any]:
+    """How vectors are meant to be compared, as far as the folder says: an `Encoder`'s fields."""
+    settings = layout.settings if layout else {}
+    likeness, kept = settings.get("similarity_fn_name"), settings.get("truncate_dim")
+    if likeness is not None and not isinstance(likeness, str):
+        raise CheckpointError(f"{SETTINGS}: similarity_fn_name is {likeness!r}, not a name")
+    if kept is not None and (type(kept) is not int or kept < 1):
+        raise CheckpointError(f"{SETTINGS}: truncate_dim is {kept!r}, not a count from 1")
+    said = {"similarity_fn_name": likeness, "truncate_dim": kept}
+    return {name: value for name, value in said.items() if value is not None}
+
+
 def embed(layout: Layout, config: BertConfig) -> Embed:
     """The head, without its weights."""
     width = config.hidden_size * len(layout.pooling)

@@ -41,6 +41,12 @@ def write(
     """
     if to not in WRITERS:
         raise InputError(f"cannot write {to!r}; the formats are {', '.join(WRITERS)}")
+    if to != "hf" and not checkpoint.config.classic:
+        kind = checkpoint.raw.get("model_type", "such")
+        raise InputError(
+            f"{kind} models cannot be written as {to!r}, which here knows BERT's own layers only; "
+            f"write 'hf'"
+        )
     model = checkpoint.model
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("heads.embed.")}
     raw, tensors = names.export(checkpoint.raw, checkpoint.config, state, model.heads.keys())

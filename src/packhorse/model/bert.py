@@ -1,11 +1,12 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT and ELECTRA are this model too: they differ in how tokens are embedded, by axes
-of `BertConfig`. There is no padded twin of this model. Attention is the one place where sequences
-could meet; it is a kernel handed in from outside, which plans once for each batch and is shared by
-every layer. In training hidden states are dropped out; attention probabilities only where a rate is
-asked for (`attention_dropout`), because the fastest kernel cannot, and MLPerf's packed BERT reached
-its target without.
+RoBERTa, DistilBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts, which
+axes of `BertConfig` choose when a model is built, so that what runs has nothing left to decide.
+There is no padded twin of this model. Attention is the one place where sequences could meet; it is
+a kernel handed in from outside, which plans once for each batch (once more for layers that see a
+window) and is shared by every layer. In training hidden states are dropped out; attention
+probabilities only where a rate is asked for (`attention_dropout`), because the fastest kernel
+cannot, and MLPerf's packed BERT reached its target without.
 
 Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 """
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from packhorse.attention import Kernel
+from packhorse.attention.reach import Reach
 from packhorse.model.config import BertConfig
+from packhorse.model.positions import Distances, Turning, turned
 from packhorse.packing.batch import Packed
 
 ACTIVATIONS = {
@@ -40,24 +43,47 @@ class Bert(nn.Module):
         self.kernel = kernel
         self.attention_dropout = config.attention_dropout
         self.embed = Embeddings(config)
-        self.layers = nn.ModuleList(Layer(config, kernel) for _ in range(config.layers))
+        buckets = config.distance_buckets
+        self.distances = Distances(buckets, config.heads) if buckets else None
+        self.local = [number in config.local_layers for number in range(config.layers)]
+        layer = NormFirst if config.norm_first else Layer
+        self.layers = nn.ModuleList(layer(config, kernel, not n) for n in range(config.layers))
+        self.norm = _norm(config) if config.norm_first else nn.Identity()
 
     def forward(self, packed: Packed) -> Tensor:
         """The last layer's hidden states, [T, E]."""
-        x, plan = self.embed(packed), self._plan(packed)
-        for layer in self.layers:
-            x = layer(x, plan)
-        return x
+        x, plans = self.embed(packed), self._plans(packed)
+        for layer, local in zip(self.layers, self.local, strict=True):
+            x = layer(x, plans[local])
+        return self.norm(x)
 
-    def _plan(self, packed: Packed) -> Any:
-        dropout = self.attention_dropout if self.training else 0.0
-        return self.kernel.plan(packed, dropout) if dropout else self.kernel.plan(packed)
+    def _plans(self, packed: Packed) -> dict[bool, Any]:
+        """One for local layers, one for the others: what there is of these."""
+        bias = self.distances() if self.distances is not None else None
+        return {local: self._plan(packed, local, bias) for local in set(self.local)}
+
+    def _plan(self, packed: Packed, local: bool, bias: Tensor | None) -> Any:
+        config = self.config
+        told: dict[str, Any] = {}
+        # No more is said than there is to say: a kernel need not know what its models never ask.
+        if self.training and self.attention_dropout:
+            told["dropout"] = self.attention_dropout
+        if local or bias is not None:
+            told["reach"] = Reach(config.window if local else None, bias)
+        plan = self.kernel.plan(packed, **told)
+        base = config.local_rotary_base if local else config.rotary_base
+        return turned(plan, packed.positions, base, config.head_size) if base else plan
 
     def use(self, kernel: Kernel) -> None:
         """Exchange the attention kernel; weights stay."""
+        self.kernel = kernel
         for module in self.modules():
-            if isinstance(module, Bert | Attention):
-                module.kernel = kernel
+            if isinstance(module, Attention):
+                module.attend_with(kernel)
+
+
+def _norm(config: BertConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
 class Embeddings(nn.Module):
@@ -67,10 +93,11 @@ class Embeddings(nn.Module):
         super().__init__()
         width, self.offset = config.embedding_size, config.position_offset
         self.words = nn.Embedding(config.vocab_size, width)
-        self.positions = nn.Embedding(config.max_positions + self.offset, width)
+        rows = 0 if config.rotary_base else config.max_positions + self.offset
+        self.positions = nn.Embedding(rows, width) if rows else None
         types = config.type_vocab_size
         self.types = nn.Embedding(types, width) if types else None
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
         self.dropout = nn.Dropout(config.dropout)
         projected = width != config.hidden_size
         self.project = nn.Linear(width, config.hidden_size) if projected else nn.Identity()
@@ -82,8 +109,10 @@ class Embeddings(nn.Module):
             # A tokenizer may tell the second text of a pair apart where its model does not.
             single = self.types.num_embeddings == 1
             x = x + (self.types.weight[0] if single else self.types(packed.types))
-        positions = after_padding(packed, self.offset) if self.offset else packed.positions
-        return self.project(self.dropout(self.norm(x + self.positions(positions))))
+        if self.positions is not None:
+            numbers = after_padding(packed, self.offset) if self.offset else packed.positions
+            x = x + self.positions(numbers)
+        return self.project(self.dropout(self.norm(x)))
 
 
 def after_padding(packed: Packed, offset: int) -> Tensor:
@@ -100,12 +129,11 @@ def after_padding(packed: Packed, offset: int) -> Tensor:
 class Layer(nn.Module):
     """Attention and feed-forward, each with its residual and normalised after it."""
 
-    def __init__(self, config: BertConfig, kernel: Kernel) -> None:
+    def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
         self.attention = Attention(config, kernel)
         self.attention_norm = AddNorm(config.hidden_size, config.norm_eps)
-        self.up = Up(config)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -113,6 +141,32 @@ class Layer(nn.Module):
         """[T, E] to [T, E]."""
         x = self.attention_norm(x, self.dropout(self.attention(x, plan)))
         return self.norm(x, self.dropout(self.down(self.up(x))))
+
+
+class NormFirst(nn.Module):
+    """The same parts, but each normalised before it (Xiong et al. 2020).
+
+    The first layer's attention is handed what the embeddings have just normalised.
+    """
+
+    def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
+        super().__init__()
+        self.attention_norm = nn.Identity() if first else _norm(config)
+        self.attention = Attention(config, kernel)
+        self.norm = _norm(config)
+        self.up, self.down = _feed_forward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, plan: Any) -> Tensor:
+        """[T, E] to [T, E]."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), plan))
+        return x + self.dropout(self.down(self.up(self.norm(x))))
+
+
+def _feed_forward(config: BertConfig) -> tuple[Up | GatedUp, nn.Linear]:
+    """Its two halves."""
+    down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+    return (GatedUp if config.gated else Up)(config), down
 
 
 class AddNorm(nn.Module):
@@ -135,9 +189,15 @@ class Attention(nn.Module):
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.shape = (3, config.heads, config.head_size)
-        self.kernel = kernel
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+        self.rotary = config.rotary_base > 0
+        width, bias = config.hidden_size, config.attention_bias
+        self.qkv = nn.Linear(width, 3 * width, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+        self.attend_with(kernel)
+
+    def attend_with(self, kernel: Kernel) -> None:
+        """Exchange the kernel."""
+        self.kernel = Turning(kernel) if self.rotary else kernel
 
     def forward(self, x: Tensor, plan: Any) -> Tensor:
         """[T, E] to [T, E]."""
@@ -150,9 +210,25 @@ class Up(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        width, wide = config.hidden_size, config.intermediate_size
+        self.dense = nn.Linear(width, wide, bias=config.mlp_bias)
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] to [T, F]."""
         return ACTIVATIONS[self.activation](self.dense(x))
+
+
+class GatedUp(nn.Module):
+    """The same with gates: twice as wide, one half activated, the other what it is scaled by."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width, wide = config.hidden_size, 2 * config.intermediate_size
+        self.dense = nn.Linear(width, wide, bias=config.mlp_bias)
+        self.activation = config.activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, E] to [T, F]."""
+        activated, gates = self.dense(x).chunk(2, -1)
+        return ACTIVATIONS[self.activation](activated) * gates

@@ -37,13 +37,17 @@ MULTIPLE = 16  # what torch._scaled_mm asks of both sides of a weight
 
 
 def use(bert: Bert) -> list[str]:
-    """Have the layers' products trained in float8; the names of those whose sizes do not fit."""
+    """Have the layers' products trained in float8; the names of those that do not fit.
+
+    A product fits whose sizes are multiples of 16 and that has a bias.
+    """
     left = []
     for number, layer in enumerate(bert.layers):
         for name in PRODUCTS:
             parent, _, last = name.rpartition(".")
             plain: Any = layer.get_submodule(name)
-            if plain.in_features % MULTIPLE or plain.out_features % MULTIPLE:
+            fits = not (plain.in_features % MULTIPLE or plain.out_features % MULTIPLE)
+            if plain.bias is None or not fits:
                 left.append(f"layers.{number}.{name}")
             else:
                 setattr(layer.get_submodule(parent), last, Float8Linear(plain))

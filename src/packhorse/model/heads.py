@@ -23,16 +23,38 @@ POOLINGS = ("mean", "cls", "max", "mean_sqrt_len")
 
 
 class Pooler(nn.Module):
-    """The first token through a dense layer; with tanh, BERT's own pooled output."""
+    """A token or the mean of them through a dense layer; with tanh, BERT's own pooled output."""
 
-    def __init__(self, config: BertConfig, activation: str = "tanh") -> None:
+    def __init__(self, config: BertConfig, activation: str = "tanh", pooling: str = "cls") -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
         self.activation = activation
+        self.norm = _head_norm(config)
+        self.pooling = pooling
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E]."""
-        return ACTIVATIONS[self.activation](self.dense(_first_tokens(hidden, packed)))
+        x = self.dense(_pool(self.pooling, hidden, packed))
+        return self.norm(ACTIVATIONS[self.activation](x))
+
+
+class Transform(nn.Module):
+    """What a pooler does, on tokens: what the heads of ModernBERT begin with."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.head_bias)
+        self.activation = config.classify_activation or config.activation
+        self.norm = _head_norm(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, E] to [n, E]."""
+        return self.norm(ACTIVATIONS[self.activation](self.dense(x)))
+
+
+def _head_norm(config: BertConfig) -> nn.Module:
+    width, eps = config.hidden_size, config.norm_eps
+    return nn.LayerNorm(width, eps, bias=config.norm_bias) if config.head_norm else nn.Identity()
 
 
 class Mlm(nn.Module):
@@ -44,10 +66,10 @@ class Mlm(nn.Module):
     def __init__(self, config: BertConfig, words: nn.Embedding, tied: bool = True) -> None:
         super().__init__()
         width = config.embedding_size
-        self.dense = nn.Linear(config.hidden_size, width)
+        self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
         self.activation = config.mlm_activation
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps)
-        self.decoder = nn.Linear(width, config.vocab_size)
+        self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
+        self.decoder = nn.Linear(width, config.vocab_size, bias=config.decoder_bias)
         self.spare = -config.vocab_size % 8
         if tied:
             self.decoder.weight = words.weight
@@ -60,8 +82,9 @@ class Mlm(nn.Module):
         """Every word's. A vocabulary that is no multiple of 8 would cost tensor cores threefold."""
         if not (self.spare and x.is_cuda and x.element_size() == 2):
             return self.decoder(x)
-        weight = F.pad(self.decoder.weight, (0, 0, 0, self.spare))
-        return F.linear(x, weight, F.pad(self.decoder.bias, (0, self.spare)))[:, : -self.spare]
+        weight, bias = F.pad(self.decoder.weight, (0, 0, 0, self.spare)), self.decoder.bias
+        bias = None if bias is None else F.pad(bias, (0, self.spare))
+        return F.linear(x, weight, bias)[:, : -self.spare]
 
 
 class Replaced(nn.Module):
@@ -97,12 +120,13 @@ class TokenLabels(nn.Module):
 
     def __init__(self, config: BertConfig, labels: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.transform = Transform(config) if config.head_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.dense = nn.Linear(config.hidden_size, labels)
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[T, C]."""
-        return self.dense(self.dropout(hidden))
+        return self.dense(self.dropout(self.transform(hidden)))
 
 
 class Embed(nn.Module):

@@ -21,9 +21,9 @@ from torch import Tensor
 from packhorse.checkpoint.names.exporting import export as export
 from packhorse.checkpoint.names.exporting import export_labels as export_labels
 from packhorse.checkpoint.names.exporting import prefixed as prefixed
+from packhorse.checkpoint.names.families import BERT as BERT
 from packhorse.checkpoint.names.families import (
-    ACTIVATIONS,
-    FAMILIES,
+    PREFIXES,
     PROBLEMS,
     Family,
     encoder_modules,
@@ -31,10 +31,11 @@ from packhorse.checkpoint.names.families import (
     parts,
     source,
 )
-from packhorse.checkpoint.names.families import BERT as BERT
 from packhorse.checkpoint.names.families import Table as Table
 from packhorse.checkpoint.names.families import sources as sources
 from packhorse.checkpoint.names.families import table as table
+from packhorse.checkpoint.names.understanding import architectures
+from packhorse.checkpoint.names.understanding import understand as understand
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 
@@ -99,7 +100,7 @@ def _root(names: Collection[str], family: Family) -> str:
     if len(likely) > 1 and family.prefix not in likely:
         raise CheckpointError(f"there are several encoders, under {', '.join(sorted(roots))}")
     attribute = f"{root.rstrip('.').rpartition('.')[2]}."
-    if attribute != family.prefix and attribute in {other.prefix for other in FAMILIES.values()}:
+    if attribute != family.prefix and attribute in PREFIXES:
         raise CheckpointError(
             f"the tensors are named {root}…, but those of the configuration's model_type "
             f"{family.prefix}…; one of the two is not this model's"
@@ -139,40 +140,12 @@ def _spelling(names: Collection[str], family: Family, root: str) -> dict[str, st
 
 def config(found: Found) -> BertConfig:
     """Our configuration; keys we do not know are ignored."""
-    family, keys = found.family, found.family.config
-    said = {ours: found.raw[key] for ours, key in keys.items() if key in found.raw}
-    for ours in ("vocab_size", "hidden_size", "layers", "heads", "intermediate_size"):
-        if ours not in said:
-            raise CheckpointError(f"config: {keys[ours]} is missing")
-    for ours in ("norm_eps", "dropout"):
-        if ours in said and type(said[ours]) not in (int, float):
-            raise CheckpointError(f"config: {keys[ours]} {said[ours]!r} is not a number")
-    activation = said.get("activation", "gelu")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"config: {keys['activation']} {activation!r} is unknown; "
-            f"there are {', '.join(ACTIVATIONS)}"
-        )
-    values = {**family.defaults, **said, "activation": ACTIVATIONS[activation]}
-    if family.after_padding:
-        values |= _positions_after_padding(found.raw, values.get("max_positions", 512))
-    result = BertConfig(**values)
+    result = understand(found.raw)
     if result.layers > len(found.tensors):  # before a thousand layers are built to find out
         raise CheckpointError(
             f"config: {result.layers} layers in a file of {len(found.tensors)} tensors"
         )
     return result
-
-
-def _positions_after_padding(raw: Mapping[str, Any], rows: Any) -> dict[str, int]:
-    """Of the table's rows those up to the padding word's id are never a position."""
-    pad = raw.get("pad_token_id", 1)
-    if type(pad) is not int or type(rows) is not int or not 0 <= pad < rows - 1:
-        raise CheckpointError(
-            f"config: pad_token_id {pad!r} leaves no position of "
-            f"max_position_embeddings {rows!r}, which are numbered from there"
-        )
-    return {"position_offset": pad + 1, "max_positions": rows - pad - 1}
 
 
 def heads(found: Found) -> tuple[str, ...]:
@@ -184,10 +157,12 @@ def heads(found: Found) -> tuple[str, ...]:
     classifiers keep a pooler that they do not use. To be called after `tied`, which drops a copy
     of the embeddings that would begin a head.
     """
-    family, architectures = found.family, _architectures(found)
-    promised = _promised(found, architectures)
+    family, classes = found.family, architectures(found.raw, found.family)
+    promised = _promised(found, classes)
+    if family.heads_by_class:
+        return _by_class(found, classes, promised)
     begun = {head for head in family.heads if _begun(found, head)}
-    if architectures:
+    if classes:
         begun -= {head for head in PRETRAINING_HEADS if not _whole(found, head)}
     if "replaced" in begun and not _whole(found, "mlm"):
         begun.discard("mlm")  # of the generator, which is a model of its own
@@ -199,21 +174,18 @@ def heads(found: Found) -> tuple[str, ...]:
     return tuple(head for head in family.heads if head in promised | begun)
 
 
-def _architectures(found: Found) -> list[str]:
-    known = found.family.architectures
-    said = found.raw.get("architectures") or []
-    architectures = said if isinstance(said, list) else [said]
-    for name in architectures:
-        if not isinstance(name, str) or name not in known:
-            raise CheckpointError(
-                f"config: architecture {name!r} does not run here; "
-                f"those that do: {', '.join(known)}"
-            )
-    return architectures
+def _by_class(found: Found, classes: list[str], promised: set[str]) -> tuple[str, ...]:
+    """Without a class, words can be scored; what else a classifier is for, no one can tell."""
+    if classes:
+        return tuple(head for head in found.family.heads if head in promised)
+    if source("heads.classify.dense.weight", found.family) in found.tensors:
+        raise CheckpointError("config: architectures is missing; it says what the classifier tells")
+    begun = source("heads.mlm.dense.weight", found.family) in found.tensors
+    return ("mlm",) if begun else ()
 
 
-def _promised(found: Found, architectures: Collection[str]) -> set[str]:
-    every = {head for name in architectures for head in found.family.architectures[name]}
+def _promised(found: Found, classes: Collection[str]) -> set[str]:
+    every = {head for name in classes for head in found.family.architectures[name]}
     return {
         head
         for head in every
@@ -342,13 +314,25 @@ def resize(
     result = replace(found, raw=raw)
     config(result)  # refuses what is beyond all bounds before it is made
     changes = []
-    if max_positions is not None:  # first: words are never refused
+    stored = "bert.embed.positions" in found.family.tensors
+    if max_positions is not None and not stored:
+        _check_rotary(config(found).max_positions, max_positions)
+    elif max_positions is not None:  # first: words are never refused
         changes += _resize_positions(result, max_positions, offset, repeat_positions)
     if vocab_size is not None:
         changes += _resize_words(result, vocab_size)
     if changes:
         warnings.warn("; ".join(changes), ResizeWarning, stacklevel=3)
     return result
+
+
+def _check_rotary(stored: int, size: int) -> None:
+    """Positions that are computed have no table to crop or to repeat."""
+    if size > stored:
+        raise InputError(
+            f"the model was made for {stored} positions, not {size}: those beyond are computed, "
+            f"but were never learnt from"
+        )
 
 
 def _resize_words(found: Found, size: int) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from packhorse.checkpoint.names.families import (
+    ACTIVATION_KEYS,
     ACTIVATIONS,
     FAMILIES,
     PROBLEMS,
@@ -69,9 +70,11 @@ def prefixed(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
 
 def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
     foreign = {key: getattr(config, ours) for ours, key in family.config.items()}
-    foreign[family.config["activation"]] = _reverse(ACTIVATIONS)[config.activation]
+    for ours in ACTIVATION_KEYS & family.config.keys():
+        foreign[family.config[ours]] = _reverse(ACTIVATIONS)[getattr(config, ours)]
     if family.after_padding:
         foreign[family.config["max_positions"]] += config.position_offset
+    if family.after_padding and family.padding is None:
         foreign["pad_token_id"] = config.position_offset - 1
     return foreign
 

@@ -6,49 +6,28 @@ one model and no class for a family: what is not a name is an axis of `BertConfi
 says where a family stands on it. To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
-(Sanh et al. 2019), ELECTRA (Clark et al. 2020); names as transformers writes them today.
+(Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
+2024); names as transformers writes them today.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+from packhorse.checkpoint.names.family import (
+    LM_HEAD,
+    OWN_POOLER,
+    SIZES,
+    SPAN,
+    TOKENS,
+    Family,
+    Table,
+    classes,
+)
+from packhorse.checkpoint.names.newer import MODERNBERT, MPNET
 from packhorse.errors import CheckpointError
-
-Table = Mapping[str, str | tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Family:
-    """The tables of one `model_type`."""
-
-    prefix: str  # of the encoder's tensors; files of a bare encoder leave it off
-    config: dict[str, str]
-    tensors: Table
-    heads: dict[str, Table]
-    architectures: dict[str, tuple[str, ...]]  # and the heads each must have
-    harmless: re.Pattern[str]  # tensors that nothing here needs and that change no result
-    # Of our configuration, where it is not BERT's and the file does not say.
-    defaults: dict[str, Any] = field(default_factory=dict)
-    second_bias: str | None = None  # another name of the bias of the word scores
-    after_padding: bool = False  # positions are numbered from `pad_token_id` + 1
-
-
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size",
-    "activation": "hidden_act",
-    "max_positions": "max_position_embeddings",
-    "type_vocab_size": "type_vocab_size",
-    "norm_eps": "layer_norm_eps",
-    "dropout": "hidden_dropout_prob",
-}
 
 
 def _encoder(prefix: str) -> dict[str, str | tuple[str, ...]]:
@@ -72,32 +51,9 @@ def _encoder(prefix: str) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-_SPAN: dict[str, Table] = {"span": {"heads.span.dense": "qa_outputs"}}
-_TOKENS: dict[str, Table] = {"tokens": {"heads.tokens.dense": "classifier"}}
-# RoBERTa and ELECTRA: a classifier with a pooler of its own.
-_OWN_POOLER: dict[str, Table] = {
-    "classify": {
-        "heads.classify.pooler.dense": "classifier.dense",
-        "heads.classify.dense": "classifier.out_proj",
-    }
-}
-
-
-def _classes(name: str, **others: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Classes by their heads; the first whose heads a model has is the one it is written as."""
-    return {
-        f"{name}ForSequenceClassification": ("classify",),
-        f"{name}ForTokenClassification": ("tokens",),
-        f"{name}ForQuestionAnswering": ("span",),
-        **{f"{name}{ending}": heads for ending, heads in others.items()},
-        f"{name}ForMaskedLM": ("mlm",),
-        f"{name}Model": (),
-    }
-
-
 BERT = Family(
     prefix="bert.",
-    config=_SIZES,
+    config=SIZES,
     tensors=_encoder("bert."),
     heads={
         "pooled": {"heads.pooled.dense": "bert.pooler.dense"},
@@ -110,14 +66,14 @@ BERT = Family(
             "heads.nsp.pooler.dense": "bert.pooler.dense",
             "heads.nsp.dense": "cls.seq_relationship",
         },
-        **_SPAN,
+        **SPAN,
         "classify": {
             "heads.classify.pooler.dense": "bert.pooler.dense",
             "heads.classify.dense": "classifier",
         },
-        **_TOKENS,
+        **TOKENS,
     },
-    architectures=_classes(
+    architectures=classes(
         "Bert", ForPreTraining=("mlm", "nsp"), ForNextSentencePrediction=("nsp",)
     ),
     # What is left over of a pretraining head comes after the encoder: no result can miss it.
@@ -130,20 +86,16 @@ def _roberta(name: str) -> Family:
     """RoBERTa, and those that differ from it in what their classes are called."""
     return Family(
         prefix="roberta.",
-        config=_SIZES,
+        config=SIZES,
         tensors=_encoder("roberta."),
         heads={
             "pooled": {"heads.pooled.dense": "roberta.pooler.dense"},
-            "mlm": {
-                "heads.mlm.dense": "lm_head.dense",
-                "heads.mlm.norm": "lm_head.layer_norm",
-                "heads.mlm.decoder": "lm_head.decoder",
-            },
-            **_SPAN,
-            **_OWN_POOLER,
-            **_TOKENS,
+            **LM_HEAD,
+            **SPAN,
+            **OWN_POOLER,
+            **TOKENS,
         },
-        architectures=_classes(name),
+        architectures=classes(name),
         harmless=re.compile(r"roberta\.embeddings\.position_ids|lm_head\..*"),
         defaults={"mlm_activation": "gelu", "classify_activation": "tanh"},
         second_bias="lm_head.bias",
@@ -184,14 +136,14 @@ DISTILBERT = Family(
             "heads.mlm.norm": "vocab_layer_norm",
             "heads.mlm.decoder": "vocab_projector",
         },
-        **_SPAN,
+        **SPAN,
         "classify": {
             "heads.classify.pooler.dense": "pre_classifier",
             "heads.classify.dense": "classifier",
         },
-        **_TOKENS,
+        **TOKENS,
     },
-    architectures=_classes("DistilBert"),
+    architectures=classes("DistilBert"),
     harmless=re.compile(
         r"distilbert\.embeddings\.position_ids|vocab_(transform|layer_norm|projector)\..*"
     ),
@@ -200,7 +152,7 @@ DISTILBERT = Family(
 
 ELECTRA = Family(
     prefix="electra.",
-    config={**_SIZES, "embedding_size": "embedding_size"},
+    config={**SIZES, "embedding_size": "embedding_size"},
     tensors={**_encoder("electra."), "bert.embed.project": "electra.embeddings_project"},
     heads={
         "replaced": {
@@ -212,11 +164,11 @@ ELECTRA = Family(
             "heads.mlm.norm": "generator_predictions.LayerNorm",
             "heads.mlm.decoder": "generator_lm_head",
         },
-        **_SPAN,
-        **_OWN_POOLER,
-        **_TOKENS,
+        **SPAN,
+        **OWN_POOLER,
+        **TOKENS,
     },
-    architectures=_classes("Electra", ForPreTraining=("replaced",)),
+    architectures=classes("Electra", ForPreTraining=("replaced",)),
     harmless=re.compile(
         # A checkpoint of the pretraining holds both, the generator being a model of its own.
         r"electra\.embeddings\.position_ids|discriminator_predictions\..*"
@@ -232,7 +184,11 @@ FAMILIES = {
     "camembert": _roberta("Camembert"),
     "distilbert": DISTILBERT,
     "electra": ELECTRA,
+    "mpnet": MPNET,
+    "modernbert": MODERNBERT,
 }
+# By which a family is told where nothing says; ModernBERT's is a word that any wrapper may use.
+PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
 
 ACTIVATIONS = {
@@ -244,6 +200,7 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
+ACTIVATION_KEYS = {"activation", "mlm_activation"}
 PROBLEMS = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",

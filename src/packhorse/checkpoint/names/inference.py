@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from packhorse.checkpoint.names.families import BERT, FAMILIES
+from packhorse.checkpoint.names.families import BERT, PREFIXES
 
 # For each key of the configuration a tensor's name, after any prefix, and the side that has it.
 SIZES = {
@@ -20,7 +20,7 @@ SIZES = {
 }
 LAYER = re.compile(r"(?:.*\.)?encoder\.layer\.(\d{1,4})\.")
 # Modules that no BERT has: another family's name, and ELECTRA's projection.
-FOREIGN = {family.prefix for family in FAMILIES.values()} - {BERT.prefix} | {"embeddings_project."}
+FOREIGN = PREFIXES - {BERT.prefix} | {"embeddings_project."}
 
 
 def infer(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

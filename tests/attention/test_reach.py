@@ -1,0 +1,155 @@
+"""Windows and scores by distance, under every kernel, against plain loops."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packhorse import attention
+from packhorse.attention.reach import FULL, Reach
+from packhorse.errors import KernelError
+from packhorse.packing.batch import Packed
+from packhorse.runtime.proof import Made
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KERNELS = [name for name in attention.KERNELS if name not in ("fused", "varlen")]
+LENGTHS = (5, 40, 1, 17, 150)
+HEADS, WIDTH = 2, 8
+BIAS = torch.linspace(-2, 2, HEADS * 9).reshape(HEADS, 9)
+REACHES = {
+    "full": FULL,
+    "itself": Reach(0),
+    "near": Reach(3),
+    "wider than a block": Reach(70),
+    "bias": Reach(None, BIAS),
+    "both": Reach(6, BIAS),
+}
+
+
+def make_packed(rows: bool = False) -> Packed:
+    made = [Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
+    return Packed.rows(made, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(made)
+
+
+def loop(qkv: Tensor, packed: Packed, reach: Reach) -> Tensor:
+    """One query after another."""
+    q, k, v = qkv.double().unbind(1)
+    out = torch.zeros_like(q)
+    bounds = packed.cu_seqlens.tolist()
+    window = len(q) if reach.window is None else reach.window
+    for first, end in pairwise(bounds):
+        for i in range(first, end):
+            near = torch.arange(max(first, i - window), min(end, i + window + 1))
+            scores = torch.einsum("hd,khd->hk", q[i], k[near]) * q.shape[-1] ** -0.5
+            if reach.bias is not None:
+                farthest = reach.bias.shape[-1] // 2
+                scores += reach.bias[:, (near - i).clamp(-farthest, farthest) + farthest]
+            out[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[near])
+    return out
+
+
+def run(kernel: str, qkv: Tensor, reach: Reach, dropout: float = 0.0) -> Tensor:
+    chosen = attention.kernel(kernel)
+    return chosen(qkv, chosen.plan(make_packed(chosen.serves.rows), dropout, reach))
+
+
+def random_qkv(rows: bool, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(480 if rows else sum(LENGTHS), 3, HEADS, WIDTH, generator=generator)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[str, bool], Tensor]:
+    return {
+        (name, rows): loop(random_qkv(rows), make_packed(rows), reach)
+        for name, reach in REACHES.items()
+        for rows in (False, True)
+    }
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("reach", REACHES)
+def test_every_kernel_knows_how_far_a_token_sees(kernel: str, reach: str, expected) -> None:
+    if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+        pytest.skip(refusal)
+    rows = attention.kernel(kernel).serves.rows
+    found = run(kernel, random_qkv(rows), REACHES[reach]).double()
+    torch.testing.assert_close(found, expected[reach, rows], atol=1e-5, rtol=1e-5)
+    for other in set(REACHES) - {reach}:  # the control: none is taken for another
+        assert not torch.allclose(found, expected[other, rows], atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_reach_lets_a_neighbour_through(kernel: str) -> None:
+    if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+        pytest.skip(refusal)
+    qkv = random_qkv(attention.kernel(kernel).serves.rows)
+    other = qkv.clone()
+    other[5:45] = float("nan")  # the second sequence, in rows too
+    mine = torch.ones(len(qkv), dtype=torch.bool)
+    mine[5:45] = False
+    found, spoilt = run(kernel, qkv, REACHES["both"]), run(kernel, other, REACHES["both"])
+    assert torch.equal(found[mine], spoilt[mine]) and spoilt[5:45].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "native"])
+def test_gradients_flow_to_queries_and_to_the_bias(kernel: str) -> None:
+    """Sequences of unlike lengths fill up groups; a slot of filler must not spoil a gradient."""
+    rows = attention.kernel(kernel).serves.rows
+    packed, weight = make_packed(rows), random_qkv(rows, 1)[:, 0].double()
+    found = []
+    for attend in (lambda *given: run(kernel, *given), lambda q, reach: loop(q, packed, reach)):
+        qkv = random_qkv(rows).double().requires_grad_()
+        bias = BIAS.double().requires_grad_()
+        total = (attend(qkv, Reach(6, bias)) * weight).sum()
+        found.append(torch.autograd.grad(total, (qkv, bias)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+
+
+def test_half_precision_stays_close() -> None:
+    qkv = random_qkv(False)
+    wide = run("reference", qkv, REACHES["near"])
+    for kernel in ("native", "bucketed", "reference"):
+        if attention.kernel(kernel).serves.refusal(CPU, torch.bfloat16):
+            continue
+        found = run(kernel, qkv.bfloat16(), REACHES["near"])
+        assert float((found.float() - wide).abs().max()) < 0.05, kernel
+
+
+def test_those_that_do_not_know_it_say_so() -> None:
+    fused, varlen = attention.kernel("fused"), attention.kernel("varlen")
+    assert fused.serves.refusal(CUDA, torch.bfloat16, windows=True) == attention.NO_WINDOW
+    assert varlen.serves.refusal(CUDA, torch.bfloat16, biases=True) == attention.NO_BIAS
+    with pytest.raises(KernelError, match=r"'fused' cannot run this model.*use 'bucketed'"):
+        fused.plan(make_packed(), 0.0, Reach(3))
+    with pytest.raises(KernelError, match=r"'varlen' cannot run this model.*distance"):
+        varlen.plan(make_packed(), 0.0, REACHES["both"])
+    assert varlen.plan(make_packed(), 0.0, Reach(3)).window == 3
+
+
+def test_the_choice_says_why_it_passed_others_over() -> None:
+    for need in ("windows", "biases"):
+        needs: dict[str, Any] = {need: True}
+        choice = attention.pick(CPU, torch.float32, **needs)
+        assert choice.name in ("native", "bucketed") and choice.kernel.serves.windows
+        assert attention.pick(CPU, torch.float32, backward=True, **needs).name == "reference"
+    with pytest.raises(KernelError, match=r"'fused' cannot run here: it runs on cuda"):
+        attention.pick(CPU, torch.float32, name="fused", windows=True)
+
+
+@pytest.mark.parametrize("kernel", ["native", "bucketed"])
+def test_a_compiled_kernel_sees_as_far(kernel: str) -> None:
+    if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+        pytest.skip(refusal)
+    chosen, qkv = attention.kernel(kernel), random_qkv(False)
+    step = torch.compile(chosen.__call__, backend="aot_eager", fullgraph=True)
+    with torch.inference_mode():
+        for reach in (FULL, REACHES["near"], REACHES["both"]):
+            plan = chosen.plan(make_packed(), 0.0, reach)
+            torch.testing.assert_close(step(qkv, plan), chosen(qkv, plan))

@@ -1,0 +1,136 @@
+"""Positions that attention is told: angles, buckets of distances, and the axes that choose them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse import attention
+from packhorse.errors import CheckpointError
+from packhorse.model.bert import Bert, GatedUp, NormFirst
+from packhorse.model.config import BertConfig
+from packhorse.model.positions import FARTHEST, Distances, Turning, bucket, turned
+from packhorse.packing.batch import Packed
+from packhorse.runtime.proof import Made
+
+MODERN = {
+    "rotary_base": 160_000.0,
+    "local_rotary_base": 10_000.0,
+    "norm_first": True,
+    "gated": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "norm_bias": False,
+}
+
+
+def config(**axes) -> BertConfig:
+    return BertConfig(40, 16, 3, 2, 24, max_positions=64, type_vocab_size=0, **axes)
+
+
+def make_packed(*lengths: int) -> Packed:
+    random = np.random.default_rng(0)
+    return Packed.build([Made(random.integers(0, 40, n), np.zeros(n, int)) for n in lengths])
+
+
+def test_buckets_are_those_of_mpnet() -> None:
+    modeling = pytest.importorskip("transformers.models.mpnet.modeling_mpnet")
+    distances = torch.arange(-400, 401)
+    theirs = modeling.MPNetEncoder.relative_position_bucket(distances)
+    assert [bucket(d, 32) for d in distances.tolist()] == theirs.tolist()
+    assert len({bucket(d, 32) for d in range(91, 400)}) == 1, "all beyond are one"
+
+
+def test_distances_are_rows_of_the_table() -> None:
+    module = Distances(32, 2)
+    found = module()
+    for distance in (-FARTHEST, -9, -1, 0, 1, 30, FARTHEST):
+        expected = module.table.weight[bucket(distance, 32)]
+        assert torch.equal(found[:, distance + FARTHEST], expected)
+    found.sum().backward()
+    assert module.table.weight.grad is not None and module.table.weight.grad[0].sum() == 2
+
+
+def test_scores_of_turned_queries_depend_on_the_distance_alone() -> None:
+    qkv = torch.randn(1, 3, 1, 8).expand(2, -1, -1, -1)
+    seen: list[tuple[float, Any]] = []
+
+    def attend(qkv, plan):
+        q, k, v = qkv.unbind(1)
+        seen.append((float((q[0] * k[1]).sum()), v))
+
+    for first in (0, 7, 1000):
+        plan = turned(None, torch.tensor([first, first + 5]), 10_000.0, 8)
+        Turning(attend)(qkv, plan)  # pyright: ignore
+    scores = [score for score, _ in seen]
+    assert scores == pytest.approx([scores[0]] * 3, abs=1e-3)
+    q, k, v = qkv[0]
+    assert torch.equal(seen[0][1][0], v), "values are not turned"
+    assert scores[0] != pytest.approx(float((q * k).sum()), abs=1e-2)
+
+
+@pytest.mark.parametrize("axes", [MODERN, {**MODERN, "local_layers": (1, 2), "window": 2}])
+def test_two_plans_at_most_and_no_bias_where_none_is(axes) -> None:
+    bert = Bert(config(**axes), attention.kernel("reference")).eval()
+    assert bert.embed.positions is None and not any("bias" in n for n, _ in bert.named_parameters())
+    assert isinstance(bert.layers[0], NormFirst) and isinstance(bert.layers[0].up, GatedUp)
+    assert isinstance(bert.layers[0].attention_norm, torch.nn.Identity)
+    plans = bert._plans(make_packed(3, 9))
+    assert set(plans) == ({False, True} if "local_layers" in axes else {False})
+
+
+def test_a_window_wide_enough_is_none() -> None:
+    """And the control: a narrower one is not."""
+    outputs = []
+    for window in (64, 8, 2):
+        bert = Bert(
+            config(**MODERN, local_layers=(1, 2), window=window), attention.kernel("bucketed")
+        )
+        torch.manual_seed(1)
+        for parameter in bert.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        outputs.append(bert.eval()(make_packed(9, 4)))
+    assert torch.equal(outputs[0], outputs[1]) and not torch.allclose(outputs[0], outputs[2])
+
+
+def test_kernels_are_exchanged_under_their_turning() -> None:
+    bert = Bert(config(**MODERN), attention.kernel("reference")).eval()
+    before = bert(make_packed(5, 20, 1))
+    other = attention.kernel("bucketed")
+    bert.use(other)
+    assert bert.kernel is other and bert.get_submodule("layers.0.attention").kernel == Turning(
+        other
+    )
+    torch.testing.assert_close(bert(make_packed(5, 20, 1)), before, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_model_asks_of_a_kernel() -> None:
+    plain, modern = config(), config(**MODERN, local_layers=(1,), window=4)
+    assert plain.needs == {"head_size": 8, "windows": False, "biases": False} and plain.classic
+    assert modern.needs["windows"] and not modern.needs["biases"] and not modern.classic
+    assert config(distance_buckets=32).needs["biases"] and not config(distance_buckets=32).classic
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"rotary_base": 0.5},
+        {"rotary_base": float("nan")},
+        {"local_rotary_base": 10_000.0},
+        {"rotary_base": 10_000.0, "heads": 16},
+        {"distance_buckets": 30},
+        {"distance_buckets": -4},
+        {"window": -1},
+        {"classify_pooling": "max"},
+        {"norm_bias": False},
+    ],
+)
+def test_axes_that_are_out_of_bounds(axes) -> None:
+    with pytest.raises(CheckpointError, match="config"):
+        BertConfig(
+            **{"vocab_size": 40, "hidden_size": 16, "layers": 1, "heads": 2} | axes,
+            intermediate_size=8,
+        )
