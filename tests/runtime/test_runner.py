@@ -156,7 +156,7 @@ def test_tasks_do_not_disturb_each_other(make_encoder) -> None:
 
 def test_token_ids_are_taken_as_they_are(make_encoder) -> None:
     encoder = make_encoder()
-    (encoding,) = encoder.encode(["the cat sat"])
+    (encoding,) = encoder.tokenize(["the cat sat"])
     with PackRunner(encoder, timeout=0) as runner:
         expected = runner.submit("the cat sat").result(PATIENCE)
         for given in (encoding, encoding.ids, encoding.ids.tolist(), tuple(encoding.ids.tolist())):

@@ -3,7 +3,8 @@
 On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
 a bucket and the layers compiled for it (one layer's compilation serves them all), and on CUDA the
 encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
-outside, on the batch's own tokens: they are small.
+outside, on the batch's own tokens: they are small. With `fixed` tokens, shapes are those of
+`invariant`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
+from packhorse.runtime.invariant import FixedShapes
 
 SMALLEST_RECORDED = 1024  # tokens; below, a launch costs as much as the work
 USUAL_LENGTH = 64  # of a bucket's sequences, at least: so that most batches of a size share one
 
 
 class TorchBackend:
-    """Runs a model in inference mode; frozen, or compiled per bucket."""
+    """Runs a model in inference mode; frozen, or compiled per bucket, or in fixed shapes."""
 
-    def __init__(self, model: Model, device: torch.device, graphs: bool = False) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, graphs: bool = False, fixed: int = 0
+    ) -> None:
         self.model = model.eval().to(device)
         self.device = device
         self.graphs = graphs
@@ -42,12 +46,15 @@ class TorchBackend:
             executable.compile(model.bert.layers)
         elif device.type == "cpu" and can_freeze(next(model.parameters()).dtype):
             freeze(self.model)
+        self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
         """What each head makes of the batch; `at` narrows heads of tokens to these tokens."""
+        if self.fixed is not None:
+            return self.fixed(packed, heads, at)
         if self.graphs:
             bucket = _bucket(packed, self.smallest).to(self.device)
             hidden = self._in_bucket(bucket)[: len(packed.ids)]  # padding is a tail
@@ -59,6 +66,8 @@ class TorchBackend:
 
     def computed(self, packed: Packed) -> int:
         """The tokens that a batch costs, those that fill up its bucket included."""
+        if self.fixed is not None:
+            return self.fixed.computed(packed)
         tokens = len(packed.ids)
         filled = self.graphs and not packed.capacity
         return executable.round_up(tokens, self.smallest) if filled else tokens

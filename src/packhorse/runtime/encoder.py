@@ -3,13 +3,14 @@
 `load` opens a model and decides once where and how it runs; the `Encoder` it returns shows that in
 its repr. The encoder never waits and owns no queue: it takes all it is given, at once. Every task
 has two ends, `prepare` (texts to jobs) and a job's `finish` (numbers to the answer), which the
-runner uses without the middle.
+runner uses without the middle. `encode` and its kin are in `sentences`: `embed` for code that was
+written for sentence-transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from packhorse import device
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
-from packhorse.runtime import batches, tasks
+from packhorse.runtime import batches, sentences, tasks
 from packhorse.runtime.jobs import Batch, Given, Job, Row
 from packhorse.runtime.tasks import Long
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
@@ -61,6 +62,24 @@ class Encoder:
     capacity: int = 0  # tokens a row, for kernels that need rows
     budget: int = 4096  # tokens a batch
     embedder: Embed | None = None  # what makes vectors; None: the graph itself
+    similarity_fn_name: str = "cosine"
+    truncate_dim: int | None = None  # numbers that `encode` keeps of a vector
+    told: set[str] = field(default_factory=set, repr=False, compare=False)  # warnings given
+
+    # The shape of sentence-transformers, and what MTEB's runner asks for besides.
+    encode = sentences.encode
+    encode_query = sentences.encode_query
+    encode_document = sentences.encode_document
+    similarity = sentences.similarity
+    similarity_pairwise = sentences.similarity_pairwise
+    get_embedding_dimension = sentences.embedding_dimension
+    get_sentence_embedding_dimension = sentences.embedding_dimension
+    mteb_model_meta = property(sentences.mteb_model_meta)
+
+    @property
+    def max_seq_length(self) -> int:
+        """The longest sequence, under the name that sentence-transformers has for it."""
+        return self.max_length
 
     def __repr__(self) -> str:
         how = f"{device.describe(self.device)}, {device.dtype_name(self.dtype)}, {self.kernel}"
@@ -189,9 +208,9 @@ class Encoder:
         """
         return tasks.prepare(self, task, texts, **options)
 
-    def encode(self, texts: Sequence[Given], max_length: int | None = None) -> list[Encoding]:
-        """Tokenize; warns when texts had to be cut."""
-        return tasks.encode(self, texts, max_length)
+    def tokenize(self, texts: Sequence[Given], max_length: int | None = None) -> list[Encoding]:
+        """The sequences as they would run; warns when texts had to be cut."""
+        return tasks.tokenize(self, texts, max_length)
 
     def launch(self, packed: Packed, heads: tuple[str, ...], only: int | None = None) -> Batch:
         """Hand a batch to the device; an accelerator computes while the caller goes on."""

@@ -1,7 +1,8 @@
 """Open a model and decide where and how it runs: device, number format, attention kernel.
 
 `dtype="auto"` is measured, not guessed: each format the device computes in hardware encodes the
-same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken.
+same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. `invariant` is
+the opposite trade: shapes that are fixed, and what they fill up with is the price of equal bits.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import torch
 
 from packhorse import attention, checkpoint, onnxpack
 from packhorse import device as devices
-from packhorse.checkpoint import Checkpoint
+from packhorse.checkpoint import Checkpoint, sentence
 from packhorse.checkpoint.configuration import Given
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
+from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
 from packhorse.runtime.packed_onnx import open_packed
@@ -37,6 +39,7 @@ def load(
     kernel: str | None = None,
     graphs: bool = False,
     budget: int | None = None,
+    invariant: bool = False,
     config: Given = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
@@ -48,19 +51,27 @@ def load(
     device: "cpu", "cuda" …; the accelerator if there is one. dtype: "fp32", "bf16", "fp16" or
     "auto"; fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by name; the fastest that
     serves. graphs: compile each bucket of shapes, and on CUDA replay it as a graph. budget: tokens
-    a batch. config, vocab: files to use instead of those beside the weights. heads: attention
-    heads, where no file says.
+    a batch. invariant: a text's result is the same to the bit whatever its neighbours, its place
+    and the batch, see `runtime.invariant`; the number of torch's threads must stay. config, vocab:
+    files to use instead of those beside the weights. heads: attention heads, where no file says.
     """
     if budget is not None and budget < 1:
         raise InputError(f"the budget is {budget} tokens a batch; it must be at least 1")
+    if invariant:
+        shapes.check(graphs, dtype)
     where = devices.choose_device(device)
     if onnxpack.is_packed(path := Path(model).expanduser()):
+        if invariant:
+            raise InputError(
+                f"{path} is a packed ONNX graph, which ONNX Runtime computes as it likes; for "
+                "invariant results load the model that it was made of"
+            )
         return open_packed(path, where, config, vocab, budget)
     opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
     if dtype == "auto":
         return _fastest(opened, where, kernel, graphs, budget)
     chosen = devices.default_dtype(where) if dtype is None else devices.parse_dtype(dtype)
-    return _open(opened, where, chosen, kernel, graphs, budget)
+    return _open(opened, where, chosen, kernel, graphs, budget, invariant)
 
 
 def _open(
@@ -70,16 +81,20 @@ def _open(
     kernel: str | None,
     graphs: bool,
     budget: int | None,
+    invariant: bool = False,
 ) -> Encoder:
-    attention.pick(device, dtype, name=kernel)  # refuse what cannot run before reading weights
+    pick = shapes.pick if invariant else attention.pick
+    pick(device, dtype, name=kernel)  # refuse what cannot run before reading weights
     found = load(device=device, dtype=dtype)
-    choice = attention.pick(device, dtype, name=kernel, head_size=found.config.head_size)
+    choice = pick(device, dtype, name=kernel, **found.config.needs)
+    tokens = budget or TOKENS_A_BATCH.get(device.type, 16384)
+    fixed = shapes.largest(tokens, found.max_length) if invariant else 0
     found.model.bert.use(choice.kernel)
     head = dict(found.model.heads).get("embed")
     return Encoder(
         name=found.name,
         tokenizer=checkpoint.tokenizer(found),
-        backend=TorchBackend(found.model, device, graphs),
+        backend=TorchBackend(found.model, device, graphs, fixed),
         heads=tuple(found.model.heads),
         width=head.width(found.config.hidden_size) if isinstance(head, Embed) else 0,
         labels=found.labels,
@@ -92,8 +107,9 @@ def _open(
         kernel=choice.name,
         why=choice.why,
         capacity=found.max_length if choice.kernel.serves.rows else 0,
-        budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
+        budget=tokens,
         embedder=head if isinstance(head, Embed) else None,
+        **sentence.comparing(found.layout),
     )
 
 

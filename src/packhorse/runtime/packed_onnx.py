@@ -56,6 +56,7 @@ def open_packed(
         capacity=backend.capacity,
         budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
         embedder=made.get("embed"),
+        **sentence.comparing(layout),
     )
 
 

@@ -68,7 +68,8 @@ def prove(
     dtype = next(model.parameters()).dtype
     backend = TorchBackend(model, device)
     for name in kernels:
-        prover = Prover(backend, attention.pick(device, dtype, name=name).kernel, packs, seed)
+        choice = attention.pick(device, dtype, name=name, **model.bert.config.needs)
+        prover = Prover(backend, choice.kernel, packs, seed)
         for check, measure in CHECKS.items():
             allowed = TOLERANCE[dtype] if check in ("alone", "reference") else 0.0
             for head, largest in measure(prover).items():
@@ -186,11 +187,11 @@ class _Loose:
         self.kernel = kernel
         self.serves = kernel.serves
 
-    def plan(self, packed: Packed, dropout: float = 0.0) -> Any:
+    def plan(self, packed: Packed, *how: Any, **named: Any) -> Any:
         """As if there were no boundaries."""
         bounds = packed.cu_seqlens[[0, -1]].contiguous()
         whole = replace(packed, cu_seqlens=bounds, max_seqlen=len(packed.ids))
-        return self.kernel.plan(whole, dropout)
+        return self.kernel.plan(whole, *how, **named)
 
     def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""

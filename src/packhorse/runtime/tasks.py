@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import numpy as np
 
 from packhorse import results
+from packhorse.data.tables.texts import as_texts
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
@@ -63,14 +64,14 @@ def prepare(model: Described, task: str, texts: Sequence[Given], **options: Any)
     """A job for each text; options are those of the encoder's method of the task's name."""
     if task not in TASKS:
         raise InputError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
-    return TASKS[task](model, texts, **options)
+    return TASKS[task](model, as_texts(texts), **options)
 
 
-def encode(
+def tokenize(
     model: Described, texts: Sequence[Given], max_length: int | None = None, depth: int = 3
 ) -> list[Encoding]:
     """Tokenize; token ids stay as they are. Warns, `depth` frames up, when texts had to be cut."""
-    return [one for (one,) in _sequences(model, texts, max_length, None, depth + 1)]
+    return [one for (one,) in _sequences(model, as_texts(texts), max_length, None, depth + 1)]
 
 
 # A task is called by `prepare`, that by the encoder, and that by the method its user called.
@@ -206,6 +207,7 @@ def _rerank(
             f"reranking needs a head with one output; {model.name} classifies into "
             f"{len(model.labels)} labels"
         )
+    documents = as_texts(documents)
     pairs = [(query, document) for query in queries for document in documents]
     found = iter([one for (one,) in _sequences(model, pairs, max_length, long)])
 

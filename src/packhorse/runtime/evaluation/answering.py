@@ -13,8 +13,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packhorse.data.squad_score import Mark, Score, Threshold, best_threshold, is_v2, marks, score
-from packhorse.data.tasks import Question
+from packhorse.data.tasks.squad import Question
+from packhorse.data.tasks.squad_score import (
+    Mark,
+    Score,
+    Threshold,
+    best_threshold,
+    is_v2,
+    marks,
+    score,
+)
 from packhorse.errors import InputError
 from packhorse.results import Answer
 from packhorse.runtime.encoder import Encoder, Progress

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import packhorse
-from packhorse.data.tasks import Gold, Question, read_squad
+from packhorse.data.tasks.squad import Gold, Question, read_squad
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.evaluation import Reply, ask, judge
+from packhorse.runtime.evaluation.answering import Reply, ask, judge
 from packhorse.tokens import Encoding
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and saw one red hat . ? who what ##s"

@@ -1,0 +1,278 @@
+"""A packed step of Trainer has the gradient of the padded one, for every task; controls do not."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from packhorse import hf
+from packhorse.errors import InputError
+
+Features = list[dict[str, Any]]
+FAMILIES = ("bert", "roberta", "distilbert", "electra")
+IGNORED = -100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> Iterator[None]:
+    """Every training of Trainer collects garbage: what is there already need not be looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def label_tokens(sequences: Features) -> Features:
+    """One label in five is no one's concern."""
+    return [
+        {**each, "labels": [IGNORED if i % 5 == 1 else i % 3 for i in each["input_ids"]]}
+        for each in sequences
+    ]
+
+
+def mark_spans(sequences: Features) -> Features:
+    lengths = [len(each["input_ids"]) for each in sequences]
+    spans = [(n // 3, n - 1) for n in lengths]
+    return [
+        {**each, "start_positions": a, "end_positions": b}
+        for each, (a, b) in zip(sequences, spans, strict=True)
+    ]
+
+
+def number(sequences: Features, labels: Sequence[Any]) -> Features:
+    return [{**each, "labels": x} for each, x in zip(sequences, labels, strict=True)]
+
+
+# By task: the auto class, its labels, what changes in the configuration.
+TASKS: dict[str, tuple[str, Callable[[Features], Features], dict[str, Any]]] = {
+    "classify": ("SequenceClassification", lambda x: number(x, [0, 2, 1, 1, 0, 2]), {}),
+    "regress": (
+        "SequenceClassification",
+        lambda x: number(x, [0.3, 1.5, -2.0, 0.1, 4.0, 1.0]),
+        {"num_labels": 1},
+    ),
+    "several": (
+        "SequenceClassification",
+        lambda x: number(x, torch.eye(3).repeat(2, 1).tolist()),
+        {"problem_type": "multi_label_classification"},
+    ),
+    "tokens": ("TokenClassification", label_tokens, {}),
+    "words": ("MaskedLM", lambda x: x, {}),
+    "spans": ("QuestionAnswering", mark_spans, {}),
+}
+
+
+def make_task(make: Any, family: str, task: str) -> Any:
+    kind, _, changes = TASKS[task]
+    labels = 2 if task == "spans" else 3
+    changes = {"num_labels": labels, "classifier_dropout": 0.0, **changes}
+    return make(family, f"AutoModelFor{kind}", **changes).train()
+
+
+def inner_collator(tokenizer: Any, task: str) -> Any:
+    if task == "words":
+        return transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4, seed=7)
+    if task == "tokens":
+        return transformers.DataCollatorForTokenClassification(tokenizer)
+    return transformers.DataCollatorWithPadding(tokenizer)
+
+
+class Watch(transformers.TrainerCallback):
+    """Copies the gradients of the first step."""
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        self.gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def trainer(
+    model: Any, collator: Any, data: Features, folder: Path, batch: int, steps: int, **more: Any
+) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        gradient_accumulation_steps=steps,
+        max_steps=1,
+        max_grad_norm=0.0,
+        seed=3,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    given = {"train_dataset": data, "data_collator": collator, **more}
+    return transformers.Trainer(model, arguments, **given)
+
+
+def step(
+    model: Any, collator: Any, data: Features, folder: Path, batch: int = 4, steps: int = 1
+) -> Tensor:
+    """The gradient of one step of Trainer."""
+    watch = Watch()
+    trainer(model, collator, data, folder, batch, steps, callbacks=[watch]).train()
+    return torch.cat([gradient.flatten() for gradient in watch.gradients])
+
+
+def off_by(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "spans"])
+def test_a_step_has_the_padded_gradient(
+    make, tokenizer, sequences: Features, tmp_path: Path, family: str, task: str
+) -> None:
+    data = TASKS[task][1](sequences)
+    theirs = make_task(make, family, task)
+    wanted = step(theirs, inner_collator(tokenizer, task), data, tmp_path, batch=6)
+    ours = make_task(make, family, task)
+    collator = hf.PackedCollator(inner_collator(tokenizer, task), ours)
+    assert off_by(step(ours, collator, data, tmp_path, batch=6), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("task", ["classify", "words", "tokens"])
+def test_accumulated_steps_are_averaged_as_padded_ones(
+    make, tokenizer, sequences: Features, tmp_path: Path, task: str
+) -> None:
+    data = TASKS[task][1](sequences)
+    theirs, ours = (make_task(make, "bert", task) for _ in range(2))
+    wanted = step(theirs, inner_collator(tokenizer, task), data, tmp_path, batch=2, steps=3)
+    collator = hf.PackedCollator(inner_collator(tokenizer, task), ours)
+    assert off_by(step(ours, collator, data, tmp_path, batch=2, steps=3), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_span_competes_within_its_own_sequence(
+    make, tokenizer, sequences: Features, tmp_path: Path, family: str
+) -> None:
+    data, inner = mark_spans(sequences), inner_collator(tokenizer, "spans")
+    # One sequence a batch has no padding, so transformers' own loss is that of the sequences.
+    wanted = step(make_task(make, family, "spans"), inner, data, tmp_path, batch=1, steps=6)
+    ours = make_task(make, family, "spans")
+    found = step(ours, hf.PackedCollator(inner, ours), data, tmp_path, batch=6)
+    assert off_by(found, wanted) < 1e-5
+    padded = step(make_task(make, family, "spans"), inner, data, tmp_path, batch=6)
+    assert off_by(padded, wanted) > 1e-3  # there, padding takes part
+
+
+def test_a_span_outside_its_sequence_is_ignored(make, tokenizer, sequences: Features) -> None:
+    model = make_task(make, "bert", "spans")
+    collator = hf.PackedCollator(tokenizer, model)
+    data = mark_spans(sequences)
+    wanted = model(**collator(data[1:])).loss
+    data[0]["start_positions"] = data[0]["end_positions"] = 20  # it has 5 tokens
+    assert torch.allclose(model(**collator(data)).loss, wanted)
+
+
+def test_controls_have_another_gradient(
+    make, tokenizer, sequences: Features, tmp_path: Path
+) -> None:
+    theirs = make_task(make, "roberta", "words")
+    wanted = step(theirs, inner_collator(tokenizer, "words"), sequences, tmp_path, batch=6)
+
+    def broken(*, drop: Sequence[str] = (), shift: int = 0) -> float:
+        ours = make_task(make, "roberta", "words")
+        collator = hf.PackedCollator(inner_collator(tokenizer, "words"), ours)
+
+        def collate(features: Features) -> dict[str, Any]:
+            batch = {k: v for k, v in collator(features).items() if k not in drop}
+            return {**batch, "position_ids": batch["position_ids"] - shift}
+
+        return off_by(step(ours, collate, sequences, tmp_path, batch=6), wanted)
+
+    assert broken() < 1e-5
+    assert broken(drop=["cu_seq_lens_q", "cu_seq_lens_k"]) > 1e-2  # sequences see each other
+    assert broken(shift=2) > 1e-2  # positions as BERT counts them
+
+
+def test_predictions_come_in_the_shapes_of_padded_ones(
+    make, tokenizer, sequences: Features, tmp_path: Path
+) -> None:
+    for task in ("classify", "tokens"):
+        data = TASKS[task][1](sequences)
+        theirs, ours = (make_task(make, "bert", task) for _ in range(2))
+        inner = inner_collator(tokenizer, task)
+        wanted = trainer(theirs, inner, data, tmp_path, 4, 1).predict(data)
+        found = trainer(ours, hf.PackedCollator(inner, ours), data, tmp_path, 4, 1).predict(data)
+        real = wanted.label_ids != IGNORED
+        assert found.predictions.shape == wanted.predictions.shape
+        assert abs(found.predictions[real] - wanted.predictions[real]).max() < 1e-5
+        assert (found.label_ids == wanted.label_ids).all()
+        assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-5)
+
+
+def test_pretraining_heads_stay_flat_and_pool_every_sequence(
+    make, tokenizer, sequences: Features
+) -> None:
+    data = [
+        {**each, "next_sentence_label": i % 2} for i, each in enumerate(label_tokens(sequences))
+    ]
+    theirs, ours = (make("bert", "AutoModelForPreTraining") for _ in range(2))
+    inner = transformers.DataCollatorForTokenClassification(tokenizer)
+    batch = hf.PackedCollator(inner, ours)(data)
+    wanted, found = theirs(**inner(data)), ours(**batch)
+    assert torch.allclose(found.loss, wanted.loss, rtol=1e-5)
+    assert found.prediction_logits.shape[:2] == batch["labels"].shape == (1, 96)
+    assert torch.allclose(found.seq_relationship_logits, wanted.seq_relationship_logits, atol=1e-5)
+
+
+def test_what_a_batch_holds(make, tokenizer, sequences: Features) -> None:
+    model = make_task(make, "roberta", "tokens")
+    collator = pickle.loads(pickle.dumps(hf.PackedCollator(tokenizer, model)))  # as workers get it
+    data = label_tokens([{**x, "token_type_ids": [0] * len(x["input_ids"])} for x in sequences[:3]])
+    batch = collator(data)
+    assert batch["input_ids"].tolist() == [[*chain.from_iterable(x["input_ids"] for x in data)]]
+    assert batch["position_ids"].tolist() == [[*range(2, 7), *range(2, 19), *range(2, 5)]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 5, 22, 25]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == 17
+    assert batch["labels"].shape == (3, 17) and batch["token_type_ids"].shape == (1, 25)
+    other = pickle.loads(pickle.dumps(tokenizer))
+    other.padding_side = "left"
+    inner = transformers.DataCollatorForTokenClassification(other, pad_to_multiple_of=16)
+    left = hf.PackedCollator(inner, model)(data)
+    assert all(torch.equal(torch.as_tensor(left[k]), torch.as_tensor(batch[k])) for k in batch)
+
+
+def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
+    model = make_task(make, "bert", "classify")
+    empty = {
+        "input_ids": torch.ones(2, 3).long(),
+        "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]),
+    }
+    for inner, said in [
+        (lambda features: {"input_ids": empty["input_ids"]}, "no attention_mask"),
+        (lambda features: dict(empty), "a row a sequence, with tokens"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            hf.PackedCollator(inner, model)(sequences)
+    with pytest.raises(InputError, match="BertForMultipleChoice has a head that Packhorse"):
+        hf.PackedCollator(tokenizer, make("bert", "AutoModelForMultipleChoice"))
+    pooled = {"classifier_pooling": "mean"}
+    with pytest.raises(InputError, match="classifier_pooling='mean'"):
+        hf.packed(make("modernbert", "AutoModelForSequenceClassification", **pooled))
+
+
+def test_a_model_whose_attention_was_changed_back_is_caught(
+    make, tokenizer, sequences: Features
+) -> None:
+    model = make_task(make, "bert", "words")
+    batch = hf.PackedCollator(tokenizer, model)(label_tokens(sequences))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(InputError, match='set it to "packhorse" again'):
+        model(**batch)
+    hf.packed(hf.packed(model))
+    assert model(**batch).loss > 0
+    with pytest.raises(InputError, match="return_dict=True"):
+        model.bert(**{k: v for k, v in batch.items() if k != "labels"}, return_dict=False)

@@ -1,0 +1,37 @@
+"""On CUDA: the fused kernel serves transformers' models, flat and padded, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from packhorse import hf
+from packhorse.hf.layout import KEPT
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "modernbert"])
+def test_half_precision_is_close_to_the_cpu(make, padded: dict[str, Any], family: str) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 2}  # heads as wide as the kernel serves
+    truth = make(family, **sizes)
+    model = make(family, **sizes)
+    collator = hf.PackedCollator(lambda features: padded, model)
+    model.to("cuda", torch.bfloat16)
+    real, wanted = padded["attention_mask"].bool(), truth(**padded)[0]
+    wanted[real].square().mean().backward()
+    slope = truth.get_input_embeddings().weight.grad
+    flat = collator([])
+    for batch in (padded, flat):
+        there = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        model.zero_grad()
+        found = model(**there)[0]
+        found[real.cuda()].square().mean().backward()
+        grad = model.get_input_embeddings().weight.grad
+        assert (found.cpu().float() - wanted)[real].norm() < 0.03 * wanted[real].norm()
+        assert (grad.cpu().float() - slope).norm() < 0.1 * slope.norm()
+    if family != "modernbert":
+        plans = getattr(there["cu_seq_lens_q"], KEPT)[1].plans
+        assert [key[0] for key in plans if isinstance(key, tuple)] == ["fused"]

@@ -1,0 +1,46 @@
+"""What `datasets` gives, taken where a list of texts is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from packhorse.errors import InputError
+
+TEXTS = ["who saw the horse", "ann", "the horse saw ann"]
+
+
+@pytest.fixture(scope="module")
+def table() -> Any:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra hf)")
+    return datasets.Dataset.from_dict({"text": TEXTS, "label": [0, 1, 0]})
+
+
+def test_a_column_and_a_table_are_its_texts(make_encoder, table: Any) -> None:
+    encoder = make_encoder()
+    want = encoder.embed(TEXTS).tobytes()
+    stream = table.to_iterable_dataset()
+    for given in (table["text"], table, stream, stream["text"], iter(TEXTS)):
+        assert encoder.embed(given).tobytes() == want, type(given)
+    assert encoder.embed(table.with_format("numpy")["text"]).tobytes() == want
+    for given in (table["text"], table, stream["text"]):
+        assert encoder.encode(given, prompt="").tobytes() == want, type(given)
+
+
+def test_every_task_takes_them(make_encoder, table: Any) -> None:
+    encoder = make_encoder("classify")
+    assert encoder.classify(table) == encoder.classify(TEXTS)
+    found, want = (encoder.tokenize(texts) for texts in (table["text"], TEXTS))
+    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in want]
+    reranker = make_encoder("rerank")
+    assert reranker.rerank("ann", table["text"]) == reranker.rerank("ann", TEXTS)
+    assert reranker.rerank("ann", table) == reranker.rerank("ann", TEXTS)
+
+
+def test_a_table_must_have_one_column_of_texts(make_encoder, table: Any) -> None:
+    encoder = make_encoder()
+    with pytest.raises(InputError, match=r'pass dataset\["…"\] of: \'text\', \'title\''):
+        encoder.embed(table.add_column("title", TEXTS))
+    with pytest.raises(InputError, match="of: none"):
+        encoder.embed(table.select_columns(["label"]))

@@ -1,0 +1,247 @@
+"""The shape of sentence-transformers: its library is the measure, on the same weights."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import packhorse
+from packhorse.errors import CheckpointError, InputError
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.sentences import SIMILARITIES, PromptWarning
+
+CLOSE = 1e-5
+TEXTS = ["A man eats.", "", "a b " * 12, "Die Straße ist naß. 東京", "A man eats."]
+PROMPTS = {"query": "query: ", "passage": "passage: "}
+
+
+@pytest.fixture(scope="module")
+def st() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("sentence_transformers")
+
+
+@pytest.fixture(scope="module")
+def both(minilm: Path, st: ModuleType, tmp_path_factory: Any) -> Callable[..., tuple[Encoder, Any]]:
+    """The model opened here and there, after its settings were changed; each is opened once."""
+    made: dict[str, tuple[Encoder, Any]] = {}
+    folder = tmp_path_factory.mktemp("model") / "mini"
+    shutil.copytree(minilm, folder)
+
+    def build(**settings: Any) -> tuple[Encoder, Any]:
+        if (key := json.dumps(settings)) not in made:
+            (folder / "config_sentence_transformers.json").write_text(key)
+            theirs = st.SentenceTransformer(str(folder), device="cpu")
+            made[key] = packhorse.load(folder, device="cpu", dtype="fp32"), theirs
+        ours, theirs = made[key]
+        return replace(ours, told=set()), theirs
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def plain(both: Callable[..., tuple[Encoder, Any]]) -> tuple[Encoder, Any]:
+    return both()
+
+
+def far(ours: Any, theirs: Any) -> float:
+    """The largest difference, of arrays or tensors of one kind and shape."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, list):
+        return max(map(far, ours, theirs))
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    return float(abs(ours - theirs).max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"normalize_embeddings": True, "batch_size": 2},
+        {"truncate_dim": 64},
+        {"truncate_dim": 64, "normalize_embeddings": True},
+        {"truncate_dim": 1000, "convert_to_tensor": True},
+        {"convert_to_numpy": False},
+        {"output_value": "token_embeddings"},
+        {"prompt": "query: ", "device": "cpu"},
+        {"prompt_name": "query"},
+    ],
+    ids=str,
+)
+def test_vectors_are_theirs(plain: tuple[Encoder, Any], options: dict[str, Any]) -> None:
+    ours, theirs = plain
+    assert far(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options)) <= CLOSE
+    assert far(ours.encode(TEXTS[0], **options), theirs.encode(TEXTS[0], **options)) <= CLOSE
+
+
+def test_long_texts_are_cut_as_there(plain: tuple[Encoder, Any]) -> None:
+    ours, theirs = plain
+    text = "one two three " * 90
+    assert far(ours.encode([text, "a"]), theirs.encode([text, "a"])) <= CLOSE
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, iter])
+def test_other_lists_of_texts(plain: tuple[Encoder, Any], kind: Callable[..., Any]) -> None:
+    assert far(plain[0].encode(sentences=kind(TEXTS)), plain[0].encode(TEXTS)) == 0
+
+
+@pytest.mark.parametrize("precision", ["binary", "ubinary"])
+def test_bits(plain: tuple[Encoder, Any], precision: Any) -> None:
+    ours, theirs = (model.encode(TEXTS, precision=precision) for model in plain)
+    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape == (len(TEXTS), 48)
+    shift = 128 if precision == "binary" else 0
+    bits = [np.unpackbits((each.astype(int) + shift).astype(np.uint8)) for each in (ours, theirs)]
+    unclear = abs(plain[0].encode(TEXTS)).ravel() < CLOSE  # the sign of nearly nothing
+    assert ((bits[0] == bits[1]) | unclear).all() and unclear.mean() < 0.01
+
+
+def test_nothing_in_nothing_out(plain: tuple[Encoder, Any]) -> None:
+    ours, theirs = plain
+    assert len(ours.encode([])) == len(theirs.encode([])) == 0
+    assert ours.encode([], truncate_dim=8).shape == (0, 8)  # theirs has no second dimension
+    assert ours.encode([], convert_to_tensor=True).shape == (0, 384)
+    assert ours.encode([], convert_to_numpy=False) == []
+    assert ours.encode([], output_value="token_embeddings") == []
+
+
+def test_options_have_their_names_order_and_defaults(st: ModuleType) -> None:
+    def shape(method: Callable[..., Any]) -> list[tuple[str, Any]]:
+        every = inspect.signature(method).parameters.values()
+        return [
+            (each.name, each.default) for each in every if each.kind == each.POSITIONAL_OR_KEYWORD
+        ]
+
+    ours, theirs = shape(Encoder.encode), shape(st.SentenceTransformer.encode)
+    assert theirs[1] == ("inputs", inspect.Parameter.empty)
+    assert ours[2:] == theirs[2:] and ours[1][0] == "inputs"
+
+
+@pytest.mark.parametrize("default", [None, "passage"])
+def test_prompts(both: Callable[..., tuple[Encoder, Any]], default: str | None) -> None:
+    ours, theirs = both(prompts=PROMPTS, default_prompt_name=default)
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("encode", {}),
+        ("encode", {"prompt": ""}),
+        ("encode", {"prompt": "about: ", "prompt_name": "query"}),
+        ("encode", {"prompt_name": "passage"}),
+        ("encode", {"output_value": "token_embeddings"}),
+        ("encode_query", {}),
+        ("encode_query", {"prompt_name": "passage", "truncate_dim": 32}),
+        ("encode_document", {}),
+        ("encode_document", {"prompt": "passage: "}),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PromptWarning)
+        for method, options in calls:
+            found = [getattr(model, method)(TEXTS, **options) for model in (ours, theirs)]
+            assert far(*found) <= CLOSE, (method, options)
+        bare = ours.encode(TEXTS, prompt="")
+        assert far(ours.encode_query(TEXTS), bare) > 0.01  # a prompt that is lost would be seen
+
+
+def test_who_has_prompts_says_so_once(both: Callable[..., tuple[Encoder, Any]]) -> None:
+    ours, _ = both(prompts=PROMPTS)
+    with pytest.warns(PromptWarning, match=r"mini has prompts \(query, passage\)") as seen:
+        ours.encode(["a"])
+    assert [each.filename for each in seen] == [__file__]
+    with pytest.warns(PromptWarning, match="no prompt 'document'.*prompt_name='passage'") as seen:
+        ours.encode_document(["a"])
+    assert [each.filename for each in seen] == [__file__]
+    ours.encode(["a"])  # warnings are errors here: this one and those that follow are silent
+    ours.encode_document(["a"])
+    again = replace(ours, told=set())
+    again.encode_query("a")
+    again.encode("a", prompt="")
+    again.encode("a", prompt_name="passage")
+    replace(again, default_prompt="query").encode("a")
+    replace(again, prompts={"query": "", "document": ""}).encode("a")
+    replace(again, prompts={"query": "query: "}).encode_document("a")
+
+
+def test_refusals(plain: tuple[Encoder, Any], both: Callable[..., tuple[Encoder, Any]]) -> None:
+    ours, _ = plain
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompt_name": "nope"}, "has no prompt 'nope'; it has: query, document$"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"truncate_dim": 0}, "truncate_dim is 0"),
+        ({"output_value": None}, "output_value is None; there are sentence_embedding, token"),
+        ({"precision": "int8"}, "precision is 'int8'; there are float32, binary"),
+        ({"device": "meta"}, "meta"),
+        ({"device": ["cpu", "cpu"]}, "runs in this process"),
+        ({"pool": {"processes": []}}, "runs in this process"),
+        ({"chunk_size": 10}, "runs in this process"),
+        ({"inputs": None}, "a text or a list of texts, not None"),
+        ({"inputs": {"text": "a"}}, "a text or a list of texts, not {'text'"),
+        ({"inputs": [("a", "b")], "prompt": "x "}, "before single texts"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(InputError, match=message):
+            ours.encode(**{"inputs": ["a"], **options})
+    with pytest.raises(InputError, match="it has: query, document, passage"):
+        both(prompts=PROMPTS)[0].encode("a", prompt_name="title")
+    with pytest.raises(TypeError, match="processing_kwargs"):
+        ours.encode("a", processing_kwargs={})  # pyright: ignore[reportCallIssue]
+    with pytest.raises(CheckpointError, match="no 'embed' head"):
+        replace(ours, heads=()).encode("a")
+
+
+@pytest.mark.parametrize("name", SIMILARITIES)
+def test_similarity(plain: tuple[Encoder, Any], rng: np.random.Generator, name: Any) -> None:
+    ours, theirs = replace(plain[0], similarity_fn_name=name), plain[1]
+    a, b = rng.normal(size=(2, 5, 16)).astype(np.float32)
+    b[0] = 0
+    theirs.similarity_fn_name = name
+    pairs: list[tuple[Any, Any]] = [(a, b), (a[1], b[1]), (torch.tensor(a), b), (list(a), list(b))]
+    for one, other in pairs:
+        assert far(ours.similarity(one, other), theirs.similarity(one, other)) <= CLOSE
+        found = ours.similarity_pairwise(one, other), theirs.similarity_pairwise(one, other)
+        assert far(*found) <= CLOSE
+
+
+def test_what_else_callers_ask_for(plain: tuple[Encoder, Any]) -> None:
+    ours, theirs = plain
+    assert ours.similarity_fn_name == "cosine"
+    assert ours.max_seq_length == theirs.max_seq_length == 256
+    assert ours.get_embedding_dimension() == theirs.get_embedding_dimension() == 384
+    short = replace(ours, truncate_dim=64)
+    assert short.get_sentence_embedding_dimension() == short.encode("a").size == 64
+    with pytest.raises(InputError, match="similarity_fn_name is 'maxsim'; there are cosine"):
+        replace(ours, similarity_fn_name="maxsim").similarity(np.ones(1), np.ones(1))
+
+
+def test_a_bar_is_shown_to_who_asks(plain: tuple[Encoder, Any], capfd: Any) -> None:
+    plain[0].encode(TEXTS)
+    assert capfd.readouterr() == ("", "")
+    plain[0].encode(TEXTS, show_progress_bar=True)
+    said = capfd.readouterr()
+    assert said.out == "" and "Encoding" in said.err and "100%" in said.err
+
+
+def test_without_mteb_there_is_nothing_for_it(
+    plain: tuple[Encoder, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "mteb.models.model_meta", None)
+    assert not hasattr(plain[0], "mteb_model_meta")
+
+
+def test_a_folder_says_how_its_vectors_are_compared(
+    both: Callable[..., tuple[Encoder, Any]],
+) -> None:
+    ours, theirs = both(similarity_fn_name="dot", truncate_dim=32)
+    assert (ours.similarity_fn_name, ours.truncate_dim) == ("dot", 32)
+    assert far(ours.encode(TEXTS), theirs.encode(TEXTS)) <= CLOSE
+    vectors = ours.encode(TEXTS)
+    assert far(ours.similarity(vectors, vectors), theirs.similarity(vectors, vectors)) <= CLOSE
