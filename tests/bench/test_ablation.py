@@ -15,7 +15,7 @@ from torch import Tensor
 from packhorse import attention
 from packhorse.bench import ablation, docstrings
 from packhorse.bench.ablation import MISTAKES, NO_MASK, NO_RESET, PACKED, UNPACKED, Mistaken, Setup
-from packhorse.data.loader import Batch
+from packhorse.data.packed.loader import Batch
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.train.preparing import prepare

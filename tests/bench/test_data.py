@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from packhorse.bench import data, docstrings, report
-from packhorse.data.examples import Sequences
-from packhorse.data.masking import Masks
+from packhorse.data.packed.examples import Sequences
+from packhorse.data.packed.masking import Masks
 from packhorse.errors import InputError
 
 pytest.importorskip("pyarrow")

@@ -118,7 +118,7 @@ def test_what_online_modes_compute(passes: dict[str, Pass]) -> None:
 
 
 def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[Lane], Encoder]) -> None:
-    sequences = opened[1].encode(REQUESTS)
+    sequences = opened[1].tokenize(REQUESTS)
     laid = list(lanes.one_a_row(Shape("mask", ROWS, CAPACITY), sequences))
     assert [len(packed.ids) for packed in laid] == [ROWS * CAPACITY] * 11
     starts = [int(packed.starts[place]) for packed in laid for place in packed.places]
@@ -186,6 +186,6 @@ def test_a_padded_peer(stage: Stage, opened: tuple[list[Lane], Encoder], tmp_pat
 
 
 def test_tokens_of_padded_batches(opened: tuple[list[Lane], Encoder]) -> None:
-    sequences = opened[1].encode([[1] * n for n in (3, 5, 2, 9, 4)])
+    sequences = opened[1].tokenize([[1] * n for n in (3, 5, 2, 9, 4)])
     assert lanes.padded_tokens(sequences, rows=2) == 2 * 5 + 2 * 9 + 4
     assert lanes.padded_tokens(sequences, rows=2, width=10) == 3 * 2 * 10

@@ -9,7 +9,7 @@ import pytest
 import tokenizers as tk
 
 from packhorse.bench import list_examples
-from packhorse.data.masking import Recipe
+from packhorse.data.packed.masking import Recipe
 
 TEXTS = [
     "The cats' unaffable walk; isn't it 3.14?",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packhorse.data import shards
+from packhorse.data.packed import shards
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(95))]
 

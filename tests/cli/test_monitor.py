@@ -19,8 +19,8 @@ from packhorse import status
 from packhorse.cli import console, data_progress
 from packhorse.cli import monitor as command
 from packhorse.cli import monitor_view as view
-from packhorse.data.building import Progress
-from packhorse.data.parts import Found
+from packhorse.data.corpus.building import Progress
+from packhorse.data.corpus.parts import Found
 from packhorse.monitor import Seen, look
 from packhorse.monitor.device import Device
 from packhorse.monitor.processes import Process

@@ -159,7 +159,7 @@ def test_two_ranks_count_and_evaluate_as_one(cli, recipe: Path, tmp_path: Path) 
 def test_the_mini_recipe_reaches_its_target_on_real_text(
     cli, shared_data: Path, tmp_path: Path
 ) -> None:
-    from packhorse.data import documents
+    from packhorse.data.sources import documents
 
     sources = sorted((shared_data / "wiki").glob("mlperf_wiki_*"))
     chunks = documents.chunks(documents.find(sources, None, None))

@@ -81,9 +81,9 @@ def write_vocabulary(folder: Path) -> None:
 
 def write_rows(folder: Path, rows: int, seed: int) -> None:
     """Rows of two pairs each; tokens of a pair come from one half of the words."""
-    from packhorse.data.masking import Specials
-    from packhorse.data.packs import Layout, Rows
-    from packhorse.data.shards import Writer
+    from packhorse.data.packed.masking import Specials
+    from packhorse.data.packed.packs import Layout, Rows
+    from packhorse.data.packed.shards import Writer
 
     rng = np.random.default_rng(seed)
     ids, lengths, first = [], [], []

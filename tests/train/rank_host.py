@@ -34,7 +34,7 @@ import torch.distributed.optim  # once, for all
 
 from packhorse import dist
 from packhorse.checkpoint import hf
-from packhorse.data import loader
+from packhorse.data.packed import loader
 from packhorse.dist import Team
 from packhorse.errors import PackhorseError
 from packhorse.model.bert import Bert

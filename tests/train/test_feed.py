@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from packhorse.data import shards, targets
-from packhorse.data.masking import Recipe
+from packhorse.data.packed import shards
+from packhorse.data.packed.masking import Recipe
+from packhorse.data.tasks import targets
 from packhorse.errors import InputError, KernelError
 from packhorse.train import cost, feed
 from packhorse.train.job import assemble

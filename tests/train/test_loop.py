@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from packhorse.data import loader, shards
+from packhorse.data.packed import loader, shards
 from packhorse.errors import InputError
 from packhorse.train import randomness, state
 from packhorse.train.figures import Diverged

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 
 from packhorse import attention, checkpoint
 from packhorse.checkpoint import names
-from packhorse.data import loader, targets
-from packhorse.data.tasks import Gold, Question
+from packhorse.data.packed import loader
+from packhorse.data.tasks import targets
+from packhorse.data.tasks.squad import Gold, Question
 from packhorse.errors import InputError
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed

@@ -39,9 +39,16 @@ from packhorse import attention
 from packhorse.bench import docstrings
 from packhorse.bench.data import SENTENCE
 from packhorse.bench.report import Table
-from packhorse.data.loader import Batch, batch_of
-from packhorse.data.masking import CONTINUES, Recipe, Specials, draw_by_keys, keys_of, specials_of
-from packhorse.data.packs import Rows
+from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.masking import (
+    CONTINUES,
+    Recipe,
+    Specials,
+    draw_by_keys,
+    keys_of,
+    specials_of,
+)
+from packhorse.data.packed.packs import Rows
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model

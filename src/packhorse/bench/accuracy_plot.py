@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def draw(path: Path, results: Sequence[Result], target: float) -> None:
     """A line a run, those that missed the target in grey."""
-    figure = plots._figure(8, 4.2)
+    figure = plots.new_figure(8, 4.2)
     axes = figure.subplots()
     for result in results:
         sequences, accuracies = (
@@ -30,5 +30,5 @@ def draw(path: Path, results: Sequence[Result], target: float) -> None:
     axes.grid(alpha=0.3)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     reached = sum(result.reached for result in results)
-    plots._plain(axes, f"{reached} of {len(results)} runs reached the target")
-    plots._save(figure, path)
+    plots.plain_axes(axes, f"{reached} of {len(results)} runs reached the target")
+    plots.save_figure(figure, path)

@@ -10,15 +10,15 @@ import numpy as np
 from packhorse.bench import plots
 
 if TYPE_CHECKING:
-    from packhorse.data.statistics import Statistics
+    from packhorse.data.packed.statistics import Statistics
 
 
 def draw(path: Path, statistics: Statistics) -> None:
     """Lengths before packing, and tokens a row after it: logarithmic, for most are the longest."""
-    figure = plots._figure(11, 3.6)
+    figure = plots.new_figure(11, 3.6)
     left, right = figure.subplots(1, 2)
     manifest = statistics.manifest
-    plots._draw_lengths(left, statistics.lengths)
+    plots.draw_lengths(left, statistics.lengths)
     tokens = np.arange(1, len(statistics.row_tokens) + 1)
     bins = min(64, len(tokens))
     right.hist(tokens, bins=bins, weights=statistics.row_tokens, color=plots.OURS, rwidth=0.92)
@@ -27,5 +27,5 @@ def draw(path: Path, statistics: Statistics) -> None:
     right.set_xlabel("tokens")
     right.set_ylabel("rows")
     full = f"{manifest.efficiency:.2%} full"
-    plots._plain(right, f"{manifest.rows:,} rows of {manifest.layout.capacity}, {full}")
-    plots._save(figure, path)
+    plots.plain_axes(right, f"{manifest.rows:,} rows of {manifest.layout.capacity}, {full}")
+    plots.save_figure(figure, path)

@@ -42,7 +42,7 @@ def read(run: Path, figure: str = "loss") -> list[tuple[float, float]]:
 
 def draw(curves: Mapping[str, Curve], path: Path, title: str, ylabel: str) -> None:
     """A line a curve, named in the legend; points are (step, value)."""
-    figure = plots._figure(8, 4.2)
+    figure = plots.new_figure(8, 4.2)
     axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
         colour, width = COLOURS[place % len(COLOURS)], 1.5 if place else 3.0
@@ -52,11 +52,11 @@ def draw(curves: Mapping[str, Curve], path: Path, title: str, ylabel: str) -> No
         axes.plot(x, y, label=name, color=colour, linewidth=width, zorder=3 + place)
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
-    axes.xaxis.set_major_formatter(plots._thousands)
+    axes.xaxis.set_major_formatter(plots.thousands)
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
-    plots._plain(axes, title)
-    plots._save(figure, path)
+    plots.plain_axes(axes, title)
+    plots.save_figure(figure, path)
 
 
 @dataclass(frozen=True, slots=True)

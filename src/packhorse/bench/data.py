@@ -27,17 +27,17 @@ import numpy as np
 
 from packhorse.bench import docstrings, list_examples
 from packhorse.bench.report import Table
-from packhorse.data import workers
-from packhorse.data.examples import Sequences, make, tokenise
-from packhorse.data.masking import Masks, Recipe, specials_of
-from packhorse.data.packs import Layout, Rows
+from packhorse.data.corpus import workers
+from packhorse.data.packed.examples import Sequences, make, tokenise
+from packhorse.data.packed.masking import Masks, Recipe, specials_of
+from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
 from packhorse.errors import InputError, PackhorseError
 from packhorse.packing.histogram import Assignment, Plan, assign, histogram_of, plan
 from packhorse.tokens import Tokenizer
 from packhorse.tokens.bulk import Bulk
 
 if TYPE_CHECKING:
-    from packhorse.data.chunking import Chunk
+    from packhorse.data.sources.chunking import Chunk
 
 Progress = Callable[[int, int], None]
 Document = list[str]  # sentences
@@ -211,12 +211,12 @@ def _documents(setup: Setup) -> tuple[list[Document], float | None]:
     if not setup.sources:
         every = [SENTENCE.split(text.text) for text in docstrings.read()]
         return _limited(every, setup.megabytes), None
-    from packhorse.data import chunking, documents, sources
+    from packhorse.data.sources import chunking, documents, files
 
     found: list[Document] = []
     size, seconds, characters = 0, 0.0, 0
     paths = [Path(source) for source in setup.sources]
-    for chunk in chunking.chunks(sources.find(paths, setup.kind, setup.column)):
+    for chunk in chunking.chunks(files.find(paths, setup.kind, setup.column)):
         begin = time.process_time()
         read, tally = documents.read(chunk)
         seconds += time.process_time() - begin
@@ -230,9 +230,9 @@ def _documents(setup: Setup) -> tuple[list[Document], float | None]:
 
 def _unpacked_bytes(chunk: Chunk) -> int:
     """Bytes of the text that a chunk was before clean-up; 0 where it is rows of a table."""
-    from packhorse.data import bz2streams
+    from packhorse.data.sources import bz2streams
 
-    if chunk.source.kind == "parquet":
+    if chunk.counts_rows:
         return 0
     if chunk.data is None and chunk.source.compressed:
         pieces = bz2streams.unpacked(chunk.source.path, chunk.begin, chunk.end)
@@ -315,24 +315,16 @@ def _taken(made: Sequences, order: np.ndarray) -> Sequences:
     """The same sequences in another order."""
     masked = made.masked
     if masked is not None:
-        at = _runs(masked.counts, order)
+        at = runs(cumulative(masked.counts)[order], masked.counts[order])
         masked = Masks(masked.positions[at], masked.ids[at], masked.counts[order])
     each = (made.lengths[order], made.first[order], made.random_next[order])
-    return Sequences(made.ids[_runs(made.lengths, order)], *each, masked)
-
-
-def _runs(sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Where the parts of things of these sizes lie, if the things are taken in this order."""
-    every = sizes.astype(np.int64)
-    begins, taken = np.cumsum(every) - every, every[order]
-    places = np.repeat(begins[order] - (np.cumsum(taken) - taken), taken)
-    return places + np.arange(len(places))
+    return Sequences(made.ids[runs(cumulative(made.lengths)[order], each[0])], *each, masked)
 
 
 def _loading(documents: list[Document], setup: Setup) -> float:
     """Tokens a second of the loader, on one core."""
-    from packhorse.data import shards
-    from packhorse.data.loader import Loader
+    from packhorse.data.packed import shards
+    from packhorse.data.packed.loader import Loader
 
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     specials, recipe = specials_of(tokenizer), _recipe(setup, static_masks=False)

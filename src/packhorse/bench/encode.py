@@ -52,6 +52,7 @@ class Request:
     budget: int | None = None  # tokens a batch of ours; None: the device's default
     repeats: int = 3
     graphs: bool = False
+    invariant: bool = False
     compile_peers: bool = False
     int8: bool = False
     seed: int = 0
@@ -124,17 +125,26 @@ def packhorse_engine(
     dtype: str,
     device: torch.device,
     budget: int | None = None,
-    graphs: bool = False,
+    way: str = "",
 ) -> Engine:
-    """Ours; its pooling is the mean, normalised, whatever the model says, as the peers' is."""
-    encoder = load(folder, device=device, dtype=dtype, graphs=graphs, budget=budget)
+    """Ours; its pooling is the mean, normalised, whatever the model says, as the peers' is.
+
+    way: "graphs", "invariant" or neither.
+    """
+    graphs, invariant = way == "graphs", way == "invariant"
+    how = {"device": device, "dtype": dtype, "budget": budget}
+    encoder = load(folder, graphs=graphs, invariant=invariant, **how)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
 
     def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
         chunks = [sequences] if order == "sorted" else as_they_come(sequences, encoder.budget)
         return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
 
-    return Engine("packhorse graphs" if graphs else "packhorse", dtype, ORDERS, run)
+    return Engine(_name(way), dtype, ORDERS, run)
+
+
+def _name(way: str) -> str:
+    return f"packhorse {way}".strip()
 
 
 def as_they_come(sequences: Iterable[Encoding], budget: int) -> Iterator[list[Encoding]]:
@@ -199,11 +209,12 @@ def _candidates(request: Request, folder: Path, setting: Setting) -> list[Candid
     wanted = request.peers
     if wanted is None:
         wanted = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
+    ways = ["", *["graphs"] * request.graphs, *["invariant"] * request.invariant]
     found = []
     for dtype in request.dtypes:
-        for graphs in (False, True)[: 1 + request.graphs]:
-            ours = partial(packhorse_engine, folder, dtype, setting.device, request.budget, graphs)
-            found.append(Candidate("packhorse graphs" if graphs else "packhorse", dtype, ours))
+        for way in ways:
+            ours = partial(packhorse_engine, folder, dtype, setting.device, request.budget, way)
+            found.append(Candidate(_name(way), dtype, ours))
         found.extend(Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in wanted)
         if request.compile_peers:
             compiled = partial(peers.transformers_compiled, setting, dtype)

@@ -229,7 +229,7 @@ def _offline(
 ) -> Pass:
     encoder, meter, _ = opened
     before, start = meter.tokens, time.perf_counter()
-    laid = list(batches(encoder.encode(requests)))
+    laid = list(batches(encoder.tokenize(requests)))
     ready = time.perf_counter()
     flights = (encoder.launch(packed, ("embed",)) for packed in laid)
     vectors = [row for flight in _one_behind(flights) for (row,) in flight.rows()]
@@ -287,7 +287,7 @@ def peer_name(name: str, stage: Stage) -> str:
 
 def _peer(engine: peers.Engine, stage: Stage, ours: Encoder, requests: Sequence[Ids]) -> Pass:
     """Padded to the longest of each batch; where it is compiled, to `capacity`."""
-    sequences = ours.encode(requests)
+    sequences = ours.tokenize(requests)
     order = engine.orders[0]
     start = time.perf_counter()
     vectors = engine.run(sequences, order)

@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from packhorse.data.masking import Recipe
+from packhorse.data.packed.masking import Recipe
 
 LONGEST_WORD = 100  # characters; longer ones are unknown
 CLS, SEP, MASK, UNKNOWN = "[CLS]", "[SEP]", "[MASK]", "[UNK]"

@@ -37,10 +37,11 @@ def check(path: Path | None) -> None:
         raise InputError(f"cannot draw {path}: a plot ends in {', '.join(FORMATS)}")
     if not path.expanduser().resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
-    _figure(1, 1)
+    new_figure(1, 1)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -48,36 +49,38 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it in the form that the name ends in."""
     try:
         figure.savefig(path.expanduser(), dpi=150)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _plain(axes: Axes, title: str) -> None:
+def plain_axes(axes: Axes, title: str) -> None:
+    """A title on the left, and no frame above and to the right."""
     axes.set_title(title, loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def draw_plans(path: Path, counts: np.ndarray, capacity: int, rows: Sequence[PackingRow]) -> None:
     """The lengths, and how full a row is without packing and with each plan."""
-    figure = _figure(10, 3.6)
+    figure = new_figure(10, 3.6)
     left, right = figure.subplots(1, 2, width_ratios=[1.1, 1])
-    _draw_lengths(left, counts)
+    draw_lengths(left, counts)
     found = [row for row in rows if row.problem is None]
     tokens = int(counts @ np.arange(1, len(counts) + 1))
     bars = [("one a row", tokens / (int(counts.sum()) * capacity), LIGHT)]
     bars += [(r.algorithm, r.efficiency, OURS if r.algorithm == "optimum" else GREY) for r in found]
     _draw_shares(right, bars)
     depth = depth_name(found[0].max_per_pack) if found else ""
-    _plain(right, f"How full a row of {capacity} is ({depth} per pack)")
-    _save(figure, path)
+    plain_axes(right, f"How full a row of {capacity} is ({depth} per pack)")
+    save_figure(figure, path)
 
 
 def draw_packing(path: Path, rows: Sequence[PackingRow]) -> None:
     """Efficiency over depth, a line an algorithm."""
-    figure = _figure(8, 4.2)
+    figure = new_figure(8, 4.2)
     axes = figure.subplots()
     depths = list(dict.fromkeys(depth_name(row.max_per_pack) for row in rows))
     for algorithm in dict.fromkeys(row.algorithm for row in rows):
@@ -92,8 +95,8 @@ def draw_packing(path: Path, rows: Sequence[PackingRow]) -> None:
     axes.set_ylabel("places that hold a token, %")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, loc="lower right")
-    _plain(axes, "Packing efficiency by depth")
-    _save(figure, path)
+    plain_axes(axes, "Packing efficiency by depth")
+    save_figure(figure, path)
 
 
 def draw_encode(path: Path, rows: Sequence[EncodeRow], about: str) -> None:
@@ -101,7 +104,7 @@ def draw_encode(path: Path, rows: Sequence[EncodeRow], about: str) -> None:
     found = [row for row in rows if row.problem is None]
     dtypes = list(dict.fromkeys(row.dtype for row in found))
     sizes = [sum(row.dtype == dtype for row in found) for dtype in dtypes]
-    figure = _figure(8.5, 1.3 + 0.3 * sum(sizes) + 0.3 * len(sizes))
+    figure = new_figure(8.5, 1.3 + 0.3 * sum(sizes) + 0.3 * len(sizes))
     panels = figure.subplots(len(dtypes), 1, sharex=True, squeeze=False, height_ratios=sizes)
     for axes, dtype in zip(panels[:, 0], dtypes, strict=True):
         mine = sorted(
@@ -112,11 +115,11 @@ def draw_encode(path: Path, rows: Sequence[EncodeRow], about: str) -> None:
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
         axes.set_yticks(range(len(mine)), [f"{row.engine}, {row.order}" for row in mine])
         axes.tick_params(left=False)
-        _plain(axes, dtype)
+        plain_axes(axes, dtype)
     panels[-1, 0].set_xlabel("sequences a second")
     panels[-1, 0].margins(x=0.12)
     figure.suptitle(about, x=0.01, ha="left", fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _colour(row: EncodeRow) -> str:
@@ -127,7 +130,7 @@ def _colour(row: EncodeRow) -> str:
 def draw_modes(path: Path, rows: Sequence[ModeRow], about: str) -> None:
     """Requests a second with their ratio to padding; and how long half and all but 1 % wait."""
     found = [row for row in rows if row.problem is None]
-    figure = _figure(12, 1.6 + 0.36 * len(found))
+    figure = new_figure(12, 1.6 + 0.36 * len(found))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.2, 1])
     bars = left.barh(
         range(len(found)), [row.throughput for row in found], color=[_shade(row) for row in found]
@@ -139,10 +142,10 @@ def draw_modes(path: Path, rows: Sequence[ModeRow], about: str) -> None:
     left.tick_params(left=False)
     left.margins(x=0.2)
     left.set_xlabel("requests a second")
-    _plain(left, "Throughput, and times Original")
+    plain_axes(left, "Throughput, and times Original")
     _draw_waits(right, found)
     figure.suptitle(about, x=0.01, ha="left", fontsize=11)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _shade(row: ModeRow) -> str:
@@ -169,14 +172,14 @@ def _draw_waits(axes: Axes, rows: Sequence[ModeRow]) -> None:
     if axes.get_legend_handles_labels()[0]:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # above: below are the lines
         axes.legend(frameon=False, fontsize=9, ncols=2, **place)
-    _plain(axes, "Time to an answer")
+    plain_axes(axes, "Time to an answer")
 
 
 def draw_waste(path: Path, counts: np.ndarray, rows: Sequence[WasteRow]) -> None:
     """The lengths, and real tokens and padding for every way."""
-    figure = _figure(11, 3.6)
+    figure = new_figure(11, 3.6)
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.1])
-    _draw_lengths(left, counts)
+    draw_lengths(left, counts)
     real = [row.computed * (1 - row.padding) for row in rows]
     padding = [row.computed * row.padding for row in rows]
     places = range(len(rows))
@@ -188,10 +191,10 @@ def draw_waste(path: Path, counts: np.ndarray, rows: Sequence[WasteRow]) -> None
     right.tick_params(left=False)
     right.margins(x=0.28)
     right.locator_params(axis="x", nbins=5)
-    right.xaxis.set_major_formatter(_thousands)
+    right.xaxis.set_major_formatter(thousands)
     right.set_xlabel("tokens computed")
-    _plain(right, "What is computed")
-    _save(figure, path)
+    plain_axes(right, "What is computed")
+    save_figure(figure, path)
 
 
 def draw_speeds(
@@ -203,7 +206,7 @@ def draw_speeds(
     ours: int = 0,
 ) -> None:
     """A bar for each way to do the same work."""
-    figure = _figure(8, 1.2 + 0.4 * len(names))
+    figure = new_figure(8, 1.2 + 0.4 * len(names))
     axes = figure.subplots()
     colours = [OURS if place == ours else GREY for place in range(len(names))]
     bars = axes.barh(range(len(names)), speeds, color=colours)
@@ -214,11 +217,12 @@ def draw_speeds(
     axes.tick_params(left=False)
     axes.margins(x=0.1)
     axes.set_xlabel(unit)
-    _plain(axes, title)
-    _save(figure, path)
+    plain_axes(axes, title)
+    save_figure(figure, path)
 
 
-def _draw_lengths(axes: Axes, counts: np.ndarray) -> None:
+def draw_lengths(axes: Axes, counts: np.ndarray) -> None:
+    """How many sequences there are of each length, and their mean."""
     lengths = np.arange(1, len(counts) + 1)
     bins = min(64, len(counts))
     axes.hist(lengths, bins=bins, weights=counts, color=OURS, rwidth=0.92)
@@ -237,11 +241,11 @@ def _draw_lengths(axes: Axes, counts: np.ndarray) -> None:
     )
     axes.set_xlabel("tokens")
     axes.set_ylabel("sequences")
-    axes.yaxis.set_major_formatter(_thousands)
-    _plain(axes, f"{int(counts.sum()):,} sequences by length")
+    axes.yaxis.set_major_formatter(thousands)
+    plain_axes(axes, f"{int(counts.sum()):,} sequences by length")
 
 
-def _thousands(value: float, _: object) -> str:
+def thousands(value: float, _: object) -> str:
     return f"{value:,.0f}"
 
 

@@ -33,7 +33,7 @@ from packhorse.bench.serving_figures import Comparison, Point, ServeRow, Setup
 from packhorse.bench.serving_load import Generator, Job, Report
 from packhorse.bench.serving_search import Trial, highest, take_turns
 from packhorse.bench.serving_servers import MODEL, OURS, PATH, PEERS, Place, Server, start, stopping
-from packhorse.data.workers import cores
+from packhorse.data.corpus.workers import cores
 from packhorse.errors import InputError
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load

@@ -92,7 +92,7 @@ def remarks(setup: Setup, found: Comparison) -> list[str]:
 
 def draw(path: Path, setup: Setup, found: Comparison, about: str) -> None:
     """The 99th percentile over the rate, a line a server; crosses did not hold."""
-    figure = plots._figure(9, 4.8)
+    figure = plots.new_figure(9, 4.8)
     axes = figure.subplots()
     top = 4 * setup.limit_ms
     for row in (row for row in found.rows if row.problem is None):
@@ -106,14 +106,14 @@ def draw(path: Path, setup: Setup, found: Comparison, about: str) -> None:
             axes.axvline(row.held_rate, color=colour, linewidth=1, linestyle=":")
     axes.axhline(setup.limit_ms, color="black", linewidth=1, linestyle="--")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(plots._thousands)
+    axes.yaxis.set_major_formatter(plots.thousands)
     axes.yaxis.set_minor_formatter("")
     axes.set_xlim(left=0)
     axes.set_xlabel("requests due a second; crosses did not hold")
     axes.set_ylabel("99th percentile, ms")
     axes.legend(frameon=False, title=f"highest rate within {setup.limit_ms:g} ms")
-    plots._plain(axes, about)
-    plots._save(figure, path)
+    plots.plain_axes(axes, about)
+    plots.save_figure(figure, path)
 
 
 def _curve(points: Sequence[Point], server: str) -> tuple[list[tuple[float, float]], list[float]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def draw(path: Path, rows: Sequence[TrainRow], about: str) -> None:
     """A bar a way, of the best round, with a mark at the median; the rest in words."""
     found = [row for row in rows if row.problem is None]
-    figure = plots._figure(11, 1.6 + 0.42 * len(found))
+    figure = plots.new_figure(11, 1.6 + 0.42 * len(found))
     axes = figure.subplots()
     speeds = [row.sequences_per_second for row in found]
     bars = axes.barh(range(len(found)), speeds, color=[_colour(row) for row in found])
@@ -27,11 +27,11 @@ def draw(path: Path, rows: Sequence[TrainRow], about: str) -> None:
     axes.tick_params(left=False)
     axes.margins(x=0.45)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(plots._thousands)
+    axes.xaxis.set_major_formatter(plots.thousands)
     axes.set_xlabel("sequences a second; best round, and the median (mark)")
-    plots._plain(axes, "")
+    plots.plain_axes(axes, "")
     figure.suptitle(about, x=0.01, ha="left", fontsize=11)
-    plots._save(figure, path)
+    plots.save_figure(figure, path)
 
 
 def _colour(row: TrainRow) -> str:

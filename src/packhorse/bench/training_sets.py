@@ -23,10 +23,10 @@ import numpy as np
 
 from packhorse.bench import lengths as files
 from packhorse.bench import workloads
-from packhorse.data import targets
-from packhorse.data.loader import Batch, batch_of
-from packhorse.data.masking import Recipe, Specials, draw
-from packhorse.data.packs import Rows
+from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.masking import Recipe, Specials, draw
+from packhorse.data.packed.packs import Rows
+from packhorse.data.tasks import targets
 from packhorse.errors import InputError
 from packhorse.packing.histogram import assign, histogram_of, plan
 from packhorse.train import cost, feed

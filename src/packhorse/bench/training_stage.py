@@ -141,8 +141,8 @@ def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job
     """As `train.job.assemble` has it, of data that is in memory."""
     pretrains = settings.task == "pretrain"
     objective: Objective = Pretrain() if pretrains else Classify()
-    wanted = {"backward": True, "head_size": source.config.head_size}
-    kernel = attention.pick(place.device, place.dtype, **wanted).kernel
+    wanted = source.config.needs
+    kernel = attention.pick(place.device, place.dtype, backward=True, **wanted).kernel
     labels = Labels() if pretrains else Labels(("0", "1"))
     made, _ = prepare(settings, source, objective.heads, kernel, labels)
     made.model.train().to(place.device)

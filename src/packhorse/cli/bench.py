@@ -131,6 +131,9 @@ def encode(
         str | None, flag("--peers", help="Names with commas, or none; default the installed.")
     ] = None,
     graphs: Annotated[bool, flag("--graphs", help="Ours compiled as well.")] = False,
+    invariant: Annotated[
+        bool, flag("--invariant", help="Ours with equal bits in every batch as well.")
+    ] = False,
     compile_peers: Annotated[
         bool, flag("--compile-peers", help="transformers under torch.compile as well.")
     ] = False,
@@ -166,6 +169,7 @@ def encode(
         budget=budget,
         repeats=repeats,
         graphs=graphs,
+        invariant=invariant,
         compile_peers=compile_peers,
         int8=int8,
         seed=load.seed,

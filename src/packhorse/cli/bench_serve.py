@@ -109,7 +109,7 @@ def serve(
 
 def _read(file: str) -> tuple[str, ...]:
     """The texts of a file; of pairs the first."""
-    from packhorse.data.texts import read_texts
+    from packhorse.data.tables.texts import read_texts
 
     found = (record.text for record in read_texts(file, skip_empty=True))
     return tuple(text if isinstance(text, str) else text[0] for text in found)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from packhorse import status
-from packhorse.data.rows import to_plain
+from packhorse.data.output.rows import to_plain
 
 JsonFlag = Annotated[
     bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")

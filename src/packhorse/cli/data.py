@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Group, Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, short, table
-from packhorse.cli.data_import import data_import
+from packhorse.cli.data_import import data_import, sources_and_out
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.building import Built, Config
-    from packhorse.data.manifest import Manifest
-    from packhorse.data.statistics import Sample, Statistics
+    from packhorse.data.corpus.building import Built, Config
+    from packhorse.data.packed.manifest import Manifest
+    from packhorse.data.packed.statistics import Sample, Statistics
 
 app = App(
     name="data",
@@ -58,10 +58,11 @@ class Options:
         str, _flag(EXAMPLES, "vocab.txt, tokenizer.json, a model's folder or its hub id.")
     ]
     format: Annotated[
-        Literal["mediawiki", "wikiextractor", "sentences", "text", "jsonl", "parquet"] | None,
+        Literal["mediawiki", "wikiextractor", "sentences", "text", "jsonl", "parquet", "arrow"]
+        | None,
         _flag(SOURCES, "What the sources are; default told by each."),
     ] = None
-    column: Annotated[str | None, _flag(SOURCES, "The text's column in jsonl and parquet.")] = None
+    column: Annotated[str | None, _flag(SOURCES, "The text's column in a table.")] = None
     max_bad: Annotated[
         int, _flag(SOURCES, "So many documents or places that cannot be used are left out.")
     ] = 0
@@ -117,17 +118,18 @@ def build(
     """Make a dataset of packed rows of files and folders of text.
 
     Sources are MediaWiki dumps (xml, xml.bz2), WikiExtractor's output, text with
-    a sentence a line, plain text, jsonl or parquet. OUT gets train, with
-    --eval-hashes eval, and the tokenizer. After a kill, a full disk or Ctrl-C
-    (exit code 130) the same command goes on; the result is the same, byte for
-    byte, for any number of workers.
+    a sentence a line, plain text, jsonl, parquet or folders that datasets saved
+    (a split is FOLDER/train). OUT gets train, with --eval-hashes eval, and the
+    tokenizer. After a kill, a full disk or Ctrl-C (exit code 130) the same
+    command goes on; the result is the same, byte for byte, for any number of
+    workers.
 
     Try:
       packhorse data build enwiki.xml.bz2 corpus --tokenizer vocab.txt
       packhorse data build texts/ corpus --tokenizer ./bert --max-length 128
     """
     from packhorse.cli.data_progress import watching
-    from packhorse.data.building import build
+    from packhorse.data.corpus.building import build
 
     config = _config(paths, options)
     start = time.perf_counter()
@@ -145,12 +147,11 @@ def build(
 
 
 def _config(paths: tuple[Path, ...], options: Options) -> "Config":
-    from packhorse.data.building import EVAL_COUNT, Config
-    from packhorse.data.documents import CHUNK_BYTES
-    from packhorse.data.masking import Recipe
+    from packhorse.data.corpus.building import EVAL_COUNT, Config
+    from packhorse.data.packed.masking import Recipe
+    from packhorse.data.sources.documents import CHUNK_BYTES
 
-    if len(paths) < 2:
-        raise InputError("name one source or more and, last, the folder for the result")
+    sources, out = sources_and_out(paths)
     if options.eval_count is not None and options.eval_hashes is None:
         raise InputError("--eval-count is for --eval-hashes, which says what is held out")
     recipe = Recipe(
@@ -167,8 +168,8 @@ def _config(paths: tuple[Path, ...], options: Options) -> "Config":
     same = ("column", "eval_hashes", "max_bad", "shard_bytes", "overwrite")
     same += ("engine", "ray_address", "workers")
     return Config(
-        sources=paths[:-1],
-        out=paths[-1],
+        sources=sources,
+        out=out,
         tokenizer=_tokenizer(options.tokenizer),
         recipe=recipe,
         max_per_pack=options.max_per_pack or None,
@@ -262,7 +263,7 @@ def stats(
       packhorse data stats corpus --verify --json
     """
     from packhorse.bench import corpus_plot, plots
-    from packhorse.data import statistics
+    from packhorse.data.packed import statistics
 
     plots.check(plot)
     folders = statistics.datasets(out)
@@ -281,7 +282,7 @@ def stats(
 
 
 def _verify(name: str, folder: Path) -> None:
-    from packhorse.data import shards
+    from packhorse.data.packed import shards
 
     with progress(f"verifying {name}") as advance:
         advance(0, 1)
@@ -292,7 +293,7 @@ def _verify(name: str, folder: Path) -> None:
 
 def _samples(out: Path, folder: Path, number: int, seed: int) -> "list[Sample]":
     """Some sequences as text, if there is a tokenizer to read them with."""
-    from packhorse.data import statistics
+    from packhorse.data.packed import statistics
     from packhorse.tokens import Tokenizer
 
     homes = [home / "tokenizer" for home in (out, folder.parent)]
@@ -345,7 +346,7 @@ def _lines(found: "Statistics") -> list[tuple[str, str]]:
 
 def _show_lengths(found: "Statistics") -> None:
     """Both histograms side by side; each has its own scale."""
-    from packhorse.data.statistics import bins
+    from packhorse.data.packed.statistics import bins
 
     before, after = bins(found.lengths, BARS), bins(found.row_tokens, BARS)
     most = [max(count for *_, count in each) or 1 for each in (before, after)]

@@ -13,8 +13,8 @@ from packhorse.cli.console import Advance, JsonFlag, emit, note, progress, table
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.importing import Config, Imported
-    from packhorse.data.manifest import Manifest
+    from packhorse.data.corpus.importing import Config, Imported
+    from packhorse.data.packed.manifest import Manifest
 
 SOURCES, ROWS = Group("Sources", sort_key=1), Group("Rows", sort_key=2)
 WIDTHS, WORK = Group("Graphcore's records", sort_key=3), Group("Work", sort_key=4)
@@ -79,7 +79,7 @@ def data_import(
       packhorse data import packed.tfrecord corpus --vocab-size 30522 --repack
       packhorse data import strategy_* corpus --vocab-size 30522 --max-length 512
     """
-    from packhorse.data.importing import import_records
+    from packhorse.data.corpus.importing import import_records
 
     config = _config(paths, options)
     start = time.perf_counter()
@@ -94,21 +94,27 @@ def data_import(
 
 def _config(paths: tuple[Path, ...], options: Options) -> "Config":
     from packhorse.checkpoint.hub import resolve
-    from packhorse.data.graphcore import Sizes
-    from packhorse.data.importing import Config
+    from packhorse.data.corpus.importing import Config
+    from packhorse.data.records.graphcore import Sizes
 
-    if len(paths) < 2:
-        raise InputError("name one source or more and, last, the folder for the result")
+    sources, out = sources_and_out(paths)
     same = ("vocab_size", "format", "repack", "seed", "shard_bytes", "overwrite", "workers")
     return Config(
-        sources=paths[:-1],
-        out=paths[-1],
+        sources=sources,
+        out=out,
         tokenizer=None if options.tokenizer is None else resolve(options.tokenizer),
         eval=tuple(options.eval or ()),
         sizes=Sizes(options.max_length, options.max_predictions, options.max_sequences_per_pack),
         max_per_pack=options.max_per_pack or None,
         **{name: getattr(options, name) for name in same},
     )
+
+
+def sources_and_out(paths: tuple[Path, ...]) -> tuple[tuple[Path, ...], Path]:
+    """`SOURCE... OUT` of the command line, divided."""
+    if len(paths) < 2:
+        raise InputError("name one source or more and, last, the folder for the result")
+    return paths[:-1], paths[-1]
 
 
 @contextmanager

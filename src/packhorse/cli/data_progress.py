@@ -10,7 +10,7 @@ from packhorse import status
 from packhorse.cli.console import PAUSE, note
 
 if TYPE_CHECKING:
-    from packhorse.data.building import Progress
+    from packhorse.data.corpus.building import Progress
 
 
 @contextmanager

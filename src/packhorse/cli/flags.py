@@ -79,6 +79,10 @@ class Options:
     graphs: Annotated[
         bool, _flag(MODEL, "--graphs", "--use_graphs", help="Compile; on CUDA replay as graphs.")
     ] = False
+    invariant: Annotated[
+        bool,
+        _flag(MODEL, "--invariant", help="The same bits for a text in every batch; a bit slower."),
+    ] = False
     max_length: Annotated[
         int,
         _flag(
@@ -112,8 +116,9 @@ class Options:
         Parameter(
             name="--input",
             group=FILES,
-            help="Texts from txt, jsonl, csv, tsv, parquet; - is standard input, a text a line, "
-            "which is read by itself where text is piped in.",
+            help="Texts from txt, jsonl, csv, tsv, parquet, a folder that datasets saved (a split "
+            "is FOLDER/train); - is standard input, a text a line, which is read by itself where "
+            "text is piped in.",
             allow_leading_hyphen=True,
         ),
     ] = None

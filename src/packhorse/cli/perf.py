@@ -33,7 +33,7 @@ def measure(
     from packhorse.device import synchronize
 
     start = time.perf_counter()
-    encodings = encoder.encode(texts, max_length)
+    encodings = encoder.tokenize(texts, max_length)
     tokenizing = time.perf_counter() - start
     # One batch must be one batch, whatever budget the encoder would cut it by.
     most = batch_size * max(map(len, encodings))

@@ -1,7 +1,7 @@
 """`packhorse prove`: the invariant, on the user's model and the user's machine."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -95,8 +95,8 @@ def _prove_one(
     from packhorse.runtime.proof import CHECKS
     from packhorse.runtime.proof import prove as run
 
-    kernels = _kernels(kernel, device, dtype)
     loaded = checkpoint.load(model, **beside.given(), device=device, dtype=dtype).model
+    kernels = _kernels(kernel, device, dtype, loaded.bert.config.needs)
     total = len(kernels) * len(CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:
@@ -106,16 +106,18 @@ def _prove_one(
     return proofs
 
 
-def _kernels(asked: str | None, device: "torch.device", dtype: "torch.dtype") -> list[str]:
+def _kernels(
+    asked: str | None, device: "torch.device", dtype: "torch.dtype", needs: dict[str, Any]
+) -> list[str]:
     """Those asked for, each of which must run; else all that can."""
     from packhorse.attention import KERNELS, pick
 
     if asked:
-        return [pick(device, dtype, name=name.strip()).name for name in asked.split(",")]
+        return [pick(device, dtype, name=name.strip(), **needs).name for name in asked.split(",")]
     can = []
     for name in KERNELS:
         try:
-            can.append(pick(device, dtype, name=name).name)
+            can.append(pick(device, dtype, name=name, **needs).name)
         except KernelError as error:
             note(f"left out: {error}")
     return can

@@ -2,8 +2,8 @@
 
 The flags are those of the tool it replaces, with its short names and underscores, plus files. What
 is asked is checked before the model is opened, because that is what takes time. Results go to a
-file chunk by chunk and survive a kill (`data/resumable.py`); on the screen only the first few texts
-of a file are shown, and only they are encoded.
+file chunk by chunk and survive a kill (`data/output/resumable.py`); on the screen only the first
+few texts of a file are shown, and only they are encoded.
 """
 
 import io
@@ -23,8 +23,8 @@ from packhorse.cli.console import emit, note, once
 from packhorse.cli.flags import Options
 from packhorse.cli.tasks import TASKS, prepared, rows_of
 from packhorse.cli.writing import made_with, write
-from packhorse.data.rows import Row, format_of
-from packhorse.data.texts import Record, read_texts, split_pair
+from packhorse.data.output.rows import Row, format_of
+from packhorse.data.tables.texts import Record, read_texts, split_pair
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
@@ -141,10 +141,12 @@ def _load(options: Options, given: bool) -> "Encoder":
         dtype=options.dtype if options.dtype or given else "fp32",
         kernel=options.kernel,
         graphs=options.graphs,
+        invariant=options.invariant,
         **options.beside.given(),
     )
     how = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
-    note(f"{encoder.name}: {', '.join(how)}{', graphs' if options.graphs else ''}")
+    how += [way for way in ("graphs", "invariant") if getattr(options, way)]
+    note(f"{encoder.name}: {', '.join(how)}")
     return encoder
 
 

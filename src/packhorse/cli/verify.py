@@ -135,7 +135,7 @@ def _encodings(
 
 def _texts(input: str | None) -> list[str | tuple[str, str]]:
     from packhorse.bench import docstrings
-    from packhorse.data.texts import read_texts
+    from packhorse.data.tables.texts import read_texts
 
     if input is None:
         some = Path(sysconfig.get_path("stdlib")) / "asyncio"  # all of them take seconds to parse

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import DEFAULT_MODEL, Beside
-from packhorse.data.texts import Record, read_texts
+from packhorse.data.tables.texts import Record, read_texts
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ SAMPLE = 256  # texts kept to measure the speed with
 
 
 def waste(
-    file: Annotated[str, Parameter(help="txt, jsonl, csv, tsv, parquet; - is standard input.")],
+    file: Annotated[
+        str, Parameter(help="txt, jsonl, csv, tsv, parquet, a saved Dataset; - is stdin.")
+    ],
     /,
     *,
     column: Annotated[

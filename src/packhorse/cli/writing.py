@@ -19,12 +19,12 @@ from packhorse import __version__
 from packhorse.cli.console import note, progress
 from packhorse.cli.flags import Options
 from packhorse.cli.tasks import TASKS, rows_of
-from packhorse.data.resumable import ResumableFile
-from packhorse.data.texts import Record
+from packhorse.data.output.resumable import ResumableFile
+from packhorse.data.tables.texts import Record
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.rows import Row
+    from packhorse.data.output.rows import Row
     from packhorse.runtime.encoder import Encoder
 
 # What a model may be made of, in any format.
@@ -64,6 +64,7 @@ def made_with(encoder: "Encoder", options: Options) -> dict[str, Any]:
         "dtype": dtype_name(encoder.dtype),
         "kernel": encoder.kernel,
         "graphs": options.graphs,
+        "invariant": options.invariant,
     }
 
 
@@ -90,7 +91,9 @@ def _input(records: Iterable[Record], options: Options) -> str:
     if options.input == "-":
         return f"standard input {uuid.uuid4()}"
     if options.input:
-        return f"{options.input} {_stamp([Path(options.input)])}"
+        path = Path(options.input)
+        inside = sorted(file for file in path.rglob("*") if file.is_file())  # of a saved Dataset
+        return f"{options.input} {_stamp(inside or [path])}"
     return hashlib.sha256(repr(list(records)).encode()).hexdigest()[:16]  # a list: from arguments
 
 

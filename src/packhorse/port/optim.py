@@ -51,13 +51,18 @@ class VariableAttributes:
         return attr
 
 
-class SGD(torch.optim.SGD):
-    """`torch.optim.SGD`; `use_combined_accum` and the scalings change nothing but memory."""
+class _Kept:
+    """What every optimizer here keeps of PopTorch's arguments; `_keep` sets it."""
 
     loss_scaling: float
     accum_type: torch.dtype
-    max_grad_norm: float
     variable_attrs: VariableAttributes
+
+
+class SGD(_Kept, torch.optim.SGD):
+    """`torch.optim.SGD`; `use_combined_accum` and the scalings change nothing but memory."""
+
+    max_grad_norm: float
 
     def __init__(
         self,
@@ -83,13 +88,10 @@ class SGD(torch.optim.SGD):
         _keep(self, given, **own, velocity_accum_type=torch.float32)
 
 
-class Adam(torch.optim.Adam):
+class Adam(_Kept, torch.optim.Adam):
     """`torch.optim.Adam`."""
 
-    loss_scaling: float
-    accum_type: torch.dtype
     max_grad_norm: float
-    variable_attrs: VariableAttributes
 
     def __init__(
         self,
@@ -115,14 +117,11 @@ class Adam(torch.optim.Adam):
         _keep(self, given, **_MOMENTS, max_grad_norm=NO_CLIP)
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(_Kept, torch.optim.AdamW):
     """`torch.optim.AdamW`, and without bias correction where asked."""
 
-    loss_scaling: float
-    accum_type: torch.dtype
     max_grad_norm: float
     bias_correction: bool
-    variable_attrs: VariableAttributes
 
     def __init__(
         self,
@@ -151,13 +150,10 @@ class AdamW(torch.optim.AdamW):
             self.register_step_pre_hook(_settle)
 
 
-class RMSprop(torch.optim.RMSprop):
+class RMSprop(_Kept, torch.optim.RMSprop):
     """`torch.optim.RMSprop`, or TensorFlow's with `use_tf_variant=True`."""
 
-    loss_scaling: float
-    accum_type: torch.dtype
     use_tf_variant: bool
-    variable_attrs: VariableAttributes
 
     def __init__(
         self,

@@ -76,7 +76,8 @@ def work(batches: Iterable[Any], places: int = 0) -> Work:
 def operations(config: BertConfig, done: Work) -> float:
     """Of a training step on so much, forward and backward."""
     width, wide = config.hidden_size, config.intermediate_size
-    linear = 2 * config.layers * (4 * width * width + 2 * width * wide) * done.tokens
+    halves = 3 if config.gated else 2  # of the feed-forward
+    linear = 2 * config.layers * (4 * width * width + halves * width * wide) * done.tokens
     attention = 4 * config.layers * width * done.squares
     words = 2 * config.embedding_size * (width + config.vocab_size) * done.guessed
     return 3.0 * (linear + attention + words)
@@ -104,5 +105,6 @@ def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
 
 def parameters(config: BertConfig) -> int:
     """About; each has a gradient, two averages and maybe a master."""
-    layer = 4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
+    halves = 3 if config.gated else 2
+    layer = 4 * config.hidden_size**2 + halves * config.hidden_size * config.intermediate_size
     return config.layers * layer + config.vocab_size * config.embedding_size

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from packhorse import executable
-from packhorse.data import loader, shards, targets
-from packhorse.data.masking import Recipe
 from packhorse.data.order import permuted
+from packhorse.data.packed import loader, shards
+from packhorse.data.packed.masking import Recipe
+from packhorse.data.tasks import targets
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.train.settings import Settings
@@ -33,7 +34,7 @@ EVAL_SEED = 12345  # of the masks that are guessed in every evaluation, whatever
 USUAL_LENGTH = 128  # a slot for so many tokens, at least: empty ones cost attention time
 
 Cursor = Mapping[str, Any]
-Batch = Any  # of `data.loader` or of `data.targets`
+Batch = Any  # of `data.packed.loader` or `data.tasks.targets`
 
 
 @dataclass(frozen=True, slots=True)

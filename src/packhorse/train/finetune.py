@@ -13,11 +13,11 @@ from typing import Any
 
 from packhorse import checkpoint
 from packhorse.checkpoint import Checkpoint
-from packhorse.data.labelled import Labelled, Layout, read_labelled
-from packhorse.data.spans import span_task
-from packhorse.data.targets import Task, contrastive_task, labelled_task
-from packhorse.data.tasks import read_squad
-from packhorse.data.texts import read_texts
+from packhorse.data.tables.texts import read_texts
+from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
+from packhorse.data.tasks.spans import span_task
+from packhorse.data.tasks.squad import read_squad
+from packhorse.data.tasks.targets import Task, contrastive_task, labelled_task
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.train.objectives import OBJECTIVES, Objective, SpanEnds

@@ -134,8 +134,8 @@ def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
         place.dtype,
         name=settings.kernel,
         backward=True,
-        head_size=config.head_size,
         dropout=settings.attention_dropout > 0,
+        **config.needs,
     )
     compiled = _compiles(settings, choice, place.device)
     labelled = (ground.labels, ground.vocabulary)

@@ -1,8 +1,9 @@
 """Random numbers that go on where they stopped: the states of torch's generators, as tensors.
 
 Training draws from two of them, the CPU's and the accelerator's (dropout; Philox' seed and place on
-CUDA). Order and masks of the data are functions of seed and place (`data.order`, `data.masking`),
-and nothing draws from Python's or numpy's generators, so there is no more to keep.
+CUDA). Order and masks of the data are functions of seed and place (`data.order`,
+`data.packed.masking`), and nothing draws from Python's or numpy's generators, so there is no more
+to keep.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ class Settings:
     task: Literal["pretrain", "classify", "similarity", "contrastive", "answer"] = _key(
         "pretrain", TASK, "What is learned."
     )
-    train: str = _key("", TASK, "A folder of `packhorse data`; for tasks a table, SQuAD's JSON.")
+    train: str = _key(
+        "", TASK, "A folder of `packhorse data`; for tasks a table, a saved Dataset, SQuAD's JSON."
+    )
     eval: str = _key("", TASK, "The same, to evaluate on; default the eval beside train.")
     text: tuple[str, ...] = _key((), TASK, "The column of the text; two: of a pair.")
     label: tuple[str, ...] = _key((), TASK, "The column of the label; several: of 0 and 1.")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from packhorse import attention
 from packhorse import device as devices
-from packhorse.data.loader import Batch
+from packhorse.data.packed.loader import Batch
 from packhorse.train import cost, feed
 from packhorse.train.job import Ground
 from packhorse.train.objectives import Pretrain
@@ -53,8 +53,8 @@ def attempt(ground: Ground) -> Trial:
         place.dtype,
         name=settings.kernel,
         backward=True,
-        head_size=config.head_size,
         dropout=settings.attention_dropout > 0,
+        **config.needs,
     ).kernel
     words = ground.problem == "pretrain"
     made, _ = prepare(settings, config, ("mlm",) if words else (), kernel)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from packhorse.data.loader import Batch
+from packhorse.data.packed.loader import Batch
 from packhorse.packing.batch import Packed
 from packhorse.train import feed
 from packhorse.train.job import Job

@@ -34,7 +34,7 @@ from packhorse.train.objectives.stats import Gather, Stats, alone
 
 
 class Objective(Protocol):
-    """Batches are those of `data.loader` (pretraining) or `data.targets`, on the model's device."""
+    """Batches come from `data.packed.loader` or `data.tasks.targets`, on the model's device."""
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class Objective(Protocol):
         ...
 
 
-# By the problem of a `data.targets.Task`, which says so itself.
+# By the problem of a `data.tasks.targets.Task`, which says so itself.
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "pretrain": Pretrain,
     "single_label": partial(Classify, "single_label"),

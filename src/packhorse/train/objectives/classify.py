@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from packhorse.data import glue_score
+from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.targets import Batch
+    from packhorse.data.tasks.targets import Batch
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
 
 @dataclass(frozen=True, slots=True)
 class Classify:
-    """The targets are those of `data.targets` for the problem."""
+    """The targets are those of `data.tasks.targets` for the problem."""
 
     problem: Problem = "single_label"
 

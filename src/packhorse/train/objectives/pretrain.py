@@ -27,7 +27,7 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.loader import Batch
+    from packhorse.data.packed.loader import Batch
 
 Average = Literal["token", "sequence"]
 

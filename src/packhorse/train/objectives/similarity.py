@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from packhorse.data import glue_score
+from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.targets import Batch
+    from packhorse.data.tasks.targets import Batch
 
 NOTHING = "there is nothing to evaluate on: no pair was given"
 
@@ -48,10 +48,9 @@ class Similarity:
         self, model: nn.Module, batch: Batch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
-        weights, cosines = self.weigh(batch), _cosines(model, batch)
+        cosines = _cosines(model, batch)
         total = F.mse_loss(cosines, batch.targets.to(cosines), reduction="sum")
-        loss = divided(total[None], weights if totals is None else totals)
-        return loss, Stats.of(batch.packed, batch.tokens, loss=(total, weights[0]))
+        return _share(batch, totals, loss=total)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
@@ -94,15 +93,13 @@ class Contrastive:
         self, model: nn.Module, batch: Batch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
-        weights, (first, second) = self.weigh(batch), _vectors(model, batch)
+        first, second = _vectors(model, batch)
         likeness = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T  # [N, N]
         logits = likeness / self.temperature
         own = torch.arange(len(logits), device=logits.device)
         total = (logits.logsumexp(1) - logits.diagonal()).sum()
         right = (logits.detach().argmax(1) == own).sum() if len(own) else own.sum()
-        loss = divided(total[None], weights if totals is None else totals)
-        figures = {"loss": (total, weights[0]), "accuracy": (right, weights[0])}
-        return loss, Stats.of(batch.packed, batch.tokens, **figures)
+        return _share(batch, totals, loss=total, accuracy=right)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
@@ -118,6 +115,14 @@ class Contrastive:
 
 def _pairs(batch: Batch) -> Tensor:
     return batch.targets.new_full((1,), len(batch.targets), dtype=torch.int64)
+
+
+def _share(batch: Batch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor, Stats]:
+    """The batch's share of the step's loss, and its figures, of sums over its pairs."""
+    pairs = _pairs(batch)
+    loss = divided(sums["loss"][None], pairs if totals is None else totals)
+    figures = {name: (total, pairs[0]) for name, total in sums.items()}
+    return loss, Stats.of(batch.packed, batch.tokens, **figures)
 
 
 def _vectors(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:

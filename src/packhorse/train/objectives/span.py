@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import results
-from packhorse.data.squad_score import is_v2, marks, score
+from packhorse.data.tasks.squad_score import is_v2, marks, score
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.targets import Batch, Task
-    from packhorse.data.tasks import Question
+    from packhorse.data.tasks.squad import Question
+    from packhorse.data.tasks.targets import Batch, Task
     from packhorse.tokens import Encoding, Tokenizer
 
 NOTHING = "there is nothing to evaluate on: no window was given"
@@ -45,7 +45,7 @@ class Asked:
 
     def task(self) -> Task:
         """Every window as an example, in order; what they are taught is not looked at."""
-        from packhorse.data.targets import Example, Span, Task
+        from packhorse.data.tasks.targets import Example, Span, Task
 
         flat = [window for each in self.windows for window in each]
         return Task([Example((window,), Span(0, 0)) for window in flat], "span")

@@ -1,0 +1,48 @@
+"""Fine-tuning on folders that `datasets` saved: the same examples as from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packhorse import checkpoint
+from packhorse.data.tasks.targets import Task
+from packhorse.errors import InputError
+from packhorse.train import finetune
+from packhorse.train.settings import Settings
+
+TASKS: dict[str, dict[str, list[Any]]] = {
+    "classify": {"sentence": ["good horse", "bad mule", "nice cart"], "label": [1, 0, 1]},
+    "similarity": {"sentence1": ["a", "b"], "sentence2": ["b", "b"], "score": [0.5, 1.0]},
+    "contrastive": {"first": ["horse", "mule"], "second": ["good horse", "bad mule"]},
+}
+
+
+@pytest.fixture(scope="module")
+def datasets() -> Any:
+    return pytest.importorskip("datasets", reason="datasets is not installed (extra hf)")
+
+
+def _told(task: Task) -> list[Any]:
+    return [(each.target, [list(one.ids) for one in each.sequences]) for each in task.examples]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_same_examples(datasets: Any, tiny: Path, tmp_path: Path, task: str) -> None:
+    columns, found = TASKS[task], checkpoint.load(tiny)
+    rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = datasets.Dataset.from_dict(columns)
+    datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "saved")
+    text = ("first", "second") if task == "contrastive" else ()
+    kept: dict[str, Any] = {"task": task, "model": str(tiny), "text": text, "steps": 1}
+    file = finetune.read(Settings(train=str(tmp_path / "a.jsonl"), **kept), found)
+    named = {"train": str(tmp_path / "saved/train"), "eval": str(tmp_path / "saved/test")}
+    folder = finetune.read(Settings(**named, **kept), found)
+    assert _told(folder.train) == _told(file.train)
+    assert folder.eval is not None and len(folder.eval.examples) < len(folder.train.examples)
+    with pytest.raises(InputError, match="holds splits; name one of them"):
+        finetune.read(Settings(train=str(tmp_path / "saved"), **kept), found)
