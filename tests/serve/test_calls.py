@@ -83,6 +83,29 @@ def test_an_unknown_model_is_404_with_those_there_are(served) -> None:
     assert found.json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize(
+    ("served_alone", "path", "body"),
+    [
+        ("tiny", "/v1/embeddings", {"input": "cat", "model": "text-embedding-3-small"}),
+        ("ranker", "/v1/rerank", {"query": "cat", "documents": ["a"], "model": "jina-reranker"}),
+        ("ranker", "/v2/rerank", {"query": "cat", "documents": ["a"], "model": "rerank-v3.5"}),
+    ],
+)
+def test_a_model_alone_answers_to_any_name(serving, served_alone, path: str, body: dict) -> None:
+    """The answer says who answered; who asks for a model and not for an answer is told."""
+    served = serving(names=(served_alone,))
+    found = served.post(path, body)
+    assert (found.status_code, found.json()["model"]) == (200, served_alone)
+    assert served.get(f"/v1/models/{body['model']}").status_code == 404
+    assert served.get(f"/v1/models/{served_alone}").json()["id"] == served_alone
+
+
+def test_a_model_alone_is_asked_for_nothing_it_cannot_do(serving) -> None:
+    found = serving(names=("ranker",)).post("/v1/embeddings", {"input": "cat", "model": "any"})
+    assert found.status_code == 424
+    assert "ranker has no head" in found.json()["error"]["message"]
+
+
 def test_overload_is_429_at_once_and_passes(serving) -> None:
     go = threading.Event()
     served = serving(before=lambda packed: go.wait(10), max_queue_tokens=100)

@@ -41,6 +41,7 @@ from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import Hosts
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, Seen
 from packhorse.serve.settings import Settings
+from packhorse.serve.shortcut import Shortcut
 
 STATUS: dict[type[PackhorseError], int] = {
     Empty: 400,
@@ -62,7 +63,8 @@ def create(settings: Settings, hosts: Hosts) -> FastAPI:
     """The application over these models; whoever runs it closes them by its lifespan."""
     app = shell(settings, hosts, Metrics(hosts))
     for routes in (tei, openai, cohere, huggingface, own, page):
-        app.include_router(routes.router(hosts, settings))
+        routes.add(app, hosts, settings)
+    app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
     return app
 
 

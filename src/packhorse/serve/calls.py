@@ -97,9 +97,10 @@ async def call(
     return outcome
 
 
-def reply(document: Any, status: int = 200) -> Response:
+def reply(document: Any, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON response, written at once; numpy arrays and dataclasses may stand anywhere in it."""
-    return Response(orjson.dumps(document, option=PLAIN), status, media_type="application/json")
+    written = orjson.dumps(document, option=PLAIN)
+    return Response(written, headers=headers, media_type="application/json")
 
 
 def check_inputs(

@@ -31,7 +31,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from packhorse.data.cluster import connected
+from packhorse.data.corpus.cluster import connected
 from packhorse.errors import InputError, MissingExtra, RunnerStopped
 from packhorse.serve import hosting, ingress, logs
 from packhorse.serve.app import create

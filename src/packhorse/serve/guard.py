@@ -87,7 +87,7 @@ class Guard:
                 return await _refuse(scope, answer, body)
         self.buffered += len(body)
         try:
-            await self._admit(scope, _replay(body, receive), answer)
+            await self._admit(scope, replay(body, receive), answer)
         finally:
             self.buffered -= len(body)
 
@@ -213,7 +213,7 @@ async def _refuse(scope: Scope, answer: _Answer, failure: Failure) -> None:
     await answer({"type": "http.response.body", "body": body})
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """The body that was received, once; then whatever the connection says."""
     told = False
 

@@ -92,18 +92,25 @@ class Hosts:
     def find(self, name: str | None = None, task: str | None = None) -> Hosted:
         """The model of this name; without one, the first that can do the task.
 
-        A task that it has no head for is refused here (`CheckpointError`), and an unknown name.
+        Where one model is served, any name means it: many clients have that of another server's
+        model written into them. A task that it has no head for is refused (`CheckpointError`).
         """
-        if name is None:
+        if len(self) == 1:
+            host = self.default
+        elif name is None:
             able = (each for each in self if task in each.tasks)
             host = next(able, self.default)
-        elif name in self._by_name:
-            host = self._by_name[name]
         else:
-            raise UnknownModel(f"there is no model of that name; there are: {self.names}")
+            host = self.named(name)
         if task is not None:
             host.check(task)
         return host
+
+    def named(self, name: str) -> Hosted:
+        """The model of exactly this name."""
+        if name not in self._by_name:
+            raise UnknownModel(f"there is no model of that name; there are: {self.names}")
+        return self._by_name[name]
 
     @property
     def names(self) -> str:
@@ -173,6 +180,8 @@ def _open(given: str, settings: Settings) -> Hosted:
         dtype=settings.dtype,
         kernel=settings.kernel or None,
         graphs=settings.graphs,
+        budget=settings.batch_tokens or None,
+        invariant=settings.invariant,
     )
     hosted = host(encoder, settings, name, source)
     if settings.graphs:

@@ -15,6 +15,7 @@ import asyncio
 import gc
 import math
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOOK_SECONDS = 0.1
 SEEN_DEAD_SECONDS = 3.0  # between the death of an engine and the end of the process
 CUT_SHORT, KILLED = 1, 143
+OTHER_FILES = 256  # beside connections: what libraries open
 Ready = Callable[[str, int, Hosts], None]  # host, port, models
 House = Callable[[Settings], AbstractContextManager[tuple[FastAPI, Hosts]]]
 
@@ -63,6 +65,7 @@ def here(settings: Settings) -> Iterator[tuple[FastAPI, Hosts]]:
 def run(settings: Settings, ready: Ready, house: House = here) -> None:
     """Serve until a signal comes; `ready` is called when requests are answered."""
     logs.set_up(settings)
+    make_room(settings)
     bound = _bind(settings)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with house(settings) as (app, hosts):
@@ -77,6 +80,22 @@ def run(settings: Settings, ready: Ready, house: House = here) -> None:
     if guard.in_flight:
         seconds = settings.drain_seconds
         raise CutShort(f"{guard.in_flight} requests were cut short after {seconds:g} s")
+
+
+def make_room(settings: Settings) -> None:
+    """Let the process have as many files as connections are allowed.
+
+    Most systems start one with room for a thousand, and let it ask for more. Beyond that a
+    connection would neither be taken nor closed: it waits, as does everyone behind it.
+    """
+    wanted = settings.max_connections + OTHER_FILES
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        now = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
+        if now < wanted:
+            message = "only %d files may be open, too few for --max-connections %d: see ulimit -n"
+            logs.LOGGER.warning(message, now, settings.max_connections)
 
 
 def _bind(settings: Settings) -> socket.socket:

@@ -50,6 +50,7 @@ class Settings:
     )
     kernel: str = _key("", MODELS, "Attention kernel; default the fastest here.")
     graphs: bool = _key(False, MODELS, "Compile; on CUDA replay as graphs.")
+    invariant: bool = _key(False, MODELS, "The same bits for an input in every batch.")
     threads: int = _key(0, MODELS, "Threads that compute on a CPU; 0: its cores.", 0)
     batch_tokens: int = _key(0, MODELS, "Tokens a batch; 0: what suits the device.", 0)
     batch_wait_ms: float = _key(2.0, MODELS, "How long a request may wait for others to join.", 0)

@@ -50,12 +50,12 @@ def test_openai_embeddings(openai, server, encoding):
     encoder = server.encoder("mini")
     assert close(vectors, encoder.embed(TEXTS))
     assert [each.index for each in found.data] == [0, 1, 2] and found.model == "mini"
-    assert found.usage.prompt_tokens == sum(map(len, encoder.encode(TEXTS)))
+    assert found.usage.prompt_tokens == sum(map(len, encoder.tokenize(TEXTS)))
 
 
 def test_openai_takes_token_ids_and_cuts_dimensions(openai, server):
     encoder = server.encoder("mini")
-    ids = [each.ids.tolist() for each in encoder.encode(TEXTS)]
+    ids = [each.ids.tolist() for each in encoder.tokenize(TEXTS)]
     whole = encoder.embed(TEXTS)
     for given, expected in [(ids, whole), (ids[0], whole[:1]), (TEXTS[0], whole[:1])]:
         found = openai.embeddings.create(model="mini", input=given)

@@ -13,7 +13,7 @@ def test_an_answer_holds_what_jina_reads(post, server):
     assert found["object"] == "list" and found["model"] == "ranker" and len(found["results"]) == 2
     assert found["results"][0]["document"]["text"] in DOCUMENTS
     pairs = [("who carries", each) for each in DOCUMENTS]
-    tokens = sum(map(len, server.encoder("ranker").encode(pairs)))
+    tokens = sum(map(len, server.encoder("ranker").tokenize(pairs)))
     assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     plain = post("/v1/rerank", body | {"return_documents": False, "top_n": 100})[1]["results"]
     assert len(plain) == 3 and all(set(each) == {"index", "relevance_score"} for each in plain)

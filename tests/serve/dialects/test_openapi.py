@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,12 +105,16 @@ def test_an_answer_that_is_not_as_described_is_caught(says, found):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(0)
 def test_a_lot_is_answered_as_described(server, tmp_path):
-    """Examples, every bound (coverage) and random bodies, right and wrong ones."""
+    """Examples, every bound (coverage) and random bodies, right and wrong ones.
+
+    PACKHORSE_FUZZ_EXAMPLES of them a route: 2,000 take half an hour of a core.
+    """
+    examples = os.environ.get("PACKHORSE_FUZZ_EXAMPLES", "2000")
     command = [str(Path(sys.executable).with_name("schemathesis")), "run"]
     command += [f"{server.url}/openapi.json", "--phases", "examples,coverage,fuzzing"]
-    command += ["--mode", "all", "--max-examples", "100", "--checks", ",".join(CHECKS)]
+    command += ["--mode", "all", "--max-examples", examples, "--checks", ",".join(CHECKS)]
     command += [f"--exclude-path={path}" for path in ELSEWHERE]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1700)
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:]

@@ -22,7 +22,7 @@ def test_embed(http, server):
     told = {name: value for name, value in answer.headers.items() if name.startswith("x-")}
     assert told["x-compute-type"] == "cpu+optimized"
     assert int(told["x-compute-characters"]) == sum(map(len, TEXTS))
-    assert int(told["x-compute-tokens"]) == sum(map(len, encoder.encode(TEXTS)))
+    assert int(told["x-compute-tokens"]) == sum(map(len, encoder.tokenize(TEXTS)))
     for name in ("compute", "total", "tokenization", "queue", "inference"):
         assert told[f"x-{name}-time"].isdigit()
     assert told["x-packhorse-pack"].startswith("fill=1.000;neighbours=")
@@ -30,7 +30,7 @@ def test_embed(http, server):
 
 def test_embed_takes_token_ids_as_they_are(post, server):
     encoder = server.encoder("mini")
-    first, second = (each.ids.tolist() for each in encoder.encode(TEXTS))
+    first, second = (each.ids.tolist() for each in encoder.tokenize(TEXTS))
     assert close(post("/embed", {"inputs": [first, TEXTS[1]]})[1], encoder.embed(TEXTS))
     assert close(post("/embed", {"inputs": second})[1], encoder.embed(TEXTS[1:]))
     assert post("/embed", {"inputs": [first, [30522]]})[0] == 422
@@ -136,7 +136,7 @@ def test_similarity(post, server):
 def test_tokenize_and_decode(post, server):
     text = "Naïve 🐴 cafés"
     (tokens,) = post("/tokenize", {"inputs": text})[1]
-    encoding = server.encoder("mini").encode([text])[0]
+    encoding = server.encoder("mini").tokenize([text])[0]
     assert [each["id"] for each in tokens] == encoding.ids.tolist()
     assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
     assert [text[e["start"] : e["stop"]] for e in tokens[1:-1]][:2] == ["Naïve", "🐴"]

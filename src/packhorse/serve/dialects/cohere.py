@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -85,11 +86,11 @@ class Reranked(BaseModel):
     usage: RerankUsage
 
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["Cohere and Jina"], responses=refusals(CohereError))
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes."""
+    post = partial(app.post, tags=["Cohere and Jina"], responses=refusals(CohereError))
 
-    @routes.post("/v1/rerank", response_model=Reranked)
+    @post("/v1/rerank", response_model=Reranked)
     async def rerank(request: Request, body: RerankV1) -> Response:
         """The documents by how well they answer the query."""
         host = hosts.find(body.model, "rerank")
@@ -98,7 +99,7 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         given = body.documents if body.return_documents else None
         return reply(_document(host, *found, given, "1"))
 
-    @routes.post("/v2/rerank", response_model=Reranked)
+    @post("/v2/rerank", response_model=Reranked)
     async def rerank_v2(request: Request, body: RerankV2) -> Response:
         """The same, of texts alone."""
         host = hosts.find(body.model, "rerank")
@@ -110,8 +111,6 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         found = await ranking(request, host, body.query, texts, CUT, body.top_n)
         given = body.documents if body.return_documents else None
         return reply(_document(host, *found, given, "2"))
-
-    return routes
 
 
 def _text(document: Document, fields: Sequence[str] | None) -> str:

@@ -11,9 +11,10 @@ list within a list, one answer bare, several in a list.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
@@ -199,18 +200,18 @@ class Inferred(
     """The shape of the task's answer."""
 
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes; those that name a task go before those whose name of a model takes the rest."""
-    routes = APIRouter(tags=["Hugging Face"], responses=refusals(HuggingFaceError))
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes: that with a task goes before that whose name of a model takes the rest."""
+    post = partial(app.post, tags=["Hugging Face"], responses=refusals(HuggingFaceError))
 
-    @routes.post("/", response_model=Inferred)
+    @post("/", response_model=Inferred)
     async def infer(request: Request, body: InferenceRequest) -> Response:
         """Whatever the body and the models' heads make of it."""
         host, task = choose(hosts, None, body)
         return reply(await DO[task](request, host, body))
 
-    @routes.post("/pipeline/{task}/{name:path}", response_model=Inferred)
-    @routes.post("/models/{name:path}/pipeline/{task}", response_model=Inferred)
+    @post("/pipeline/{task}/{name:path}", response_model=Inferred)
+    @post("/models/{name:path}/pipeline/{task}", response_model=Inferred)
     async def infer_task(
         request: Request, body: InferenceRequest, task: Task, name: str
     ) -> Response:
@@ -218,13 +219,11 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         host = hosts.find(name, OURS[task])
         return reply(await DO[fitting(task, body.inputs)](request, host, body))
 
-    @routes.post("/models/{name:path}", response_model=Inferred)
+    @post("/models/{name:path}", response_model=Inferred)
     async def infer_model(request: Request, body: InferenceRequest, name: str) -> Response:
         """Whatever the body and this model's heads make of it."""
         host, task = choose(hosts, name, body)
         return reply(await DO[task](request, host, body))
-
-    return routes
 
 
 def choose(hosts: Hosts, name: str | None, body: InferenceRequest) -> tuple[Hosted, str]:

@@ -9,10 +9,11 @@ sent in the client's `extra_body`. Vectors are as the model makes them.
 from __future__ import annotations
 
 import base64
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -96,13 +97,14 @@ class OpenAiModels(BaseModel):
     data: list[OpenAiModel]
 
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["OpenAI"])
-    writes = APIRouter(responses=refusals(OpenAiError))
-    reads = APIRouter(responses=refusals(OpenAiError, READING))
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes."""
+    tags: Any = ["OpenAI"]
+    get = partial(app.get, tags=tags, responses=refusals(OpenAiError, READING))
 
-    @writes.post("/v1/embeddings", response_model=Embeddings)
+    @app.post(
+        "/v1/embeddings", response_model=Embeddings, tags=tags, responses=refusals(OpenAiError)
+    )
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         """A vector an input."""
         host, texts = hosts.find(body.model, "embed"), batch(body.input)
@@ -117,19 +119,15 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         usage = {"prompt_tokens": total, "total_tokens": total}
         return reply({"object": "list", "data": data, "model": host.name, "usage": usage})
 
-    @reads.get("/v1/models", response_model=OpenAiModels)
+    @get("/v1/models", response_model=OpenAiModels)
     async def models() -> Response:
         """What is served."""
         return reply({"object": "list", "data": [_model(host) for host in hosts]})
 
-    @reads.get("/v1/models/{name:path}", response_model=OpenAiModel)
+    @get("/v1/models/{name:path}", response_model=OpenAiModel)
     async def model(name: str) -> Response:
         """One of the models."""
-        return reply(_model(hosts.find(name)))
-
-    routes.include_router(writes)
-    routes.include_router(reads)
-    return routes
+        return reply(_model(hosts.named(name)))
 
 
 def _base64(vector: np.ndarray) -> str:

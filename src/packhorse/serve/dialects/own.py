@@ -6,9 +6,10 @@ Offsets are code points of the text that was sent. An option that is not known i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import FastAPI
 from pydantic import BaseModel, Field, RootModel, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
@@ -136,11 +137,11 @@ class Names(RootModel[list[list[FoundName]]]):
     """The names in each text."""
 
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["Packhorse"], responses=refusals(TeiError))
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes."""
+    post = partial(app.post, tags=["Packhorse"], responses=refusals(TeiError))
 
-    @routes.post("/answer", response_model=Answers)
+    @post("/answer", response_model=Answers)
     async def answer(request: Request, body: AnswerRequest) -> Response:
         """The spans of each context that answer the question best."""
         host = hosts.find(body.model, "answer")
@@ -150,7 +151,7 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         how |= {"max_answer_tokens": body.max_answer_tokens}
         return reply((await answers(request, host, pairs, stride=body.stride, **how)).values)
 
-    @routes.post("/fill", response_model=Words)
+    @post("/fill", response_model=Words)
     async def fill(request: Request, body: FillRequest) -> Response:
         """The likeliest words for each mask."""
         host, texts = hosts.find(body.model, "fill"), _listed(body.inputs)
@@ -158,7 +159,7 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         cut = Cut.read(long=body.long)
         return reply((await ask(request, host, "fill", texts, cut, **how)).values)
 
-    @routes.post("/classify", response_model=Labels)
+    @post("/classify", response_model=Labels)
     async def classify(request: Request, body: ClassifyRequest) -> Response:
         """The label of each text or pair."""
         host, cut = hosts.find(body.model, "classify"), Cut.read(long=body.long)
@@ -166,13 +167,11 @@ def router(hosts: Hosts, settings: Settings) -> APIRouter:
         texts = [each if isinstance(each, str) else (each[0], each[1]) for each in given]
         return reply((await ask(request, host, "classify", texts, cut)).values)
 
-    @routes.post("/ner", response_model=Names)
+    @post("/ner", response_model=Names)
     async def ner(request: Request, body: NerRequest) -> Response:
         """The names in each text."""
         host, cut = hosts.find(body.model, "label"), Cut.read(long=body.long)
         return reply((await ask(request, host, "label", _listed(body.inputs), cut)).values)
-
-    return routes
 
 
 def _listed(inputs: str | list[str]) -> list[str]:

@@ -41,7 +41,10 @@ Long = Annotated[
 ]
 Named = Annotated[
     str | None,
-    Field(description="Which of the served models; by default the first that can do this."),
+    Field(
+        description="Which of the served models; by default the first that can do this. Where one "
+        "is served, any name means it."
+    ),
 ]
 Top = Annotated[int, Field(ge=1, le=1000)]
 

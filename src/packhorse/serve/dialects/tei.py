@@ -9,12 +9,13 @@ chooses among several, `long: "chunk"` reads a long text in parts, pairs may be 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
-from fastapi import APIRouter
+from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,28 +32,25 @@ from packhorse.serve.hosting import Hosted, Hosts
 from packhorse.serve.settings import Settings
 from packhorse.tokens import NO_LIMIT, Tokenizer
 
+Post = Callable[..., Callable[..., Any]]  # FastAPI's decorator, with what all of these routes share
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["Text Embeddings Inference"])
-    writes = APIRouter(responses=refusals(TeiError))
-    _add_vectors(writes, hosts)
-    _add_scores(writes, hosts)
-    _add_tokens(writes, hosts, settings)
-    reads = APIRouter(responses=refusals(TeiError, READING))
 
-    @reads.get("/info", response_model=shapes.Info)
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes."""
+    tags: Any = ["Text Embeddings Inference"]
+    post = partial(app.post, tags=tags, responses=refusals(TeiError))
+    _add_vectors(post, hosts)
+    _add_scores(post, hosts)
+    _add_tokens(post, hosts, settings)
+
+    @app.get("/info", response_model=shapes.Info, tags=tags, responses=refusals(TeiError, READING))
     async def info() -> Response:
         """What is served, and within which limits."""
         return reply(about(hosts, settings))
 
-    routes.include_router(writes)
-    routes.include_router(reads)
-    return routes
 
-
-def _add_vectors(writes: APIRouter, hosts: Hosts) -> None:
-    @writes.post("/embed", response_model=shapes.Vectors)
+def _add_vectors(post: Post, hosts: Hosts) -> None:
+    @post("/embed", response_model=shapes.Vectors)
     async def embed(request: Request, body: shapes.EmbedRequest) -> Response:
         """A vector an input; 424 where no model makes vectors."""
         start, host, texts = perf_counter(), hosts.find(body.model, "embed"), batch(body.inputs)
@@ -61,7 +59,7 @@ def _add_vectors(writes: APIRouter, hosts: Hosts) -> None:
         found = await vectors(request, host, texts, cut, prompt=body.prompt_name, **how)
         return timed(found.values, found, host, texts, start)
 
-    @writes.post("/embed_all", response_model=shapes.TokenVectors)
+    @post("/embed_all", response_model=shapes.TokenVectors)
     async def embed_all(request: Request, body: shapes.EmbedAllRequest) -> Response:
         """A vector for each token of each input, before pooling."""
         start, host, texts = perf_counter(), hosts.find(body.model, "hidden"), batch(body.inputs)
@@ -69,7 +67,7 @@ def _add_vectors(writes: APIRouter, hosts: Hosts) -> None:
         found = await ask(request, host, "hidden", texts, cut, prompt=body.prompt_name)
         return timed([each.states for each in found.values], found, host, texts, start)
 
-    @writes.post("/similarity", response_model=shapes.Similarities)
+    @post("/similarity", response_model=shapes.Similarities)
     async def similarity(request: Request, body: shapes.SimilarityRequest) -> Response:
         """The cosine of each sentence with the source."""
         start, host = perf_counter(), hosts.find(body.model, "embed")
@@ -77,7 +75,7 @@ def _add_vectors(writes: APIRouter, hosts: Hosts) -> None:
         found = await similarities(request, host, texts, body.parameters)
         return timed(found.values, found, host, texts, start)
 
-    @writes.post("/embed_sparse", response_model=shapes.Vectors)
+    @post("/embed_sparse", response_model=shapes.Vectors)
     async def embed_sparse(body: shapes.EmbedAllRequest) -> Response:
         """Always 424: no model here has a SPLADE head."""
         host = hosts.find(body.model)
@@ -86,8 +84,8 @@ def _add_vectors(writes: APIRouter, hosts: Hosts) -> None:
         )
 
 
-def _add_scores(writes: APIRouter, hosts: Hosts) -> None:
-    @writes.post("/predict", response_model=shapes.Predictions)
+def _add_scores(post: Post, hosts: Hosts) -> None:
+    @post("/predict", response_model=shapes.Predictions)
     async def predict(request: Request, body: shapes.PredictRequest) -> Response:
         """The labels of each text or pair; 424 where no model classifies."""
         start, host = perf_counter(), hosts.find(body.model, "classify")
@@ -101,7 +99,7 @@ def _add_scores(writes: APIRouter, hosts: Hosts) -> None:
         ]
         return timed(rows[0] if single else rows, found, host, texts, start)
 
-    @writes.post("/rerank", response_model=shapes.Ranks, response_model_exclude_none=True)
+    @post("/rerank", response_model=shapes.Ranks, response_model_exclude_none=True)
     async def rerank(request: Request, body: shapes.RerankRequest) -> Response:
         """The texts, best first; 424 where no model is a cross-encoder of one score."""
         start, host = perf_counter(), hosts.find(body.model, "rerank")
@@ -116,8 +114,8 @@ def _add_scores(writes: APIRouter, hosts: Hosts) -> None:
         return timed(rows, found, host, [body.query, *body.texts], start)
 
 
-def _add_tokens(writes: APIRouter, hosts: Hosts, settings: Settings) -> None:
-    @writes.post("/tokenize", response_model=shapes.Tokens)
+def _add_tokens(post: Post, hosts: Hosts, settings: Settings) -> None:
+    @post("/tokenize", response_model=shapes.Tokens)
     async def tokenize(request: Request, body: shapes.TokenizeRequest) -> Response:
         """The tokens of each text; none is cut."""
         host = hosts.find(body.model)
@@ -129,7 +127,7 @@ def _add_tokens(writes: APIRouter, hosts: Hosts, settings: Settings) -> None:
         texts = cast("list[str]", prompted(host.encoder, texts, body.prompt_name))
         return await asyncio.to_thread(_tokens, host.encoder.tokenizer, texts, body)
 
-    @writes.post("/decode", response_model=shapes.Decoded)
+    @post("/decode", response_model=shapes.Decoded)
     async def decode(body: shapes.DecodeRequest) -> Response:
         """The text of each list of ids."""
         tokenizer = hosts.find(body.model).encoder.tokenizer
@@ -183,24 +181,21 @@ def timed(
     document: Any, found: Outcome, host: Hosted, texts: Sequence[Given], start: float
 ) -> Response:
     """The answer, with the times and counts that text-embeddings-inference tells in headers."""
-    response = reply(document)
     total = (perf_counter() - start) * 1e3
     spent = found.pack.queue_ms + found.pack.compute_ms
     where = "cpu" if host.encoder.device.type == "cpu" else "gpu"
-    response.headers.update(
-        {
-            "x-compute-type": f"{where}+optimized",
-            "x-compute-time": f"{total:.0f}",
-            "x-compute-characters": str(sum(map(_characters, texts))),
-            "x-compute-tokens": str(sum(found.tokens)),
-            "x-total-time": f"{total:.0f}",
-            # What is neither waiting nor computing is nearly all tokenization.
-            "x-tokenization-time": f"{max(0.0, total - spent):.0f}",
-            "x-queue-time": f"{found.pack.queue_ms:.0f}",
-            "x-inference-time": f"{found.pack.compute_ms:.0f}",
-        }
-    )
-    return response
+    headers = {
+        "x-compute-type": f"{where}+optimized",
+        "x-compute-time": f"{total:.0f}",
+        "x-compute-characters": str(sum(map(_characters, texts))),
+        "x-compute-tokens": str(sum(found.tokens)),
+        "x-total-time": f"{total:.0f}",
+        # What is neither waiting nor computing is nearly all tokenization.
+        "x-tokenization-time": f"{max(0.0, total - spent):.0f}",
+        "x-queue-time": f"{found.pack.queue_ms:.0f}",
+        "x-inference-time": f"{found.pack.compute_ms:.0f}",
+    }
+    return reply(document, headers)
 
 
 def _characters(text: Any) -> int:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import re
 import time
 from base64 import b64encode
+from functools import partial
 from hashlib import sha256
 from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import FastAPI, Query
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, Response
 
@@ -72,26 +73,22 @@ class Engines(BaseModel):
     models: list[ModelEngine]
 
 
-def router(hosts: Hosts, settings: Settings) -> APIRouter:
-    """The routes."""
-    routes = APIRouter(tags=["Server"])
+def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+    """Add the routes."""
+    get = partial(app.get, tags=["Server"])
     html = files(__name__).joinpath("index.html").read_text("utf-8")
     headers = {"content-security-policy": policy(html), "referrer-policy": "no-referrer"}
     headers |= {"cache-control": "no-cache"}
 
-    @routes.get(
-        "/", response_class=HTMLResponse, responses=refusals(HuggingFaceError, (401, 429, 503))
-    )
+    @get("/", response_class=HTMLResponse, responses=refusals(HuggingFaceError, (401, 429, 503)))
     async def page() -> Response:
         """The page, for a browser."""
         return HTMLResponse(html, headers=headers)
 
-    @routes.get("/engine", response_model=Engines, responses=refusals(TeiError, READING))
+    @get("/engine", response_model=Engines, responses=refusals(TeiError, READING))
     def engine(batches: Count = RECENT) -> Response:  # in a thread: it sorts the last latencies
         """The last batches of each model as they were laid, what waits, and how fast it goes."""
         return reply({"models": [_engine(host, batches) for host in hosts]})
-
-    return routes
 
 
 def policy(html: str) -> str:

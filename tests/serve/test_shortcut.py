@@ -1,0 +1,119 @@
+"""The short way to a route: it is taken where there is one, and nobody can tell by the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from packhorse.serve.shortcut import Shortcut
+
+TIMES = re.compile("x-.*-time|x-packhorse-pack|content-length")
+GOOD: dict[str, dict[str, Any]] = {
+    "/embed": {"inputs": ["the cat", "a mat"], "normalize": False},
+    "/embed_all": {"inputs": "the cat"},
+    "/embed_sparse": {"inputs": "the cat"},
+    "/predict": {"inputs": [["the cat", "a mat"]]},
+    "/rerank": {"query": "who sat", "texts": ["the cat", "a mat"]},
+    "/similarity": {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}},
+    "/tokenize": {"inputs": "the cat"},
+    "/decode": {"ids": [5, 6]},
+    "/v1/embeddings": {"input": [[5, 6]], "dimensions": 5},
+    "/v1/rerank": {"query": "who sat", "documents": ["the cat", {"text": "a mat"}]},
+    "/v2/rerank": {"query": "who sat", "documents": ["the cat", "a mat"], "top_n": 1},
+    "/": {"inputs": {"question": "who sat", "context": "the cat sat"}},
+    "/answer": {"question": "who sat", "context": "the cat sat on a mat"},
+    "/fill": {"inputs": "the [MASK] sat"},
+    "/classify": {"inputs": ["the cat", ["a", "mat"]]},
+    "/ner": {"inputs": "the cat sat"},
+}
+# What one of two readers of JSON could take for something else.
+ODD = {
+    "nothing": b"",
+    "blank": b" ",
+    "cut": b'{"inputs": "the cat"',
+    "list": b"[]",
+    "null": b"null",
+    "no inputs": b"{}",
+    "misspelt": b'{"input": "cat"}',
+    "text for a number": b'{"inputs": "cat", "dimensions": "5"}',
+    "fraction for a number": b'{"inputs": "cat", "dimensions": 5.0}',
+    "number for a truth": b'{"inputs": "cat", "normalize": 1}',
+    "number too large": b'{"inputs": "cat", "dimensions": 99999999999999999999999}',
+    "truth for an id": b'{"inputs": [true]}',
+    "mixed": b'{"inputs": ["cat", 5]}',
+    "twice": b'{"inputs": "cat", "inputs": "mat"}',
+    "no number": b'{"inputs": "cat", "other": [NaN, -Infinity, 1e999]}',
+    "half a pair": rb'{"inputs": "\ud800"}',
+    "half a pair elsewhere": rb'{"inputs": "cat", "other": "\ud800"}',
+    "whole pair": rb'{"inputs": "\ud83d\udc0e cat"}',
+    "nul": rb'{"inputs": "the\u0000cat"}',
+    "raw nul": b'{"inputs": "the\0cat"}',
+    "byte order mark": b'\xef\xbb\xbf{"inputs": "cat"}',
+    "wide": '{"inputs": "cat"}'.encode("utf-16"),
+    "not UTF-8": b'{"inputs": "\xff"}',
+    "deep": b'{"inputs": "cat", "other": ' + b"[" * 500 + b"]" * 500 + b"}",
+    "too deep": b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "after the end": b'{"inputs": "cat"} x',
+}
+
+
+@pytest.fixture(scope="module")
+def long(serving) -> Any:
+    """A server without the short way."""
+    made = serving(names=("tiny", "ranker", "tagger"))
+    made.guard.app.user_middleware.clear()
+    return made
+
+
+def seen(answer: Any) -> tuple[Any, list[float]]:
+    """What a client sees, but for times and a number that is drawn; and the fractions in it.
+
+    Those depend on the batch, in their last digit, and so does the length of what is written.
+    """
+    headers = {name: value for name, value in answer.headers.items() if not TIMES.fullmatch(name)}
+    fractions: list[float] = []
+    document = json.loads(answer.content, parse_float=lambda each: fractions.append(float(each)))
+    if isinstance(document, dict):
+        document.pop("id", None)
+    return (answer.status_code, headers, document), fractions
+
+
+def status(served: Any, long: Any, path: str, content: bytes) -> int:
+    """The one that both ways lead to."""
+    headers = {"content-type": "application/json"}
+    answers = [each.post(path, content=content, headers=headers) for each in (served, long)]
+    (short, numbers), (whole, expected) = map(seen, answers)
+    assert short == whole
+    assert numbers == pytest.approx(expected, abs=1e-5)
+    return answers[0].status_code
+
+
+@pytest.mark.parametrize("path", GOOD)
+def test_answers_are_those_of_the_long_way(served, long, path: str) -> None:
+    found = status(served, long, path, json.dumps(GOOD[path]).encode())
+    assert found == (424 if path == "/embed_sparse" else 200)
+
+
+@pytest.mark.parametrize("path", ["/embed", "/classify"])  # one ignores what it does not know
+@pytest.mark.parametrize("name", ODD)
+def test_odd_bodies_are_read_alike(served, long, name: str, path: str) -> None:
+    assert status(served, long, path, ODD[name]) in (200, 400, 422)
+
+
+def test_the_short_way_is_taken(served, long) -> None:
+    """By every route that has one; else the tests above compare nothing."""
+    app = served.guard.app
+    paths = app.openapi()["paths"]
+    short = {each for each in paths if "post" in paths[each] and "{" not in each}
+    assert set(Shortcut(app, app.routes, app.exception_handlers).table) == short == set(GOOD)
+    for each, expected in ((served, True), (long, False)):
+        assert each.get("/health").status_code == 200
+        assert (Shortcut in layers(each.guard.app.middleware_stack)) is expected
+
+
+def layers(app: Any) -> list[type]:
+    """The kinds of an application and of what it is wrapped around."""
+    return [] if app is None else [type(app), *layers(getattr(app, "app", None))]
