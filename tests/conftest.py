@@ -7,18 +7,25 @@ single light test starts at once.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
+import signal
 import sys
+import threading
+import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Threads that tqdm, schemathesis and torch's compiler keep as long as the process lives.
+KEPT = ("tqdm_monitor", "asyncio-portal-", "ThreadPoolExecutor-")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -29,9 +36,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else it seeks an outer address
 
-# No deadline: on two busy cores a slow example says nothing about the code. In CI the examples are
-# the same at every run, so that a red build is about the change.
-settings.register_profile("house", deadline=None, derandomize="CI" in os.environ)
+# Begun with `&` in a script, a process is deaf to Ctrl-C, and so are those it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No deadline and no check of speed: on two busy cores a slow example says nothing about the code.
+# In CI the examples are the same at every run, so that a red build is about the change.
+settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("house")
 
 
@@ -53,6 +69,21 @@ def _seeded() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """A file of tests ends the threads it began: engines, servers, pools; the next one is alone."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()  # a runner that was let go ends then
+    begun = [each for each in threading.enumerate() if each not in before]
+    left = [each for each in begun if not each.name.startswith(KEPT)]
+    ends = time.monotonic() + 10
+    for thread in left:
+        thread.join(max(0.0, ends - time.monotonic()))
+    names = sorted(thread.name for thread in left if thread.is_alive())
+    assert not names, f"threads that this file began and did not end: {', '.join(names)}"
 
 
 @pytest.fixture

@@ -305,14 +305,16 @@ def test_wrong_paths_are_told_at_once(case: str, files_of_a_user: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*RUN[:2], *(pytest.param(case, marks=pytest.mark.slow) for case in RUN[2:])]
+    "case",
+    # One is enough for every day: each starts pytest and TensorFlow.
+    [case if case == RUN[1] else pytest.param(case, marks=pytest.mark.slow) for case in RUN],
 )
 def test_wrong_paths_are_one_line(case: str, files_of_a_user: None) -> None:
     given, expected = WRONG[case]
     flags = [word for name, path in given.items() for word in (f"--{name}-path", path)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [f"{__file__}::test_load", f"--rootdir={Path(__file__).parents[2]}"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
     assert expected in done.stdout.splitlines()[-1] and "Traceback" not in done.stdout
 

@@ -215,7 +215,7 @@ def test_progress_off_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     with console.progress("packing") as advance:
         for second in range(101):
             now[0] = float(second)

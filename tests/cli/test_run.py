@@ -173,7 +173,7 @@ def test_the_clock_stops_after_the_device(tiny: Tiny, monkeypatch: pytest.Monkey
     from packhorse import device
 
     encoder, now = packhorse.load(tiny("embed")), [0.0]
-    monkeypatch.setattr(perf.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(device, "synchronize", lambda where: now.append(now.pop() + 0.5))
     found = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=4, max_length=0)
     assert now[0] == 0.5 * len(TEXTS) * (perf.WARM_UP + 4)

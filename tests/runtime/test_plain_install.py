@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -16,7 +17,7 @@ EXTRAS = (
     *("openvino", "ctranslate2", "sentence_transformers", "datasets", "ray", "fastapi", "psutil"),
 )
 WITHOUT = """
-import sys
+import json, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -25,14 +26,19 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from packhorse.cli import main
-sys.exit(main(sys.argv[1:]))
+codes = [main(words) for words in json.loads(sys.argv[1])]
+print()
+print(json.dumps(codes))
 """
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    code = WITHOUT.format(extras=set(EXTRAS))
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+def run(*commands: tuple[object, ...]) -> tuple[list[int], str]:
+    """The exit codes of the commands, one after the other in one process, and its errors."""
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    command = [sys.executable, "-c", WITHOUT.format(extras=set(EXTRAS)), words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_core_does_without_any_extra(model: Path, tmp_path: Path) -> None:
-    for arguments in (
+    codes, errors = run(
         ("run", "w1 w2", "--task", "embed", "--model", model),
         ("inspect", model),
         ("convert", model, tmp_path / "tf1", "--to", "tf1"),
@@ -51,19 +57,18 @@ def test_the_core_does_without_any_extra(model: Path, tmp_path: Path) -> None:
         ("verify", model, tmp_path / "tf1"),
         ("bench", "packing", "--count", "1000", "--depths", "2", "--algorithms", "spfhp"),
         ("doctor",),
-    ):
-        found = run(*arguments)
-        assert found.returncode == 0, (arguments, found.stderr)
+    )
+    assert codes == [0] * 7, errors
 
 
 def test_what_needs_an_extra_names_it(model: Path, tmp_path: Path) -> None:
     """The control too: the extras really are away."""
-    for arguments, extra in (
-        (("convert", model, tmp_path / "onnx", "--to", "onnx"), "packhorse[onnx]"),
-        (("onnx", "pack", "in.onnx", tmp_path / "out.onnx", "--mode", "mask"), "packhorse[onnx]"),
-    ):
-        found = run(*arguments)
-        assert found.returncode == 2 and extra in found.stderr, (arguments, found.stderr)
+    codes, errors = run(
+        ("convert", model, tmp_path / "onnx", "--to", "onnx"),
+        ("onnx", "pack", "in.onnx", tmp_path / "out.onnx", "--mode", "mask"),
+    )
+    assert codes == [2, 2], errors
+    assert all("packhorse[onnx]" in line for line in errors.splitlines()), errors
     assert list(tmp_path.iterdir()) == []
 
 

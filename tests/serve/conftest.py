@@ -124,11 +124,11 @@ class Served:
         return asyncio.run(go())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serving(tiny) -> Iterator[Callable[..., Served]]:
     """Makes servers: `serving(before=…, names=("tiny",), max_batch_inputs=2, keys=("k",))`.
 
-    Or of encoders of one's own: `serving(encoders=[…])`.
+    Or of encoders of one's own: `serving(encoders=[…])`. They end with the file that made them.
     """
     from packhorse.serve.app import create, guarded
     from packhorse.serve.hosting import Hosts, host
@@ -154,7 +154,7 @@ def serving(tiny) -> Iterator[Callable[..., Served]]:
         hosts.close(drain=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(serving) -> Served:
     """A server of all three tiny models, as the defaults have it; leave it as it is."""
     return serving(names=("tiny", "ranker", "tagger"))
@@ -195,9 +195,12 @@ def checkpoint_folder(tmp_path_factory) -> Path:
     return random_model.write("tiny", tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def start(checkpoint_folder, tmp_path_factory) -> Iterator[Callable[..., Process]]:
-    """Starts `packhorse serve` with these arguments; `before` is code that runs first."""
+    """Starts `packhorse serve` with these arguments; `before` is code that runs first.
+
+    A process that still runs is ended with the file that started it.
+    """
     started: list[Process] = []
 
     def begin(*arguments: str, before: str = "", **environment: str) -> Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_times() -> None:
 
 def test_elsewhere_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(display.time, "monotonic", iter(range(100)).__next__)
+    clock = SimpleNamespace(monotonic=iter(range(100)).__next__)  # threads need the real one
+    monkeypatch.setattr(display, "time", clock)
     with watching(said.append, live=False) as watch:
         for step in range(1, 9):
             watch(replace(SHOWN, step=step))

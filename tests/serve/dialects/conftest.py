@@ -88,9 +88,9 @@ def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
     return {"mini": packhorse.load(minilm, device="cpu"), **{name: tiny(name) for name in HEADS}}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(encoders) -> Iterator[Server]:
-    """All models behind one port, in a thread."""
+    """All models behind one port, in a thread. Their engines end with the file that used them."""
     import torch
     import uvicorn
 
@@ -119,7 +119,7 @@ def server(encoders) -> Iterator[Server]:
 
 
 def _hosted(name: str, encoder: Any) -> Any:
-    """Unseen by others: it lives as long as the session, and they count who publishes figures."""
+    """Unseen by others: they count who publishes figures."""
     from packhorse import PackRunner
     from packhorse.serve.hosting import Hosted
 
@@ -128,7 +128,7 @@ def _hosted(name: str, encoder: Any) -> Any:
     return Hosted(name, name, runner.encoder, runner)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def http(server: Server) -> Iterator[Any]:
     """A plain client of the server."""
     import httpx
