@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-Batch = Any  # of `data.targets`, on the device
+Batch = Any  # of `data.tasks.targets`, on the device
 Computed = tuple[tuple[str, ...], Tensor]  # names of the figures, and the row
 Compute = Callable[[list[Batch], Tensor], Computed]
 
