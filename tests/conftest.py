@@ -76,9 +76,14 @@ def _no_thread_left() -> Iterator[None]:
     """A file of tests ends the threads it began: engines, servers, pools; the next one is alone."""
     before = set(threading.enumerate())
     yield
-    gc.collect()  # a runner that was let go ends then
-    begun = [each for each in threading.enumerate() if each not in before]
-    left = [each for each in begun if not each.name.startswith(KEPT)]
+
+    def begun() -> list[threading.Thread]:
+        new = (each for each in threading.enumerate() if each not in before)
+        return [each for each in new if not each.name.startswith(KEPT)]
+
+    if left := begun():
+        gc.collect()  # a runner that was let go ends then; not after every file, it takes long
+        left = begun()
     ends = time.monotonic() + 10
     for thread in left:
         thread.join(max(0.0, ends - time.monotonic()))
