@@ -27,7 +27,7 @@ def test_a_broken_model_is_not(minilm, capsys, monkeypatch) -> None:
     from packhorse.attention.reference import Lengths, Reference
 
     def whole(self, packed, dropout=0.0):
-        return Lengths([len(packed.ids)], dropout)
+        return Lengths([len(packed.ids)], {len(packed.ids): None}, dropout)
 
     monkeypatch.setattr(Reference, "plan", whole)
     arguments = ["prove", str(minilm), "--packs", "1", "--dtype", "fp32", "--kernel", "reference"]

@@ -3,7 +3,6 @@
 What is asked is checked before the model is opened, because that is what takes time.
 """
 
-from packhorse.cli import evaluate_beside, evaluate_squad
 from packhorse.cli.evaluate_flags import Options, check
 
 
@@ -30,6 +29,8 @@ def evaluate(options: Options) -> None:
       packhorse evaluate --task squad --input dev-v1.1.json --model ./bert-squad
       packhorse evaluate --task squad --input dev-v2.0.json --predictions-in p.json
     """
+    from packhorse.cli import evaluate_beside, evaluate_squad  # which need numpy
+
     check(options)
     if options.task == "squad":
         evaluate_squad.answer(options)
