@@ -177,18 +177,13 @@ def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
     )
     if mode.layout == "padded":
         padding = replace(encoder, backend=OneARow(meter, shape))
-        one_by_one = partial(
-            open_runner, padding, stage, mode=None, lookahead=0, max_sequences=stage.rows
-        )
+        one_by_one = partial(open_runner, padding, stage, mode=None, max_sequences=stage.rows)
         run = partial(_offline, opened, partial(one_a_row, shape))
         return Lane(mode.name, kernel, run, one_by_one)
     if not mode.online:
         run = partial(_offline, opened, partial(packed_in_order, shape))
         return Lane(mode.name, kernel, run)
-    how: dict[str, Any] = {"mode": mode.layout, "policy": mode.policy}
-    if mode.layout != "ragged":
-        how["lookahead"] = 0  # PopRT's rule
-    runner = partial(open_runner, encoder, stage, **how)
+    runner = partial(open_runner, encoder, stage, mode=mode.layout, policy=mode.policy)
     return Lane(mode.name, kernel, partial(_online, runner, meter), runner)
 
 
@@ -265,7 +260,7 @@ def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:
     vectors = {"embed": Embed(("mean",), normalise=True)}
     backend = onnxpack.load(packed, device=stage.device, heads=vectors)
     meter = Meter(backend, lambda batch: len(batch.ids))
-    runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask", lookahead=0)
+    runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask")
     return Lane(PACKED_ONNX, "onnxruntime", partial(_online, runner, meter), runner)
 
 

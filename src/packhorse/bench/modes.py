@@ -68,7 +68,7 @@ class Setup:
     requests: int = 1600
     workload: str = "normal"
     seed: int = 2023
-    timeout: float = 0.0015
+    timeout: float = 0.015  # as in PopRT's own comparison
     graphs: bool = False
     repeats: int = 3
     load_repeats: int = 1  # rounds of both loops; 0: no latencies

@@ -266,7 +266,7 @@ class Online:
     seed: Annotated[int, flag("--seed", help="Of lengths, token ids and arrivals.")] = 2023
     timeout: Annotated[
         float, flag("--timeout", help="Seconds that a batch may wait to be full.")
-    ] = 0.0015
+    ] = 0.015
     graphs: Annotated[
         bool, flag("--graphs", help="What can be compiled is; on CUDA as graphs.")
     ] = False

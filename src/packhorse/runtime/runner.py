@@ -50,7 +50,8 @@ class PackRunner:
     waited `timeout` seconds. That is waited for even when the device is idle, because the next
     request may be about to share the batch; with 0, a batch is what waits when the device is free.
     `policy` is the row a sequence goes to in mode "mask"; `lookahead` how many sequences that do
-    not fit may be passed over for later ones that do.
+    not fit may be passed over for later ones that do: rows get fuller by it and long sequences wait
+    longer, so it is 0 unless you ask.
 
     At most `max_waiting_tokens` (by default 8 batches) and `max_waiting_requests` wait; beyond that
     `submit` raises `Overloaded`. With `publish` the figures of `stats()` can be seen by `packhorse
@@ -59,7 +60,7 @@ class PackRunner:
     For those who come from PopRT: `timeout_microseconds=15000` is `timeout=0.015`, `max_valid_num`
     is `max_sequences`, `segment_max_size` is `capacity`, the batch size is `rows`, the algorithm is
     `policy`, `enable_input_single_row_mode` is `mode="mask"` and its absence `mode="repack"`; a
-    batch closes at the first request that does not fit, which is `lookahead=0`.
+    batch closes at the first request that does not fit.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PackRunner:
         timeout: float = 0.005,
         policy: str = "first_fit",
         mode: str | None = None,
-        lookahead: int = 32,
+        lookahead: int = 0,
         max_waiting_tokens: int | None = None,
         max_waiting_requests: int = 1024,
         publish: bool = True,
