@@ -13,9 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from packhorse.attention import NO_DROPOUT, Support, refuse
+from packhorse.attention import Support, refuse
 from packhorse.attention.reach import FULL, Reach
-from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 
@@ -34,6 +33,7 @@ class FusedPlan:
     cu_seqlens: Tensor  # [S+1] int32
     order: Tensor  # [S] int64
     max_seqlen: int
+    dropout: float = 0.0
 
 
 class Fused:
@@ -46,20 +46,22 @@ class Fused:
         compiles=True,
         compiles_backward=True,
         records=True,
-        dropout=False,
         obstacle=_obstacle,
     )
 
     def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> FusedPlan:
         """The batch's own boundaries, the longest sequences first."""
         refuse("fused", reach, self.serves)
-        if dropout:
-            raise KernelError(f"kernel 'fused': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
         order = packed.lengths.argsort(descending=True)
-        return FusedPlan(packed.cu_seqlens, order, packed.max_seqlen)
+        return FusedPlan(packed.cu_seqlens, order, packed.max_seqlen, dropout)
 
     def __call__(self, qkv: Tensor, plan: FusedPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
         from packhorse.attention.triton_kernels import attend
 
-        return attend(qkv, plan.cu_seqlens, plan.order, plan.max_seqlen)[0]
+        given = qkv, plan.cu_seqlens, plan.order, plan.max_seqlen
+        if not plan.dropout:
+            return attend(*given)[0]
+        # Drawn on the device: a CUDA graph draws anew whenever it is replayed.
+        seed = torch.randint(1 << 62, (1,), device=qkv.device)
+        return attend(*given, seed, plan.dropout)[0]
