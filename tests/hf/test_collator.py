@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -245,6 +246,48 @@ def test_what_a_batch_holds(make, tokenizer, sequences: Features) -> None:
     assert all(torch.equal(torch.as_tensor(left[k]), torch.as_tensor(batch[k])) for k in batch)
 
 
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "lists": lambda values: values,
+    "arrays": np.asarray,
+    "tensors": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "words"])
+def test_laid_end_to_end_it_is_what_padding_and_taking_it_out_gives(
+    make, tokenizer, sequences: Features, task: str, family: str, form: str
+) -> None:
+    model, data = make_task(make, family, task), TASKS[task][1](sequences)
+    wanted = hf.PackedCollator(inner_collator(tokenizer, task), model)(data)
+    collator = hf.PackedCollator(tokenizer, model)
+    shaped = [{name: FORMS[form](values) for name, values in each.items()} for each in data]
+    padded = [filled(each, task, 40, tokenizer.pad_token_id) for each in data]
+    for given in (shaped, padded):
+        found = collator(given)
+        assert found.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(values)), name
+    other = collator([padded[1], padded[0], *padded[2:]])  # control: another order
+    assert not torch.equal(other["input_ids"], wanted["input_ids"])
+
+
+def filled(features: dict[str, Any], task: str, width: int, padding: int) -> dict[str, Any]:
+    """As a tokenizer with padding="max_length" makes it."""
+    real = len(features["input_ids"])
+    fill = {"input_ids": padding, "labels": IGNORED}
+
+    features = {"attention_mask": [1] * real, **features}
+    per_token = {name for name in features if name.endswith(("_ids", "_mask"))}
+    if task == "tokens":
+        per_token.add("labels")
+    return {
+        name: values + [fill.get(name, 0)] * (width - real) if name in per_token else values
+        for name, values in features.items()
+    }
+
+
 def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
     model = make_task(make, "bert", "classify")
     empty = {
@@ -253,10 +296,17 @@ def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
     }
     for inner, said in [
         (lambda features: {"input_ids": empty["input_ids"]}, "no attention_mask"),
-        (lambda features: dict(empty), "a row a sequence, with tokens"),
+        (lambda features: dict(empty), "sequence 1 has no tokens"),
+        (lambda features: {**empty, "attention_mask": torch.ones(2)}, "a row a sequence"),
     ]:
         with pytest.raises(InputError, match=said):
             hf.PackedCollator(inner, model)(sequences)
+    with pytest.raises(InputError, match="sequence 0 has no tokens"):
+        hf.PackedCollator(tokenizer, model)([{"input_ids": [], "labels": 0}])
+    for column in (["a", "b"], [[1], [2, 3]], [None, 1]):
+        data = [{"input_ids": [5], "note": value} for value in column]
+        with pytest.raises(InputError, match="'note' is no column of numbers"):
+            hf.PackedCollator(tokenizer, model)(data)
     with pytest.raises(InputError, match="BertForMultipleChoice has a head that Packhorse"):
         hf.PackedCollator(tokenizer, make("bert", "AutoModelForMultipleChoice"))
     pooled = {"classifier_pooling": "mean"}

@@ -57,11 +57,11 @@ class Fused:
 
     def __call__(self, qkv: Tensor, plan: FusedPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
-        from packhorse.attention.triton_kernels import attend
+        from packhorse.attention.triton_kernels import Attend, attend
 
-        given = qkv, plan.cu_seqlens, plan.order, plan.max_seqlen
-        if not plan.dropout:
-            return attend(*given)[0]
-        # Drawn on the device: a CUDA graph draws anew whenever it is replayed.
-        seed = torch.randint(1 << 62, (1,), device=qkv.device)
-        return attend(*given, seed, plan.dropout)[0]
+        seed = None
+        if plan.dropout:
+            # Drawn on the device: a CUDA graph draws anew whenever it is replayed.
+            seed = torch.randint(1 << 62, (1,), device=qkv.device)
+        run = attend if torch.compiler.is_compiling() else Attend.apply
+        return run(qkv, plan.cu_seqlens, plan.order, plan.max_seqlen, seed, plan.dropout)[0]

@@ -313,6 +313,31 @@ def _key_gradients(
     tl.store(made_at + across + there, (dv / kept).to(made_at.dtype.element_ty), mask=inside)
 
 
+class Attend(torch.autograd.Function):
+    """The two where nothing is compiled: an operator of torch costs the host more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv: Tensor,
+        bounds: Tensor,
+        order: Tensor,
+        longest: int,
+        seed: Tensor | None = None,
+        rate: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        found = forward(qkv, bounds, order, longest, seed, rate)
+        ctx.mark_non_differentiable(found[1])
+        _keep(ctx, (qkv, bounds, order, longest, seed, rate), found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        qkv, out, lse, bounds, order, seed = ctx.saved_tensors
+        made = backward(grads[0], qkv, out, lse, bounds, order, ctx.longest, seed, ctx.rate)
+        return made, *[None] * 5
+
+
 @torch.library.custom_op(
     "packhorse::attend",
     mutates_args=(),

@@ -67,7 +67,7 @@ def _labelled(settings: Settings, found: Checkpoint, tokenizer: Tokenizer) -> Da
     return Data(
         train,
         task(held_out, max_length=most) if held_out else None,
-        OBJECTIVES[train.problem](),
+        OBJECTIVES[train.problem](**({} if apart else {"agreement": settings.agreement})),
         Labels() if apart else Labels(table.labels, table.problem),
         _cut(train),
     )

@@ -282,7 +282,8 @@ def _fine_tuning(settings: Settings, place: Place) -> Ground:
     begun = _begun(settings)
     found = begun.checkpoint
     data = finetune.read(settings, found)
-    micro = settings.micro_tokens or cost.micro_tokens(found.config, place.device, place.half)
+    most = cost.micro_tokens(found.config, place.device, place.half) // settings.passes
+    micro = settings.micro_tokens or most
     shared = (settings, micro, place.rank, place.world)
     fed = feed.examples(data.train, data.eval, *shared)
     pace = Pace(settings, fed.batch, fed.epoch)

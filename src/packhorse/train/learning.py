@@ -45,7 +45,7 @@ def learn(job: Job, step: Step, ranks: Ranks) -> Learned:
         names, row = job.recorder(compute, job.optimizer, parts, totals)
     else:
         names, row = compute(parts, totals)
-    done = cost.work(step.batches, shape.tokens if shape else 0)
+    done = cost.work(step.batches * job.settings.passes, shape.tokens if shape else 0)
     return Learned(names, row, sequences, tokens, done)
 
 

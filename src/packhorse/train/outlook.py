@@ -66,7 +66,8 @@ def _rate(ground: Ground, out: Path) -> tuple[float, str]:
         return said["sequences_per_second"], f"as an earlier run in {out}"
     fed, place = ground.feed, ground.place
     guessed = MASKED * fed.tokens if ground.problem == "pretrain" else 0.0
-    each = cost.operations(ground.config, cost.Work(fed.tokens, fed.squares, guessed))
+    once = cost.operations(ground.config, cost.Work(fed.tokens, fed.squares, guessed))
+    each = once * ground.settings.passes
     peak = cost.peak(place.device)
     if peak is not None:
         usual = f"{cost.USUAL:.0%} of the device's peak, as is usual"

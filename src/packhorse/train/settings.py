@@ -81,6 +81,9 @@ class Settings:
     max_predictions: int = _key(0, TASK, "Masks a sequence at most; default the data's.")
     whole_words: bool | None = _key(None, TASK, "Mask whole words; default as the data says.")
     temperature: float = _key(0.05, TASK, "Of contrastive learning.")
+    agreement: float = _key(
+        0.0, TASK, "R-Drop, of classify: two passes a step, and what their difference weighs."
+    )
 
     batch: int = _key(32, STEPS, "Sequences a step, on all devices; of pairs, pairs.")
     packing_keeps: Literal["betas", "batch"] = _key(
@@ -138,6 +141,11 @@ class Settings:
             value = getattr(self, name)
             raise InputError(f"{name} is {value!r}: {problem}")
 
+    @property
+    def passes(self) -> int:
+        """How often a step runs each sequence."""
+        return 2 if self.agreement else 1
+
     def toml(self) -> str:
         """All of it, in the form of a file; comments say what a key is for."""
         lines, group = [], None
@@ -174,6 +182,10 @@ def _problems(settings: Settings) -> Iterator[tuple[str, str]]:
         pair = getattr(settings, name)
         if pair and not (len(pair) == 2 and pair[0] < pair[1]):
             yield name, "give the least and the most, two numbers that rise"
+    if settings.agreement and settings.task != "classify":
+        yield "agreement", f"it is for the task classify, not {settings.task}"
+    if settings.agreement and not (settings.dropout or settings.attention_dropout):
+        yield "agreement", "two passes without dropout are the same; set dropout"
     if len(settings.text) > 2:
         yield "text", "a text is one column, or two for a pair"
 

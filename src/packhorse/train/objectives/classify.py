@@ -3,6 +3,11 @@
 Follows transformers' sequence classifiers: cross entropy, a binary one for every label, or the
 squared error, each averaged over the sequences of the step (of several labels, over all of them).
 
+With `agreement` each sequence is answered twice, dropout drawn anew, and the two answers are to
+agree as well as to be right (R-Drop, Liang et al. 2021): half of both Kullback-Leibler divergences
+between them. For all three kinds that is the difference of what they expect times the difference of
+logits, halved, for what they are normalised by cancels out.
+
 Shapes: N sequences, C labels.
 """
 
@@ -32,6 +37,7 @@ class Classify:
     """The targets are those of `data.tasks.targets` for the problem."""
 
     problem: Problem = "single_label"
+    agreement: float = 0.0  # the weight of how far two answers are apart; 0: there is one
 
     def __post_init__(self) -> None:
         if self.problem not in get_args(Problem):
@@ -54,6 +60,8 @@ class Classify:
         """The batch's share of the step's loss, and its figures."""
         logits, weights = self._logits(model, batch), self.weigh(batch)
         total = ERRORS[self.problem](logits, batch.targets)
+        if self.agreement:
+            total = self._with_another(model, batch, logits, total)
         figures: dict[str, tuple[Tensor, Tensor | float]] = {"loss": (total, weights[0])}
         if self.problem != "regression":
             right = self._predicted(logits.detach()) == batch.targets
@@ -88,6 +96,13 @@ class Classify:
             raise InputError(f"there are {labels} labels; the model's head has {outputs}")
         return mine
 
+    def _with_another(self, model: nn.Module, batch: Batch, first: Tensor, error: Tensor) -> Tensor:
+        """The mean of two answers' errors, and how far they are apart."""
+        second, expected = self._logits(model, batch), EXPECTED[self.problem]
+        errors = (error + ERRORS[self.problem](second, batch.targets)) / 2
+        apart = ((expected(first) - expected(second)) * (first - second)).sum() / 2
+        return errors + self.agreement * apart
+
     def _predicted(self, logits: Tensor) -> Tensor:
         if self.problem == "single_label":
             return logits.argmax(-1)
@@ -121,4 +136,11 @@ ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "single_label": _one,
     "multi_label": _several,
     "regression": _squared,
+}
+
+# What logits stand for.
+EXPECTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "single_label": lambda logits: logits.softmax(-1),
+    "multi_label": torch.sigmoid,
+    "regression": lambda scores: scores,
 }
