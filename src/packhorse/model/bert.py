@@ -5,8 +5,8 @@ axes of `BertConfig` choose when a model is built, so that what runs has nothing
 There is no padded twin of this model. Attention is the one place where sequences could meet; it is
 a kernel handed in from outside, which plans once for each batch (once more for layers that see a
 window) and is shared by every layer. In training hidden states are dropped out; attention
-probabilities only where a rate is asked for (`attention_dropout`), because the fastest kernel
-cannot, and MLPerf's packed BERT reached its target without.
+probabilities only where a rate is asked for (`attention_dropout`), because not every kernel can,
+and MLPerf's packed BERT reached its target without.
 
 Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 """
