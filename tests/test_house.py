@@ -41,7 +41,7 @@ LAYERS = (
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ONLY = {
-    "port": {"executable", "dist", "optim", "status", "device", "atomic", "errors"},
+    "port": {"native", "executable", "dist", "optim", "status", "device", "atomic", "errors"},
     "monitor": {"status", "device", "errors"},
 }
 DRAWERS = {"base", "common", "core", "helper", "helpers", "misc", "util", "utils"}

@@ -5,8 +5,9 @@
 The folder is the one of `enableExecutableCaching` or `POPTORCH_CACHE_DIR`, else that of
 `packhorse.executable`; compiled code is loaded from nowhere else, and from there only if nobody but
 the user can write to it. Random numbers are left to torch's own kernels, so that dropout draws what
-it would have drawn. Sums are taken in another order than modules take them: the numbers are those
-of the plain loop within rounding, no longer to the bit.
+it would have drawn, and small convolutions are done by `convolve`. Sums are taken in another order
+than modules take them: the numbers are those of the plain loop within rounding, no longer to the
+bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from packhorse import executable
+from packhorse.port import convolve
 from packhorse.port.losses import Untraceable
 from packhorse.port.trace import Graph
 
@@ -34,6 +36,7 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], folder: str | None) ->
         raise Untraceable("no C++ compiler is installed (g++ or clang++)")
     from torch._inductor import config
 
+    convolve.use(graph.module)
     run = torch.compile(graph.module, dynamic=False, fullgraph=True)
     copies, state = [each.clone() for each in inputs], torch.get_rng_state()
     with _cached(folder), warnings.catch_warnings(), config.patch(SETTINGS), torch.no_grad():
