@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packhorse.data.tasks.glue_score import f1_macro
 from packhorse.data.tasks.labelled import Labelled
 from packhorse.errors import InputError, MissingExtra
-from packhorse.runtime.evaluation.classification import draws, f1_macro, judge, probe
+from packhorse.runtime.evaluation.classification import draws, judge, probe
 
 Read = Callable[..., np.ndarray]
 

@@ -12,6 +12,20 @@ from __future__ import annotations
 import numpy as np
 
 
+def measured(
+    problem: str, predicted: np.ndarray, truth: np.ndarray, labels: int
+) -> dict[str, float]:
+    """What GLUE reports of such a problem: single_label, multi_label or regression."""
+    if problem == "regression":
+        measures = (pearson, spearman)
+    elif problem == "multi_label":
+        measures = (accuracy, f1)
+    else:
+        # GLUE's F1 is that of label 1 of two.
+        measures = (accuracy, f1 if labels == 2 else f1_macro, matthews)
+    return {measure.__name__: measure(predicted, truth) for measure in measures}
+
+
 def accuracy(predicted: np.ndarray, truth: np.ndarray) -> float:
     """The share of rows in which all is right."""
     right = predicted == truth
@@ -23,6 +37,12 @@ def f1(predicted: np.ndarray, truth: np.ndarray) -> float:
     hits = np.count_nonzero((predicted == 1) & (truth == 1))
     claims, facts = np.count_nonzero(predicted == 1), np.count_nonzero(truth == 1)
     return 2 * hits / (claims + facts) if claims + facts else 0.0
+
+
+def f1_macro(predicted: np.ndarray, truth: np.ndarray) -> float:
+    """The average of each label's F1, over labels that are claimed or true somewhere."""
+    labels = np.union1d(predicted, truth)
+    return float(np.mean([f1(predicted == each, truth == each) for each in labels]))
 
 
 def matthews(predicted: np.ndarray, truth: np.ndarray) -> float:

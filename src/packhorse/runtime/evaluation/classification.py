@@ -30,15 +30,11 @@ def judge(read: Read, rows: Labelled, progress: Progress | None = None) -> dict[
     logits = read(rows.texts, progress=progress)
     if rows.problem == "regression":
         found, truth = logits[:, 0].astype(np.float64), np.asarray(rows.targets, np.float64)
-        measures = (glue_score.pearson, glue_score.spearman)
     elif rows.problem == "multi_label":
         found, truth = (logits > 0).astype(np.int64), _flags(rows)
-        measures = (glue_score.accuracy, glue_score.f1)
     else:
         found, truth = logits.argmax(1), np.asarray(rows.targets)
-        f1 = glue_score.f1 if len(rows.labels) == 2 else f1_macro
-        measures = (glue_score.accuracy, f1, glue_score.matthews)
-    return {measure.__name__: measure(found, truth) for measure in measures}
+    return glue_score.measured(rows.problem, found, truth, len(rows.labels))
 
 
 def probe(
@@ -57,7 +53,7 @@ def probe(
     for some in drawn:
         examples = learned[[place[i] for i in some.tolist()]]
         guess = _taught(examples, np.asarray(train.targets)[some], asked)
-        found.append((glue_score.accuracy(guess, truth), f1_macro(guess, truth)))
+        found.append((glue_score.accuracy(guess, truth), glue_score.f1_macro(guess, truth)))
     accuracy, f1 = np.mean(found, axis=0)
     return {"accuracy": float(accuracy), "f1_macro": float(f1)}
 
@@ -75,12 +71,6 @@ def draws(labels: np.ndarray) -> list[np.ndarray]:
                 some.append(index)
         drawn.append(np.array(some))
     return drawn
-
-
-def f1_macro(predicted: np.ndarray, truth: np.ndarray) -> float:
-    """The average of each label's F1, over labels that are claimed or true somewhere."""
-    labels = np.union1d(predicted, truth)
-    return float(np.mean([glue_score.f1(predicted == each, truth == each) for each in labels]))
 
 
 def _flags(rows: Labelled) -> np.ndarray:

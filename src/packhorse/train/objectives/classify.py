@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,8 +79,8 @@ class Classify:
             raise InputError("there is nothing to evaluate on: no example was given")
         logits, targets = (torch.cat(column) for column in zip(*found, strict=True))
         loss = float(ERRORS[self.problem](logits, targets)) / targets.numel()
-        predicted = self._predicted(logits)
-        measured = self._measured(predicted.numpy(), targets.numpy(), logits.shape[1])
+        both = self._predicted(logits).numpy(), targets.numpy()
+        measured = glue_score.measured(self.problem, *both, logits.shape[1])
         return {"loss": loss, **measured, "sequences": float(len(targets))}
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -107,17 +106,6 @@ class Classify:
         if self.problem == "single_label":
             return logits.argmax(-1)
         return logits.squeeze(1) if self.problem == "regression" else (logits > 0).to(logits.dtype)
-
-    def _measured(self, predicted: np.ndarray, truth: np.ndarray, labels: int) -> dict[str, float]:
-        if self.problem == "regression":
-            measures = [glue_score.pearson, glue_score.spearman]
-        elif self.problem == "multi_label":
-            measures = [glue_score.accuracy, glue_score.f1]
-        else:
-            # GLUE's F1 is that of label 1 of two.
-            binary = [glue_score.f1] if labels == 2 else []
-            measures = [glue_score.accuracy, *binary, glue_score.matthews]
-        return {measure.__name__: measure(predicted, truth) for measure in measures}
 
 
 def _one(logits: Tensor, targets: Tensor) -> Tensor:
