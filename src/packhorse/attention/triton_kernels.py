@@ -317,25 +317,15 @@ class Attend(torch.autograd.Function):
     """The two where nothing is compiled: an operator of torch costs the host more."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: Tensor,
-        bounds: Tensor,
-        order: Tensor,
-        longest: int,
-        seed: Tensor | None = None,
-        rate: float = 0.0,
-    ) -> tuple[Tensor, Tensor]:
-        found = forward(qkv, bounds, order, longest, seed, rate)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        found = forward(*given)
         ctx.mark_non_differentiable(found[1])
-        _keep(ctx, (qkv, bounds, order, longest, seed, rate), found)
+        _keep(ctx, given, found)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        qkv, out, lse, bounds, order, seed = ctx.saved_tensors
-        made = backward(grads[0], qkv, out, lse, bounds, order, ctx.longest, seed, ctx.rate)
-        return made, *[None] * 5
+        return _go_back(ctx, *grads, by=backward)
 
 
 @torch.library.custom_op(
@@ -393,9 +383,11 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(qkv, *output, bounds, order, seed)
 
 
-def _go_back(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _go_back(
+    ctx: Any, grad: Tensor, _: Any, by: Callable[..., Tensor] = _attend_backward
+) -> tuple[Tensor | None, ...]:
     qkv, out, lse, bounds, order, seed = ctx.saved_tensors
-    made = _attend_backward(grad, qkv, out, lse, bounds, order, ctx.longest, seed, ctx.rate)
+    made = by(grad, qkv, out, lse, bounds, order, ctx.longest, seed, ctx.rate)
     return made, *[None] * 5
 
 
