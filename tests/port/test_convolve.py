@@ -41,6 +41,8 @@ def check(n: int, c: int, k: int, r: int, s: int, h: int, w: int) -> None:
     found = (convolve.convolve(x, weight, bias), *convolve.convolve_backward(grad, x, weight, True))
     for mine, theirs in zip(found, (wanted, *(each.grad for each in exact)), strict=True):
         assert theirs is not None and away(mine, theirs.detach()) < 1e-5
+    apart = x.contiguous(memory_format=torch.channels_last)
+    assert torch.equal(convolve.convolve(apart, weight, bias), found[0])
     without = convolve.convolve(x, weight, None)
     assert away(without, (wanted - exact[2][:, None, None]).detach()) < 1e-5
     empty, *same = convolve.convolve_backward(grad, x, weight, False)

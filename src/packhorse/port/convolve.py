@@ -51,8 +51,10 @@ def _go_back(node: Node) -> None:
 
 
 def _serves(tensors: Sequence[Any], how: Sequence[Any]) -> bool:
+    if list(how) != list(AS_IS) or not all(map(_contiguous, tensors)):
+        return False
     seen = [node.meta["val"] for node in tensors]
-    if list(how) != list(AS_IS) or not all(map(_contiguous, tensors)) or seen[0].ndim != 4:
+    if seen[0].ndim != 4:
         return False
     (count, _, height, width), (channels, inner, rows, columns) = (each.shape for each in seen)
     work = count * (height - rows + 1) * (width - columns + 1) * channels * inner * rows * columns
@@ -66,7 +68,9 @@ def _serves(tensors: Sequence[Any], how: Sequence[Any]) -> bool:
 
 
 def _contiguous(node: Any) -> bool:
-    seen = node.meta["val"]
+    seen = node.meta.get("val")
+    if not isinstance(seen, Tensor):
+        return False
     return seen.device.type == "cpu" and seen.dtype == torch.float32 and seen.is_contiguous()
 
 
@@ -95,6 +99,9 @@ def _scratch(vectors: int) -> Tensor:
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[N, C, H, W] by [K, C, R, S] to [N, K, P, Q]."""
     run, _, _ = _functions(_defines(x, weight))
+    # A compiler may lay tensors out anew; C would read them astray.
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     out, scratch = torch.empty(_out(x, weight)), _scratch(weight[0].numel())
     at = None if bias is None else bias.data_ptr()
     run(x.data_ptr(), weight.data_ptr(), at, out.data_ptr(), scratch.data_ptr())
@@ -107,6 +114,7 @@ def convolve_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the picture (empty unless asked for), the weight and the bias."""
     _, weights, back = _functions(_defines(x, weight))
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     dw, db = torch.empty_like(weight), torch.empty(len(weight))
     room = max(grad[:, 0].numel(), weight[:, 0].numel() + x[0, 0].numel())
     scratch = _scratch(room)
