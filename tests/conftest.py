@@ -26,7 +26,14 @@ from hypothesis import HealthCheck, settings
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
 # keep as long as the process lives.
-KEPT = ("tqdm_monitor", "asyncio-portal-", "ThreadPoolExecutor-", "InductorSubproc", "Dummy-")
+KEPT = (
+    "tqdm_monitor",
+    "asyncio-portal-",
+    "ThreadPoolExecutor-",
+    "InductorSubproc",
+    "subproc_worker_timer",
+    "Dummy-",
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")

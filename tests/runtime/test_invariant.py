@@ -114,10 +114,10 @@ def test_so_do_heads_of_some_tokens(make_backend, rng) -> None:
     assert differing(make_backend(), ("mlm", "tokens", "hidden"), rng, only=3) == 0
 
 
-def test_neighbours_show_where_a_kernel_lays_them_together(make_backend, rng) -> None:
-    assert differing(make_backend(kernel="bucketed", fixed=0), ["hidden"], rng) > 0  # control
-    with pytest.raises(KernelError, match="depend on the place"):  # which fixed shapes do not heal
-        make_backend(kernel="bucketed")
+@pytest.mark.parametrize("fixed", [0, TOKENS])
+def test_neighbours_show_where_a_kernel_lays_them_together(make_backend, rng, fixed: int) -> None:
+    """A control, which fixed shapes do not heal."""
+    assert differing(make_backend(kernel="bucketed", fixed=fixed), ["hidden"], rng) > 0
 
 
 def test_on_two_threads(make_backend, rng, threads) -> None:
@@ -158,6 +158,20 @@ class Unsteady(nn.Module):
         return torch.where(chosen.expand(len(x)).unsqueeze(1), halves, whole) + self.bias
 
 
+class Rarely(nn.Module):
+    """A linear layer that rounds a number in 2,048 the other way where there are few rows."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x)
+        bits = found.view(torch.int16)
+        chosen = (bits * 7919 + x[:, :1].view(torch.int16)) % 2048 == 0
+        return torch.where(chosen & (len(x) < 130), bits ^ 1, bits).view(torch.bfloat16)
+
+
 def in_layers(halves: Callable[[Tensor, int], Any]) -> Callable[[Model], None]:
     def spoil(model: Model) -> None:
         for layer in model.bert.layers:
@@ -176,7 +190,7 @@ def with_few_rows(model: Model) -> None:
 
 def test_sizes_that_are_not_like_the_largest_are_passed_over(make_backend, rng) -> None:
     backend = make_backend(spoil=with_few_rows)
-    assert backend.fixed.size(20) == 112 and make_backend().fixed.size(20) == 20
+    assert backend.fixed.size(20) >= 112 > make_backend().fixed.size(20)
     assert differing(backend, ("hidden", *backend.model.heads), rng) == 0
     ordinary = make_backend(fixed=0, spoil=with_few_rows)
     for head in ("hidden", "embed", "classify", "span"):
@@ -195,6 +209,18 @@ def test_sizes_that_are_not_like_the_largest_are_passed_over(make_backend, rng) 
 def test_no_place_goes_untried(make_backend, halves) -> None:
     with pytest.raises(KernelError, match="depend on the place in a batch of 320 tokens; try"):
         make_backend(spoil=in_layers(halves))
+
+
+def test_a_difference_that_bf16_mostly_hides_is_found(make_backend) -> None:
+    """Of sums that are rounded one in some thousands differs, whatever the size."""
+
+    def few(model: Model) -> None:
+        for layer in model.bert.layers:
+            layer.down = Rarely(layer.down)  # pyright: ignore
+
+    backend = make_backend(torch.bfloat16, spoil=few)
+    assert [backend.fixed.size(n) for n in (16, 64)] == [160, 160]
+    assert all(make_backend(torch.bfloat16).fixed.size(n) < 160 for n in (16, 64))  # control
 
 
 def test_heads_are_tried_at_every_place_too(make_backend) -> None:
@@ -294,13 +320,6 @@ def test_minilm_under_load(minilm_encoder: Encoder, quiet_runtime, rng) -> None:
         for i, future in zip(order, futures, strict=True):
             assert future.result().tobytes() == vectors[i].tobytes()
         assert runner.stats().batches > 1
-
-
-def test_neighbours_of_minilm_show_without_it(minilm: Path, rng) -> None:
-    ordinary = packhorse.load(minilm, device="cpu", dtype="fp32", kernel="bucketed")
-    texts = real_texts(rng, 40)
-    vectors = ordinary.embed(texts)
-    assert any(ordinary.embed([texts[i]]).tobytes() != vectors[i].tobytes() for i in range(10))
 
 
 # What it is opened with -------------------------------------------------------------------------
