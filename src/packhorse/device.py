@@ -7,6 +7,8 @@ for.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from packhorse.errors import InputError
@@ -20,8 +22,10 @@ DTYPES = {
 
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:
-    """The device asked for, checked; without a name the accelerator if there is one, else CPU."""
+    """The device asked for, checked; unnamed `PACKHORSE_DEVICE`, the accelerator, or the CPU."""
     if name is None or str(name) == "auto":
+        name = os.environ.get("PACKHORSE_DEVICE") or "auto"
+    if str(name) == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         return found if found is not None else torch.device("cpu")
     try:

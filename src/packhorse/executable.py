@@ -10,14 +10,17 @@ Compiled code is loaded only from `cache_folder()`: owned by the user, writable 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import stat
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from packhorse.errors import InputError
 
 COMPILED_LIMIT = 4096  # buckets before torch gives up; its own default is 8
 RECORDED_LIMIT = 64  # CUDA graphs kept; the one not used for longest goes
+ONE_CAPTURE = Lock()  # at a time, torch asks
 
 
 def cache_folder() -> Path:
@@ -105,6 +109,29 @@ def sizes(largest: int, smallest: int = 64) -> Iterator[int]:
         yield size
 
 
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
+    """Record what is launched, undisturbed, and where that fails have all as it was before.
+
+    A graph that the collector ends meanwhile would spoil the capture, so it does not collect. torch
+    leaves a failed capture with its stream current and the generator still recording, so that the
+    next dropout would raise.
+    """
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    with ONE_CAPTURE, torch.cuda.stream(torch.cuda.current_stream()):
+        collects, before = gc.isenabled(), generator.clone_state()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
+                yield
+        except BaseException:
+            generator.graphsafe_set_state(before)
+            raise
+        finally:
+            if collects:
+                gc.enable()
+
+
 @dataclass
 class CudaGraphs:
     """Replays `function` for each bucket: inputs are copied in, one launch, the output is copied.
@@ -135,7 +162,7 @@ class CudaGraphs:
                 self.function(*inputs, **constants)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        with recording(graph, pool=self.pool):
             output = self.function(*inputs, **constants)
         return _Recording(graph, inputs, output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_markdown() -> None:
 def test_a_note_has_date_machine_command_and_table(tmp_path: Path) -> None:
     facts = report.machine(torch.device("cpu"))
     assert facts["date"] == date.today().isoformat()
-    assert "cores" in facts["processor"] and f"torch {torch.__version__}" in facts["versions"]
+    assert "cores" in facts["processor"] and f"torch {version('torch')}" in facts["versions"]
     path = tmp_path / "note.md"
     report.write_note(
         path, "Encoding", "packhorse bench encode", facts, report.encode_table([GOOD]), ["a remark"]

@@ -49,7 +49,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "not JSON": (file("{nonsense}"), "not valid JSON"),
     "an array": (file("[]"), "no JSON object"),
     "leading blank": (file(" " + json.dumps(entries())), "no JSON object"),
-    "deep": (file('{"a":' * 9_000 + "0" + "}" * 9_000), "not valid JSON"),
+    # Python 3.12 reads it all.
+    "deep": (file('{"a":' * 9_000 + "0" + "}" * 9_000), "not valid JSON|'a' is not described"),
     "deeper": (file('{"a":' + "[" * 100_000 + "]" * 100_000 + "}"), "more than 10000 tensors"),
     "many": (
         file(

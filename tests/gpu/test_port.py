@@ -6,6 +6,7 @@ Skipped where there is no NVIDIA GPU.
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -147,6 +148,51 @@ def test_inference_is_the_modules():
     for call, one in enumerate(found):
         wanted = model(images + call).detach()
         torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+class Looks(Net):
+    """Reads a number in the middle, which no capture allows."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None):
+        out = super().forward(x, labels)
+        self.last = (out if labels is None else out[0]).sum().item()
+        return out
+
+
+def test_a_capture_that_fails_leaves_dropout_and_stream_as_they_were():
+    torch.manual_seed(0)
+    stream = torch.cuda.current_stream()
+    model = Looks(dropout=0.5)
+    training = ported(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    assert training._graphs.refused and not training._graphs.recorded
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.manual_seed(3)
+    first = torch.rand(8, device="cuda")
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(8, device="cuda"), first)
+    again = ported(other := Net(dropout=0.5), torch.optim.SGD(other.parameters(), lr=0.01))
+    assert again._graphs.recorded, again._graphs.refused
+
+
+class Collects(Net):
+    """The collector, in the middle of a step."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None):
+        if gc.isenabled():
+            gc.collect()
+        return super().forward(x, labels)
+
+
+def test_a_graph_that_ends_spoils_no_capture():
+    def train() -> Any:
+        model = Collects(dropout=0.5)
+        return ported(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    for _ in range(3):
+        training = train()
+        assert training._graphs.recorded, training._graphs.refused
+        training.itself = training  # ends when the collector runs: amid the next one's capture
+        del training
 
 
 def test_a_schedule_by_the_step_stops_the_captures():

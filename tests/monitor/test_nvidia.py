@@ -86,7 +86,10 @@ def test_a_lost_gpu_is_shown_as_such() -> None:
     assert whole.device == "gpu 1" and whole.memory_total
 
 
-def test_a_library_that_raises_at_every_call() -> None:
+def test_a_library_that_raises_at_every_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvidia, "DRIVER", tmp_path / "none")
     assert nvidia.devices(Library(None)) == []
     with nvidia.opened(Library(None)) as (library, notes):
         assert (library, notes) == (None, [])

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import packhorse
 from packhorse import checkpoint
-from packhorse.errors import CheckpointError
+from packhorse.errors import CheckpointError, InputError
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
+engine = pytest.importorskip("packhorse.onnxpack.engine")
 TEXTS = ["a man is eating food", "no", "the stock market crashed today " * 8]
 
 
@@ -39,8 +41,8 @@ def test_the_same_vectors(packed: Path, minilm: Path, mode: str) -> None:
 
 
 def test_vectors_before_they_are_normalised(packed: Path, minilm: Path) -> None:
-    graph, torch = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
-    raw = torch.embed(TEXTS, normalise=False)
+    graph, ours = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
+    raw = ours.embed(TEXTS, normalise=False)
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
     np.testing.assert_allclose(graph.embed(TEXTS, normalise=False), raw, rtol=0, atol=1e-4)
 
@@ -51,6 +53,19 @@ def test_behind_the_runner(packed: Path, mode: str) -> None:
     with packhorse.PackRunner(graph, capacity=64, rows=2, publish=False) as runner:
         found = runner.run(TEXTS)
     np.testing.assert_allclose(np.stack(found), graph.embed(TEXTS), rtol=0, atol=1e-5)
+
+
+def test_beside_a_gpu_without_its_provider_it_runs_on_the_cpu(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PACKHORSE_DEVICE")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(engine, "available", lambda: ["CPUExecutionProvider"])
+    for unnamed in (None, "auto"):
+        assert packhorse.load(packed / "mask.onnx", device=unnamed).device.type == "cpu"
+    with pytest.raises(InputError, match=r"no provider for cuda .* install onnxruntime-gpu"):
+        packhorse.load(packed / "mask.onnx", device="cuda")
 
 
 def test_a_plain_graph_is_opened_as_weights(packed: Path) -> None:

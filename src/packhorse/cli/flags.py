@@ -62,7 +62,12 @@ class Options:
     ] = None
     beside: Beside = Beside()
     device: Annotated[
-        str | None, _flag(MODEL, "--device", help="cpu, cuda, cuda:1; default the accelerator.")
+        str | None,
+        _flag(
+            MODEL,
+            "--device",
+            help="cpu, cuda, cuda:1; default PACKHORSE_DEVICE, else the accelerator.",
+        ),
     ] = None
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "auto"] | None,

@@ -45,6 +45,7 @@ def port(
     and so do torchvision's datasets and transforms where it is not installed.
     At the end a summary on stderr says what was other than on an IPU; with
     --json it is one line of JSON, also on stderr, for stdout is the script's.
+    It runs on the GPU if there is one; PACKHORSE_DEVICE=cpu says otherwise.
 
     --check runs nothing and lists what runs as is, what is emulated, what is
     ignored and what will fail (then the exit code is 1). --patch writes a

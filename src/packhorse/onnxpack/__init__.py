@@ -114,6 +114,14 @@ def load(
     return OnnxBackend(path, device=device, heads=heads)
 
 
+def serves(device: torch.device) -> bool:
+    """Does the ONNX Runtime that is installed run on it?"""
+    _need_extra()
+    from packhorse.onnxpack import engine
+
+    return engine.serves(device)
+
+
 def _need_extra() -> None:
     for package in ("onnx", "onnxruntime"):
         try:

@@ -42,10 +42,20 @@ def open_session(
 def _providers(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return ["CPUExecutionProvider"]
-    if device.type != "cuda" or "CUDAExecutionProvider" not in available():
+    if not serves(device):
         have = ", ".join(available())
-        raise InputError(f"this ONNX Runtime has no provider for {device} (it has: {have})")
+        raise InputError(
+            f"this ONNX Runtime has no provider for {device} (it has: {have}); use the CPU, or "
+            "install onnxruntime-gpu"
+        )
     return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+
+def serves(device: torch.device) -> bool:
+    """Does the ONNX Runtime that is installed run on it?"""
+    return device.type == "cpu" or (
+        device.type == "cuda" and "CUDAExecutionProvider" in available()
+    )
 
 
 def available() -> list[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from packhorse import executable
 from packhorse.port.losses import Untraceable
 from packhorse.port.notices import LOGGER
 from packhorse.port.step import Step
@@ -101,7 +102,7 @@ class Captured:
         kept = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(kept, spec)
         graph = torch.cuda.CUDAGraph()
-        with watched(self.step.model), torch.cuda.graph(graph):
+        with watched(self.step.model), executable.recording(graph):
             outputs = self.step(args, kwargs)
         inputs = [leaf for leaf in kept if isinstance(leaf, Tensor)]
         last = next(reversed(self.recorded.values()), None)

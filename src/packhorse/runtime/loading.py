@@ -66,7 +66,7 @@ def load(
                 f"{path} is a packed ONNX graph, which ONNX Runtime computes as it likes; for "
                 "invariant results load the model that it was made of"
             )
-        return open_packed(path, where, config, vocab, budget)
+        return open_packed(path, device, config, vocab, budget)
     opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
     if dtype == "auto":
         return _fastest(opened, where, kernel, graphs, budget)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from packhorse import device as devices
 from packhorse import onnxpack
 from packhorse.checkpoint import configuration, names, sentence
 from packhorse.checkpoint.configuration import Given
@@ -24,12 +25,14 @@ from packhorse.tokens import Tokenizer
 if TYPE_CHECKING:
     from packhorse.onnxpack.session import OnnxBackend  # which needs the extra `onnx`
 
+Named = str | torch.device | None  # a device
+
 
 def open_packed(
-    path: Path, device: torch.device, config: Given, vocab: str | Path | None, budget: int | None
+    path: Path, named: Named, config: Given, vocab: str | Path | None, budget: int | None
 ) -> Encoder:
     """The encoder of a model that `packhorse onnx pack` wrote."""
-    layout = sentence.read(path.parent)
+    device, layout = _device(named), sentence.read(path.parent)
     backend = onnxpack.load(path, device=device)
     made = _embed(backend, layout)
     backend.made_here |= made
@@ -58,6 +61,13 @@ def open_packed(
         embedder=made.get("embed"),
         **sentence.comparing(layout),
     )
+
+
+def _device(named: Named) -> torch.device:
+    """The one asked for; unasked an accelerator only if this ONNX Runtime serves it."""
+    found = devices.choose_device(named)
+    asked = named is not None and str(named) != "auto"
+    return found if asked or onnxpack.serves(found) else torch.device("cpu")
 
 
 def _embed(backend: OnnxBackend, layout: sentence.Layout | None) -> dict[str, Embed]:

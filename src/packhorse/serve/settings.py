@@ -44,7 +44,9 @@ class Settings:
     model: tuple[str, ...] = _key(
         (DEFAULT_MODEL,), MODELS, "A folder, file or hub id, or NAME=MODEL; may be repeated."
     )
-    device: str = _key("", MODELS, "cpu, cuda, cuda:1; default the accelerator.")
+    device: str = _key(
+        "", MODELS, "cpu, cuda, cuda:1; default PACKHORSE_DEVICE, else the accelerator."
+    )
     dtype: Literal["fp32", "bf16", "fp16", "auto"] | None = _key(
         None, MODELS, "Number format; default fp32 on a CPU, bf16 on CUDA."
     )

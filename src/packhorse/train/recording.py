@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from packhorse import executable
+
 Batch = Any  # of `data.tasks.targets`, on the device
 Computed = tuple[tuple[str, ...], Tensor]  # names of the figures, and the row
 Compute = Callable[[list[Batch], Tensor], Computed]
@@ -132,8 +134,7 @@ class Recorder:
         """Nothing runs yet; the optimizer counts the step that the first replay makes."""
         inputs = [tensor.clone() for tensor in tensors]
         graph = torch.cuda.CUDAGraph()
-        how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **how):
+        with executable.recording(graph, pool=self.pool, stream=self.stream):
             names, row = compute([_holding(batch, inputs[:-1])], inputs[-1])
         return Recording(graph, inputs, names, row)
 
