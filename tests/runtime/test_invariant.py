@@ -197,6 +197,27 @@ def test_sizes_that_are_not_like_the_largest_are_passed_over(make_backend, rng) 
         assert differing(ordinary, [head], rng, packs=3) > 0, head  # control
 
 
+class Steady(nn.Module):
+    """Layers whose states are words, places, and how long the sequence around them is."""
+
+    def __init__(self, bert: Any) -> None:
+        super().__init__()
+        self.config = bert.config
+
+    def forward(self, packed: Packed) -> Tensor:
+        lengths = packed.cu_seqlens.diff()
+        around = torch.repeat_interleave(lengths, lengths)
+        return torch.stack([packed.ids, packed.positions, around], 1).float()
+
+
+def test_what_is_tried_is_the_same_in_every_size(
+    make_backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invariant, "_first_layers", Steady)
+    fixed = make_backend(fixed=2048).fixed
+    assert all(fixed.size(size) == size for size in fixed.sizes)
+
+
 @pytest.mark.parametrize(
     "halves",
     [
