@@ -49,7 +49,7 @@ SMALL = {
     "train --config configs/sst2": "",
     "train --config configs/mrpc": "",
     "train --config configs/squad": "--max-length 48 --stride 8",
-    "train --config configs/mini": "--max-sequences 16 --target 0",
+    "train --config configs/mini": "--max-sequences 16",
     "serve --model": "",
     "serve": "--print-config",
 }

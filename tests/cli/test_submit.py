@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -112,6 +113,34 @@ def test_sigterm_keeps_what_is_done(cli, recipe: Path, tmp_path: Path) -> None:
     assert "run_start" in (out / "bert" / "result_0.txt").read_text()
     said = cli(*command)
     assert said.code == 5 and "accepted" in said.out
+
+
+def test_a_look_ahead_and_the_settings(cli, recipe: Path, tmp_path: Path) -> None:
+    command = ("submit", "--config", recipe, "--out", tmp_path / "results")
+    ahead = cli(*command, "--runs", 3, "--dry-run", "--json")
+    assert ahead.code == 0 and "each of 3 runs" in ahead.err
+    assert ahead.document["steps"] >= 40 and ahead.document["hours"] > 0
+    shown = cli(*command, "--print-config")
+    (tmp_path / "again.toml").write_text(shown.out)
+    assert cli("submit", "--config", tmp_path / "again.toml", "--print-config").out == shown.out
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_preset_is_submitted_from_here(
+    cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from the folder and the machine of whoever wrote it."""
+    preset = {"num_layers": 2, "hidden_size": 32, "attention_heads": 2, "optimizer": "LAMB"}
+    preset |= {"checkpoint_dir": "checkpoints/pod", "submission_platform": "ipu-pod16"}
+    preset |= {"submission_division": "open", "max_training_sequences": 640}
+    preset |= {"input_files": ["data"], "on_the_spot_validation_files": ["held"]}
+    (tmp_path / "preset.json").write_text(json.dumps(preset))
+    monkeypatch.chdir(tmp_path)
+    found = cli("submit", "--config", "preset.json", "--print-config", "--json").document
+    assert (found["out"], found["platform"], found["layers"]) == ("results", "", 2)
+    flags = ("--out", "mine", "--platform", "a laptop")
+    found = cli("submit", "--config", "preset.json", *flags, "--print-config", "--json").document
+    assert (found["out"], found["platform"]) == ("mine", "a laptop")
 
 
 @pytest.mark.parametrize(

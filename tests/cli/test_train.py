@@ -77,7 +77,7 @@ def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
         (("--batch", "0", "--print-config"), "batch is 0: it must be from 1 up"),
         (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
         (("--steps", "1"), "names no data"),
-        (("--train", "nowhere", "--steps", "1"), "make it with `packhorse data build SOURCES now"),
+        (("--train", "nowhere", "--steps", "1"), "`packhorse data build SOURCES nowhere --tok"),
         (("--train", "nowhere", "--nproc", "2", "--timeout=-1"), "timeout is -1 s; it must be"),
         (("--train", "nowhere", "--nproc", "2", "--timeout=inf"), "timeout is inf s; it must be"),
     ],

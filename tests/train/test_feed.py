@@ -214,5 +214,11 @@ def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
     found = outlook(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
     assert (found.steps, found.accumulation, found.global_batch) == (15, 4, 16.0)
     assert found.hours > 0 and found.precision == "fp32" and "trial" in found.rate
-    (tmp_path / "speed.jsonl").write_text('{"step": 1, "sequences_per_second": 2.0}\n')
+    speed = '{"step": 1, "sequences_per_second": 2.0, "devices": 1}\n'
+    (tmp_path / "speed.jsonl").write_text(speed)
+    (tmp_path / "settings.toml").write_text(settings(steps=3).toml())
     assert outlook(settings(steps=450), tmp_path).hours == pytest.approx(1.0)
+    assert "trial" in outlook(settings(steps=450, layers=3), tmp_path).rate  # another model's run
+    assert "trial" in outlook(settings(steps=450), tmp_path, world=2).rate
+    with pytest.raises(InputError, match="0 processes"):
+        outlook(settings(), tmp_path, world=0)

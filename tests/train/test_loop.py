@@ -262,8 +262,19 @@ def test_it_ends_at_its_target(settings: Make, tmp_path: Path) -> None:
     assert (outcome.step, outcome.reached) == (2, True)
     again = train(assemble(settings(**aims, target=100.0)), tmp_path / "easy")
     assert (again.step, again.reached) == (2, True)  # it is over, and stays so
-    outcome = train(assemble(settings(**aims, target=1e-3)), tmp_path / "hard")
-    assert (outcome.step, outcome.reached) == (8, False)
+    for folder in ("hard", "easy"):  # what was easy goes on with a harder one
+        outcome = train(assemble(settings(**aims, target=1e-3)), tmp_path / folder)
+        assert (outcome.step, outcome.reached) == (8, False)
+
+
+def test_a_log_that_was_lost_is_told(settings: Make, tmp_path: Path) -> None:
+    train(assemble(settings(steps=2)), tmp_path)
+    notes: list[str] = []
+    train(assemble(settings(steps=3)), tmp_path, say=notes.append)
+    assert not [note for note in notes if "log.jsonl" in note]
+    (tmp_path / "log.jsonl").unlink()
+    train(assemble(settings(steps=4)), tmp_path, say=notes.append)
+    assert [note for note in notes if "log.jsonl was shortened or lost" in note]
 
 
 def test_it_ends_after_its_sequences(settings: Make, tmp_path: Path) -> None:
@@ -359,7 +370,8 @@ def test_a_checkpoint_that_is_not_there_is_named_so(settings: Make, tmp_path: Pa
     with pytest.raises(InputError, match=said):
         train(assemble(plain), tmp_path, resume=str(tmp_path / "step-00000012"))
     with pytest.raises(InputError, match=r"there is no checkpoint$"):
-        train(assemble(plain), tmp_path, resume=str(tmp_path / "nowhere" / "step-00000012"))
+        train(assemble(plain), tmp_path / "new", resume=str(tmp_path / "none" / "step-00000012"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_seed_or_optimizer_is_refused_first(settings: Make, tmp_path: Path) -> None:

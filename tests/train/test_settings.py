@@ -212,6 +212,8 @@ def test_what_a_preset_says_of_losses_and_optimizers(tmp_path: Path) -> None:
     assert (found.optimizer, found.precision, found.attention_dropout) == ("adamw", "fp32", 0.2)
     whole = {"global_batch_size": 1536, "gradient_accumulation_factor": ...}
     assert resolve(preset(tmp_path, **whole)).settings.batch == 3072
+    at = {"on_the_spot_validation_triggers": [1000, 2000, 3000]}
+    assert resolve(preset(tmp_path, **at)).settings.eval_every_sequences == 1000
     squad = {"task": "SQUAD", "sequence_length": 384, "on_the_spot_validation_files": []}
     found = resolve(preset(tmp_path, **squad)).settings
     assert (found.task, found.max_length, found.target) == ("answer", 384, 0.0)
@@ -221,6 +223,8 @@ def test_what_a_preset_says_of_losses_and_optimizers(tmp_path: Path) -> None:
     ("said", "told"),
     [
         ({"num_layer": 3}, "no key 'num_layer' in a preset; did you mean 'num_layers'"),
+        ({"num_layer": None}, "no key 'num_layer' in a preset"),
+        ({"on_the_spot_validation_triggers": [5, 9]}, "it must rise by its first"),
         ({"projection_bias": False}, "projection_bias is False; here it can only be True"),
         ({"gradient_reduction_type": "Sum"}, "can only be 'Mean'"),
         ({"optimizer": "SGD"}, "optimizer is 'SGD'"),

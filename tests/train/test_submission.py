@@ -151,6 +151,9 @@ def test_a_folder_holds_one_submission(plan: Make) -> None:
     ):
         with pytest.raises(InputError, match=f"holds a submission with {name} (0.05|42);"):
             list(carry_out(plan(1, **other)))
+    other = replace(plan(1), entry=replace(WHO, status="cloud"))
+    with pytest.raises(InputError, match="holds a submission with status 'onprem'"):
+        list(carry_out(other))
     (plan(1).out / "submission.json").write_text("{")
     with pytest.raises(InputError, match="move it away"):
         list(carry_out(plan(1)))

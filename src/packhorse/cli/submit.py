@@ -7,7 +7,6 @@ ranks, which are started once.
 """
 
 import os
-import signal
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, table
-from packhorse.cli.train import Flags, launch_ranks
+from packhorse.cli.train import (
+    DryRun,
+    Flags,
+    PrintConfig,
+    launch_ranks,
+    leave,
+    look_ahead,
+    show_settings,
+)
 from packhorse.errors import InputError
 from packhorse.train.settings import Settings, resolve
 
@@ -56,6 +63,8 @@ def submit(
     timeout: Annotated[
         float, Parameter(help="Seconds one of several waits for the others before all end.")
     ] = 600.0,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
     flags: Flags = Flags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
@@ -70,6 +79,7 @@ def submit(
     Try:
       packhorse submit --config configs/mini.toml --train corpus --runs 3
       packhorse submit --pod 16 --submission-division closed --start-seed 42
+      packhorse submit --pod 16 --dry-run
     """
     given = {name: value for name, value in asdict(flags).items() if value is not None}
     if submission_division:
@@ -77,10 +87,12 @@ def submit(
     if runs < 1:
         raise InputError(f"--runs is {runs}; there must be one at least")
     file = _recipe(config, pod, submission_division or "closed")
-    settings, notes = resolve(file, os.environ, given)
-    for each in notes:
-        note(each)
-    settings = _completed(settings)
+    settings = _completed(_settings(file, given))
+    if print_config:
+        return show_settings(settings, json)
+    if dry_run:
+        note(f"each of {runs} runs:")
+        return look_ahead(settings, Path(settings.out) / "runs" / "run_0", nproc, json)
     seed = settings.seed if start_seed is None else start_seed
     if nproc != 1:
         words = ["submit", "--runs", str(runs), "--start-seed", str(seed)]
@@ -97,8 +109,12 @@ def _carry_out(planned: "Callable[[int], Plan]", device: str, timeout: float, js
     with joined(device, timeout) as ranks:
         plan = planned(ranks.world)
         found = _results(plan, ranks)
-        if ranks.rank == 0 and isinstance(found, list):
-            _show(plan, found, json)
+        if ranks.rank == 0:
+            if isinstance(found, list):
+                _show(plan, found, json)
+            else:
+                told = {"out": str(plan.out), "signal": found.signal, "stopped": str(found)}
+                emit({**told, "settings": asdict(plan.settings)}, json)
             sys.stdout.flush()
     if ranks.rank == 0:
         _leave(plan, found)
@@ -113,6 +129,17 @@ def _recipe(config: Path | None, pod: int | None, division: str) -> Path:
     if not file.is_file():
         raise InputError(f"there is no {file} here; name it with --config")
     return file
+
+
+def _settings(file: Path, given: dict[str, Any]) -> Settings:
+    """Of a preset not where it was submitted from and on what: that is another system's."""
+    settings, notes = resolve(file, os.environ, given)
+    for each in notes:
+        note(each)
+    if file.suffix != ".json":
+        return settings
+    here = resolve(None, os.environ, given).settings
+    return replace(settings, out=here.out, platform=here.platform)
 
 
 def _completed(settings: Settings) -> Settings:
@@ -180,10 +207,7 @@ def _leave(plan: "Plan", found: "list[Result] | Interrupted") -> None:
     from packhorse.train.submission import Refused
 
     if not isinstance(found, list):
-        note(f"{plan.out}: {found}; the same command goes on from there")
-        if found.signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + found.signal)
+        leave(found.signal, f"{plan.out}: {found}")
     bad = [str(result.run) for result in found if result.problems or not result.reached]
     if bad:
         raise Refused(f"{plan.out} cannot be submitted: see runs {', '.join(bad)}")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_args, get_origin
 
 from cyclopts import Group, Parameter
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from packhorse.train.ranks import Ranks
 
 SWITCH = Parameter(negative="", show_default=False)
+DryRun = Annotated[bool, SWITCH, Parameter(help="Show batches, steps, hours; stop.")]
+PrintConfig = Annotated[bool, SWITCH, Parameter(help="Show the settings; stop.")]
 GROUPS = list(dict.fromkeys(each.metadata["group"] for each in fields(Settings)))
 
 
@@ -75,8 +77,8 @@ def train(
     timeout: Annotated[
         float, Parameter(help="Seconds one of several waits for the others before all end.")
     ] = 600.0,
-    dry_run: Annotated[bool, SWITCH, Parameter(help="Show batches, steps, hours; stop.")] = False,
-    print_config: Annotated[bool, SWITCH, Parameter(help="Show the settings; stop.")] = False,
+    dry_run: DryRun = False,
+    print_config: PrintConfig = False,
     flags: Flags = Flags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
@@ -98,11 +100,10 @@ def train(
     for each in notes:
         note(each)
     if print_config:
-        print(settings.toml(), end="")
-        return emit(asdict(settings), json)
+        return show_settings(settings, json)
     out = Path(settings.out) if settings.out else Path("runs") / (config.stem if config else "run")
     if dry_run:
-        return _look_ahead(settings, out, nproc, json)
+        return look_ahead(settings, out, nproc, json)
     if nproc != 1:
         words = ["train", "--resume", resume]
         return launch_ranks(nproc, timeout, words, replace(settings, out=str(out)), json)
@@ -129,7 +130,14 @@ def launch_ranks(
         raise SystemExit(code)
 
 
-def _look_ahead(settings: Settings, out: Path, nproc: int, json: bool) -> None:
+def show_settings(settings: Settings, json: bool) -> None:
+    """As a file that --config takes."""
+    print(settings.toml(), end="")
+    emit(asdict(settings), json)
+
+
+def look_ahead(settings: Settings, out: Path, nproc: int, json: bool) -> None:
+    """What a run will be like, as a table."""
     from packhorse.train.outlook import outlook
 
     found = outlook(settings, out, nproc)
@@ -234,10 +242,13 @@ def _report(outcome: "Outcome", out: Path) -> None:
 
 
 def _leave(outcome: "Outcome", out: Path) -> None:
+    if outcome.signal:
+        leave(outcome.signal, f"{out}: stopped behind step {outcome.step:,}")
+
+
+def leave(signalled: int, where: str) -> NoReturn:
     """End as a process that the signal ended, so that shells and schedulers know."""
-    if not outcome.signal:
-        return
-    note(f"{out}: stopped behind step {outcome.step:,}; the same command goes on from there")
-    if outcome.signal == signal.SIGINT:
+    note(f"{where}; the same command goes on from there")
+    if signalled == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + outcome.signal)
+    raise SystemExit(128 + signalled)

@@ -28,7 +28,6 @@ class Shown:
     steps: int  # expected in all
     loss: float
     accuracy: float | None = None
-    learning_rate: float = 0.0
     sequences: int = 0  # learned from so far, by all ranks
     sequences_per_second: float = 0.0
     tokens_per_second: float = 0.0  # real ones

@@ -193,8 +193,10 @@ def open_dataset(folder: str, part: str) -> shards.Dataset:
         raise InputError(f"{part} names no data; make some with `packhorse data build`")
     path = Path(folder)
     if not path.exists():
-        how = f"`packhorse data build SOURCES {path} --tokenizer VOCAB`"
-        raise InputError(f"{part} is {path}, which does not exist; make it with {how}")
+        target = path.parent if path.name == part else path
+        how = f"`packhorse data build SOURCES {target} --tokenizer VOCAB`"
+        held = ", with --eval-hashes what is held out too" if part == "eval" else ""
+        raise InputError(f"{part} is {path}, which does not exist; {how} makes it{held}")
     inner = path / part
     return shards.open(inner if (inner / "manifest.json").is_file() else path)
 

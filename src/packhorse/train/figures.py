@@ -84,12 +84,11 @@ def refuse_nonfinite(step: Waiting, row: list[float], last: Path | None) -> None
 
 
 def seen(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several steps what is shown: means, and of the rate the last."""
+    """Of several steps what is shown: means."""
     shown = next((name for name in ACCURACIES if name in lines[-1]), None)
     return {
         "loss": _mean(lines, "loss"),
         "accuracy": _mean(lines, shown) if shown else None,
-        "learning_rate": lines[-1]["learning_rate"],
     }
 
 

@@ -91,6 +91,17 @@ class Ground:
         """The model's sizes."""
         return self.source.config if isinstance(self.source, Checkpoint) else self.source
 
+    def attention(self) -> attention.Choice:
+        """The kernel that is asked for, or the fastest."""
+        return attention.pick(
+            self.place.device,
+            self.place.dtype,
+            name=self.settings.kernel,
+            backward=True,
+            dropout=self.settings.attention_dropout > 0,
+            **self.config.needs,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Job:
@@ -128,15 +139,8 @@ class Job:
 def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
     """Open what the settings name; this process is `rank` of `world`."""
     ground = survey(settings, rank, world)
-    place, config = ground.place, ground.config
-    choice = attention.pick(
-        place.device,
-        place.dtype,
-        name=settings.kernel,
-        backward=True,
-        dropout=settings.attention_dropout > 0,
-        **config.needs,
-    )
+    place = ground.place
+    choice = ground.attention()
     compiled = _compiles(settings, choice, place.device)
     labelled = (ground.labels, ground.vocabulary)
     heads = ground.objective.heads

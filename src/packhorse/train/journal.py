@@ -91,6 +91,14 @@ class Journal:
         raise InputError(f"the log in {self._folder} cannot be written: {reason}") from error
 
 
+def missing_log(folder: Path, position: int) -> str:
+    """What to say where the log ends before `position`, from which a run goes on."""
+    path = folder / LOG
+    if position <= (path.stat().st_size if path.exists() else 0):
+        return ""
+    return f"{path} was shortened or lost: the lines of earlier steps are not in it"
+
+
 def last_speed(folder: Path) -> dict[str, Any] | None:
     """What a run in this folder last said of its speed, if there was one."""
     try:

@@ -31,11 +31,11 @@ import torch
 from packhorse import checkpoint
 from packhorse.atomic import new_file
 from packhorse.errors import InputError
-from packhorse.train import cost, feed, figures, folders, state
+from packhorse.train import cost, feed, figures, folders, randomness, state
 from packhorse.train.display import Shown, Watch
 from packhorse.train.figures import Clock, Waiting
 from packhorse.train.job import Job
-from packhorse.train.journal import Journal
+from packhorse.train.journal import Journal, missing_log
 from packhorse.train.learning import learn, tune
 from packhorse.train.preparing import in_full
 from packhorse.train.ranks import Ranks
@@ -73,7 +73,6 @@ class Counters:
     evaluated_sequences: int = 0
     evaluation: dict[str, float] = field(default_factory=dict)
     best: float | None = None
-    reached: bool = False
 
 
 def train(
@@ -93,8 +92,10 @@ def train(
     should know.
     """
     ranks = ranks or Ranks()
+    if resume not in ("auto", "never"):
+        _refuse_nowhere(Path(resume))
     job = replace(job, optimizer=ranks.divide(job.model, job.optimizer))
-    torch.manual_seed(job.settings.seed + ranks.rank)
+    randomness.begin(job.settings.seed, ranks.rank)
     with ExitStack() as held:
         ranks.lead(lambda: held.enter_context(state.claim(out)))
         run = _Run(job, out, watch, wish, ranks)
@@ -132,16 +133,20 @@ def _found(out: Path, resume: str) -> state.Saved | None:
 
 def _named(path: Path, out: Path) -> state.Saved:
     """The checkpoint that the user named; one of another run begins a new one in `out`."""
-    if not path.exists():
-        there = ", ".join(each.name for _, each in reversed(folders.listed(path.parent)))
-        have = f"in {path.parent} there is {there or 'no checkpoint'}"
-        raise InputError(f"{path} does not exist; {have}")
     if _is_foreign(path, out) and (folders.listed(out) or (out / MODEL).exists()):
         raise InputError(
             f"{out} holds another run than {path}, which would be lost; choose another --out, or "
             "go on with the one that is there by --resume auto"
         )
     return state.read(path)
+
+
+def _refuse_nowhere(path: Path) -> None:
+    """Before a folder is made for the run."""
+    if not path.exists():
+        there = ", ".join(each.name for _, each in reversed(folders.listed(path.parent)))
+        have = f"in {path.parent} there is {there or 'no checkpoint'}"
+        raise InputError(f"{path} does not exist; {have}")
 
 
 def _is_foreign(path: Path, out: Path) -> bool:
@@ -168,6 +173,8 @@ class _Run:
         notes = [] if found is None else self._restore(found)
         writes = self.ranks.rank == 0
         folder, more = self.out if writes else None, self.job.settings.tensorboard
+        if writes and (missing := missing_log(self.out, self.counters.log)):
+            notes.append(missing)
         self.journal = Journal(folder, self.counters.log, more)
         if writes:
             with new_file(self.out / SETTINGS) as file:
@@ -228,7 +235,8 @@ class _Run:
             self.journal.step(each.number, lines[-1])
         shown = replace(self._shown(), **figures.seen(lines), **self._speeds())
         told = {name: getattr(shown, name) for name in SPEEDS if getattr(shown, name) is not None}
-        self.journal.speed(self.step, {"seconds": time.perf_counter() - self.begun, **told})
+        told |= {"seconds": time.perf_counter() - self.begun, "devices": self.ranks.world}
+        self.journal.speed(self.step, told)
         self.watch(shown)
         self.clock = Clock()
 
@@ -252,7 +260,12 @@ class _Run:
     def _is_over(self) -> bool:
         most, limit = self.job.settings.max_sequences, self.job.pace.limit
         counted = 0 < most <= self.counters.sequences
-        return counted or 0 < limit <= self.step or self.counters.reached
+        return counted or 0 < limit <= self.step or self._has_reached()
+
+    def _has_reached(self) -> bool:
+        """Did the last evaluation meet the target? A run that goes on may have another one."""
+        value, target = self.counters.evaluation.get(self.job.measure), self.job.settings.target
+        return bool(target) and value is not None and not self.job.prefers(target, value)
 
     def _evaluation_is_due(self) -> bool:
         settings, so_far = self.job.settings, self.counters
@@ -272,7 +285,7 @@ class _Run:
             raise InputError(
                 f"there is no measure {job.measure!r}; there are {', '.join(measures)}"
             )
-        value, target = measures[job.measure], job.settings.target
+        value = measures[job.measure]
         better = job.prefers(value, so_far.best)
         self.counters = replace(
             so_far,
@@ -280,7 +293,6 @@ class _Run:
             evaluated_sequences=so_far.sequences,
             evaluation=measures,
             best=value if better else so_far.best,
-            reached=bool(target) and not job.prefers(target, value),
         )
         self.journal.evaluation(self.step, so_far.sequences, measures)
         self.watch(replace(self._shown(), evaluation=measures))
@@ -333,7 +345,7 @@ class _Run:
         model = None if signalled else self._write()
         return Outcome(
             *(self.step, so_far.sequences, so_far.tokens, so_far.evaluation),
-            *(so_far.best, so_far.reached, signalled, model),
+            *(so_far.best, self._has_reached(), signalled, model),
             time.perf_counter() - self.begun,
         )
 

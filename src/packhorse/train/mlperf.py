@@ -194,12 +194,10 @@ def _figures(job: Job) -> dict[str, Any]:
     settings, pace = job.settings, job.pace
     manifest = feed.open_dataset(settings.train, "train").manifest
     beta1, beta2 = pace.betas(0)
-    total = settings.decay_steps or pace.steps
-    warmup = round(settings.warmup if settings.warmup >= 1 else settings.warmup * total)
     values = (
         *(settings.seed, manifest.layout.capacity, global_batch(settings), job.feed.parts),
         *(settings.learning_rate, settings.weight_decay, beta1, beta2),
-        *(warmup, warmup, 0, total, settings.epsilon, settings.power),
+        *(pace.warmup, pace.warmup, 0, pace.total, settings.epsilon, settings.power),
     )
     return dict(zip(ABOUT, values, strict=True))
 

@@ -1,22 +1,27 @@
 """What a run will be like, before it begins: its batches, its steps, and about how long it takes.
 
-The rate is what an earlier run in the same folder reached; without one, where the device's peak is
-known, the usual share of that; else, on a CPU above all, what a short trial reaches (`trial`).
+The rate is what the same run reached before, in the same folder; without one, where the device's
+peak is known, the usual share of that; else, on a CPU above all, what a short trial reaches
+(`trial`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from packhorse import device as devices
+from packhorse.errors import InputError
 from packhorse.train import cost
 from packhorse.train.job import Ground, survey
 from packhorse.train.journal import last_speed
-from packhorse.train.settings import Settings
+from packhorse.train.loop import SETTINGS
+from packhorse.train.settings import Settings, resolve
 from packhorse.train.trial import attempt
 
 MASKED = 0.15  # of tokens, about
+# Settings that make a run longer or shorter, not faster or slower.
+LONGER = frozenset({"out", "seed", "steps", "epochs", "max_sequences", "target", "keep", "write"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,8 @@ class Outlook:
 
 def outlook(settings: Settings, out: Path, world: int = 1) -> Outlook:
     """Look ahead. Of a model whose sizes are set, the weights need not be there yet."""
+    if world < 1:
+        raise InputError(f"{world} processes cannot be started; at least one is needed")
     ground = survey(settings, world=world, weights=False)
     feed, steps = ground.feed, ground.pace.steps
     sequences = round(steps * feed.batch)
@@ -61,10 +68,9 @@ def outlook(settings: Settings, out: Path, world: int = 1) -> Outlook:
 
 def _rate(ground: Ground, out: Path) -> tuple[float, str]:
     """Sequences a second on all devices, and how that is known."""
-    said = last_speed(out)
-    if said and said.get("sequences_per_second"):
-        return said["sequences_per_second"], f"as an earlier run in {out}"
     fed, place = ground.feed, ground.place
+    if earlier := _earlier(ground.settings, out, place.world):
+        return earlier, f"as an earlier run in {out}"
     guessed = MASKED * fed.tokens if ground.problem == "pretrain" else 0.0
     once = cost.operations(ground.config, cost.Work(fed.tokens, fed.squares, guessed))
     each = once * ground.settings.passes
@@ -77,3 +83,15 @@ def _rate(ground: Ground, out: Path) -> tuple[float, str]:
     share = fed.batch / devices_apart
     seconds = attempt(ground).step(share * each, cost.parameters(ground.config))
     return fed.batch / seconds, "by a trial of some steps, just now"
+
+
+def _earlier(settings: Settings, out: Path, world: int) -> float | None:
+    """Sequences a second that the same run reached there before."""
+    said = last_speed(out) or {}
+    try:
+        then = resolve(out / SETTINGS).settings
+    except InputError:
+        return None
+    names = [each.name for each in fields(Settings) if each.name not in LONGER]
+    alike = all(getattr(then, name) == getattr(settings, name) for name in names)
+    return said.get("sequences_per_second") if alike and said.get("devices") == world else None

@@ -31,14 +31,23 @@ class Pace:
         counted = math.ceil(self.settings.max_sequences / self.batch)
         return min(end for end in (self.limit, counted) if end)
 
+    @property
+    def total(self) -> int:
+        """Steps until the learning rate has fallen."""
+        return self.settings.decay_steps or self.steps
+
+    @property
+    def warmup(self) -> int:
+        """Steps that it rises."""
+        told = self.settings.warmup
+        return round(told if told >= 1 else told * self.total)
+
     def rate(self, step: int) -> float:
         """The learning rate."""
         settings = self.settings
-        total = settings.decay_steps or self.steps
-        warmup = settings.warmup if settings.warmup >= 1 else settings.warmup * total
-        told: dict[str, Any] = {"warmup": round(warmup)}
+        told: dict[str, Any] = {"warmup": self.warmup}
         if settings.schedule != "constant":
-            told |= {"total": total, "end": settings.end}
+            told |= {"total": self.total, "end": settings.end}
         if settings.schedule == "polynomial":
             told |= {"power": settings.power, "decay_from_zero": settings.decay_from_zero}
         return settings.learning_rate * SCHEDULES[settings.schedule](step, **told)

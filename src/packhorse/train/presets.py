@@ -109,10 +109,10 @@ def translate(said: Any, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Settings by name, and a note of what was left out."""
     if not isinstance(said, dict):
         raise InputError(f"{where}: a preset is an object of keys and values")
-    said = {name: value for name, value in said.items() if value not in (None, -1)}  # as left out
     for name in said:
         if name not in KNOWN:
             raise InputError(f"{where}: there is no key {name!r} in a preset{nearest(name, KNOWN)}")
+    said = {name: value for name, value in said.items() if value not in (None, -1)}  # as left out
     for name, good in MUST_BE.items():
         if said.get(name, good) != good:
             raise InputError(f"{where}: {name} is {said[name]!r}; here it can only be {good!r}")
@@ -207,10 +207,20 @@ def _evaluation(said: Said) -> dict[str, Any]:
         return {}
     by_token = said.get("accuracy_averaging_basis") == "pertoken"
     return {
-        "eval_every_sequences": evaluation_interval(_batch(said)["batch"]),
+        "eval_every_sequences": _interval(said),
         "measure": "mlm_accuracy" if by_token else "mlm_sequence_accuracy",
         "target": TARGET,
     }
+
+
+def _interval(said: Said) -> int:
+    """MLPerf's, unless the preset lists after how many sequences it evaluates."""
+    at = said.get("on_the_spot_validation_triggers")
+    if not at:
+        return evaluation_interval(_batch(said)["batch"])
+    if at != [at[0] * (number + 1) for number in range(len(at))]:
+        raise InputError(f"on_the_spot_validation_triggers is {at}; it must rise by its first")
+    return at[0]
 
 
 def evaluation_interval(batch: int) -> int:
@@ -250,6 +260,7 @@ KNOWN = frozenset(
         *("no_dropout", "dropout_prob", "no_attn_dropout", "popart_dtype"),
         *("batch_size", "global_batch_size", "gradient_accumulation_factor"),
         *("replication_factor", "avg_seq_per_pack", "optimizer", "beta1_schedule"),
-        *("lr_bert_schedule", "input_files", "on_the_spot_validation_files"),
+        *("lr_bert_schedule", "input_files"),
+        *("on_the_spot_validation_files", "on_the_spot_validation_triggers"),
     }
 )

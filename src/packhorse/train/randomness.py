@@ -25,6 +25,11 @@ def capture(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
+def begin(seed: int, rank: int) -> None:
+    """Each rank draws its own; the first as a run without ranks would."""
+    torch.manual_seed(_seed(torch.tensor(seed), rank) if rank else seed)
+
+
 def put_back(
     states: Sequence[Mapping[str, Tensor]], device: torch.device, rank: int, world: int
 ) -> list[str]:

@@ -14,6 +14,7 @@ its step; all graphs share it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ Batch = Any  # of `data.tasks.targets`, on the device
 Computed = tuple[tuple[str, ...], Tensor]  # names of the figures, and the row
 Compute = Callable[[list[Batch], Tensor], Computed]
 
+LOGGER = logging.getLogger(__name__)
 WARM = 2  # steps of a shape before it is recorded: compilers and allocators have settled
 GRAPHS = 32  # kept; the oldest goes
 SHAPES = 1024  # of which it is remembered how often they came
@@ -121,6 +123,7 @@ class Recorder:
                 found = self._record(compute, parts[0], new)
             except RuntimeError as error:
                 self.refused = str(error).partition("\n")[0]
+                LOGGER.warning("steps run without CUDA graphs, slower: %s", self.refused)
                 for age, before in zip(_ages(optimizer), ages, strict=True):
                     age.copy_(before)
                 return self._aside(compute, parts, totals)

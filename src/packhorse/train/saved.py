@@ -40,7 +40,7 @@ class Progress:
 
     step: int  # steps that are done
     cursor: dict[str, Any] = field(default_factory=dict)  # of the data, behind the last batch used
-    counters: dict[str, Any] = field(default_factory=dict)  # sequences, seconds, bytes of the log
+    counters: dict[str, Any] = field(default_factory=dict)  # sequences, tokens, bytes of the log
     metrics: dict[str, float] = field(default_factory=dict)  # of the evaluation at this step
     config: dict[str, Any] = field(default_factory=dict)  # the settings, resolved
 

@@ -228,11 +228,10 @@ def _held(plan: Plan) -> Iterator[None]:
 def _fixed(plan: Plan) -> dict[str, Any]:
     """What must be the same when a submission goes on, in JSON's values."""
     settings = {
-        name: value
-        for name, value in asdict(plan.settings).items()
-        if name not in (*HERE, "seed", "platform")
+        name: value for name, value in asdict(plan.settings).items() if name not in (*HERE, "seed")
     }
-    fixed = {**settings, "org": plan.entry.org, "start_seed": plan.start_seed}
+    who = {"org": plan.entry.org, "status": plan.entry.status}
+    fixed = {**settings, **who, "start_seed": plan.start_seed}
     return json.loads(json.dumps(fixed))
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from packhorse import attention
 from packhorse import device as devices
 from packhorse.data.packed.loader import Batch
 from packhorse.train import cost, feed
@@ -48,14 +47,7 @@ def attempt(ground: Ground) -> Trial:
     """Make a model like the one of a run, and let it take some steps."""
     place, settings = ground.place, ground.settings
     config = replace(ground.config, layers=min(LAYERS, ground.config.layers))
-    kernel = attention.pick(
-        place.device,
-        place.dtype,
-        name=settings.kernel,
-        backward=True,
-        dropout=settings.attention_dropout > 0,
-        **config.needs,
-    ).kernel
+    kernel = ground.attention().kernel
     words = ground.problem == "pretrain"
     made, _ = prepare(settings, config, ("mlm",) if words else (), kernel)
     model = made.model.train().to(place.device)

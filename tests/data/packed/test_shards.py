@@ -255,7 +255,7 @@ def test_a_folder_without_manifest_is_unfinished(folder: Path, tmp_path: Path) -
         shards.open(tmp_path / "nowhere")
     shutil.copytree(folder, tmp_path / "out" / "train")
     (tmp_path / "out" / "train" / "elsewhere").rename(tmp_path / "out" / "train" / NAME)
-    with pytest.raises(InputError, match=r"holds 1 datasets \(train\); name one"):
+    with pytest.raises(InputError, match="holds some: train; name one"):
         shards.open(tmp_path / "out")
 
 

@@ -168,8 +168,11 @@ def _why_none(folder: Path) -> str:
         return f"{folder} is not a folder of packed rows; name one that was built or imported"
     inside = sorted(path.parent.name for path in folder.glob(f"*/{NAME}"))
     if inside:
-        return f"{folder} holds {len(inside)} datasets ({', '.join(inside)[:80]}); name one of them"
-    return f"{folder} has no {NAME}, so it is unfinished or no dataset; finish its build"
+        return f"{folder} is no dataset, but holds some: {', '.join(inside)[:80]}; name one of them"
+    return (
+        f"{folder} has no {NAME}, so it is unfinished or no dataset; finish its build, or make one "
+        "of MLPerf's or Graphcore's files with `packhorse data import`"
+    )
 
 
 def _refuse_other_format(told: dict[str, Any], path: Path) -> None:

@@ -9,7 +9,7 @@ pass (counts of labels, no model needed), hands the totals to each `loss`, and a
     totals = sum(objective.weigh(batch) for batch in batches)      # and over ranks: all_reduce
     for batch in batches:
         loss, stats = objective.loss(model, batch, totals)
-        loss.backward()                                            # DDP averages: times world
+        loss.backward()                                            # ranks add their gradients up
 
 The losses then sum to the step's loss, exactly as if every sequence had been run alone. Without
 totals a batch is a step of its own. Parts of a loss (words, next sentences) weigh by themselves.
