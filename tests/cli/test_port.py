@@ -54,8 +54,30 @@ def test_patch_writes_and_tells_what_is_left(cli, script: Path, tmp_path: Path) 
     assert [left["line"] for left in said.document["left"]] == [5]
     assert f"{script}:5: not translated" in said.err
     assert out.read_text().splitlines()[-1].startswith("y = ") and "Options" not in out.read_text()
-    refused = cli("port", "--patch", script, script)
-    assert refused.code == 2 and "would overwrite the script" in refused.err
+
+
+def test_patch_replaces_a_file_only_where_asked(cli, script: Path, tmp_path: Path) -> None:
+    out, link = tmp_path / "plain.py", tmp_path / "link.py"
+    out.write_text("mine")
+    refused = cli("port", "--patch", out, script)
+    assert refused.code == 2 and out.read_text() == "mine"
+    said = f"{out} is there already; choose another name, or pass --overwrite"
+    assert refused.err.splitlines() == [f"packhorse: {said}"]
+    assert cli("port", "--patch", out, script, "--overwrite").code == 0
+    assert "mine" not in out.read_text()
+    link.symlink_to(script)
+    for same in (script, link):
+        for asked in ([], ["--overwrite"]):
+            refused = cli("port", "--patch", same, script, *asked)
+            assert refused.code == 2 and "would overwrite the script" in refused.err
+    assert script.read_text() == GOOD
+
+
+def test_check_and_patch_know_the_version(cli, script: Path, tmp_path: Path) -> None:
+    script.write_text("import poptorch\nprint(poptorch.__version__)\n")
+    said = cli("port", "--check", "--patch", tmp_path / "plain.py", script, "--json")
+    assert said.code == 0 and said.document["left"] == []
+    assert (tmp_path / "plain.py").read_text() == 'print("3.3.0")\n'
 
 
 def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
@@ -64,6 +86,7 @@ def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
         (["--check", script, "three"], "nothing is run: three"),
         (["--check", script, "--epochs", "3"], "--epochs"),
         (["--nope", script], "--nope"),
+        (["--overwrite", script], "with --patch only"),
         ([], "SCRIPT"),
     ):
         said = cli("port", *words)

@@ -115,6 +115,18 @@ def test_what_will_fail_says_what_to_do(line: str, name: str, part: str) -> None
     assert part in fails[0].meaning and fails[0].source == line
 
 
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ("print(poptorch.__version__)", "__version__"),
+        ("print(poptorch.__version__.split('.'))", "__version__.split"),
+        ("from poptorch import __version__", "__version__"),
+    ],
+)
+def test_the_version_is_there(lines: str, name: str) -> None:
+    assert told(f"import poptorch\n{lines}\n") == [(2, "emulated", name)]
+
+
 def test_a_variable_with_two_meanings_is_not_accused() -> None:
     """`model` is the user's and PopTorch's in turn: what it lacks may be the user's own."""
     text = "import poptorch\nmodel = f()\nmodel.forwardPass()\n"

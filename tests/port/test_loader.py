@@ -94,12 +94,25 @@ def test_combined_batches(batch, iterations, replicas, accumulation, n, drop_las
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_same_in_the_same_order(mode: DataLoaderMode) -> None:
     torch.manual_seed(3)
-    expected = elements(DataLoader(options(4), data(100), batch_size=3, shuffle=True))
+    plain = torch.utils.data.DataLoader(data(100), 12, shuffle=True, drop_last=True)
+    expected = [(elements(plain), float(torch.rand(()))) for _ in range(3)]
     torch.manual_seed(3)
     with DataLoader(options(4), data(100), batch_size=3, shuffle=True, mode=mode) as loader:
-        assert elements(loader) == expected and len(loader) == 8
-        again = elements(loader)
-    assert sorted(again) != again and len(again) == 96 and again != expected
+        assert [(elements(loader), float(torch.rand(()))) for _ in range(3)] == expected
+        assert len(loader) == 8
+    (first, _), (again, _), _ = expected
+    assert sorted(again) != again and len(again) == 96 and again != first
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_workers_that_were_asked_for_draw_as_torchs_do(mode: DataLoaderMode) -> None:
+    asked = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    torch.manual_seed(3)
+    plain = torch.utils.data.DataLoader(data(24), 4, drop_last=True, **asked)
+    expected = [elements(plain) for _ in range(3)]
+    torch.manual_seed(3)
+    with DataLoader(None, data(24), 4, mode=mode, **asked) as loader:
+        assert [elements(loader) for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize("mode", MODES)

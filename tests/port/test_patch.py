@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+import packhorse.port
 from packhorse.errors import InputError
 from packhorse.port import plain
+from packhorse.port.enums import DataLoaderMode
 from packhorse.port.patch import MARK, plain_functions, translate
 
 
@@ -112,6 +115,14 @@ def test_options_act_where_they_are_used() -> None:
             "i = functools.partial(call_inference, net, iterations=n + 1)",
         ),
         ("train(net, twice)", "train(net, None)"),
+        ("print(poptorch.__version__)", 'print("3.3.0")'),
+        ("v = int(poptorch.__version__.split('.')[0])", "v = int(\"3.3.0\".split('.')[0])"),
+        ("""print(f"'{ poptorch.__version__ }' {a}")""", """print(f"'3.3.0' {a}")"""),
+        ("from poptorch import __version__ as v; print(v)", 'pass; print("3.3.0")'),
+        (
+            "d = poptorch.DataLoader(None, x, 4, async_options={'early_preload': False})",
+            "d = torch.utils.data.DataLoader(x, batch_size=4, drop_last=True)",
+        ),
     ],
 )
 def test_lines(line: str, plain_line: str) -> None:
@@ -178,6 +189,8 @@ def test_options_that_change_later_count_from_there() -> None:
         ("if fast: opts.deviceIterations(8)", "under a condition"),
         ("opts.enableSyntheticData(True)", "random data"),
         ("print(model.getLatency())", "seconds of a call"),
+        ("print(model.getLatency(), other.getLatency())", "seconds of a call"),
+        ("print(f'{poptorch.__version__:>9}')", "__version__: inside an f-string"),
     ],
 )
 def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> None:
@@ -190,6 +203,75 @@ def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> N
     *_, mark, kept = below(done.text).splitlines()
     assert mark == MARK + why and kept == line
     ast.parse(done.text)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("print(model.getLatency(), model.getPerfCounters())", ["getLatency", "getPerfCounters"]),
+        ("model.getLatency(); poptorch.cond(a)", ["getLatency", "cond"]),
+        ("opts.enableSyntheticData(True).useOfflineIpuTarget()", ["Synthetic", "useOffline"]),
+        (
+            "o = poptorch.optim.AdamW(p, max_grad_norm=1, bias_correction=False)",
+            ["no max_grad_norm", "no bias_correction"],
+        ),
+    ],
+)
+def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None:
+    text = (
+        "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
+    )
+    done = translate((text + line).encode(), "script.py")
+    assert [number for number, _ in done.left] == [4] * len(parts)
+    assert all(part in why for part, (_, why) in zip(parts, done.left, strict=True))
+    marks = [MARK + why for _, why in done.left]
+    assert below(done.text).splitlines()[-len(parts) - 1 :] == [*marks, line]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "DataLoader(None, x, shuffle=True, async_options={'early_preload': True})",
+        "DataLoader(None, x, async_options=made_elsewhere)",
+        "AsynchronousDataAccessor(x, early_preload=True)",
+    ],
+)
+def test_an_order_that_is_drawn_early_is_told(call: str) -> None:
+    done = translate(f"import poptorch\nd = poptorch.{call}\n".encode(), "script.py")
+    ((number, why),) = done.left
+    assert number == 2 and "early_preload" in why and "poptorch." not in done.text
+
+
+EPOCHS = """\
+    import torch, poptorch
+    torch.manual_seed(5)
+    x = torch.randn(48, 3)
+    data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+    opts = poptorch.Options().deviceIterations(2)
+    loader = poptorch.DataLoader(
+        opts, data, batch_size=4, shuffle=True, mode=poptorch.DataLoaderMode.Async
+    )
+    net = Net()
+    optimizer = poptorch.optim.SGD(net.parameters(), lr=0.5)
+    model = poptorch.trainingModel(net, opts, optimizer)
+    losses = [float(model(a, b)[1]) for epoch in range(3) for a, b in loader]
+    loader.terminate()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.parametrize("mode", DataLoaderMode)
+def test_both_ways_train_alike(mode: DataLoaderMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands and translated; the orders of all epochs are the same in every mode."""
+    monkeypatch.setitem(sys.modules, "poptorch", packhorse.port)
+    monkeypatch.setenv("PACKHORSE_DEVICE", "cpu")
+    text = dedent(EPOCHS).replace("Async", mode.name)
+    ours, theirs = {"Net": Pair}, {"Net": Pair}
+    exec(text, ours)
+    done = translate(text.encode(), "script.py")
+    assert done.left == ()
+    exec(done.text, theirs)
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 
 
 def test_wrong_scripts_are_refused() -> None:
@@ -213,6 +295,14 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor, also: Any = None) -> Any:
         out = self.line(x)
         return {"out": out}, torch.nn.functional.cross_entropy(out, y), "word"
+
+
+class Pair(Net):
+    """Two results, one of them drawn: what a loader draws must not shift it."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # pyright: ignore
+        out = torch.nn.functional.dropout(self.line(x), 0.2)
+        return out, torch.nn.functional.cross_entropy(out, y)
 
 
 @pytest.fixture

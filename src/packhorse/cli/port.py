@@ -36,6 +36,7 @@ def port(
     patch: Annotated[
         Path | None, Parameter(help="Write the plain PyTorch script it stands for.")
     ] = None,
+    overwrite: Annotated[bool, SWITCH, Parameter(help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, SWITCH, Parameter(help="No notices, no summary at the end.")] = False,
     json: JsonFlag = False,
 ) -> None:
@@ -56,6 +57,10 @@ def port(
       packhorse port --check train.py
       packhorse port --patch plain.py train.py
     """
+    if patch is not None:
+        _refuse(patch, script, overwrite)
+    elif overwrite:
+        raise InputError("--overwrite has a meaning with --patch only; leave it out")
     if not check and patch is None:
         from packhorse.port.script import run
 
@@ -106,12 +111,18 @@ def _show(report: "Report", script: str) -> None:
     note(report.last_line())
 
 
+def _refuse(out: Path, script: str, overwrite: bool) -> None:
+    """The script itself is never replaced, another file only where that was asked for."""
+    if out.exists() and Path(script).exists() and out.samefile(script):
+        raise InputError(f"--patch {out} would overwrite the script; name another file")
+    if out.exists() and not overwrite:
+        raise InputError(f"{out} is there already; choose another name, or pass --overwrite")
+
+
 def _patch(source: bytes, script: str, out: Path) -> dict[str, object]:
     from packhorse.atomic import new_file
     from packhorse.port.patch import translate
 
-    if out.exists() and Path(script).exists() and out.samefile(script):
-        raise InputError(f"--patch {out} would overwrite the script; name another file")
     done = translate(source, Path(script).name)
     with new_file(out) as file:
         file.write(done.text.encode("utf-8"))

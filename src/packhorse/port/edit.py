@@ -14,7 +14,7 @@ Node = ast.expr | ast.stmt | ast.keyword
 
 
 class Left(Exception):
-    """Why something cannot be translated."""
+    """Why something cannot be translated: one reason, or several."""
 
 
 class Text:

@@ -67,6 +67,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._combined = self._combine(batch_size, batch_sampler)
         self._async = _async_options(async_options)
         workers = self._workers(num_workers)
+        self._lent = workers > 0 and not num_workers  # a worker that nobody asked for
         if kwargs.get("sampler") is not None or batch_sampler is not None:
             auto_distributed_partitioning = False
         _check_data(dataset, self, auto_distributed_partitioning, workers, kwargs)
@@ -168,14 +169,22 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return plain and type(self.dataset) is TensorDataset and self.batch_sampler is not None
 
     def _by_rows(self) -> Iterator[list[Tensor]]:
-        # torch's loader draws a seed for its workers here; whoever draws after it must not notice.
-        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._draw()
         tensors = cast(TensorDataset, self.dataset).tensors
         for rows in cast(Iterable[Sequence[int]], self.batch_sampler):
             yield [tensor[rows] for tensor in tensors]
 
+    def _draw(self) -> None:
+        # torch's loader draws a seed for its workers at the beginning of an epoch, even where it
+        # has none; who draws after it must not notice that it was passed by.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+
     def _start(self) -> Ahead:
         self._stop()
+        if self._lent and self._iterator is not None:
+            # Workers that live on get no new seed: without this the worker lent to `Async` would
+            # be seen in the order of a shuffle from the second epoch on.
+            self._draw()
         # Workers are started here, in the caller's thread: a fork beside a computing thread could
         # copy a lock that nobody in the child will ever release.
         items = super().__iter__()

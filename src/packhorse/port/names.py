@@ -24,6 +24,7 @@ class Name(NamedTuple):
 
 
 EMULATED = {
+    "__version__": "of PopTorch, whose interface this is",
     "Options": "settings of a run",
     "DataLoader": "batches of batch_size times iterations, replicas and accumulation",
     "AsynchronousDataAccessor": "reads ahead in a thread",

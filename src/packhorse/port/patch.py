@@ -16,12 +16,15 @@ from importlib.util import decode_source
 from pathlib import Path
 
 from packhorse.errors import InputError
+from packhorse.port import __version__
 from packhorse.port.edit import Left, Slots, Text
 from packhorse.port.names import NAMES
 from packhorse.port.origins import Origins, dotted
-from packhorse.port.settle import READ, Plan, chain, made, settle
+from packhorse.port.settle import READ, Plan, chain, made, meaning, preloads, settle
 
 MARK = "# packhorse port, not translated: "
+VERSION = "__version__"
+LOADERS = ("DataLoader", "AsynchronousDataAccessor")
 # Statements that need no counterpart: nothing has to happen.
 NEEDLESS = {
     *("setLogLevel", "DataLoader.terminate", "removeBlocks", "Block.start"),
@@ -89,10 +92,11 @@ def translate(source: bytes, name: str) -> Patched:
         for statement in gone:
             last = len(gone) == len(body) and statement is gone[-1]
             script.text.delete(statement, alone=last)
-    for line, why in script.left.items():
+    left = sorted(dict.fromkeys(script.left), key=lambda each: each[0])
+    for line, why in left:
         script.text.above(line, MARK + why)
     script.header()
-    return Patched(script.text.result(), tuple(sorted(script.left.items())))
+    return Patched(script.text.result(), tuple(left))
 
 
 @dataclass
@@ -102,14 +106,14 @@ class Script:
     text: Text
     tree: ast.Module
     origins: Origins
-    left: dict[int, str] = field(default_factory=dict)
+    left: list[tuple[int, str]] = field(default_factory=list)
     steps: set[str] = field(default_factory=set)
     needs: set[str] = field(default_factory=set)
     at: int = 1  # the line of the statement under translation
 
     def __post_init__(self) -> None:
         self.plans = settle(self.tree, self.origins)
-        self.left |= self.plans.left
+        self.left += self.plans.left
 
     # Statements
 
@@ -142,7 +146,7 @@ class Script:
 
     def options(self, node: ast.stmt, value: ast.expr) -> bool:
         """Settings act where they are used; a seed alone acts at once."""
-        if node.lineno in self.plans.left or self.lost(node):
+        if node.lineno in dict(self.plans.left) or self.lost(node):
             return False
         seeds = [
             ast.unparse(call.args[0])
@@ -160,7 +164,7 @@ class Script:
         """Is it assigned to a variable that also holds something else, so that its use is lost?"""
         names = [dotted(target) for target in getattr(node, "targets", [])]
         if lost := [name for name in names if name not in self.origins.made]:
-            self.left[node.lineno] = f"what {lost[0]} is set to cannot be told"
+            self.tell(f"what {lost[0]} is set to cannot be told")
         return bool(lost)
 
     def decorator(self, node: ast.AST) -> bool:
@@ -171,6 +175,10 @@ class Script:
         self.text.replace(lines[node.lineno - 1], lines[node.end_lineno or node.lineno], "")
         return True
 
+    def tell(self, *reasons: str) -> None:
+        """What of the statement is not translated."""
+        self.left += [(self.at, why) for why in reasons]
+
     # Expressions
 
     def expression(self, node: ast.AST) -> None:
@@ -178,7 +186,7 @@ class Script:
         try:
             inner = self.parts(node)
         except Left as why:
-            self.left.setdefault(self.at, str(why))
+            self.tell(*why.args)
             inner = [each for each in ast.iter_child_nodes(node) if isinstance(node, ast.Call)][1:]
         for each in inner:
             self.expression(each)
@@ -187,6 +195,8 @@ class Script:
         """Translate this one; the parts of it that are still to be translated."""
         if isinstance(node, ast.Call) and (name := self.origins.name(node.func)):
             return self.call(node, name)
+        if isinstance(node, ast.FormattedValue) and self.has_version(node.value):
+            return self.formatted(node)
         if isinstance(node, ast.Attribute | ast.Name):
             if name := self.origins.name(node):
                 return self.name(node, name)
@@ -203,6 +213,8 @@ class Script:
             self.needs.add("contextlib")
             self.text.instead_of(node, "contextlib.nullcontext()")
             return []
+        if name in LOADERS and preloads(node):
+            self.tell(f"{name}: early_preload would draw the order before the loop begins")
         if name in THROUGH and node.args:
             return self.through(node, node.args[: None if name == "recomputationCheckpoint" else 1])
         if name == "identity_loss" and node.args:
@@ -222,6 +234,10 @@ class Script:
         if name in TYPES:
             self.needs.add("torch")
             self.text.instead_of(node, TYPES[name])
+        elif name == VERSION:
+            self.text.instead_of(node, f'"{__version__}"')
+        elif isinstance(node, ast.Attribute) and name.startswith(f"{VERSION}."):
+            return [node.value]
         elif isinstance(node, ast.Attribute) and name == "DataLoader.combinedBatchSize":
             self.text.replace(self.text.end(node.value), self.text.end(node), ".batch_size")
         elif name in READ and (plan := self.plans.at(dotted(node).partition(".")[0], self.at)):
@@ -231,7 +247,20 @@ class Script:
             own = "" if name.endswith(".model") else f".{node.attr}"
             self.text.replace(self.text.end(node.value), self.text.end(node), f".args[0]{own}")
         else:
-            raise Left(f"{name}: {NAMES[name].meaning}" if name in NAMES else f"{name}: not known")
+            raise Left(meaning(name))
+        return []
+
+    def has_version(self, node: ast.AST) -> bool:
+        return any(self.origins.name(each) == VERSION for each in ast.walk(node))
+
+    def formatted(self, node: ast.FormattedValue) -> list[ast.AST]:
+        """The version in an f-string becomes text: a literal's quotes might end the string."""
+        begin, end = self.text.begin(node.value), self.text.end(node.value)
+        before, after = self.text.source[:begin].rstrip(), self.text.source[end:].lstrip()
+        if self.origins.name(node.value) != VERSION or (before[-1:], after[:1]) != (b"{", b"}"):
+            raise Left(f"{VERSION}: inside an f-string")
+        close = len(self.text.source) - len(after) + 1
+        self.text.replace(len(before) - 1, close, __version__)
         return []
 
     def through(self, node: ast.Call, kept: list[ast.expr]) -> list[ast.AST]:
@@ -297,7 +326,7 @@ class Script:
         if training and slots.value("optimizer") is None:
             raise Left("trainingModel: without an optimizer")
         if plan.replicas != "1" and b"BatchNorm" in self.text.source:
-            self.left.setdefault(self.at, "BatchNorm counts all replicas, not the first alone")
+            self.tell("BatchNorm counts all replicas, not the first alone")
         trained = ("accumulation", "mean") if training else ()
         words = plan.words(("iterations", *trained, "replicas", "outputs", "every"))
         step = STEPS[name, bool(words)]
@@ -312,9 +341,9 @@ class Script:
 
     def optimizer(self, slots: Slots, name: str) -> list[ast.AST]:
         kind = name.removeprefix("optim.")
-        for word in ("max_grad_norm", "bias_correction", "use_tf_variant"):
-            if slots.value(word) is not None:
-                raise Left(f"torch.optim.{kind} has no {word}")
+        words = ("max_grad_norm", "bias_correction", "use_tf_variant")
+        if given := [word for word in words if slots.value(word) is not None]:
+            raise Left(*(f"torch.optim.{kind} has no {word}" for word in given))
         slots.drop(*SCALING)
         return self.renamed(slots, f"torch.optim.{kind}")
 

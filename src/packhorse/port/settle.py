@@ -91,7 +91,7 @@ class Plans:
     """What each variable that holds options is set to, from which line on."""
 
     known: dict[str, list[tuple[int, Plan]]] = field(default_factory=lambda: defaultdict(list))
-    left: dict[int, str] = field(default_factory=dict)
+    left: list[tuple[int, str]] = field(default_factory=list)
 
     def at(self, name: str, line: int) -> Plan | None:
         """As set by then; in a function that stands before, as set in the end."""
@@ -112,10 +112,10 @@ def settle(tree: ast.Module, origins: Origins) -> Plans:
         try:
             plan = made(before, calls, origins)
         except Left as why:
-            plans.left[node.lineno] = str(why)
+            plans.left += [(node.lineno, each) for each in why.args]
             continue
         if conditional and plan != before:
-            plans.left[node.lineno] = "set under a condition; taken as set"
+            plans.left.append((node.lineno, "set under a condition; taken as set"))
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", root)]
         for name in {dotted(target) for target in targets}:
             plans.known[name].append((node.lineno, plan))
@@ -126,15 +126,32 @@ def made(plan: Plan | None, calls: list[ast.Call], origins: Origins) -> Plan:
     """A plan with more settings made."""
     if plan is None:
         raise Left("where these options come from cannot be told")
+    unknown = []
     for call in calls:
         if (name := origins.name(call.func)) != "Options":
             after = plan.after(name, call)
             if after is None:
-                raise Left(
-                    f"{name}: {NAMES[name].meaning}" if name in NAMES else f"{name}: not known"
-                )
-            plan = after
+                unknown.append(meaning(name))
+            plan = after or plan
+    if unknown:
+        raise Left(*unknown)
     return plan
+
+
+def meaning(name: str) -> str:
+    """A name with what the table says of it."""
+    return f"{name}: {NAMES[name].meaning}" if name in NAMES else f"{name}: not known"
+
+
+def preloads(call: ast.Call) -> bool:
+    """May a loader begin to read when it is made, and so draw its order before others draw?"""
+    given = {word.arg: word.value for word in call.keywords}
+    inside = given.get("async_options")
+    if isinstance(inside, ast.Dict):
+        keys = [getattr(key, "value", None) for key in inside.keys]
+        given |= dict(zip(keys, inside.values, strict=True))
+    early = given.get("early_preload", None if isinstance(inside, ast.Dict) else inside)
+    return early is not None and not (isinstance(early, ast.Constant) and not early.value)
 
 
 def chain(value: ast.expr, origins: Origins) -> tuple[ast.expr, list[ast.Call]]:
