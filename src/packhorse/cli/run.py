@@ -6,7 +6,6 @@ file chunk by chunk and survive a kill (`data/output/resumable.py`); on the scre
 few texts of a file are shown, and only they are encoded.
 """
 
-import io
 import os
 import select
 import stat
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TEXT = "Hello world!"
 SHOWN = 20  # texts of a file that go to the screen
-PATIENCE = 0.5  # seconds that a pipe without text is given
+PATIENCE = 2.0  # seconds before someone who waits for a pipe is told
 
 
 def run(
@@ -47,7 +46,7 @@ def run(
       packhorse run --task embed --input texts.csv --column body --out vectors.npy
       packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
     """
-    if not texts and not options.input and _text_is_waiting():
+    if not texts and not options.input and _is_piped():
         options = replace(options, input="-")
     _check(texts, options)
     records = _records(texts, options)
@@ -63,17 +62,18 @@ def run(
             _print(records, encoder, options)
 
 
-def _text_is_waiting() -> bool:
-    """Was text piped in? Only what is there at once counts: an open pipe must not block."""
+def _is_piped() -> bool:
+    """Is text piped in? It may be long in coming; who waits for nothing is told for what."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
             return False
         ready, _, _ = select.select([sys.stdin], [], [], PATIENCE)
-        source = sys.stdin.buffer
-        return bool(ready) and isinstance(source, io.BufferedReader) and bool(source.peek(1))
     except (AttributeError, OSError, ValueError):  # no standard input, or not a real one
         return False
+    if not ready:
+        note("waiting for text from the pipe; name a TEXT, or </dev/null, to do without")
+    return True
 
 
 def _check(texts: Sequence[str], options: Options) -> None:
