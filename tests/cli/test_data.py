@@ -34,6 +34,11 @@ def build(home: Path, *more: object) -> tuple[object, ...]:
     return ("data", "build", home / "part-00000", home / "out", *flags, *more)
 
 
+def test_a_seed_below_zero_is_refused(cli, tmp_path: Path) -> None:
+    said = cli("data", "stats", tmp_path, "--seed", "-1")
+    assert said.code == 2 and "--seed is -1; it must be 0 or more" in said.err
+
+
 def test_build_then_stats(cli, home: Path) -> None:
     said = cli(*build(home, "--json"))
     assert said.code == 0, said.err

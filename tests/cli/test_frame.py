@@ -140,6 +140,11 @@ def test_warnings_of_one_kind_are_one_line(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == "warning: 12 cut (the first of 2 such warnings)\n"
 
 
+def test_a_list_that_goes_on_says_so(cli) -> None:
+    said = cli("runn")
+    assert said.code == 2 and ", ...; see `packhorse --help`" in said.err
+
+
 def test_a_closed_pipe_is_quiet() -> None:
     code = (
         "import sys; from packhorse.cli import main\n"

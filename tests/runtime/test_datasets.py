@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+import packhorse
 from packhorse.errors import InputError
 
 TEXTS = ["who saw the horse", "ann", "the horse saw ann"]
@@ -44,3 +46,28 @@ def test_a_table_must_have_one_column_of_texts(make_encoder, table: Any) -> None
         encoder.embed(table.add_column("title", TEXTS))
     with pytest.raises(InputError, match="of: none"):
         encoder.embed(table.select_columns(["label"]))
+
+
+class Frame:
+    """As pandas has it: it gives its columns' names, one by one."""
+
+    columns = ("text",)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+
+@pytest.mark.parametrize(
+    "given", [Frame(), {"text": TEXTS}, None, 7], ids=["frame", "map", "none", "number"]
+)
+def test_what_is_no_list_of_texts_is_refused(make_encoder, given: Any) -> None:
+    encoder = make_encoder()
+    said = r'pass one column of it: table\["…"\]|texts are a list of texts, not'
+    with pytest.raises(InputError, match=said):
+        encoder.embed(given)
+    with packhorse.PackRunner(encoder, timeout=0) as runner:
+        with pytest.raises(InputError, match=said):
+            runner.run(given)
+        assert len(runner.run(iter(TEXTS))) == len(TEXTS)
+    with pytest.raises(InputError, match=r"PackRunner\(packhorse.load\('name'\)\)"):
+        packhorse.PackRunner("name")  # pyright: ignore[reportArgumentType]

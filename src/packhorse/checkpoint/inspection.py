@@ -17,6 +17,7 @@ from packhorse.checkpoint.configuration import Given
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.loading import Checkpoint, load
 from packhorse.errors import PackhorseError
+from packhorse.model.config import BertConfig
 
 Progress = Callable[[int, int], None]
 
@@ -83,7 +84,7 @@ def inspect(
         runs=made is not None,
         why_not=why_not,
         family=str(made.raw.get("model_type") or "bert") if made else "",
-        config=asdict(made.config) if made else {},
+        config=_told(made.config) if made else {},
         heads=tuple(made.model.heads) if made else (),
         labels=made.labels if made else (),
         max_length=made.max_length if made else 0,
@@ -95,6 +96,11 @@ def inspect(
         notes=made.notes if made else contents.notes,
         tensors=tensors,
     )
+
+
+def _told(config: BertConfig) -> dict[str, Any]:
+    """As the files say it; attention dropout is a setting of training here."""
+    return {name: value for name, value in asdict(config).items() if name != "attention_dropout"}
 
 
 def _try(

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PackhorseError as error:
         return _fail(error, error.exit_code)
     except CycloptsError as error:
-        return _fail(f"{one_line(error).rstrip('.')}; see `{_command(tokens)} --help`", 2)
+        return _fail(f"{_without_stop(one_line(error))}; see `{_command(tokens)} --help`", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
@@ -72,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         what = f"{type(error).__name__}: {error}"
         return _fail(f"unexpected {what} (PACKHORSE_TRACEBACK=1 shows where)", 1)
+
+
+def _without_stop(sentence: str) -> str:
+    """But an ellipsis stays."""
+    return sentence if sentence.endswith("..") else sentence.removesuffix(".")
 
 
 def _command(tokens: Sequence[str]) -> str:

@@ -266,6 +266,8 @@ def stats(
     from packhorse.data.packed import statistics
 
     plots.check(plot)
+    if seed < 0:
+        raise InputError(f"--seed is {seed}; it must be 0 or more")
     folders = statistics.datasets(out)
     documents = {}
     for name, folder in folders.items():

@@ -299,10 +299,11 @@ class Admission:
     def _refuse(self) -> None:
         self.refused += 1
         requests = self.waiting_requests + self.promised_requests + self.at_door
+        ahead = self.waiting_tokens + self.promised_tokens
+        counted = f"{requests} requests of {ahead} tokens" if ahead else f"{requests} requests"
         raise Overloaded(
-            f"{requests} requests of {self.waiting_tokens + self.promised_tokens} tokens "
-            f"wait already (max_waiting_requests is {self.max_requests}, max_waiting_tokens "
-            f"{self.max_tokens}); try again in a moment"
+            f"{counted} wait already (max_waiting_requests is {self.max_requests}, "
+            f"max_waiting_tokens {self.max_tokens}); try again in a moment"
         )
 
     def _admit(self, request: Request, tokens: int) -> Awaited:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from packhorse.data.tables.texts import as_texts
 from packhorse.errors import InputError, RunnerStopped
 from packhorse.runtime.admission import Admission, Awaited
 from packhorse.runtime.encoder import Encoder
@@ -78,6 +79,8 @@ class PackRunner:
         max_waiting_requests: int = 1024,
         publish: bool = True,
     ) -> None:
+        if isinstance(encoder, str):
+            raise InputError(f"a runner takes an encoder: PackRunner(packhorse.load({encoder!r}))")
         capacity = encoder.max_length if capacity is None else capacity
         rows = max(1, encoder.budget // max(1, capacity)) if rows is None else rows
         shape = Shape(_mode(encoder, mode), rows, capacity, max_sequences, policy)
@@ -151,6 +154,8 @@ class PackRunner:
     def run(self, texts: Sequence[Given], task: str = "embed", **options: Any) -> list[Any]:
         """All the answers, in order; waits for room instead of raising `Overloaded`."""
         self._check_process()
+        texts = as_texts(texts)
+        texts = texts if isinstance(texts, Sequence) else list(texts)
         futures: list[Future[Any]] = []
         try:
             for begin in range(0, len(texts), CHUNK):  # the engine runs while the rest is prepared

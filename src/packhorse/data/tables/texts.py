@@ -7,7 +7,7 @@ would shift every row behind it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,10 @@ def as_texts(given: Any) -> Any:
     if hasattr(given, "column_name"):  # by itself it gives a row at a time, a hundred times slower
         return given[:] if hasattr(given, "__len__") else list(given)
     if not is_dataset(given):
+        if isinstance(given, Mapping) or hasattr(given, "columns"):  # would give its columns' names
+            raise InputError('a table is no list of texts; pass one column of it: table["…"]')
+        if not isinstance(given, Iterable):
+            raise InputError(f"texts are a list of texts, not {given!r:.80}")
         return list(given) if isinstance(given, Iterator) else given
     dataset = open_source(given)
     columns = text_columns(dataset)
