@@ -276,6 +276,14 @@ def test_entities_join_their_pieces() -> None:
     assert all(text[e.start : e.end] == e.text for e in found)
 
 
+def test_a_joined_entity_is_as_sure_as_its_tokens_on_average() -> None:
+    text = "Ada King Lovelace met"
+    logits = np.log([[0.5, 0.5], [0.1, 0.9], [0.4, 0.6], [0.3, 0.7], [0.8, 0.2], [0.5, 0.5]])
+    (found,) = results.entities(logits, make_encoding(text), text, ("O", "I-PER"))
+    assert (found.text, found.start, found.end) == ("Ada King Lovelace", 0, 17)
+    assert found.score == pytest.approx((0.9 + 0.6 + 0.7) / 3)
+
+
 def test_two_entities_side_by_side_stay_two() -> None:
     text = "Ada Charles"
     encoding = make_encoding(text)

@@ -221,7 +221,7 @@ def entities(
     Without `join`, each token for itself with its label as it is.
     """
     scores = softmax(logits)
-    found: list[Entity] = []
+    found: list[list[Entity]] = []
     previous = -2
     for i in np.flatnonzero(~encoding.special):
         label = labels[int(scores[i].argmax())]
@@ -231,18 +231,20 @@ def entities(
             named = kind if join else label
             piece = Entity(named, text[start:end], start, end, float(scores[i].max()))
             # The second piece of a split word never begins a new entity, whatever it is labelled.
-            touching = join and bool(found) and previous == i - 1 and found[-1].label == kind
-            if touching and (not begins or start == found[-1].end):
-                found[-1] = _joined(found[-1], piece, text)
+            touching = join and previous == i - 1 and found[-1][-1].label == kind
+            if touching and (not begins or start == found[-1][-1].end):
+                found[-1].append(piece)
             else:
-                found.append(piece)
+                found.append([piece])
             previous = i
-    return found
+    return [_joined(pieces, text) for pieces in found]
 
 
-def _joined(left: Entity, right: Entity, text: str) -> Entity:
-    span = text[left.start : right.end]
-    return Entity(left.label, span, left.start, right.end, min(left.score, right.score))
+def _joined(pieces: Sequence[Entity], text: str) -> Entity:
+    """As sure as its tokens are on average, which is how transformers tells it."""
+    start, end = pieces[0].start, pieces[-1].end
+    score = sum(piece.score for piece in pieces) / len(pieces)
+    return Entity(pieces[0].label, text[start:end], start, end, score)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -26,7 +26,8 @@ class Spoken(NamedTuple):
 
     @property
     def document(self) -> dict[str, Any]:
-        return json.loads(self.out.splitlines()[-1])
+        """With --json it is alone on stdout."""
+        return json.loads(self.out)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def test_encode_with_a_model(cli, tiny, tmp_path: Path) -> None:
     ]
     assert all(row["cosine_min"] > 0.9999 for row in found["rows"])
     assert found["date"] == date.today().isoformat() and "squad: 12 sequences" in found["workload"]
-    assert "x hf sorted" in said.out
+    assert "x hf sorted" in said.err
     text = note.read_text("utf-8")
     assert found["date"] in text and "| transformers | fp32 | sorted |" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -59,7 +59,7 @@ def test_packing_of_a_mix(cli, tmp_path: Path) -> None:
         *((2, "optimum"), (2, "lpfhp"), (None, "optimum"), (None, "lpfhp"))
     ]
     assert all(row["packs"] >= row["lower_bound"] for row in rows)
-    assert "unlimited" in said.out and (tmp_path / "a.svg").exists()
+    assert "unlimited" in said.err and (tmp_path / "a.svg").exists()
 
 
 def test_a_note_holds_the_command(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_table_json_and_figure(cli, runs: list[Path], tmp_path: Path) -> None:
     one, two = said.document["runs"]
     assert (one["run"], two["run"]) == ("one", "two")
     assert (two["steps"], two["last"], two["apart"], two["apart_most"]) == (2, 1.5, 0.25, 0.5)
-    assert "at most" in said.out and "0.2500" in said.out
+    assert "at most" in said.err and "0.2500" in said.err
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -33,7 +33,7 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     assert max(mode["largest_difference"] for mode in found["modes"]) < 1e-5
     assert "squad: 12 requests" in found["workload"] and found["dtype"] == "fp32"
     assert "2 x 32 tokens" in found["batches"] and "7 clients" in found["batches"]
-    assert "x padded" in said.out and "Pack Online AttentionMask(first_fit)" in said.out
+    assert "x padded" in said.err and "Pack Online AttentionMask(first_fit)" in said.err
     assert f"| {found['modes'][0]['name']} |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:

@@ -13,7 +13,7 @@ def test_table_json_and_note(cli, tmp_path: Path) -> None:
     ways = [row["way"] for row in said.document["rows"]]
     assert ways == ["plain loop", "port, as modules", "port"]
     assert said.document["rows"][2]["largest_difference"] == 0
-    assert "x plain" in said.out
+    assert "x plain" in said.err
     assert "packhorse" in (tmp_path / "note.md").read_text()
 
 

@@ -27,7 +27,7 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     assert set(ours) == set(padded) == KEYS and ours["fill"] == 1 > padded["fill"]
     assert ours["loss"] == pytest.approx(padded["loss"], abs=1e-5)
     assert "pretraining, like Wikipedia" in found["workload"] and found["dtype"] == "fp32"
-    assert "x padded" in said.out and "transformers, padded to 32" in said.out
+    assert "x padded" in said.err and "transformers, padded to 32" in said.err
     assert "| packhorse, packed |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:

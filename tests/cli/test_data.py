@@ -46,11 +46,11 @@ def test_build_then_stats(cli, home: Path) -> None:
     assert found["found"]["documents"] == 60 and not found["already"]
     train = found["train"]
     assert train["rows"] >= train["lower_bound"] and train["efficiency"] <= 1
-    assert "no plan is fuller" in said.out and f"{train['efficiency']:.2%}" in said.out
+    assert "no plan is fuller" in said.err and f"{train['efficiency']:.2%}" in said.err
     assert "reading: 100%, 60 documents" in said.err and "MB/s" in said.err
     assert "writing train: 100%" in said.err
     read = "60 documents, 0 of them held out, "
-    assert read in said.out and "0 redirects" in said.out and "0 without text" in said.out
+    assert read in said.err and "0 redirects" in said.err and "0 without text" in said.err
 
     told = cli("data", "stats", home / "out", "--json", "--verify", "--samples", 2, "--top", 4)
     assert told.code == 0, told.err

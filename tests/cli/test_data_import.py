@@ -58,13 +58,13 @@ def test_records_become_a_dataset(
     assert (out / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
     dataset = shards.open(out / "train", verify=True)
     assert len(dataset) == train["rows"]
-    assert "imported in" in spoken.out and "train" in spoken.out
+    assert "imported in" in spoken.err and "train" in spoken.err
     stats = cli("data", "stats", out, "--samples", 2, "--json")
     assert stats.code == 0, stats.err
     assert "=w" in stats.out  # a masked word, shown as text
     again = cli("data", "import", *command, "--json")
     assert again.document["already"] and "imported already" in again.err
-    assert "imported before" in again.out and "imported in" not in again.out
+    assert "imported before" in again.err and "imported in" not in again.err
 
 
 def test_graphcore_files_and_rows(

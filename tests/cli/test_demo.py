@@ -35,7 +35,7 @@ def test_both_sides_agree_and_a_query_is_answered(cli, tmp_path: Path) -> None:
     assert answer["query"] == "parse a mail message"
     assert len(scores) == 5 and scores == sorted(scores, reverse=True)
     for part in ("packed", "padding", "The vectors agree", answer["results"][0]["name"]):
-        assert part in said.out
+        assert part in said.err
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

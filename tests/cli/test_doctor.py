@@ -12,8 +12,8 @@ from packhorse.cli import doctor, main
 
 def test_it_says_what_runs_and_why_not(capsys) -> None:
     assert main(["doctor", "--json"]) == 0
-    out = capsys.readouterr().out
-    found = json.loads(out.splitlines()[-1])
+    out, shown = capsys.readouterr()
+    found = json.loads(out)
     assert found["machine"]["torch"] == torch.__version__
     on_cpu = {(r["kernel"], r["dtype"]): r for r in found["kernels"] if r["device"] == "cpu"}
     assert set(on_cpu) == {(name, dtype) for name in KERNELS for dtype in ("fp32", "bf16")}
@@ -21,7 +21,7 @@ def test_it_says_what_runs_and_why_not(capsys) -> None:
     assert on_cpu["varlen", "fp32"]["runs"] is False
     assert "cuda" in on_cpu["varlen", "fp32"]["why"]
     assert "NVIDIA GPU" in on_cpu["varlen", "fp32"]["fix"]
-    assert "Attention kernels" in out
+    assert "Attention kernels" in shown
 
 
 def test_missing_things_come_with_their_fix(monkeypatch) -> None:

@@ -25,7 +25,7 @@ def test_one_plan(cli, counts: Path) -> None:
     assert found["sequences"] == 10 and found["tokens"] == 30 and found["capacity"] == 5
     assert found["packs"] == found["lower_bound"] == 6 and found["efficiency"] == 1.0
     assert found["factor"] == pytest.approx(10 / 6)
-    assert "optimum" in said.out and "60.00% full" in said.out
+    assert "optimum" in said.err and "60.00% full" in said.err
 
 
 def test_all_algorithms_side_by_side(cli, counts: Path) -> None:

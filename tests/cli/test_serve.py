@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,17 @@ def test_settings_are_shown_and_keys_are_not(capsys, monkeypatch) -> None:
     shown = json.loads(out.splitlines()[-1])
     assert (shown["port"], shown["model"], shown["graphs"]) == (1234, ["a=x", "y"], True)
     assert "sesame" not in out
+
+
+def test_what_is_shown_can_be_read(capsys, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PACKHORSE_API_KEY", "sesame")
+    words = ["--host", "0.0.0.0", "--model", 'a="x"', "--model", "y", "--graphs", "--dtype", "bf16"]
+    assert main(["serve", "--print-config", *words]) == 0
+    out = capsys.readouterr().out
+    assert "sesame" not in out and "# Age of a batch" in out
+    (file := tmp_path / "serve.toml").write_text(out, "utf-8")
+    assert main(["serve", "--config", str(file), "--print-config"]) == 0
+    assert capsys.readouterr().out == out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -29,6 +30,23 @@ def test_kinds_of_the_environment() -> None:
     assert settings.model == ("a=x", "b")
     assert settings.idle_seconds == 1.5
     assert settings.dtype == "bf16"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"model": ["a=x", 'say "\\né\x7f\n'], "cors_origin": ["https://a.org"], "dtype": "fp16"},
+        {"engine": "ray", "replicas": 2, "batch_wait_ms": 1e-7, "idle_seconds": 1e17},
+        {"graphs": True, "host": "0.0.0.0", "insecure": True, "ray_address": "", "port": 0},
+    ],
+)
+def test_what_is_written_is_read_back(flags: dict, tmp_path: Path) -> None:
+    environment = {"PACKHORSE_API_KEY": "sesame"}
+    settings = resolve(None, environment, flags)
+    (file := tmp_path / "serve.toml").write_text(settings.toml(), "utf-8")
+    assert resolve(file, environment) == settings
+    assert "sesame" not in settings.toml() and "keys" not in tomllib.loads(settings.toml())
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from cyclopts import App, CycloptsError
 
 from packhorse import __version__
-from packhorse.cli.console import note, one_line
+from packhorse.cli.console import json_alone, note, one_line
 from packhorse.errors import PackhorseError
 
 # The line in `packhorse --help` stands here, so that printing it imports no command.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tokens = shield(tokens)
     try:
-        with _warnings_as_notes():
+        with _warnings_as_notes(), json_alone() if "--json" in tokens else nullcontext():
             app = _app(asked)
             app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()

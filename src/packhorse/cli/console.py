@@ -1,4 +1,5 @@
-"""What the commands print: tables and one JSON document on stdout, notes and progress on stderr.
+"""What the commands print: tables on stdout, notes and progress on stderr. With --json the document
+alone is on stdout, and tables are on stderr too.
 
 On a terminal tables and bars are rich's; elsewhere they are plain lines that can be searched and
 logged, and rich is not even imported. Texts of users are shown as they are: nothing in them is
@@ -11,8 +12,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Annotated, Any
+from contextlib import contextmanager, redirect_stdout
+from contextvars import ContextVar
+from typing import Annotated, Any, TextIO
 
 from cyclopts import Parameter
 
@@ -20,19 +22,32 @@ from packhorse import status
 from packhorse.data.output.rows import to_plain
 
 JsonFlag = Annotated[
-    bool, Parameter(negative="", show_default=False, help="One line of JSON at the end.")
+    bool, Parameter(negative="", show_default=False, help="One line of JSON on stdout, at the end.")
 ]
 Advance = Callable[[int, int], None]  # done, in all; 0 in all: not known
 
 PAUSE = 5.0  # seconds between two plain lines of progress, and a tenth of the work as well …
 PATIENCE = 60.0  # … but no longer than this without a word
 WORKS = itertools.count(1)
+_RESULT: ContextVar[TextIO | None] = ContextVar("result", default=None)
+
+
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """Leave stdout to `emit`, for a program that reads it; what else is printed goes to stderr."""
+    token = _RESULT.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _RESULT.reset(token)
 
 
 def emit(document: dict[str, Any], as_json: bool) -> None:
-    """With `as_json`, the document as the last line of stdout; what is not a number is null."""
+    """With `as_json`, the document as a line on stdout; what is not a number is null."""
     if as_json:
-        print(json.dumps(to_plain(document), separators=(",", ":")))
+        text = json.dumps(to_plain(document), separators=(",", ":"))
+        print(text, file=_RESULT.get() or sys.stdout, flush=True)
 
 
 def note(message: object) -> None:

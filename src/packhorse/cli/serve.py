@@ -82,8 +82,7 @@ def serve(
     settings = resolve(config, os.environ, given)
     if print_config:
         shown = {name: value for name, value in asdict(settings).items() if name in KINDS}
-        for name, value in shown.items():
-            print(f"{name} = {value!r}")
+        print(settings.toml(), end="")
         return emit(shown, json)
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")

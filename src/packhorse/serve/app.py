@@ -17,7 +17,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -36,7 +35,7 @@ from packhorse.errors import (
 from packhorse.serve import page
 from packhorse.serve.calls import reply
 from packhorse.serve.dialects import cohere, huggingface, openai, own, tei
-from packhorse.serve.failures import ClientGone, Empty, Failure, TooLarge, UnknownModel
+from packhorse.serve.failures import ClientGone, Empty, Failure, TooLarge, UnknownModel, blame
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import Hosts
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, Seen
@@ -145,7 +144,6 @@ def _add_handlers(app: FastAPI) -> None:
     for kind, handler in {
         PackhorseError: _ours,
         RequestValidationError: _invalid,
-        ValidationError: _invalid,
         HTTPException: _framework,
         Exception: _mistake,
     }.items():
@@ -165,13 +163,12 @@ async def _ours(request: Request, error: Any) -> Response:
 
 async def _invalid(request: Request, error: Any) -> Response:
     """A body that is not JSON is 400, one that does not fit the schema 422; neither is repeated."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    syntax = first["type"] == "json_invalid"
-    where = ".".join(place) or "the body"
-    told = "the body is not JSON" if syntax else f"{where}: {first['msg']}"
-    failure = Failure(400 if syntax else 422, told, field=(place or [None])[0])
-    return _failed(request, "NotJson" if syntax else "Invalid", failure)
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return _failed(request, "NotJson", Failure(400, "the body is not JSON"))
+    place, message = blame(errors, error.body)
+    told = f"{'.'.join(place) or 'the body'}: {message}"
+    return _failed(request, "Invalid", Failure(422, told, field=(place or [None])[0]))
 
 
 async def _framework(request: Request, error: Any) -> Response:

@@ -7,7 +7,7 @@ no log, and what cannot be decoded cannot be repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import orjson
 from packhorse.errors import PackhorseError
 
 Headers = Mapping[str, str]
+COMPLAINTS = 100  # that are looked at: a mapping of wrong values brings one for each
 
 
 class TooLarge(PackhorseError):
@@ -89,3 +90,50 @@ def _dialect(path: str) -> Callable[[Failure], dict[str, Any]]:
     if path == "/":
         return _hugging_face
     return next((shape for prefix, shape in DIALECTS if path.startswith(prefix)), _tei)
+
+
+def blame(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[list[str], str]:
+    """The way to what is wrong in a request, and what is wrong there, of pydantic's complaints.
+
+    A value that may be of several kinds brings complaints for each of them, below the kind's name,
+    which no client knows. Told is the kind that got furthest into the value: it was meant.
+    """
+    first = errors[0]
+    if first["loc"][0] != "body":
+        return [str(part) for part in first["loc"][1:]], first["msg"]
+    kinds: dict[tuple[Any, ...], list[_Complaint]] = {}
+    for error in errors[:COMPLAINTS]:
+        if error["loc"][:2] == first["loc"][:2]:
+            kind, complaint = _complaint(error, body)
+            kinds.setdefault(kind, []).append(complaint)
+    # Of kinds that got as far, the one with the fewest complaints.
+    told = max(kinds.values(), key=lambda each: (each[0].reached, -len(each)))[0]
+    return [str(part)[:80] for part in told.place], told.message
+
+
+@dataclass(frozen=True, slots=True)
+class _Complaint:
+    place: Sequence[str | int]
+    reached: Sequence[int]  # at each step of the way, to be compared
+    message: str
+
+
+def _complaint(error: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], _Complaint]:
+    """Of which kinds it is, and the rest: what is no step into the body is the name of a kind."""
+    kinds: list[Any] = []
+    place: list[str | int] = []
+    reached: list[int] = []
+    ways = error["loc"][1:]
+    for number, part in enumerate(ways, 1):
+        if (isinstance(body, dict) and part in body) or (
+            isinstance(body, list) and isinstance(part, int)
+        ):
+            body = body[part]
+            reached.append(part if isinstance(part, int) else 1)
+            place.append(part)
+        elif error["type"] == "missing" and number == len(ways):
+            reached.append(0)
+            place.append(part)
+        else:
+            kinds.append(part)
+    return tuple(kinds), _Complaint(place, reached, error["msg"])

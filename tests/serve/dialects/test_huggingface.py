@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and saw one red hat old horse ##s"
 QUESTION = {"question": "what ?", "context": "the cat sat on the mat"}
 
 
@@ -53,6 +56,65 @@ def test_lists_are_answered_with_lists(post, server):
     assert len(names) == 2 and names[0][0]["entity_group"] in ("CAT", "MAT")
     long = {"inputs": "the cat " * 60, "parameters": {"stride": 0}}
     assert post("/models/tagger", long)[1][-1]["end"] > 400
+
+
+def write_tagger(folder, names):
+    """A tiny tagger that transformers and we open."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=len(VOCABULARY.split()),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        id2label=dict(enumerate(names)),
+        label2id={name: i for i, name in enumerate(names)},
+    )
+    transformers.set_seed(2)
+    transformers.BertForTokenClassification(config).eval().save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(VOCABULARY.split()))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return str(folder)
+
+
+# A split word's second piece never begins a name here; labelled "B-" it does in transformers.
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("O", "B-CAT", "I-CAT", "I-MAT"), "the cat sat on a mat and saw one old horse"),
+        (("O", "I-CAT", "I-MAT"), "the cat cats sat on a mats and one hats old horses"),
+    ],
+)
+def test_names_are_those_of_transformers(names, words, tmp_path, serving):
+    import transformers
+
+    import packhorse
+
+    folder = write_tagger(tmp_path, names)
+    served = serving(encoders=[packhorse.load(folder, device="cpu")])
+    theirs = transformers.pipeline("token-classification", model=folder, device="cpu")
+    texts, joined = [" ".join(random.choices(words.split(), k=12)) for _ in range(20)], 0
+    for strategy, kind in (("none", "entity"), ("simple", "entity_group")):
+        body = {"inputs": texts, "parameters": {"aggregation_strategy": strategy}}
+        expected = theirs(texts, aggregation_strategy=strategy)
+        for ours, wanted in zip(served.post("/", body).json(), expected, strict=True):
+            keys = (kind, "start", "end")
+            assert [[e[k] for k in keys] for e in ours] == [[e[k] for k in keys] for e in wanted]
+            scores = [float(each["score"]) for each in wanted]
+            assert [each["score"] for each in ours] == pytest.approx(scores, abs=1e-5)
+            joined += sum(" " in each["word"] for each in ours)
+    assert joined > 5, "where nothing is joined nothing is shown"
+
+
+@pytest.mark.parametrize("strategy", ["first", "average", "max"])
+def test_what_words_would_be_weighed_by_is_refused(post, strategy):
+    body = {"inputs": "the cat", "parameters": {"aggregation_strategy": strategy}}
+    status, told = post("/models/tagger", body)
+    assert status == 422
+    assert told == {"error": "parameters.aggregation_strategy: Input should be 'none' or 'simple'"}
 
 
 def test_masks_of_one_text_nest(post):

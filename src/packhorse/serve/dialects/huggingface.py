@@ -97,7 +97,9 @@ class Parameters(Lenient):
     # text-classification
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
     # token-classification
-    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = None
+    aggregation_strategy: Literal["none", "simple"] | None = Field(
+        default=None, description="Tokens, or stretches of them; words are not weighed as a whole."
+    )
     ignore_labels: Many[str] | None = None
     stride: int | None = Field(default=None, ge=0, le=2**20)
     # sentence-similarity
