@@ -59,9 +59,9 @@ def test_build_then_stats(cli, home: Path) -> None:
     assert sum(shown["lengths"]) == train["sequences"] and told.document["verified"]
     assert sum(shown["row_tokens"]) == train["rows"]
     assert len(shown["strategies"]) == 4 and len(shown["samples"]) == 2
-    assert "[MASK=" in shown["samples"][0]["text"] and "[MASK=" in told.out
-    assert "█" in told.out and "drawn when loading" in told.out
-    assert "every byte" in told.err and read in told.out
+    assert "[MASK=" in shown["samples"][0]["text"] and "[MASK=" in told.err
+    assert "█" in told.err and "drawn when loading" in told.err
+    assert "every byte" in told.err and read in told.err
 
 
 def test_the_same_again_and_another(cli, home: Path) -> None:
