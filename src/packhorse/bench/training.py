@@ -42,6 +42,11 @@ from packhorse.train import cost
 from packhorse.train.job import Job
 
 Progress = Callable[[int, int], None]
+PRECISIONS = {
+    "fp32": "fp32",
+    "bf16": "bf16 beside fp32 weights",
+    "float8": "float8 products, else bf16, beside fp32 weights; others in bf16",
+}
 TASKS = {"pretrain": "pretraining", "classify": "fine-tuning"}
 OPTIMIZERS = {"pretrain": "LAMB", "classify": "AdamW"}
 
@@ -233,7 +238,7 @@ def _comparison(rows: tuple[TrainRow, ...], stage: Stage) -> Comparison:
         rows=rows,
         config=job.checkpoint.config,
         device=job.place.device,
-        dtype=devices.dtype_name(job.place.dtype),
+        dtype="float8" if job.place.float8 else devices.dtype_name(job.place.dtype),
         sequences=job.feed.batch,
         tokens=job.feed.tokens,
         steps=len(stage.steps),
@@ -249,7 +254,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
     size = f"{config.layers} layers, {config.hidden_size} wide"
     return {
         "model": f"{subject.name(setup)} ({size})",
-        "dtype": found.dtype + (" beside fp32 weights" if found.dtype == "bf16" else ""),
+        "dtype": PRECISIONS[found.dtype],
         "workload": f"{TASKS[setup.task]}, {lengths}: {found.tokens:.1f} of at most "
         f"{found.longest} tokens, seed {setup.seed}",
         "batches": f"{found.sequences:,.1f} sequences a step, up to {found.micro_tokens:,} tokens "
@@ -309,5 +314,6 @@ def _check(setup: Setup) -> None:
     for name in setup.peers or ():
         if name not in PEERS:
             raise InputError(f"unknown peer {name!r}; there are {', '.join(PEERS)}")
-    if setup.dtype not in (None, "fp32", "bf16"):
-        raise InputError(f"training in {setup.dtype!r} is not measured; choose fp32 or bf16")
+    if setup.dtype not in (None, *PRECISIONS):
+        known = ", ".join(PRECISIONS)
+        raise InputError(f"training in {setup.dtype!r} is not measured; choose one of {known}")

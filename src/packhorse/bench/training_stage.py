@@ -14,15 +14,15 @@ from pathlib import Path
 import torch
 
 from packhorse import attention, checkpoint, executable
-from packhorse import device as devices
 from packhorse.bench import random_model, training_sets
 from packhorse.bench.random_model import CONFIGS
 from packhorse.checkpoint import Checkpoint
 from packhorse.errors import InputError
+from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.train import cost
 from packhorse.train.feed import Feed, Step
-from packhorse.train.job import Job, Place, recorder_for
+from packhorse.train.job import Job, Place, place_for, recorder_for
 from packhorse.train.objectives import Classify, Objective, Pretrain
 from packhorse.train.pace import Pace
 from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare
@@ -85,7 +85,7 @@ def open_stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
             f"sequences of up to {longest} tokens, but the model has {config.max_positions} "
             f"positions; pass --max-length {config.max_positions}"
         )
-    place = Place(device, _half(setup, device))
+    place = place_for(setup.dtype or "auto", device)
     micro = setup.micro_tokens or cost.micro_tokens(config, device, place.half)
     batch, steps = _sizes(setup, device)
     settings = Settings(
@@ -116,12 +116,6 @@ def _source(setup: Setup) -> Checkpoint:
     return checkpoint.load(setup.model, **files)
 
 
-def _half(setup: Setup, device: torch.device) -> bool:
-    if setup.dtype is None:
-        return devices.default_dtype(device) == torch.bfloat16
-    return setup.dtype == "bf16"
-
-
 def _sizes(setup: Setup, device: torch.device) -> tuple[int, int]:
     """Sequences a step, steps a round."""
     batch, steps = SIZES[setup.task, device.type != "cpu"]
@@ -146,6 +140,8 @@ def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job
     labels = Labels() if pretrains else Labels(("0", "1"))
     made, _ = prepare(settings, source, objective.heads, kernel, labels)
     made.model.train().to(place.device)
+    if place.float8:
+        float8.use(made.model.bert)
     compiled = place.device.type == "cuda" and kernel.serves.compiles_backward
     optimizer = optimizer_for(settings, made.model, place.half)
     if compiled:

@@ -37,8 +37,8 @@ class Learning:
     ] = 0
     dropout: Annotated[float, flag("--dropout", help="Of hidden states.")] = 0.1
     dtype: Annotated[
-        Literal["fp32", "bf16"] | None,
-        flag("--dtype", help="bf16 keeps weights in fp32 beside; default fp32 on a CPU."),
+        Literal["fp32", "bf16", "float8"] | None,
+        flag("--dtype", help="All keep weights in fp32; float8 is ours, peers then bf16."),
     ] = None
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None
     repeats: Annotated[int, flag("--repeats", help="Timed rounds, all ways in each.")] = 3

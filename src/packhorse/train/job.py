@@ -173,7 +173,7 @@ def survey(settings: Settings, rank: int = 0, world: int = 1, *, weights: bool =
     """Open the data, and the model it is for; without `weights` its sizes will do, if set."""
     _check(settings)
     device = devices.choose_device(settings.device)
-    place = _place(settings, device, rank, world)
+    place = place_for(settings.precision, device, rank, world)
     if settings.task == "pretrain":
         ground = _pretraining(settings, place, weights or not settings.layers)
     else:
@@ -214,8 +214,8 @@ def _check(settings: Settings) -> None:
         )
 
 
-def _place(settings: Settings, device: torch.device, rank: int, world: int) -> Place:
-    asked = settings.precision
+def place_for(asked: str, device: torch.device, rank: int = 0, world: int = 1) -> Place:
+    """Where this rank computes, and in which precision: what is asked for, or the device's."""
     if asked == "auto":
         asked = devices.dtype_name(devices.default_dtype(device))
     if asked == "float8" and not devices.fast_float8(device):
