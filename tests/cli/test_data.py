@@ -34,6 +34,15 @@ def build(home: Path, *more: object) -> tuple[object, ...]:
     return ("data", "build", home / "part-00000", home / "out", *flags, *more)
 
 
+def test_a_single_document_is_warned_of(cli, home: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("the mule rests. the horse rests.\n" * 9)
+    flags = ("--tokenizer", home / "vocab.txt", "--max-length", 32, "--workers", 1)
+    said = cli("data", "build", tmp_path / "one.txt", tmp_path / "pairs", *flags)
+    assert said.code == 0 and "of a single document every sentence pair follows" in said.err
+    said = cli("data", "build", tmp_path / "one.txt", tmp_path / "single", *flags, "--single")
+    assert said.code == 0 and "single document" not in said.err
+
+
 def test_a_seed_below_zero_is_refused(cli, tmp_path: Path) -> None:
     said = cli("data", "stats", tmp_path, "--seed", "-1")
     assert said.code == 2 and "--seed is -1; it must be 0 or more" in said.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +182,12 @@ def test_labels_mark_stretches_of_text(make) -> None:
     for entity in model.label([text])[0]:
         assert entity.label == "CAT"
         assert text[entity.start : entity.end] == entity.text
+
+
+def test_it_says_why_it_is_not_copied(encoder: Encoder) -> None:
+    for way in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"neither pickled nor copied; load it where"):
+            way(encoder)
 
 
 def test_bad_choices_get_clear_errors(minilm: Path, encoder: Encoder) -> None:

@@ -140,6 +140,12 @@ def build(
         note(f"{config.out}: what is done is kept; run the same command to go on")
         raise
     seconds = time.perf_counter() - start
+    found = built.train.config["found"]
+    if config.recipe.next_sentence and found.get("documents") == 1:
+        note(
+            "warning: of a single document every sentence pair follows, so there is nothing to "
+            "tell apart; give it more documents (a file is one), or --single"
+        )
     if built.already:
         note(f"{config.out} was built already, by the same command; nothing to do")
     _show_built(config.out, built, seconds)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -84,6 +84,13 @@ class Encoder:
     def __repr__(self) -> str:
         how = f"{device.describe(self.device)}, {device.dtype_name(self.dtype)}, {self.kernel}"
         return f"Encoder({self.name}: {how}; heads: {', '.join(self.heads)})"
+
+    def __reduce__(self) -> NoReturn:
+        """Weights that were laid out for this machine's products cannot be copied."""
+        raise TypeError(
+            "an Encoder is neither pickled nor copied; load it where it is needed, "
+            f"packhorse.load(…), or give threads a PackRunner over {self.name}"
+        )
 
     def embed(
         self,
