@@ -60,10 +60,10 @@ TorchBackend.__call__ = call
 """
 # Loading takes for ever.
 LOADS = """
-import time
+import sys, time
 from packhorse.serve import hosting
 def open(settings):
-    print("{}", flush=True)
+    print("{}", file=sys.__stdout__, flush=True)
     time.sleep(60)
 hosting.open = open
 """
