@@ -408,6 +408,10 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
         torch_file(program(b"}(" + (op("a") + tensor()) * 2 + b"u"), FOUR),
         r"byte \d+: 'a' is there twice",
     ),
+    "one name twice, at last no tensor": (
+        torch_file(program(b"}(" + op("a") + tensor() + op("a") + b"\x89u"), FOUR),
+        r"byte \d+: 'a' is there twice",
+    ),
     # Archives.
     "empty": (b"", "not a zip archive"),
     "legacy pickle": (

@@ -310,17 +310,18 @@ def _state(root: Any) -> tuple[dict[str, View], list[str]]:
     chosen = wrapped[0][1] if wrapped else root
     # By identity: to compare a stranger's structures could take for ever.
     rest = [key for key, value in root if wrapped and value is not chosen]
+    others = [name for name, value in chosen if type(value) is not View]
+    texts = {name for name in others if type(name) is str}
     state: dict[str, View] = {}
     for name, value in chosen:
         if type(value) is not View:
-            rest.append(name)
-        elif type(name) is not str or not name.isprintable():
+            continue
+        if type(name) is not str or not name.isprintable():
             raise CheckpointError(f"data.pkl, byte {value.place}: the tensor's name is no text")
-        elif name in state:
+        if name in state or name in texts:
             raise CheckpointError(f"data.pkl, byte {value.place}: {brief(name)} is there twice")
-        else:
-            state[name] = value
-    left = [brief(key)[1:-1] if type(key) is str else str(key) for key in rest]
+        state[name] = value
+    left = [brief(key)[1:-1] if type(key) is str else str(key) for key in (*rest, *others)]
     if not state:
         raise CheckpointError(
             f"this file holds no tensors, but {', '.join(left[:20]) or 'nothing'}"
