@@ -139,6 +139,22 @@ def threads():
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def float8_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have float8 taken for fast here, where it is slow but computed."""
+    import torch
+
+    from packhorse import device
+    from packhorse.model import float8
+
+    ones = torch.ones(16, 16, dtype=torch.bfloat16)
+    try:
+        float8.product(ones, ones)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("this torch has no row by row scaled float8 product on a CPU")
+    monkeypatch.setattr(device, "fast_float8", lambda device: True)
+
+
 @pytest.fixture(scope="session")
 def make_model():
     """A factory of models with every head there is, large enough weights to tell tokens apart."""

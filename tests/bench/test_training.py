@@ -15,14 +15,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from packhorse import checkpoint
-from packhorse import device as devices
 from packhorse.bench import report, training, training_lanes, training_plot, training_sets
 from packhorse.bench.training import Setup, TrainRow, Trial
 from packhorse.bench.training_lanes import Lane
 from packhorse.bench.training_sets import IGNORED, Example
 from packhorse.bench.training_stage import Stage, open_stage
 from packhorse.errors import InputError
-from packhorse.model import float8
 from packhorse.train import cost
 from packhorse.train.settings import Settings
 
@@ -182,15 +180,7 @@ def test_every_way_learns_the_same(task: str, tmp_path: Path) -> None:
     assert abs(strange.loss - first.loss) > 1e-3
 
 
-def test_float8_is_measured_as_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match=r"'float8', which cpu .* has no hardware for"):
-        staged(tmp_path / "refused", dtype="float8")
-    ones = torch.ones(16, 16, dtype=torch.bfloat16)
-    try:
-        float8.product(ones, ones)
-    except (RuntimeError, NotImplementedError):
-        pytest.skip("this torch has no row by row scaled float8 product on a CPU")
-    monkeypatch.setattr(devices, "fast_float8", lambda device: True)
+def test_float8_is_measured_as_it_trains(float8_anywhere: None, tmp_path: Path) -> None:
     half, eighth = (staged(tmp_path / name, dtype=name) for name in ("bf16", "float8"))
     lanes = [training_lanes.ours(stage) for stage in (half, eighth)]
     losses = [float(lane.step(lane.steps[0])) for lane in lanes]
@@ -305,6 +295,7 @@ def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
         ({"micro_tokens": -1}, "--micro-tokens"),
         ({"peers": ("keras",)}, "unknown peer 'keras'"),
         ({"dtype": "fp16"}, "choose one of fp32, bf16, float8"),
+        ({"dtype": "float8"}, "'float8', which cpu"),
         ({"config": "huge"}, "unknown configuration 'huge'"),
         ({"max_length": 600}, "pass --max-length 512"),
     ],

@@ -120,7 +120,7 @@ def test_sigterm_keeps_what_is_done(cli, recipe: Path, tmp_path: Path) -> None:
 def test_a_look_ahead_and_the_settings(cli, recipe: Path, tmp_path: Path) -> None:
     command = ("submit", "--config", recipe, "--out", tmp_path / "results")
     ahead = cli(*command, "--runs", 3, "--dry-run", "--json")
-    assert ahead.code == 0 and "each of 3 runs" in ahead.err
+    assert ahead.code == 0 and "so each of 3 runs" in ahead.err
     assert ahead.document["steps"] >= 40 and ahead.document["hours"] > 0
     shown = cli(*command, "--print-config")
     (tmp_path / "again.toml").write_text(shown.out)

@@ -28,16 +28,6 @@ Make = Callable[..., Any]
 TOLD = {"steps": 24, "optimizer": "adamw", "learning_rate": 0.005, "eval_every": 24}
 
 
-@pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    ones = torch.ones(16, 16, dtype=torch.bfloat16)
-    try:
-        float8.product(ones, ones)
-    except (RuntimeError, NotImplementedError):
-        pytest.skip("this torch has no row by row scaled float8 product on a CPU")
-    monkeypatch.setattr(devices, "fast_float8", lambda device: True)
-
-
 def test_a_machine_without_it_says_what_to_choose(settings: Make, tmp_path: Path) -> None:
     for ask in (assemble, lambda settings: outlook(settings, tmp_path)):
         with pytest.raises(InputError, match=r"float8.*cpu.*H200.*choose (bf16|fp32)"):
@@ -49,7 +39,7 @@ def products(job: Job) -> int:
 
 
 def test_it_learns_as_bf16_does_and_goes_on_to_the_bit(
-    settings: Make, anywhere: None, tmp_path: Path
+    settings: Make, float8_anywhere: None, tmp_path: Path
 ) -> None:
     half, small = (settings(**TOLD, precision=name) for name in ("bf16", "float8"))
     job = assemble(small)
@@ -97,7 +87,7 @@ def test_on_a_gpu_it_learns_as_bf16_does_and_waits_for_nothing(
     assert bool(done.row.isfinite().all())
 
 
-def test_an_evaluation_is_that_of_bf16(settings: Make, anywhere: None) -> None:
+def test_an_evaluation_is_that_of_bf16(settings: Make, float8_anywhere: None) -> None:
     jobs = [assemble(settings(precision=name)) for name in ("bf16", "float8")]
     measured = []
     for job in jobs:
@@ -106,7 +96,9 @@ def test_an_evaluation_is_that_of_bf16(settings: Make, anywhere: None) -> None:
     assert measured[0] == measured[1] and products(jobs[1]) == 8
 
 
-def test_what_does_not_fit_is_said_once(settings: Make, anywhere: None, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_said_once(
+    settings: Make, float8_anywhere: None, tmp_path: Path
+) -> None:
     odd = settings(precision="float8", hidden_size=24, intermediate_size=32)
     assert outlook(odd, tmp_path).precision == "float8"
     job = assemble(odd)

@@ -91,8 +91,8 @@ def submit(
     if print_config:
         return show_settings(settings, json)
     if dry_run:
-        note(f"each of {runs} runs:")
-        return look_ahead(settings, Path(settings.out) / "runs" / "run_0", nproc, json)
+        look_ahead(settings, Path(settings.out) / "runs" / "run_0", nproc, json)
+        return note(f"and so each of {runs} runs")
     seed = settings.seed if start_seed is None else start_seed
     if nproc != 1:
         words = ["submit", "--runs", str(runs), "--start-seed", str(seed)]

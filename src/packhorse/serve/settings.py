@@ -13,7 +13,6 @@ This module imports no torch and no web framework.
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from packhorse import toml
 from packhorse.errors import InputError
 
 PREFIX = "PACKHORSE_SERVE_"
@@ -126,17 +126,7 @@ class Settings:
 
     def toml(self) -> str:
         """All but the keys, in the form of a file; comments say what a setting is for."""
-        lines, group = [], None
-        for each in fields(self):
-            if each.name not in KINDS:
-                continue
-            if each.metadata["group"] != group:
-                group = each.metadata["group"]
-                lines += ["", f"# {group}"]
-            value = getattr(self, each.name)
-            said = f"# {each.name}" if value is None else f"{each.name} = {_toml(value)}"
-            lines.append(f"{said:<32}  # {each.metadata['help']}")
-        return "\n".join(lines[1:]) + "\n"
+        return toml.shown(self, KINDS)
 
 
 # What can be said in a file, in the environment or by a flag.
@@ -207,13 +197,6 @@ def _known(name: str, where: str) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"{where}: there is no setting {name!r}{hint}")
     return name
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    # JSON's values are TOML's, but for one character that TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(name: str, value: Any, where: str) -> Any:

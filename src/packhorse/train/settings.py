@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+from packhorse import toml
 from packhorse.errors import InputError
 from packhorse.train import presets
 
@@ -148,15 +149,7 @@ class Settings:
 
     def toml(self) -> str:
         """All of it, in the form of a file; comments say what a key is for."""
-        lines, group = [], None
-        for each in fields(self):
-            if each.metadata["group"] != group:
-                group = each.metadata["group"]
-                lines += ["", f"# {group}"]
-            value = getattr(self, each.name)
-            said = f"# {each.name}" if value is None else f"{each.name} = {_toml(value)}"
-            lines.append(f"{said:<32}  # {each.metadata['help']}")
-        return "\n".join(lines[1:]) + "\n"
+        return toml.shown(self, KINDS)
 
 
 # What must hold of a number: from the first to the second, both included.
@@ -291,15 +284,6 @@ def _scalar(text: str, kind: Any) -> Any:
         except ValueError:
             return text
     return text
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    # JSON's strings are TOML's, but for a character that no key here can sensibly hold.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 # TOML has no word for what is not given: None is never said, so it is no part of a kind.
