@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-KEYS = {"packs", "efficiency", "factor", "lower_bound", "seconds", "algorithm"}
+KEYS = {"packs", "efficiency", "factor", "lower_bound", "complete", "seconds", "algorithm"}
 
 
 @pytest.fixture
@@ -26,6 +26,18 @@ def test_one_plan(cli, counts: Path) -> None:
     assert found["packs"] == found["lower_bound"] == 6 and found["efficiency"] == 1.0
     assert found["factor"] == pytest.approx(10 / 6)
     assert "optimum" in said.err and "60.00% full" in said.err
+
+
+def test_a_search_that_stops_early_says_so(cli, tmp_path: Path) -> None:
+    path = tmp_path / "counts.json"
+    path.write_text(json.dumps([0] * 49 + [57] * 350))
+    arguments = ("pack", "--histogram", path, "--capacity", 512, "--max-per-pack", 3, "--json")
+    stopped = cli(*arguments, "--effort", 1)
+    assert stopped.document["complete"] is False
+    assert stopped.document["packs"] > stopped.document["lower_bound"]
+    assert "stopped after 1 linear programs" in stopped.err and "--effort" in stopped.err
+    whole = cli(*arguments)
+    assert whole.document["complete"] is True and "--effort" not in whole.err
 
 
 def test_all_algorithms_side_by_side(cli, counts: Path) -> None:
@@ -65,6 +77,7 @@ def test_csv_and_plot(cli, tmp_path: Path) -> None:
         (["--histogram", "{counts}:a", "--capacity", "3"], "longer than the capacity"),
         (["--histogram", "{counts}:a", "--capacity", "0"], "capacity"),
         (["--histogram", "{counts}:a", "--max-per-pack", "0"], "pass 1 or more"),
+        (["--histogram", "{counts}:a", "--effort", "0"], "effort must be at least 1"),
         (["--histogram", "{counts}:a", "--plot", "a.gif"], "ends in"),
         (["--histogram", "{counts}:a", "--algorithm", "best"], "best"),
         (["--lengths", "{counts}"], "line 1"),

@@ -32,6 +32,7 @@ class PackingRow:
     lower_bound: int = 0  # no plan has fewer packs
     gap: float = 0.0  # packs above the bound, as a share of it
     seconds: float = 0.0
+    complete: bool = True  # False: the optimum's effort was spent before the search ended
     problem: str | None = None
 
     @property
@@ -46,6 +47,7 @@ def compare(
     algorithms: Sequence[str] = ALGORITHMS,
     depths: Sequence[int | None] = DEPTHS,
     progress: Callable[[int, int], None] | None = None,
+    effort: int = packing.EFFORT,
 ) -> list[PackingRow]:
     """A row for each depth and algorithm."""
     counts = packing.cut(packing.checked(counts), capacity)
@@ -53,18 +55,22 @@ def compare(
     cases = list(product(depths, algorithms))
     rows = []
     for done, (depth, algorithm) in enumerate(cases, 1):
-        rows.append(measure(counts, capacity, algorithm, depth))
+        rows.append(measure(counts, capacity, algorithm, depth, effort))
         if progress is not None:
             progress(done, len(cases))
     return _against_best_bound(rows)
 
 
 def measure(
-    counts: np.ndarray, capacity: int, algorithm: str, max_per_pack: int | None
+    counts: np.ndarray,
+    capacity: int,
+    algorithm: str,
+    max_per_pack: int | None,
+    effort: int = packing.EFFORT,
 ) -> PackingRow:
     """Plan, and take the plan's figures."""
     try:
-        plan = packing.plan(counts, capacity, max_per_pack, algorithm)
+        plan = packing.plan(counts, capacity, max_per_pack, algorithm, effort)
     except InputError as error:
         return PackingRow(algorithm, max_per_pack, problem=str(error))
     return PackingRow(
@@ -76,7 +82,18 @@ def measure(
         lower_bound=plan.lower_bound,
         gap=plan.pack_count / plan.lower_bound - 1,
         seconds=plan.seconds,
+        complete=plan.complete,
     )
+
+
+def unfinished(rows: Sequence[PackingRow], effort: int) -> list[str]:
+    """One line for each plan whose search stopped because its effort was spent."""
+    return [
+        f"{row.subject}: stopped after {effort} linear programs, {row.packs - row.lower_bound:,}"
+        f" packs ({row.gap:.2%}) above the lower bound; a higher --effort may come closer"
+        for row in rows
+        if not row.complete
+    ]
 
 
 def _check(algorithms: Sequence[str], depths: Sequence[int | None]) -> None:

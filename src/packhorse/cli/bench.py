@@ -16,6 +16,7 @@ from cyclopts import App, Parameter
 from packhorse.cli.console import emit, note, progress, table
 from packhorse.cli.flags import DEFAULT_MODEL
 from packhorse.errors import InputError
+from packhorse.packing.optimum import EFFORT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -210,6 +211,9 @@ def packing(
         str, flag("--algorithms", help="With commas: optimum, spfhp, lpfhp, nnlshp.")
     ] = "optimum,spfhp,lpfhp,nnlshp",
     count: Annotated[int, flag("--count", help="Sequences drawn from a mix.")] = 1_000_000,
+    effort: Annotated[
+        int, flag("--effort", help="Linear programs that the optimum may solve before it stops.")
+    ] = EFFORT,
     load: Load = Load(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -236,12 +240,13 @@ def packing(
     room = len(counts) if capacity is None else capacity
     limits = [_depth(text) for text in split_names(depths)]
     with progress("planning") as advance:
-        rows = bench.compare(counts, room, split_names(algorithms), limits, advance)
+        rows = bench.compare(counts, room, split_names(algorithms), limits, advance, effort)
     about = {
         "workload": f"{load.name}: {int(counts.sum()):,} sequences, rows of {room} tokens",
         **report.machine(),
     }
-    show("Packing", about, report.packing_table(rows), report.problems(rows), keep)
+    notes = [*report.problems(rows), *bench.unfinished(rows, effort)]
+    show("Packing", about, report.packing_table(rows), notes, keep)
     if keep.plot:
         plots.draw_packing(keep.plot, rows)
     emit({**about, "capacity": room, "rows": [asdict(row) for row in rows]}, keep.json)

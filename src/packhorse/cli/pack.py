@@ -8,13 +8,22 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.errors import InputError
+from packhorse.packing.optimum import EFFORT
 
 if TYPE_CHECKING:
     import numpy as np
 
     from packhorse.bench.packing import PackingRow
 
-FIGURES = ("packs", "efficiency", "factor", "lower_bound", "seconds", "algorithm")
+FIGURES = (
+    "packs",
+    "efficiency",
+    "factor",
+    "lower_bound",
+    "complete",
+    "seconds",
+    "algorithm",
+)
 
 
 def pack(
@@ -33,6 +42,9 @@ def pack(
         Literal["optimum", "spfhp", "lpfhp", "nnlshp", "all"],
         Parameter(help="The optimum, one of the published algorithms, or all side by side."),
     ] = "optimum",
+    effort: Annotated[
+        int, Parameter(help="Linear programs that the optimum may solve before it stops.")
+    ] = EFFORT,
     plot: Annotated[Path | None, Parameter(help="Draw lengths and plans: png, svg, pdf.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -40,7 +52,8 @@ def pack(
 
     A histogram is a JSON list whose entry i counts the sequences of i+1 tokens,
     an object of such lists by name, or a CSV. No plan whatsoever has fewer packs
-    than the lower bound.
+    than the lower bound. The same lengths and effort give the same plan on every
+    machine, however busy; a search that stops before its end is named.
 
     Try:
       packhorse pack --lengths lengths.txt --capacity 512
@@ -54,14 +67,14 @@ def pack(
     room = len(counts) if capacity is None else capacity
     chosen = packing.ALGORITHMS if algorithm == "all" else (algorithm,)
     with progress("planning") as advance:
-        rows = packing.compare(counts, room, chosen, (max_per_pack,), advance)
+        rows = packing.compare(counts, room, chosen, (max_per_pack,), advance, effort)
     if algorithm != "all" and rows[0].problem:
         raise InputError(rows[0].problem)
     about = _about(counts, room, max_per_pack)
     shown = report.packing_table(rows)
     table(_title(about), shown.columns, shown.rows)
-    for problem in report.problems(rows):
-        note(problem)
+    for line in (*report.problems(rows), *packing.unfinished(rows, effort)):
+        note(line)
     if plot:
         plots.draw_plans(plot, counts, room, rows)
         note(f"drawn: {plot}")

@@ -21,7 +21,7 @@ from operator import index as whole_number
 import numpy as np
 
 from packhorse.errors import InputError
-from packhorse.packing.optimum import optimum, simple_bound
+from packhorse.packing.optimum import EFFORT, optimum, simple_bound
 from packhorse.packing.published import Pack, lpfhp, nnlshp, spfhp
 
 PUBLISHED = {"spfhp": spfhp, "lpfhp": lpfhp, "nnlshp": nnlshp}
@@ -39,6 +39,7 @@ class Plan:
     seconds: float = field(compare=False)
     histogram: tuple[int, ...] = field(repr=False)  # entry i counts the sequences of length i+1
     packs: tuple[Pack, ...] = field(repr=False)  # ((lengths, longest first), how many such packs)
+    complete: bool = True  # False: more effort may find fewer packs or a better bound
 
     @property
     def sequences(self) -> int:
@@ -100,30 +101,36 @@ def plan(
     capacity: int,
     max_per_pack: int | None = None,
     algorithm: str = "optimum",
+    effort: int = EFFORT,
 ) -> Plan:
     """Pack the sequences counted in `histogram` (entry i: those of length i+1) into few packs.
 
     A pack holds `capacity` tokens and at most `max_per_pack` sequences. `algorithm` is "optimum",
-    or for comparison one of the published "spfhp", "lpfhp" and "nnlshp".
+    or for comparison one of the published "spfhp", "lpfhp" and "nnlshp". `effort` bounds the work
+    of the optimum (linear programs solved), and `Plan.complete` says whether it was enough; the
+    same histogram and effort give the same plan on every machine, at any load.
     """
     if algorithm not in ALGORITHMS:
         raise InputError(f"unknown packing algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
     capacity = at_least_one(capacity, "capacity")
     if max_per_pack is not None:
         max_per_pack = at_least_one(max_per_pack, "max_per_pack")
+    effort = at_least_one(effort, "effort")
     start = time.perf_counter()
     counts = cut(checked(histogram), capacity)
     shortest = int(np.flatnonzero(counts)[0]) + 1
     depth = min(max_per_pack or capacity, capacity // shortest)
     if algorithm == "optimum":
-        packs, bound = optimum(counts, capacity, depth)
+        packs, bound, complete = optimum(counts, capacity, depth, effort)
     else:
+        complete = True
         packs = PUBLISHED[algorithm](counts, capacity, depth)
         bound = simple_bound(counts, capacity, depth)
     verify(packs, counts, capacity, depth)
     seconds = time.perf_counter() - start
-    table, packs = tuple(counts.tolist()), tuple(sorted(packs, key=lambda pack: -pack[1]))
-    return Plan(capacity, max_per_pack, algorithm, bound, seconds, table, packs)
+    table = tuple(counts.tolist())
+    packs = tuple(sorted(packs, key=lambda pack: -pack[1]))
+    return Plan(capacity, max_per_pack, algorithm, bound, seconds, table, packs, complete)
 
 
 def assign(plan: Plan, lengths: Sequence[int] | np.ndarray, seed: int = 0) -> Assignment:

@@ -17,20 +17,23 @@ worths, optimal or not (Farley 1990): divided by its value no pack is worth more
 Rounding dives: keep the whole part of `uses`, then solve again for the few sequences left, rounding
 up where nothing is whole. After every step LPFHP finishes a copy, and the best finish wins.
 
-Two limits bound the time, and are paid in quality, never in truth. More than `CLASSES` distinct
-lengths are thinned out: for the plan a sequence counts as the next longer class, for the bound as
-the next shorter. And at the deadline the best plan and bound so far are the answer, which are never
-worse than LPFHP's plan and the token count's bound.
+Two limits bound the work; they cost quality, and the bound stays a proof. More than `CLASSES`
+distinct lengths are thinned out: for the plan a sequence counts as the next longer class, for the
+bound as the next shorter. And after `effort` linear programs the best plan and bound so far are the
+answer, marked as incomplete; they are never worse than LPFHP's plan and the token count's bound.
+
+No clock decides anything, so a histogram has one answer, whatever the machine and its load. For
+the same reason the sums that are compared go through `weighted`: a BLAS dot product rounds
+differently from processor to processor.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +44,7 @@ Columns = Any  # a scipy csc_array [lengths, strategies]: imported late, and loo
 CLASSES = 512
 SMOOTHING = 0.8  # how far pricing leans to the best worths known; 0.7 to 0.9 do equally well
 PRECISION = 1e-6  # the relative gap that counts as none
-RELAX_SHARE = 0.6  # of the time; the rest is for rounding
+EFFORT = 100  # linear programs at most; real histograms take 5 to 40
 DIVE_STEP = 0.2  # of the packs still missing that a step of the dive rounds up
 
 
@@ -63,23 +66,42 @@ class Stock:
         """Packs that no plan can do without, if no strategy is worth more than 1."""
         present = np.flatnonzero(histogram)
         slot = np.searchsorted(-self.lengths, -present - 1)  # the longest that a sequence fills
-        return round_up(float(histogram[present] @ np.append(worth, 0.0)[slot]))
+        return round_up(weighted(histogram[present], np.append(worth, 0.0)[slot]))
 
 
-def optimum(
-    histogram: np.ndarray, capacity: int, depth: int, seconds: float = 8.0
-) -> tuple[list[Pack], int]:
-    """Packs for `histogram` (entry i counts length i+1), and a number that no plan can go below."""
-    start = time.perf_counter()
-    packs, bound = lpfhp(histogram, capacity, depth), simple_bound(histogram, capacity, depth)
+class Optimum(NamedTuple):
+    """The best packs found, the proven bound, and whether the search ran to its end."""
+
+    packs: list[Pack]
+    bound: int  # no plan has fewer packs
+    complete: bool  # False: the effort was spent before the linear relaxation was solved
+
+
+class Relaxation(NamedTuple):
+    """A solution of the linear relaxation over the strategies generated so far."""
+
+    slots: Columns  # [lengths, strategies]
+    uses: np.ndarray  # [strategies]
+    worth: np.ndarray  # [lengths], the best worths known
+    complete: bool  # no other strategy could improve it
+
+
+def optimum(histogram: np.ndarray, capacity: int, depth: int, effort: int = EFFORT) -> Optimum:
+    """Packs for `histogram` (entry i counts length i+1), and a number that no plan can go below.
+
+    `effort` is the number of linear programs that generating strategies may solve.
+    """
+    packs = lpfhp(histogram, capacity, depth)
+    bound = simple_bound(histogram, capacity, depth)
     if total(packs) <= bound * (1 + PRECISION):
-        return packs, bound
+        return Optimum(packs, bound, True)
     stock = Stock(classes(histogram), capacity, depth)
-    slots, uses, worth = relax(stock, stock.demand(histogram), start + RELAX_SHARE * seconds)
-    bound = max(bound, stock.bound(histogram, worth))
-    used = uses > 0
-    rounded = dive(stock, histogram, slots[:, used], uses[used], bound, start + seconds)
-    return min(packs, rounded, key=total), bound
+    relaxed = relax(stock, stock.demand(histogram), effort)
+    bound = max(bound, stock.bound(histogram, relaxed.worth))
+    used = relaxed.uses > 0
+    rounded = dive(stock, histogram, relaxed.slots[:, used], relaxed.uses[used], bound)
+    packs = min(packs, rounded, key=total)
+    return Optimum(packs, bound, relaxed.complete or total(packs) == bound)
 
 
 def simple_bound(histogram: np.ndarray, capacity: int, depth: int) -> int:
@@ -95,6 +117,11 @@ def round_up(packs: float) -> int:
     return math.ceil(packs * (1 - 1e-9))
 
 
+def weighted(counts: np.ndarray, worth: np.ndarray) -> float:
+    """Their dot product, correctly rounded: the same number on every processor."""
+    return math.fsum((counts * worth).tolist())
+
+
 def classes(histogram: np.ndarray) -> np.ndarray:
     """The lengths that occur, longest first; at most `CLASSES`, dense where sequences are many."""
     lengths = np.flatnonzero(histogram)[::-1] + 1
@@ -106,27 +133,27 @@ def classes(histogram: np.ndarray) -> np.ndarray:
     return lengths[first]
 
 
-def relax(
-    stock: Stock, demand: np.ndarray, deadline: float
-) -> tuple[Columns, np.ndarray, np.ndarray]:
-    """Solve the LP by generating columns: (slots of each strategy, its uses, the best worths)."""
+def relax(stock: Stock, demand: np.ndarray, effort: int) -> Relaxation:
+    """Solve the LP by generating columns, in at most `effort` rounds of one LP each."""
     from scipy.sparse import hstack
 
     slots, uses = greedy(stock, demand)
     best = stock.lengths / stock.capacity
     new = as_columns(stock, price(stock, best)[1])
-    while new.shape[1] and time.perf_counter() < deadline:
+    for _ in range(effort):
+        if not new.shape[1]:
+            return Relaxation(slots, uses, best, True)
         slots = hstack([slots, new], format="csc")
         uses = np.append(uses, np.zeros(new.shape[1]))
-        answer = solve(slots, demand, deadline)
+        answer = solve(slots, demand)
         if answer is None:
             break
         uses, worth = answer
         best, new = improve(stock, demand, best, worth)
-        bound = float(demand @ best)
+        bound = weighted(demand, best)
         if uses.sum() <= max(round_up(bound), bound * (1 + PRECISION)):
-            break
-    return slots, uses, best
+            return Relaxation(slots, uses, best, True)
+    return Relaxation(slots, uses, best, not new.shape[1])
 
 
 def greedy(stock: Stock, demand: np.ndarray) -> tuple[Columns, np.ndarray]:
@@ -148,7 +175,7 @@ def improve(
     while True:
         priced = lean * best + (1 - lean) * worth
         worthiest, strategies = price(stock, priced)
-        best = max(best, priced / worthiest, key=demand.dot)
+        best = max(best, priced / worthiest, key=lambda candidate: weighted(demand, candidate))
         columns = as_columns(stock, strategies)
         columns = columns[:, worth @ columns > 1 + 1e-9]
         if columns.shape[1] or not lean:
@@ -171,10 +198,8 @@ def sparse(slot: np.ndarray, strategy: np.ndarray, lengths: int) -> Columns:
     return coo_array((np.ones(len(slot)), (slot, strategy)), shape=shape).tocsc()
 
 
-def solve(
-    slots: Columns, demand: np.ndarray, deadline: float
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """The LP over these strategies: (uses of each, worth of each length), or None if time is up."""
+def solve(slots: Columns, demand: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The LP over these strategies: (uses of each, worth of each length), or None if it failed."""
     from scipy.optimize import linprog
     from scipy.sparse import eye_array, hstack
 
@@ -185,7 +210,6 @@ def solve(
         A_ub=-hstack([slots, hand_down], format="csc"),
         b_ub=-demand,
         method="highs-ipm",  # with a crossover, so most uses are zero; twice as fast as the simplex
-        options={"time_limit": max(deadline - time.perf_counter(), 1e-3)},
     )
     if not answer.success:
         return None
@@ -238,14 +262,12 @@ def knapsack(
 
 
 def dive(
-    stock: Stock,
-    histogram: np.ndarray,
-    slots: Columns,
-    uses: np.ndarray,
-    enough: int,
-    deadline: float,
+    stock: Stock, histogram: np.ndarray, slots: Columns, uses: np.ndarray, enough: int
 ) -> list[Pack]:
-    """Round the LP's answer: fix what is whole, solve for the rest, and so on to the end."""
+    """Round the LP's answer: fix what is whole, solve for the rest, and so on to the end.
+
+    Every step fixes at least a fifth of the packs that are missing, so there are few steps.
+    """
     fixed, left, best = [], histogram, None
     while left.any():
         packs, left = fill(whole_part(stock, slots, uses), left, shorter=True)
@@ -254,7 +276,7 @@ def dive(
         best = min(best or finish, finish, key=total)
         if total(best) <= enough or not packs:
             break
-        answer = solve(slots, stock.demand(left), deadline)
+        answer = solve(slots, stock.demand(left))
         if answer is None:
             break
         uses, _ = answer

@@ -6,9 +6,6 @@ size of corpus and let planning run in parallel; at a million sequences they cos
 of the efficiency that one plan for all would have. A shard is filled from its group's parts one
 after the other, each mapped and read from front to back, so that a worker holds one shard and one
 part, never a group.
-
-The optimum's own deadline (8 s) is lifted to `PATIENCE` here: a plan that depends on how busy the
-machine is would make two builds of one corpus differ.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from packhorse.packing.histogram import Plan, assign, histogram_of, verify
 from packhorse.packing.optimum import optimum
 
 GROUP = 1 << 20  # sequences
-PATIENCE = 600.0  # seconds for a plan; Wikipedia's takes one
 
 A_SEQUENCE = ("lengths", "first", "random_next")
 MASKED = ("masked_positions", "masked_ids")
@@ -159,9 +155,10 @@ def _visits(
 def _plan(counts: np.ndarray, capacity: int, max_per_pack: int | None) -> Plan:
     shortest = int(np.flatnonzero(counts)[0]) + 1
     depth = min(max_per_pack or capacity, capacity // shortest)
-    packs, bound = optimum(counts, capacity, depth, seconds=PATIENCE)
+    packs, bound, complete = optimum(counts, capacity, depth)
     verify(packs, counts, capacity, depth)
-    return Plan(capacity, max_per_pack, "optimum", bound, 0.0, tuple(counts.tolist()), tuple(packs))
+    histogram = tuple(counts.tolist())
+    return Plan(capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete)
 
 
 def _seed(*numbers: int) -> int:
