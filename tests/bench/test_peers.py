@@ -35,14 +35,14 @@ def first_token(ids: np.ndarray, mask: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", peers.ORDERS)
 def test_padding_keeps_arrival_order(order: str, sequences: list) -> None:
-    vectors = peers.padded(first_token, sequences, order, 4)
+    vectors = peers.padded(first_token, [s.ids for s in sequences], order, 4)
     assert vectors[:, 0].tolist() == [float(s.ids.sum()) for s in sequences]
     widths = vectors[:, 1]
     lengths = np.array([len(s) for s in sequences])
     assert (widths >= lengths).all()
     if order == "sorted":
         assert (widths - lengths).sum() < (
-            peers.padded(first_token, sequences, "arrival", 4)[:, 1] - lengths
+            peers.padded(first_token, [s.ids for s in sequences], "arrival", 4)[:, 1] - lengths
         ).sum()
 
 
@@ -54,7 +54,9 @@ def test_full_batches_of_one_width(sequences: list) -> None:
         assert (mask.sum(1) > 0).all()
         return first_token(ids, mask)
 
-    vectors = peers.padded(forward, sequences, "fixed", 4, lambda longest: 40, full=True)
+    vectors = peers.padded(
+        forward, [s.ids for s in sequences], "fixed", 4, lambda longest: 40, full=True
+    )
     assert set(shapes) == {(4, 40)} and len(shapes) == 6
     assert vectors[:, 0].tolist() == [float(s.ids.sum()) for s in sequences]
 
@@ -87,10 +89,37 @@ def test_unserved(setting: peers.Setting) -> None:
         peers.openvino(setting, "fp16")
 
 
+TEXTS = ["A man eats.", "Someone eats a meal of bread and cheese.", "The stock market fell today."]
+
+
+def test_texts_are_tokenized_inside(setting: peers.Setting) -> None:
+    """By ours and by a peer alike; sentence-transformers goes through its own `encode`."""
+    pytest.importorskip("sentence_transformers")
+    ours = encode.packhorse_engine(setting.folder, "fp32", CPU)
+    expected = ours.run(TEXTS, "sorted")
+    assert np.abs(ours.run(TEXTS, "arrival") - expected).max() < 1e-6
+    sentences = peers.sentence_transformers(setting, "fp32")
+    assert sentences.orders == ("sorted",)
+    for engine in (peers.transformers(setting, "fp32"), sentences):
+        assert np.abs(engine.run(TEXTS, "sorted") - expected).max() < 1e-5
+    with pytest.raises(peers.Unserved, match="takes texts"):
+        sentences.run(workloads.sequences(np.array([5]), 2048, ends=(2, 3)), "sorted")
+
+
+def test_onnxruntime_runs_a_graph_that_it_fused_itself(setting: peers.Setting) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    graph = onnx.load(peers._fused(setting)).graph
+    fused = [node.op_type for node in graph.node]
+    assert fused.count("Attention") == 2 and fused.count("SkipLayerNormalization") == 4
+    assert "Softmax" not in fused
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in peers.PEERS if n != "transformers"])
 def test_every_peer_agrees(name: str, setting: peers.Setting, sequences: list) -> None:
     pytest.importorskip(name.replace("-", "_"))
+    sequences = TEXTS if name == "sentence-transformers" else sequences
     ours = encode.packhorse_engine(setting.folder, "fp32", CPU).run(sequences, "sorted")
     for dtype, least in (("fp32", 0.99999), ("int8", 0.99)):
         if dtype == "int8" and name not in ("onnxruntime", "ctranslate2"):

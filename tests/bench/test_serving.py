@@ -109,3 +109,15 @@ def test_texts_are_short_ones_in_an_order_of_the_seed(tiny_folder: Path) -> None
 def test_mistakes_are_told_before_anything_starts(setup: Setup, part: str) -> None:
     with pytest.raises(InputError, match=part):
         serving.measure(setup)
+
+
+def test_a_served_rate_held_in_every_trial() -> None:
+    """A confirmed rate that a trial of the sweep broke falls to what nothing broke."""
+    trials = [point("a", "sweep", rate, 200) for rate in (40.0, 72.0)]
+    confirmed = [point("a", "confirm", 130.7, 400)] * 3
+    assert serving.unbroken(130.7, [*trials, *confirmed]) == 130.7
+    broken = point("a", "sweep", 120.0, math.inf)
+    assert serving.unbroken(130.7, [*trials, *confirmed, broken]) == 72.0
+    assert serving.unbroken(130.7, [*confirmed, broken]) == 0.0
+    searched = point("a", "search", 100.0, math.inf)  # short trials only find the place
+    assert serving.unbroken(130.7, [*trials, *confirmed, searched]) == 130.7

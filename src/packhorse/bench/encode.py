@@ -1,9 +1,11 @@
-"""Encoders side by side in one run: ours and the installed peers, on the same token ids.
+"""Encoders side by side in one run: ours and the installed peers, on the same texts.
 
 Every engine encodes the whole workload once to warm up and to show its vectors; then they are timed
 in rounds, one pass each, so that whatever else the machine does falls on all of them alike. The
-clock includes sorting, padding or packing, and the copy of the vectors to the host; tokenizing is
-done before. Vectors are compared with our own in fp32.
+clock includes tokenizing, sorting, padding or packing, and the copy of the vectors to the host.
+Where `Request.lengths` ask for random token ids, tokenizing is left out for all. Speeds are those
+of the median round, with the slowest and the fastest beside it. Vectors are compared with our own
+in fp32.
 
 Ours sorts and packs all it is given ("sorted"); "arrival" cuts the sequences into batches of the
 same token budget as they come, which is what a server can do. Peers get batches of one size.
@@ -25,11 +27,12 @@ import torch
 
 from packhorse import device as devices
 from packhorse.bench import peers, subject, workloads
-from packhorse.bench.peers import ORDERS, Engine, Setting
+from packhorse.bench.peers import ORDERS, Engine, Setting, Work
 from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.tokens import Encoding
 
@@ -38,19 +41,23 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
+    """What to measure, on `model` or, with random weights, on a geometry named by `config`.
 
-    lengths: np.ndarray
+    Either `texts` are encoded, or random token ids of these `lengths`.
+    """
+
     model: str
+    texts: tuple[str, ...] = ()
+    lengths: np.ndarray | None = None
     config: str | None = None
     vocab: str | None = None
     heads: int | None = None
     dtypes: tuple[str, ...] = ("fp32",)
     device: str | None = None
     peers: tuple[str, ...] | None = None  # None: those that are installed
-    batch_size: int = 16  # of the peers
+    batch_size: int = 32  # of the peers
     budget: int | None = None  # tokens a batch of ours; None: the device's default
-    repeats: int = 3
+    repeats: int = 5
     graphs: bool = False
     invariant: bool = False
     compile_peers: bool = False
@@ -65,9 +72,10 @@ class EncodeRow:
     engine: str
     dtype: str
     order: str
-    sequences_per_second: float = 0.0  # of the best round
-    median_sequences_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # real tokens, of the best round
+    sequences_per_second: float = 0.0  # of the median round, as all figures below
+    slowest: float = 0.0  # sequences a second of the slowest and of the fastest round
+    fastest: float = 0.0
+    tokens_per_second: float = 0.0  # real tokens
     over_sorted: float | None = None  # times transformers in the same dtype, sorted
     over_arrival: float | None = None
     cosine_min: float = 0.0  # to our fp32 vectors
@@ -99,25 +107,34 @@ class Trial:
     seconds: list[float] = field(default_factory=list)
 
 
-def measure(request: Request, progress: Progress | None = None) -> list[EncodeRow]:
+@dataclass(frozen=True)
+class Measured:
+    """The rows of a run, and the lengths of what was encoded, in tokens."""
+
+    rows: list[EncodeRow]
+    lengths: np.ndarray
+
+
+def measure(request: Request, progress: Progress | None = None) -> Measured:
     """Open, warm up, time in rounds: a row for every engine and order, and for every failure."""
     _check(request)
     device = devices.choose_device(request.device)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
         folder = subject.folder(request, Path(scratch))
-        sequences, exact = _reference(request, folder, device)
-        candidates = _candidates(request, folder, _setting(request, folder, device, Path(scratch)))
+        work, lengths, exact = _reference(request, folder, device)
+        setting = _setting(request, folder, device, int(lengths.max()), Path(scratch))
+        candidates = _candidates(request, folder, setting)
         trials, failures = [], []
         total = len(candidates) * (1 + 2 * request.repeats)  # until it is known what runs
         for done, candidate in enumerate(candidates, 1):
-            _warm_up(candidate, sequences, trials, failures)
+            _warm_up(candidate, work, trials, failures)
             _tell(progress, done, total)
         turns = trials * request.repeats
         total = len(candidates) + len(turns)
         for done, trial in enumerate(turns, len(candidates) + 1):
-            trial.seconds.append(_timed(trial, sequences, device))
+            trial.seconds.append(_timed(trial, work, device))
             _tell(progress, done, total)
-    return [*_rows(trials, exact, request.lengths), *failures]
+    return Measured([*_rows(trials, exact, lengths), *failures], lengths)
 
 
 def packhorse_engine(
@@ -127,7 +144,7 @@ def packhorse_engine(
     budget: int | None = None,
     way: str = "",
 ) -> Engine:
-    """Ours; its pooling is the mean, normalised, whatever the model says, as the peers' is.
+    """Ours; its pooling is the mean, normalized, whatever the model says, as the peers' is.
 
     way: "graphs", "invariant" or neither.
     """
@@ -136,11 +153,17 @@ def packhorse_engine(
     encoder = load(folder, graphs=graphs, invariant=invariant, **how)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
 
-    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+    def run(work: Work, order: str) -> np.ndarray:
+        sequences = _tokenized(encoder, work)
         chunks = [sequences] if order == "sorted" else as_they_come(sequences, encoder.budget)
         return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
 
     return Engine(_name(way), dtype, ORDERS, run)
+
+
+def _tokenized(encoder: Encoder, work: Work) -> list[Encoding]:
+    encodings = [item for item in work if isinstance(item, Encoding)]
+    return encodings or encoder.tokenize([item for item in work if isinstance(item, str)])
 
 
 def _name(way: str) -> str:
@@ -162,6 +185,8 @@ def as_they_come(sequences: Iterable[Encoding], budget: int) -> Iterator[list[En
 
 
 def _check(request: Request) -> None:
+    if not request.texts and request.lengths is None:
+        raise InputError("there is nothing to encode; pass texts or lengths")
     for what, value in (("--batch-size", request.batch_size), ("--repeats", request.repeats)):
         if value < 1:
             raise InputError(f"{what} {value} measures nothing; pass 1 or more")
@@ -172,30 +197,38 @@ def _check(request: Request) -> None:
         devices.parse_dtype(dtype)
 
 
-def _setting(request: Request, folder: Path, device: torch.device, scratch: Path) -> Setting:
+def _setting(
+    request: Request, folder: Path, device: torch.device, longest: int, scratch: Path
+) -> Setting:
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
-    return Setting(home, device, request.batch_size, int(request.lengths.max()), scratch)
+    return Setting(home, device, request.batch_size, longest, scratch)
 
 
 def _reference(
     request: Request, folder: Path, device: torch.device
-) -> tuple[list[Encoding], np.ndarray]:
-    """The sequences, made to fit the model, and their vectors in fp32."""
+) -> tuple[Work, np.ndarray, np.ndarray]:
+    """What is encoded, its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
-    model = _torch_backend(encoder.backend).model
-    model.heads["embed"] = Embed(("mean",), normalise=True)
-    config, longest = model.bert.config, int(request.lengths.max())
+    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
+    sequences = encoder.tokenize(request.texts) if request.texts else _random(request, encoder)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    exact = np.stack([row for (row,) in encoder.run(sequences, "embed")])
+    return request.texts or sequences, lengths, exact
+
+
+def _random(request: Request, encoder: Encoder) -> list[Encoding]:
+    """Random token ids of the lengths asked for, which the model must have room for."""
+    lengths = np.asarray(request.lengths)
+    config = _torch_backend(encoder.backend).model.bert.config
+    longest = int(lengths.max())
     if longest > config.max_positions:
         raise InputError(
             f"the workload has sequences of {longest} tokens, the model {config.max_positions} "
             f"positions; pass --max-length {config.max_positions}"
         )
     first, last = (end or 0 for end in (encoder.tokenizer.cls_id, encoder.tokenizer.sep_id))
-    sequences = workloads.sequences(
-        request.lengths, config.vocab_size, ends=(first, last), seed=request.seed
-    )
-    return sequences, np.stack([row for (row,) in encoder.run(sequences, "embed")])
+    return workloads.sequences(lengths, config.vocab_size, ends=(first, last), seed=request.seed)
 
 
 def _torch_backend(backend: object) -> TorchBackend:
@@ -226,7 +259,7 @@ def _candidates(request: Request, folder: Path, setting: Setting) -> list[Candid
 
 def _warm_up(
     candidate: Candidate,
-    sequences: Sequence[Encoding],
+    work: Work,
     trials: list[Trial],
     failures: list[EncodeRow],
 ) -> None:
@@ -235,7 +268,7 @@ def _warm_up(
     try:
         engine = candidate.open()
         for order in engine.orders:
-            trials.append(Trial(engine, order, engine.run(sequences, order)))
+            trials.append(Trial(engine, order, engine.run(work, order)))
     except Exception as error:
         reason = _reason(error)
         failures.append(EncodeRow(candidate.name, candidate.dtype, order, problem=reason))
@@ -249,10 +282,10 @@ def _reason(error: Exception) -> str:
     return kind + lines[0][:200]
 
 
-def _timed(trial: Trial, sequences: Sequence[Encoding], device: torch.device) -> float:
+def _timed(trial: Trial, work: Work, device: torch.device) -> float:
     devices.synchronize(device)
     start = time.perf_counter()
-    trial.engine.run(sequences, trial.order)
+    trial.engine.run(work, trial.order)
     devices.synchronize(device)
     return time.perf_counter() - start
 
@@ -263,11 +296,13 @@ def _tell(progress: Progress | None, done: int, total: int) -> None:
 
 
 def _rows(trials: Sequence[Trial], exact: np.ndarray, lengths: np.ndarray) -> list[EncodeRow]:
-    best = {(t.engine.name, t.engine.dtype, t.order): min(t.seconds) for t in trials}
+    middle = {(t.engine.name, t.engine.dtype, t.order): median(t.seconds) for t in trials}
     rows = []
     for trial in trials:
-        name, dtype, seconds = trial.engine.name, trial.engine.dtype, min(trial.seconds)
-        over = [best.get(("transformers", dtype, order)) for order in ("sorted", "arrival")]
+        name = trial.engine.name
+        dtype = trial.engine.dtype
+        seconds = median(trial.seconds)
+        over = [middle.get(("transformers", dtype, order)) for order in ("sorted", "arrival")]
         cosines = (trial.vectors * exact).sum(1)
         rows.append(
             EncodeRow(
@@ -275,7 +310,8 @@ def _rows(trials: Sequence[Trial], exact: np.ndarray, lengths: np.ndarray) -> li
                 dtype=dtype,
                 order=trial.order,
                 sequences_per_second=len(lengths) / seconds,
-                median_sequences_per_second=len(lengths) / median(trial.seconds),
+                slowest=len(lengths) / max(trial.seconds),
+                fastest=len(lengths) / min(trial.seconds),
                 tokens_per_second=int(lengths.sum()) / seconds,
                 over_sorted=over[0] and over[0] / seconds,
                 over_arrival=over[1] and over[1] / seconds,

@@ -1,10 +1,14 @@
-"""The libraries people encode with today, each behind one function, fed with the same token ids.
+"""The libraries people encode with today, each behind one function, fed with the same texts.
 
-Every peer gets what a careful user would give it: inference mode, the same threads as we have, the
-number format asked for, results left on the device until the end. It pads each batch to the longest
-sequence in it, in the order of arrival or sorted by length, and pools with the mean, normalised. A
-peer that does not serve a case raises `Unserved`; the caller makes that (and whatever else a peer
-may raise) a row of the table, never a crash.
+Every peer runs the way its own documentation recommends: sentence-transformers through `encode`,
+ONNX Runtime on a graph that its own optimizer has fused, OpenVINO on the model as it converts it
+from torch, transformers compiled with CUDA graphs where there is a GPU. All of them get inference
+mode, the threads that we have, the number format asked for, and results that stay on the device
+until the end. Texts are tokenized inside the clock by transformers' fast tokenizer; random token
+ids can be given in place of texts, to compare the models alone. A batch is padded to its longest
+sequence, in the order of arrival or sorted by length, and pooled with the mean, normalized. A peer
+that does not serve a case raises `Unserved`; the caller makes that (and whatever else a peer may
+raise) a row of the table, never a crash.
 
 Shapes: n sequences of a batch, L their padded length, E hidden width.
 """
@@ -16,7 +20,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +39,8 @@ CPU_ONLY = "measured on the CPU only"
 
 Hidden = Callable[[Tensor, Tensor], Tensor]  # ids, mask [n, L] → states [n, L, E]
 Vectors = Callable[[np.ndarray, np.ndarray], Tensor]  # ids, mask [n, L] → vectors [n, E]
-Run = Callable[[Sequence[Encoding], str], np.ndarray]  # sequences, order → vectors, as they came
+Work = Sequence[str] | Sequence[Encoding]  # texts, or token ids where tokenizing is not measured
+Run = Callable[[Work, str], np.ndarray]  # what to encode, order → vectors, as they came
 
 
 class Unserved(Exception):
@@ -55,10 +62,26 @@ class Setting:
         """As many as torch uses: no engine gets more."""
         return torch.get_num_threads()
 
+    @cached_property
+    def tokenizer(self) -> Any:
+        """transformers' fast tokenizer of the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
+    def ids(self, work: Work) -> list[np.ndarray]:
+        """The token ids of each sequence, cut to `longest`; texts are tokenized here."""
+        encodings = [item for item in work if isinstance(item, Encoding)]
+        if encodings:
+            return [encoding.ids for encoding in encodings]
+        cut = {"truncation": True, "max_length": self.longest}
+        rows = self.tokenizer(list(work), add_special_tokens=True, **cut)["input_ids"]
+        return [np.asarray(row) for row in rows]
+
 
 @dataclass(frozen=True)
 class Engine:
-    """Something that turns sequences, taken in one of its orders, into vectors [n, E]."""
+    """Something that turns texts or sequences, taken in one of its orders, into vectors [n, E]."""
 
     name: str
     dtype: str
@@ -82,18 +105,18 @@ def transformers_compiled(setting: Setting, dtype: str) -> Engine:
     vectors = _pooled(compiled, setting.device)
     step = -(-setting.longest // SHAPES)
 
-    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+    def run(work: Work, order: str) -> np.ndarray:
         def width(longest: int) -> int:
             narrow = min(-(-longest // step) * step, setting.longest)
             return narrow if order == "sorted" else setting.longest
 
-        return padded(vectors, sequences, order, setting.batch_size, width, full=True)
+        return padded(vectors, setting.ids(work), order, setting.batch_size, width, full=True)
 
     return Engine("transformers compiled", dtype, ("fixed", "sorted"), run)
 
 
 def sentence_transformers(setting: Setting, dtype: str) -> Engine:
-    """sentence-transformers, from its features to its token embeddings."""
+    """sentence-transformers' `encode`, which sorts by length itself, so there is no other order."""
     from sentence_transformers import SentenceTransformer
 
     with hushed():
@@ -101,20 +124,31 @@ def sentence_transformers(setting: Setting, dtype: str) -> Engine:
             str(setting.folder),
             device=str(setting.device),
             model_kwargs={"dtype": devices.parse_dtype(dtype)},
-        ).eval()
+        )
+    model.max_seq_length = setting.longest
 
-    def states(ids: Tensor, mask: Tensor) -> Tensor:
-        return model({"input_ids": ids, "attention_mask": mask})["token_embeddings"]
+    def run(work: Work, order: str) -> np.ndarray:
+        texts = [item for item in work if isinstance(item, str)]
+        if len(texts) < len(work):
+            raise Unserved("encode takes texts, not token ids")
+        vectors = model.encode(
+            texts,
+            batch_size=setting.batch_size,
+            normalize_embeddings=True,
+            show_progress_bar=False,
+            convert_to_tensor=True,
+        )
+        return vectors.float().cpu().numpy()
 
-    return _padding("sentence-transformers", dtype, setting, _pooled(states, setting.device))
+    return Engine("sentence-transformers", dtype, ("sorted",), run)
 
 
 def onnxruntime(setting: Setting, dtype: str) -> Engine:
-    """ONNX Runtime on the model as torch exports it; int8 is dynamic, a scale a channel."""
+    """ONNX Runtime on a graph that its own optimizer fused; int8 is dynamic, scaled per channel."""
     import onnxruntime as library  # pyright: ignore[reportMissingImports]
 
     _only(setting, dtype, "fp32", "int8")
-    model = _exported(setting)
+    model = _fused(setting)
     if dtype == "int8":
         model = _quantised(model)
     options = library.SessionOptions()
@@ -123,14 +157,15 @@ def onnxruntime(setting: Setting, dtype: str) -> Engine:
     session = library.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
     def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
-        (hidden,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
+        feed = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+        (hidden,) = session.run(None, feed)
         return mean_pool(torch.from_numpy(hidden), torch.from_numpy(mask))
 
     return _padding("onnxruntime", dtype, setting, vectors)
 
 
 def openvino(setting: Setting, dtype: str) -> Engine:
-    """OpenVINO on the same export, in the precision asked for and no other."""
+    """OpenVINO on the model as it converts it from torch, in the precision asked for."""
     import openvino as library  # pyright: ignore[reportMissingImports]
 
     if dtype == "int8":
@@ -143,11 +178,11 @@ def openvino(setting: Setting, dtype: str) -> Engine:
         "PERFORMANCE_HINT": "LATENCY",
     }
     with hushed():
-        model = library.convert_model(str(_exported(setting)))
+        model = library.convert_model(_three_inputs(setting), example_input=_example())
         compiled = library.compile_model(model, "CPU", settings)
 
     def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
-        hidden = compiled({"input_ids": ids, "attention_mask": mask})[0]
+        hidden = compiled([ids, mask, np.zeros_like(ids)])[0]
         return mean_pool(torch.from_numpy(hidden), torch.from_numpy(mask))
 
     return _padding("openvino", dtype, setting, vectors)
@@ -190,7 +225,7 @@ INT8 = ("onnxruntime", "openvino", "ctranslate2")
 
 def padded(
     forward: Vectors,
-    sequences: Sequence[Encoding],
+    sequences: Sequence[np.ndarray],
     order: str,
     batch_size: int,
     width: Callable[[int], int] = lambda longest: longest,
@@ -206,7 +241,7 @@ def padded(
     for start in range(0, len(places), batch_size):
         chosen = places[start : start + batch_size]
         rows = batch_size if full else len(chosen)
-        ids, mask = pad([sequences[i].ids for i in chosen], rows, width(int(lengths[chosen].max())))
+        ids, mask = pad([sequences[i] for i in chosen], rows, width(int(lengths[chosen].max())))
         pieces.append(forward(ids, mask)[: len(chosen)])
     joined = torch.cat(pieces).cpu().numpy()  # only here does a device have to catch up
     vectors = np.empty_like(joined)
@@ -214,7 +249,7 @@ def padded(
     return vectors
 
 
-def in_order(sequences: Sequence[Encoding], order: str) -> np.ndarray:
+def in_order(sequences: Sequence[Encoding] | Sequence[np.ndarray], order: str) -> np.ndarray:
     """The places of the sequences, longest first if they are to be sorted."""
     lengths = np.array([len(s) for s in sequences])
     return np.argsort(-lengths, kind="stable") if order == "sorted" else np.arange(len(lengths))
@@ -231,7 +266,7 @@ def pad(sequences: Sequence[np.ndarray], rows: int, width: int) -> tuple[np.ndar
 
 
 def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
-    """[n, L, E] to normalised [n, E], in fp32."""
+    """[n, L, E] to normalized [n, E], in fp32."""
     weights = mask.unsqueeze(-1).float()
     return F.normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
 
@@ -250,8 +285,8 @@ def hushed() -> Iterator[None]:
 
 
 def _padding(name: str, dtype: str, setting: Setting, vectors: Vectors) -> Engine:
-    def run(sequences: Sequence[Encoding], order: str) -> np.ndarray:
-        return padded(vectors, sequences, order, setting.batch_size)
+    def run(work: Work, order: str) -> np.ndarray:
+        return padded(vectors, setting.ids(work), order, setting.batch_size)
 
     return Engine(name, dtype, ORDERS, run)
 
@@ -265,15 +300,19 @@ def _pooled(states: Hidden, device: torch.device) -> Vectors:
     return vectors
 
 
-def _transformers_states(setting: Setting, dtype: str) -> Hidden:
+def _transformers_model(setting: Setting, dtype: str, **how: Any) -> Any:
     import transformers as library
 
     library.utils.logging.disable_progress_bar()
     with hushed():
         model = library.AutoModel.from_pretrained(
-            setting.folder, dtype=devices.parse_dtype(dtype), add_pooling_layer=False
+            setting.folder, dtype=devices.parse_dtype(dtype), add_pooling_layer=False, **how
         )
-    model.eval().to(setting.device)
+    return model.eval().to(setting.device)
+
+
+def _transformers_states(setting: Setting, dtype: str) -> Hidden:
+    model = _transformers_model(setting, dtype)
 
     def states(ids: Tensor, mask: Tensor) -> Tensor:
         return model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -288,37 +327,74 @@ def _only(setting: Setting, dtype: str, *served: str) -> None:
         raise Unserved(f"computes in {' or '.join(served)}, not in {dtype}")
 
 
-def _exported(setting: Setting) -> Path:
-    """The model as ONNX, written once: ids and mask [n, L] to states [n, L, E]."""
+def _three_inputs(setting: Setting, **how: Any) -> torch.nn.Module:
+    """A BERT from ids, mask and types [n, L] to states [n, L, E], to be exported."""
+    model = _transformers_model(setting, "fp32", **how)
+
+    class Exported(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, types: Tensor) -> Tensor:
+            inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+            return self.model(**inputs, token_type_ids=types).last_hidden_state
+
+    return Exported().eval()
+
+
+def _example() -> tuple[Tensor, Tensor, Tensor]:
+    ids = torch.ones(3, 17, dtype=torch.long)
+    return ids, ids.clone(), torch.zeros_like(ids)
+
+
+def _fused(setting: Setting) -> Path:
+    """The model as ONNX with ONNX Runtime's Attention, SkipLayerNormalization and BiasGelu nodes.
+
+    Its optimizer knows the graph that torch's older exporter makes of eager attention; in the newer
+    exporter's graph it finds no attention at all.
+    """
+    from onnxruntime.transformers import optimizer  # pyright: ignore[reportMissingImports]
+
     path = setting.scratch / "model.onnx"
     if path.exists():
         return path
-    states = _transformers_states(setting, "fp32")
-
-    class Exported(torch.nn.Module):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            return states(input_ids, attention_mask)
-
-    example = torch.ones(3, 17, dtype=torch.long)
-    free = {0: "batch", 1: "length"}
+    plain = setting.scratch / "plain.onnx"
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    model = _three_inputs(setting, attn_implementation="eager")
     with hushed(), torch.no_grad():
         torch.onnx.export(
-            Exported().eval(),
-            (example, example.clone()),
-            str(path),
-            input_names=["input_ids", "attention_mask"],
+            model,
+            _example(),
+            str(plain),
+            input_names=names,
             output_names=["hidden"],
-            dynamic_shapes={"input_ids": free, "attention_mask": free},
-            dynamo=True,
-            verbose=False,
+            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*names, "hidden")},
+            dynamo=False,
+            opset_version=17,
         )
+        config: Any = model.get_submodule("model").config
+        fused = optimizer.optimize_model(
+            str(plain),
+            model_type="bert",
+            num_heads=config.num_attention_heads,
+            hidden_size=config.hidden_size,
+            opt_level=0,  # no processor-specific rewriting before its own; sessions do that later
+        )
+    if not fused.get_fused_operator_statistics()["Attention"]:
+        raise Unserved("ONNX Runtime's optimizer fused no attention of this model")
+    fused.save_model_to_file(str(path))
     return path
 
 
 def _quantised(model: Path) -> Path:
+    from onnx import TensorProto  # pyright: ignore[reportMissingImports]
     from onnxruntime.quantization import QuantType, quantize_dynamic  # pyright: ignore[reportMissingImports]
 
     path = model.with_name("int8.onnx")
+    unknown = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused nodes put out
     with hushed():
-        quantize_dynamic(model, path, weight_type=QuantType.QInt8, per_channel=True)
+        quantize_dynamic(
+            model, path, weight_type=QuantType.QInt8, per_channel=True, extra_options=unknown
+        )
     return path

@@ -15,6 +15,7 @@ process of its own on that machine too. Four things are measured:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -217,7 +218,7 @@ def _expected(stage: Stage) -> float:
     """Seconds of load in all, about."""
     effort, count = stage.setup.effort, len(stage.alive())
     searching = effort.short * (effort.repeats + 1.5 * effort.rounds + count + 1)
-    return count * (searching + 1.5 * effort.long * (effort.repeats // 2 + 1))
+    return count * (searching + 1.5 * effort.long * effort.repeats)
 
 
 def _most(stage: Stage) -> tuple[float, float]:
@@ -273,7 +274,20 @@ def _median(points: Sequence[Point], figure: str) -> float:
     return median(getattr(point, figure) for point in points)
 
 
-def _rows(stage: Stage, held: dict[str, float], beside: float) -> tuple[ServeRow, ...]:
+def unbroken(confirmed: float, points: Sequence[Point]) -> float:
+    """The highest rate that held in every trial: `confirmed`, or less if the sweep broke it."""
+    trials = [point for point in points if point.purpose in ("confirm", "sweep")]
+    broken = min((point.rate for point in trials if not point.held), default=math.inf)
+    if confirmed < broken:
+        return confirmed
+    return max((point.rate for point in trials if point.rate < broken), default=0.0)
+
+
+def _rows(stage: Stage, confirmed: dict[str, float], beside: float) -> tuple[ServeRow, ...]:
+    held = {
+        name: unbroken(rate, [point for point in stage.points if point.server == name])
+        for name, rate in confirmed.items()
+    }
     names = (OURS, *stage.setup.peers)
     return tuple(_row(stage, name, held, beside) for name in names)
 
@@ -283,7 +297,8 @@ def _row(stage: Stage, name: str, held: dict[str, float], beside: float) -> Serv
     if name in stage.problems or not most:
         return ServeRow(name, problem=stage.problems.get(name, "answered nothing"))
     rate, peer = held.get(name, 0.0), held.get(REFERENCE)
-    final = [each for each in stage.of(name, "confirm") if each.rate == rate and each.held]
+    trials = (*stage.of(name, "confirm"), *stage.of(name, "sweep"))
+    final = [point for point in trials if point.rate == rate and point.held]
     tokens = _median(most, "tokens_per_second")
     return ServeRow(
         server=name,

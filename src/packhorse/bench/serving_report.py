@@ -29,8 +29,8 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
         f"seed {setup.seed}",
         "servers": f"{found.threads} threads each, peers' batches of {setup.batch_size}; the "
         f"generator on the same machine, {setup.connections} connections",
-        "holds": f"p99 within {setup.limit_ms:g} ms and no error in most of {effort.repeats} "
-        f"trials of {effort.long:g} s; latencies from when a request was due",
+        "holds": f"p99 within {setup.limit_ms:g} ms and no error in every one of {effort.repeats} "
+        f"trials of {effort.long:g} s, and in the sweep; latencies from when a request was due",
         "PackRunner.run": f"{found.runner_alone:,.0f} tokens/s alone, {found.runner_beside:,.0f} "
         "beside the generator's load",
         "took": f"{found.seconds:.0f} s",

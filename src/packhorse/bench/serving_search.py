@@ -5,7 +5,7 @@ has one trial of every server, and whatever else the machine does falls on all o
 trials find the place; one that fails is tried once more before it is believed, since a hiccup of
 the machine would cost half of the range (failing trials end early and are cheap). In a short trial
 a queue has little time to grow, so the place is a little too high: long trials step down from it,
-by a little and then by more, until most of them hold.
+by a little and then by more, until every one of them holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Effort:
     rounds: int = 5  # of bisection
     short: float = 5.0  # seconds of a trial that searches
     long: float = 15.0  # and of one that confirms
-    repeats: int = 3  # long ones at a rate, of which most must hold
+    repeats: int = 3  # long ones at a rate, all of which must hold
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,11 @@ def _passes(rate: float, limit: float, effort: Effort) -> Generator[Trial, Repor
 
 
 def _confirmed(rate: float, limit: float, effort: Effort) -> Generator[Trial, Report, bool]:
-    """Do most of the repeats hold? Ends as soon as that is known."""
-    needed, held = effort.repeats // 2 + 1, 0
-    for done in range(1, effort.repeats + 1):
-        held += (yield Trial(rate, effort.long, "confirm")).holds(limit)
-        if held >= needed or done - held > effort.repeats - needed:
-            break
-    return held >= needed
+    """Does every repeat hold? Ends with the first that does not."""
+    for _ in range(effort.repeats):
+        if not (yield Trial(rate, effort.long, "confirm")).holds(limit):
+            return False
+    return True
 
 
 def take_turns(searches: Mapping[str, Search], run: Run) -> dict[str, float]:

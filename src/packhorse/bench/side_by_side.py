@@ -117,7 +117,7 @@ def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run
     home = layout.transformer if layout else folder
     setting = peers.Setting(home, encoder.device, batch_size, encoder.max_length, Path())
     engine = peers.transformers(setting, devices.dtype_name(encoder.dtype))
-    return lambda batch: engine.run(batch, "arrival")
+    return lambda batch: engine.run(list(batch), "arrival")
 
 
 def _ways(

@@ -27,7 +27,9 @@ class Corpus:
         int, flag("--duplicates", help="Passes over each document; MLPerf makes ten.")
     ] = 10
     workers: Annotated[int, flag("--workers", help="Processes of each method.")] = 2
-    repeats: Annotated[int, flag("--repeats", help="Rounds; the best and the median count.")] = 3
+    repeats: Annotated[
+        int, flag("--repeats", help="Rounds; figures are the median's, the best beside it.")
+    ] = 3
     seed: Annotated[int, flag("--seed", help="Of everything that is drawn.")] = 12345
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from packhorse.cli.bench import Keep, Subject, flag, show, split_names
+from packhorse.cli.bench import Keep, Subject, file_texts, flag, show, split_names
 from packhorse.cli.console import emit, note, progress
 
 
@@ -43,7 +43,7 @@ class Patience:
     rounds: Annotated[int, flag("--rounds", help="Of bisection.")] = 5
     short: Annotated[float, flag("--short", help="Seconds of a trial that searches.")] = 5.0
     long: Annotated[float, flag("--long", help="Seconds of a trial that confirms.")] = 15.0
-    repeats: Annotated[int, flag("--repeats", help="Trials at a rate; most must hold.")] = 3
+    repeats: Annotated[int, flag("--repeats", help="Trials at a rate; all must hold.")] = 3
 
 
 def serve(
@@ -87,7 +87,7 @@ def serve(
     setup = Setup(
         **asdict(subject),
         **asdict(asking),
-        texts=() if texts is None else _read(texts),
+        texts=() if texts is None else file_texts(texts),
         peers=PEERS if others is None else others,
         effort=Effort(**asdict(patience)),
     )
@@ -105,11 +105,3 @@ def serve(
     rows, points = ([asdict(each) for each in every] for every in (found.rows, found.points))
     runner = {"alone": found.runner_alone, "beside": found.runner_beside}
     emit({**about, "runner": runner, "rows": rows, "points": points, "remarks": said}, keep.json)
-
-
-def _read(file: str) -> tuple[str, ...]:
-    """The texts of a file; of pairs the first."""
-    from packhorse.data.tables.texts import read_texts
-
-    found = (record.text for record in read_texts(file, skip_empty=True))
-    return tuple(text if isinstance(text, str) else text[0] for text in found)
