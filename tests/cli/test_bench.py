@@ -82,7 +82,8 @@ def test_a_note_holds_the_command(tmp_path: Path) -> None:
     ("arguments", "part"),
     [
         (["encode", "--peers", "keras"], "unknown peer 'keras'"),
-        (["encode", "--count", "0"], "0 sequences"),
+        (["encode", "--count", "0"], "--count 0"),
+        (["encode", "--texts", "a.txt", "--workload", "squad"], "pass one"),
         (["encode", "--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["encode", "--histogram", "none.json"], "cannot be read"),
         (["encode", "--workload", "books"], "books"),
