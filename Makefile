@@ -82,7 +82,7 @@ peers: .venv/.peers .venv-infinity/.made
 .venv-infinity/.made:
 	$(PYTHON) -m venv .venv-infinity
 	.venv-infinity/bin/python -m pip install --no-input --disable-pip-version-check "$(TORCH)" \
-	  'infinity-emb[server,torch]==0.0.78'
+	  'infinity-emb[server,torch,optimum]==0.0.78'
 	@touch $@
 
 clean:

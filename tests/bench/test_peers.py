@@ -109,7 +109,7 @@ def test_texts_are_tokenized_inside(setting: peers.Setting) -> None:
 def test_onnxruntime_runs_a_graph_that_it_fused_itself(setting: peers.Setting) -> None:
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
-    graph = onnx.load(peers._fused(setting)).graph
+    graph = onnx.load(peers.fused_onnx(setting)).graph
     fused = [node.op_type for node in graph.node]
     assert fused.count("Attention") == 2 and fused.count("SkipLayerNormalization") == 4
     assert "Softmax" not in fused

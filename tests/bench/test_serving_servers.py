@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,9 @@ def test_infinity_where_it_is_and_where_it_is_not(tmp_path: Path, monkeypatch) -
     servers.INFINITY.touch()
     command = servers.infinity(PLACE, 1234)
     assert command[0] == str(tmp_path / servers.INFINITY)
-    assert "1234" in command and "float32" in command
+    assert "1234" in command and "float32" in command and "torch" in command
+    fused = servers.infinity(replace(PLACE, onnx=tmp_path / "onnx"), 1234)
+    assert "optimum" in fused and fused[fused.index("--model-id") + 1] == "."
 
 
 def test_no_key_and_no_setting_of_another_server(monkeypatch: pytest.MonkeyPatch) -> None:

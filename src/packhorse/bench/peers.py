@@ -36,6 +36,7 @@ from packhorse.tokens import Encoding
 ORDERS = ("arrival", "sorted")
 SHAPES = 8  # widths that a compiled peer is compiled for, as many as torch.compile keeps
 CPU_ONLY = "measured on the CPU only"
+STATES = "last_hidden_state"  # of an exported model, as optimum calls it
 
 Hidden = Callable[[Tensor, Tensor], Tensor]  # ids, mask [n, L] → states [n, L, E]
 Vectors = Callable[[np.ndarray, np.ndarray], Tensor]  # ids, mask [n, L] → vectors [n, E]
@@ -148,7 +149,7 @@ def onnxruntime(setting: Setting, dtype: str) -> Engine:
     import onnxruntime as library  # pyright: ignore[reportMissingImports]
 
     _only(setting, dtype, "fp32", "int8")
-    model = _fused(setting)
+    model = fused_onnx(setting)
     if dtype == "int8":
         model = _quantised(model)
     options = library.SessionOptions()
@@ -348,7 +349,7 @@ def _example() -> tuple[Tensor, Tensor, Tensor]:
     return ids, ids.clone(), torch.zeros_like(ids)
 
 
-def _fused(setting: Setting) -> Path:
+def fused_onnx(setting: Setting) -> Path:
     """The model as ONNX with ONNX Runtime's Attention, SkipLayerNormalization and BiasGelu nodes.
 
     Its optimizer knows the graph that torch's older exporter makes of eager attention; in the newer
@@ -368,8 +369,8 @@ def _fused(setting: Setting) -> Path:
             _example(),
             str(plain),
             input_names=names,
-            output_names=["hidden"],
-            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*names, "hidden")},
+            output_names=[STATES],
+            dynamic_axes={name: {0: "batch", 1: "length"} for name in (*names, STATES)},
             dynamo=False,
             opset_version=17,
         )

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from statistics import median
 from tempfile import TemporaryDirectory
 
@@ -28,12 +29,13 @@ import numpy as np
 import torch
 
 from packhorse import device as devices
-from packhorse.bench import docstrings, modes, subject
+from packhorse.bench import docstrings, modes, peers, subject
 from packhorse.bench.peers import Unserved
 from packhorse.bench.serving_figures import Comparison, Point, ServeRow, Setup
 from packhorse.bench.serving_load import Generator, Job, Report
 from packhorse.bench.serving_search import Trial, highest, take_turns
 from packhorse.bench.serving_servers import MODEL, OURS, PATH, PEERS, Place, Server, start, stopping
+from packhorse.checkpoint import sentence
 from packhorse.data.corpus.workers import cores
 from packhorse.errors import InputError
 from packhorse.runtime.encoder import Encoder
@@ -103,7 +105,9 @@ def measure(setup: Setup, progress: Progress | None = None, say: Say | None = No
                 advance: Progress = progress or (lambda done, total: None)
                 stage = Stage(setup, encoder, texts, tokens, generator, advance)
                 dtype = devices.dtype_name(encoder.dtype)
-                place = Place(folder, str(device), dtype, threads, setup.batch_size, setup.infinity)
+                onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
+                here = (folder, str(device), dtype, threads, setup.batch_size)
+                place = Place(*here, setup.infinity, onnx)
                 _start(stage, place, running, Path(scratch))
                 tell(f"serving: {', '.join(stage.alive()) or 'nobody'}")
                 alone, beside = _most(stage)
@@ -167,6 +171,24 @@ def _texts(setup: Setup, encoder: Encoder) -> tuple[list[str], list[int]]:
         raise InputError(f"no text has {SHORTEST} to {longest} tokens; there is nothing to ask")
     order = np.random.default_rng(setup.seed).permutation(short)[: setup.count].tolist()
     return [given[place] for place in order], [counts[place] for place in order]
+
+
+def _onnx_folder(
+    setup: Setup, folder: Path, device: torch.device, dtype: str, scratch: Path
+) -> Path | None:
+    """A copy of the model with its ONNX graph, for infinity on a CPU; None where torch runs it."""
+    if "infinity" not in setup.peers or device.type != "cpu" or dtype != "fp32":
+        return None
+    layout = sentence.read(folder)
+    home = layout.transformer if layout else folder
+    copy = scratch / "onnx-model"
+    copytree(home, copy, ignore=ignore_patterns("*.safetensors", "*.bin", "*.onnx"))
+    try:
+        peers.fused_onnx(peers.Setting(home, device, 1, LONGEST, copy))
+    except Exception:  # no ONNX here, or a model it does not know: torch's engine serves it
+        return None
+    (copy / "plain.onnx").unlink()  # what it was fused from
+    return copy
 
 
 def _start(stage: Stage, place: Place, running: list[Server], scratch: Path) -> None:

@@ -45,6 +45,7 @@ class Place:
     threads: int
     batch_size: int  # of the peers
     infinity: Path | None = None  # the executable; None: where `make peers` puts it, or on the path
+    onnx: Path | None = None  # the same model as ONNX, for infinity on a CPU
 
 
 def packhorse(place: Place, port: int) -> list[str]:
@@ -70,17 +71,27 @@ def sentence_transformers(place: Place, port: int) -> list[str]:
 
 
 def infinity(place: Place, port: int) -> list[str]:
-    """infinity-emb with its torch engine; it takes its threads from the environment."""
+    """infinity-emb; on a CPU with its optimum engine, as its author recommends there.
+
+    It takes its threads from the environment. Its optimum engine finds a graph on disk only in the
+    current folder, so it is started there.
+    """
     found = place.infinity or (INFINITY if INFINITY.exists() else shutil.which("infinity_emb"))
     if found is None or not Path(found).exists():
         where = f"there is no {found}" if found else "it is not installed"
         raise Unserved(
             f"{where}; `make peers` puts it in {INFINITY.parents[1]}, or --infinity PATH"
         )
+    engine = "torch" if place.onnx is None else "optimum"
     return [
-        *(str(Path(found).absolute()), "v2", "--model-id", str(place.folder)),
+        *(
+            str(Path(found).absolute()),
+            "v2",
+            "--model-id",
+            "." if place.onnx else str(place.folder),
+        ),
         *("--served-model-name", MODEL, "--url-prefix", "/v1", "--host", "127.0.0.1"),
-        *("--port", str(port), "--engine", "torch", "--device", place.device.partition(":")[0]),
+        *("--port", str(port), "--engine", engine, "--device", place.device.partition(":")[0]),
         *("--dtype", INFINITY_DTYPES[place.dtype], "--batch-size", str(place.batch_size)),
         # On a CPU it compiles for minutes, and advises against that itself for BERT.
         *("--no-compile", "--log-level", "warning"),
@@ -169,7 +180,8 @@ def start(name: str, place: Place, scratch: Path) -> Server:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=_environment(place.threads),
+            env=_environment(place.threads) | {"HF_HOME": str(scratch / "hf")},
+            cwd=place.onnx if name == "infinity" else None,
             start_new_session=True,  # Ctrl-C is for us, who then stop it
         )
     return Server(name, port, process, log)
