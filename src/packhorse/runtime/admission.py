@@ -212,8 +212,13 @@ class Admission:
 
     def promise(self, requests: int, tokens: int) -> None:
         """Keep room for requests that are pushed one after the other, or raise Overloaded."""
+        if requests > self.max_requests:
+            raise InputError(
+                f"{requests} requests will never be admitted together: at most "
+                f"{self.max_requests} may wait; raise max_waiting_requests or divide them"
+            )
         with self._lock:
-            if not self._fits(tokens, self.max_tokens):
+            if not self._fits(tokens, self.max_tokens, requests):
                 self._refuse()
             self.promised_requests += requests
             self.promised_tokens += tokens
@@ -278,23 +283,33 @@ class Admission:
             self.not_before, self.expected = self.clock() + seconds, answered
 
     def stop(self, why: str, drain: bool = True) -> list[Request]:
-        """Admit no one any more. Without `drain` those who wait leave; they are returned."""
+        """Admit no one any more. Without `drain` those who wait leave; they are returned.
+
+        Whoever gets them is the only one to answer them.
+        """
         with self._lock:
             self.stopped = self.stopped or why
-            everyone = [] if drain else self.unanswered.values()
-            left = [request for request in everyone if request.waiting]
+            waiting = [] if drain else [r for r in self.unanswered.values() if r.waiting]
+            left = [request for request in waiting if self._claim(request)]
             for request in left:
+                del self.unanswered[request.future]
+            for request in waiting:
                 self._withdraw(request)
             self._changed.notify_all()
             self._room.notify_all()
             return left
 
-    def _fits(self, tokens: int, limit: int) -> bool:
+    def all_unanswered(self) -> list[Request]:
+        """Those who wait or run at this moment."""
+        with self._lock:
+            return list(self.unanswered.values())
+
+    def _fits(self, tokens: int, limit: int, requests: int = 1) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
-        requests = self.waiting_requests + self.promised_requests + self.at_door
+        before = self.waiting_requests + self.promised_requests + self.at_door
         ahead = self.waiting_tokens + self.promised_tokens
-        return requests < self.max_requests and (ahead + tokens <= limit or not ahead)
+        return before + requests <= self.max_requests and (ahead + tokens <= limit or not ahead)
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -327,13 +342,13 @@ class Admission:
 
     def _done(self, future: Future[Any]) -> None:
         """Called by every future that is answered or cancelled."""
-        request = self.unanswered.pop(future, None)
-        if request is None:
-            return
-        if not request.left:  # all of it was run: nothing of it waits
-            request.pieces.clear()
-            return
         with self._lock:
+            request = self.unanswered.pop(future, None)
+            if request is None:
+                return
+            if not request.left:  # all of it was run: nothing of it waits
+                request.pieces.clear()
+                return
             self.cancelled += request.waiting and future.cancelled()
             self._withdraw(request)
 
@@ -369,8 +384,12 @@ class Admission:
         request = piece.request
         if not request.waiting:  # another sequence of it went before
             return not request.future.done()
-        self._waits_no_more(request)
         request.started = now
+        return self._claim(request)
+
+    def _claim(self, request: Request) -> bool:
+        """From here on the answer is ours to give; False if it was cancelled or given before."""
+        self._waits_no_more(request)
         try:
             runs = request.future.set_running_or_notify_cancel()
         except RuntimeError:  # someone answered it in our place

@@ -135,6 +135,8 @@ def _characters(text: Given) -> int:
 
 
 def _check_tokens(jobs: Sequence[Job], host: Hosted, truncate: bool) -> None:
+    if len(jobs) > (most := host.runner.max_waiting_requests):
+        raise TooLarge(f"the request has {len(jobs)} inputs; at most {most} may wait")
     most = host.runner.max_waiting_tokens
     for number, job in enumerate(jobs):
         if job.tokens > most:
