@@ -51,3 +51,42 @@ def grown(folder: Path, shapes: int, **environment: str) -> tuple[int, list[str]
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     return figures["grown"], figures["said"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from packhorse.bench import random_model
+
+    return random_model.write("tiny", tmp_path_factory.mktemp("model") / "tiny")
+
+
+linux = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="the system does not tell what a process holds"
+)
+
+
+@linux
+def test_memory_does_not_grow_with_the_number_of_shapes(folder: Path) -> None:
+    more, said = grown(folder, 400)
+    assert said == ["64", "64"]
+    assert more < 128 << 20, f"{more >> 20} MiB more after 300 shapes"
+
+
+@linux
+@pytest.mark.slow
+def test_without_the_limits_it_would(folder: Path) -> None:
+    """The control: a user's own word stands, and with torch's own limits memory grows."""
+    theirs = dict.fromkeys(loading.PREPARED, "1024")
+    more, said = grown(folder, 400, **theirs)
+    assert said == ["1024", "1024"]
+    assert more > 192 << 20, f"{more >> 20} MiB more after 300 shapes"
+
+
+@pytest.mark.parametrize("own", [None, "9"])
+def test_a_users_own_limit_stands(folder: Path, own: str | None, monkeypatch) -> None:
+    for name in loading.PREPARED:
+        monkeypatch.setenv(name, own or "")
+        if own is None:
+            monkeypatch.delenv(name)
+    loading.load(folder)
+    assert [os.environ[name] for name in loading.PREPARED] == [own or "64"] * 2
