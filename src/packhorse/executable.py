@@ -163,9 +163,10 @@ class CudaGraphs:
             if len(self.recorded) > RECORDED_LIMIT:
                 self.copied.synchronize()  # it may still run, on a stream that is not ours
                 del self.recorded[next(iter(self.recorded))]
-            output = recording.replay(tensors)
-            self.copied.record()
-        return output
+            try:
+                return recording.replay(tensors)
+            finally:  # also where there was no memory for the copy: the graph was launched
+                self.copied.record()
 
     def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
         with ONE_CAPTURE:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
 from packhorse.packing.online import POLICIES
-from packhorse.runtime.admission import Admission, Batch
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.jobs import Job, from_ids
+from packhorse.runtime.lines import Batch
 from packhorse.runtime.modes import MODES, Shape
 
 

@@ -32,9 +32,10 @@ import torch
 from packhorse import status
 from packhorse.errors import PackhorseError, RequestFailed, RunnerStopped
 from packhorse.runtime import jobs
-from packhorse.runtime.admission import Admission, Batch, Piece, Request
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.jobs import Row
+from packhorse.runtime.lines import Batch, Piece, Request
 from packhorse.runtime.statistics import Ran, Recorder, Stats
 
 LOGGER = logging.getLogger(__name__)
@@ -129,8 +130,8 @@ class Engine:
             why = f"the runner's engine died: {type(error).__name__}: {error}"
         finally:
             self.ended.set()
-            self.admission.stop(why, drain=False)
-            for request in self.admission.all_unanswered():
+            waiting = self.admission.stop(why, drain=False)
+            for request in [*waiting, *self.admission.all_unanswered()]:
                 self._fail(request, RunnerStopped(why))
             atexit.unregister(self._at_exit)
 

@@ -28,10 +28,11 @@ import numpy as np
 
 from packhorse.data.tables.texts import as_texts
 from packhorse.errors import InputError, RunnerStopped
-from packhorse.runtime.admission import Admission, Awaited
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.jobs import Given, Job
+from packhorse.runtime.lines import Awaited
 from packhorse.runtime.modes import Shape
 from packhorse.runtime.statistics import Ran, Stats
 

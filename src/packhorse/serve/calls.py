@@ -28,8 +28,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.runtime.admission import Awaited
 from packhorse.runtime.jobs import Given, Job, is_ids
+from packhorse.runtime.lines import Awaited
 from packhorse.runtime.runner import PackRunner
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import Hosted
