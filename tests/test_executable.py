@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +20,9 @@ from packhorse import attention, executable
 from packhorse.errors import InputError
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
+from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
-from packhorse.runtime.backend import _bucket
+from packhorse.runtime.backend import TorchBackend, _bucket
 from packhorse.runtime.proof import Made
 
 CPU = torch.device("cpu")
@@ -54,6 +57,128 @@ def test_one_bucket_compiles_once(kernel: str, rng) -> None:
         assert counter.frame_count == 1
         bert(make_packed([200], rng).pad(256, 16))
     assert counter.frame_count == 2
+
+
+class Announced:
+    """A lock that says when someone has to wait for it."""
+
+    def __init__(self) -> None:
+        self.lock, self.awaited = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.awaited.set()
+            self.lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+
+
+class Device:
+    """Stands in for a CUDA graph, a stream and an event; says in which order they are used."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.after_replay = lambda: None
+
+    def replay(self) -> None:
+        self.output.copy_(10 * self.input)
+        self.calls.append("replay")
+        self.after_replay()
+
+    def wait_event(self, event: object) -> None:
+        self.calls.append("wait")
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+def recorded_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> executable.CudaGraphs:
+    """One bucket, recorded on a device that is not there."""
+    device.input, device.output = torch.zeros(1), torch.zeros(1)
+    recording = executable._Recording(device, (device.input,), device.output)
+    graphs = object.__new__(executable.CudaGraphs)  # its own parts would ask for a device
+    graphs.recorded = {((torch.Size([1]), torch.float32),): recording}
+    graphs.turn, graphs.copied = Announced(), device  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device)
+    return graphs
+
+
+def test_a_replay_waits_for_the_copy_of_the_one_before(monkeypatch) -> None:
+    """A second caller comes after the first one's replay and before its output is copied."""
+    device = Device()
+    graphs = recorded_graphs(device, monkeypatch)
+    answers: dict[int, float] = {}
+
+    def call(number: int) -> None:
+        answers[number] = float(graphs(torch.tensor([float(number)])))
+
+    def second() -> None:
+        call(2)
+        graphs.turn.awaited.set()  # it did not have to wait
+
+    other = threading.Thread(target=second)
+
+    def between() -> None:
+        device.after_replay = lambda: None
+        other.start()
+        assert graphs.turn.awaited.wait(60)
+
+    device.after_replay = between
+    call(1)
+    other.join(60)
+    assert answers == {1: 10.0, 2: 20.0}
+    assert device.calls == ["wait", "replay", "record"] * 2
+
+
+def test_a_graph_that_is_dropped_has_ended(monkeypatch) -> None:
+    device = Device()
+    graphs = recorded_graphs(device, monkeypatch)
+    monkeypatch.setattr(executable, "RECORDED_LIMIT", 1)
+    graphs.recorded = {"older": graphs.recorded.copy(), **graphs.recorded}
+    graphs(torch.ones(1))
+    assert device.calls == ["wait", "synchronize", "replay", "record"]
+    assert len(graphs.recorded) == 1
+
+
+def test_a_bucket_runs_while_another_thread_compiles(rng, monkeypatch) -> None:
+    """torch's mark of a compilation under way is the process's, not the thread's (up to 2.12)."""
+    bert = make_bert()
+    backend = TorchBackend(Model(bert, {}), CPU, graphs=True)
+    for layer in bert.layers:
+        layer.compile(backend="eager", dynamic=False, fullgraph=True)
+    packed = make_packed([20, 30], rng)
+    (expected,) = backend(packed, ["hidden"])
+    monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+    (found,) = backend(packed, ["hidden"])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
+def test_threads_compile_and_run_buckets_at_once(rng) -> None:
+    """Each of four threads meets the buckets in another order, so that all compile and all wait."""
+    bert = make_bert()
+    plain = make_bert()
+    plain.load_state_dict(bert.state_dict())
+    backend = TorchBackend(Model(bert, {}), CPU, graphs=True)
+    packs = [make_packed([n // 2, n // 3, 5], rng) for n in (40, 90, 200, 400)]
+    with torch.inference_mode():
+        expected = [plain(packed) for packed in packs]
+
+    def work(number: int) -> float:
+        differences = []
+        for place in range(3 * len(packs)):
+            which = (number + place) % len(packs)
+            (found,) = backend(packs[which], ["hidden"])
+            differences.append(float((found - expected[which]).abs().max()))
+        return max(differences)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert max(pool.map(work, range(4))) <= 1e-5
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 1000, 4095, 4096, 4097, 100_000])

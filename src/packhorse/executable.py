@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from packhorse.errors import InputError
 
 COMPILED_LIMIT = 4096  # buckets before torch gives up; its own default is 8
 RECORDED_LIMIT = 64  # CUDA graphs kept; the one not used for longest goes
-ONE_CAPTURE = Lock()  # at a time, torch asks
+ONE_CAPTURE = RLock()  # torch captures one graph at a time; compiling for it comes first
 
 
 def cache_folder() -> Path:
@@ -75,7 +75,12 @@ def compile(modules: Iterable[nn.Module]) -> None:
 
 
 def allow_every_bucket() -> None:
-    """Lift torch's limit on compilations in this thread; its settings are a thread's own."""
+    """Lift torch's limit on compilations in this thread; its settings are a thread's own.
+
+    While one thread compiles, torch up to 2.12 takes a call of a compiled module in any other
+    thread for a part of that and raises. Such a call runs uncompiled instead.
+    """
+    torch._dynamo.config.error_on_nested_fx_trace = False
     torch._dynamo.config.recompile_limit = COMPILED_LIMIT
     torch._dynamo.config.accumulated_recompile_limit = COMPILED_LIMIT
 
@@ -137,23 +142,37 @@ class CudaGraphs:
     """Replays `function` for each bucket: inputs are copied in, one launch, the output is copied.
 
     The output is copied because the next replay writes over it: all buckets share one pool of
-    memory, so that it holds the largest, not the sum.
+    memory, so that it holds the largest, not the sum. So callers take turns: on the host, a lock is
+    held from the look-up to the copy; on the device, where callers may use several streams, a
+    replay waits for the copy of the one before.
     """
 
     function: Callable[..., Tensor]
     recorded: dict[Hashable, _Recording] = field(default_factory=dict)
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # the last output
+    turn: Lock = field(default_factory=Lock)
 
     def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
         """Replay, or record first; constants are part of the bucket."""
         key = (*((x.shape, x.dtype) for x in tensors), *sorted(constants.items()))
-        recording = self.recorded.pop(key, None) or self._record(tensors, constants)
-        self.recorded[key] = recording  # at the end: used last
-        if len(self.recorded) > RECORDED_LIMIT:
-            del self.recorded[next(iter(self.recorded))]
-        return recording.replay(tensors)
+        with self.turn:
+            torch.cuda.current_stream().wait_event(self.copied)
+            recording = self.recorded.pop(key, None) or self._record(tensors, constants)
+            self.recorded[key] = recording  # at the end: used last
+            if len(self.recorded) > RECORDED_LIMIT:
+                self.copied.synchronize()  # it may still run, on a stream that is not ours
+                del self.recorded[next(iter(self.recorded))]
+            try:
+                return recording.replay(tensors)
+            finally:  # also where there was no memory for the copy: the graph was launched
+                self.copied.record()
 
     def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
+        with ONE_CAPTURE:
+            return self._record_alone(tensors, constants)
+
+    def _record_alone(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
         inputs = tuple(x.clone() for x in tensors)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

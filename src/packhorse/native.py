@@ -34,6 +34,7 @@ FLAGS = (
     *("-ffp-contract=fast", "-fno-math-errno"),  # roots are instructions then, not calls of libm
 )
 POINTER, LONG, FLOAT, UNSIGNED = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_uint
+INT = ctypes.c_int
 
 
 class Obstacle(Exception):
@@ -41,9 +42,13 @@ class Obstacle(Exception):
 
 
 def function(
-    source: Path, name: str, takes: tuple[Any, ...], defines: tuple[str, ...] = ()
-) -> Callable[..., None]:
-    """The function `name` of the C file `source`; `takes` are the ctypes of its arguments.
+    source: Path,
+    name: str,
+    takes: tuple[Any, ...],
+    defines: tuple[str, ...] = (),
+    returns: Any = None,
+) -> Callable[..., Any]:
+    """The function `name` of the C file `source`; `takes` and `returns` are its ctypes.
 
     Raises `Obstacle` where it cannot be had. The caller keeps it: to ask again runs the compiler.
     """
@@ -55,7 +60,7 @@ def function(
         found = getattr(ctypes.CDLL(str(library)), name)
     except (OSError, AttributeError) as error:
         raise Obstacle(f"cannot load {library}, delete it: {_first_line(str(error))}") from error
-    found.restype, found.argtypes = None, takes
+    found.restype, found.argtypes = returns, takes
     return found
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -256,6 +259,70 @@ def test_one_node_of_a_compiled_graph(dtype: torch.dtype):
     with torch.inference_mode():
         assert torch.equal(compiled(qkv, plan), layer(qkv, plan))
     torch.library.opcheck(native._opaque, (*qkv.unbind(1), packed.cu_seqlens))
+
+
+# ---- memory ----
+
+SMALL_STACKS = """
+import threading
+import numpy as np, torch
+from packhorse.attention.native import Native
+from packhorse.attention.reference import Reference
+from packhorse.model.bert import AddNorm
+from packhorse.model.freeze import FrozenAddNorm
+from packhorse.packing.batch import Packed
+from packhorse.port.convolve import convolve, convolve_backward
+from packhorse.runtime.proof import Made
+
+lengths = (300, 40, 129)
+packed = Packed.build([Made(np.zeros(n, int), np.zeros(n, int)) for n in lengths])
+native, reference, norm = Native(), Reference(), AddNorm(1024, 1e-12)
+frozen, x, grad = FrozenAddNorm(norm), torch.randn(8, 3, 12, 12), torch.randn(8, 16, 8, 8)
+filters = torch.randn(16, 3, 5, 5)
+
+def work():
+    torch.set_num_threads(2)
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            for width in (64, 256):
+                qkv = torch.randn(sum(lengths), 3, 2, width).to(dtype)
+                found = native(qkv, native.plan(packed)).float()
+                expected = reference(qkv.float(), reference.plan(packed))
+                differences.append(float((found - expected).abs().max()))
+        rows = torch.randn(2, 64, 1024)
+        differences.append(float((frozen(*rows) - norm(*rows)).abs().max()))
+        expected = torch.nn.functional.conv2d(x, filters)
+        differences.append(float((convolve(x, filters, None) - expected).abs().max()))
+        convolve_backward(grad, x, filters, True)
+
+differences = []
+threading.stack_size(256 << 10)
+workers = [threading.Thread(target=work) for _ in range(2)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+print(len(differences), max(differences))
+"""
+
+
+@needs_native
+def test_threads_with_small_stacks():
+    """256 KiB for threads of Python's and of OpenMP's; a stack that overflows ends the process."""
+    environment = {**os.environ, "OMP_STACKSIZE": "256k", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", SMALL_STACKS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    count, difference = done.stdout.split()
+    assert int(count) == 12 and float(difference) < 0.05
+
+
+@needs_native
+def test_without_memory_it_raises(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
+    """Heads so wide that their buffers have no place in any address space."""
+    monkeypatch.setattr(native, "WIDEST", 1 << 40)
+    with pytest.raises(MemoryError, match="scratch"):
+        run(Native(), draw(4, 1, 8, torch.float32), batch((4,)))
 
 
 # ---- refusals ----

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
 from packhorse.packing.online import POLICIES
-from packhorse.runtime.admission import Admission, Batch
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.jobs import Job, from_ids
+from packhorse.runtime.lines import Batch
 from packhorse.runtime.modes import MODES, Shape
 
 
@@ -213,6 +216,93 @@ def test_stopping_drains_or_empties() -> None:
     assert {request.future for request in queue.stop("closed", drain=False)} == set(futures)
     assert queue.waiting_tokens == queue.waiting_requests == 0
     assert queue.next_batch(wait=True) is None
+
+
+class Announced:
+    """A lock that says when someone has to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.awaited = lock, threading.Event()
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            self.awaited.set()
+            self.lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.lock.release()
+
+
+class Turnstile(dict):
+    """A dictionary that stops between its first value and the next, until it may go on."""
+
+    def __init__(self, known: dict[Any, Any], reached: threading.Event, go: threading.Event):
+        super().__init__(known)
+        self.reached, self.go = reached, go
+
+    def values(self) -> Any:
+        for number, value in enumerate(super().values()):
+            yield value
+            if not number:
+                self.reached.set()
+                assert self.go.wait(60)
+
+
+def test_stopping_while_a_request_is_answered() -> None:
+    """The answer comes in the middle of the search for those who wait, in another thread."""
+    queue, clock = admission(RAGGED)
+    running, waiting = queue.push(job(3)), [queue.push(job(14)) for _ in range(3)]
+    clock.now += 2
+    assert lengths(queue.next_batch(wait=True)) == [[3]]
+    lock = Announced(queue._lock)
+    queue._lock = lock  # type: ignore[assignment]
+    reached = threading.Event()
+    queue.unanswered = Turnstile(queue.unanswered, reached, lock.awaited)
+
+    def answer() -> None:
+        assert reached.wait(60)
+        running.set_result("done")
+        lock.awaited.set()  # it did not have to wait
+
+    engine = threading.Thread(target=answer)
+    engine.start()
+    try:
+        left = queue.stop("closed", drain=False)
+    finally:
+        engine.join(60)
+    assert [request.future for request in left] == waiting
+    assert not queue.unanswered
+    assert queue.waiting_requests == queue.waiting_tokens == 0 and not queue.lines
+
+
+def test_a_request_that_leaves_with_the_queue_can_no_longer_be_cancelled() -> None:
+    """It fails or it was cancelled: one of the two is counted, and the future says the same."""
+    queue, _ = admission(RAGGED)
+    cancelled, kept = queue.push(job(3)), queue.push(job(4))
+    cancelled._done_callbacks.clear()  # type: ignore[attr-defined]  # it is told in a moment
+    cancelled.cancel()
+    assert [request.future for request in queue.stop("closed", drain=False)] == [kept]
+    queue._done(cancelled)
+    assert not kept.cancel()
+    assert queue.cancelled == 1 and queue.waiting_requests == 0
+
+
+def test_promises_are_counted() -> None:
+    queue, _ = admission(RAGGED, max_requests=10)
+    with pytest.raises(InputError, match="3000 requests will never be admitted together"):
+        queue.promise(3000, 3000)
+    queue.promise(6, 6)
+    with pytest.raises(Overloaded, match="6 requests of 6 tokens wait already"):
+        queue.promise(5, 5)
+    queue.promise(4, 4)
+    for refused in (lambda: queue.push(job(1)), lambda: queue.door().__enter__()):
+        with pytest.raises(Overloaded):
+            refused()
+    queue.release(1, 1)
+    queue.push(job(1))
+    for _ in range(9):
+        queue.push_promised(job(1))
+    assert (queue.waiting_requests, queue.promised_requests, queue.promised_tokens) == (10, 0, 0)
 
 
 ACTIONS = st.lists(

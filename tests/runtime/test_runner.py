@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -495,6 +496,38 @@ def test_a_dead_engine_leaves_no_one_waiting(
     assert runner.stats().running_requests == runner.stats().waiting_requests == 0
 
 
+def looped(kind: str) -> BaseException:
+    """An error whose chain comes back to itself."""
+    first, second = ValueError("poison"), KeyError("second")
+    if kind == "cause":
+        first.__cause__, second.__cause__ = second, first
+    elif kind == "context":
+        first.__context__, second.__context__ = second, first
+    elif kind == "both":  # the way out of the loop is not the one that is looked at first
+        first.__cause__, second.__context__ = second, first
+        first.__context__ = OSError("aside")
+    else:
+        second.__context__ = first
+        first.__cause__ = ExceptionGroup("several", [second, OSError("aside")])
+    return first
+
+
+@pytest.mark.parametrize("kind", ["cause", "context", "both", "group"])
+def test_an_error_whose_chain_loops_fails_its_request_alone(make_encoder, kind: str) -> None:
+    error = looped(kind)
+    encoder = make_encoder(before=poisoned_by("poison", error, make_encoder().tokenizer))
+    with PackRunner(encoder, timeout=0.01) as runner:
+        bad, good = runner.submit("a poison hat"), runner.submit("the cat")
+        with pytest.raises(RequestFailed, match="ValueError: poison") as caught:
+            bad.result(PATIENCE)
+        assert good.result(PATIENCE) is not None
+    assert "ValueError: poison" in caught.value.__notes__[0]
+    chain = engine_module._chain(error)
+    expected = {"cause": 2, "context": 2, "both": 3, "group": 4}[kind]
+    assert len(chain) == len(set(map(id, chain))) == expected
+    assert all(link.__traceback__ is None for link in chain), "frames would keep the batch"
+
+
 def test_a_lost_device_ends_the_engine(make_encoder, monkeypatch, caplog) -> None:
     plain = make_encoder()
     encoder = make_encoder(before=poisoned_by("poison", RuntimeError("assert"), plain.tokenizer))
@@ -710,6 +743,52 @@ def test_tokenizing_does_not_hold_up_the_loop(make_encoder, monkeypatch) -> None
         assert runner.stats().requests == 1, "the one given up while it was tokenized never came"
 
 
+def test_a_place_is_kept_until_the_tokenizing_thread_ends(make_encoder, monkeypatch) -> None:
+    """Who gives up while it is tokenized leaves a thread behind: that must stay bounded."""
+    plain, begun, release = Encoder.prepare, threading.Semaphore(0), threading.Event()
+
+    def slow(*given: Any, **options: Any) -> Any:
+        begun.release()
+        assert release.wait(PATIENCE)
+        return plain(*given, **options)
+
+    monkeypatch.setattr(Encoder, "prepare", slow)
+
+    async def ask(runner: PackRunner) -> None:
+        queue = runner._admission
+        # One thread: the first runs, the second waits for the thread and is given up before it.
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        tasks = [asyncio.create_task(runner.asubmit("the cat")) for _ in range(2)]
+        await _acquired(begun)
+        assert queue.at_door == 2
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert queue.at_door == 1, "the one that runs has its place, the other never began"
+        waits = asyncio.create_task(runner.asubmit("a mat"))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await runner.asubmit("a hat")
+        release.set()
+        assert (await waits).shape == (96,)
+        assert queue.at_door == 0
+
+    async def ask_and_release(runner: PackRunner) -> None:
+        try:
+            await ask(runner)
+        finally:
+            release.set()
+
+    with PackRunner(make_encoder(), timeout=0, max_waiting_requests=2) as runner:
+        asyncio.run(ask_and_release(runner))
+        assert runner.stats().requests == 1
+
+
+async def _acquired(semaphore: threading.Semaphore) -> None:
+    while not semaphore.acquire(blocking=False):
+        await asyncio.sleep(0.001)
+
+
 # What it says of itself
 
 
@@ -779,6 +858,19 @@ def test_what_was_promised_counts_as_if_it_waited(make_encoder) -> None:
         runner.promise(jobs)
     with pytest.raises(RunnerStopped):
         runner.admit(jobs[0])
+
+
+def test_no_more_can_be_promised_than_may_wait(make_encoder) -> None:
+    with PackRunner(make_encoder(), max_waiting_requests=10, timeout=0) as runner:
+        jobs = runner.prepare([[6]] * 3000, "embed")
+        with pytest.raises(InputError, match="at most 10 may wait"):
+            runner.promise(jobs)
+        runner.promise(jobs[:10])
+        with pytest.raises(Overloaded):
+            runner.promise(jobs[10:11])
+        assert all(runner.admit(job).result(PATIENCE) is not None for job in jobs[:10])
+        runner.promise(jobs[10:20])
+        runner.release(jobs[10:20])
 
 
 def test_nobody_prepares_where_nobody_gets_in(gate) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -75,6 +76,15 @@ def at_once(count: int, work: Callable[[int], None]) -> None:
         assert not worker.is_alive(), "hangs"
     if caught:
         raise caught[0]
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns every few microseconds, so that what can come between does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
 
 
 def patiently(runner: PackRunner, text: str) -> Future[Any]:
@@ -298,3 +308,49 @@ def test_closing_at_any_moment_answers_everyone(
                 assert isinstance(error, RunnerStopped) and number % 2 == 0
         stats = runner.stats()
         assert stats.requests == len(futures) == stats.answered + stats.failed
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(1000, marks=slow)])
+def test_closing_without_draining_while_others_are_answered(
+    make_encoder, hasty: None, rounds: int
+) -> None:
+    """Some run, some wait, some are cancelled: the engine ends, and everyone is told, once."""
+    encoder = replace(make_encoder(), backend=Light(nap=0.0), width=8)
+    options = {"rows": 2, "max_sequences": 2, "timeout": 0.0, "publish": True}
+    for number in range(rounds):
+        runner = PackRunner(encoder, max_waiting_requests=4096, **options)
+        told: list[Future[Any]] = []
+        futures: list[Future[Any]] = []
+        for _ in range(200):
+            futures.append(runner.submit([7]))
+            futures[-1].add_done_callback(told.append)
+        begin = threading.Barrier(3)
+
+        def closer(runner: PackRunner = runner, begin: threading.Barrier = begin) -> None:
+            begin.wait(PATIENCE)
+            runner.close(drain=False)
+
+        def canceller(
+            which: slice,
+            begin: threading.Barrier = begin,
+            futures: list[Future[Any]] = futures,
+        ) -> None:
+            begin.wait(PATIENCE)
+            for future in futures[which]:
+                future.cancel()
+
+        work = (
+            closer,
+            lambda c=canceller: c(slice(0, None, 7)),
+            lambda c=canceller: c(slice(3, None, 7)),
+        )
+        at_once(3, lambda i, work=work: work[i]())
+        assert not any(thread.is_alive() for thread in runner._engine.threads)
+        assert sorted(map(id, told)) == sorted(map(id, futures)), "each is told once"
+        failed = [f for f in futures if not f.cancelled() and f.exception() is not None]
+        assert all(isinstance(future.exception(), RunnerStopped) for future in failed)
+        stats = runner.stats()
+        cancelled = sum(future.cancelled() for future in futures)
+        assert (stats.failed, stats.cancelled) == (len(failed), cancelled), number
+        assert stats.answered == len(futures) - len(failed) - cancelled
+        assert stats.waiting_requests == stats.running_requests == 0

@@ -106,6 +106,14 @@ def test_a_model_alone_is_asked_for_nothing_it_cannot_do(serving) -> None:
     assert "ranker has no head" in found.json()["error"]["message"]
 
 
+def test_a_request_of_more_inputs_than_may_wait_is_too_large(serving) -> None:
+    """429 would be no help: to try again is refused again."""
+    served = serving(max_queue_inputs=3)
+    found = [served.post("/embed", {"inputs": ["cat"] * count}) for count in (3, 4)]
+    assert [each.status_code for each in found] == [200, 413]
+    assert "has 4 inputs; at most 3 may wait" in found[1].text
+
+
 def test_overload_is_429_at_once_and_passes(serving) -> None:
     go = threading.Event()
     served = serving(before=lambda packed: go.wait(10), max_queue_tokens=100)

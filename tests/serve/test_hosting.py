@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from packhorse.runtime.loading import PREPARED
 from packhorse.serve import hosting
 from packhorse.serve.settings import Settings
 
@@ -15,10 +16,10 @@ from packhorse.serve.settings import Settings
 def test_prepared_products_are_few(
     checkpoint_folder: Path, said: str | None, monkeypatch, threads
 ) -> None:
-    for name in hosting.PREPARED:
+    for name in PREPARED:
         monkeypatch.setenv(name, said or "")
         if said is None:
             monkeypatch.delenv(name)
     hosts = hosting.open(Settings(model=(f"tiny={checkpoint_folder}",), threads=1))
     hosts.close()
-    assert [os.environ[name] for name in hosting.PREPARED] == [said or "64"] * 2
+    assert [os.environ[name] for name in PREPARED] == [said or "64"] * 2

@@ -15,8 +15,10 @@
  */
 
 #include <float.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512BW__)
@@ -330,26 +332,50 @@ static void attend(const Job *job, Scratch *t, long item) {
     write_rows(t, job->out + token * out_step + head, out_step, rows);
 }
 
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static pthread_key_t key;
+static int has_key;
+
+static void make_key(void) { has_key = !pthread_key_create(&key, free); }
+
+/* Half a megabyte, for which a thread's stack may be too small. A thread keeps it until it ends:
+ * what is allocated for each call anew may cost page faults each time. NULL: there is no memory. */
+static Scratch *own_scratch(void) {
+    pthread_once(&once, make_key);
+    if (!has_key) return NULL;
+    void *own = pthread_getspecific(key);
+    if (own) return own;
+    if (posix_memalign(&own, 64, sizeof(Scratch))) return NULL;
+    if (pthread_setspecific(key, own)) {
+        free(own);
+        return NULL;
+    }
+    return own;
+}
+
 static void work(void *shared) {
     Job *job = shared;
-    Scratch t;
-    t.width = job->width;
-    t.words = job->width / PER_WORD;
-    t.columns = (job->width + TILE - 1) / TILE * TILE;
-    t.scale = job->scale;
-    t.unit = job->unit;
+    Scratch *t = own_scratch();
+    if (!t) return; /* the other threads do its share */
+    t->width = job->width;
+    t->words = job->width / PER_WORD;
+    t->columns = (job->width + TILE - 1) / TILE * TILE;
+    t->scale = job->scale;
+    t->unit = job->unit;
     for (long item; (item = atomic_fetch_add(&job->next, 1)) < job->items * job->heads;)
-        attend(job, &t, item);
+        attend(job, t, item);
 }
 
 /* GOMP_parallel of the OpenMP library that torch uses, so that both share one pool of threads */
 typedef void Parallel(void (*body)(void *), void *shared, unsigned threads, unsigned flags);
 
-void packhorse_attend(const number *q, const number *k, const number *v, number *out,
-                      const int32_t *chunks, const float *table, long items, long heads, long width,
-                      long q_step, long k_step, long v_step, long t_step, long longest, long window,
-                      float scale, float unit, Parallel *parallel, unsigned threads) {
+/* Returns 0, or 1 where no thread had memory: then nothing was computed. */
+int packhorse_attend(const number *q, const number *k, const number *v, number *out,
+                     const int32_t *chunks, const float *table, long items, long heads, long width,
+                     long q_step, long k_step, long v_step, long t_step, long longest, long window,
+                     float scale, float unit, Parallel *parallel, unsigned threads) {
     Job job = {q,      k,      v,      out,    chunks,  table,  items, heads, width,
                q_step, k_step, v_step, t_step, longest, window, scale, unit,  0};
     parallel(work, &job, threads, 0);
+    return job.next < items * heads;
 }

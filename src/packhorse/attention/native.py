@@ -26,7 +26,16 @@ from packhorse.attention import NO_DROPOUT, Support
 from packhorse.attention.reach import FULL, Reach
 from packhorse.device import cpu_features
 from packhorse.errors import KernelError
-from packhorse.native import FLOAT, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
+from packhorse.native import (
+    FLOAT,
+    INT,
+    LONG,
+    POINTER,
+    UNSIGNED,
+    Obstacle,
+    function,
+    openmp_entry,
+)
 from packhorse.packing.batch import Packed
 
 CHUNK = 128  # query rows of a work item: worth packing the keys for, and sharing a sequence
@@ -134,7 +143,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
     q, k, v = (_with_heads_together(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype)
     table, window = plan.table, plan.reach.window
-    kernel(
+    failed = kernel(
         *(x.data_ptr() for x in (q, k, v, out, plan.rows)),
         None if table is None else table.data_ptr(),
         *(len(plan.rows), heads, width),
@@ -145,6 +154,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
         openmp_entry(),
         torch.get_num_threads(),
     )
+    if failed:
+        raise MemoryError("kernel 'native': no thread could allocate its half megabyte of scratch")
     return out
 
 
@@ -185,10 +196,10 @@ def _multiplies_bf16() -> bool:
 
 
 @cache
-def _function(bf16: bool) -> Callable[..., None]:
+def _function(bf16: bool) -> Callable[..., int]:
     """The compiled kernel; raises `Obstacle` every time it cannot be had."""
     if bf16 and not cpu_features()["avx512_bf16"]:
         raise Obstacle("this CPU has no AVX512-BF16")
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
     takes = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
-    return function(SOURCE, "packhorse_attend", takes, defines)
+    return function(SOURCE, "packhorse_attend", takes, defines, returns=INT)

@@ -21,144 +21,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
-from packhorse.runtime.jobs import Job, Row
+from packhorse.runtime.jobs import Job
+from packhorse.runtime.lines import Awaited, Batch, Line, Piece, Request
 from packhorse.runtime.modes import Shape
-from packhorse.runtime.statistics import Ran
-from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3
 HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
-
-
-class Awaited(Future[Any]):
-    """A future that knows, once it is answered, in what company it ran and how long it waited."""
-
-    ran: Ran | None = None  # the last of its batches
-    waited = 0.0  # seconds until the first
-
-
-class Request:
-    """A job that someone waits for, and the rows of its sequences as they come in."""
-
-    __slots__ = ("entered", "future", "job", "left", "line", "pieces", "rows", "started", "waiting")
-
-    def __init__(self, job: Job, now: float) -> None:
-        self.job = job
-        self.line: Hashable = (job.heads, job.only)  # requests of one line can share a batch
-        self.future = Awaited()
-        self.pieces = [Piece(self, i, sequence) for i, sequence in enumerate(job.sequences)]
-        self.rows: list[Row] = [()] * len(self.pieces)
-        self.left = len(self.pieces)  # sequences that were not run yet
-        self.waiting = True  # until the first of them runs
-        self.entered = self.started = now
-
-
-class Piece:
-    """One sequence of a request."""
-
-    __slots__ = ("index", "request", "sequence", "tokens")
-
-    def __init__(self, request: Request, index: int, sequence: Encoding) -> None:
-        self.request, self.index, self.sequence = request, index, sequence
-        self.tokens = len(sequence.ids)
-
-
-Batch = list[list[Piece]]  # what goes into each row
-
-
-class Line:
-    """Requests that can share a batch: the open batch, and those behind that did not fit in."""
-
-    def __init__(self, shape: Shape, lookahead: int) -> None:
-        self.shape, self.lookahead = shape, lookahead
-        self.packer = shape.packer() if shape.mode == "mask" else None  # the others have one row
-        self.open: dict[Piece, None] = {}
-        self.behind: OrderedDict[Piece, None] = OrderedDict()
-        self.tokens = 0  # of the open batch
-        self.stale = False  # the packer still counts pieces that have left
-
-    def __len__(self) -> int:
-        return len(self.open) + len(self.behind)
-
-    @property
-    def full(self) -> bool:
-        """Did something not fit, or would nothing any more?"""
-        return (
-            bool(self.behind)
-            or self.tokens == self.shape.tokens
-            or len(self.open) == self.shape.max_sequences
-        )
-
-    @property
-    def oldest(self) -> float:
-        """When the one that waits longest came."""
-        fronts = [next(iter(pieces)) for pieces in (self.open, self.behind) if pieces]
-        return min(piece.request.entered for piece in fronts)
-
-    def add(self, piece: Piece) -> None:
-        """Pack it, or let it wait behind."""
-        if len(self.behind) <= self.lookahead and self._pack(piece):
-            return
-        self.behind[piece] = None
-        if self.stale:
-            self._repack()
-
-    def remove(self, piece: Piece) -> bool:
-        """It leaves, if it is still here."""
-        if piece in self.open:
-            del self.open[piece]
-            self.tokens -= piece.tokens
-            self.stale = True
-            return True
-        return self.behind.pop(piece, piece) is None
-
-    def take(self) -> Batch:
-        """The open batch; those behind begin the next."""
-        if self.stale:
-            self._repack()
-        pieces = list(self.open)
-        packs = self.packer.flush() if self.packer is not None else [range(len(pieces))]
-        batch = [[pieces[i] for i in pack] for pack in packs]
-        self.open, self.tokens = {}, 0
-        self._refill()
-        return batch
-
-    def _pack(self, piece: Piece) -> bool:
-        if self.packer is not None:
-            fits = self.packer.add(piece.tokens) is not None
-        else:
-            fits = self.tokens + piece.tokens <= self.shape.tokens
-            fits &= len(self.open) != self.shape.max_sequences
-        if not fits:
-            return False
-        self.open[piece] = None
-        self.tokens += piece.tokens
-        return True
-
-    def _refill(self) -> None:
-        passed_over: list[Piece] = []
-        while self.behind and len(passed_over) <= self.lookahead:
-            piece, _ = self.behind.popitem(last=False)
-            if not self._pack(piece):
-                passed_over.append(piece)
-        for piece in reversed(passed_over):
-            self.behind[piece] = None
-            self.behind.move_to_end(piece, last=False)
-
-    def _repack(self) -> None:
-        everyone = sorted((*self.open, *self.behind), key=lambda piece: piece.request.entered)
-        if self.packer is not None:
-            self.packer.flush()
-        self.open, self.tokens, self.stale = {}, 0, False
-        self.behind = OrderedDict.fromkeys(everyone)
-        self._refill()
 
 
 class Admission:
@@ -212,8 +86,13 @@ class Admission:
 
     def promise(self, requests: int, tokens: int) -> None:
         """Keep room for requests that are pushed one after the other, or raise Overloaded."""
+        if requests > self.max_requests:
+            raise InputError(
+                f"{requests} requests will never be admitted together: at most "
+                f"{self.max_requests} may wait; raise max_waiting_requests or divide them"
+            )
         with self._lock:
-            if not self._fits(tokens, self.max_tokens):
+            if not self._fits(tokens, self.max_tokens, requests):
                 self._refuse()
             self.promised_requests += requests
             self.promised_tokens += tokens
@@ -278,23 +157,33 @@ class Admission:
             self.not_before, self.expected = self.clock() + seconds, answered
 
     def stop(self, why: str, drain: bool = True) -> list[Request]:
-        """Admit no one any more. Without `drain` those who wait leave; they are returned."""
+        """Admit no one any more. Without `drain` those who wait leave; they are returned.
+
+        Whoever gets them is the only one to answer them.
+        """
         with self._lock:
             self.stopped = self.stopped or why
-            everyone = [] if drain else self.unanswered.values()
-            left = [request for request in everyone if request.waiting]
+            waiting = [] if drain else [r for r in self.unanswered.values() if r.waiting]
+            left = [request for request in waiting if self._claim(request)]
             for request in left:
+                del self.unanswered[request.future]
+            for request in waiting:
                 self._withdraw(request)
             self._changed.notify_all()
             self._room.notify_all()
             return left
 
-    def _fits(self, tokens: int, limit: int) -> bool:
+    def all_unanswered(self) -> list[Request]:
+        """Those who wait or run at this moment."""
+        with self._lock:
+            return list(self.unanswered.values())
+
+    def _fits(self, tokens: int, limit: int, requests: int = 1) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
-        requests = self.waiting_requests + self.promised_requests + self.at_door
+        before = self.waiting_requests + self.promised_requests + self.at_door
         ahead = self.waiting_tokens + self.promised_tokens
-        return requests < self.max_requests and (ahead + tokens <= limit or not ahead)
+        return before + requests <= self.max_requests and (ahead + tokens <= limit or not ahead)
 
     def _refuse(self) -> None:
         self.refused += 1
@@ -327,13 +216,13 @@ class Admission:
 
     def _done(self, future: Future[Any]) -> None:
         """Called by every future that is answered or cancelled."""
-        request = self.unanswered.pop(future, None)
-        if request is None:
-            return
-        if not request.left:  # all of it was run: nothing of it waits
-            request.pieces.clear()
-            return
         with self._lock:
+            request = self.unanswered.pop(future, None)
+            if request is None:
+                return
+            if not request.left:  # all of it was run: nothing of it waits
+                request.pieces.clear()
+                return
             self.cancelled += request.waiting and future.cancelled()
             self._withdraw(request)
 
@@ -369,8 +258,12 @@ class Admission:
         request = piece.request
         if not request.waiting:  # another sequence of it went before
             return not request.future.done()
-        self._waits_no_more(request)
         request.started = now
+        return self._claim(request)
+
+    def _claim(self, request: Request) -> bool:
+        """From here on the answer is ours to give; False if it was cancelled or given before."""
+        self._waits_no_more(request)
         try:
             runs = request.future.set_running_or_notify_cancel()
         except RuntimeError:  # someone answered it in our place

@@ -32,9 +32,10 @@ import torch
 from packhorse import status
 from packhorse.errors import PackhorseError, RequestFailed, RunnerStopped
 from packhorse.runtime import jobs
-from packhorse.runtime.admission import Admission, Batch, Piece, Request
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.jobs import Row
+from packhorse.runtime.lines import Batch, Piece, Request
 from packhorse.runtime.statistics import Ran, Recorder, Stats
 
 LOGGER = logging.getLogger(__name__)
@@ -128,10 +129,10 @@ class Engine:
             LOGGER.critical("the engine of %s died", self.name, exc_info=True)
             why = f"the runner's engine died: {type(error).__name__}: {error}"
         finally:
-            self.admission.stop(why, drain=False)
-            for request in list(self.admission.unanswered.values()):
-                self._fail(request, RunnerStopped(why))
             self.ended.set()
+            waiting = self.admission.stop(why, drain=False)
+            for request in [*waiting, *self.admission.all_unanswered()]:
+                self._fail(request, RunnerStopped(why))
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
@@ -272,16 +273,29 @@ def _blame(error: BaseException) -> BaseException:
     The frames themselves hold the whole batch, and whoever keeps the error would keep that too.
     """
     text = "".join(traceback.format_exception(error))
-    link: BaseException | None = error
-    while link is not None:
+    for link in _chain(error):
         link.__traceback__ = None
-        link = link.__cause__ or link.__context__
     if isinstance(error, PackhorseError):
         return error
     failed = RequestFailed(f"the model failed on this request: {type(error).__name__}: {error}")
     failed.__cause__ = error
     failed.add_note(text)
     return failed
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, all that caused it and the members of groups; each once, as chains may loop."""
+    chain: dict[int, BaseException] = {}
+    ahead: list[BaseException | None] = [error]
+    while ahead:
+        link = ahead.pop()
+        if link is None or id(link) in chain:
+            continue
+        chain[id(link)] = link
+        ahead += [link.__cause__, link.__context__]
+        if isinstance(link, BaseExceptionGroup):
+            ahead += link.exceptions
+    return list(chain.values())
 
 
 def _settle(answer: Callable[[Any], None], value: Any) -> None:

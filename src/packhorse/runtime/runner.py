@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -28,10 +28,11 @@ import numpy as np
 
 from packhorse.data.tables.texts import as_texts
 from packhorse.errors import InputError, RunnerStopped
-from packhorse.runtime.admission import Admission, Awaited
+from packhorse.runtime.admission import Admission
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.engine import Engine
 from packhorse.runtime.jobs import Given, Job
+from packhorse.runtime.lines import Awaited
 from packhorse.runtime.modes import Shape
 from packhorse.runtime.statistics import Ran, Stats
 
@@ -146,9 +147,19 @@ class PackRunner:
     async def asubmit(self, text: Given, task: str = "embed", **options: Any) -> Any:
         """`submit` for asyncio: cancelling what awaits it cancels the request."""
         self._check_process()
-        with self._admission.door():
-            prepare = partial(self.encoder.prepare, task, [text], **options)
-            (job,) = await asyncio.to_thread(prepare)
+        # A thread cannot be ended. So its place at the door is given back when it ends by itself,
+        # not when whoever awaits it is cancelled.
+        place = self._admission.door()
+        place.__enter__()
+        prepared: Future[list[Job]] = Future()
+        prepared.add_done_callback(lambda _: place.__exit__(None, None, None))
+        prepare = partial(self.encoder.prepare, task, [text], **options)
+        try:
+            asyncio.get_running_loop().run_in_executor(None, _run_into, prepared, prepare)
+        except BaseException:
+            prepared.cancel()
+            raise
+        (job,) = await asyncio.wrap_future(prepared)
         return await asyncio.wrap_future(self._push(job))
 
     def run(self, texts: Sequence[Given], task: str = "embed", **options: Any) -> list[Any]:
@@ -188,6 +199,11 @@ class PackRunner:
     def waiting_tokens(self) -> int:
         """That were admitted, or promised room, and did not run yet."""
         return self._admission.waiting_tokens + self._admission.promised_tokens
+
+    @property
+    def max_waiting_requests(self) -> int:
+        """More than that never wait; no more can be promised room together."""
+        return self._admission.max_requests
 
     @property
     def max_waiting_tokens(self) -> int:
@@ -238,6 +254,16 @@ class PackRunner:
     def _check_process(self) -> None:
         if self._engine.pid != os.getpid():
             raise RunnerStopped("a runner cannot be used after a fork; make one in this process")
+
+
+def _run_into(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Answer the future with what the function returns or raises, unless it was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _mode(encoder: Encoder, mode: str | None) -> str:

@@ -28,8 +28,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.runtime.admission import Awaited
 from packhorse.runtime.jobs import Given, Job, is_ids
+from packhorse.runtime.lines import Awaited
 from packhorse.runtime.runner import PackRunner
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import Hosted
@@ -135,6 +135,8 @@ def _characters(text: Given) -> int:
 
 
 def _check_tokens(jobs: Sequence[Job], host: Hosted, truncate: bool) -> None:
+    if len(jobs) > (most := host.runner.max_waiting_requests):
+        raise TooLarge(f"the request has {len(jobs)} inputs; at most {most} may wait")
     most = host.runner.max_waiting_tokens
     for number, job in enumerate(jobs):
         if job.tokens > most:

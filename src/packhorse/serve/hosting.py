@@ -31,9 +31,6 @@ HEADS |= {"fill": "mlm", "label": "tokens"}
 BATCH_TOKENS = {"cpu": 2048}  # smaller than offline: nobody can leave a batch that runs
 CANARY_SECONDS = 1.5  # what a forward pass of one sequence may take before /ready says no
 MOST_RETRY = 60
-# torch and oneDNN each keep 1,024 prepared products, one a shape, and hardly two packed batches are
-# of one shape: half a gigabyte after a few hundred batches, for nothing that can be measured.
-PREPARED = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 BATCHES_WAITING = 16
 
 
@@ -144,8 +141,6 @@ class Hosts:
 def open(settings: Settings) -> Hosts:
     """Load every model and run each once, so that the first client does not pay for warming up."""
     _use_threads(settings.threads)
-    for name, most in PREPARED.items():  # read at the first product
-        os.environ.setdefault(name, most)
     return Hosts([_open(given, settings) for given in settings.model])
 
 
