@@ -114,6 +114,15 @@ class Measured:
     rows: list[EncodeRow]
     lengths: np.ndarray
 
+    @property
+    def spread(self) -> str:
+        """How many sequences of which lengths, in words."""
+        lengths = self.lengths
+        return (
+            f"{len(lengths):,} sequences of {lengths.mean():.1f} tokens "
+            f"({lengths.min()} to {lengths.max()})"
+        )
+
 
 def measure(request: Request, progress: Progress | None = None) -> Measured:
     """Open, warm up, time in rounds: a row for every engine and order, and for every failure."""

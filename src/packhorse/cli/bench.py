@@ -197,18 +197,10 @@ def encode(
     )
     with progress("opening and timing the engines") as advance:
         measured = bench.measure(request, advance)
-    lengths = measured.lengths
-    spread = f"{lengths.mean():.1f} tokens ({lengths.min()} to {lengths.max()}), seed {load.seed}"
-    workload = (
-        f"{load.name}: {len(lengths):,} sequences of random token ids of {spread}; "
-        "tokenizing is not in the clock"
-        if random_ids
-        else f"{texts.name if texts else 'docstrings of the standard library'}: {len(lengths):,} "
-        f"texts of {spread}; tokenizing is in the clock"
-    )
     about = {
         "model": name(request),
-        "workload": workload,
+        "workload": f"{_source(load, texts, random_ids)}: {measured.spread}, seed {load.seed}",
+        "tokenizing": "not in the clock" if random_ids else "in the clock, of all engines",
         "batches": f"ours {budget or _budget(device):,} tokens, the peers' {batch_size} sequences; "
         f"medians of {repeats} rounds",
         **report.machine(choose_device(device)),
@@ -218,6 +210,12 @@ def encode(
     if keep.plot:
         plots.draw_encode(keep.plot, rows, f"{about['model']}, {about['device']}")
     emit({**about, "rows": [asdict(row) for row in rows]}, keep.json)
+
+
+def _source(load: Load, texts: Path | None, random_ids: bool) -> str:
+    if random_ids:
+        return f"random token ids, {load.name}"
+    return "docstrings of the standard library" if texts is None else texts.name
 
 
 def read_some(path: Path | None, count: int, seed: int) -> tuple[str, ...]:
