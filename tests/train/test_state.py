@@ -254,9 +254,8 @@ def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_told(tmp_path: Pat
         "LAMB has 3 trust ratios for query, key and value now, and had 1; split_qkv = false goes "
         "on as before",
     )
-    theirs = dict(zip(new.model.parameters(), old.model.parameters(), strict=True))
-    for parameter, kept in new.optimizer.state.items():
-        assert same(kept, old.optimizer.state[theirs[parameter]])
+    for mine, theirs in zip(new.model.parameters(), old.model.parameters(), strict=True):
+        assert same(new.optimizer.state[mine], old.optimizer.state[theirs])
 
 
 def steps(run: Path) -> list[int]:
