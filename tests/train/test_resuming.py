@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from packhorse import checkpoint
 from packhorse.errors import InputError
 from packhorse.train.job import assemble
 from packhorse.train.loop import train
+from packhorse.train.settings import Settings
 
 Make = Callable[..., Any]
 
@@ -136,3 +137,42 @@ def test_a_result_that_a_kill_left_out_is_written(settings: Make, tmp_path: Path
     shutil.rmtree(tmp_path / "model")
     train(assemble(replace(long, write="best")), tmp_path)  # nothing that it could belie
     assert checkpoint.load(tmp_path / "model").config.layers == 2
+
+
+GOOD = ("good horse", "nice cart", "fine road", "good mule", "nice road", "fine horse")
+BAD = ("bad horse", "ugly cart", "poor road", "bad mule", "ugly road", "poor horse")
+
+
+def table(path: Path, good: Sequence[str] = GOOD, bad: Sequence[str] = BAD) -> Path:
+    lines = [f"{text}\t{label}" for label, texts in ((1, good), (0, bad)) for text in texts]
+    path.write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"good": (BAD[0], *GOOD[1:]), "bad": (GOOD[0], *BAD[1:])},  # two labels exchanged
+        {"good": ("good cart", *GOOD[1:])},  # another word
+        {"good": (GOOD[1], GOOD[0], *GOOD[2:])},  # another order
+    ],
+    ids=["labels", "texts", "order"],
+)
+def test_task_data_that_changed_is_noticed(
+    tiny: Path, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    """Every text keeps its length, so that nothing but the content tells."""
+    told = {"task": "classify", "model": str(tiny), "batch": 4, "steps": 4, "device": "cpu"}
+    data, run = table(tmp_path / "data.tsv"), tmp_path / "run"
+    plain = Settings(**told, train=str(data), compile="off")
+    train(assemble(plain), run, wish=stopping_after(2))
+    before = record(run)
+    table(data, **changed)
+    with pytest.raises(InputError, match=r"step-00000002 learned from other data") as caught:
+        train(assemble(plain), run)
+    message = str(caught.value)
+    assert f"what {data} holds has changed since" in message
+    assert f"--model {run / 'step-00000002'} and another --out" in message
+    assert record(run) == before
+    moved = replace(plain, train=str(table(tmp_path / "elsewhere.tsv")))
+    assert train(assemble(moved), run).step == 4  # the same content in another file

@@ -83,7 +83,7 @@ def refuse_another_seed(found: state.Saved, job: Job) -> None:
 def refuse_other_data(found: state.Saved, job: Job) -> None:
     """The place in the data means nothing in another."""
     cursor, settings = found.progress.cursor, job.settings
-    if not cursor or job.feed.data in (cursor.get("dataset"), cursor.get("set")):
+    if not cursor or cursor.get("dataset", cursor.get("set")) in job.feed.data:
         return
     about = [each.name for each in fields(settings) if each.metadata["group"] == TASK]
     said = [note for note in changes(found, job) if note.partition(" ")[0] in about]
