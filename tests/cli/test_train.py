@@ -103,9 +103,24 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
     assert said.document["settings"]["batch"] == 12
     assert "earlier run" in cli(*run, "--dry-run").document["rate"]
     again = cli(*run)
-    assert again.document["step"] == told["steps"] and "going on behind" in again.err
+    assert again.document["step"] == told["steps"] and "nothing is left to train" in again.err
     filled = cli("run", "the [MASK] carries sacks", "--model", said.document["model"])
     assert filled.code == 0, filled.err
+    _refuses_other_settings(cli, run, tmp_path / "run")
+
+
+def _refuses_other_settings(cli: Callable, run: tuple[Any, ...], folder: Path) -> None:
+    """For it is finished; made longer, it goes on."""
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = cli(*run, "--learning-rate", "0.5")
+    assert said.code == 2 and "Traceback" not in said.err
+    last = said.err.splitlines()[-1]
+    assert "is finished" in last and "learning_rate is now 0.5; it was 0.0001" in last
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    at = run.index("--epochs") + 1
+    longer = cli(*run[:at], "3", *run[at + 1 :], "--learning-rate", "0.5")
+    assert longer.code == 0 and "learning_rate is now 0.5; it was 0.0001" in longer.err
+    assert "learning_rate = 0.5" in (folder / "settings.toml").read_text()
 
 
 @pytest.mark.parametrize("look", [("--dry-run",), ()])

@@ -54,6 +54,44 @@ def test_half_precision(master: bool, never_waiting: None) -> None:
     torch.testing.assert_close(together, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_stacked_tensors_are_updated_as_if_they_stood_alone(
+    dtype: torch.dtype, foreach: bool, never_waiting: None
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(3, 1), (6, 5), (900, 70), (3300, 1000)]
+
+    def draw(shape: tuple[int, ...]) -> torch.Tensor:
+        drawn = torch.randn(shape, generator=generator, device="cuda")
+        for part, scale in zip(drawn.chunk(3), (1.0, 3.0, 0.25), strict=True):
+            part.mul_(scale)  # so that one ratio cannot serve all three
+        return drawn.to(dtype)
+
+    whole = [nn.Parameter(draw(shape)) for shape in shapes]
+    apart = [nn.Parameter(part.clone()) for each in whole for part in each.detach().chunk(3)]
+    joined = [nn.Parameter(each.detach().clone()) for each in whole]
+    options = {"master_weights": True, "foreach": foreach}
+    first, second, control = (
+        LAMB(held, 0.02, stacked=count, **options)
+        for held, count in ((whole, 3), (apart, 1), (joined, 1))
+    )
+    for _ in range(3):
+        gradients = [draw(shape) for shape in shapes]
+        for held in (whole, joined):
+            for parameter, gradient in zip(held, gradients, strict=True):
+                parameter.grad = gradient.clone()
+        pieces = [piece.clone() for each in gradients for piece in each.chunk(3)]
+        for parameter, gradient in zip(apart, pieces, strict=True):
+            parameter.grad = gradient
+        for optimizer in (first, second, control):
+            optimizer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    together = [torch.cat(list(apart[at : at + 3])) for at in range(0, len(apart), 3)]
+    torch.testing.assert_close(list(whole), together, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(whole[-1], joined[-1], rtol=1e-3)
+
+
 def test_waiting_would_be_noticed(never_waiting: None) -> None:
     with pytest.raises(RuntimeError, match="synchroniz"):
         torch.ones(3, device="cuda").norm().item()

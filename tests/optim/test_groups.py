@@ -17,14 +17,26 @@ def names(model: nn.Module, group: dict) -> set[str]:
 
 def test_berts_biases_and_normalisations_stand_apart(make_model) -> None:
     model = make_model(torch.float32)
-    decayed, excluded = parameter_groups(model, 0.01)
+    decayed, excluded, stacked = parameter_groups(model, 0.01)
     every = dict(model.named_parameters())
-    assert names(model, decayed) | names(model, excluded) == set(every)
+    assert names(model, stacked) == {name for name in every if name.endswith("qkv.weight")} != set()
+    assert (stacked["stacked"], stacked["weight_decay"], stacked["adapt"]) == (3, 0.01, True)
+    assert names(model, decayed) | names(model, excluded) | names(model, stacked) == set(every)
     assert all(every[name].ndim == 2 for name in names(model, decayed))
     assert all(every[name].ndim == 1 for name in names(model, excluded))
     assert any(name.endswith("attention_norm.weight") for name in names(model, excluded))
     assert (decayed["weight_decay"], decayed["adapt"]) == (0.01, True)
     assert (excluded["weight_decay"], excluded["adapt"]) == (0.0, False)
+
+
+def test_stacked_tensors_are_told_apart_only_where_there_is_a_ratio(make_model) -> None:
+    model = make_model(torch.float32)
+    assert [group.get("stacked", 1) for group in parameter_groups(model, 0.1)] == [1, 1, 3]
+    assert len(parameter_groups(model, 0.1, unstack=False)) == 2
+    *_, weights, biases = parameter_groups(model, 0.1, adapt_excluded=True)
+    assert {name.rpartition(".")[2] for name in names(model, biases)} == {"bias"}
+    assert len(biases["params"]) == len(weights["params"])
+    assert (biases["stacked"], biases["weight_decay"], biases["adapt"]) == (3, 0.0, True)
 
 
 class RootNorm(nn.RMSNorm):

@@ -75,6 +75,65 @@ def test_it_is_the_papers_algorithm(corrected: bool, foreach: bool) -> None:
     assert weight.tolist() != pytest.approx(control, 1e-3)
 
 
+STACKED = [(6,), (3, 4), (6, 2, 5), (0, 3), (390, 70)]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_stacked_tensors_are_updated_as_if_they_stood_alone(
+    foreach: bool, dtype: torch.dtype
+) -> None:
+    """The same LAMB over the parts: to the bit, state and master weights included."""
+    whole = parameters(dtype, STACKED)
+    apart = [nn.Parameter(part.clone()) for each in whole for part in each.detach().chunk(3)]
+    options = {"master_weights": True, "foreach": foreach, "clamp": (0.1, 9.0)}
+    first, second = LAMB(whole, 0.02, stacked=3, **options), LAMB(apart, 0.02, **options)
+    for step in range(3):
+        for parameter, gradient in zip(whole, tensors(step, STACKED, torch.float32), strict=True):
+            parameter.grad = gradient.to(dtype)
+        pieces = [piece for each in whole if each.grad is not None for piece in each.grad.chunk(3)]
+        for parameter, gradient in zip(apart, pieces, strict=True):
+            parameter.grad = gradient.clone()
+        first.step()
+        second.step()
+    for number, parameter in enumerate(whole):
+        parts = apart[3 * number : 3 * number + 3]
+        assert torch.equal(parameter.detach(), torch.cat([part.detach() for part in parts]))
+        for kind, held in first.state[parameter].items():
+            if held.ndim:
+                assert torch.equal(held, torch.cat([second.state[part][kind] for part in parts]))
+
+
+def test_without_stacking_the_parts_share_a_ratio() -> None:
+    """The control: the same tensors, taken as one."""
+    one, three = (LAMB(parameters(shapes=STACKED), 0.02, stacked=count) for count in (1, 3))
+    assert not torch.equal(run(one, range(1))[1], run(three, range(1))[1])
+    plain, adam = (
+        LAMB(parameters(shapes=STACKED), 0.02, stacked=count, adapt=False) for count in (1, 3)
+    )
+    assert all(map(torch.equal, run(plain, range(2)), run(adam, range(2))))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (5, 3)], ids=str)
+def test_what_cannot_be_stacked_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match=r"stacked is 3, and a parameter has shape"):
+        LAMB(parameters(shapes=[(3,), shape]), stacked=3)
+    with pytest.raises(InputError, match="stacked is 0"):
+        LAMB(parameters(shapes=[(3,)]), stacked=0)
+
+
+def test_state_from_before_there_was_stacking_is_read() -> None:
+    held = parameters(torch.float32)
+    first = LAMB(held, 0.01)
+    run(first, range(2))
+    saved = through_json(first.state_dict())
+    for group in saved["param_groups"]:
+        del group["stacked"]
+    second = LAMB(copies(held), 0.01)
+    second.load_state_dict(saved)
+    assert all(map(torch.equal, run(second, range(2, 4)), run(first, range(2, 4))))
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"bias_correction": False},
@@ -133,8 +192,8 @@ def test_memory_in_another_order_is_updated_rightly() -> None:
         parameter.grad = twin.grad.clone()
     transposed.grad = torch.randn(4, 6).t()
     twins[1].grad = transposed.grad.contiguous()
-    LAMB([last, transposed, plain]).step()
-    LAMB(twins).step()
+    LAMB([last, transposed, plain], stacked=2).step()
+    LAMB(twins, stacked=2).step()
     torch.testing.assert_close([last, transposed, plain], twins)
 
 

@@ -80,6 +80,41 @@ def test_a_recorded_step_is_the_step(wide: Path, optimizer: str, monkeypatch) ->
     assert ages == {STEPS}
 
 
+def test_a_graph_of_full_rows_serves_no_others(wide: Path, monkeypatch) -> None:
+    """Rows that texts fill, then rows with gaps: the same shapes, but results elsewhere."""
+    chance = random.Random(3)
+    for name, shortest in (("full", 46), ("gaps", 1)):
+        lines = []
+        for number in range(64):  # one in four has a gap: few enough for the same bucket
+            words = chance.randint(shortest, 46) if number % 4 == 0 else 46
+            text = " ".join(f"w{chance.randrange(59)}" for _ in range(words))
+            lines.append(f"{text}\t{number % 2}")
+        (wide / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
+    told = {"layout": "padded", "max_length": 48}
+
+    def rows() -> tuple[Job, list[list[float]]]:
+        full, gaps = (
+            job(wide, train=str(wide / f"{name}.tsv"), **told) for name in ("full", "gaps")
+        )
+        torch.manual_seed(1)
+        first, second = full.feed.steps(None), gaps.feed.steps(None)
+        steps = [next(feed) for feed in [first] * 5 + [second] * 5 + [first] * 2]
+        found = []
+        for number, step in enumerate(steps):
+            tune(full, number)
+            found.append(learn(full, step, Ranks()).row)
+        return full, [row.tolist() for row in found]
+
+    graphs, by_graph = rows()
+    assert graphs.recorder.recorded and not graphs.recorder.refused
+    shapes = {key[0] for key in graphs.recorder.seen}
+    assert len(shapes) == 1 < len(graphs.recorder.seen), "or the key was never asked"
+    monkeypatch.setattr(recording, "WARM", STEPS)
+    plain, one_by_one = rows()
+    assert not plain.recorder.recorded
+    assert by_graph == one_by_one
+
+
 def test_the_rate_that_is_set_is_followed(wide: Path) -> None:
     """The control: with another schedule the weights are others, and with none they stay."""
     kept = [job(wide, schedule=schedule) for schedule in ("linear", "constant")]

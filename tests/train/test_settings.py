@@ -73,7 +73,12 @@ PRESET: dict[str, Any] = {
     "replicated_tensor_sharding": True,
     "projection_bias": True,
 }
-POD64 = {"gradient_accumulation_factor": 96, "replication_factor": 8, "reduce_nsp_overhead": True}
+POD64 = {
+    "gradient_accumulation_factor": 96,
+    "replication_factor": 8,
+    "reduce_nsp_overhead": True,
+    "split_qkv": False,
+}
 OPEN16 = {
     "submission_division": "open",
     "gradient_accumulation_factor": 96,
@@ -194,7 +199,10 @@ def test_a_preset_is_our_recipe_of_its_name(name: str, tmp_path: Path) -> None:
         assert theirs.pop("eval_every_sequences") == 150_000
     differing = {key for key in theirs if key not in LOCAL and theirs[key] != ours[key]}
     assert differing <= {"end"} and abs(theirs["end"] - ours["end"]) < 1e-11
-    assert len(notes) == 1 and "layers_per_ipu" in notes[0] and "engine_cache" in notes[0]
+    assert "layers_per_ipu" in notes[0] and "engine_cache" in notes[0]
+    assert "split_qkv" not in notes[0]
+    one_ratio = ["split_qkv is off" in note for note in notes[1:]]
+    assert one_ratio == ([] if name.startswith("pod16") else [True])
     assert found.train == "data/jan2020_three_seq_per_pack_with_duplications"
 
 
@@ -219,9 +227,22 @@ def test_what_a_preset_says_of_losses_and_optimizers(tmp_path: Path) -> None:
     assert (found.task, found.max_length, found.target) == ("answer", 384, 0.0)
 
 
+def test_split_qkv_is_what_the_preset_says_and_off_where_it_does_not(tmp_path: Path) -> None:
+    """As in Graphcore's program, whose BertConfig has it False; our own default is MLPerf's."""
+    for said, split in (({}, True), ({"split_qkv": False}, False), ({"split_qkv": ...}, False)):
+        found = resolve(preset(tmp_path, **said))
+        assert found.settings.split_qkv is split
+        assert ("set split_qkv to true" in " ".join(found.notes)) is not split
+    again = resolve(preset(tmp_path, split_qkv=False), {}, {"split_qkv": True})
+    assert again.settings.split_qkv and Settings().split_qkv
+    adam = resolve(preset(tmp_path, split_qkv=False, optimizer="ADAM"))
+    assert not any("split_qkv is" in note for note in adam.notes), "AdamW has no ratio"
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
+        ({"split_qkv": "yes"}, "split_qkv is 'yes'; it must be true or false"),
         ({"num_layer": 3}, "no key 'num_layer' in a preset; did you mean 'num_layers'"),
         ({"num_layer": None}, "no key 'num_layer' in a preset"),
         ({"on_the_spot_validation_triggers": [5, 9]}, "it must rise by its first"),

@@ -127,6 +127,23 @@ def test_lamb_goes_on_from_there(written: tuple[Any, Path]) -> None:
     assert {int(of["step"]) for of in optimizer.state.values()} == {STEP + 1}
 
 
+def test_query_key_and_value_go_on_each_by_its_own_ratio(written: tuple[Any, Path]) -> None:
+    """TensorFlow's variables and averages in float64, one variable at a time, against our step."""
+    built, prefix = written
+    variables = built.weights | built.others
+    found = start(prefix)
+    one_step(found)
+    moved = found.checkpoint.model.get_parameter("bert.layers.1.attention.qkv.weight").detach()
+    ours = moved.double().numpy().reshape(3, 16, 16)
+    for part, weight in zip(("query", "key", "value"), ours, strict=True):
+        name = f"bert/encoder/layer_1/attention/self/{part}/kernel"
+        w, m, v = (np.float64(variables[f"{name}{slot}"]) for slot in ("", "/LAMB", "/LAMB_1"))
+        direction = 0.5 * m / (np.sqrt(0.5 * v) + 1e-6) + 0.01 * w
+        move = 1e-3 * np.linalg.norm(w) / np.linalg.norm(direction) * direction
+        off = np.linalg.norm(weight.T - (w - move)) / np.linalg.norm(move)
+        assert off < 1e-4, part
+
+
 def test_a_padded_vocabulary_has_averages_of_zero(written: tuple[Any, Path]) -> None:
     _, prefix = written
     with pytest.warns(UserWarning, match="padded with zeros from 40 rows to 48"):

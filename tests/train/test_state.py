@@ -224,7 +224,7 @@ def test_what_does_not_fit_changes_nothing(two: Path) -> None:
 
     said = r"another model: bert.embed.words.weight is \[40, 16\] in the checkpoint and \[40, 8\]"
     refuses(make(seed=3, width=8), CheckpointError, said)
-    refuses(make(seed=3, kind=torch.optim.AdamW), InputError, "LAMB with 2 groups, not of AdamW")
+    refuses(make(seed=3, kind=torch.optim.AdamW), InputError, "state of LAMB, not of AdamW")
     frozen = make(seed=3)
     frozen.model.bert.embed.words.weight.requires_grad_(False)
     frozen.optimizer = LAMB(parameter_groups(frozen.model, 0.01))
@@ -237,7 +237,25 @@ def test_options_are_todays_and_the_change_is_told(two: Path) -> None:
     run = make(seed=3, betas=(0.5, 0.75))
     found = state.restore(state.newest(two) or "", run.model, run.optimizer)
     assert found.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
-    assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 2
+    assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 3
+
+
+def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_told(tmp_path: Path) -> None:
+    """Its state has two groups, and none of them says `stacked`."""
+    old = make(seed=1)
+    old.optimizer = LAMB(parameter_groups(old.model, 0.01, unstack=False), lr=0.05)
+    train(old, 1)
+    for group in old.optimizer.param_groups:
+        del group["stacked"]
+    path = save(old, tmp_path, 1)
+    new = make(seed=2)
+    found = state.restore(path, new.model, new.optimizer)
+    assert found.notes == (
+        "LAMB has 3 trust ratios for query, key and value now, and had 1; split_qkv = false goes "
+        "on as before",
+    )
+    for mine, theirs in zip(new.model.parameters(), old.model.parameters(), strict=True):
+        assert same(new.optimizer.state[mine], old.optimizer.state[theirs])
 
 
 def steps(run: Path) -> list[int]:

@@ -142,15 +142,26 @@ def test_more_runs_are_added_and_the_finished_ones_stay(plan: Make) -> None:
     assert [note for note in notes if note.startswith("run ")] == ["run 1 of 2: seed 43"]
 
 
+def everything(folder: Path) -> dict[Path, tuple[bytes, int]]:
+    """Every file and when it was written, but for locks."""
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
 def test_a_folder_holds_one_submission(plan: Make) -> None:
     list(carry_out(plan(1)))
-    list(carry_out(plan(1, log_every=7)))  # decides no figure
+    before = everything(plan(1).out)
+    list(carry_out(plan(1, log_every=7)))  # decides no figure, and what is finished stays
     for name, other in (
-        ("learning_rate", {"learning_rate": 0.02}),
-        ("start_seed", {"start_seed": 7}),
+        ("learning_rate 0.05, now 0.02", {"learning_rate": 0.02}),
+        ("start_seed 42, now 7", {"start_seed": 7}),
     ):
-        with pytest.raises(InputError, match=f"holds a submission with {name} (0.05|42);"):
+        with pytest.raises(InputError, match=f"holds a submission with {name}. Go on with"):
             list(carry_out(plan(1, **other)))
+    assert everything(plan(1).out) == before
     other = replace(plan(1), entry=replace(WHO, status="cloud"))
     with pytest.raises(InputError, match="holds a submission with status 'onprem'"):
         list(carry_out(other))

@@ -88,7 +88,8 @@ def train(
     (PACKHORSE_TRAIN_…), then flags. The folder of the run, --out, gets
     checkpoints, log.jsonl and at the end model, which transformers loads.
     Ctrl-C or SIGTERM ends behind the step with a checkpoint (exit code 130 or
-    143); the same command goes on and comes to the same weights.
+    143); the same command goes on and comes to the same weights. A finished run
+    goes on where steps or epochs are raised, and refuses other settings.
 
     Try:
       packhorse train --config configs/mini.toml --train corpus --out runs/mini

@@ -13,7 +13,7 @@ Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,9 @@ class AddNorm(nn.Module):
 
 class Attention(nn.Module):
     """Queries, keys and values in one product; the kernel; the output product."""
+
+    # LAMB's trust ratio is of query, key and value each by itself (`optim.parameter_groups`).
+    stacked_tensors: ClassVar[dict[str, int]] = {"qkv": 3}
 
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()

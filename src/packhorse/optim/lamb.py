@@ -10,6 +10,11 @@ The order is the paper's and that of MLPerf's reference, which leaves the hats o
 gradient's norm over all tensors is the training loop's work. The ratio needs whole tensors: shard
 the optimizer by parameter (ZeRO-1), not within one.
 
+A parameter may hold several of the paper's tensors end to end, as our model stores query, key and
+value. Its group then says how many (`stacked`), and each of them has its own ratio, as it would if
+it were stored by itself. They are views of the parameter, its moments and its master weights, so
+what is stored, saved and read is the same either way.
+
 `update_one` says this for one tensor. `update_together` does the same for many at once: torch's
 fused Adam, pointed at λw instead of the weights with a rate of −1, leaves exactly d there, so that
 m, v and g are read once. That is 14 passes over the tensors' memory where the same in `_foreach`
@@ -45,7 +50,8 @@ class LAMB(torch.optim.Optimizer):
     adapt: scale by the trust ratio. clamp: (least, most) for that ratio. max_weight_norm: ‖w‖
     counts as no more than this, the paper's φ. master_weights: keep half-precision parameters in
     fp32 beside themselves, so that small steps add up instead of being rounded away; made at the
-    first step, so load weights before it. foreach: take many tensors at once.
+    first step, so load weights before it. stacked: how many tensors of equal size each parameter
+    holds along its first dimension. foreach: take many tensors at once.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class LAMB(torch.optim.Optimizer):
         clamp: tuple[float, float] | None = None,
         max_weight_norm: float | None = None,
         master_weights: bool = False,
+        stacked: int = 1,
         foreach: bool = True,
     ) -> None:
         options = {
@@ -73,6 +80,7 @@ class LAMB(torch.optim.Optimizer):
             "clamp": clamp,
             "max_weight_norm": max_weight_norm,
             "master_weights": master_weights,
+            "stacked": stacked,
             "foreach": foreach,
         }
         super().__init__(params, options)
@@ -94,10 +102,13 @@ class LAMB(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            # Without the ratio every number moves by itself, and stacked tensors can stay as one.
+            stacked = group["stacked"] if group["adapt"] else 1
             entries = [
-                self._entry(parameter, group)
+                entry
                 for parameter in group["params"]
                 if parameter.grad is not None and parameter.numel()
+                for entry in self._entry(parameter, group).unstacked(stacked)
             ]
             for alike, fused in _alike(entries, group["foreach"]):
                 _update(alike, fused, group)
@@ -130,11 +141,16 @@ class LAMB(torch.optim.Optimizer):
             if number in state_dict["state"]
         }
         super().load_state_dict(dict(state_dict))
+        for group in self.param_groups:
+            group.setdefault("stacked", 1)  # written before there was this option
         self.state.update(placed)
 
 
 class Entry(NamedTuple):
-    """A parameter and what its update needs; `weight` is itself, or its master."""
+    """A parameter, or one of those stacked in it, and what its update needs.
+
+    `weight` is the parameter itself, or its master.
+    """
 
     parameter: Tensor
     weight: Tensor
@@ -148,6 +164,16 @@ class Entry(NamedTuple):
         """Does a fused kernel serve it? They walk memory, so all must lie in the same order."""
         dense = all(t.is_contiguous() for t in (self.parameter, self.weight, self.gradient, self.m))
         return dense and self.parameter.device.type in FUSED
+
+    def unstacked(self, count: int) -> list[Entry]:
+        """One entry for each of the stacked tensors: views, which the update writes through."""
+        if count == 1:
+            return [self]
+        parameters = self.parameter.chunk(count)
+        own = self.weight is self.parameter
+        weights = parameters if own else self.weight.chunk(count)
+        rest = (self.gradient.chunk(count), self.m.chunk(count), self.v.chunk(count))
+        return [Entry(*parts, self.step) for parts in zip(parameters, weights, *rest, strict=True)]
 
 
 def _alike(entries: list[Entry], foreach: bool) -> Iterator[tuple[list[Entry], bool]]:
@@ -347,3 +373,10 @@ def _check(group: Group) -> None:
         )
     if any(not parameter.is_floating_point() for parameter in group["params"]):
         raise InputError("LAMB trains real floating-point parameters only; leave the others out")
+    count = group["stacked"]
+    for parameter in group["params"] if count != 1 else ():
+        if count < 1 or not parameter.ndim or parameter.shape[0] % count:
+            raise InputError(
+                f"stacked is {count!r}, and a parameter has shape {list(parameter.shape)}: it must "
+                "be a whole number from 1 up that divides the first dimension"
+            )

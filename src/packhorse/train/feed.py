@@ -79,7 +79,7 @@ class Feed:
     parts: int  # batches a rank's share of a step is divided into
     shape: Shape = Shape()
     eval_shape: Shape = Shape()
-    data: str = ""  # tells it from other data, as its cursors do
+    data: tuple[str, ...] = ()  # the fingerprints that its cursors may have
 
     def steps(self, cursor: Cursor | None) -> Iterator[Step]:
         """From the cursor on, without end."""
@@ -121,7 +121,7 @@ def pretraining(
         parts=parts,
         shape=Shape(math.ceil(share / parts) * manifest.layout.capacity, longest=longest),
         eval_shape=Shape(longest=longest),
-        data=dataset.fingerprint,
+        data=(dataset.fingerprint,),
     )
 
 
@@ -154,7 +154,7 @@ def examples(
     if task.problem == "contrastive":
         at_once = settings.batch
     once: dict[str, Any] = {**shared, "examples": at_once, "shuffle": False, "epochs": 1}
-    every = targets.Loader(task, **how)
+    targets.Loader(task, **how)  # refuses at once what would be refused at the first step
     return Feed(
         stream=lambda cursor: iter(targets.Loader(task, **how, cursor=cursor)),
         evaluate_on=(lambda: targets.Loader(held_out, **once)) if held_out else None,
@@ -166,7 +166,7 @@ def examples(
         parts=parts,
         shape=Shape(slots=_slots(task, settings.batch / world / parts), longest=most_long),
         eval_shape=Shape(slots=_slots(task, at_once / world), longest=most_long),
-        data=every.fingerprint,
+        data=task.fingerprints,
     )
 
 

@@ -21,7 +21,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -30,8 +30,8 @@ import torch
 
 from packhorse import checkpoint
 from packhorse.atomic import new_file
-from packhorse.errors import InputError
-from packhorse.train import cost, feed, figures, folders, randomness, state
+from packhorse.errors import InputError, PackhorseError
+from packhorse.train import cost, feed, figures, randomness, resuming, state
 from packhorse.train.display import Shown, Watch
 from packhorse.train.figures import Clock, Waiting
 from packhorse.train.job import Job
@@ -39,11 +39,8 @@ from packhorse.train.journal import Journal, missing_log
 from packhorse.train.learning import learn, tune
 from packhorse.train.preparing import in_full
 from packhorse.train.ranks import Ranks
-from packhorse.train.settings import TASK
 
-SETTINGS, MODEL = "settings.toml", "model"
-# Settings that may change from one start to the next without a word: they decide no figure.
-HERE = ("out", "device", "log_every", "save_every", "keep", "tensorboard")
+SETTINGS = "settings.toml"
 SPEEDS = ("sequences_per_second", "tokens_per_second", "fill", "mfu")
 
 
@@ -93,64 +90,18 @@ def train(
     """
     ranks = ranks or Ranks()
     if resume not in ("auto", "never"):
-        _refuse_nowhere(Path(resume))
+        resuming.refuse_nowhere(Path(resume))
     job = replace(job, optimizer=ranks.divide(job.model, job.optimizer))
     randomness.begin(job.settings.seed, ranks.rank)
     with ExitStack() as held:
         ranks.lead(lambda: held.enter_context(state.claim(out)))
         run = _Run(job, out, watch, wish, ranks)
         try:
-            for note in run.take_up(_chosen(out, resume, ranks)):
+            for note in run.take_up(resuming.choose(out, resume, ranks)):
                 say(note)
             return run.to_the_end()
         finally:
             run.journal.close()
-
-
-def _chosen(out: Path, resume: str, ranks: Ranks) -> state.Saved | None:
-    """What rank 0 found, for all."""
-    mine: list[state.Saved] = []
-
-    def choose() -> str | None:
-        mine.extend(found for found in (_found(out, resume),) if found)
-        return str(mine[0].path) if mine else None
-
-    path = ranks.lead(choose)
-    return mine[0] if mine else state.read(Path(path)) if path else None
-
-
-def _found(out: Path, resume: str) -> state.Saved | None:
-    if resume not in ("auto", "never"):
-        return _named(Path(resume), out)
-    found = state.newest(out)
-    if found and resume == "never":
-        raise InputError(
-            f"{out} holds a run that has come to step {found.step}; go on with --resume auto, or "
-            "name another folder"
-        )
-    return found
-
-
-def _named(path: Path, out: Path) -> state.Saved:
-    """The checkpoint that the user named; one of another run begins a new one in `out`."""
-    if _is_foreign(path, out) and (folders.listed(out) or (out / MODEL).exists()):
-        raise InputError(
-            f"{out} holds another run than {path}, which would be lost; choose another --out, or "
-            "go on with the one that is there by --resume auto"
-        )
-    return state.read(path)
-
-
-def _refuse_nowhere(path: Path) -> None:
-    """Before a folder is made for the run."""
-    if not path.exists():
-        there = ", ".join(each.name for _, each in reversed(folders.listed(path.parent)))
-        have = f"in {path.parent} there is {there or 'no checkpoint'}"
-        raise InputError(f"{path} does not exist; {have}")
-
-
-def _is_foreign(path: Path, out: Path) -> bool:
-    return path.resolve().parent != out.resolve()
 
 
 @final
@@ -165,35 +116,49 @@ class _Run:
         self.waiting: list[Waiting] = []
         self.saved: tuple[int, int] | None = None  # the step, and that of its last evaluation
         self.last: Path | None = None  # the checkpoint
+        self.learned = False  # by this start, a step at least
         self.begun, self.clock = time.perf_counter(), Clock()
         self.journal = Journal(None)
 
     def take_up(self, found: state.Saved | None) -> list[str]:
-        """Go on from a checkpoint, or begin; notes say what a user should know."""
+        """Go on from a checkpoint, or begin; notes say what a user should know.
+
+        A start that trains nothing leaves what the run wrote down as it is: the settings are
+        written again only before the first step that is learned with them (`_learn`).
+        """
         notes = [] if found is None else self._restore(found)
-        writes = self.ranks.rank == 0
-        folder, more = self.out if writes else None, self.job.settings.tensorboard
-        if writes and (missing := missing_log(self.out, self.counters.log)):
-            notes.append(missing)
-        self.journal = Journal(folder, self.counters.log, more)
-        if writes:
-            with new_file(self.out / SETTINGS) as file:
-                file.write(self.job.settings.toml().encode())
+        begins = not (self.out / SETTINGS).exists()
+        if self._is_over() and not self._evaluation_is_due() and not begins:
+            return [*notes, f"finished at step {self.step:,}: nothing is left to train"]
+        if found is not None:
+            notes.append(f"going on behind step {self.step:,}")
+        if self.ranks.rank == 0:
+            if missing := missing_log(self.out, self.counters.log):
+                notes.append(missing)
+            self.journal = Journal(self.out, self.counters.log, self.job.settings.tensorboard)
+            if begins:
+                self._write_settings()
         return notes
+
+    def _write_settings(self) -> None:
+        with new_file(self.out / SETTINGS) as file:
+            file.write(self.job.settings.toml().encode())
 
     def _restore(self, found: state.Saved) -> list[str]:
         job, ranks = self.job, self.ranks
-        _refuse_another_seed(found, job)
-        _refuse_other_data(found, job)
+        resuming.refuse_another_seed(found, job)
+        resuming.refuse_other_data(found, job)
         self.step, self.cursor = found.step, found.progress.cursor or None
         self.counters = Counters(**found.progress.counters)
-        if _is_foreign(found.path, self.out):
+        if self._is_over():
+            resuming.refuse_other_settings(found, job, self.out, ranks)
+        if resuming.is_foreign(found.path, self.out):
             self.counters = replace(self.counters, log=0)  # its bytes are in that run's log
         tune(job, max(0, self.step - 1))  # as it was when this was written
         who = {"rank": ranks.rank, "world": ranks.world}
         found = state.restore(found, job.model, job.optimizer, **who)
         self.saved, self.last = (self.step, self.counters.evaluated), found.path
-        return [*found.notes, *_changed(found, job), f"going on behind step {self.step:,}"]
+        return [*found.notes, *resuming.changes(found, job)]
 
     def to_the_end(self) -> Outcome:
         """Step by step; whatever is due between two steps comes first."""
@@ -211,6 +176,9 @@ class _Run:
 
     def _learn(self, step: feed.Step) -> None:
         job, so_far = self.job, self.counters
+        if not self.learned and self.ranks.rank == 0:
+            self._write_settings()
+        self.learned = True
         tune(job, self.step)
         done = learn(job, step, self.ranks)
         self.step, self.cursor = self.step + 1, dict(step.behind)
@@ -362,40 +330,22 @@ class _Run:
 
     def _written(self) -> Path:
         result = in_full(self.job.checkpoint, self.job.optimizer)
-        return checkpoint.write(self.out / MODEL, result, overwrite=True)
-
-
-def _refuse_another_seed(found: state.Saved, job: Job) -> None:
-    """The place in the data means another with another seed."""
-    now = job.settings.seed
-    then = found.progress.config.get("seed", now)
-    if then != now:
-        raise InputError(
-            f"the seed is {now}, but {found.path} was written with {then}; use --seed {then} or "
-            "another --out"
+        folder = self.out / resuming.MODEL
+        return (
+            folder if _holds(folder, result) else checkpoint.write(folder, result, overwrite=True)
         )
 
 
-def _refuse_other_data(found: state.Saved, job: Job) -> None:
-    """The place in the data means nothing in another."""
-    cursor, settings = found.progress.cursor, job.settings
-    if not cursor or job.feed.data in (cursor.get("dataset"), cursor.get("set")):
-        return
-    about = [each.name for each in fields(settings) if each.metadata["group"] == TASK]
-    said = [note for note in _changed(found, job) if note.partition(" ")[0] in about]
-    what = "; ".join(said) or f"what {settings.train} holds has changed since"
-    raise InputError(
-        f"{found.path} learned from other data ({what}). Go on with that, or begin a new run with "
-        f"its weights: --model {found.path} and another --out"
+def _holds(folder: Path, result: checkpoint.Checkpoint) -> bool:
+    """Is it there already, to the bit, as where a finished run is started again?"""
+    if not folder.is_dir():
+        return False
+    try:
+        there = checkpoint.load(folder, dtype=None, allow_nonfinite=True).model.state_dict()
+    except PackhorseError:
+        return False
+    # Read back, a folder may have heads more: all that its weights are enough for.
+    return all(
+        name in there and there[name].dtype == tensor.dtype and there[name].equal(tensor)
+        for name, tensor in result.model.state_dict().items()
     )
-
-
-def _changed(found: state.Saved, job: Job) -> list[str]:
-    """What was set otherwise when the checkpoint was written."""
-    then = found.progress.config
-    now = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(job.settings).items()}
-    return [
-        f"{name} is now {value!r}; it was {then[name]!r} when {found.path.name} was written"
-        for name, value in now.items()
-        if name not in HERE and name in then and then[name] != value
-    ]

@@ -5,7 +5,8 @@ on that order, and lets an error say which one does not fit. Sharded state (ZeRO
 is gathered to rank 0 first, so a file never depends on how many ranks there were.
 
 Options are those set now, not those of the file: a run that goes on with another weight decay means
-it, and is told. Only the learning rate comes back, which a schedule may have changed.
+it, and is told. Only the learning rate comes back, which a schedule may have changed. So parameters
+may be grouped otherwise than they were: state belongs to a parameter, not to its group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from packhorse.errors import CheckpointError, InputError
 
 RATES = ("lr", "initial_lr")
 
-Told = Mapping[str, Any]  # the optimizer's kind, and of each group the options and parameter names
+Told = Mapping[str, Any]  # the optimizer's kind and its groups, or of one group options and names
 
 
 def consolidate(optimizer: Optimizer) -> None:
@@ -69,14 +70,14 @@ def assemble(
         if name not in numbers or (tensor.ndim and tensor.shape != shapes[name]):
             raise CheckpointError(f"{place} {list(tensor.shape)} fits no parameter of the model")
         state.setdefault(numbers[name], {})[kind] = tensor
-    groups = [
-        {**_options(now), **{key: then[key] for key in RATES if key in then}}
-        for then, now in zip(told["groups"], optimizer.param_groups, strict=True)
-    ]
-    of_group = iter(range(len(names)))
-    for group, now in zip(groups, optimizer.param_groups, strict=True):
-        group["params"] = [next(of_group) for _ in now["params"]]
-    return {"state": state, "param_groups": groups}, _changes(told, optimizer)
+    groups, first = [], 0
+    pairs = _paired(told, optimizer, names)
+    for then, now in pairs:
+        members = list(range(first, first + len(now["params"])))
+        rates = {key: then[key] for key in RATES if key in then}
+        groups.append({**_options(now), **rates, "params": members})
+        first += len(members)
+    return {"state": state, "param_groups": groups}, _changes(pairs)
 
 
 def load(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -111,10 +112,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _check(told: Told, optimizer: Optimizer, names: list[str]) -> None:
     groups, ours = told["groups"], optimizer.param_groups
     then, now = _called(told["kind"], groups), _called(_kind(optimizer), ours)
-    if then != now or len(groups) != len(ours):
+    if then != now:
         raise InputError(
-            f"it holds the state of {then} with {len(groups)} groups, not of {now} "
-            f"with {len(ours)}; go on with the same optimizer"
+            f"it holds the state of {then}, not of {now}; go on with the same optimizer"
         )
     if other := sorted(set(names) ^ {name for group in groups for name in group["params"]}):
         how = "is trained now and was not" if other[0] in names else "was trained and is not now"
@@ -124,14 +124,33 @@ def _check(told: Told, optimizer: Optimizer, names: list[str]) -> None:
         )
 
 
-def _changes(told: Told, optimizer: Optimizer) -> list[str]:
+def _paired(told: Told, optimizer: Optimizer, names: list[str]) -> list[tuple[Told, Told]]:
+    """Each group of now behind the one that its parameters were in; an empty one behind itself."""
+    before = {name: group for group in told["groups"] for name in group["params"]}
+    remaining = iter(names)
+    pairs = []
+    for now in optimizer.param_groups:
+        members = [next(remaining) for _ in now["params"]]
+        pairs.append((before[members[0]] if members else now, now))
+    return pairs
+
+
+def _changes(pairs: Sequence[tuple[Told, Told]]) -> list[str]:
     """Of every group, the options that are set otherwise than they were."""
-    found = [
-        f"{key} is {_plain(now[key])} now, and was {then[key]}"
-        for then, now in zip(told["groups"], optimizer.param_groups, strict=True)
-        for key in _options(then)
-        if key not in RATES and key in now and _plain(now[key]) != then[key]
-    ]
+    found = []
+    for then, now in pairs:
+        # Before there was this option, all that a parameter holds had one ratio.
+        ratios, had = now.get("stacked", 1), then.get("stacked", 1)
+        if ratios != had:
+            found.append(
+                f"LAMB has {ratios} trust ratios for query, key and value now, and had {had}; "
+                f"split_qkv = {'false' if had == 1 else 'true'} goes on as before"
+            )
+        found += [
+            f"{key} is {_plain(now[key])} now, and was {value}"
+            for key, value in _options(then).items()
+            if key not in (*RATES, "stacked") and key in now and _plain(now[key]) != _plain(value)
+        ]
     return list(dict.fromkeys(found))
 
 

@@ -185,7 +185,8 @@ def optimizer_for(settings: Settings, model: nn.Module, half: bool) -> LAMB:
     Then weights are kept in fp32 by the optimizer, and gradients are added up in fp32.
     """
     lamb = settings.optimizer == "lamb"
-    groups = parameter_groups(model, settings.weight_decay)
+    unstack = lamb and settings.split_qkv
+    groups = parameter_groups(model, settings.weight_decay, unstack=unstack)
     for group in groups:
         group["adapt"] = group["adapt"] and lamb
     masters = [p.detach().clone() for group in groups for p in group["params"]] if half else []

@@ -7,7 +7,8 @@ left out; a key whose value would train another model than ours is refused, and 
 not known. Batches are packs there and sequences here, so their product is multiplied with
 `avg_seq_per_pack`. What the program filled in by itself is filled in here: loss and accuracy by
 sequence unless `*_averaging_basis` says "pertoken", the target of 0.720, and MLPerf's interval
-between evaluations.
+between evaluations. `split_qkv` was off unless set: query, key and value were then one tensor, and
+LAMB had one trust ratio for the three. That trains other weights, so it is kept, and told.
 
 Follows `utils/__init__.py` of the v1.0 submission and MLPerf's training rules 1.0, section 4.4.
 """
@@ -84,7 +85,7 @@ IPU = frozenset(
         *("phased_execution", "phased_execution_type", "pipeline", "profile", "profile_dir"),
         *("profile_instrument", "realtime_scheduler", "recompute_checkpoint_every_layer"),
         *("replicated_tensor_sharding", "report_hw_cycle_count", "split_linear_layers"),
-        *("split_qkv", "split_transformer", "stochastic_rounding", "submission_run_index"),
+        *("split_transformer", "stochastic_rounding", "submission_run_index"),
         *("tensor_storage_onchip", "use_default_available_memory_proportion", "use_ipu_model"),
         *("virtual_graph", "wandb", "weight_io_schedule"),
     }
@@ -106,7 +107,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def translate(said: Any, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Settings by name, and a note of what was left out."""
+    """Settings by name, and notes of what was left out or is not as MLPerf's reference has it."""
     if not isinstance(said, dict):
         raise InputError(f"{where}: a preset is an object of keys and values")
     for name in said:
@@ -126,9 +127,16 @@ def translate(said: Any, where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
             if isinstance(error, InputError):
                 raise InputError(f"{where}: {error}") from error
             raise InputError(f"{where}: the {name} cannot be understood ({error!r})") from error
-    left_out = sorted((IPU | OF_DATA) & said.keys())
-    note = f"{where}: left out, of IPUs or of how the data was made: {', '.join(left_out)}"
-    return ours, (note,) if left_out else ()
+    notes = []
+    if left_out := sorted((IPU | OF_DATA) & said.keys()):
+        names = ", ".join(left_out)
+        notes.append(f"{where}: left out, of IPUs or of how the data was made: {names}")
+    if ours["optimizer"] == "lamb" and not ours["split_qkv"]:
+        notes.append(
+            f"{where}: split_qkv is off, so LAMB has one trust ratio for query, key and value "
+            "together, as that program had; MLPerf's reference has three: set split_qkv to true"
+        )
+    return ours, tuple(notes)
 
 
 def _task(said: Said) -> dict[str, Any]:
@@ -168,6 +176,7 @@ def _optimizer(said: Said) -> dict[str, Any]:
     if name not in OPTIMIZERS:
         raise InputError(f"optimizer is {name!r}; here there are {', '.join(OPTIMIZERS)}")
     found = dict(OPTIMIZERS[name])
+    found["split_qkv"] = said.get("split_qkv", False)  # theirs is off unless set
     if betas := said.get("beta1_schedule"):
         found |= {"beta1": betas["init"], "beta1_end": betas["final"]}
         found["beta1_steps"] = betas["num_transition_steps"]
@@ -259,7 +268,7 @@ KNOWN = frozenset(
         ),
         *("no_dropout", "dropout_prob", "no_attn_dropout", "popart_dtype"),
         *("batch_size", "global_batch_size", "gradient_accumulation_factor"),
-        *("replication_factor", "avg_seq_per_pack", "optimizer", "beta1_schedule"),
+        *("replication_factor", "avg_seq_per_pack", "optimizer", "beta1_schedule", "split_qkv"),
         *("lr_bert_schedule", "input_files"),
         *("on_the_spot_validation_files", "on_the_spot_validation_triggers"),
     }

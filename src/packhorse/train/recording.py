@@ -8,8 +8,10 @@ device for that; it does so from the first step on, so that a recorded step and 
 the same to the bit.
 
 Only steps in one part, on one rank, whose shapes come again: pretraining's never do, as the number
-of masked words differs, and large batches keep the host idle anyway. A graph holds the memory of
-its step; all graphs share it.
+of masked words differs, and large batches keep the host idle anyway. Nor are steps recorded whose
+sequences have filler between them (`layout = "padded"`): which results are theirs is told by an
+index that is copied from the host, and a capture cannot do that. A graph holds the memory of its
+step; all graphs share it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class Recorder:
         if len(self.seen) > SHAPES:
             del self.seen[next(iter(self.seen))]
         with self._on_device(optimizer):
-            if met <= WARM:
+            if met <= WARM or not _side_by_side(parts[0]):
                 return self._aside(compute, parts, totals)
             return self._by_graph(key, compute, optimizer, parts, totals)
 
@@ -146,7 +148,13 @@ def _key(batch: Batch, optimizer: Optimizer) -> Hashable:
     """All that a graph holds by value."""
     shapes = tuple((tensor.shape, tensor.dtype) for tensor in _tensors(batch))
     betas = tuple(tuple(group["betas"]) for group in optimizer.param_groups)
-    return shapes, batch.packed.max_seqlen, len(batch.packed.places), betas
+    packed = batch.packed
+    return shapes, packed.max_seqlen, packed.capacity, packed.places, betas
+
+
+def _side_by_side(batch: Batch) -> bool:
+    """Do its sequences come first, with all filler behind them?"""
+    return batch.packed.places == tuple(range(len(batch.packed.places)))
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

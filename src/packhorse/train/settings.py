@@ -107,6 +107,9 @@ class Settings:
     clip: float = _key(1.0, OPTIMIZER, "Most norm of the gradient; 0: any.")
     max_weight_norm: float = _key(0.0, OPTIMIZER, "LAMB: a weight's norm counts as no more.")
     clamp: tuple[float, ...] = _key((), OPTIMIZER, "LAMB: least and most trust ratio.")
+    split_qkv: bool = _key(
+        True, OPTIMIZER, "LAMB: trust ratios of query, key and value; false: one of the three."
+    )
     schedule: Literal["constant", "linear", "polynomial"] = _key(
         "linear", OPTIMIZER, "Of the learning rate, after the warm-up."
     )

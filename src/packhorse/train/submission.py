@@ -38,10 +38,11 @@ from packhorse.train.compliance import Rules
 from packhorse.train.display import Shown, Watch
 from packhorse.train.figures import Diverged
 from packhorse.train.job import MEASURES, Job, assemble
-from packhorse.train.loop import HERE, Counters, Outcome, train
+from packhorse.train.loop import Counters, Outcome, train
 from packhorse.train.mlperf import Entry, Event, Log
 from packhorse.train.presets import TARGET, evaluation_interval
 from packhorse.train.ranks import Ranks
+from packhorse.train.resuming import HERE
 from packhorse.train.settings import Settings
 from packhorse.train.warmup import warm
 
@@ -220,8 +221,15 @@ def _held(plan: Plan) -> Iterator[None]:
         if then is None:
             with new_file(path) as draft:
                 draft.write(json.dumps(now, indent=1).encode() + b"\n")
-        elif other := [f"{name} {then.get(name)!r}" for name in now if then.get(name) != now[name]]:
-            raise InputError(f"{plan.out} holds a submission with {', '.join(other)}; name another")
+        elif other := [
+            f"{name} {then.get(name)!r}, now {value!r}"
+            for name, value in now.items()
+            if then.get(name) != value
+        ]:
+            raise InputError(
+                f"{plan.out} holds a submission with {'; '.join(other)}. Go on with what it had, "
+                "or name another folder"
+            )
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -15,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packhorse.data.tasks import targets
 from packhorse.data.tasks.labelled import Labelled, read_labelled
 from packhorse.data.tasks.targets import Batch, Example, Loader, Span, Task, contrastive_task
 from packhorse.data.tasks.targets import labelled_task as labelled
@@ -228,6 +230,12 @@ def test_a_cursor_may_go_on_with_other_ranks_and_sizes() -> None:
     assert sum(rest, ()) == stream[12:24]
 
 
+def relabelled(task: Task) -> Task:
+    """The same sequences, one with another target."""
+    first = replace(task.examples[0], target=29)
+    return replace(task, examples=[first, *task.examples[1:]])
+
+
 def test_bad_cursors() -> None:
     task = numbered(30)
     cursor = next(iter(Loader(task, examples=6, seed=3))).cursor
@@ -236,6 +244,7 @@ def test_bad_cursors() -> None:
         ({"seed": 4}, "another seed .3, now 4"),
         ({"shuffle": False}, "another shuffle"),
         ({"task": numbered(30, seed=1)}, "another set"),
+        ({"task": relabelled(task)}, "another set"),
         ({"cursor": {**cursor, "example": 30}}, "at example 30 of 30"),
         ({"cursor": {**cursor, "batch": -1}}, "not a cursor"),
         ({"cursor": {**cursor, "epoch": "1"}}, "not a cursor"),
@@ -247,6 +256,52 @@ def test_bad_cursors() -> None:
             continue
         with pytest.raises(InputError, match=message):
             Loader(**options | other)
+
+
+def test_a_fingerprint_is_of_the_content() -> None:
+    """Of every token, type and target, where they stand and what they mean; not of lengths."""
+
+    def made(rows: list[tuple[list[list[int]], Any]], problem: Any = "regression") -> str:
+        examples = []
+        for texts, target in rows:
+            sequences = [replace(sequence(len(ids)), ids=np.int32(ids)) for ids in texts]
+            examples.append(Example(tuple(sequences), target))
+        return Task(examples, problem, ("a", "b")).fingerprint
+
+    rows: list[tuple[list[list[int]], Any]] = [([[7, 8], [9]], 0.5), ([[7, 7, 7]], 1.0)]
+    others = {
+        "the same": made([*rows]),
+        "a token": made([([[7, 8], [6]], 0.5), rows[1]]),
+        "a target": made([rows[0], ([[7, 7, 7]], 1.0000001)]),
+        "the order": made(rows[::-1]),
+        "a boundary": made([([[7], [8, 9]], 0.5), rows[1]]),
+        "an example": made(rows[:1]),
+        "the problem": made(rows, "similarity"),
+    }
+    assert others.pop("the same") == made(rows)
+    assert made(rows) not in others.values() and len(set(others.values())) == len(others)
+    types = Task([Example((replace(sequence(2), types=np.uint8([0, 1])),), 1)], "regression")
+    assert types.fingerprint != Task([Example((sequence(2),), 1)], "regression").fingerprint
+    task = numbered(30)
+    assert replace(task, labels=task.labels[::-1]).fingerprint != task.fingerprint
+    halves = Task(task.examples[:15] + task.examples[15:], task.problem, task.labels)
+    assert halves.fingerprint == task.fingerprint
+
+
+def test_examples_beyond_the_first_thousands_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "HASHED", 7)
+    task = numbered(30)
+    last = replace(task.examples[-1], target=3)
+    assert replace(task, examples=[*task.examples[:-1], last]).fingerprint != task.fingerprint
+
+
+def test_a_cursor_from_before_is_taken() -> None:
+    """Version 0.1 told examples apart by a sum of their lengths."""
+    task = numbered(30)
+    cursor = next(iter(Loader(task, examples=6, seed=3))).cursor
+    old = f"{zlib.crc32(np.array([len(e.sequences[0].ids) for e in task.examples])):08x}"
+    gone_on = next(iter(Loader(task, examples=6, seed=3, cursor={**cursor, "set": old})))
+    assert gone_on.cursor["set"] == task.fingerprint != old
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ from packhorse.tokens import Encoding, Text, Tokenizer
 Problem = Literal["single_label", "multi_label", "regression", "similarity", "contrastive", "span"]
 
 NO_END = 1 << 60  # places in a stream of epochs without end
+HASHED = 4096  # examples at once: few calls, and little memory
 
 
 class Span(NamedTuple):
@@ -56,7 +58,7 @@ class Example:
     target: int | float | tuple[int, ...] | Span | None  # by the problem; None: contrastive
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Task:
     """Examples of one problem, and its labels for a model's configuration."""
 
@@ -64,6 +66,35 @@ class Task:
     problem: Problem
     labels: tuple[str, ...] = ()
     truncated: int = 0  # examples that lost tokens to the limit of length
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each example."""
+        found = [sum(len(s.ids) for s in example.sequences) for example in self.examples]
+        return np.array(found, np.int64)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells one set of examples from another: a hash of all that is learned from.
+
+        Tokens, targets, what they mean and their order; read once, as they lie in memory.
+        """
+        digest = blake2b(repr((self.problem, self.labels)).encode(), digest_size=16)
+        for begin in range(0, len(self.examples), HASHED):
+            part = self.examples[begin : begin + HASHED]
+            sequences = [sequence for example in part for sequence in example.sequences]
+            lengths = [[len(s.ids) for s in example.sequences] for example in part]
+            # Lengths say where one sequence ends and the next begins.
+            digest.update(repr((lengths, [example.target for example in part])).encode())
+            for kind in ("ids", "types"):
+                joined = np.concatenate([np.asarray(getattr(s, kind)) for s in sequences])
+                digest.update(joined.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        """Today's, and the one that cursors of version 0.1 have: a sum of lengths alone."""
+        return self.fingerprint, f"{zlib.crc32(self.lengths.tobytes()):08x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +205,9 @@ class Loader:
             yield from self._share(begin, until, number)
             number, begin = number + 1, until
 
-    @cached_property
+    @property
     def _lengths(self) -> np.ndarray:
-        found = [sum(len(s.ids) for s in example.sequences) for example in self.task.examples]
-        return np.array(found, np.int64)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Tells one set of examples from another."""
-        return f"{zlib.crc32(self._lengths.tobytes()):08x}"
+        return self.task.lengths
 
     @property
     def _epoch_size(self) -> int:
@@ -232,7 +257,7 @@ class Loader:
 
     def _cursor(self, at: int, batch: int) -> dict[str, Any]:
         epoch, example = divmod(at, self._epoch_size)
-        made_by = {"set": self.fingerprint, "seed": self.seed, "shuffle": self.shuffle}
+        made_by = {"set": self.task.fingerprint, "seed": self.seed, "shuffle": self.shuffle}
         return {**made_by, "epoch": epoch, "example": example, "batch": batch}
 
     def _begin(self) -> tuple[int, int]:
@@ -242,8 +267,9 @@ class Loader:
         ours, theirs = self._cursor(0, 0), self.cursor
         if theirs.keys() != ours.keys():
             raise InputError(f"not a cursor of a task: {dict(theirs)!r:.80}")
-        for key in ("set", "seed", "shuffle"):
-            if theirs[key] != ours[key]:
+        known = {"set": self.task.fingerprints, "seed": (self.seed,), "shuffle": (self.shuffle,)}
+        for key, values in known.items():
+            if theirs[key] not in values:
                 raise InputError(
                     f"the cursor is of another {key} ({theirs[key]!r:.40}, now {ours[key]!r:.40}); "
                     "go on with the same, or begin again without it"
