@@ -127,6 +127,21 @@ class Subject:
     ] = None
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True)
+class MoreWays:
+    """What is measured besides everyone's default."""
+
+    graphs: Annotated[bool, flag("--graphs", help="Ours compiled as well.")] = False
+    invariant: Annotated[
+        bool, flag("--invariant", help="Ours with equal bits in every batch as well.")
+    ] = False
+    compile_peers: Annotated[
+        bool, flag("--compile-peers", help="transformers under torch.compile as well.")
+    ] = False
+    int8: Annotated[bool, flag("--int8", help="Peers in int8 as well.")] = False
+
+
 @app.command
 def encode(
     *,
@@ -144,14 +159,7 @@ def encode(
     peers: Annotated[
         str | None, flag("--peers", help="Names with commas, or none; default the installed.")
     ] = None,
-    graphs: Annotated[bool, flag("--graphs", help="Ours compiled as well.")] = False,
-    invariant: Annotated[
-        bool, flag("--invariant", help="Ours with equal bits in every batch as well.")
-    ] = False,
-    compile_peers: Annotated[
-        bool, flag("--compile-peers", help="transformers under torch.compile as well.")
-    ] = False,
-    int8: Annotated[bool, flag("--int8", help="Peers in int8 as well.")] = False,
+    more: MoreWays = MoreWays(),  # noqa: B008
     load: Load = Load(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -189,10 +197,7 @@ def encode(
         batch_size=batch_size,
         budget=budget,
         repeats=repeats,
-        graphs=graphs,
-        invariant=invariant,
-        compile_peers=compile_peers,
-        int8=int8,
+        **asdict(more),
         seed=load.seed,
     )
     with progress("opening and timing the engines") as advance:
