@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import POOLINGS, Dense, Embed, Mlm, PooledLabels, Pooler, Replaced
+from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced
+from packhorse.model.pooling import POOLINGS
+from packhorse.model.vectors import Dense
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
@@ -16,8 +18,16 @@ LOOPS = {
     "mean": lambda states: states.mean(0),
     "cls": lambda states: states[0],
     "max": lambda states: states.amax(0),
-    "mean_sqrt_len": lambda states: states.sum(0) / len(states) ** 0.5,
+    "mean_sqrt_len_tokens": lambda states: states.sum(0) / len(states) ** 0.5,
+    "weightedmean": lambda states: weighted(states, first=1),
+    "lasttoken": lambda states: states[-1],
 }
+
+
+def weighted(states: torch.Tensor, first: int) -> torch.Tensor:
+    """The mean with weights that count up from `first`."""
+    weights = torch.arange(first, first + len(states), dtype=states.dtype)
+    return (weights[:, None] * states).sum(0) / weights.sum()
 
 
 def make_packed(spare: int = 0) -> Packed:
@@ -40,8 +50,8 @@ def test_poolings_are_their_loops(how: str, spare: int) -> None:
 def test_several_poolings_stand_side_by_side_and_are_projected() -> None:
     packed = make_packed()
     hidden = torch.randn(len(packed.ids), 6)
-    dense = Dense(12, 5, activation="tanh")
-    head = Embed(("mean", "max"), dense=[dense])
+    dense = Dense(12, 5, activation="Tanh")
+    head = Embed(("mean", "max"), stages=[dense])
     assert head.width(6) == 5 and Embed(("mean", "max")).width(6) == 12
     both = torch.cat([Embed((how,), normalise=False)(hidden, packed) for how in head.pooling], 1)
     expected = torch.nn.functional.normalize(torch.tanh(dense.linear(both)), dim=-1)
