@@ -15,7 +15,7 @@ Shapes: B rows, L columns, S sequences.
 from __future__ import annotations
 
 import inspect
-from functools import cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,41 +33,56 @@ def watch(model: Any) -> None:
     from transformers import PreTrainedModel
 
     for part in model.modules():
-        known = part._forward_pre_hooks.values()
-        if isinstance(part, PreTrainedModel) and tell_boundaries not in known:
-            part.register_forward_pre_hook(tell_boundaries, with_kwargs=True)
+        if isinstance(part, PreTrainedModel):
+            hook = TellBoundaries(tuple(inspect.signature(part.forward).parameters))
+            if hook not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def tell_boundaries(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Add the boundaries to the arguments of a model, where its position ids alone tell them."""
-    ours = model.config._attn_implementation == NAME and is_family(model.config)
-    if not ours or kwargs.get(GIVEN) is not None:
-        return None
-    named = _named(model, args, kwargs)
-    positions, mask = named.get("position_ids"), named.get("attention_mask")
-    if positions is None:
-        _refuse_numbered(named.get("seq_idx"))
-        return None
-    if positions.ndim != 2 or (mask is not None and mask.ndim != 2):
-        return None  # several texts a row, or a ready-made mask: for the model inside to say
-    if mask is not None and not bool(mask.all()):
-        _refuse_restarts_beside(mask.bool(), positions)
-        return None
-    bounds = of_positions(positions, _padding_id(model.config))
-    if bounds is None:
-        return None
-    if "position_ids" not in _parameters(type(model)):
-        raise InputError(
-            f"{type(model).__name__} takes no position_ids and would number this flat batch as one "
-            "text; pad it instead, one text a row"
-        )
-    rows = _rows(named)
-    if rows > 1:
-        raise InputError(
-            f"position_ids restart within the rows of a batch of {rows}; lay all sequences in one "
-            "row, as DataCollatorWithFlattening does, or give each a row and an attention_mask"
-        )
-    return args, {**kwargs, GIVEN: bounds}
+@dataclass(frozen=True, slots=True)
+class TellBoundaries:
+    """A forward pre-hook: adds boundaries to the arguments, where position ids alone tell them."""
+
+    parameters: tuple[str, ...]  # of the model's `forward`
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """The arguments with their boundaries; None leaves them as they are."""
+        ours = model.config._attn_implementation == NAME and is_family(model.config)
+        if not ours or kwargs.get(GIVEN) is not None:
+            return None
+        named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        positions, mask = named.get("position_ids"), named.get("attention_mask")
+        if positions is None:
+            _refuse_numbered(named.get("seq_idx"))
+            return None
+        if positions.ndim != 2 or (mask is not None and mask.ndim != 2):
+            return None  # several texts a row, or a ready-made mask: for the model inside to say
+        if mask is not None and not bool(mask.all()):
+            _refuse_restarts_beside(mask.bool(), positions)
+            return None
+        bounds = of_positions(positions, _padding_id(model.config))
+        if bounds is None:
+            return None
+        self._refuse_unfit(type(model).__name__, named)
+        return args, {**kwargs, GIVEN: bounds}
+
+    def _refuse_unfit(self, name: str, named: dict[str, Any]) -> None:
+        """Refuse what cannot be one flat row."""
+        if "position_ids" not in self.parameters:
+            raise InputError(
+                f"{name} takes no position_ids and would number this flat batch as one text; "
+                "pad it instead, one text a row"
+            )
+        batch = named.get("input_ids")
+        rows = len(named["inputs_embeds"] if batch is None else batch)
+        if rows > 1:
+            raise InputError(
+                f"position_ids restart within the rows of a batch of {rows}; lay all sequences in "
+                "one row, as DataCollatorWithFlattening does, or give each a row and an "
+                "attention_mask"
+            )
 
 
 def of_positions(positions: Tensor, padding_id: int | None = None) -> Tensor | None:
@@ -122,19 +137,3 @@ def _refuse_numbered(sequence_ids: Tensor | None) -> None:
 
 def _padding_id(config: Any) -> int | None:
     return config.pad_token_id if AFTER_PADDING[config.model_type] else None
-
-
-def _rows(named: dict[str, Any]) -> int:
-    batch = next((named[x] for x in ("input_ids", "inputs_embeds") if named.get(x) is not None), ())
-    return len(batch)
-
-
-def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    return {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}
-
-
-@cache
-def _parameters(kind: type) -> tuple[str, ...]:
-    """Of a class's `forward`, without `self`."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # pyright: ignore
