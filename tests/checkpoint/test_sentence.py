@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from packhorse import checkpoint
+from packhorse.checkpoint import sentence
 from packhorse.errors import CheckpointError
 from packhorse.packing.batch import Packed
 from packhorse.tokens import Tokenizer
@@ -243,6 +244,26 @@ def test_layouts_that_do_not_run(case: str, old: Path) -> None:
     put(old, name, content)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(old)
+
+
+def test_modules_that_do_not_run_are_refused_by_name(st: ModuleType, old: Path) -> None:
+    """All that the library has besides, under the names that it writes and wrote."""
+    from sentence_transformers.sentence_transformer import modules as theirs
+
+    kinds = {name: getattr(theirs, name) for name in theirs.__all__}
+    others = [kind for name, kind in kinds.items() if name not in sentence.KINDS]
+    assert {"CNN", "LSTM", "WordEmbeddings", "BoW", "StaticEmbedding", "Router"} <= {
+        kind.__name__ for kind in others
+    }
+    for kind in others:
+        for module in (kind.__module__, "sentence_transformers.models"):
+            name = f"{module}.{kind.__name__}"
+            listed = [{"type": name, "path": "0_Transformer"}, *modules("Pooling")]
+            put(old, "modules.json", listed)
+            with pytest.raises(CheckpointError, match="does not run here") as caught:
+                checkpoint.load(old)
+            assert repr(name) in str(caught.value)
+            assert "encode with sentence-transformers itself" in str(caught.value)
 
 
 def test_lower_case_is_the_tokenizers(old: Path, tokenizer: Callable[..., None]) -> None:

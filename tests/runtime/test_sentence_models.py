@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import warnings
 from collections.abc import Callable, Iterator
@@ -236,6 +237,37 @@ def test_prompts_that_are_not_pooled_on_every_path(build: Build, tmp_path: Path)
     checkpoint.write(tmp_path / "ours", checkpoint.load(folder))
     again = type(model)(str(tmp_path / "ours"), device="cpu")
     assert far(theirs(again), wanted) <= 1e-6
+
+
+def test_over_http(build: Build) -> None:
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("fastapi")
+    from packhorse.serve.app import create, guarded
+    from packhorse.serve.hosting import Hosts, host
+    from packhorse.serve.settings import Settings
+
+    settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
+    model, folder = build(("max", "weightedmean"), several, include_prompt=False, **settings)
+    chosen = Settings()
+    hosts = Hosts([host(packhorse.load(folder, device="cpu"), chosen, publish=False)])
+    app, _ = guarded(create(chosen, hosts))
+
+    async def ask(**fields: Any) -> np.ndarray:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            response = await client.post("/embed", json={"inputs": FULL, **fields})
+            return np.array(response.raise_for_status().json())
+
+    try:
+        for name in (None, "other"):
+            fields = {} if name is None else {"prompt_name": name}
+            wanted = theirs(model, prompt_name=name)[[TEXTS.index(text) for text in FULL]]
+            assert far(asyncio.run(ask(**fields)), wanted) <= 1e-5
+    finally:
+        hosts.close(drain=False)
+
+
+FULL = [text for text in TEXTS if text]
 
 
 @pytest.mark.slow  # compiles

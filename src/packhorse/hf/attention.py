@@ -71,10 +71,10 @@ def _watch_models() -> None:
         return
 
     @wraps(choose)
-    def choose_and_watch(model: Any, *args: Any, **kwargs: Any) -> str:
-        attention = choose(model, *args, **kwargs)
+    def choose_and_watch(self: Any, *args: Any, **kwargs: Any) -> str:
+        attention = choose(self, *args, **kwargs)
         if attention == NAME:
-            watch(model)
+            watch(self)
         return attention
 
     vars(choose_and_watch)[NAME] = True  # a second call of `register` finds it

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 class PReLU(nn.PReLU):
     """torch's, for numbers that are wider than its weight."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """[S, width]."""
-        return F.prelu(x, self.weight.to(x.dtype))
+        return F.prelu(input, self.weight.to(input.dtype))
 
 
 def _over_numbers(kind: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
