@@ -74,6 +74,8 @@ def build(st: ModuleType, bert: Path, tmp_path_factory: pytest.TempPathFactory) 
     """Save a model with the modules that `parts` makes; the saved one opened again, its folder."""
     from sentence_transformers.sentence_transformer import modules
 
+    transformer = modules.Transformer(str(bert), max_seq_length=20)
+
     def build(
         pooling: Any = "mean",
         parts: Callable[[ModuleType], Parts] = lambda modules: [],
@@ -82,13 +84,13 @@ def build(st: ModuleType, bert: Path, tmp_path_factory: pytest.TempPathFactory) 
         **settings: Any,
     ) -> tuple[Any, Path]:
         torch.manual_seed(5)
-        transformer = modules.Transformer(str(bert), max_seq_length=20)
         pooled = modules.Pooling(WIDTH, pooling_mode=pooling, include_prompt=include_prompt)
         every = [transformer, pooled, *parts(modules)]
         for weight in (w for part in every[1:] for w in part.parameters()):
             nn.init.normal_(weight, std=0.3)
         folder = tmp_path_factory.mktemp("model")
-        st.SentenceTransformer(modules=every, device="cpu", **settings).save(str(folder))
+        made = st.SentenceTransformer(modules=every, device="cpu", **settings)
+        made.save(str(folder), create_model_card=False)
         if old:
             _as_release_two(folder)
         return st.SentenceTransformer(str(folder), device="cpu"), folder
