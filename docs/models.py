@@ -42,7 +42,7 @@ MODULES = """## sentence-transformers folders
 Their modules run one after the other, in the layout of every release since 2:
 
 - modules: {kinds}.
-  Others (`CNN`, `LSTM`, `WordEmbeddings`, `BoW`, `StaticEmbedding`, `Router` …) are refused by name.
+  Others (`CNN`, `LSTM`, `BoW`, `WordEmbeddings`, `StaticEmbedding`, `Router`) are refused by name.
 - `Pooling`, in one mode or several side by side: {poolings}.
   With `include_prompt` false the tokens of a prompt take no part.
 - `Dense`, with or without bias and residual, any number in a row; activations of torch's own:
