@@ -16,21 +16,38 @@ from typing import Any
 
 from packhorse import atomic
 from packhorse.checkpoint import names
+from packhorse.checkpoint.sentence import KINDS
 from packhorse.errors import CheckpointError
+from packhorse.model.pooling import POOLINGS
+from packhorse.model.vectors import ACTIVATIONS
 
 Raw = dict[str, Any]
 
 INTRODUCTION = """# Which models run
 
 Written by `docs/models.py`: the few fields of each model's configuration that decide, written down
-by hand, are put before the check that `packhorse.load` makes; no model was fetched. "Works" says
-that such a configuration is understood. That a family's numbers are those of transformers is tested
-on random models of every class (`tests/checkpoint/test_families.py`,
-`tests/checkpoint/test_newer.py`), and on the real weights of all-MiniLM-L6-v2. A model that is not
-here is tried by loading it: what does not run is refused by name, before a weight is placed.
+by hand, are put before the check that `packhorse.load` makes; no model was fetched. "Understood"
+says no more than that. That a family's numbers are those of transformers is tested on random models
+of every class (`tests/checkpoint/test_families.py`, `tests/checkpoint/test_newer.py`), and on the
+real weights of all-MiniLM-L6-v2; that vectors are those of sentence-transformers, on random models
+which it saved, with every module below (`tests/runtime/test_sentence_models.py`). A model that is
+not here is tried by loading it: what does not run is refused by name, before a weight is placed.
 
 A model needs a `tokenizer.json` or a `vocab.txt` beside its weights. Code that a repository brings
 along is never run.
+"""
+
+MODULES = """## sentence-transformers folders
+
+Their modules run one after the other, in the layout of every release since 2:
+
+- modules: {kinds}.
+  Others (`CNN`, `LSTM`, `BoW`, `WordEmbeddings`, `StaticEmbedding`, `Router`) are refused by name.
+- `Pooling`, in one mode or several side by side: {poolings}.
+  With `include_prompt` false the tokens of a prompt take no part.
+- `Dense`, with or without bias and residual, any number in a row; activations of torch's own:
+  {activations}.
+- Prompts by name, and a default one.
 """
 
 
@@ -225,15 +242,22 @@ def lacking(raw: Mapping[str, Any]) -> str:
     return next(value for value in values if value in MISSING)
 
 
+def tables() -> dict[str, str]:
+    """What a sentence-transformers folder may hold, as the loader has it."""
+    listed = {"kinds": KINDS, "poolings": POOLINGS, "activations": ACTIVATIONS}
+    return {name: ", ".join(f"`{item}`" for item in items) for name, items in listed.items()}
+
+
 def page() -> str:
     """The whole file."""
     found = list(rows())
     works = sum(row[3] for row in found)
-    lines = [INTRODUCTION, f"{works} of these {len(found)} work.\n"]
+    lines = [INTRODUCTION, MODULES.format(**tables())]
+    lines.append(f"## Models\n\n{works} of these {len(found)} are understood.\n")
     for group in MODELS:
-        lines += [f"## {group}\n", "| model | family | |", "|---|---|---|"]
+        lines += [f"### {group}\n", "| model | family | |", "|---|---|---|"]
         for _, name, raw, good, why in (row for row in found if row[0] == group):
-            lines.append(f"| {name} | {raw['model_type']} | {'works' if good else why} |")
+            lines.append(f"| {name} | {raw['model_type']} | {'understood' if good else why} |")
         lines.append("")
     lines += ["## What is missing for the rest\n", "| refused | models | what it would take |"]
     lines.append("|---|---|---|")

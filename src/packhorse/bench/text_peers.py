@@ -190,7 +190,8 @@ def _letters(text: Text) -> int:
 def _pooling(encoder: Encoder) -> Callable[[Any, Tensor], Tensor]:
     """From what the model says to vectors [n, E], as the model's own layout has it."""
     head = encoder.embedder
-    how = "" if head is None or len(head.dense) else "+".join(head.pooling)
+    plain = head is not None and head.include_prompt and not len(head.stages)
+    how = "+".join(head.pooling) if head is not None and plain else ""
     if head is None or how not in POOLINGS:
         raise InputError(
             f"the vectors of {encoder.name} are made in a way that transformers alone does not "

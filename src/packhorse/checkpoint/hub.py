@@ -47,12 +47,14 @@ PATTERNS = [
     "[0-9]_*/vocab.txt",
 ]
 # Asked for only where a model has no safetensors: most that have them have both.
+TORCH_MODULES = "[0-9]_*/pytorch_model.bin"
 TORCH_PATTERNS = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "pytorch_model-*-of-*.bin",
-    "[0-9]_*/pytorch_model.bin",
+    TORCH_MODULES,
 ]
+WEIGHTED = ("_Transformer", "_Dense", "_LayerNorm")  # folders of modules that have weights
 
 
 def resolve(model: str | Path) -> Path:
@@ -76,9 +78,17 @@ def resolve(model: str | Path) -> Path:
             f"{_near(Path(model))}; if it is a model of the hub, name a revision: {model}@main"
         )
     folder = _fetch(parts["id"], parts["revision"], PATTERNS)
-    if any(folder.glob("**/*.safetensors")):
-        return folder
-    return _fetch(parts["id"], parts["revision"], PATTERNS + TORCH_PATTERNS)
+    if not any(folder.glob("**/*.safetensors")):
+        return _fetch(parts["id"], parts["revision"], PATTERNS + TORCH_PATTERNS)
+    if any(map(_lacks_weights, folder.glob("[0-9]_*"))):
+        return _fetch(parts["id"], parts["revision"], [*PATTERNS, TORCH_MODULES])
+    return folder
+
+
+def _lacks_weights(module: Path) -> bool:
+    """Was a module of sentence-transformers saved for torch, beside a transformer that was not?"""
+    weighted = module.name.endswith(WEIGHTED) and (module / "config.json").is_file()
+    return weighted and not any(module.glob("*.safetensors"))
 
 
 def _existing(model: str | Path) -> Path | None:

@@ -1,10 +1,11 @@
 """The sentence-transformers layout around a Hugging Face folder: which head makes the vectors.
 
 `modules.json` lists modules that run one after the other; here they are one `Embed` head: a
-transformer, its pooling, any number of dense layers, and at most one normalisation at the end. A
+transformer, its pooling, and any number of dense layers, norms, dropouts and normalisations. A
 transformer alone is a cross-encoder. Another module, another order or a setting that would change
-the vectors is refused by name, never skipped. Files are written as release 2 wrote them, which
-every later release reads.
+the vectors is refused by name, never skipped. No code that a file names is imported: a class of
+sentence-transformers or torch stands for itself by its name. Files are written as release 2 wrote
+them, which every later release reads.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
 from packhorse.checkpoint import files, hf
+from packhorse.checkpoint import sentence_layers as layers
+from packhorse.checkpoint.sentence_layers import Layer
 from packhorse.errors import CheckpointError
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Dense, Embed
+from packhorse.model.heads import Embed
+from packhorse.model.pooling import POOLINGS
+from packhorse.model.vectors import width_after
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 # Named after the family, since the first release; only the first is still written.
@@ -28,8 +33,8 @@ TRANSFORMER_SETTINGS = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
 )
-KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
-ORDER = re.compile(r"Transformer( Pooling( Dense)*( Normalize)?)?")
+KINDS = ("Transformer", "Pooling", *layers.KINDS)
+ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(layers.KINDS)}))*)?")
 
 # Several poolings stand side by side in this order, unless `pooling_mode` lists them in another.
 POOLING_FLAGS = {
@@ -40,30 +45,14 @@ POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-POOLINGS = {
-    "cls": "cls",
-    "max": "max",
-    "mean": "mean",
-    "mean_sqrt_len_tokens": "mean_sqrt_len",
+# Settings that would change the vectors, with the one value (or none) under which they do not.
+TRANSFORMER_DEFAULTS = {
+    "transformer_task": "feature-extraction",
+    "module_output_name": "token_embeddings",
+    "query_length": None,
+    "document_length": None,
+    "query_expansion": None,
 }
-ACTIVATIONS = {
-    "torch.nn.modules.activation.Tanh": "tanh",
-    "torch.nn.modules.linear.Identity": "identity",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "torch.nn.modules.activation.GELU": "gelu",
-    "torch.nn.modules.activation.SiLU": "silu",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """One dense layer: the folder it lies in and what its config.json says."""
-
-    folder: str
-    inputs: int
-    outputs: int
-    bias: bool
-    activation: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +62,8 @@ class Layout:
     root: Path
     transformer: Path
     pooling: tuple[str, ...] = ()  # none: a cross-encoder
-    dense: tuple[Projection, ...] = ()
+    include_prompt: bool = True
+    layers: tuple[Layer, ...] = ()
     normalise: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     transformer_settings: dict[str, Any] = field(default_factory=dict)
@@ -85,10 +75,11 @@ class Layout:
 
     @property
     def table(self) -> dict[str, str]:
-        """The templates of the dense layers, to go with those of the family."""
+        """The templates of the layers' weights, to go with those of the family."""
         return {
-            f"heads.embed.dense.{number}.linear": f"{layer.folder}/linear"
-            for number, layer in enumerate(self.dense)
+            f"heads.embed.stages.{number}.{ours}": f"{layer.folder}/{theirs}"
+            for number, layer in enumerate(self.layers)
+            for ours, theirs in layers.WEIGHTS.items()
         }
 
 
@@ -103,15 +94,25 @@ def read(folder: Path) -> Layout | None:
     path = modules[0][1]
     transformer = files.inside(folder, path) if path else folder
     settings = next((n for n in TRANSFORMER_SETTINGS if files.exists(transformer, n)), None)
+    pooling, include_prompt = ((), True)
+    if len(modules) > 1:
+        pooling, include_prompt = _read_pooling(folder, modules[1][1])
+    normalise = kinds[-1] == "Normalize"
+    between = modules[2:-1] if normalise else modules[2:]
+    if normalise:
+        layers.read(folder, *modules[-1])  # its settings may be such that do not run
     layout = Layout(
         root=folder,
         transformer=transformer,
-        pooling=_read_pooling(folder, modules[1][1]) if len(modules) > 1 else (),
-        dense=tuple(_read_dense(folder, path) for kind, path in modules if kind == "Dense"),
-        normalise="Normalize" in kinds,
+        pooling=pooling,
+        include_prompt=include_prompt,
+        layers=tuple(layers.read(folder, kind, path) for kind, path in between),
+        normalise=normalise,
         settings=files.read_object(folder, SETTINGS, optional=True),
         transformer_settings=files.read_object(transformer, settings) if settings else {},
     )
+    if pooling:
+        layers.insist(transformer, layout.transformer_settings, TRANSFORMER_DEFAULTS)
     _refuse_lowercasing(layout)
     return layout
 
@@ -127,14 +128,15 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
         package, _, name = str(kind).rpartition(".")
         if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
             raise CheckpointError(
-                f"{folder / MODULES}: module {kind!r} does not run here; "
-                f"those that do: {', '.join(KINDS)}"
+                f"{folder / MODULES}: module {kind!r} does not run here "
+                f"(those that do: {', '.join(KINDS)}); {layers.INSTEAD}"
             )
         modules.append((name, str(path)))
     return modules
 
 
-def _read_pooling(folder: Path, path: str) -> tuple[str, ...]:
+def _read_pooling(folder: Path, path: str) -> tuple[tuple[str, ...], bool]:
+    """The modes, and whether the tokens of a prompt are pooled."""
     raw = files.read_object(files.inside(folder, path), "config.json")
     modes = raw.get("pooling_mode")
     if modes is None:
@@ -143,34 +145,12 @@ def _read_pooling(folder: Path, path: str) -> tuple[str, ...]:
     for mode in modes:
         if not isinstance(mode, str) or mode not in POOLINGS:
             raise CheckpointError(
-                f"{folder / path}: pooling {mode!r} does not run here; "
-                f"those that do: {', '.join(POOLINGS)}"
+                f"{folder / path}: pooling {mode!r} does not run here "
+                f"(those that do: {', '.join(POOLINGS)}); {layers.INSTEAD}"
             )
-    if raw.get("include_prompt") is False:
-        raise CheckpointError(
-            f"{folder / path}: pooling that leaves the prompt out does not run here"
-        )
-    return tuple(POOLINGS[mode] for mode in modes)
-
-
-def _read_dense(folder: Path, path: str) -> Projection:
-    raw = files.read_object(files.inside(folder, path), "config.json")
-    activation = raw.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise CheckpointError(
-            f"{folder / path}: activation {activation!r} is unknown; "
-            f"there are {', '.join(ACTIVATIONS)}"
-        )
-    for key, good in {"use_residual": False, "module_input_name": "sentence_embedding"}.items():
-        if raw.get(key, good) != good:
-            raise CheckpointError(f"{folder / path}: {key} {raw[key]!r} does not run here")
-    sizes: list[Any] = [raw.get("in_features"), raw.get("out_features")]
-    if not all(type(size) is int and 0 < size <= 65_536 for size in sizes):
-        raise CheckpointError(
-            f"{folder / path}: {sizes[0]!r} to {sizes[1]!r} features are no sizes"
-        )
-    bias = raw.get("bias", True) is not False
-    return Projection(path, sizes[0], sizes[1], bias, ACTIVATIONS[activation])
+    if not modes:
+        raise CheckpointError(f"{folder / path}: pooling_mode is empty; name at least one")
+    return tuple(modes), raw.get("include_prompt", True) is not False
 
 
 def _refuse_lowercasing(layout: Layout) -> None:
@@ -186,8 +166,10 @@ def _refuse_lowercasing(layout: Layout) -> None:
 def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     """What to put before a text, by name, and the name to use when none is asked for."""
     found, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+    mapping = isinstance(found, dict)
+    if not mapping or not all(isinstance(text, str | None) for text in found.values()):
         raise CheckpointError(f"{SETTINGS}: prompts do not map names to texts")
+    found = {name: text or "" for name, text in found.items()}
     if default is not None and default not in list(found):
         raise CheckpointError(f"{SETTINGS}: there is no default prompt {default!r}")
     return found, default
@@ -208,19 +190,20 @@ def comparing(layout: Layout | None) -> dict[str, Any]:
 def embed(layout: Layout, config: BertConfig) -> Embed:
     """The head, without its weights."""
     width = config.hidden_size * len(layout.pooling)
-    for layer in layout.dense:
-        if layer.inputs != width:
+    for layer in layout.layers:
+        if layer.inputs not in (0, width):
             raise CheckpointError(f"{layer.folder} takes {layer.inputs} features and gets {width}")
-        width = layer.outputs
-    dense = [Dense(p.inputs, p.outputs, p.bias, p.activation) for p in layout.dense]
-    return Embed(layout.pooling, dense, layout.normalise)
+        width = width_after(layer.activation, layer.outputs) or width
+    made = [layer.make() for layer in layout.layers]
+    return Embed(layout.pooling, made, layout.normalise, layout.include_prompt)
 
 
 def read_tensors(layout: Layout) -> dict[str, Tensor]:
-    """The weights of the dense layers, named by folder and tensor."""
+    """The weights of the layers that have any, named by folder and tensor."""
     return {
         f"{layer.folder}/{name}": tensor
-        for layer in layout.dense
+        for layer in layout.layers
+        if layer.kind in layers.WEIGHTED
         for name, tensor in hf.read_weights(files.inside(layout.root, layer.folder)).items()
     }
 
@@ -229,7 +212,8 @@ def write(folder: Path, layout: Layout, head: Embed | None, width: int, max_leng
     """The files of the layout, around what `hf.write` has written; `width` is the encoder's."""
     kinds = ["Transformer"]
     if head is not None:
-        kinds += ["Pooling", *("Dense" for _ in head.dense), *(["Normalize"] * head.normalise)]
+        kinds += ["Pooling", *(layers.kind_of(layer) for layer in head.stages)]
+        kinds += ["Normalize"] * head.normalise
     paths = [f"{n}_{kind}" if n else "" for n, kind in enumerate(kinds)]
     for path in filter(None, paths):
         (folder / path).mkdir()
@@ -242,31 +226,17 @@ def write(folder: Path, layout: Layout, head: Embed | None, width: int, max_leng
     said = {**layout.transformer_settings, "max_seq_length": max_length}
     files.write_json(folder, TRANSFORMER_SETTINGS[0], said)
     if head is not None:
-        files.write_json(folder / paths[1], "config.json", _pooling_settings(head.pooling, width))
-        for layer, path in zip(head.dense, paths[2:], strict=False):
-            _write_dense(folder / path, cast(Dense, layer))
+        files.write_json(folder / paths[1], "config.json", _pooling_settings(head, width))
+        for layer, path in zip(head.stages, paths[2:], strict=False):
+            layers.write(folder / path, layer)
 
 
-def _pooling_settings(poolings: tuple[str, ...], width: int) -> dict[str, Any]:
-    names = {ours: theirs for theirs, ours in POOLINGS.items()}
-    modes = [names[pooling] for pooling in poolings]
+def _pooling_settings(head: Embed, width: int) -> dict[str, Any]:
+    modes = list(head.pooling)
     flags = {flag: mode in modes for flag, mode in POOLING_FLAGS.items()}
     settings: dict[str, Any] = {"word_embedding_dimension": width, **flags}
+    if not head.include_prompt:
+        settings["include_prompt"] = False
     if [mode for mode in POOLING_FLAGS.values() if mode in modes] != modes:
         settings["pooling_mode"] = modes
     return settings
-
-
-def _write_dense(folder: Path, layer: Dense) -> None:
-    linear = layer.linear
-    activation = next(theirs for theirs, ours in ACTIVATIONS.items() if ours == layer.activation)
-    settings = {
-        "in_features": linear.in_features,
-        "out_features": linear.out_features,
-        "bias": linear.bias is not None,
-        "activation_function": activation,
-    }
-    files.write_json(folder, "config.json", settings)
-    hf.write_tensors(
-        folder / hf.WEIGHTS, {f"linear.{k}": v for k, v in linear.state_dict().items()}
-    )

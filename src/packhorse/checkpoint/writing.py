@@ -121,7 +121,7 @@ def _write_layout(draft: Path, of: Checkpoint) -> None:
     """The layout that was read, or a new one if the vectors cannot do without."""
     head = dict(of.model.heads).get("embed")
     embed = head if isinstance(head, Embed) else None
-    plain = embed is None or not (embed.dense or embed.normalise or embed.pooling != ("mean",))
+    plain = embed is None or not (embed.stages or embed.normalise or embed.pooling != ("mean",))
     if of.layout is None and plain:
         return
     layout = of.layout or sentence.Layout(draft, draft)

@@ -1,9 +1,11 @@
 """`attn_implementation="packhorse"`: our kernels behind transformers' AttentionInterface.
 
 transformers calls one function for each layer of a model and one for its mask. Ours take a flat
-batch with boundaries (`cu_seq_lens_q`, as its padding-free contract names them), where nothing is
-padded anywhere, and an ordinary padded one, where attention alone skips the padding: its slots
-come out as zeros. The kernel is the fastest that serves the device, dtype and pass, as everywhere.
+batch with boundaries (`cu_seq_lens_q`, as its padding-free contract names them; where the batch has
+none, from position ids that restart, see `boundaries`), where nothing is padded anywhere, and an
+ordinary padded one, where attention alone skips the padding: its slots come out as zeros. Rows
+without a mask are a sequence each. The kernel is the fastest that serves the device, dtype and
+pass, as everywhere.
 
 Attention that is not of one sequence with itself in both directions is refused, never computed as
 if it were: causal models, cross attention, biases, ready-made masks. Windows (ModernBERT's local
@@ -16,7 +18,7 @@ Shapes: B rows, L columns, H heads, D head width, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -26,10 +28,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from packhorse.attention import Choice, pick
 from packhorse.attention.reach import Reach
 from packhorse.errors import InputError, MissingExtra
+from packhorse.hf.boundaries import watch
 from packhorse.hf.families import is_family, unknown_family
-from packhorse.hf.layout import Layout, keep, kept, of_boundaries, of_rows
+from packhorse.hf.layout import NAME, Layout, keep, kept, of_boundaries, of_rows
 
-NAME = "packhorse"
 OLDEST = 5
 INSTEAD = 'use attn_implementation="sdpa" for it'
 # What a layer may pass that changes its scores, and that no kernel of ours knows.
@@ -53,6 +55,30 @@ def register() -> None:
     # Plans hold lengths: compiled in, each batch would be compiled anew.
     AttentionInterface.register(NAME, torch.compiler.disable(attend))
     AttentionMaskInterface.register(NAME, torch.compiler.disable(boundaries_of))
+    _watch_models()
+
+
+def _watch_models() -> None:
+    """Have each model looked after from the moment on that it is given our attention.
+
+    Neither interface of transformers hands over the model; this method does, for a model that is
+    made as well as for one that changes its attention.
+    """
+    from transformers import PreTrainedModel
+
+    choose = PreTrainedModel.get_correct_attn_implementation
+    if NAME in vars(choose):
+        return
+
+    @wraps(choose)
+    def choose_and_watch(self: Any, *args: Any, **kwargs: Any) -> str:
+        attention = choose(self, *args, **kwargs)
+        if attention == NAME:
+            watch(self)
+        return attention
+
+    vars(choose_and_watch)[NAME] = True  # a second call of `register` finds it
+    PreTrainedModel.get_correct_attn_implementation = choose_and_watch
 
 
 def boundaries_of(

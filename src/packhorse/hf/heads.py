@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.errors import InputError
-from packhorse.hf.attention import NAME, register
+from packhorse.hf.attention import register
 from packhorse.hf.families import is_family, unknown_family
-from packhorse.hf.layout import GIVEN, Layout, of_boundaries, was_used
+from packhorse.hf.layout import GIVEN, NAME, Layout, of_boundaries, was_used
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -21,6 +21,7 @@ from torch import Tensor
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 
+NAME = "packhorse"  # of our attention in transformers
 KEPT = "_packhorse_layout"
 GIVEN = "cu_seq_lens_q"  # transformers' name for the boundaries
 

@@ -1,8 +1,7 @@
 """The heads: what a task makes of the hidden states of a packed batch.
 
 Each is `forward(hidden, packed) -> tensors`, per token or per sequence (dummies included; the
-caller picks its own with `Packed.split` and `Packed.pick`). Sequences are reduced with segment
-reductions, never with a product over the whole batch: a NaN in one must not reach another.
+caller picks its own with `Packed.split` and `Packed.pick`).
 
 Shapes: T tokens, S sequences, E hidden width, V vocabulary, C labels.
 """
@@ -17,9 +16,9 @@ from torch.nn import functional as F
 
 from packhorse.model.bert import ACTIVATIONS
 from packhorse.model.config import BertConfig
+from packhorse.model.pooling import pool
+from packhorse.model.vectors import Dense
 from packhorse.packing.batch import Packed
-
-POOLINGS = ("mean", "cls", "max", "mean_sqrt_len")
 
 
 class Pooler(nn.Module):
@@ -34,7 +33,7 @@ class Pooler(nn.Module):
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E]."""
-        x = self.dense(_pool(self.pooling, hidden, packed))
+        x = self.dense(pool(self.pooling, hidden, packed))
         return self.norm(ACTIVATIONS[self.activation](x))
 
 
@@ -135,17 +134,23 @@ class Embed(nn.Module):
     def __init__(
         self,
         pooling: Sequence[str] = ("mean",),
-        dense: Sequence[Dense] = (),
+        stages: Sequence[nn.Module] = (),
         normalise: bool = True,
+        include_prompt: bool = True,
     ) -> None:
+        """stages: what vectors go through after pooling, see `vectors`.
+
+        include_prompt: whether the tokens of a prompt are pooled with those of the text.
+        """
         super().__init__()
         self.pooling = tuple(pooling)
-        self.dense = nn.ModuleList(dense)
+        self.stages = nn.ModuleList(stages)
         self.normalise = normalise
+        self.include_prompt = include_prompt
 
     def width(self, hidden_size: int) -> int:
         """Numbers in a vector."""
-        widths = [layer.linear.out_features for layer in self.dense if isinstance(layer, Dense)]
+        widths = [stage.width for stage in self.stages if isinstance(stage, Dense)]
         return widths[-1] if widths else len(self.pooling) * hidden_size
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
@@ -156,45 +161,10 @@ class Embed(nn.Module):
     def raw(self, hidden: Tensor, packed: Packed) -> Tensor:
         """Before they are normalised; averages of many half-precision numbers lose digits."""
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
-        x = torch.cat([_pool(how, wide, packed) for how in self.pooling], dim=-1)
-        for layer in self.dense:
-            x = layer(x)
+        x = torch.cat([pool(mode, wide, packed) for mode in self.pooling], dim=-1)
+        for stage in self.stages:
+            x = stage(x)
         return x
 
 
-class Dense(nn.Module):
-    """A projection after pooling, as sentence-transformers stores it."""
-
-    def __init__(
-        self, inputs: int, outputs: int, bias: bool = True, activation: str = "tanh"
-    ) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs, bias=bias)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[S, inputs] to [S, outputs]."""
-        x = self.linear(x.to(self.linear.weight.dtype)).to(x.dtype)
-        return x if self.activation == "identity" else ACTIVATIONS[self.activation](x)
-
-
 OF_TOKENS = (Mlm, Replaced, TokenLabels)  # may be handed some of the tokens; others need all
-
-
-def _first_tokens(hidden: Tensor, packed: Packed) -> Tensor:
-    # Empty slots at the end of a bucket start at T; any token will do for them.
-    return hidden[packed.starts.clamp(max=len(hidden) - 1)]
-
-
-def _pool(how: str, hidden: Tensor, packed: Packed) -> Tensor:
-    """[T, E] to [S, E]."""
-    if how == "cls":
-        return _first_tokens(hidden, packed)
-    lengths = packed.lengths.long()
-    if how == "max":
-        largest = torch.segment_reduce(hidden, "max", lengths=lengths, axis=0, unsafe=True)
-        # Of nothing it is minus infinity, whose gradient would be NaN where poolings meet.
-        return largest.masked_fill((lengths == 0).unsqueeze(-1), 0)
-    total = torch.segment_reduce(hidden, "sum", lengths=lengths, axis=0, unsafe=True)
-    count = lengths.clamp(min=1).unsqueeze(-1).to(hidden.dtype)
-    return total / (count if how == "mean" else count.sqrt())

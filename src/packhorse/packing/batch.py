@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from packhorse.errors import InputError
 
@@ -43,6 +44,8 @@ class Packed:
     max_seqlen: int
     places: tuple[int, ...]  # which sequence slot holds the caller's i-th sequence
     capacity: int = 0  # tokens a row where sequences may not cross rows; 0 = ragged
+    # [S] int64: leading tokens of each sequence that pooling leaves out; None = all are pooled
+    prompt_lengths: Tensor | None = None
 
     @classmethod
     def build(cls, sequences: Sequence[Tokens]) -> Packed:
@@ -59,6 +62,7 @@ class Packed:
             cu_seqlens=_cumulative(lengths),
             max_seqlen=int(lengths.max()),
             places=tuple(range(len(sequences))),
+            prompt_lengths=_prompt_lengths(sequences, lengths),
         )
 
     @classmethod
@@ -116,6 +120,7 @@ class Packed:
             types=torch.cat([self.types, zeros]),
             positions=torch.cat([self.positions, positions]),
             cu_seqlens=torch.cat([self.cu_seqlens, tail.to(self.cu_seqlens)]),
+            prompt_lengths=_filled(self.prompt_lengths, sequences),
         )
 
     def to(self, device: torch.device | str) -> Packed:
@@ -126,7 +131,10 @@ class Packed:
         if target.type == "cuda" and self.ids.device.type == "cpu":
             return self._staged(target)
         names = ("ids", "types", "positions", "cu_seqlens")
-        return replace(self, **{name: getattr(self, name).to(target) for name in names})
+        moved = {name: getattr(self, name).to(target) for name in names}
+        if self.prompt_lengths is not None:
+            moved["prompt_lengths"] = self.prompt_lengths.to(target)
+        return replace(self, **moved)
 
     def _staged(self, target: torch.device) -> Packed:
         """In one copy, from pinned memory: from any other it would wait for the device's work."""
@@ -139,7 +147,17 @@ class Packed:
         there = staged.to(target, non_blocking=True)
         ids, types, positions = there[: 3 * tokens].view(3, tokens)
         cu_seqlens = there[3 * tokens :].view(torch.int32)[:bounds]
-        return replace(self, ids=ids, types=types, positions=positions, cu_seqlens=cu_seqlens)
+        prompts = self.prompt_lengths
+        if prompts is not None:  # few models have any: they may take a copy of their own
+            prompts = prompts.pin_memory().to(target, non_blocking=True)
+        return replace(
+            self,
+            ids=ids,
+            types=types,
+            positions=positions,
+            cu_seqlens=cu_seqlens,
+            prompt_lengths=prompts,
+        )
 
     def __len__(self) -> int:
         """Sequence slots, dummies included."""
@@ -187,6 +205,19 @@ class _Dummy:
 def _join(arrays: Iterable[Any]) -> Tensor:
     pieces = [np.asarray(a) for a in arrays]
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
+
+
+def _prompt_lengths(sequences: Sequence[Tokens], lengths: np.ndarray) -> Tensor | None:
+    """[S], as far as sequences have a prompt that is not pooled; None where none has."""
+    found = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
+    return torch.from_numpy(np.minimum(found, lengths)) if found.any() else None
+
+
+def _filled(prompt_lengths: Tensor | None, sequences: int) -> Tensor | None:
+    """The same for more sequence slots, which have no prompt."""
+    if prompt_lengths is None:
+        return None
+    return F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:

@@ -106,13 +106,14 @@ def _bucket(packed: Packed, smallest: int) -> Packed:
 
 def _unpadded(bucket: Packed, packed: Packed) -> Packed:
     """The batch itself, as part of its bucket."""
-    tokens = len(packed.ids)
+    tokens, prompts = len(packed.ids), bucket.prompt_lengths
     return replace(
         packed,
         ids=bucket.ids[:tokens],
         types=bucket.types[:tokens],
         positions=bucket.positions[:tokens],
         cu_seqlens=bucket.cu_seqlens[: len(packed.cu_seqlens)],
+        prompt_lengths=None if prompts is None else prompts[: len(packed)],
     )
 
 

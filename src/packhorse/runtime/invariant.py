@@ -151,11 +151,15 @@ class FixedShapes:
         """[T, E] to [S, …], `ROWS` at a time; the slots left over at last are empty."""
         empty = packed.cu_seqlens[-1:].expand(-len(packed) % ROWS)
         ends = torch.cat([packed.cu_seqlens, empty]).unfold(0, ROWS + 1, ROWS)  # [groups, ROWS + 1]
+        prompts: Sequence[Tensor | None] = [None] * len(ends)
+        if packed.prompt_lengths is not None:
+            filled = F.pad(packed.prompt_lengths, (0, -len(packed) % ROWS))
+            prompts = list(self._sent(filled).split(ROWS))
         found = []
-        for slots, (first, last) in zip(
-            self._sent(ends - ends[:, :1]), ends[:, [0, -1]].tolist(), strict=True
+        for slots, lengths, (first, last) in zip(
+            self._sent(ends - ends[:, :1]), prompts, ends[:, [0, -1]].tolist(), strict=True
         ):
-            part = replace(packed, cu_seqlens=slots)
+            part = replace(packed, cu_seqlens=slots, prompt_lengths=lengths)
             found += self.model.apply_heads(hidden[first:last], part, [name])
         return torch.cat(found)[: len(packed)]
 
@@ -237,6 +241,7 @@ def _cut(packed: Packed, tokens: slice, bounds: slice) -> Packed:
         positions=packed.positions[tokens],
         cu_seqlens=packed.cu_seqlens[bounds] - tokens.start,
         capacity=0,
+        prompt_lengths=None,  # heads alone ask for them, and see the whole batch
     )
 
 

@@ -77,10 +77,11 @@ def _embed(backend: OnnxBackend, layout: sentence.Layout | None) -> dict[str, Em
         return {}
     if layout is None:
         return {"embed": Embed(("mean",), normalise=False)}
-    if layout.dense or len(layout.pooling) != 1:
+    if layout.layers or len(layout.pooling) != 1 or not layout.include_prompt:
         raise CheckpointError(
-            "the sentence-transformers layout beside the graph has dense layers or several "
-            "poolings, which are not run after a packed graph; export them with it"
+            "the sentence-transformers layout beside the graph has dense layers, norms, several "
+            "poolings or a prompt that is not pooled, which are not run after a packed graph; "
+            "export them with it, or load the model that the graph was made of"
         )
     return {"embed": Embed(layout.pooling, normalise=layout.normalise)}
 

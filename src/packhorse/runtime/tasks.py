@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol, cast, get_args
@@ -138,7 +139,30 @@ def _embed(
     raw = normalise is False and model.embedder is not None and model.embedder.normalise
     heads = ("raw",) if raw else ("embed",)
     found = _sequences(model, prompted(model, texts, prompt), max_length, long)
+    excluded = model.embedder is not None and not model.embedder.include_prompt
+    if excluded and (before := _prompt(model, texts, prompt)):
+        length = _prompt_length(model.tokenizer, before, _limit(model, max_length))
+        found = [_unpooled(sequences, length, long) for sequences in found]
     return [Job(each, heads, partial(_vector, each, normalise)) for each in found]
+
+
+def _prompt_length(tokenizer: Tokenizer, prompt: str, limit: int) -> int:
+    """Tokens of a prompt with what the template puts before it, as sentence-transformers counts."""
+    (alone,) = tokenizer.encode([prompt], limit)
+    return len(alone) - int(alone.special[-1])
+
+
+def _unpooled(
+    sequences: tuple[Encoding, ...], length: int, long: Long | None
+) -> tuple[Encoding, ...]:
+    """The same, where the prompt that the first one begins with is left out of the pooling."""
+    first, *others = sequences
+    if long == "truncate_left" and first.truncated:
+        raise InputError(
+            "a text was cut at its beginning, where the prompt stands that this model leaves out "
+            'of its vectors; use long="truncate"'
+        )
+    return replace(first, prompt_length=length), *others
 
 
 def _vector(
@@ -332,15 +356,23 @@ def _limit(model: Described, max_length: int | None) -> int:
 
 def prompted(model: Described, texts: Sequence[Given], prompt: str | None) -> Sequence[Given]:
     """The texts after the model's prompt of this name; without a name its default, if any."""
+    before = _prompt(model, texts, prompt)
+    if before is None:
+        return texts
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError("a prompt goes before single texts, not before pairs or token ids")
+    return [before + str(text) for text in texts]
+
+
+def _prompt(model: Described, texts: Sequence[Given], prompt: str | None) -> str | None:
+    """What goes before the texts; nothing goes before token ids unless it is named."""
     name = model.default_prompt if prompt is None else prompt
     if name is None or (prompt is None and all(map(is_ids, texts))):
-        return texts
+        return None
     if name not in model.prompts:
         known = ", ".join(model.prompts) or "none"
         raise InputError(f"{model.name} has no prompt {name!r}; it has: {known}")
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError("a prompt goes before single texts, not before pairs or token ids")
-    return [model.prompts[name] + str(text) for text in texts]
+    return model.prompts[name]
 
 
 def _single(texts: Sequence[Text], task: str) -> Sequence[Text]:

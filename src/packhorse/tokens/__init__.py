@@ -52,6 +52,7 @@ class Encoding:
     spans: tuple[slice, ...]  # where the tokens of each text lie: one slice, or two for a pair
     truncated: int = 0  # tokens known to be lost, at least 1 where anything was; 0: nothing lost
     start: int = 0  # windows only: how many tokens of the windowed text come before this one's
+    prompt_length: int = 0  # leading tokens that pooling leaves out
 
     def __len__(self) -> int:
         return len(self.ids)
