@@ -8,7 +8,7 @@ the opposite trade: shapes that are fixed, and what they fill up with is the pri
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,6 +43,8 @@ def load(
     config: Given = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
+    gelu: str | None = None,
+    ignore: Sequence[str] = (),
 ) -> Encoder:
     """An `Encoder` over `model`: a folder, a file of weights, a TensorFlow prefix or a hub id.
 
@@ -54,6 +56,8 @@ def load(
     a batch. invariant: a text's result is the same to the bit whatever its neighbours, its place
     and the batch, see `runtime.invariant`; the number of torch's threads must stay. config, vocab:
     files to use instead of those beside the weights. heads: attention heads, where no file says.
+    gelu: "erf" or "tanh", where no graph shows which GELU it is. ignore: patterns of tensors in the
+    file that are no part of the model.
     """
     if budget is not None and budget < 1:
         raise InputError(f"the budget is {budget} tokens a batch; it must be at least 1")
@@ -67,7 +71,8 @@ def load(
                 "invariant results load the model that it was made of"
             )
         return open_packed(path, device, config, vocab, budget)
-    opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
+    given = {"config": config, "vocab": vocab, "heads": heads, "gelu": gelu, "ignore": ignore}
+    opened = partial(checkpoint.load, model, **given)
     if dtype == "auto":
         return _fastest(opened, where, kernel, graphs, budget)
     chosen = devices.default_dtype(where) if dtype is None else devices.parse_dtype(dtype)
