@@ -141,7 +141,7 @@ def round_by_the_batch(model: onnx.ModelProto) -> None:
     graph = model.graph
     norm = next(node for node in graph.node if node.op_type == "LayerNormalization")
     source, norm.output[0] = norm.output[0], "exact"
-    graph.initializer.append(numpy_helper.from_array(np.float32(100), "levels"))
+    graph.initializer.append(numpy_helper.from_array(np.array(100, np.float32), "levels"))
     made = [
         helper.make_node("Abs", ["exact"], ["sizes"]),
         helper.make_node("ReduceMax", ["sizes"], ["largest"], keepdims=0),
