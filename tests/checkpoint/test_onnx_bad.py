@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -342,11 +341,9 @@ def test_bad_files(case: str, folder: Path) -> None:
     content, message = BAD[case]
     path = folder / "model.onnx"
     path.write_bytes(content)
-    start = time.monotonic()
     with pytest.raises(CheckpointError, match=message) as caught:
-        reader.read(path)
+        reader.read(path)  # one that hangs ends with pytest's own timeout
     assert str(path) in str(caught.value)
-    assert time.monotonic() - start < 10  # not a speed claim: none may hang
 
 
 FINE: dict[str, bytes] = {

@@ -181,3 +181,52 @@ def test_mistakes_are_one_line(cli, tiny, tmp_path: Path, arguments: list[str], 
     found = cli(*filled)
     assert found.code == 2 and message in found.err and "Traceback" not in found.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def bare(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A TensorFlow checkpoint with Google's own configuration, and two variables too many."""
+    from packhorse import checkpoint
+    from packhorse.checkpoint.tensorflow import tf1, tf1_write
+
+    folder = tmp_path_factory.mktemp("bare")
+    source = checkpoint.write(folder / "source", checkpoint.load(tiny("mlm")), to="tf1")
+    tensors = tf1.read(source / "bert_model.ckpt").tensors
+    others = {"good_steps": torch.tensor(3), "queue/keys": torch.ones(2, 2)}
+    tf1_write.write(folder / "bert_model.ckpt", tensors | others)
+    raw = json.loads((source / "bert_config.json").read_text())
+    for key in ("model_type", "architectures"):
+        del raw[key]
+    (folder / "bert_config.json").write_text(json.dumps(raw))
+    (folder / "vocab.txt").write_bytes((source / "vocab.txt").read_bytes())
+    return folder / "bert_model.ckpt"
+
+
+@pytest.mark.filterwarnings("always::UserWarning")
+def test_gelu_and_ignore(cli, bare: Path, tmp_path: Path) -> None:
+    """The choice is asked for once, taken from the flag, printed and written down."""
+    refused = cli("convert", bare, tmp_path / "refused")
+    assert refused.code == 2 and "1 unknown (queue/keys)" in refused.err
+    assert "--ignore PATTERN" in refused.err and not (tmp_path / "refused").exists()
+    flags = ("--ignore", "queue/*")
+    needed = cli("inspect", bare, *flags, "--ignore", "bert/encoder/*")
+    assert "--ignore bert/encoder/* (ignore=) matches bert/encoder/layer_0" in needed.out
+    asked = cli("inspect", bare, *flags)
+    assert asked.code == 0 and asked.err.count("--gelu tanh (gelu='tanh')") == 1
+    assert "exact (erf): transformers reads it so" in asked.out
+    assert "training state skipped: good_steps" in asked.err
+    assert "ignored: 1 tensors (queue/keys)" in asked.err
+    said = cli("convert", bare, tmp_path / "hf", *flags, "--gelu", "tanh", "--json")
+    assert said.code == 0 and "February 2019" not in said.err
+    assert "GELU: approximated by tanh (gelu_new): --gelu (gelu=) says so" in said.err
+    assert (said.document["gelu"], said.document["gelu_reason"]) == (
+        "tanh",
+        "--gelu (gelu=) says so",
+    )
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["hidden_act"] == "gelu_new"
+    same = cli("verify", bare, tmp_path / "hf", *flags, "--gelu", "tanh")
+    assert same.code == 0, same.err
+    other = cli("verify", bare, tmp_path / "hf", *flags, "--gelu", "erf")
+    assert other.code == 1 and "outputs of" in other.err
+    ran = cli("run", "-m", bare, "--task", "fill", "the [MASK]", *flags, "--gelu", "tanh")
+    assert ran.code == 0, ran.err

@@ -90,3 +90,14 @@ def test_help_tells_the_modes(cli: Cli) -> None:
     assert said.code == 0
     for told in ("positions", "unpack_info", "first_positions", "packhorse onnx pack model.onnx"):
         assert told in said.out
+
+
+def test_a_large_difference_is_a_warning(cli: Cli, tmp_path: Path) -> None:
+    """Static int8 scales: ONNX Runtime fuses the original and the packed graph differently."""
+    model = Path(__file__).parents[1] / "checkpoint" / "exports" / "optimum-bert-mlm-qdq.onnx"
+    said = cli("onnx", "pack", model, tmp_path / "packed.onnx", "--mode", "mask", "--json")
+    assert said.code == 0, said.err
+    document = said.document
+    assert document["difference_unfused"] < 1e-4
+    far = document["difference"] > 0.05
+    assert far == bool(document["warning"]) == ("warning: the packed model's answers" in said.err)

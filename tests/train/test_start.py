@@ -95,7 +95,7 @@ def test_every_average_lands_where_its_weight_does(
     tensors = {**built.weights, "global_step": np.asarray(STEP, np.int64)}
     for name, value in built.weights.items():
         tensors |= {f"{name}/LAMB": value, f"{name}/LAMB_1": -value}
-    found = start(_saved(tmp_path / "model.ckpt-1", prefix, tensors))
+    found = start(_saved(tmp_path / "model.ckpt-1", prefix, tensors), gelu="erf")
     parameters = dict(found.checkpoint.model.named_parameters())
     assert all(found.slots["m"][name].equal(tensor) for name, tensor in parameters.items())
     assert all(found.slots["v"][name].equal(-tensor) for name, tensor in parameters.items())
@@ -165,7 +165,7 @@ def test_a_checkpoint_without_all_averages_is_refused(
     built, prefix = written
     some = dict(built.weights | built.others)
     del some["bert/encoder/layer_0/attention/self/key/kernel/LAMB_1"]
-    found = start(_saved(tmp_path / "model.ckpt-2", prefix, some))
+    found = start(_saved(tmp_path / "model.ckpt-2", prefix, some), gelu="erf")
     with pytest.raises(InputError, match=r"'v' .* bert.layers.0.attention.qkv.weight"):
         one_step(found)
 

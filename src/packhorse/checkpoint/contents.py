@@ -23,3 +23,5 @@ class Contents:
     left_out: dict[str, int] = field(default_factory=dict)  # of it, by the file's own kinds
     step: int | None = None  # of training
     notes: tuple[str, ...] = ()  # what a user should know: dequantised, renamed, left out
+    gelu: frozenset[str] = frozenset()  # what its graph computes, if it has one: "erf", "tanh"
+    graph: Path | None = None  # the file in which that was seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class Inspection:
     why_not: str  # empty where it runs
     family: str
     config: dict[str, Any]  # sizes and constants; empty where they are not known
+    gelu: str  # erf or tanh; empty where it does not run or has another activation
+    gelu_reason: str
     heads: tuple[str, ...]
     labels: tuple[str, ...]
     max_length: int
@@ -70,6 +72,8 @@ def inspect(
     *,
     config: Given = None,
     heads: int | None = None,
+    gelu: str | None = None,
+    ignore: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Inspection:
     """Read a checkpoint and say what it holds."""
@@ -77,7 +81,8 @@ def inspect(
     contents = source.read()
     advance = progress or (lambda done, total: None)
     tensors = _tensors(contents.tensors, advance)
-    made, why_not = _try(source, contents, config, heads)
+    given = {"config": config, "heads": heads, "gelu": gelu, "ignore": ignore}
+    made, why_not = _try(source, contents, given)
     return Inspection(
         path=str(source.path),
         format=source.format,
@@ -85,6 +90,8 @@ def inspect(
         why_not=why_not,
         family=str(made.raw.get("model_type") or "bert") if made else "",
         config=_told(made.config) if made else {},
+        gelu=made.gelu.form if made else "",
+        gelu_reason=made.gelu.why if made else "",
         heads=tuple(made.model.heads) if made else (),
         labels=made.labels if made else (),
         max_length=made.max_length if made else 0,
@@ -104,12 +111,10 @@ def _told(config: BertConfig) -> dict[str, Any]:
 
 
 def _try(
-    source: sources.Source, contents: Contents, config: Given, heads: int | None
+    source: sources.Source, contents: Contents, given: dict[str, Any]
 ) -> tuple[Checkpoint | None, str]:
     try:
-        made = load(
-            source, contents=contents, config=config, heads=heads, dtype=None, allow_nonfinite=True
-        )
+        made = load(source, contents=contents, **given, dtype=None, allow_nonfinite=True)
     except PackhorseError as error:
         return None, str(error)
     return made, ""

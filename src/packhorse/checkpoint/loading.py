@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,17 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import Kernel
-from packhorse.checkpoint import configuration, files, hf, names, sentence, sources
+from packhorse.checkpoint import (
+    activation,
+    configuration,
+    files,
+    hf,
+    ignoring,
+    names,
+    sentence,
+    sources,
+)
+from packhorse.checkpoint.activation import Gelu
 from packhorse.checkpoint.building import build
 from packhorse.checkpoint.configuration import Given
 from packhorse.checkpoint.contents import Contents
@@ -40,6 +51,7 @@ class Checkpoint:
     format: str = "safetensors"
     notes: tuple[str, ...] = ()  # what its reader had to do or to leave out
     report: Report = field(default_factory=Report, repr=False)
+    gelu: Gelu = field(default_factory=Gelu)
     raw: dict[str, Any] = field(default_factory=dict, repr=False)  # the configuration as read
     layout: sentence.Layout | None = field(default=None, repr=False)
 
@@ -73,6 +85,8 @@ def load(
     vocab_size: int | None = None,
     max_positions: int | None = None,
     repeat_positions: bool = False,
+    gelu: str | None = None,
+    ignore: Sequence[str] = (),
     kernel: Kernel | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
@@ -82,13 +96,17 @@ def load(
 
     config, vocab: files to use instead of those beside the weights. heads: attention heads, where
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
-    beyond those stored only as repetitions of them (repeat_positions). dtype: None keeps that of
-    the file. contents: what was read of it already; its tensors are taken out.
+    beyond those stored only as repetitions of them (repeat_positions). gelu: "erf" or "tanh", where
+    neither a graph nor the configuration says which GELU it is. ignore: patterns (`fnmatch`) of
+    tensors that are no part of the model. dtype: None keeps that of the file. contents: what was
+    read of it already; its tensors are taken out.
     """
     source = model if isinstance(model, Source) else sources.find(model)
     contents = source.read() if contents is None else contents
     try:
-        found = _name(source, contents, config, heads)
+        ignored = ignoring.take_out(contents.tensors, ignore)
+        found, form = _name(source, contents, config, heads, gelu)
+        ignoring.check(ignored, found)
         if vocab_size or max_positions:
             found = names.resize(
                 found,
@@ -100,14 +118,21 @@ def load(
         where = configuration.vocabulary(source.folder, vocab)
         checkpoint = _build(found, tied, source.layout, where, kernel)
         table = names.table(found.family, tied) | (source.layout.table if source.layout else {})
-        report = place(checkpoint.model, found, table, torch.device(device), dtype)
+        report = place(checkpoint.model, found, table, torch.device(device), dtype, ignored)
         insist("the weights hold", [] if allow_nonfinite else report.blemishes(dtype))
     except CheckpointError as error:
         origin = configuration.locate(source.folder, config, _configs(source))
         said = configuration.explain(error, config, origin)
         raise CheckpointError(f"{source.path}: {said}") from error.__cause__
-    notes = contents.notes + _unused(report)
-    return replace(checkpoint, name=source.name, format=source.format, notes=notes, report=report)
+    notes = contents.notes + ignoring.notes(ignored) + _unused(report)
+    return replace(
+        checkpoint,
+        name=source.name,
+        format=source.format,
+        notes=notes,
+        report=report,
+        gelu=form,
+    )
 
 
 def _configs(source: Source) -> tuple[str, ...]:
@@ -122,17 +147,20 @@ def _unused(report: Report) -> tuple[str, ...]:
     return (f"not used: {len(left)} tensors ({shown})",) if left else ()
 
 
-def _name(source: Source, contents: Contents, config: Given, heads: int | None) -> names.Found:
-    """The tensors by canonical name; `contents.tensors` is emptied."""
+def _name(
+    source: Source, contents: Contents, config: Given, heads: int | None, gelu: str | None
+) -> tuple[names.Found, Gelu]:
+    """The tensors by canonical name, and the GELU; `contents.tensors` is emptied."""
     tensors, called, foreign = contents.tensors, {}, str
     if contents.format in ("tf1", "frozen"):
         scope = tf1.scope(tensors)
         tensors, called = tf1.from_tensorflow(tensors, scope)
         foreign = partial(_spell, scope)
     raw = configuration.find(source.folder, config, heads, tensors, _configs(source))
+    raw, form = activation.choose(raw, contents, gelu)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, called, foreign)
+    return names.canonical(raw, tensors, called, foreign), form
 
 
 def _spell(scope: str, name: str) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.checkpoint import names
+from packhorse.checkpoint.ignoring import Ignored, check_needed
 from packhorse.device import dtype_name
 from packhorse.errors import CheckpointError
 from packhorse.model.model import Model
@@ -40,7 +41,10 @@ class Report:
         return [
             *_listed("missing", [f"{n} {list(shape)}" for n, shape in self.missing.items()]),
             *_listed("of another shape", wrong),
-            *_listed("unknown", self.unknown),
+            *(
+                f"{line}; skip what is no part of the model with --ignore PATTERN (ignore=)"
+                for line in _listed("unknown", self.unknown)
+            ),
         ]
 
     def blemishes(self, dtype: torch.dtype | None) -> list[str]:
@@ -65,14 +69,16 @@ def place(
     table: names.Table,
     device: torch.device,
     dtype: torch.dtype | None,
+    ignored: Ignored | None = None,
 ) -> Report:
     """Empty `found.tensors` into the model, once it is sure that each has its place.
 
-    Without a dtype each keeps its own.
+    Without a dtype each keeps its own. ignored: tensors of the file that were taken out.
     """
     state = model.state_dict()
     sources = {ours: names.sources(ours, table) for ours in state}
     report = _compare(state, sources, found)
+    check_needed(ignored or {}, report.missing)
     insist("the weights do not fit the configuration", report.misfits())
     # One parameter for each set of sources: what is shared or tied in the file stays so here.
     made: dict[tuple[str, ...], nn.Parameter] = {}

@@ -8,12 +8,12 @@ model comes first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packhorse.checkpoint import files, hf, hub, onnx, refusals, sentence
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tensorflow import frozen, tf1
+from packhorse.checkpoint.tensorflow import frozen, gelu, tf1
 from packhorse.errors import CheckpointError
 
 # Each by what tells it.
@@ -46,7 +46,9 @@ class Source:
             return self._reader(self.path)
         contents = tf1.read(self.path, slots=slots)
         refusals.check_names(self.path, contents.tensors)
-        return contents
+        forms, notes = gelu.of_checkpoint(self.path)
+        graph = self.path.with_name(f"{self.path.name}.meta")
+        return replace(contents, gelu=forms, graph=graph, notes=contents.notes + notes)
 
     @property
     def _reader(self) -> Callable[[Path], Contents]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress
-from packhorse.cli.flags import Beside
+from packhorse.cli.flags import GELUS, Beside
 from packhorse.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -51,11 +51,14 @@ def convert(
 
     Values are those of the source bit by bit unless --dtype says otherwise. The
     folder is written whole or not at all. Optimizer state is not carried over.
+    Which GELU a TensorFlow model computes is read from its graph (.pb, .meta) or
+    given with --gelu, and written into the configuration: gelu, or gelu_new.
 
     Try:
       packhorse convert uncased_L-12_H-768_A-12 bert-base-hf
       packhorse convert ./my-model ./my-model-tf1 --to tf1
       packhorse convert model.onnx ./hf --config config.json --vocab vocab.txt
+      packhorse convert model.ckpt-9000 ./hf --gelu tanh --ignore 'teacher/*'
     """
     from packhorse import checkpoint
     from packhorse.device import parse_dtype
@@ -79,6 +82,8 @@ def convert(
     )
     for line in found.notes:
         note(line)
+    if found.format in ("tf1", "frozen") and found.gelu.form:
+        note(f"GELU: {GELUS[found.gelu.form]}: {found.gelu.why}")
     try:
         checkpoint.tokenizer(found)
     except CheckpointError as error:
@@ -94,4 +99,6 @@ def _holds(found: "Checkpoint") -> dict[str, object]:
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "heads": list(found.model.heads),
+        "gelu": found.gelu.form,
+        "gelu_reason": found.gelu.why,
     }

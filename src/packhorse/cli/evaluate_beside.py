@@ -176,9 +176,14 @@ def _as_asked(options: Options) -> Iterator[None]:
 
 def _folder(options: Options, scratch: Path) -> Path:
     """The model as every library reads it."""
+    from packhorse import checkpoint
     from packhorse.bench import subject
 
     given, model = options.beside, options.model or DEFAULT_MODEL
+    if given.gelu or given.ignore:  # which only a folder written anew can say to others
+        return checkpoint.write(
+            scratch / "model", checkpoint.load(model, **given.given(), dtype=None)
+        )
     config, vocab = (path and str(path) for path in (given.config, given.vocab))
     return subject.folder(_Subject(model, config, vocab, given.heads), scratch)
 

@@ -12,6 +12,7 @@ from cyclopts import Group, Parameter
 
 from packhorse.cli.tasks import Ask
 
+GELUS = {"erf": "exact (erf)", "tanh": "approximated by tanh (gelu_new)"}  # as tables say it
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
 MODEL, TASK = Group("Model", sort_key=1), Group("Task", sort_key=2)
@@ -37,10 +38,33 @@ class Beside:
     heads: Annotated[
         int | None, _flag(MODEL, "--heads", help="Attention heads, where no configuration says.")
     ] = None
+    gelu: Annotated[
+        Literal["erf", "tanh"] | None,
+        _flag(
+            MODEL,
+            "--gelu",
+            help="Which GELU it is, where no graph shows it: exact (erf), or by tanh as in "
+            "Google's code since February 2019.",
+        ),
+    ] = None
+    ignore: Annotated[
+        list[str] | None,
+        _flag(
+            MODEL,
+            "--ignore",
+            help="Tensors of the file that are no part of the model, as 'teacher/*'; repeatable.",
+        ),
+    ] = None
 
     def given(self) -> dict[str, Any]:
         """As keywords of `packhorse.load`."""
-        return {"config": self.config, "vocab": self.vocab, "heads": self.heads}
+        return {
+            "config": self.config,
+            "vocab": self.vocab,
+            "heads": self.heads,
+            "gelu": self.gelu,
+            "ignore": tuple(self.ignore or ()),
+        }
 
 
 @Parameter(name="*")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table, tree
-from packhorse.cli.flags import Beside
+from packhorse.cli.flags import GELUS, Beside
 
 if TYPE_CHECKING:
     from packhorse.checkpoint.inspection import Inspection, TensorFacts
@@ -40,7 +40,9 @@ def inspect(
     from packhorse.checkpoint.inspection import inspect as look
 
     with progress("looking at tensors", quiet=json) as advance:
-        found = look(path, config=beside.config, heads=beside.heads, progress=advance)
+        given = beside.given()
+        del given["vocab"]  # texts are not asked for
+        found = look(path, **given, progress=advance)
     table(found.path, ["", ""], _about(found))
     if as_tree:
         tree("tensors", _nested(found.tensors))
@@ -61,6 +63,7 @@ def _about(found: "Inspection") -> list[list[object]]:
         ["runs here", "yes" if found.runs else f"no: {found.why_not}"],
         ["family", found.family],
         ["configuration", config],
+        ["GELU", f"{GELUS[found.gelu]}: {found.gelu_reason}" if found.gelu else ""],
         ["heads", ", ".join(found.heads)],
         ["labels", ", ".join(found.labels)],
         ["length at most", f"{found.max_length} tokens" if found.max_length else ""],

@@ -59,8 +59,11 @@ def pack(
 
     Heads that answer once a sequence get first_positions as an input, the place
     of each sequence's first token in the rows laid end to end (in repack mode it
-    follows from the lengths). What was made is compared with the original before
-    it is written.
+    follows from the lengths). Int8 models that choose scales while they run get
+    one per sequence instead of one per batch. What was made is compared with the
+    original, sequence by sequence, and run with other neighbors before it is
+    written: a neighbor that changes a bit is an error, a difference above 0.05 of
+    the outputs' size a warning.
 
     Try:
       packhorse onnx pack model.onnx packed.onnx --mode mask --explain
@@ -88,6 +91,8 @@ def pack(
         f"{target}: {before} nodes became {after}; its answers differ from the original's by "
         f"{report.difference:.1e} of their size"
     )
+    if report.warning:
+        note(f"warning: {report.warning}")
     emit(_document(source, report, precision), json)
 
 
@@ -122,5 +127,7 @@ def _document(source: Path, report: "Report", precision: str) -> dict:
         "max_positions": facts.max_positions,
         "nodes": {"before": report.nodes[0], "after": report.nodes[1]},
         "difference": report.difference,
+        "difference_unfused": report.difference_unfused,
+        "warning": report.warning,
         "findings": [asdict(found) for found in report.findings],
     }

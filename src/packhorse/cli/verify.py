@@ -42,7 +42,8 @@ def verify(
 
     Tensors are compared bit by bit under Packhorse's own names, whatever the
     files call them; outputs of every head that both have, in fp32. --config,
-    --vocab and --heads stand in for what is not beside either of the two.
+    --vocab and --heads stand in for what is not beside either of the two,
+    --gelu for what a TensorFlow checkpoint does not say.
     The exit code is 0 if outputs agree within --tolerance, tensors have the same
     shapes, neither has one that the other lacks, and both read the texts alike,
     else 1.
@@ -103,13 +104,16 @@ def _load(model: str, beside: Beside) -> "Checkpoint":
     from packhorse import checkpoint
     from packhorse.checkpoint import configuration, sources
 
-    folder = sources.find(model).folder
+    source = sources.find(model)
+    folder = source.folder
     configured = configuration.locate(folder, None) is not None
     return checkpoint.load(
-        model,
+        source,
         config=None if configured else beside.config,
         heads=None if configured else beside.heads,
         vocab=None if configuration.vocabulary(folder, None) else beside.vocab,
+        gelu=beside.gelu if source.format in ("tf1", "frozen") else None,
+        ignore=beside.ignore or (),
         dtype=None,
         allow_nonfinite=True,
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
 
 # What a model may be made of, in any format.
-KINDS = ("json", "txt", "safetensors", "bin", "index", "data-*", "pb", "onnx", "onnx*data")
+KINDS = ("json", "txt", "safetensors", "bin", "index", "data-*", "meta", "pb", "onnx", "onnx*data")
 
 
 def write(records: Iterable[Record], encoder: "Encoder", options: Options) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _made_from(records: Iterable[Record], options: Options) -> dict[str, Any]:
         "version": __version__,
         "weights": _stamp(files),
         "input": _input(records, options),
-        "heads": beside.heads,
+        **{name: getattr(beside, name) for name in ("heads", "gelu", "ignore")},
         **{name: getattr(options, name) for name in ("column", "pair")},
         **{name: getattr(options.ask, name) for name in options.ask.__slots__},
     }

@@ -44,7 +44,6 @@ class Facts:
     vocab_size: int
     max_positions: int
     padding: int | None  # RoBERTa's padding word, which its positions do not count
-    exact: bool  # False: a token's numbers depend on what shares its batch (dynamic int8)
 
     def dump(self) -> str:
         """As the metadata keeps it."""
@@ -57,6 +56,8 @@ def parse(text: str) -> Facts:
         raw: dict[str, Any] = json.loads(text)
         if raw.pop("version") != VERSION:
             raise ValueError("of another version")
+        if not raw.pop("exact", True):  # written by Packhorse up to 0.1.0
+            raise ValueError("of an older version: neighbors change its int8 scales")
         raw["shape"] = None if raw["shape"] is None else tuple(map(int, raw["shape"]))
         raw["heads"] = {str(head): tuple(map(str, names)) for head, names in raw["heads"].items()}
         facts = Facts(**raw)

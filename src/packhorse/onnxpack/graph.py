@@ -43,7 +43,7 @@ class Graph:
         for node in self.nodes:
             self._index(node)
         self.variable = self.follow(self.inputs, shapes=True)
-        _check_opset(model)
+        self.opset = _opset(model)
 
     def _index(self, node: NodeProto) -> None:
         for name in filter(None, node.output):
@@ -58,14 +58,16 @@ class Graph:
     def follow(
         self, values: Iterable[str], *, shapes: bool = False, until: Collection[str] = ()
     ) -> set[str]:
-        """All that is computed from `values`; with `shapes` also from their shapes alone."""
+        """All that is computed from `values`; with `shapes` also from shapes or ranges alone."""
         found = set(values)
         open_ends = list(found)
         while open_ends:
             for node in self.readers[open_ends.pop()]:
                 if node.op_type in ASK_SHAPE and not shapes:
                     continue
-                new = [name for name in node.output if name and name not in found]
+                ranges = node.op_type == "DynamicQuantizeLinear" and not shapes
+                outputs = node.output[:1] if ranges else node.output  # the others: its scale
+                new = [name for name in outputs if name and name not in found]
                 found.update(new)
                 open_ends += [name for name in new if name not in until]
         return found
@@ -81,10 +83,16 @@ class Graph:
             self.variable.add(result or name)
         return result or name
 
-    def constant(self, value: Any, dtype: Any = np.int64) -> str:
-        """A number or a few."""
+    def reduce(self, kind: str, value: str, axes: list[int], *, keep: bool = False) -> str:
+        """ReduceMin or ReduceMax over some axes, which became an input in opset 18."""
+        if self.opset >= 18:
+            return self.op(kind, value, self.constant(axes), keepdims=int(keep))
+        return self.op(kind, value, axes=axes, keepdims=int(keep))
+
+    def constant(self, value: Any, dtype: Any = np.int64, called: str = "") -> str:
+        """A number or a few; more than a few need a name."""
         array = np.array(value, dtype)
-        name = f"packhorse/{array.dtype}{array.tolist()}".replace(" ", "")
+        name = f"packhorse/{array.dtype}{called or array.tolist()}".replace(" ", "")
         self.stored.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
@@ -168,10 +176,11 @@ def _captured(graph: GraphProto) -> list[str]:
     return [name for name in dict.fromkeys(read) if name not in own]
 
 
-def _check_opset(model: ModelProto) -> None:
+def _opset(model: ModelProto) -> int:
     opset = max((i.version for i in model.opset_import if i.domain in ("", "ai.onnx")), default=0)
     if opset < OLDEST:
         raise CheckpointError(
             f"the model is of opset {opset}; packing needs {OLDEST} or newer: export it again, or "
             f"use onnx.version_converter"
         )
+    return opset

@@ -28,7 +28,7 @@ class Layout:
     """The values; `called` are the names of the graph's inputs and gets those that are added."""
 
     def __init__(
-        self, graph: Graph, mode: Literal["mask", "repack"], called: dict[str, str]
+        self, graph: Graph, mode: Literal["positions", "mask", "repack"], called: dict[str, str]
     ) -> None:
         self.graph, self.mode, self.called = graph, mode, called
         self.shifts: dict[str, str] = {}
@@ -158,6 +158,26 @@ class Layout:
         shape = graph.constant([0, -1, *(1 for _ in widths)])
         filled = graph.op("Reshape", self.filled, shape)
         return graph.op("Where", filled, value, graph.constant(0, dtype))
+
+    def over_sequence(self, kind: str, value: str) -> str:
+        """Reduce (`kind`) a float per token over its sequence and zero: [R, C] to [R, C]."""
+        graph, zero = self.graph, self.graph.constant(0, np.float32)
+        if self.mode == "positions":  # a row is a sequence, and its padding
+            if "mask" in self.called:
+                real = graph.op("Cast", self.called["mask"], to=TensorProto.BOOL)
+                value = graph.op("Where", real, value, zero)
+            return self.over_row(kind, value)
+        if self.mode == "repack":
+            unpacked = self.zeroed(self.unpack(value, []), [], np.dtype(np.float32))
+            return self.repack(self.over_row(kind, unpacked), [])
+        keys = graph.op("Reshape", value, graph.constant([0, 1, 1, -1]))
+        own = graph.op("Where", self.may_see, keys, zero)  # [R, 1, C, C]
+        return graph.op("Reshape", graph.reduce(kind, own, [3]), graph.constant([0, -1]))
+
+    def over_row(self, kind: str, value: str) -> str:
+        """Reduce a float per token over its row, [R, C] to [R, C]."""
+        shape = self.graph.op("Shape", value)
+        return self.graph.op("Expand", self.graph.reduce(kind, value, [1], keep=True), shape)
 
     def _flat(self, value: str, widths: list[int]) -> str:
         return self.graph.op("Reshape", value, self.graph.constant([-1, *widths]))

@@ -21,8 +21,15 @@ from packhorse.onnxpack.probe import SIZES, WORD, Observed
 
 JOINS_MASK = ("Add", "Sub", "Where")
 PRODUCTS = ("MatMul", "MatMulInteger", "QLinearMatMul", "FusedMatMul", "Einsum")
-# Made by ONNX Runtime's optimiser; their masks have meanings of their own.
-FUSED = ("Attention", "EmbedLayerNormalization", "MultiHeadAttention", "QAttention")
+# Made by ONNX Runtime's optimizer; their masks and scales have meanings of their own.
+FUSED = (
+    "Attention",
+    "DynamicQuantizeMatMul",
+    "EmbedLayerNormalization",
+    "MatMulIntegerToFloat",
+    "MultiHeadAttention",
+    "QAttention",
+)
 WHOLE_TENSOR = ("Shape", "Size", "DynamicQuantizeLinear")  # look at tokens, but not at one by one
 
 

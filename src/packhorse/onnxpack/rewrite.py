@@ -23,7 +23,7 @@ from typing import get_args
 from onnx import NodeProto, TensorProto, helper
 
 from packhorse.errors import CheckpointError, InputError
-from packhorse.onnxpack import patterns
+from packhorse.onnxpack import patterns, scales
 from packhorse.onnxpack.facts import KEY, Facts, Kind, Mode, name_heads
 from packhorse.onnxpack.graph import ASK_SHAPE, Graph, refuse
 from packhorse.onnxpack.layout import Layout
@@ -56,12 +56,16 @@ def rewrite(
     outputs = _kinds(graph.outputs, seen, stated)
     tables = patterns.find_embeddings(graph, seen, called)
     findings = [_feed_positions(graph, tables, called)]
+    layout = Layout(graph, mode, called)
+    unpacked: set[str] = set()
     if mode != "positions":
         attentions = patterns.find_attentions(graph, seen, tables.words, called.get("mask"))
         for table in tables.idle:
             # Zeros that are cut from a table of fixed length would limit the length of a row.
             graph.set_input(table.node, 1, graph.op("Sub", called["ids"], called["ids"]))
-        findings += _pack(graph, seen, attentions, Layout(graph, mode, called))
+        findings += _pack(graph, seen, attentions, layout, unpacked)
+    for source in scales.isolate(graph, seen, layout, unpacked):
+        findings.append(Finding("scale", source, "chosen per sequence, not per batch"))
     findings += [Finding("output", name, f"one a {kind}") for name, kind in outputs.items()]
     used = graph.used()
     widths = {name: (seen.widths(name) or [1])[-1] for name in outputs}
@@ -74,7 +78,6 @@ def rewrite(
         vocab_size=tables.words.shape[0],
         max_positions=tables.positions.shape[0] - tables.offset,
         padding=tables.offset - 1 if tables.counted else None,
-        exact=all(node.op_type != "DynamicQuantizeLinear" for node in graph.nodes),
     )
     _declare(graph, seen, facts)
     return facts, findings
@@ -124,8 +127,13 @@ def _name(node: NodeProto) -> str:
 
 
 def _pack(
-    graph: Graph, seen: Observed, attentions: list[Attention], layout: Layout
+    graph: Graph,
+    seen: Observed,
+    attentions: list[Attention],
+    layout: Layout,
+    unpacked: set[str],
 ) -> Iterator[Finding]:
+    """Keep sequences apart; `unpacked` gets the values that hold one per row."""
     _give_heads_a_mask(graph, seen, layout)
     for attention in attentions:
         _drop_masks(graph, attention)
@@ -134,7 +142,7 @@ def _pack(
     for attention in attentions:
         done = "keeps sequences apart"
         if layout.mode == "repack":
-            _unpack(graph, seen, attention, layout)
+            unpacked |= _unpack(graph, seen, attention, layout)
             done = "works on unpacked sequences"
         _shift(graph, seen, attention, layout)
         masks = ", ".join(_name(joint.node) for joint in attention.masks)
@@ -198,8 +206,8 @@ def _collect(graph: Graph, seen: Observed, node: NodeProto, value: str, layout: 
     return "reduces each sequence's own tokens"
 
 
-def _unpack(graph: Graph, seen: Observed, attention: Attention, layout: Layout) -> None:
-    """Cut the attention out of the rows: unpacked before, packed again after."""
+def _unpack(graph: Graph, seen: Observed, attention: Attention, layout: Layout) -> set[str]:
+    """Cut the attention out of the rows: unpacked before, packed again after; what is between."""
     _drop_biases(graph, seen, attention)
     inside = set()
     readers = (attention.scores, attention.scores, attention.context)
@@ -209,9 +217,11 @@ def _unpack(graph: Graph, seen: Observed, attention: Attention, layout: Layout) 
         graph.replace(cut, unpacked, among=[reader])
         inside.add(unpacked)
     end = _down_to_tokens(graph, seen, attention.context.output[0])
-    _check_inside(graph, graph.follow(inside, shapes=True, until=[end]) - {end})
+    between = graph.follow(inside, shapes=True, until=[end]) - {end}
+    _check_inside(graph, between)
     outside = list(graph.readers[end])
     graph.replace(end, layout.repack(end, seen.widths(end)), among=outside)
+    return between
 
 
 def _drop_biases(graph: Graph, seen: Observed, attention: Attention) -> None:

@@ -38,12 +38,16 @@ class OnnxBackend:
         *,
         device: torch.device | str = "cpu",
         heads: Mapping[str, nn.Module] | None = None,
+        plain: bool = False,
     ) -> None:
-        """heads: made of the hidden states here, beside those that the model has."""
+        """heads: made of the hidden states here, beside those that the model has.
+
+        plain: run the graph as it is written, with nothing fused.
+        """
         self.path, self.device = Path(path), torch.device(device)
         if not self.path.is_file():
             raise InputError(f"there is no {self.path}")
-        self.session = open_session(self.path, device=device)
+        self.session = open_session(self.path, device=device, plain=plain)
         self.facts = self._facts()
         self.made_here = dict(heads or {})
         if self.made_here and "hidden" not in self.facts.heads:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,8 @@ def load(
     config: Given = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
+    gelu: str | None = None,
+    ignore: Sequence[str] = (),
 ) -> Encoder:
     """An `Encoder` over `model`: a folder, a file of weights, a TensorFlow prefix or a hub id.
 
@@ -59,6 +61,8 @@ def load(
     a batch. invariant: a text's result is the same to the bit whatever its neighbours, its place
     and the batch, see `runtime.invariant`; the number of torch's threads must stay. config, vocab:
     files to use instead of those beside the weights. heads: attention heads, where no file says.
+    gelu: "erf" or "tanh", where no graph shows which GELU it is. ignore: patterns of tensors in the
+    file that are no part of the model.
 
     The environment is asked to have torch keep few prepared products, unless it says something of
     that itself (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
@@ -77,7 +81,8 @@ def load(
                 "invariant results load the model that it was made of"
             )
         return open_packed(path, device, config, vocab, budget)
-    opened = partial(checkpoint.load, model, config=config, vocab=vocab, heads=heads)
+    given = {"config": config, "vocab": vocab, "heads": heads, "gelu": gelu, "ignore": ignore}
+    opened = partial(checkpoint.load, model, **given)
     if dtype == "auto":
         return _fastest(opened, where, kernel, graphs, budget)
     chosen = devices.default_dtype(where) if dtype is None else devices.parse_dtype(dtype)

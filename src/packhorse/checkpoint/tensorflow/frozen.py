@@ -26,7 +26,7 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tensorflow import graphdef
+from packhorse.checkpoint.tensorflow import gelu, graphdef
 from packhorse.checkpoint.tensorflow.graphdef import Node, Stored
 from packhorse.errors import CheckpointError
 
@@ -86,14 +86,16 @@ def read(path: Path) -> Contents:
             if (kind := kind_of(data)) != "graph":
                 said = OTHERS[kind].replace("DIR", str(path.parent))
                 raise CheckpointError(said + (stop(data) if kind == "unknown" else ""))
-            weights, notes = _find(data)
+            nodes = _nodes(data)
+            weights, notes = _find(data, nodes)
+            forms = gelu.of_nodes(data, nodes, file)
             _forget(data)
             tensors = {name: _load(file, name, weights[name]) for name in weights}
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return Contents("frozen", path.parent, (path,), tensors, notes=notes)
+    return Contents("frozen", path.parent, (path,), tensors, notes=notes, gelu=forms, graph=path)
 
 
 def sniff(path: Path) -> bool:
@@ -134,8 +136,8 @@ def _forget(data: memoryview) -> None:
         data.obj.madvise(mmap.MADV_DONTNEED)
 
 
-def _find(data: memoryview) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """The weights by name, and what to say about the rest."""
+def _nodes(data: memoryview) -> dict[str, Node]:
+    """The nodes of a graph that is frozen."""
     graphdef.check(data, 0, len(data))
     nodes = graphdef.nodes(data, 0, len(data))
     if variables := [node.name for node in nodes.values() if node.op in VARIABLES]:
@@ -143,6 +145,11 @@ def _find(data: memoryview) -> tuple[dict[str, Stored], tuple[str, ...]]:
             f"the graph is not frozen: {variables[0]!r} and {len(variables) - 1} more are "
             f"variables, whose values lie in a checkpoint; {FREEZE}"
         )
+    return nodes
+
+
+def _find(data: memoryview, nodes: dict[str, Node]) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """The weights by name, and what to say about the rest."""
     constants = _constants(data, nodes.values())
     readers, uses = _readers(nodes)
     names = _names(constants, readers)

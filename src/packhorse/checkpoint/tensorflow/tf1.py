@@ -16,11 +16,10 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -32,32 +31,15 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tensorflow import sstable, tf1_index
+from packhorse.checkpoint.tensorflow import sstable, tf1_index, tf1_sorting
 from packhorse.checkpoint.tensorflow.tf1_index import Entry, Piece
+from packhorse.checkpoint.tensorflow.tf1_sorting import OBJECT_VALUE, STEP
 from packhorse.errors import CheckpointError
 
 POINTER = "checkpoint"  # names the newest checkpoint of its folder
 POINTER_LIMIT = 1 << 20  # bytes
 POINTED = re.compile(rb'^\s*model_checkpoint_path\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.M)
 ENDINGS = re.compile(r"\.index$|\.data-\d{5}-of-\d{5}$")
-
-SLOTS = {  # what an optimizer's variable adds to the name of its weight, and what it is
-    "adam_m": "m",
-    "adam_v": "v",
-    "LAMB": "m",
-    "LAMB_1": "v",
-    "Adam": "m",
-    "Adam_1": "v",
-    "Momentum": "m",
-}
-POWERS = ("beta1_power", "beta2_power")  # of Adam; they follow from the step
-STEP = "global_step"
-OBJECT_VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"  # ends the names of a TF2 object graph
-OBJECT_SLOT = "/.OPTIMIZER_SLOT/"
-BOOKKEEPING = re.compile(
-    r"_CHECKPOINTABLE_OBJECT_GRAPH|save_counter/\.ATTRIBUTES/VARIABLE_VALUE"
-    r"|.*/\.ATTRIBUTES/OBJECT_CONFIG_JSON"
-)
 
 THREADS = 2
 CHUNK = 1 << 20  # bytes read and then summed
@@ -171,16 +153,6 @@ def _beside(folder: Path, said: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """The entries of an index by what they are for."""
-
-    weights: dict[str, Entry] = field(default_factory=dict)  # by the names users know
-    slots: dict[str, dict[str, Entry]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)  # slots that are not read
-
-
-@dataclass(frozen=True, slots=True)
 class _Shard:
     """A data file, open."""
 
@@ -197,11 +169,11 @@ def read(path: Path, *, slots: bool = False) -> Contents:
     folder, index = prefix.parent, prefix.name + ".index"
     with files.open_file(folder, index) as file, _naming(folder / index):
         count, entries = tf1_index.read(file)
-        found = _sort_out(entries, slots)
+        found = tf1_sorting.sort_out(entries, slots)
     wanted = [*found.weights.values(), *(e for kind in found.slots.values() for e in kind.values())]
     memory, used = _read_data(prefix, count, entries, wanted)
     tensors = {name: memory[entry.name] for name, entry in found.weights.items()}
-    step = tensors.pop(STEP) if _is_step(found.weights.get(STEP)) else None
+    step = tensors.pop(STEP) if tf1_sorting.is_step(found.weights.get(STEP)) else None
     return Contents(
         format="tf1",
         folder=folder,
@@ -255,54 +227,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error.__cause__
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _is_step(entry: Entry | None) -> bool:
-    return entry is not None and entry.shape == () and entry.dtype in (torch.int64, torch.int32)
-
-
-def _sort_out(entries: Iterable[Entry], slots: bool) -> _Found:
-    """Weights, optimizer slots (only if wanted), and notes on what is left out."""
-    found = _Found()
-    left_out = found.left_out
-    named = _by_name(entries, found.notes)
-    for name, entry in named.items():
-        weight, _, kind = name.rpartition("/")
-        if OBJECT_SLOT in name:
-            left_out[name.partition(OBJECT_SLOT)[2]] += 1
-        elif kind in SLOTS and weight in named and named[weight].shape == entry.shape:
-            if not slots:
-                left_out[kind] += 1
-            elif found.slots.setdefault(SLOTS[kind], {}).setdefault(weight, entry) is not entry:
-                raise CheckpointError(f"{weight!r} has slots of two optimizers; read it without")
-        elif kind in POWERS and entry.shape == ():
-            left_out[kind] += 1
-        else:
-            found.weights[name] = entry
-    if left_out:
-        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(left_out.items()))
-        found.notes.append(f"optimizer state left out: {counts}")
-    return found
-
-
-def _by_name(entries: Iterable[Entry], notes: list[str]) -> dict[str, Entry]:
-    """The entries that are tensors, those of an object graph without what ends their names."""
-    named: dict[str, Entry] = {}
-    no_tensors: list[str] = []
-    for entry in entries:
-        name = entry.name.removesuffix(OBJECT_VALUE)
-        if BOOKKEEPING.fullmatch(entry.name):
-            continue
-        if entry.dtype is None:
-            no_tensors.append(entry.name)
-        elif named.setdefault(name, entry) is not entry:
-            raise CheckpointError(f"{name!r} is there twice, with and without {OBJECT_VALUE}")
-    if any(name != entry.name for name, entry in named.items()):
-        notes.append(f"a TF2 object graph; names are given without {OBJECT_VALUE}")
-    if no_tensors:
-        listed = ", ".join(no_tensors[:3]) + (" …" if len(no_tensors) > 3 else "")
-        notes.append(f"{len(no_tensors)} entries that are no numbers left out: {listed}")
-    return named
 
 
 def _check_places(entries: Iterable[Entry], shards: dict[int, _Shard]) -> None:

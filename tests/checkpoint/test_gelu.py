@@ -1,0 +1,204 @@
+"""Which GELU a TensorFlow model computes; the oracle is the graph itself, run by TensorFlow.
+
+Google's configurations call both forms `gelu`, so every configuration here does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse import checkpoint
+from packhorse.checkpoint import Checkpoint
+from packhorse.checkpoint.activation import GeluWarning
+from packhorse.checkpoint.inspection import inspect
+from packhorse.checkpoint.tensorflow import freezing, gelu, graphdef
+from packhorse.errors import CheckpointError, InputError
+from packhorse.packing.batch import Packed
+
+FORMS = {"erf": "gelu", "tanh": "gelu_new"}
+OTHER = {"erf": "tanh", "tanh": "erf"}
+
+
+@pytest.fixture(scope="module")
+def model(tf: ModuleType, tf_bert: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By form: the files that TensorFlow wrote of a model, and what it computes."""
+    made: dict[str, SimpleNamespace] = {}
+
+    def model(form: str) -> SimpleNamespace:
+        if form not in made:
+            built = tf_bert.build(tf, {"hidden_act": FORMS[form]})
+            built.config["hidden_act"] = "gelu"
+            folder = tmp_path_factory.mktemp(form)
+            batch = tf_bert.batch(built.config)
+            made[form] = SimpleNamespace(
+                folder=folder,
+                meta=tf_bert.save(tf, built, folder / "model.ckpt"),
+                frozen=tf_bert.freeze(tf, built, folder / "frozen.pb"),
+                batch=batch,
+                outputs=tf_bert.run(tf, built, *batch),
+                weights=built.weights,
+            )
+        return made[form]
+
+    return model
+
+
+@pytest.fixture
+def bare(model: Callable[[str], SimpleNamespace], tmp_path: Path) -> Callable[[str], Path]:
+    """The checkpoint alone, without its graph."""
+
+    def bare(form: str) -> Path:
+        folder = tmp_path / f"bare-{form}"
+        shutil.copytree(model(form).folder, folder, dirs_exist_ok=True)
+        for name in ("model.ckpt.meta", "frozen.pb", "checkpoint"):
+            (folder / name).unlink(missing_ok=True)
+        return folder / "model.ckpt"
+
+    return bare
+
+
+def difference(ours: Checkpoint, theirs: SimpleNamespace) -> float:
+    """The largest difference of hidden states and word scores."""
+    ids, mask, segments = theirs.batch
+    sequences = [
+        SimpleNamespace(ids=i[:n], types=s[:n])
+        for i, s, n in zip(ids, segments, mask.sum(1), strict=True)
+    ]
+    with torch.no_grad():
+        found = ours.model(Packed.build(sequences), "hidden", "mlm")
+    wanted = [theirs.outputs[name][mask.astype(bool)] for name in ("sequence_output", "mlm_logits")]
+    return max(float(np.abs(a.numpy() - b).max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("where", ["meta", "frozen"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_graph_says_which(form: str, where: str, model: Callable) -> None:
+    theirs = model(form)
+    path = getattr(theirs, where)
+    ours = checkpoint.load(path)
+    assert difference(ours, theirs) <= 1e-5
+    name = "model.ckpt.meta" if where == "meta" else "frozen.pb"
+    assert (ours.gelu.form, ours.gelu.why) == (form, f"the nodes of {name} compute it so")
+    # The control: the other form, which the user may insist on.
+    wrong = checkpoint.load(path, gelu=OTHER[form])
+    assert difference(wrong, theirs) > 1e-4
+    assert f"although {name} computes it by {form}" in wrong.gelu.why
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bare_checkpoint_is_exact_and_says_so_once(
+    form: str, bare: Callable, model: Callable
+) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ours = checkpoint.load(bare(form))
+    assert [one.category for one in told] == [GeluWarning]
+    for part in ("transformers does", "February 2019", "--gelu tanh (gelu='tanh')", "--gelu erf"):
+        assert part in str(told[0].message)
+    assert ours.gelu.form == "erf" and ours.raw["hidden_act"] == "gelu"
+    assert (difference(ours, model(form)) <= 1e-5) == (form == "erf")
+    said = checkpoint.load(bare(form).parent, gelu=form)  # without a warning, which is an error
+    assert difference(said, model(form)) <= 1e-5 and said.gelu.why == "--gelu (gelu=) says so"
+
+
+def test_a_configuration_of_transformers_is_clear(bare: Callable) -> None:
+    """It names its model_type, and there `gelu` is exact and `gelu_new` is not."""
+    prefix = bare("erf")
+    place = prefix.with_name("bert_config.json")
+    raw = json.loads(place.read_text())
+    for said, form in {"gelu": "erf", "gelu_new": "tanh"}.items():
+        place.write_text(json.dumps(raw | {"model_type": "bert", "hidden_act": said}))
+        ours = checkpoint.load(prefix)
+        assert ours.gelu.form == form and f"hidden_act '{said}'" in ours.gelu.why
+    place.write_text(json.dumps(raw | {"hidden_act": "relu"}))
+    assert checkpoint.load(prefix).gelu.form == ""
+    with pytest.raises(InputError, match="the configuration says hidden_act 'relu'"):
+        checkpoint.load(prefix, gelu="tanh")
+    with pytest.raises(InputError, match="is 'fast'; it is erf or tanh"):
+        checkpoint.load(prefix, gelu="fast")
+    place.unlink()
+    with pytest.warns(GeluWarning):
+        checkpoint.load(prefix, heads=4)
+
+
+def test_conversions_keep_the_form(
+    model: Callable, transformers: ModuleType, tmp_path: Path
+) -> None:
+    """Through Hugging Face, TensorFlow, ONNX and a graph frozen here."""
+    theirs = model("tanh")
+    folder = checkpoint.write(tmp_path / "hf", checkpoint.load(theirs.meta), to="hf")
+    assert json.loads((folder / "config.json").read_text())["hidden_act"] == "gelu_new"
+    ids, mask, segments = (torch.from_numpy(x.astype(np.int64)) for x in theirs.batch)
+    other = transformers.BertForPreTraining.from_pretrained(folder).eval()
+    with torch.no_grad():
+        scores = other(input_ids=ids, attention_mask=mask, token_type_ids=segments)
+    real = mask.bool().numpy()
+    wanted = theirs.outputs["mlm_logits"][real]
+    assert np.abs(scores.prediction_logits.numpy()[real] - wanted).max() <= 1e-5
+    path = folder
+    for to in ("tf1", "onnx", "hf"):
+        path = checkpoint.write(tmp_path / f"to-{to}", checkpoint.load(path), to=to)
+        ours = checkpoint.load(path)
+        assert ours.gelu.form == "tanh" and difference(ours, theirs) <= 1e-5
+    outputs = ["sequence_output", "mlm_logits"]
+    freezing.freeze(None, theirs.meta, outputs, tmp_path / "frozen.pb")
+    ours = checkpoint.load(tmp_path / "frozen.pb", config=theirs.folder / "bert_config.json")
+    assert ours.gelu.form == "tanh" and difference(ours, theirs) <= 1e-5
+
+
+def test_inspection_prints_it_and_why(model: Callable, bare: Callable) -> None:
+    found = inspect(model("tanh").frozen)
+    assert (found.gelu, found.gelu_reason) == ("tanh", "the nodes of frozen.pb compute it so")
+    assert found.config["activation"] == "gelu_tanh"
+    assert inspect(bare("tanh"), gelu="erf").gelu == "erf"
+    with pytest.warns(GeluWarning):
+        assert "transformers reads it so" in inspect(bare("erf").parent).gelu_reason
+
+
+def test_a_damaged_graph_is_told(bare: Callable, model: Callable) -> None:
+    prefix = bare("tanh")
+    whole = (model("tanh").folder / "model.ckpt.meta").read_bytes()
+    prefix.with_name("model.ckpt.meta").write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(GeluWarning):
+        ours = checkpoint.load(prefix)
+    assert any("model.ckpt.meta is not read" in note for note in ours.notes)
+
+
+def forms(tf: ModuleType, folder: Path, compute: Callable[[Any], Any], dtype: str) -> frozenset:
+    """What is seen in the graph of a function of TensorFlow 2."""
+    function = tf.function(compute).get_concrete_function(tf.TensorSpec([2, 3], dtype))
+    path = folder / "graph.pb"
+    path.write_bytes(function.graph.as_graph_def().SerializeToString())
+    data = memoryview(path.read_bytes())
+    with path.open("rb") as file:
+        return gelu.of_nodes(data, graphdef.nodes(data, 0, len(data)), file)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_forms_by_their_nodes(dtype: str, tf: ModuleType, tmp_path: Path) -> None:
+    """TensorFlow's own gelu in both forms; a Tanh alone is a pooler's."""
+    exact = forms(tf, tmp_path, lambda x: tf.nn.gelu(x, approximate=False), dtype)
+    tanh = forms(tf, tmp_path, lambda x: tf.nn.gelu(x, approximate=True), dtype)
+    none = forms(tf, tmp_path, lambda x: tf.tanh(tf.nn.relu(x) * 0.5), dtype)
+    assert (exact, tanh, none) == ({"erf"}, {"tanh"}, set())
+
+
+def test_both_forms_in_one_graph(tf: ModuleType, model: Callable, tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    shutil.copytree(model("tanh").folder, folder)
+    graph = tf.compat.v1.GraphDef.FromString((folder / "frozen.pb").read_bytes())
+    graph.node.add(name="second/Erf", op="Erf", input=["sequence_output"])
+    (folder / "frozen.pb").write_bytes(graph.SerializeToString())
+    with pytest.raises(CheckpointError, match=r"in both forms, by erf and by tanh.*--gelu"):
+        checkpoint.load(folder / "frozen.pb")
+    assert difference(checkpoint.load(folder / "frozen.pb", gelu="tanh"), model("tanh")) <= 1e-5
