@@ -169,35 +169,6 @@ def test_its_own_cluster_asks_for_a_token_and_gets_no_secrets(
     assert dict(os.environ) == before
 
 
-ALONE = """
-import sys
-from packhorse.data.corpus.cluster import connected
-with connected(None, 1) as ray:
-    print(ray.get_runtime_context().gcs_address, flush=True)
-    sys.stdin.read()
-"""
-STRANGER = "import sys, ray; ray.init(sys.argv[1]); print(ray.cluster_resources())"
-
-
-@pytest.mark.slow
-def test_a_stranger_is_turned_away_where_the_environment_disables_tokens() -> None:
-    names = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    disabled = {**names, "RAY_AUTH_MODE": "disabled"}
-    token = {**names, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(32).hex()}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    environ = {**token, **disabled}
-    with subprocess.Popen([sys.executable, "-c", ALONE], env=environ, **pipes) as process:
-        assert process.stdin and process.stdout
-        address = process.stdout.readline().strip()
-        words = [sys.executable, "-c", STRANGER, address]
-        friend = subprocess.run(words, env=token, capture_output=True, text=True)
-        with pytest.raises(subprocess.TimeoutExpired):  # Ray tries for a quarter of an hour
-            subprocess.run(words, env=disabled, capture_output=True, timeout=60)
-        process.stdin.close()
-    assert process.returncode == 0
-    assert "CPU" in friend.stdout, friend.stderr
-
-
 def test_what_cannot_be_meant(home: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--ray-address is for --engine ray"):
         build(config(home, tmp_path / "out", ray_address="192.0.2.1:6379"))
