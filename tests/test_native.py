@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,7 @@ def test_without_a_working_compiler_it_says_so(
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     assert reason in refusal(source)
-    assert not cache.exists() or not list(cache.iterdir())
+    assert not list(cache.rglob("*.so"))
 
 
 def test_no_compiler_at_all(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +92,6 @@ def test_compiles_once_and_again_for_another_source_or_define(
     for _ in range(2):
         load(source)
         assert compilations() == 1
-    assert cache.stat().st_mode & 0o777 == 0o700
     load(source, step=2)
     assert compilations() == 2
     source.write_text(SOURCE + "/* changed */\n")
@@ -99,13 +99,13 @@ def test_compiles_once_and_again_for_another_source_or_define(
     assert compilations() == 3
     monkeypatch.setattr(native, "FLAGS", (*FLAGS, "-g"))
     load(source)
-    assert compilations() == len(list(cache.iterdir())) == 4
+    assert compilations() == len(list(cache.rglob("*.so"))) == 4
 
 
 def test_builders_may_race(source: Path, cache: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         built = set(pool.map(lambda _: native._built(source, ("STEP=1",)), range(4)))
-    assert [*built] == [*cache.iterdir()]
+    assert [*built] == [*cache.rglob("*.so")]
 
 
 def test_a_cache_that_others_can_write_is_refused(source: Path, cache: Path) -> None:
@@ -113,6 +113,41 @@ def test_a_cache_that_others_can_write_is_refused(source: Path, cache: Path) -> 
     cache.chmod(0o777)
     assert "can be written by others" in refusal(source)
     assert not list(cache.iterdir())
+
+
+def test_a_library_that_others_could_have_changed_is_built_anew(source: Path, cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        library = native._built(source, ("STEP=1",))
+    finally:
+        os.umask(before)
+    assert library.stat().st_mode & 0o077 == 0
+    for mode in (0o770, 0o777):
+        library.write_bytes(b"planted")
+        library.chmod(mode)
+        assert native._built(source, ("STEP=1",)) == library
+        assert library.read_bytes() != b"planted" and library.stat().st_mode & 0o077 == 0
+    elsewhere = cache / "elsewhere.so"
+    elsewhere.write_bytes(b"planted")
+    library.unlink()
+    library.symlink_to(elsewhere)
+    assert native._built(source, ("STEP=1",)).read_bytes() != b"planted"
+    assert not library.is_symlink()
+
+
+def test_the_compiler_is_told_no_secrets(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, compiler = tmp_path / "log", tmp_path / "spying-cc"
+    compiler.write_text(f'#!/bin/sh\nenv >> {log}\nexec {shutil.which("cc")} "$@"\n')
+    compiler.chmod(0o700)
+    for name in ("PACKHORSE_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password"):
+        monkeypatch.setenv(name, "hidden-value")
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("CPATH", "kept-value")
+    load(source)
+    told = log.read_text()
+    assert "hidden-value" not in told and "kept-value" in told
 
 
 def test_a_damaged_library_is_named(source: Path, cache: Path) -> None:

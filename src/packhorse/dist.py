@@ -1,16 +1,19 @@
-"""Processes that work as one: who they are, what they tell each other, how they are started.
+"""Processes that work as one: who they are, and what they tell each other.
 
-    launch(2, [sys.executable, "train.py"], say=note)       # what a user starts; it starts two
-    with joined(torch.device("cpu")) as team:               # in each of the two
+    with joined(torch.device("cpu")) as team:               # in each process that `launch` started
         total = team.add(sums)
         every = [decode(each) for each in team.gather(encode(mine))]
 
-Who a process is stands in the environment, as torchrun puts it there; without it, it is alone, and
-each of these is what it is for one. Tensors on an accelerator go by its own backend (NCCL), those
-on the host by Gloo, so that counting together never waits for a device. What is told is tensors and
-plain values; nothing is pickled, because whoever can reach the port could then run code. No more
-than that is guarded: torch's store has no password, so the network must be one's own. By default,
-and always where `launch` starts the processes, they meet on 127.0.0.1.
+Who a process is stands in the environment, as `packhorse.launcher` or torchrun puts it there;
+without it, it is alone, and each of these is what it is for one. Tensors on an accelerator go by
+its own backend (NCCL), those on the host by Gloo, so that counting together never waits for a
+device. What is told is tensors and plain values; nothing is pickled, because whoever can reach a
+port could then run code.
+
+Where `launch` started the processes they meet in a file that only this user can reach, and listen
+on the loopback interface alone. Those that the user's own torchrun starts meet at its address:
+torch's store has no password, and torchrun itself listens on every interface and unpickles what it
+is sent, so that the network must be one's own.
 
 A process that dies takes the others with it. Gloo notices at once; else the one that waits gives up
 after a timeout, and `launch` ends the rest before that. Where `launch` itself is killed, Linux asks
@@ -21,43 +24,30 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import re
 import signal
 import sys
-import tempfile
-import threading
-import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from packhorse.errors import InputError, PackhorseError
+from packhorse.errors import InputError, RankLost
+from packhorse.launcher import LAUNCHER, STORE
 
 ADDRESS, PORT = "127.0.0.1", "29500"
 TIMEOUT = 600.0  # seconds: a checkpoint is written, a model compiled, while others wait
 TIMEOUTS = (1.0, 1e7)  # what torch can be told
-PATIENCE = 300  # seconds that a process which was asked to stop has for it
 BUCKET = 1 << 25  # bytes that are added up at once
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}
-LAUNCHER, PR_SET_PDEATHSIG = "PACKHORSE_LAUNCHER", 1  # the process id of `launch`; linux/prctl.h
-FOLDER = "packhorse-ranks-"  # what ranks other than 0 say goes there
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # that torchrun takes over
-
-
-class RankLost(PackhorseError):
-    """Another process of the team has ended, or does not answer; this one cannot go on alone."""
-
-    exit_code = 4
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MEETINGS = count()  # of this process; a second one does not read what the first left in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +85,23 @@ class Team:
             every = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world)]
             distributed.all_gather(every, _bytes(mine.ljust(longest, b"\0")))
         return [_text(one[: int(size)]) for one, size in zip(every, sizes, strict=True)]
+
+    def collect(self, mine: bytes) -> Iterator[bytes]:
+        """What every rank brought, one after the other, at rank 0; nothing at the others."""
+        if self.rank == 0:
+            yield mine
+        for rank in range(1, self.world):
+            size = torch.tensor([len(mine)])
+            if self.rank == 0:
+                with listening():
+                    distributed.recv(size, rank)
+                    message = torch.empty(int(size), dtype=torch.uint8)
+                    distributed.recv(message, rank)
+                yield _text(message)
+            elif self.rank == rank:
+                with listening():
+                    distributed.send(size, 0)
+                    distributed.send(_bytes(mine), 0)
 
     def hear(self, said: bytes | None) -> bytes:
         """What rank 0 says; the others say None."""
@@ -291,124 +298,28 @@ def _take(device: torch.device, team: Team) -> None:
 
 
 def _meet(device: torch.device, team: Team, timeout: float) -> None:
-    os.environ.setdefault("MASTER_ADDR", ADDRESS)
-    os.environ.setdefault("MASTER_PORT", PORT)
     backend, own = "gloo", None
     if device.type != "cpu":
         own = torch.device(device.type, team.local)
         backend = f"cpu:gloo,{device.type}:{distributed.get_default_backend_for_device(device)}"
+    store, where = None, os.environ.get(STORE)
     try:
+        if where:
+            file = distributed.FileStore(where, team.world)  # pyright: ignore[reportPrivateImportUsage]
+            meeting = f"meeting {next(MEETINGS)}"
+            store = distributed.PrefixStore(meeting, file)  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            os.environ.setdefault("MASTER_ADDR", ADDRESS)
+            os.environ.setdefault("MASTER_PORT", PORT)
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         distributed.init_process_group(
             backend,
+            store=store,
             rank=team.rank,
             world_size=team.world,
             timeout=timedelta(seconds=timeout),
             device_id=own,
         )
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         told = f"rank {team.rank} of {team.world} did not meet the others at {where}"
         raise RankLost(f"{told}: {_reason(error)}") from error
-
-
-def launch(
-    nproc: int,
-    argv: Sequence[str],
-    *,
-    environ: Mapping[str, str | None] | None = None,
-    say: Callable[[str], None] = lambda line: None,
-    patience: int = PATIENCE,
-) -> int:
-    """Run a command as so many ranks on this machine, by torchrun; the exit code of all.
-
-    Rank 0 has this process's streams, and only it. Signals are passed on, and who is asked to stop
-    has `patience` seconds for it. If one fails the others are ended; `say` is told which it was,
-    and why if rank 0 did not say so itself. environ: changes to theirs; None takes a name away.
-    """
-    if nproc < 1:
-        raise InputError(f"{nproc} processes cannot be started; at least one is needed")
-    ours = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience), LAUNCHER: str(os.getpid())}
-    changes = {**ours, **(environ or {})}
-    with tempfile.TemporaryDirectory(prefix=FOLDER) as folder:
-        with _quietly(nproc, changes):
-            stopped, codes = _torchrun(nproc, argv, folder)
-        if stopped:
-            return 128 + stopped
-        return _blame(codes, Path(folder), say) if codes else 0
-
-
-def _torchrun(nproc: int, argv: Sequence[str], folder: str) -> tuple[int, dict[int, int]]:
-    """The signal that ended it, if one did, and the exit codes of ranks that failed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        logs_specs=DefaultLogsSpecs(folder, {rank: Std.ALL for rank in range(1, nproc)}),
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{ADDRESS}:0",
-        local_addr=ADDRESS,
-        max_restarts=0,
-    )
-    try:
-        elastic_launch(config, argv[0])(*argv[1:])
-    except SignalException as stopped:
-        return int(stopped.sigval), {}
-    except ChildFailedError as error:
-        return 0, {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return 0, {}
-
-
-@contextmanager
-def _quietly(nproc: int, changes: Mapping[str, str | None]) -> Iterator[None]:
-    """What torchrun changes is as before afterwards, and its log is not ours."""
-    before, level = dict(os.environ), logging.root.manager.disable
-    with warnings.catch_warnings(), ExitStack() as stack:
-        warnings.filterwarnings("ignore", f"unclosed file .*{FOLDER}", ResourceWarning)
-        stack.callback(logging.disable, level)
-        stack.callback(_put_back, before)
-        if threading.current_thread() is threading.main_thread():
-            for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-                stack.callback(signal.signal, number, signal.getsignal(number))
-        logging.disable(logging.CRITICAL)
-        wanted = {**_usual(nproc), **before, **changes}
-        _put_back({name: value for name, value in wanted.items() if value is not None})
-        yield
-
-
-def _usual(nproc: int) -> dict[str, str]:
-    """The environment of ranks on one machine, where it does not say otherwise."""
-    own = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if own else os.cpu_count() or 1
-    usual = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
-    if loopback := LOOPBACK.get(sys.platform):
-        usual |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-    return usual
-
-
-def _put_back(environ: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environ)
-
-
-def _blame(codes: Mapping[int, int], folder: Path, say: Callable[[str], None]) -> int:
-    """The exit code of the one that failed by itself, and a word about it."""
-    # Those that are left end as lost or, if they do not notice, by torchrun's SIGTERM.
-    last = (-signal.SIGTERM, RankLost.exit_code)
-    order = {rank: (code == last[0], code == last[1], code > 0) for rank, code in codes.items()}
-    rank = min(codes, key=lambda rank: (order[rank], rank))
-    code = codes[rank]
-    if code < 0:
-        name = signal.Signals(-code).name
-        why = " (the system does that where memory runs out)" if -code == signal.SIGKILL else ""
-        say(f"rank {rank} was killed by {name}{why}; the others were ended")
-        return 128 - code
-    if rank:
-        said = [path.read_text(errors="replace") for path in folder.glob(f"*/*/{rank}/stderr.log")]
-        lines = "".join(said).strip().splitlines() or ["it said nothing"]
-        say(f"rank {rank} ended with exit code {code}, and the others with it: {lines[-1]}")
-    return code

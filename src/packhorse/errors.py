@@ -36,6 +36,12 @@ class RequestFailed(PackhorseError):
     """The model ran and failed on this one request; the cause, where there is one, is attached."""
 
 
+class RankLost(PackhorseError):
+    """Another process of the team has ended, or does not answer; this one cannot go on alone."""
+
+    exit_code = 4
+
+
 class MissingExtra(PackhorseError, ImportError):
     """An optional dependency is not installed."""
 

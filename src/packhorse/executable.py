@@ -5,7 +5,7 @@ second process starts from the first one's work. `CudaGraphs` records what a cal
 bucket and replays it, which takes the host out of the loop where batches are small. Nothing here
 knows what is being compiled.
 
-Compiled code is loaded only from `cache_folder()`: owned by the user, writable by no one else.
+Compiled code is loaded only from folders that nobody else can have written to (`packhorse.cache`).
 """
 
 from __future__ import annotations
@@ -13,45 +13,22 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import stat
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from threading import Lock, RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packhorse.errors import InputError
+from packhorse.cache import keep_compiled_code_private
 
 COMPILED_LIMIT = 4096  # buckets before torch gives up; its own default is 8
 RECORDED_LIMIT = 64  # CUDA graphs kept; the one not used for longest goes
 ONE_CAPTURE = RLock()  # torch captures one graph at a time; compiling for it comes first
-
-
-def cache_folder() -> Path:
-    """Where compiled code lives: `PACKHORSE_CACHE`, else packhorse in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("PACKHORSE_CACHE") or Path(home) / "packhorse").expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-    except OSError as error:
-        raise InputError(
-            f"cannot use the cache folder {folder}: {error.strerror}; "
-            "set PACKHORSE_CACHE to a folder of your own"
-        ) from error
-    mine = found.st_uid == os.getuid() if hasattr(os, "getuid") else True
-    if not mine or stat.S_IMODE(found.st_mode) & 0o022:
-        raise InputError(
-            f"the cache folder {folder} can be written by others, and code is loaded from it; "
-            "make it yours alone (chmod 700) or set PACKHORSE_CACHE"
-        )
-    return folder
 
 
 @cache
@@ -69,7 +46,7 @@ def compile(modules: Iterable[nn.Module]) -> None:
     """
     if cpp_compiler() is None:  # on CUDA too: its launchers are compiled for the host
         return _say_uncompiled()
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
+    keep_compiled_code_private()
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
 

@@ -1,10 +1,11 @@
 """C that is compiled at first use, for the few loops that torch has no fast form of on a CPU.
 
-A source is compiled for this very CPU in half a second, kept in the user's own cache folder under a
-name that holds all it depends on, and loaded from nowhere else. The price is a C compiler on the
-machine: where there is none, or anything else is amiss, `Obstacle` says why and the caller does
-without. The C knows nothing of torch or Python: pointers go in, and the entry of the OpenMP library
-that torch itself uses, so that both share one pool of threads and the cores are not crowded by two.
+A source is compiled for this very CPU in half a second, kept in the user's own cache folder
+(`packhorse.cache`) under a name that holds all it depends on, and loaded from nowhere else. The
+price is a C compiler on the machine: where there is none, or anything else is amiss, `Obstacle`
+says why and the caller does without. The C knows nothing of torch or Python: pointers go in, and
+the entry of the OpenMP library that torch itself uses, so that both share one pool of threads and
+the cores are not crowded by two.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from typing import Any
 
 import torch
 
+from packhorse.cache import is_mine_alone, private_folder
 from packhorse.device import cpu_features
+from packhorse.environment import without_secrets
 from packhorse.errors import InputError
-from packhorse.executable import cache_folder
 
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC"),
@@ -84,14 +86,15 @@ def _built(source: Path, defines: tuple[str, ...]) -> Path:
     version = _run([*compiler, "--version"])
     depends_on = repr((source.read_bytes(), compiler, version, flags, _cpu()))
     try:
-        folder = cache_folder()
+        folder = private_folder("native")
         target = folder / f"{source.stem}-{sha256(depends_on.encode()).hexdigest()[:32]}.so"
-        if target.exists():
+        if os.path.lexists(target) and is_mine_alone(target):
             return target
         # Another process may be at the same: each works by itself, and the last one stands.
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / target.name
             _run([*compiler, *flags, "-o", str(fresh), str(source)])
+            fresh.chmod(0o700)  # whatever the umask says
             fresh.replace(target)
     except (InputError, OSError) as error:
         raise Obstacle(_first_line(str(error))) from error
@@ -110,7 +113,14 @@ def _compiler() -> list[str]:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env=without_secrets(),
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Obstacle(f"cannot run the C compiler: {_first_line(str(error))}") from error
     if done.returncode:

@@ -350,3 +350,20 @@ def test_mutations(examples: int, agrees: Callable[[bytes], bool]) -> None:
         agrees(mutated(data))
 
     run()
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mapped into memory, its bytes would be gone: a bus error, which ends the process."""
+    path = tmp_path / "frozen.pb"
+    path.write_bytes(GOOD)
+    find = frozen._find
+
+    def cut_then_find(data: memoryview) -> object:
+        os.truncate(path, 0)
+        return find(data)
+
+    monkeypatch.setattr(frozen, "_find", cut_then_find)
+    with pytest.raises(CheckpointError, match=r"frozen\.pb: '.*'"):
+        frozen.read(path)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -461,3 +463,32 @@ def test_minilm_against_transformers(minilm: Path, transformers: ModuleType) -> 
     assert_close(hidden, want, atol=1e-5, rtol=0)
     means = torch.stack([piece.mean(0) for piece in want.split([3, 17, 128])])
     assert_close(vectors, torch.nn.functional.normalize(means), atol=1e-5, rtol=0)
+
+
+HALF = """
+import resource, sys
+from packhorse import checkpoint
+checkpoint.load(sys.argv[1])  # what Python imports is imported, as a small model needs it
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = checkpoint.load(sys.argv[2])
+print(peak() - before)
+"""
+
+
+def test_half_precision_takes_twice_its_file(save: Save, tmp_path: Path) -> None:
+    """Computed in fp32 as it is; a copy of the file or of the weights beside that would show."""
+    folders = {}
+    for name, words in (("small", 100), ("large", 400_000)):
+        model, _ = save("BertModel", vocab_size=words, hidden_size=128)
+        model.half().save_pretrained(tmp_path / name)
+        folders[name] = tmp_path / name
+    size = (folders["large"] / "model.safetensors").stat().st_size
+    assert size > 100_000_000
+    told = subprocess.run(
+        [sys.executable, "-c", HALF, str(folders["small"]), str(folders["large"])],
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert int(told.stdout) < 2 * size + (64 << 20)

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -303,3 +304,16 @@ def test_fake_data_is_the_same_for_an_index() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     with pytest.raises(IndexError):
         fake[3]
+
+
+def test_a_packed_idx_file_is_unpacked_as_far_as_its_header_says(tmp_path: Path) -> None:
+    path = tmp_path / "train-labels-idx1-ubyte.gz"
+    path.write_bytes(gzip.compress(idx(np.zeros(10, np.uint8)) + bytes(64 << 20)))
+    tracemalloc.start()
+    with pytest.raises(InputError, match="no idx file of bytes"):
+        files.read_idx(path)
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+    path.write_bytes(gzip.compress(b"\0\0\x08\1" + b"\xff" * 4))  # it says 4 GiB
+    with pytest.raises(InputError, match="larger than"):
+        files.read_idx(path)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,12 +30,14 @@ from typing import Any
 
 import torch
 import torch.distributed.optim  # once, for all
+from torch.distributed import distributed_c10d
 
 from packhorse import dist
 from packhorse.checkpoint import hf
 from packhorse.data.packed import loader
 from packhorse.dist import Team
 from packhorse.errors import PackhorseError
+from packhorse.launcher import STORE
 from packhorse.model.bert import Bert
 from packhorse.train import randomness
 from packhorse.train.job import assemble
@@ -101,8 +102,14 @@ def _spoil(told: dict[str, Any], rank: int) -> None:
         dist.add_in_buckets = lambda gradients, add: None
 
 
-def _rank(told: dict[str, Any], rank: int, port: int, out: Path) -> int:
-    place = {"RANK": rank, "WORLD_SIZE": told["world"], "MASTER_PORT": port}
+def _never(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("a rank unpickles what another one sent")
+
+
+def _rank(told: dict[str, Any], rank: int, store: Path, out: Path) -> int:
+    place = {"RANK": rank, "WORLD_SIZE": told["world"], STORE: store}
+    place["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.load = distributed_c10d._unpickler = _never  # both of torch's ways
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
         _spoil(told, rank)
@@ -118,15 +125,13 @@ def _rank(told: dict[str, Any], rank: int, port: int, out: Path) -> int:
 
 def _run(told: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fork the ranks and wait for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = Path(tempfile.mkdtemp(dir=folder)) / "store"
     files = [folder / f"{rank}.json" for rank in range(told["world"])]
     children: dict[int, int] = {}
     for rank, file in enumerate(files):
         file.unlink(missing_ok=True)
         if not (child := os.fork()):
-            os._exit(_rank(told, rank, port, file))
+            os._exit(_rank(told, rank, store, file))
         children[child] = rank
     codes = _codes(children, hangs=(told.get("strike") or {}).get("how") == "hang")
     said = [json.loads(file.read_text()) if file.exists() else None for file in files]

@@ -8,6 +8,7 @@ the same to the bit in every run. Triton comes with torch for CUDA on Linux; whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from packhorse.attention import Support, refuse
 from packhorse.attention.reach import FULL, Reach
+from packhorse.cache import keep_compiled_code_private
+from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 
 
@@ -23,6 +26,16 @@ def _obstacle(device: torch.device) -> str | None:
         return "Triton is not installed; it comes with torch for CUDA on Linux"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Ampere (capability 8.0)"
+    return _cache_problem()
+
+
+@cache
+def _cache_problem() -> str | None:
+    """Why Triton has nowhere to keep what it compiles."""
+    try:
+        keep_compiled_code_private()
+    except InputError as error:
+        return str(error)
     return None
 
 

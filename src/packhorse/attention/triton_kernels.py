@@ -20,13 +20,15 @@ Shapes: T tokens, S sequences, H heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+
+from packhorse.cache import keep_compiled_code_private
 
 LOG2_E = 1.4426950408889634
 # By head width: queries and keys a block, warps, stages of the pipeline; measured on an H200.
@@ -107,7 +109,14 @@ def _launch(
     drops = {"seed_at": order, "lost": 0, "kept": 1.0, "DROPS": False}
     if seed is not None:
         drops = {"seed_at": seed, "lost": round(rate * DRAWS), "kept": 1 - rate, "DROPS": True}
+    _close_cache()
     return partial(kernel[grid], **sizes, **drops, num_warps=warps, num_stages=stages)
+
+
+@cache
+def _close_cache() -> None:
+    """Once, before anything is compiled; Triton's own folder may be open to others."""
+    keep_compiled_code_private()
 
 
 @triton.jit

@@ -69,9 +69,10 @@ def examine() -> dict[str, Any]:
 def _machine(devices: "list[torch.device]") -> dict[str, Any]:
     import torch
 
+    from packhorse.cache import cache_folder
     from packhorse.checkpoint import hub
     from packhorse.device import cpu_features, describe
-    from packhorse.executable import cache_folder, cpp_compiler
+    from packhorse.executable import cpp_compiler
 
     features = [name for name, present in cpu_features().items() if present]
     return {

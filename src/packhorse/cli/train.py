@@ -4,9 +4,9 @@ Every setting is a flag, made from `Settings` itself, so that the two cannot dif
 asked to stop (Ctrl-C, SIGTERM) ends behind its step with a checkpoint and the exit code that shells
 use, 130 or 143; the same command goes on. A loss that is no number ends with 3 (with --json its
 document has `error`, `exit_code`, `step` and the last good `checkpoint`), a mistake with 2.
-With --nproc the command starts itself as so many ranks, by torchrun, and ends as the first of them
-that fails: with 137 where one was killed. A rank that has lost another ends with 4. Ranks that the
-user's own torchrun starts have to be told nothing.
+With --nproc the command starts itself as so many ranks and ends as the first of them that fails:
+with 137 where one was killed. A rank that has lost another ends with 4. Ranks that the user's own
+torchrun starts have to be told nothing.
 """
 
 import os
@@ -115,7 +115,8 @@ def launch_ranks(
     nproc: int, timeout: float, words: list[str], settings: Settings, json: bool
 ) -> None:
     """Start a command as ranks; settings are theirs by a file alone."""
-    from packhorse.dist import check_timeout, launch
+    from packhorse.dist import check_timeout
+    from packhorse.launcher import launch
 
     check_timeout(timeout)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from packhorse import executable
+from packhorse.cache import keep_compiled_code_private
 from packhorse.port import convolve
 from packhorse.port.losses import Untraceable
 from packhorse.port.trace import Graph
 
 SETTINGS = {"fallback_random": True}
-NAMES = ("PACKHORSE_CACHE", "TORCHINDUCTOR_CACHE_DIR")
+NAMES = ("PACKHORSE_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def compile_graph(graph: Graph, inputs: Sequence[Tensor], folder: str | None) -> Graph:
@@ -56,7 +57,7 @@ def _cached(folder: str | None) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in NAMES}
     if folder:
         os.environ["PACKHORSE_CACHE"] = folder
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(executable.cache_folder() / "inductor")
+    keep_compiled_code_private()
     try:
         yield
     finally:

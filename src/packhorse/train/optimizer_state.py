@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from packhorse.dist import listening
+from packhorse import dist
 from packhorse.errors import CheckpointError, InputError
 
 RATES = ("lr", "initial_lr")
@@ -25,11 +25,17 @@ RATES = ("lr", "initial_lr")
 Told = Mapping[str, Any]  # the optimizer's kind and its groups, or of one group options and names
 
 
-def consolidate(optimizer: Optimizer) -> None:
-    """Bring sharded state to rank 0; every rank calls it before rank 0 saves."""
+def consolidate(optimizer: Any) -> None:
+    """Bring sharded state to rank 0; every rank calls it before rank 0 saves.
+
+    As torch's own `consolidate_state_dict`, which pickles what the ranks send each other.
+    """
     if is_sharded(optimizer):
-        with listening():
-            optimizer.consolidate_state_dict(to=0)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
+        local = optimizer.optim.state_dict()
+        message = dist.encode({**local, "state": list(local["state"].items())})
+        shares = [dist.decode(share) for share in dist.told().collect(message)]
+        optimizer._all_state_dicts = [{**share, "state": dict(share["state"])} for share in shares]
 
 
 def is_sharded(optimizer: Optimizer) -> bool:

@@ -12,7 +12,7 @@ wrapper around the model that must know of accumulation, of compiled layers and 
 
 The optimizer's state is divided (ZeRO-1, Rajbhandari et al. 2019, as torch has it): a rank keeps
 and updates whole tensors, as LAMB needs, and then tells the others. To be saved it is brought to
-rank 0, the one place where torch pickles what ranks tell each other.
+rank 0 (`optimizer_state.consolidate`).
 """
 
 from __future__ import annotations

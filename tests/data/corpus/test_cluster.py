@@ -151,6 +151,24 @@ def test_nobody_there(home: Path, tmp_path: Path, _variables: None) -> None:
     assert engine.LOOPBACK in os.environ  # as it was before
 
 
+def test_its_own_cluster_asks_for_a_token_and_gets_no_secrets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("PACKHORSE_API_KEY", "hidden")
+    monkeypatch.setenv("HF_TOKEN", "for gated models")
+    before = dict(os.environ)
+    with engine._environment(alone=True):
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        assert len(os.environ["RAY_AUTH_TOKEN"]) >= 32
+        assert "PACKHORSE_API_KEY" not in os.environ
+        assert os.environ["HF_TOKEN"] == "for gated models"
+    assert dict(os.environ) == before
+    with engine._environment(alone=False):  # the user's cluster and what the user says of it
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+    assert dict(os.environ) == before
+
+
 def test_what_cannot_be_meant(home: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--ray-address is for --engine ray"):
         build(config(home, tmp_path / "out", ray_address="192.0.2.1:6379"))

@@ -133,3 +133,27 @@ def test_text_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
     documents, tally = read(chunk)
     assert [document.sentences[0] for document in documents] == ["One is good.", "So is this."]
     assert tally.bad[0].where.endswith("row 1") and "not UTF-8" in tally.bad[0].why
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_stream_is_refused_before_it_is_unpacked(
+    tmp_path: Path, compression: str
+) -> None:
+    path, table = tmp_path / "a.arrow", pa.table({"text": ["word " * 1_000_000]})
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as stream:
+        stream.write_table(table)
+    with pytest.raises(InputError, match="compressed Arrow stream; save it uncompressed"):
+        find([path])
+
+
+def test_a_compressed_dictionary_is_refused(tmp_path: Path) -> None:
+    kinds = pa.array(["a" * 10_000]).dictionary_encode()
+    table = pa.table({"text": ["word"], "kind": kinds})
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    path = tmp_path / "a.arrow"
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema, options=options) as stream:
+        stream.write_table(table)
+    messages = pa.ipc.MessageReader.open_stream(path.read_bytes())
+    packed = {message.type for message in messages if arrow._is_compressed(message)}
+    assert packed == {"dictionary", "record batch"}

@@ -110,3 +110,27 @@ def test_what_is_no_bz2_between_and_behind_is_told(tmp_path: Path) -> None:
     text, problems = text_of(tmp_path / "a.bz2")
     assert text == b"".join(whole)
     assert len(problems) == 2
+
+
+def test_a_bomb_is_left_out_and_what_lies_before_it_is_read(tmp_path: Path) -> None:
+    """Three streams of some 40 bytes that unpack to 24 MB each."""
+    bomb = bz2.compress(bytes(23 << 20))
+    assert len(bomb) < 100
+    path = tmp_path / "a.bz2"
+    (before,) = texts(1)
+    write(path, [bz2.compress(before), bomb, bomb, bomb])
+    pieces = list(unpacked(path))
+    assert pieces[0][0].startswith(before)
+    assert sum(len(text) for text, _ in pieces) <= bz2streams.BURST
+    (problem,) = [why for _, why in pieces if why]
+    assert "more than 100 times its size" in problem and "unpack it with bunzip2" in problem
+
+
+def test_text_that_repeats_itself_is_no_bomb(tmp_path: Path) -> None:
+    line = b"2026-11-16T12:00:00Z GET /v1/embeddings 200\n"
+    whole = b"".join(
+        line.replace(b"12:00", b"%02d:%02d" % divmod(i % 1440, 60)) for i in range(20_000)
+    )
+    path = tmp_path / "a.bz2"
+    write(path, [bz2.compress(whole)])
+    assert text_of(path) == (whole, [])

@@ -321,6 +321,38 @@ def test_a_large_row_group_is_decoded_once_and_comes_along(tmp_path: Path) -> No
     assert [one.sentences for part in parts for one in read(part)[0]] == SENTENCES
 
 
+def test_a_bomb_among_streams_of_pages_is_left_out(tmp_path: Path) -> None:
+    streams = multistream([page("One."), page("Two.")], each=1)
+    bomb = bz2.compress(b"<page>" + bytes(23 << 20))
+    path = tmp_path / "dump.xml.bz2"
+    path.write_bytes(b"".join([*streams[:-1], bomb, bomb, bomb]))
+    found, tally = read_all(path)
+    assert [one.sentences for one in found] == [["One."], ["Two."]]
+    assert any("more than 100 times its size" in bad.why for bad in tally.bad)
+
+
+def test_pages_of_one_chunk_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LONGEST_DOCUMENT", 2000)
+    path = tmp_path / "dump.xml.bz2"
+    path.write_bytes(b"".join(multistream([page("One. " * 50) for _ in range(40)])))
+    _, tally = read_all(path)
+    assert any("pack it in more streams" in bad.why for bad in tally.bad)
+
+
+def test_rows_that_repeat_one_text_have_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dictionary holds the text once, and every row has it."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": ["A sentence. " * 1000] * 3000}), path)
+    assert path.stat().st_size < 10_000
+    monkeypatch.setattr(documents, "LONGEST_DOCUMENT", 1 << 20)
+    found, tally = read_all(path)
+    assert sum(len(one.sentences) for one in found) * len("A sentence.") < 1 << 20
+    (bad,) = tally.bad
+    assert "rows 87 to 2999 are lost" in bad.why and "smaller ones" in bad.why
+
+
 def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
     WRITERS["a.jsonl"](tmp_path / "a.jsonl")
     parts = list(chunks(find([tmp_path / "a.jsonl"]), 500))

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from packhorse.data.tables import reading
 from packhorse.data.tables.texts import Record, read_texts
 from packhorse.errors import InputError, MissingExtra
 
@@ -181,3 +182,20 @@ def test_csv_gives_back_what_was_written(tmp_path_factory, rows: list[tuple[str,
     columns = {"a": [a for a, _ in rows], "b": [b for _, b in rows]}
     path = write(tmp_path_factory.mktemp("csv") / "a.csv", columns)
     assert [record.text for record in read_texts(path, ["a", "b"])] == rows
+
+
+def test_a_parquet_column_is_not_unpacked_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BATCH_BYTES", 1 << 20)
+    path = tmp_path / "a.parquet"
+    table = pa.table({"text": ["a" * 1_000_000] * 4, "id": ["b"] * 4})
+    parquet.write_table(table, path, compression="zstd", use_dictionary=False)
+    with pytest.raises(InputError, match="more than 100 times as many; write the file again"):
+        list(read_texts(path, column="text"))
+    assert len(list(read_texts(path, column="id"))) == 4
+    # In a dictionary a text is there once, and every row of a batch would hold it.
+    parquet.write_table(table, path, compression="none", use_dictionary=True)
+    group = parquet.ParquetFile(path).metadata.row_group(0)
+    assert reading.rows_a_read(path, group, ["text"], 1024) == 1
+    assert reading.rows_a_read(path, group, ["id"], 1024) == 1024

@@ -13,7 +13,6 @@ the ones of a mask. Nothing is ever built or run; only the constants are read.
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -82,20 +81,29 @@ def read(path: Path) -> Contents:
         raise CheckpointError(_folder(path))
     with files.open_file(path.parent, path.name) as file:
         try:
-            data = _mapped(file)
-            if (kind := kind_of(data)) != "graph":
-                said = OTHERS[kind].replace("DIR", str(path.parent))
-                raise CheckpointError(said + (stop(data) if kind == "unknown" else ""))
-            nodes = _nodes(data)
-            weights, notes = _find(data, nodes)
-            forms = gelu.of_nodes(data, nodes, file)
-            _forget(data)
+            weights, notes, forms = _surveyed(file, path.parent)
             tensors = {name: _load(file, name, weights[name]) for name in weights}
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
     return Contents("frozen", path.parent, (path,), tensors, notes=notes, gelu=forms, graph=path)
+
+
+def _surveyed(
+    file: BinaryIO, folder: Path
+) -> tuple[dict[str, Stored], tuple[str, ...], frozenset[str]]:
+    """Where the weights lie, notes, and the forms of GELU that the nodes compute.
+
+    The bytes are let go before weights take their place.
+    """
+    data = _bytes_of(file)
+    if (kind := kind_of(data)) != "graph":
+        said = OTHERS[kind].replace("DIR", str(folder))
+        raise CheckpointError(said + (stop(data) if kind == "unknown" else ""))
+    nodes = _nodes(data)
+    weights, notes = _find(data, nodes)
+    return weights, notes, gelu.of_nodes(data, nodes, file)
 
 
 def sniff(path: Path) -> bool:
@@ -111,7 +119,7 @@ def known(path: Path) -> bool:
 def _kind(path: Path) -> str:
     try:
         with files.open_file(path.parent, path.name) as file:
-            return kind_of(_mapped(file))
+            return kind_of(_bytes_of(file))
     except (CheckpointError, OSError):
         return "unknown"
 
@@ -123,17 +131,13 @@ def _folder(path: Path) -> str:
     return f"{path} is a folder; pass the frozen graph in it ({found})"
 
 
-def _mapped(file: BinaryIO) -> memoryview:
-    """The file's bytes; only the pages that are looked at take memory."""
-    if not file.seek(0, 2):
-        return memoryview(b"")
-    return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _forget(data: memoryview) -> None:
-    """Give back the pages of a mapped file that were looked at; they can be looked at again."""
-    if isinstance(data.obj, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        data.obj.madvise(mmap.MADV_DONTNEED)
+def _bytes_of(file: BinaryIO) -> memoryview:
+    """The whole file; not mapped into memory, because truncating it would then end the process."""
+    size = file.seek(0, 2)
+    if size > WHOLE:
+        raise CheckpointError(f"it has {size:,} bytes, and a graph at most {WHOLE:,}")
+    file.seek(0)
+    return memoryview(file.read(size))
 
 
 def _nodes(data: memoryview) -> dict[str, Node]:

@@ -38,6 +38,7 @@ from typing import Any, TypeVar
 from packhorse.data.corpus import fingerprint
 from packhorse.data.corpus.workers import GO_ON, Run, call, cores
 from packhorse.data.corpus.workfolder import speaking
+from packhorse.environment import secret_names
 from packhorse.errors import InputError, MissingExtra, PackhorseError
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ STORE = 128 << 20  # bytes for items on their way, where Ray is started here
 
 # So named as it is the default on those systems; on Linux too it keeps Ray on 127.0.0.1.
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+HUB_TOKENS = {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}  # a replica may have to fetch its model
 
 Libraries = tuple[tuple[str, str], ...]
 
@@ -256,11 +258,17 @@ def _ray() -> Any:
 
 @contextmanager
 def _environment(alone: bool) -> Iterator[None]:
-    """Ray is told most things by variables, some of them when it is imported."""
+    """Ray is told most things by variables, some of them when it is imported.
+
+    Alone it asks for a token whatever RAY_AUTH_MODE says, and its processes get no other secrets
+    than those that fetch models.
+    """
     before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    hidden = set(secret_names()) - before.keys() - HUB_TOKENS if alone else set()
+    before |= {name: os.environ.pop(name) for name in hidden}
     told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}  # say nothing
     if alone:
-        told |= {LOOPBACK: "0", "RAY_AUTH_TOKEN": _secret()}
+        told |= {LOOPBACK: "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _secret()}
     os.environ.update(told)
     try:
         yield

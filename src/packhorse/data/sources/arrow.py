@@ -30,10 +30,37 @@ def opened(path: Path) -> tuple[pa.Schema, int]:
         raise MissingExtra("pyarrow", "data") from error
 
     try:
+        with pa.memory_map(str(path)) as file:
+            if any(_is_compressed(message) for message in pa.ipc.MessageReader.open_stream(file)):
+                raise InputError(f"{path}: a compressed Arrow stream; save it uncompressed")
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             return stream.schema, sum(batch.num_rows for batch in stream)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path}: not a whole Arrow stream: {error}; save it again") from error
+
+
+def _is_compressed(message: pa.Message) -> bool:
+    """Would reading it unpack anything? `datasets` packs nothing, and the size is not bounded.
+
+    pyarrow does not tell, so the field is looked for in the message (a FlatBuffer of Message.fbs).
+    """
+    if message.type not in ("record batch", "dictionary"):
+        return False
+    data = message.metadata.to_pybytes()
+    header = _child(data, int.from_bytes(data[:4], "little"), 2)
+    if message.type == "dictionary":
+        header = _child(data, header, 1)  # its record batch
+    return _child(data, header, 3) > 0  # BodyCompression
+
+
+def _child(data: bytes, table: int, number: int) -> int:
+    """Where the table begins that is field `number` of a FlatBuffer's table; 0 if it has none."""
+    vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
+    size = int.from_bytes(data[vtable : vtable + 2], "little")
+    slot = 4 + 2 * number
+    offset = int.from_bytes(data[vtable + slot : vtable + slot + 2], "little") if slot < size else 0
+    at = table + offset
+    return at + int.from_bytes(data[at : at + 4], "little") if offset else 0
 
 
 def lengths(path: Path, column: str) -> Iterator[int]:

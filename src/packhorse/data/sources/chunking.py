@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from packhorse.data.sources import arrow, bz2streams
 from packhorse.data.sources.files import Source
+from packhorse.data.tables.reading import rows_a_read
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
@@ -195,11 +196,16 @@ def opened_table(path: Path) -> parquet.ParquetFile:
 
 
 def texts_of_group(
-    file: parquet.ParquetFile, group: int, column: str | None, rows: int = ROWS_A_READ
+    path: Path,
+    file: parquet.ParquetFile,
+    group: int,
+    column: str | None,
+    rows: int = ROWS_A_READ,
 ) -> Iterator[bytes | None]:
     """The column's texts in one row group, decoded once from its start, `rows` at a time."""
     import pyarrow as pa
 
+    rows = rows_a_read(path, file.metadata.row_group(group), [str(column)], rows)
     for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
         yield from batch.column(0).cast(pa.large_binary()).to_pylist()
 
@@ -254,7 +260,7 @@ def _of_group(
     begin, cells, weight = whole.begin, list[bytes | None](), 0
     problems: tuple[str, ...] = ()
     try:
-        for text in texts_of_group(file, number, whole.source.column, a_read):
+        for text in texts_of_group(whole.source.path, file, number, whole.source.column, a_read):
             cells.append(text)
             weight += len(text or b"")
             if weight >= size:

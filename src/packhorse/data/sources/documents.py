@@ -24,11 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from packhorse.data.sources import arrow, bz2streams, markup, sentences, wiki
 from packhorse.data.sources.chunking import (
     CHUNK_BYTES,
+    LONGEST_DOCUMENT,
     Chunk,
     chunks,
     lost_rows,
@@ -122,8 +124,7 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
     path = chunk.source.path
     try:
         if chunk.source.compressed:
-            pieces = [*bz2streams.unpacked(path, chunk.begin, chunk.end)]
-            return b"".join(text for text, _ in pieces), [why for _, why in pieces if why]
+            return _unpacked(path, chunk.begin, chunk.end)
         with path.open("rb") as file:
             file.seek(chunk.begin)
             data = file.read(chunk.end - chunk.begin)
@@ -132,6 +133,21 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
     if len(data) < chunk.end - chunk.begin:
         raise InputError(f"{path} is shorter than when the build began; leave sources as they are")
     return data, []
+
+
+def _unpacked(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
+    """The text of packed bytes, no more of it than one document may have, and what is wrong."""
+    text, problems = bytearray(), list[str]()
+    for piece, problem in bz2streams.unpacked(path, begin, end):
+        if len(text) + len(piece) > LONGEST_DOCUMENT:
+            problems.append(
+                f"bytes {begin} to {end} unpack to more than {LONGEST_DOCUMENT >> 20} MiB and the"
+                " rest is left out; pack it in more streams, or unpack it with bunzip2"
+            )
+            break
+        text += piece
+        problems += [problem] if problem else []
+    return bytes(text), problems
 
 
 def _place(chunk: Chunk, at: int) -> str:
@@ -309,7 +325,15 @@ def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
         ends = [*accumulate(counts)]
         if chunk.end not in ends or counts[ends.index(chunk.end)] != chunk.end - chunk.begin:
             raise InputError(f"{path} is not what it was when the build began; leave sources alone")
-        yield from texts_of_group(file, ends.index(chunk.end), chunk.source.column)
+        size = 0
+        for text in texts_of_group(path, file, ends.index(chunk.end), chunk.source.column):
+            size += len(text or b"")
+            if size > LONGEST_DOCUMENT:
+                raise pa.ArrowCapacityError(
+                    f"a row group of more than {LONGEST_DOCUMENT >> 20} MiB of text; write the"
+                    " file again with smaller ones"
+                )
+            yield text
 
 
 _READERS: dict[str, Callable[[bytes, Chunk], Iterator[Found]]] = {

