@@ -3,7 +3,8 @@
 Follows its public API reference: a text, a list of texts, token ids or a list of those; numbers as
 JSON or as base64 of little-endian float32, which is what its own client asks for; `dimensions` cut
 and made one long again; `usage` in tokens that were run. `truncate` and `long` of our own can be
-sent in the client's `extra_body`. Vectors are as the model makes them.
+sent in the client's `extra_body`. Vectors are as the model makes them. Token ids are the model's own
+where they are framed as its tokenizer frames a text; see `token_ids` for others.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from packhorse.serve import cl100k
 from packhorse.serve.calls import reply
 from packhorse.serve.dialects.asking import Cut, vectors
 from packhorse.serve.dialects.shapes import (
@@ -32,6 +34,7 @@ from packhorse.serve.dialects.shapes import (
     refusals,
 )
 from packhorse.serve.dialects.tei import batch
+from packhorse.serve.dialects.token_ids import as_given
 from packhorse.serve.hosting import Hosted, Hosts
 from packhorse.serve.settings import Settings
 
@@ -99,6 +102,7 @@ class OpenAiModels(BaseModel):
 
 def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
     """Add the routes."""
+    table = cl100k.table(settings.token_ids)
     tags: Any = ["OpenAI"]
     get = partial(app.get, tags=tags, responses=refusals(OpenAiError, READING))
 
@@ -107,7 +111,8 @@ def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
     )
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         """A vector an input."""
-        host, texts = hosts.find(body.model, "embed"), batch(body.input)
+        host = hosts.find(body.model, "embed")
+        texts = await as_given(host, batch(body.input), table, settings.max_input_characters)
         cut = Cut.read(body.truncate, long=body.long)
         found = await vectors(request, host, texts, cut, dimensions=body.dimensions)
         write = _base64 if body.encoding_format == "base64" else np.asarray
