@@ -1,8 +1,8 @@
-"""cl100k, the vocabulary of OpenAI's embedding models: token ids back to text, by tiktoken's table.
+"""cl100k, the vocabulary of OpenAI's embedding models: token ids back to text.
 
-Clients such as LangChain's OpenAIEmbeddings send ids of this vocabulary unless they are told not to.
-The table is a file of lines `base64 id`, known by its SHA-256; the server reads it from disk and
-never fetches it. Decoding is joining bytes, so neither tiktoken nor its splitting rules are needed.
+Clients such as LangChain's OpenAIEmbeddings send ids of this vocabulary unless they are told not
+to. tiktoken's table is a file of lines `base64 id`, known by its SHA-256; the server reads it from
+disk and never fetches it. Decoding is joining bytes: neither tiktoken nor its rules are needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Table:
 
 
 def table(setting: str) -> Table | None:
-    """The table that `--token-ids` names: "cl100k" from tiktoken's cache, "cl100k=FILE", or none."""
+    """The table that `--token-ids` names: of tiktoken's cache, or of a file after "="; or none."""
     name, _, file = setting.partition("=")
     if not name:
         return None

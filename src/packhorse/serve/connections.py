@@ -1,4 +1,4 @@
-"""Connections that cannot hold the server up: how many, how long each may take, how much it may send.
+"""Connections that cannot hold the server up: how many, how long each takes, how much it sends.
 
 One parser reads every request: llhttp through `httptools`, which the `serve` extra requires. It is
 strict (a bare LF, Content-Length beside Transfer-Encoding and malformed chunks are errors) but it
@@ -11,9 +11,9 @@ sets no bounds: it collects a header of any length, and trailers like headers. T
 - the framing of chunks (sizes, extensions) may be as long as the content plus `max_header_bytes`;
 - requests that wait behind an unanswered one are counted as they begin.
 
-uvicorn also waits for ever for headers that come a byte at a time, for an answer that is never read,
-and for a closed connection whose last bytes nobody takes. A connection notes since when it has been
-in such a state, and `sweep` ends those that are in it too long. One pass a second over all
+uvicorn also waits for ever for headers that come a byte at a time, for an answer that is never
+read, and for a closed connection whose last bytes nobody takes. A connection notes since when it
+has been in such a state, and `sweep` ends those that are in it too long. One pass a second over all
 connections instead of a timer for each request: a deadline is kept to a second, and costs a request
 two comparisons.
 """
@@ -53,6 +53,8 @@ class _Refused(Exception):
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds and clocks."""
 
+    parser: Any
+
     def __init__(self, settings: Settings, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.settings = settings
@@ -65,7 +67,9 @@ class Connection(HttpToolsProtocol):
         self.silent_bytes = 0  # fed since the parser last completed anything
         self.progressed = False
         # Since when it is in a state that must not last:
-        self.headers_since: float | None = None  # it sends, or should send, the headers of a request
+        self.headers_since: float | None = (
+            None  # it sends, or should send, the headers of a request
+        )
         self.unread_since: float | None = None  # the answer is not read
         self.closing_since: float | None = None
 

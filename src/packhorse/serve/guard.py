@@ -230,6 +230,8 @@ class _Answer:
             headers.append((b"x-content-type-options", b"nosniff"))
             if self.seen.pack:
                 headers.append((b"x-packhorse-pack", self.seen.pack.encode()))
+            if self.seen.ignored:
+                headers.append((b"x-packhorse-ignored-fields", self.seen.ignored.encode()))
         try:
             await self.send(message)
         except (OSError, RuntimeError) as error:  # uvloop's word for a transport that was cut
