@@ -41,6 +41,7 @@ class Rerank(Lenient):
     top_n: TopN = None
     return_documents: bool | None = None
     max_tokens_per_doc: int | None = Field(default=None, ge=1, le=2**31)
+    relevant_spans: Annotated[Any, only(instead="scores are of whole documents")] = None
     priority: int | None = NO_EFFECT
     # Of Jina, Voyage, Infinity and vLLM, which have these routes too:
     top_k: TopN = None
