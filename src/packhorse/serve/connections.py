@@ -21,7 +21,7 @@ two comparisons.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import ctypes
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -35,6 +35,7 @@ from packhorse.serve.settings import Settings
 
 SWEEP_SECONDS = 1.0
 SECOND_LOOK = 0.1
+CROWD = 256  # connections, after which memory is given back
 LINGER_SECONDS = 5.0  # for the last bytes of a connection that was closed
 MOST_PIPELINED = 64
 MOST_LINE = 8192  # bytes of a request's target or of one header; also what Apache and nginx allow
@@ -78,8 +79,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what came; answer and close where it is refused."""
         self._unset_keepalive_if_required()
-        for piece in _pieces(data, self.settings.max_header_bytes):
-            failure = self._feed(piece)
+        size = self.settings.max_header_bytes
+        for begin in range(0, len(data), size):
+            failure = self._feed(data[begin : begin + size])
             if failure is not None:
                 return self._refuse(failure)
         if self.answering:
@@ -161,16 +163,23 @@ class Connection(HttpToolsProtocol):
     def _ambiguity(self) -> str | None:
         """What the parser lets pass although servers differ in what they make of it."""
         version = self.parser.get_http_version()
-        names = [name for name, _ in self.headers]
-        encoding = [value.lower() for name, value in self.headers if name == b"transfer-encoding"]
+        hosts = 0
+        has_body = False
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-length":
+                has_body = True
+            elif name == b"transfer-encoding":
+                has_body = True
+                if value.lower() != b"chunked" or version == "1.0":
+                    return "the only Transfer-Encoding is chunked, and only with HTTP/1.1"
         if version not in ("1.0", "1.1"):
             return "only HTTP/1.0 and HTTP/1.1 are spoken here"
-        if names.count(b"host") > 1 or (version == "1.1" and b"host" not in names):
+        if hosts != 1 and not (hosts == 0 and version == "1.0"):
             return "a request must have one Host header"
-        if encoding and (encoding != [b"chunked"] or version == "1.0"):
-            return "the only Transfer-Encoding is chunked, and only with HTTP/1.1"
         # The parser takes what follows the headers for the other protocol, not for a body.
-        if self.parser.should_upgrade() and (encoding or b"content-length" in names):
+        if has_body and self.parser.should_upgrade():
             return "a request with a body cannot offer an Upgrade; send it as plain HTTP/1.1"
         return None
 
@@ -238,18 +247,26 @@ async def sweep(connections: set[Any]) -> None:
     """End what has expired, once a second, for ever.
 
     Looked at twice: where this process got no time, what a client has sent meanwhile is read first.
+    When a crowd has left, what it held goes back to the system: the allocator would keep it.
     """
+    most = 0
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         expired = _expired(connections)
         await asyncio.sleep(SECOND_LOOK)
         for connection in expired & _expired(connections):
             connection.transport.abort()
+        most = max(most, len(connections))
+        if most >= CROWD and len(connections) < most // 2:
+            most = len(connections)
+            await asyncio.to_thread(_trim)
 
 
-def _pieces(data: bytes, size: int) -> Iterator[bytes]:
-    for begin in range(0, len(data), size):
-        yield data[begin : begin + size]
+def _trim() -> None:
+    """Give free pages back, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _expired(connections: set[Any]) -> set[Any]:
