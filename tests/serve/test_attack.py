@@ -27,7 +27,7 @@ MIB = 1 << 20
 ROOM = 16 * MIB
 BOUND = 16_384  # bytes of headers, as the default has it
 CONNECTIONS = 1000
-ATTACKED = 40 * MIB  # that one connection after the other tries to send, of each kind
+SECONDS = 3.0  # of each kind of attack
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = (
     b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -92,12 +92,11 @@ def connect(server: Any) -> socket.socket:
 
 def attack(server: Any, begin: bytes, more: bytes) -> None:
     """Send for as long as the server takes it, then again on another connection."""
-    sent = 0
-    while sent < ATTACKED:
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
         with connect(server) as connection, contextlib.suppress(OSError):
             connection.sendall(begin)
-            while sent < ATTACKED:
-                sent += len(more)
+            while time.monotonic() < until:
                 connection.sendall(more)
 
 

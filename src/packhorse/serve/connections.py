@@ -91,6 +91,11 @@ class Connection(HttpToolsProtocol):
 
     def _feed(self, piece: bytes) -> Failure | None:
         size, was_in_body = len(piece), self.in_body
+        # Lines and no end of them: refused unparsed, or a thousand such connections at once would
+        # keep the others waiting for the time that a hundred callbacks for each of them take.
+        lines = 0 if was_in_body else piece.count(b"\n")
+        if lines > self.settings.max_headers + 1 and b"\r\n\r\n" not in piece:
+            return self._too_many()
         self.progressed = False
         while piece:
             try:
@@ -133,8 +138,7 @@ class Connection(HttpToolsProtocol):
         if size > MOST_LINE:
             self._stop(Failure(431, f"a header is longer than {MOST_LINE} bytes"))
         if self.fields > self.settings.max_headers:
-            most = self.settings.max_headers
-            self._stop(Failure(431, f"the request has more than {most} headers and trailers"))
+            self._stop(self._too_many())
         if self.field_bytes > self.settings.max_header_bytes:
             self._stop(self._too_large("headers and trailers"))
         if not self.in_body:
@@ -186,6 +190,10 @@ class Connection(HttpToolsProtocol):
     def _too_large(self, what: str) -> Failure:
         most = self.settings.max_header_bytes
         return Failure(431, f"the request has more than {most} bytes of {what}")
+
+    def _too_many(self) -> Failure:
+        most = self.settings.max_headers
+        return Failure(431, f"the request has more than {most} headers and trailers")
 
     def _stop(self, failure: Failure) -> None:
         self.refusal = failure
