@@ -360,9 +360,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_told(
     path.write_bytes(GOOD)
     find = frozen._find
 
-    def cut_then_find(data: memoryview) -> object:
+    def cut_then_find(data: memoryview, nodes: dict) -> object:
         os.truncate(path, 0)
-        return find(data)
+        return find(data, nodes)
 
     monkeypatch.setattr(frozen, "_find", cut_then_find)
     with pytest.raises(CheckpointError, match=r"frozen\.pb: '.*'"):

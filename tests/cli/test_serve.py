@@ -39,8 +39,25 @@ def test_what_is_shown_can_be_read(capsys, monkeypatch, tmp_path: Path) -> None:
     out = capsys.readouterr().out
     assert "sesame" not in out and "# Age of a batch" in out
     (file := tmp_path / "serve.toml").write_text(out, "utf-8")
+    monkeypatch.setenv("PACKHORSE_API_KEY", "sesame")
     assert main(["serve", "--config", str(file), "--print-config"]) == 0
     assert capsys.readouterr().out == out
+
+
+def test_keys_leave_the_environment_once_read(monkeypatch) -> None:
+    """What the server starts (replicas, compilers) inherits none; the server itself has it."""
+    served = []
+
+    def run(settings, ready, house) -> None:
+        inherited = subprocess.run(["env"], capture_output=True, text=True, check=True).stdout
+        served.append((settings.keys, inherited))
+
+    monkeypatch.setattr("packhorse.serve.life.run", run)
+    monkeypatch.setenv("PACKHORSE_API_KEY", "sesame")
+    assert main(["serve"]) == 0
+    (keys, inherited), *_ = served
+    assert keys == ("sesame",) and "PATH=" in inherited
+    assert "sesame" not in inherited and "PACKHORSE_API_KEY" not in inherited
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,6 +154,39 @@ def serving(tiny) -> Iterator[Callable[..., Served]]:
     yield make
     for hosts in opened:
         hosts.close(drain=False)
+
+
+@pytest.fixture(scope="module")
+def listen() -> Iterator[Callable[[Served], int]]:
+    """Put a server of this process behind a real socket; the port. It ends with the file."""
+    import uvicorn
+
+    from packhorse.serve.connections import protocol
+
+    running: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def begin(served: Served) -> int:
+        config = uvicorn.Config(
+            served.app,
+            port=0,
+            http=protocol(served.settings),
+            ws="none",
+            log_config=None,
+            lifespan="off",
+            loop="asyncio",  # not uvloop: other tests of the process fork
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread))
+        while not server.started:
+            time.sleep(0.01)
+        return server.servers[0].sockets[0].getsockname()[1]
+
+    yield begin
+    for server, thread in running:
+        server.should_exit = True
+        thread.join(30)
 
 
 @pytest.fixture(scope="module")

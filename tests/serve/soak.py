@@ -70,7 +70,7 @@ import sys
 from packhorse.cli import main
 sys.exit(main(sys.argv[1:]))
 """
-HEADERS = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEADERS = b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SLOW = [b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"]
 
 

@@ -187,6 +187,56 @@ def test_any_of_the_keys_opens(locked) -> None:
     assert [status(value) for value in wrong] == [401] * len(wrong)
 
 
+def test_two_authorizations_are_refused(locked, served) -> None:
+    """Whichever is valid: what stands before this server may have read the other."""
+    for values in (["right", "wrong"], ["wrong", "right"], ["right", "right"]):
+        headers = [("authorization", f"Bearer {value}") for value in values]
+        found = locked.post("/embed", TEXT, headers=headers)
+        assert (found.status_code, "Authorization" in found.text) == (400, True)
+
+
+LOCAL = ["localhost", "localhost:8080", "LOCALHOST", "a.localhost:1", "127.0.0.1:8080"]
+LOCAL += ["127.9.9.9", "[::1]:8080", "[::1]", "localhost."]
+FOREIGN = ["evil.example", "evil.example:8080", "localhost.evil.example", "notlocalhost"]
+FOREIGN += ["127.0.0.1.evil.example", "192.0.2.7", "[2001:db8::1]:80", "", "local host", "[::1"]
+FOREIGN += ["localhost:80:evil.example", "127.0.0.1@evil.example"]
+
+
+def status_for(served: Any, host: str) -> int:
+    return served.post("/embed", TEXT, headers={"host": host}).status_code
+
+
+def test_without_a_key_the_host_must_be_this_server(serving, locked) -> None:
+    """A page whose name was made to point here (DNS rebinding) still sends that name."""
+    served = serving()
+    assert {host: status_for(served, host) for host in LOCAL} == dict.fromkeys(LOCAL, 200)
+    assert {host: status_for(served, host) for host in FOREIGN} == dict.fromkeys(FOREIGN, 403)
+    refused = served.get("/health", headers={"host": "evil.example"})
+    assert (refused.status_code, "--allow-host" in refused.text) == (403, True)
+    assert "evil" not in refused.text
+    key = {"authorization": "Bearer right", "host": "evil.example"}
+    assert locked.post("/embed", TEXT, headers=key).status_code == 200
+
+
+def test_names_and_addresses_that_the_server_has(serving) -> None:
+    named = serving(host="192.0.2.7", insecure=True, allow_host=("Packhorse.local", "[::2]"))
+    known = ["192.0.2.7:80", "packhorse.local:8080", "[::2]", "localhost"]
+    unknown = ["192.0.2.8", "local", "x.packhorse.local"]
+    everywhere = serving(host="0.0.0.0", insecure=True)  # whatever address the machine has
+    addresses = ["192.0.2.8", "[2001:db8::1]:80"]
+    assert [status_for(named, host) for host in known] == [200] * 4
+    assert [status_for(named, host) for host in unknown] == [403] * 3
+    assert [status_for(everywhere, host) for host in addresses] == [200] * 2
+    assert status_for(everywhere, "evil.example") == 403
+
+
+def test_a_slash_at_the_end_leads_nowhere(served) -> None:
+    """A redirect would repeat the Host that was sent."""
+    for method, path in [("POST", "/embed/"), ("GET", "/health/"), ("GET", "/info/")]:
+        found = served.ask(method, path, json=TEXT, headers={"host": "a.localhost"})
+        assert (found.status_code, "location" in found.headers) == (404, False)
+
+
 def test_the_dialects_say_no_in_their_words(locked) -> None:
     shapes = {path: locked.post(path, {}).json() for path in ("/embed", "/v1/embeddings", "/")}
     shapes |= {path: locked.post(path, {}).json() for path in ("/v1/rerank", "/models/x")}

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 BODY = json.dumps({"inputs": "one two three"}).encode()
-HEADERS = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEADERS = b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST = HEADERS + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 # The engine ends, as it does when the device is lost, at a batch of thirteen tokens.

@@ -55,7 +55,7 @@ def test_a_server_that_can_call_nobody_serves(shut) -> None:
 def test_a_client_does_not_pay_for_time_that_the_server_did_not_get(shut) -> None:
     """Its request lay there in time, and nobody looked: a machine that was asleep, or too busy."""
     body = json.dumps({"inputs": "w1 w2"}).encode()
-    headers = b"POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    headers = b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", shut.port), timeout=10) as patient:
         time.sleep(0.1)
         shut.popen.send_signal(signal.SIGSTOP)

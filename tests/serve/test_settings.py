@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.errors import InputError
-from packhorse.serve.settings import KINDS, PREFIX, Settings, resolve
+from packhorse.serve.settings import KINDS, PREFIX, Settings, is_private, resolve
 
 LIMITS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 
@@ -78,6 +78,7 @@ def test_bad_files_are_refused(text: str, tmp_path: Path) -> None:
 
 def test_keys_come_from_environment_and_file(tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text("# rotated in May\nfirst\n\nsecond\n")
+    file.chmod(0o600)
     settings = resolve(None, {"PACKHORSE_API_KEY": "third,first"}, {"api_key_file": str(file)})
     assert settings.keys == ("first", "second", "third")
     assert "first" not in repr(settings)
@@ -86,9 +87,40 @@ def test_keys_come_from_environment_and_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# none\n", "two words\n", "naïve\n"])
 def test_bad_keys_are_refused_and_not_told(text: str, tmp_path: Path) -> None:
     (file := tmp_path / "keys").write_text(text)
-    with pytest.raises(InputError) as refused:
+    file.chmod(0o600)
+    with pytest.raises(InputError, match="API key") as refused:
         resolve(flags={"api_key_file": str(file)})
     assert "words" not in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o606, 0o660, 0o666, 0o610])
+def test_a_key_file_that_others_may_use_is_refused(mode: int, tmp_path: Path) -> None:
+    (file := tmp_path / "keys").write_text("sesame\n")
+    file.chmod(mode)
+    with pytest.raises(InputError, match=rf"\(mode {mode:o}\); chmod 600") as refused:
+        resolve(flags={"api_key_file": str(file)})
+    assert "sesame" not in str(refused.value)
+
+
+ME, ROOT, ANOTHER = 1000, 0, 1001
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "taken"),
+    [
+        (ME, 0o400, True),
+        (ME, 0o600, True),
+        (ME, 0o640, False),
+        (ROOT, 0o440, True),
+        (ROOT, 0o640, True),
+        (ROOT, 0o444, False),
+        (ROOT, 0o660, False),
+        (ANOTHER, 0o600, False),
+    ],
+)
+def test_whose_a_key_file_may_be(owner: int, mode: int, taken: bool) -> None:
+    """The rule is PostgreSQL's for ssl_key_file."""
+    assert is_private(owner, 0o100000 | mode, ME) is taken
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.0.0.9"])

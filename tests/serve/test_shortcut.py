@@ -20,7 +20,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/similarity": {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}},
     "/tokenize": {"inputs": "the cat"},
     "/decode": {"ids": [5, 6]},
-    "/v1/embeddings": {"input": [[5, 6]], "dimensions": 5},
+    "/v1/embeddings": {"input": [[2, 5, 6, 3]], "dimensions": 5},
     "/v1/rerank": {"query": "who sat", "documents": ["the cat", {"text": "a mat"}]},
     "/v2/rerank": {"query": "who sat", "documents": ["the cat", "a mat"], "top_n": 1},
     "/": {"inputs": {"question": "who sat", "context": "the cat sat"}},

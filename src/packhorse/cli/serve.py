@@ -15,7 +15,7 @@ from cyclopts import Group, Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note
 from packhorse.errors import MissingExtra
-from packhorse.serve.settings import KINDS, Settings, resolve
+from packhorse.serve.settings import KEY_VARIABLE, KINDS, Settings, resolve
 
 if TYPE_CHECKING:
     from packhorse.serve.hosting import Hosts
@@ -80,6 +80,7 @@ def serve(
     """
     given = {name: value for name, value in asdict(flags).items() if value is not None}
     settings = resolve(config, os.environ, given)
+    os.environ.pop(KEY_VARIABLE, None)  # replicas, compilers and other children have no use for it
     if print_config:
         shown = {name: value for name, value in asdict(settings).items() if name in KINDS}
         print(settings.toml(), end="")
@@ -109,6 +110,8 @@ def _check_extra() -> None:
         raise MissingExtra("fastapi", "serve")
     if find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
+    if find_spec("httptools") is None:
+        raise MissingExtra("httptools", "serve")
     if find_spec("orjson") is None:
         raise MissingExtra("orjson", "serve")
     if find_spec("prometheus_client") is None:

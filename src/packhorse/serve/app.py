@@ -87,6 +87,7 @@ def shell(
         docs_url=None,  # its scripts come from another host
         redoc_url=None,
         openapi_url=openapi_url,
+        redirect_slashes=False,  # its Location would repeat the Host that was sent
         lifespan=lifespan,
     )
     app.state.settings, app.state.hosts, app.state.metrics = settings, hosts, metrics
@@ -108,7 +109,7 @@ def guarded(app: FastAPI) -> tuple[Any, Guard]:
         allow_origins=settings.cors_origin,
         allow_methods=["GET", "POST"],
         allow_headers=["authorization", "content-type"],
-        expose_headers=["x-packhorse-pack", "retry-after"],
+        expose_headers=["x-packhorse-pack", "x-packhorse-ignored-fields", "retry-after"],
     )
     return cors, guard
 

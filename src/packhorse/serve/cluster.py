@@ -264,13 +264,20 @@ def _travelling(settings: Settings, deployment: Any) -> Settings:
     """The settings for the replicas: keys stay here, paths are whole, threads are their share."""
     actor = deployment.ray_actor_options
     threads = settings.threads if actor.get("num_gpus") else int(actor["num_cpus"])
-    model = tuple(map(_absolute, settings.model))
-    return replace(settings, model=model, threads=threads, keys=(), api_key_file="")
+    return replace(
+        settings,
+        model=tuple(map(_absolute, settings.model)),
+        token_ids=_absolute(settings.token_ids),
+        threads=threads,
+        keys=(),
+        api_key_file="",
+    )
 
 
 def _absolute(given: str) -> str:
     name, sign, source = given.rpartition("=")
-    return f"{name}{sign}{Path(source).absolute()}" if Path(source).exists() else given
+    exists = source and Path(source).exists()
+    return f"{name}{sign}{Path(source).absolute()}" if exists else given
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:

@@ -7,7 +7,8 @@ are ready. The place is given back exactly once, however the request ends.
 
 Every route is closed to those without a key, unknown ones too; only /health is open. A key comes as
 `Authorization: Bearer KEY`; a browser may send it as the password of Basic authentication, which is
-how the page can be opened.
+how the page can be opened. Where there is no key, a request must name this server in its Host
+header: else a web page could reach it by a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import binascii
 import hmac
+import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, MutableMapping
 from hashlib import sha256
+from ipaddress import ip_address
 from typing import Any
 
 from packhorse.serve import logs
@@ -36,6 +39,11 @@ OPEN = ("/health",)  # without a key
 ALWAYS = ("/health", "/ready", "/metrics", "/engine")  # whatever the load
 CLOSE = {"connection": "close"}
 BODILESS = ("GET", "HEAD", "OPTIONS", "DELETE")
+HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:@/\[\]]+?)\.?)(?::[0-9]*)?")
+FOREIGN_HOST = (
+    "the Host header names another host than this server's; without an API key it answers to "
+    "localhost, its own address and the names given with --allow-host"
+)
 GONE = 499  # as it is counted; no one is left to be told
 
 
@@ -45,6 +53,9 @@ class Guard:
     def __init__(self, app: App, settings: Settings, hosts: Hosts, metrics: Metrics) -> None:
         self.app, self.settings, self.hosts, self.metrics = app, settings, hosts, metrics
         self.keys = [sha256(key.encode()).digest() for key in settings.keys]
+        names = (settings.host, *settings.allow_host)
+        self.names = {name.lower().strip("[]").rstrip(".") for name in names}
+        self.everywhere = settings.host in ("", "0.0.0.0", "::")  # bound to every address there is
         self.draining = False
         self.in_flight = 0
         self.buffered = 0  # bytes of bodies
@@ -107,6 +118,11 @@ class Guard:
     def _refusal(self, scope: Scope) -> Failure | None:
         """What can be told from the headers alone."""
         headers = dict(scope["headers"])
+        if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
+            # Which of them counts is what a proxy and this server might not agree on.
+            return Failure(400, "the request has more than one Authorization header", CLOSE)
+        if not self.keys and not self._is_mine(headers.get(b"host")):
+            return Failure(403, FOREIGN_HOST, CLOSE)
         if self.keys and scope["path"] not in OPEN and not self._known(headers):
             # A browser asks whoever opens a page; from its scripts it takes what they have.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -117,6 +133,25 @@ class Guard:
         if scope["method"] in BODILESS:
             return None
         return self._bad_body(headers)
+
+    def _is_mine(self, host: bytes | None) -> bool:
+        """May a request without a key name this host?
+
+        A web page can give its own name this machine's address (DNS rebinding) and then call the
+        server from the browser of whoever reads it; but the name stays in its requests.
+        """
+        if host is None:  # no browser leaves it out
+            return True
+        name = _host_name(host)
+        if name is None:
+            return False
+        if name in self.names or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            address = ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or self.everywhere
 
     def _known(self, headers: dict[bytes, bytes]) -> bool:
         """Compared in constant time, and with every key, so that time tells nothing."""
@@ -195,6 +230,8 @@ class _Answer:
             headers.append((b"x-content-type-options", b"nosniff"))
             if self.seen.pack:
                 headers.append((b"x-packhorse-pack", self.seen.pack.encode()))
+            if self.seen.ignored:
+                headers.append((b"x-packhorse-ignored-fields", self.seen.ignored.encode()))
         try:
             await self.send(message)
         except (OSError, RuntimeError) as error:  # uvloop's word for a transport that was cut
@@ -225,6 +262,12 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
+
+
+def _host_name(host: bytes) -> str | None:
+    """The name or address in a Host header, without its port; None where it is malformed."""
+    parts = HOST.fullmatch(host.decode("latin-1").strip().lower())
+    return parts and (parts["address"] or parts["name"])
 
 
 def _key(authorization: bytes) -> bytes:

@@ -25,9 +25,10 @@ from packhorse.runtime.runner import PackRunner
 from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import Settings
 
-# What can be asked of a model, by the head it takes; rerank also needs that head to have one label.
-HEADS = {"embed": "embed", "classify": "classify", "rerank": "classify", "answer": "span"}
-HEADS |= {"fill": "mlm", "label": "tokens"}
+# What can be asked of a model, by the head it takes. Of the labels of that head, rerank also needs
+# that there is one, and zero_shot that one is entailment.
+HEADS = {"embed": "embed", "classify": "classify", "rerank": "classify", "zero_shot": "classify"}
+HEADS |= {"answer": "span", "fill": "mlm", "label": "tokens"}
 BATCH_TOKENS = {"cpu": 2048}  # smaller than offline: nobody can leave a batch that runs
 CANARY_SECONDS = 1.5  # what a forward pass of one sequence may take before /ready says no
 MOST_RETRY = 60
@@ -47,23 +48,53 @@ class Hosted:
     @property
     def tasks(self) -> tuple[str, ...]:
         """What it can be asked: names of `runtime.tasks`, of which `hidden` always goes."""
-        found = [task for task, head in HEADS.items() if head in self.encoder.heads]
-        if len(self.encoder.labels) != 1 and "rerank" in found:
-            found.remove("rerank")
-        return (*found, "hidden")
+        labels = self.encoder.labels
+        lacking = set() if len(labels) == 1 else {"rerank"}
+        if not is_entailment(labels):
+            lacking.add("zero_shot")
+        heads = self.encoder.heads
+        return (*(t for t, head in HEADS.items() if head in heads and t not in lacking), "hidden")
 
     def check(self, task: str) -> None:
         """Refuse a task it has no head for, with those it has."""
-        if task not in self.tasks:
-            raise CheckpointError(
-                f"the model {self.name} has no head for {task!r}; "
-                f"it can be asked for: {', '.join(self.tasks)}"
+        if task in self.tasks:
+            return
+        if task == "zero_shot":
+            lack = (
+                "cannot classify into labels of the request: it is no model of language inference"
             )
+            lack += ", none of its labels is entailment"
+        else:
+            lack = f"has no head for {task!r}"
+        raise CheckpointError(
+            f"the model {self.name} {lack}; it can be asked for: {', '.join(self.tasks)}"
+        )
 
     def retry_after(self) -> int:
         """Whole seconds until what waits now was run, at the speed of the last batches."""
         waiting, rate = self.runner.waiting_tokens, self.runner.rate()
         return min(MOST_RETRY, max(1, math.ceil(waiting / rate))) if rate else 1
+
+
+def is_entailment(labels: Sequence[str]) -> bool:
+    """Are these the labels of a model of natural language inference?"""
+    return len(labels) > 1 and any(map(_entails, labels))
+
+
+def entailment(labels: Sequence[str]) -> tuple[str, str]:
+    """The labels for a contradicted and for an entailed hypothesis.
+
+    Contradiction is found by its name ("contradiction", "not_entailment"). Where none is named so
+    it is the first label, or the last where the first is entailment, as transformers has it.
+    """
+    entailed = next(filter(_entails, labels))
+    named = (name for name in labels if name.lower().startswith(("contradict", "not", "non")))
+    contradicted = next(named, labels[-1] if labels[0] == entailed else labels[0])
+    return contradicted, entailed
+
+
+def _entails(label: str) -> bool:
+    return label.lower().startswith("entail")
 
 
 class Hosts:

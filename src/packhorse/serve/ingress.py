@@ -37,7 +37,8 @@ DEATHS = 3  # of replicas under one request
 PAUSE = 0.05  # seconds before one that could not be reached is tried again
 PATIENCE = 120.0  # seconds for an answer, whatever happens meanwhile
 STEADY = ("/engine",)  # always of the same replica: what it draws goes on from call to call
-KEPT = ("inputs", "tokens", "pack", "queue_seconds", "compute_seconds", "error")  # of Seen
+# What a replica has seen of a request and the door tells: fields of Seen.
+KEPT = ("inputs", "tokens", "pack", "ignored", "queue_seconds", "compute_seconds", "error")
 SECRET = (b"authorization", b"proxy-authorization", b"cookie")
 
 

@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from packhorse.errors import InputError, PackhorseError
-from packhorse.serve import hosting, logs
+from packhorse.serve import cl100k, hosting, logs
 from packhorse.serve.app import create, guarded
 from packhorse.serve.connections import protocol, sweep
 from packhorse.serve.guard import Guard
@@ -58,6 +58,7 @@ class CutShort(PackhorseError):
 @contextmanager
 def here(settings: Settings) -> Iterator[tuple[FastAPI, Hosts]]:
     """The application with its models in this process; it closes them itself."""
+    cl100k.table(settings.token_ids)  # one that is missing is told before models are loaded
     hosts = hosting.open(settings)
     yield create(settings, hosts), hosts
 

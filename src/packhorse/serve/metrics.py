@@ -33,6 +33,7 @@ class Seen:
     inputs: int = 0
     tokens: int = 0
     pack: str = ""  # the header's value
+    ignored: str = ""  # names of fields, for another header
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     error: str = ""  # the kind of error it ended with

@@ -14,6 +14,8 @@ This module imports no torch and no web framework.
 from __future__ import annotations
 
 import math
+import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -30,7 +32,7 @@ KEY_VARIABLE = "PACKHORSE_API_KEY"
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
-MODELS, NETWORK, LIMITS = "Models", "Network", "Limits"
+MODELS, REQUESTS, NETWORK, LIMITS = "Models", "Requests", "Network", "Limits"
 TIMES, LOGS, CLUSTER = "Times", "Logs", "Cluster"
 
 
@@ -58,6 +60,11 @@ class Settings:
     batch_tokens: int = _key(0, MODELS, "Tokens a batch; 0: what suits the device.", 0)
     batch_wait_ms: float = _key(2.0, MODELS, "How long a request may wait for others to join.", 0)
 
+    strict_fields: bool = _key(False, REQUESTS, "Refuse fields that a route does not know.")
+    token_ids: str = _key(
+        "", REQUESTS, "cl100k or cl100k=FILE: decode other token ids than the model's own."
+    )
+
     host: str = _key("127.0.0.1", NETWORK, "Address to listen on.")
     port: int = _key(8080, NETWORK, "Port to listen on; 0: any that is free.", 0)
     insecure: bool = _key(False, NETWORK, "Serve the network without an API key.")
@@ -65,9 +72,14 @@ class Settings:
     cors_origin: tuple[str, ...] = _key(
         (), NETWORK, "An origin whose pages may call this server; may be repeated."
     )
+    allow_host: tuple[str, ...] = _key(
+        (), NETWORK, "A name this server has, for requests without an API key; may be repeated."
+    )
 
     max_concurrent_requests: int = _key(512, LIMITS, "Requests that are worked on at once.", 1)
     max_connections: int = _key(2048, LIMITS, "Connections that are open at once.", 1)
+    max_header_bytes: int = _key(16_384, LIMITS, "Bytes of a request's headers and trailers.", 1024)
+    max_headers: int = _key(100, LIMITS, "Headers and trailers of a request.", 1)
     max_batch_inputs: int = _key(32, LIMITS, "Inputs (texts, documents) in one request.", 1)
     max_body_bytes: int = _key(2_000_000, LIMITS, "Bytes in the body of a request.", 1)
     max_buffered_bytes: int = _key(256 << 20, LIMITS, "Bytes of all bodies held at once.", 1)
@@ -165,7 +177,7 @@ def resolve(
 
 def api_keys(file: str, variable: str) -> tuple[str, ...]:
     """The keys of a file, one a line, and those of the environment's variable, comma between."""
-    lines = _text(Path(file)).splitlines() if file else []
+    lines = _secret(Path(file)).splitlines() if file else []
     found = [key.strip() for key in (*lines, *variable.split(","))]
     found = [key for key in found if key and not key.startswith("#")]
     if file and not found:
@@ -181,6 +193,33 @@ def _text(file: Path) -> str:
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
+
+
+def _secret(file: Path) -> str:
+    """The text of a file that no other user may read."""
+    try:
+        with file.open(encoding="utf-8") as opened:
+            status = os.fstat(opened.fileno())
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}") from error
+    if not is_private(status.st_uid, status.st_mode, os.geteuid()):
+        raise InputError(
+            f"{file} holds API keys and other users can read or change it "
+            f"(mode {stat.S_IMODE(status.st_mode):o}); chmod 600 it and own it"
+        )
+    return text
+
+
+def is_private(owner: int, mode: int, user: int) -> bool:
+    """May only the user, or root, use a file of this owner and mode?
+
+    As PostgreSQL has it for its private key: the file belongs to the user, and nobody else may use
+    it; or it belongs to root, whose group may read it: so secrets are mounted into containers.
+    """
+    if owner == 0:
+        return not mode & 0o037
+    return owner == user and not mode & 0o077
 
 
 def _read(file: Path) -> dict[str, Any]:

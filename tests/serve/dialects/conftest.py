@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,11 @@ def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(encoders) -> Iterator[Server]:
-    """All models behind one port, in a thread. Their engines end with the file that used them."""
+def listen() -> Iterator[Callable[..., Server]]:
+    """Puts models behind a port, in a thread: `listen(encoders, **settings)`.
+
+    The engines end with the file that used them.
+    """
     import torch
     import uvicorn
 
@@ -99,23 +102,36 @@ def server(encoders) -> Iterator[Server]:
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    settings = Settings(batch_wait_ms=0.0)
-    hosts = hosting.Hosts([_hosted(name, encoder) for name, encoder in encoders.items()])
-    made = app.create(settings, hosts)
-    outer, _ = app.guarded(made)
-    # Not uvloop: other tests of the process fork.
-    config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off", loop="asyncio")
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.01)
-    port = running.servers[0].sockets[0].getsockname()[1]
-    yield Server(f"http://127.0.0.1:{port}", made, hosts)
-    running.should_exit = True
-    thread.join(10)
-    hosts.close()
+    running: list[tuple[Any, threading.Thread, Any]] = []
+
+    def begin(encoders: dict[str, Any], **given: Any) -> Server:
+        settings = Settings(batch_wait_ms=0.0, **given)
+        hosts = hosting.Hosts([_hosted(name, encoder) for name, encoder in encoders.items()])
+        made = app.create(settings, hosts)
+        outer, _ = app.guarded(made)
+        # Not uvloop: other tests of the process fork.
+        config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off", loop="asyncio")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        running.append((server, thread, hosts))
+        while not server.started:
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        return Server(f"http://127.0.0.1:{port}", made, hosts)
+
+    yield begin
+    for server, thread, hosts in running:
+        server.should_exit = True
+        thread.join(10)
+        hosts.close()
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def server(encoders, listen) -> Server:
+    """All models behind one port."""
+    return listen(encoders)
 
 
 def _hosted(name: str, encoder: Any) -> Any:

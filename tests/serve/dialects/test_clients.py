@@ -75,7 +75,7 @@ def test_openai_models_and_errors(openai):
     with pytest.raises(BadRequestError, match="no input"):
         openai.embeddings.create(model="mini", input=[])
     with pytest.raises(UnprocessableEntityError, match="from 0 to 30521"):
-        openai.embeddings.create(model="mini", input=[[101, 40_000]])
+        openai.embeddings.create(model="mini", input=[[101, 40_000, 102]])
     with pytest.raises(APIStatusError, match="can be asked for: classify") as refused:
         openai.embeddings.create(model="judge", input="a")
     assert refused.value.status_code == 424

@@ -123,26 +123,35 @@ async def answers(
     *,
     window: int | None = None,
     stride: int | None = None,
+    longest_question: int | None = None,
     **options: Any,
 ) -> Outcome:
     """The best spans of each (question, context), the context read in windows.
 
     A window must have room for the context: the question may take half of it, and windows may share
-    half of the rest. Beyond that a long context would be read hundreds of times.
+    half of the rest. Beyond that a long context would be read hundreds of times. A question with
+    more than `longest_question` tokens of its own is refused, too.
     """
     longest = host.encoder.max_length
     length = longest if window is None else max(min(window, longest), min(LEAST_WINDOW, longest))
     half = length // 2
     if stride is not None and stride > half // 2:
         raise InputError(f"stride is {stride}; windows of {length} tokens can share {half // 2}")
-    await asyncio.to_thread(_short_enough, host, {question for question, _ in pairs}, half)
+    most = half
+    if longest_question is not None:
+        specials = host.encoder.tokenizer.specials_per(pair=False)
+        most = min(half, longest_question + specials)
+    questions = {question for question, _ in pairs}
+    await asyncio.to_thread(check_short, host, questions, most, "a question")
     how = {"max_length": length, "stride": stride, **options}
     return await call(request, host, "answer", pairs, **how)
 
 
-def _short_enough(host: Hosted, questions: set[str], half: int) -> None:
-    for encoding in host.encoder.tokenizer.encode(list(questions), half):
+def check_short(host: Hosted, texts: set[str], most: int, what: str) -> None:
+    """Refuse texts with more tokens, special ones included."""
+    for encoding in host.encoder.tokenizer.encode(list(texts), most):
         if encoding.truncated:
+            longest = host.encoder.max_length
             raise TooLarge(
-                f"a question has more than {half} tokens, half of what {host.name} takes"
+                f"{what} has more than {most} tokens; {host.name} takes {longest} in all"
             )

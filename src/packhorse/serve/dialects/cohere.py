@@ -2,8 +2,8 @@
 
 An answer holds what either client reads: `id`, `results` and `meta` for Cohere, `model`, `object`
 and `usage` for Jina. Scores are between 0 and 1. Documents are cut where they are too long, as both
-do. They come back only where `return_documents` asks for them, which is Cohere's default; Jina's is
-to send them. `rank_fields` are joined by line ends.
+do, unless the request says otherwise. They come back only where `return_documents` asks for them,
+which is Cohere's default; Jina's is to send them. `rank_fields` are joined by line ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
@@ -23,48 +22,90 @@ from packhorse.errors import InputError
 from packhorse.results import Ranked
 from packhorse.serve.calls import Outcome, check_inputs, reply
 from packhorse.serve.dialects.asking import Cut, ranking
-from packhorse.serve.dialects.shapes import CohereError, Lenient, Many, Named, refusals
+from packhorse.serve.dialects.fields import only, poster
+from packhorse.serve.dialects.shapes import NO_EFFECT, CohereError, Lenient, Many, Named
 from packhorse.serve.hosting import Hosted, Hosts
 from packhorse.serve.settings import Settings
 from packhorse.tokens import SURROGATE, Tokenizer
 
 Document = str | dict[str, str]
-CUT = Cut("truncate", allowed=True)
+_Ranking = tuple[Hosted, list[Ranked], Outcome]
 TopN = Annotated[int | None, Field(ge=1, le=2**31, description="Return the best few alone.")]
 
 
-class RerankV1(Lenient):
-    """A query and the documents that may answer it."""
+class Rerank(Lenient):
+    """What both versions, Jina's and those of other servers have of a body."""
 
     query: str = Field(examples=["What is packing?"])
+    model: Named = None
+    top_n: TopN = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, le=2**31)
+    relevant_spans: Annotated[Any, only(instead="scores are of whole documents")] = None
+    priority: int | None = NO_EFFECT
+    # Of Jina, Voyage, Infinity and vLLM, which have these routes too:
+    top_k: TopN = None
+    raw_scores: bool = Field(default=False, description="Logits instead of probabilities.")
+    truncation: bool | None = Field(
+        default=None,
+        description="Whether documents that are too long are cut; they are, unless false.",
+    )
+    truncate: bool | None = Field(default=None, description="The same as `truncation`.")
+    use_activation: Annotated[bool | None, only(True, instead="use `raw_scores`")] = None
+    max_doc_length: Annotated[int | None, only(instead="use `max_tokens_per_doc`")] = None
+    truncate_prompt_tokens: Annotated[int | None, only(-1, instead="use `max_tokens_per_doc`")] = (
+        None
+    )
+    return_embeddings: Annotated[
+        bool | None, only(False, instead="a cross-encoder has no vectors")
+    ] = None
+    user: str | None = NO_EFFECT
+
+    @property
+    def cut(self) -> Cut:
+        """What becomes of a document that is too long."""
+        return Cut("truncate", allowed=False not in (self.truncation, self.truncate))
+
+
+class RerankV1(Rerank):
+    """A query and the documents that may answer it."""
+
     documents: Many[Document] = Field(
         examples=[["Sequences laid end to end.", {"text": "A horse carries it."}]]
     )
-    model: Named = None
-    top_n: TopN = None
-    return_documents: bool | None = None
     rank_fields: Many[str] | None = Field(
         default=None, description="What is read of documents that are objects; by default `text`."
     )
-    max_chunks_per_doc: int | None = Field(default=None, description="Ignored: documents are cut.")
+    max_chunks_per_doc: int | None = Field(
+        default=None,
+        ge=1,
+        description="A document is one chunk: with 1 it is cut, with more a longer one is 413.",
+    )
+
+    @property
+    def cut(self) -> Cut:
+        """What becomes of a document that is too long."""
+        several = self.max_chunks_per_doc is not None and self.max_chunks_per_doc > 1
+        return Cut() if several else super().cut
 
 
-class RerankV2(Lenient):
+class RerankV2(Rerank):
     """A query and the documents that may answer it."""
 
-    query: str = Field(examples=["What is packing?"])
     documents: Many[str] = Field(examples=[["Sequences laid end to end.", "A horse carries it."]])
-    model: Named = None
-    top_n: TopN = None
-    max_tokens_per_doc: int | None = Field(default=None, ge=1, le=2**31)
-    return_documents: bool | None = None
+    rank_fields: Annotated[Any, only(instead="documents are texts here; see /v1/rerank")] = None
+    max_chunks_per_doc: Annotated[
+        int | None, only(1, instead="use `max_tokens_per_doc`, or /v1/rerank")
+    ] = None
 
 
 class Relevance(BaseModel):
     """A document's place."""
 
     index: int
-    relevance_score: float = Field(ge=0, le=1, examples=[0.93])
+    relevance_score: float = Field(
+        examples=[0.93], description="Between 0 and 1, unless `raw_scores` asks for logits."
+    )
     document: dict[str, str] | None = Field(default=None, examples=[{"text": "Sequences …"}])
 
 
@@ -88,29 +129,32 @@ class Reranked(BaseModel):
 
 def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
     """Add the routes."""
-    post = partial(app.post, tags=["Cohere and Jina"], responses=refusals(CohereError))
+    post = poster(app, "Cohere and Jina", CohereError)
 
-    @post("/v1/rerank", response_model=Reranked)
-    async def rerank(request: Request, body: RerankV1) -> Response:
-        """The documents by how well they answer the query."""
+    async def rank(request: Request, body: Rerank, texts: list[str]) -> _Ranking:
         host = hosts.find(body.model, "rerank")
-        texts = [_text(document, body.rank_fields) for document in body.documents]
-        found = await ranking(request, host, body.query, texts, CUT, body.top_n)
-        given = body.documents if body.return_documents else None
-        return reply(_document(host, *found, given, "1"))
-
-    @post("/v2/rerank", response_model=Reranked)
-    async def rerank_v2(request: Request, body: RerankV2) -> Response:
-        """The same, of texts alone."""
-        host = hosts.find(body.model, "rerank")
-        texts = body.documents
         if body.max_tokens_per_doc is not None and texts:
             check_inputs(settings, [body.query], {"documents": texts})
             most = body.max_tokens_per_doc
             texts = await asyncio.to_thread(_shortened, host.encoder.tokenizer, texts, most)
-        found = await ranking(request, host, body.query, texts, CUT, body.top_n)
+        top = body.top_n or body.top_k
+        found = await ranking(request, host, body.query, texts, body.cut, top, body.raw_scores)
+        return host, *found
+
+    @post("/v1/rerank", response_model=Reranked)
+    async def rerank(request: Request, body: RerankV1) -> Response:
+        """The documents by how well they answer the query."""
+        texts = [_text(document, body.rank_fields) for document in body.documents]
+        found = await rank(request, body, texts)
         given = body.documents if body.return_documents else None
-        return reply(_document(host, *found, given, "2"))
+        return reply(_document(*found, given, "1"))
+
+    @post("/v2/rerank", response_model=Reranked)
+    async def rerank_v2(request: Request, body: RerankV2) -> Response:
+        """The same, of texts alone."""
+        found = await rank(request, body, body.documents)
+        given = body.documents if body.return_documents else None
+        return reply(_document(*found, given, "2"))
 
 
 def _text(document: Document, fields: Sequence[str] | None) -> str:

@@ -11,40 +11,31 @@ list within a list, one answer bare, several in a list.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse.errors import InputError
 from packhorse.serve.calls import Outcome, reply
+from packhorse.serve.dialects import zero_shot
 from packhorse.serve.dialects.asking import Cut, answers, ask, vectors
-from packhorse.serve.dialects.shapes import (
-    Direction,
-    HuggingFaceError,
-    Lenient,
-    Many,
-    Text,
-    Top,
-    refusals,
+from packhorse.serve.dialects.fields import poster
+from packhorse.serve.dialects.hf_shapes import (
+    TELLING,
+    InferenceRequest,
+    Inferred,
+    Question,
+    Task,
 )
+from packhorse.serve.dialects.shapes import HuggingFaceError
 from packhorse.serve.dialects.tei import similarities
 from packhorse.serve.dialects.tei_shapes import SimilarityInput, SimilarityParameters
 from packhorse.serve.hosting import Hosted, Hosts
 from packhorse.serve.settings import Settings
 
-Task = Literal[
-    "feature-extraction",
-    "sentence-similarity",
-    "question-answering",
-    "fill-mask",
-    "text-classification",
-    "token-classification",
-]
-# The names of `runtime.tasks`.
+# The names of `runtime.tasks`; zero-shot classification is pairs that are classified.
 OURS: dict[str, str] = {
     "feature-extraction": "embed",
     "sentence-similarity": "embed",
@@ -52,164 +43,27 @@ OURS: dict[str, str] = {
     "fill-mask": "fill",
     "text-classification": "classify",
     "token-classification": "label",
+    "zero-shot-classification": "zero_shot",
 }
-# Options that only one task has.
-TELLING = {
-    "targets": "fill-mask",
-    "function_to_apply": "text-classification",
-    "aggregation_strategy": "token-classification",
-    "ignore_labels": "token-classification",
-    "normalize": "feature-extraction",
-    "prompt_name": "feature-extraction",
-    "truncate": "feature-extraction",
-    "dimensions": "feature-extraction",
-}
-BY_HEAD = ("text-classification", "token-classification", "fill-mask", "feature-extraction")
+BY_HEAD: tuple[Task, ...] = (
+    "text-classification",
+    "token-classification",
+    "fill-mask",
+    "feature-extraction",
+)
 APPLY = {"sigmoid": "multi_label", "softmax": "single_label", "none": "raw"}
-LOSING = Cut("truncate", allowed=True)  # the API cuts long texts in all tasks but vectors
 NOTHING = {"answer": "", "start": 0, "end": 0, "score": 0.0}
-
-
-class Question(Lenient):
-    """A question, and the text to look for the answer in."""
-
-    question: str = Field(examples=["What carries the sacks?"])
-    context: str = Field(examples=["The horse carries the sacks to market."])
-
-
-class Parameters(Lenient):
-    """The options of all tasks; those of another task than the one asked are ignored."""
-
-    top_k: Top | None = None
-    # question-answering
-    align_to_words: bool | None = Field(
-        default=None, description="Ignored: spans are whole tokens."
-    )
-    doc_stride: int | None = Field(default=None, ge=0, le=2**20)
-    handle_impossible_answer: bool | None = None
-    max_answer_len: int | None = Field(default=None, ge=1, le=256)
-    max_question_len: int | None = Field(
-        default=None, description="Ignored: half of a window at most."
-    )
-    max_seq_len: int | None = Field(default=None, ge=1, le=2**20)
-    # fill-mask
-    targets: Many[str] | None = None
-    # text-classification
-    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
-    # token-classification
-    aggregation_strategy: Literal["none", "simple"] | None = Field(
-        default=None, description="Tokens, or stretches of them; words are not weighed as a whole."
-    )
-    ignore_labels: Many[str] | None = None
-    stride: int | None = Field(default=None, ge=0, le=2**20)
-    # sentence-similarity
-    truncate: bool | None = None
-    truncation_direction: Direction = "right"
-    prompt_name: str | None = None
-
-
-Inputs = Annotated[
-    Text | Many[Text] | SimilarityInput | Question | Many[Question],
-    Field(examples=["What is packing?"]),
-]
-
-
-class InferenceRequest(Lenient):
-    """What InferenceClient sends; vectors have their options beside `inputs`."""
-
-    inputs: Inputs
-    parameters: Parameters | None = None
-    normalize: bool | None = None
-    prompt_name: str | None = None
-    truncate: bool | None = None
-    truncation_direction: Direction = "right"
-    dimensions: int | None = Field(default=None, ge=1, le=2**20)
-    encoding_format: Literal["float"] | None = Field(
-        default=None, description="Numbers are JSON here."
-    )
-
-    @property
-    def options(self) -> Parameters:
-        """Those of a task; none were given where there are none."""
-        return self.parameters or Parameters()
-
-    @property
-    def given(self) -> set[str]:
-        """The options that were sent."""
-        sent = self.model_fields_set | self.options.model_fields_set
-        return {
-            name
-            for name in sent
-            if any(getattr(of, name, None) is not None for of in (self, self.options))
-        }
-
-
-class HfLabel(BaseModel):
-    """A label and how likely it is."""
-
-    label: str
-    score: float
-
-
-class HfAnswer(BaseModel):
-    """`context[start:end]`."""
-
-    answer: str
-    start: int
-    end: int
-    score: float
-
-
-class HfWord(BaseModel):
-    """A word for the mask, its id, and the text with it put in."""
-
-    score: float
-    token: int
-    token_str: str
-    sequence: str
-
-
-class HfName(BaseModel):
-    """A stretch of the text, or a token of it, and what it names."""
-
-    entity_group: str | None = None
-    entity: str | None = None
-    score: float
-    word: str
-    start: int
-    end: int
-
-
-Vector = list[float]
-Words = list[HfWord]
-
-
-class Inferred(
-    RootModel[
-        Vector
-        | list[Vector]
-        | list[list[HfLabel]]
-        | HfAnswer
-        | list[HfAnswer]
-        | list[list[HfAnswer]]
-        | Words
-        | list[Words]
-        | list[list[Words]]
-        | list[HfName]
-        | list[list[HfName]]
-    ]
-):
-    """The shape of the task's answer."""
+MOST_ANSWERS = 100
 
 
 def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
     """Add the routes: that with a task goes before that whose name of a model takes the rest."""
-    post = partial(app.post, tags=["Hugging Face"], responses=refusals(HuggingFaceError))
+    post = poster(app, "Hugging Face", HuggingFaceError)
 
     @post("/", response_model=Inferred)
     async def infer(request: Request, body: InferenceRequest) -> Response:
         """Whatever the body and the models' heads make of it."""
-        host, task = choose(hosts, None, body)
+        host, task = choose(hosts, body.model, body)
         return reply(await DO[task](request, host, body))
 
     @post("/pipeline/{task}/{name:path}", response_model=Inferred)
@@ -218,8 +72,9 @@ def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
         request: Request, body: InferenceRequest, task: Task, name: str
     ) -> Response:
         """A named task of a named model."""
+        body.check(fitting(task, body.inputs))
         host = hosts.find(name, OURS[task])
-        return reply(await DO[fitting(task, body.inputs)](request, host, body))
+        return reply(await DO[task](request, host, body))
 
     @post("/models/{name:path}", response_model=Inferred)
     async def infer_model(request: Request, body: InferenceRequest, name: str) -> Response:
@@ -228,18 +83,27 @@ def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
         return reply(await DO[task](request, host, body))
 
 
-def choose(hosts: Hosts, name: str | None, body: InferenceRequest) -> tuple[Hosted, str]:
+def choose(hosts: Hosts, name: str | None, body: InferenceRequest) -> tuple[Hosted, Task]:
     """Which model is meant, and what it is asked."""
-    shape = shape_of(body.inputs)
-    if shape != "texts":
-        return hosts.find(name, OURS[shape]), shape
-    for option, task in TELLING.items():
-        if option in body.given:
-            return hosts.find(name, OURS[task]), task
-    host = hosts.find(name)
-    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-    task = next((task for task in BY_HEAD if _can(host, task, texts)), "feature-extraction")
+    task = meant(hosts, name, body)
+    body.check(task)
     return hosts.find(name, OURS[task]), task
+
+
+def meant(hosts: Hosts, name: str | None, body: InferenceRequest) -> Task:
+    """The task that the body's shape, its options or the model's heads tell."""
+    shape = shape_of(body.inputs)
+    if shape is not None:
+        return shape
+    for option in body.given:
+        if option in TELLING:
+            return TELLING[option]
+    host = hosts.find(name)
+    texts, _ = _texts(body)
+    for task in BY_HEAD:
+        if _can(host, task, texts):
+            return task
+    return "feature-extraction"
 
 
 def _can(host: Hosted, task: str, texts: Any) -> bool:
@@ -250,19 +114,18 @@ def _can(host: Hosted, task: str, texts: Any) -> bool:
     return OURS[task] in host.tasks
 
 
-def shape_of(inputs: Any) -> str:
-    """The task that inputs of this shape can only be for, or "texts"."""
+def shape_of(inputs: Any) -> Task | None:
+    """The task that inputs of this shape can only be for; None for texts."""
     first = inputs[0] if isinstance(inputs, list) and inputs else inputs
     if isinstance(first, SimilarityInput):
         return "sentence-similarity"
-    return "question-answering" if isinstance(first, Question) else "texts"
+    return "question-answering" if isinstance(first, Question) else None
 
 
 def fitting(task: Task, inputs: Any) -> Task:
     """The task, where the inputs have its shape."""
-    shape = shape_of(inputs)
-    wanted = task if task in ("sentence-similarity", "question-answering") else "texts"
-    if shape != wanted:
+    wanted = task if task in ("sentence-similarity", "question-answering") else None
+    if shape_of(inputs) != wanted:
         raise InputError(f"inputs are not of the shape that {task} takes")
     return task
 
@@ -276,20 +139,33 @@ def _bare(rows: Sequence[Any], single: bool) -> Any:
     return rows[0] if single else rows
 
 
+def _cut(body: InferenceRequest, default: bool = True) -> Cut:
+    """The API cuts long texts in all tasks but vectors, unless it is told not to."""
+    truncate = body.truncate_long
+    direction = body.option("truncation_direction") or "right"
+    return Cut.read(default if truncate is None else truncate, direction)
+
+
 async def _embed(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     texts, single = _texts(body)
-    cut = Cut.read(body.truncate, body.truncation_direction)
-    how = {"normalise": body.normalize, "prompt": body.prompt_name}
-    found = await vectors(request, host, texts, cut, dimensions=body.dimensions, **how)
+    found = await vectors(
+        request,
+        host,
+        texts,
+        _cut(body, default=False),
+        normalise=body.option("normalize"),
+        dimensions=body.option("dimensions"),
+        prompt=body.option("prompt_name"),
+    )
     return _bare(found.values, single)
 
 
 async def _compare(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     inputs: Any = body.inputs
     how = SimilarityParameters(
-        truncate=body.options.truncate,
-        truncation_direction=body.options.truncation_direction,
-        prompt_name=body.options.prompt_name,
+        truncate=body.truncate_long,
+        truncation_direction=body.option("truncation_direction") or "right",
+        prompt_name=body.option("prompt_name"),
     )
     texts = [inputs.source_sentence, *inputs.sentences]
     return (await similarities(request, host, texts, how)).values
@@ -297,17 +173,19 @@ async def _compare(request: Request, host: Hosted, body: InferenceRequest) -> An
 
 async def _answer(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     asked: Any = body.inputs if isinstance(body.inputs, list) else [body.inputs]
-    options = body.options
-    top = options.top_k or 1
+    top = body.option("top_k") or 1
+    if top > MOST_ANSWERS:
+        raise InputError(f"top_k is {top}; a question has at most {MOST_ANSWERS} answers")
     found = await answers(
         request,
         host,
         [(each.question, each.context) for each in asked],
-        window=options.max_seq_len,
-        stride=options.doc_stride,
-        top_k=min(top, 100),
-        max_answer_tokens=options.max_answer_len or 30,
-        no_answer=0.0 if options.handle_impossible_answer else None,
+        window=body.option("max_seq_len"),
+        stride=body.option("doc_stride"),
+        longest_question=body.option("max_question_len"),
+        top_k=top,
+        max_answer_tokens=body.option("max_answer_len") or 30,
+        no_answer=0.0 if body.option("handle_impossible_answer") else None,
     )
     rows: list[Any] = [
         [{"answer": a.text, "start": a.start, "end": a.end, "score": a.score} for a in each]
@@ -320,8 +198,8 @@ async def _answer(request: Request, host: Hosted, body: InferenceRequest) -> Any
 
 async def _fill(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     texts, single = _texts(body)
-    how = {"top_k": body.options.top_k or 5, "targets": body.options.targets}
-    found = await ask(request, host, "fill", texts, LOSING, **how)
+    how = {"top_k": body.option("top_k") or 5, "targets": body.option("targets")}
+    found = await ask(request, host, "fill", texts, _cut(body), **how)
     rows = []
     for text in found.values:
         masks = [
@@ -337,22 +215,22 @@ async def _fill(request: Request, host: Hosted, body: InferenceRequest) -> Any:
 
 async def _classify(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     texts, _ = _texts(body)
-    problem = APPLY.get(body.options.function_to_apply or "")
-    found: Outcome = await ask(request, host, "classify", texts, LOSING, problem=problem)
+    problem = APPLY.get(body.option("function_to_apply") or "")
+    found: Outcome = await ask(request, host, "classify", texts, _cut(body), problem=problem)
+    top = body.option("top_k")
     return [
-        [{"label": label, "score": score} for label, score in each.scores.items()][
-            : body.options.top_k
-        ]
+        [{"label": label, "score": score} for label, score in each.scores.items()][:top]
         for each in found.values
     ]
 
 
 async def _label(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     texts, single = _texts(body)
-    join = body.options.aggregation_strategy != "none"
-    cut = LOSING if body.options.stride is None else Cut("chunk", True)
+    join = body.option("aggregation_strategy") != "none"
+    stride = body.option("stride")
+    cut = _cut(body) if stride is None else Cut("chunk", True) if stride == 0 else Cut()
     found = await ask(request, host, "label", texts, cut, join=join)
-    name, unwanted = "entity_group" if join else "entity", body.options.ignore_labels or ()
+    name, unwanted = "entity_group" if join else "entity", body.option("ignore_labels") or ()
     rows = [
         [
             {name: e.label, "score": e.score, "word": e.text, "start": e.start, "end": e.end}
@@ -364,6 +242,20 @@ async def _label(request: Request, host: Hosted, body: InferenceRequest) -> Any:
     return _bare(rows, single)
 
 
+async def _choose_labels(request: Request, host: Hosted, body: InferenceRequest) -> Any:
+    texts, single = _texts(body)
+    rows = await zero_shot.classify(
+        request,
+        host,
+        texts,
+        zero_shot.labels_of(body.option("candidate_labels")),
+        body.option("hypothesis_template"),
+        bool(body.option("multi_label")),
+        _cut(body),
+    )
+    return _bare(rows, single)
+
+
 DO: dict[str, Callable[[Request, Hosted, InferenceRequest], Awaitable[Any]]] = {
     "feature-extraction": _embed,
     "sentence-similarity": _compare,
@@ -371,4 +263,5 @@ DO: dict[str, Callable[[Request, Hosted, InferenceRequest], Awaitable[Any]]] = {
     "fill-mask": _fill,
     "text-classification": _classify,
     "token-classification": _label,
+    "zero-shot-classification": _choose_labels,
 }

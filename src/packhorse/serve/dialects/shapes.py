@@ -2,7 +2,7 @@
 
 Numbers are bounded and kinds are strict: 1 is not true and "5" is not 5. A list of the wrong kind
 is refused at its first wrong item; else a million of them would make a million complaints.
-Fields that a dialect does not know are ignored, as its own server does; our own routes refuse them.
+Fields that a dialect does not know are kept aside for `fields` to name; our own routes refuse them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ Named = Annotated[
         "is served, any name means it."
     ),
 ]
+Prompt = Annotated[
+    str | None, Field(description="The model's prompt of this name goes before each text.")
+]
 Top = Annotated[int, Field(ge=1, le=1000)]
+NO_EFFECT: Any = Field(default=None, description="No effect.")
 
 
 class Lenient(BaseModel):
-    """A body of a dialect that ignores what it does not know."""
+    """A body of a dialect, beside whose fields there may be others."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
 
 class Exact(BaseModel):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -26,6 +25,7 @@ from packhorse.runtime.tasks import prompted
 from packhorse.serve.calls import Outcome, check_inputs, reply
 from packhorse.serve.dialects import tei_shapes as shapes
 from packhorse.serve.dialects.asking import Cut, ask, ranking, vectors
+from packhorse.serve.dialects.fields import poster
 from packhorse.serve.dialects.shapes import READING, TeiError, refusals
 from packhorse.serve.failures import Empty, TooLarge
 from packhorse.serve.hosting import Hosted, Hosts
@@ -38,7 +38,7 @@ Post = Callable[..., Callable[..., Any]]  # FastAPI's decorator, with what all o
 def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
     """Add the routes."""
     tags: Any = ["Text Embeddings Inference"]
-    post = partial(app.post, tags=tags, responses=refusals(TeiError))
+    post = poster(app, tags[0], TeiError)
     _add_vectors(post, hosts)
     _add_scores(post, hosts)
     _add_tokens(post, hosts, settings)
@@ -76,7 +76,7 @@ def _add_vectors(post: Post, hosts: Hosts) -> None:
         return timed(found.values, found, host, texts, start)
 
     @post("/embed_sparse", response_model=shapes.Vectors)
-    async def embed_sparse(body: shapes.EmbedAllRequest) -> Response:
+    async def embed_sparse(request: Request, body: shapes.EmbedAllRequest) -> Response:
         """Always 424: no model here has a SPLADE head."""
         host = hosts.find(body.model)
         raise CheckpointError(
@@ -105,10 +105,12 @@ def _add_scores(post: Post, hosts: Hosts) -> None:
         start, host = perf_counter(), hosts.find(body.model, "rerank")
         cut = Cut.read(body.truncate, body.truncation_direction)
         raw = body.raw_scores
-        ranked, found = await ranking(request, host, body.query, body.texts, cut, raw=raw)
+        ranked, found = await ranking(
+            request, host, body.query, body.texts, cut, top=body.top_n, raw=raw
+        )
+        with_text = body.return_text or body.return_documents
         rows = [
-            {"index": each.index, "score": each.score}
-            | ({"text": each.text} if body.return_text else {})
+            {"index": each.index, "score": each.score} | ({"text": each.text} if with_text else {})
             for each in ranked
         ]
         return timed(rows, found, host, [body.query, *body.texts], start)
@@ -128,7 +130,7 @@ def _add_tokens(post: Post, hosts: Hosts, settings: Settings) -> None:
         return await asyncio.to_thread(_tokens, host.encoder.tokenizer, texts, body)
 
     @post("/decode", response_model=shapes.Decoded)
-    async def decode(body: shapes.DecodeRequest) -> Response:
+    async def decode(request: Request, body: shapes.DecodeRequest) -> Response:
         """The text of each list of ids."""
         tokenizer = hosts.find(body.model).encoder.tokenizer
         many = cast("list[list[int]]", batch(body.ids))

@@ -1,11 +1,12 @@
-"""Bodies of text-embeddings-inference's routes, with `model`, `dimensions` and `long` added."""
+"""Bodies of text-embeddings-inference's routes (1.8), with `model` and `long` added."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
+from packhorse.serve.dialects.fields import only
 from packhorse.serve.dialects.shapes import (
     Direction,
     Ids,
@@ -14,6 +15,7 @@ from packhorse.serve.dialects.shapes import (
     Long,
     Many,
     Named,
+    Prompt,
     Text,
     Texts,
 )
@@ -25,9 +27,6 @@ PredictInputs = Annotated[
         description="A text, a pair [a, b], or a list of [text] and [a, b].",
         examples=["Packing is fun."],
     ),
-]
-Prompt = Annotated[
-    str | None, Field(description="The model's prompt of this name goes before each text.")
 ]
 Dimensions = Annotated[
     int | None, Field(ge=1, le=2**20, description="Keep this many numbers of each vector.")
@@ -70,9 +69,17 @@ class RerankRequest(Cutting):
     """Texts to rank by how well they answer a query."""
 
     query: str = Field(examples=["What is packing?"])
+    documents: Annotated[
+        Any, only(instead="send `texts`, or send `documents` to /v1/rerank or /v2/rerank")
+    ] = None
     texts: Many[str] = Field(examples=[["Sequences laid end to end.", "A horse carries it."]])
     raw_scores: bool = Field(default=False, description="Logits instead of probabilities.")
     return_text: bool = False
+    # Of Infinity, vLLM and Jina, which have this route too:
+    top_n: int | None = Field(
+        default=None, ge=1, le=2**31, description="Return the best few alone."
+    )
+    return_documents: bool | None = Field(default=None, description="The same as `return_text`.")
 
 
 class SimilarityInput(Lenient):

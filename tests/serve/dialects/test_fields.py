@@ -1,0 +1,308 @@
+"""Each field of a request is honored, refused, or ignored and named; which is told by the bodies.
+
+What a dialect documents is asked of its own client where that is installed: the parameters that
+`openai`, `cohere` and `huggingface_hub` know. The lists of other servers are from their references:
+text-embeddings-inference 1.8, Jina, Voyage, Mistral, vLLM, Infinity, NVIDIA NIM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+HEADER = "x-packhorse-ignored-fields"
+QUESTION = {"question": "who sat ?", "context": "the cat sat"}
+SIMILAR = {"source_sentence": "the cat", "sentences": ["a mat"]}
+RANKED = {"query": "who sat", "documents": ["the cat", "a mat", "a red hat"]}
+LONG = "the cat sat on a red mat " * 20
+BODIES: dict[str, dict[str, Any]] = {
+    "/embed": {"inputs": "the cat"},
+    "/embed_all": {"inputs": "the cat"},
+    "/embed_sparse": {"inputs": "the cat"},
+    "/predict": {"inputs": "the cat"},
+    "/rerank": {"query": "who sat", "texts": ["the cat", "a mat", "a red hat"]},
+    "/similarity": {"inputs": SIMILAR},
+    "/tokenize": {"inputs": "the cat"},
+    "/decode": {"ids": [5, 6]},
+    "/v1/embeddings": {"input": "the cat", "model": "tiny"},
+    "/v1/rerank": RANKED,
+    "/v2/rerank": RANKED,
+    "/": {"inputs": "the cat"},
+    "/models/judge": {"inputs": "the cat"},
+    "/pipeline/feature-extraction/tiny": {"inputs": "the cat"},
+    "/models/tiny/pipeline/feature-extraction": {"inputs": "the cat"},
+}
+
+
+@pytest.fixture(scope="module")
+def strict(listen, encoders) -> Any:
+    return listen(encoders, strict_fields=True)
+
+
+def ask(http: Any, path: str, **fields: Any) -> Any:
+    return http.post(path, json=BODIES[path] | fields)
+
+
+def test_every_route_of_a_dialect_is_here(server) -> None:
+    """And no other: our own refuse what they do not know."""
+    paths = {
+        path
+        for path, item in server.app.openapi()["paths"].items()
+        if "post" in item and item["post"]["tags"] != ["Packhorse"]
+    }
+    templates = {"/pipeline/{task}/{name}", "/models/{name}/pipeline/{task}", "/models/{name}"}
+    assert paths == {path for path in BODIES if path.count("/") == 1 or path[1] == "v"} | templates
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_unknown_field_is_named_and_changes_nothing(http, path) -> None:
+    plain, found = ask(http, path), ask(http, path, flavour="sweet", colour=None)
+    assert found.headers[HEADER] == "flavour, colour" and HEADER not in plain.headers
+    assert found.status_code == plain.status_code == (424 if path == "/embed_sparse" else 200)
+    if path not in ("/v1/rerank", "/v2/rerank"):  # whose answers have a number that is drawn
+        assert found.json() == plain.json()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_strict_fields_refuse_it(strict, path) -> None:
+    import httpx
+
+    url = strict.url + path
+    refused = httpx.post(url, json=BODIES[path] | {"flavour": "sweet"})
+    assert refused.status_code == 422 and "flavour" in refused.text
+    assert httpx.post(url, json=BODIES[path]).status_code != 422
+
+
+@pytest.mark.parametrize("path", ["/answer", "/fill", "/classify", "/ner"])
+def test_our_own_routes_always_refuse_it(http, path) -> None:
+    body = {"inputs": "the [MASK]"} if path != "/answer" else QUESTION
+    refused = http.post(path, json=body | {"flavour": "sweet"})
+    assert refused.status_code == 422 and "flavour" in refused.text
+
+
+def test_inner_fields_are_named_by_their_path(http) -> None:
+    found = http.post("/similarity", json={"inputs": SIMILAR | {"a": 1}, "parameters": {"b": 2}})
+    assert found.headers[HEADER] == "inputs.a, parameters.b"
+    many = [QUESTION, QUESTION | {"hint": "cat"}, QUESTION | {"hint": "mat"}]
+    found = http.post("/models/reader", json={"inputs": many})
+    assert (found.status_code, found.headers[HEADER]) == (200, "inputs.hint")
+
+
+def test_names_cannot_break_the_header(http) -> None:
+    names = ["a\r\nset-cookie: x", "é", "", "x" * 65, " ", "ok"]
+    found = ask(http, "/embed", **dict.fromkeys(names, 1))
+    assert found.headers[HEADER] == "ok, and 5 more" and "set-cookie" not in found.headers
+    found = ask(http, "/embed", **{f"f{number}": 1 for number in range(500)})
+    assert found.headers[HEADER].endswith("f15, and 484 more")
+
+
+def documented() -> list[tuple[str, str]]:
+    """Routes and the fields that the clients of a dialect can send there."""
+    import cohere
+    import openai.types
+    from huggingface_hub.inference._generated import types
+
+    rows = [("/v1/embeddings", name) for name in openai.types.EmbeddingCreateParams.__annotations__]
+    for path, client in (("/v1/rerank", cohere.Client), ("/v2/rerank", cohere.ClientV2)):
+        names = inspect.signature(client.rerank).parameters
+        rows += [(path, name) for name in names if name not in ("self", "request_options")]
+    for kind, path in {
+        "FeatureExtractionInput": "/models/tiny/pipeline/feature-extraction",
+        "FillMaskParameters": "/models/filler",
+        "QuestionAnsweringParameters": "/models/reader",
+        "TextClassificationParameters": "/models/judge",
+        "TokenClassificationParameters": "/models/tagger",
+        "ZeroShotClassificationParameters": "/models/judge",
+    }.items():
+        rows += [(path, field.name) for field in dataclasses.fields(getattr(types, kind))]
+    return rows
+
+
+def test_what_the_clients_can_send_is_known(server) -> None:
+    """No field that a client has a name for is among those that are ignored."""
+    from packhorse.serve.dialects import cohere, hf_shapes, openai
+
+    bodies = {"/v1/embeddings": openai.EmbeddingsRequest, "/v1/rerank": cohere.RerankV1}
+    bodies["/v2/rerank"] = cohere.RerankV2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = documented()
+    assert len(rows) > 30
+    for path, name in rows:
+        assert name in bodies.get(path, hf_shapes.InferenceRequest).model_fields, (path, name)
+
+
+# Fields that other servers of a route document: those that change nothing, and values refused.
+HARMLESS = {
+    "/v1/embeddings": [
+        {"user": "me"},
+        {"late_chunking": False},
+        {"return_multivector": False},
+        {"add_special_tokens": True},
+        {"output_dtype": "float"},
+        {"embed_dtype": "float32", "endianness": "little"},
+        {"modality": "text"},
+        {"input_type": None, "task": None},
+        {"priority": 1, "request_id": "a"},
+        {"embedding_type": "float"},
+        {"encoding_format": "float"},
+        {"normalize": True},
+        {"normalized": True},
+        {"truncation": True},
+        {"truncate": "END"},
+    ],
+    "/rerank": [{"top_n": 9}, {"return_documents": False}, {"documents": None}],
+    "/v1/rerank": [{"max_chunks_per_doc": 10}, {"truncation": True}, {"rank_fields": ["text"]}],
+    "/v2/rerank": [{"use_activation": True}, {"priority": 1}, {"return_embeddings": False}],
+    "/models/judge": [{"options": {"wait_for_model": True}}, {"parameters": {"padding": True}}],
+}
+REFUSED = {
+    "/v1/embeddings": [
+        {"encoding_format": "ubinary"},
+        {"embedding_type": "binary"},
+        {"output_dtype": "int8"},
+        {"embed_dtype": "fp8_e4m3"},
+        {"endianness": "big"},
+        {"task": "retrieval.query"},
+        {"input_type": "query"},
+        {"modality": "image"},
+        {"late_chunking": True},
+        {"return_multivector": True},
+        {"add_special_tokens": False},
+        {"truncate_prompt_tokens": 4},
+        {"prompt_name": "nobody"},
+    ],
+    "/rerank": [{"documents": ["the cat"]}],
+    "/v1/rerank": [{"max_doc_length": 9}, {"return_embeddings": True}],
+    "/v2/rerank": [
+        {"rank_fields": ["text"]},
+        {"max_chunks_per_doc": 2},
+        {"relevant_spans": {}},
+        {"use_activation": False},
+        {"truncate_prompt_tokens": 5},
+    ],
+    "/models/judge": [
+        {"parameters": {"max_length": 9}},
+        {"parameters": {"return_all_scores": False}},
+    ],
+    "/pipeline/feature-extraction/tiny": [
+        {"parameters": {"candidate_labels": ["a"]}},
+        {"parameters": {"function_to_apply": "none"}},
+        {"parameters": {"top_k": 3}},
+        {"encoding_format": "base64"},
+    ],
+}
+
+
+def rows(table: dict[str, list[dict[str, Any]]]) -> list[Any]:
+    return [
+        pytest.param(path, fields, id=f"{path} {json.dumps(fields)}")
+        for path, every in table.items()
+        for fields in every
+    ]
+
+
+@pytest.mark.parametrize(("path", "fields"), rows(HARMLESS))
+def test_what_changes_nothing_is_taken(http, path, fields) -> None:
+    plain, found = ask(http, path).json(), ask(http, path, **fields)
+    assert found.status_code == 200 and HEADER not in found.headers
+    if isinstance(plain, dict):
+        plain |= {"id": None}
+    document = found.json()
+    assert (document | {"id": None} if isinstance(document, dict) else document) == plain
+
+
+@pytest.mark.parametrize(("path", "fields"), rows(REFUSED))
+def test_what_would_change_the_answer_is_refused(http, path, fields) -> None:
+    refused = ask(http, path, **fields)
+    assert refused.status_code == 422, refused.text
+    if "parameters" not in fields:
+        assert next(iter(fields)) in refused.text or "prompt" in refused.text
+
+
+def vector(found: Any) -> np.ndarray:
+    return np.array(found.json()["data"][0]["embedding"])
+
+
+def test_honored_by_openai(http, server) -> None:
+    encoder, route = server.encoder("tiny"), "/v1/embeddings"
+    whole = encoder.embed(["the cat"])[0]
+    plain = encoder.embed(["the cat"], normalise=False)[0]
+    assert abs(np.linalg.norm(plain) - 1) > 0.01
+    for name in ("normalize", "normalized"):
+        assert np.allclose(vector(ask(http, route, **{name: False})), plain, atol=1e-6)
+    short = whole[:5] / np.linalg.norm(whole[:5])
+    for name in ("dimensions", "output_dimension"):
+        assert np.allclose(vector(ask(http, route, **{name: 5})), short, atol=1e-6)
+    assert isinstance(ask(http, route, embedding_type="base64").json()["data"][0]["embedding"], str)
+    query = encoder.embed(["the cat"], prompt="query")[0]
+    assert np.allclose(vector(ask(http, route, prompt_name="query")), query, atol=1e-6)
+
+
+def test_truncation_in_every_dialect_of_openai(http, server) -> None:
+    encoder, route = server.encoder("tiny"), "/v1/embeddings"
+    right = encoder.embed([LONG], long="truncate")[0]
+    left = encoder.embed([LONG], long="truncate_left")[0]
+    assert not np.allclose(left, right, atol=1e-3)
+    for fields, expected in [
+        ({"truncate": True}, right),
+        ({"truncate": "END"}, right),
+        ({"truncation": True}, right),
+        ({"truncate_prompt_tokens": -1}, right),
+        ({"truncate": "START"}, left),
+        ({"truncate": True, "truncation_direction": "Left"}, left),
+    ]:
+        found = ask(http, route, input=LONG, **fields)
+        assert np.allclose(vector(found), expected, atol=1e-6), fields
+    for fields in ({}, {"truncate": False}, {"truncate": "NONE"}, {"truncation": False}):
+        assert ask(http, route, input=LONG, **fields).status_code == 413
+
+
+def test_honored_by_the_rankings(http, server) -> None:
+    expected = server.encoder("ranker").rerank(RANKED["query"], RANKED["documents"])
+    logits = [ranked.score for ranked in expected]
+    order = [ranked.index for ranked in expected]
+    for path in ("/v1/rerank", "/v2/rerank"):
+        found = ask(http, path, top_k=2, raw_scores=True).json()["results"]
+        assert [each["index"] for each in found] == order[:2]
+        assert np.allclose([each["relevance_score"] for each in found], logits[:2], atol=1e-5)
+        long = ask(http, path, documents=[LONG, "a mat"], truncation=False)
+        assert long.status_code == 413
+        assert ask(http, path, documents=[LONG, "a mat"]).status_code == 200
+    chunks = ask(http, "/v1/rerank", documents=[LONG], max_chunks_per_doc=2)
+    assert chunks.status_code == 413
+    shortened = ask(http, "/v1/rerank", documents=["the cat sat", "x"], max_tokens_per_doc=1)
+    alone = ask(http, "/v1/rerank", documents=["the", "x"])
+    assert [r["relevance_score"] for r in shortened.json()["results"]] == pytest.approx(
+        [r["relevance_score"] for r in alone.json()["results"]], abs=1e-6
+    )
+    found = ask(http, "/rerank", top_n=1, return_documents=True).json()
+    assert [(each["index"], each["text"]) for each in found] == [
+        (order[0], RANKED["documents"][order[0]])
+    ]
+
+
+def test_honored_by_hugging_face(http, server) -> None:
+    encoder = server.encoder("tiny")
+    path = "/pipeline/feature-extraction/tiny"
+    plain = encoder.embed(["the cat"], normalise=False)[0]
+    for fields in ({"normalize": False}, {"parameters": {"normalize": False}}):
+        assert np.allclose(ask(http, path, **fields).json(), plain, atol=1e-6)
+    judged = http.post("/models/judge", json={"inputs": LONG})
+    kept = http.post("/models/judge", json={"inputs": LONG, "parameters": {"truncation": False}})
+    assert (judged.status_code, kept.status_code) == (200, 413)
+    question = {"inputs": QUESTION, "parameters": {"max_question_len": 2}}
+    assert http.post("/models/reader", json=question).status_code == 413
+    question["parameters"]["max_question_len"] = 3
+    assert http.post("/models/reader", json=question).status_code == 200
+    overlapping = {"inputs": "the cat", "parameters": {"stride": 4}}
+    assert http.post("/models/tagger", json=overlapping).status_code == 200
+    assert http.post("/models/tagger", json=overlapping | {"inputs": LONG}).status_code == 413
+    many = {"inputs": QUESTION, "parameters": {"top_k": 101}}
+    assert http.post("/models/reader", json=many).status_code == 422
