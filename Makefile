@@ -39,7 +39,7 @@ BIN = .venv/bin
 INSTALL = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $(CI),--quiet)
 PIP = $(INSTALL) -c $(CONSTRAINTS)
 LOCK = uv pip compile --quiet --no-header --no-annotate --generate-hashes --universal \
-  --python-version 3.11 --default-index https://pypi.org/simple -c constraints.txt
+  --python-version 3.11 -c constraints.txt
 ONLY_TORCH = $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX) "$(TORCH)")
 SOURCES = pyproject.toml constraints.txt $(wildcard locks/*.txt)
 
