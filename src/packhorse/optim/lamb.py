@@ -84,6 +84,12 @@ class LAMB(torch.optim.Optimizer):
             "foreach": foreach,
         }
         super().__init__(params, options)
+        self._views: dict[Tensor, Views] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy makes its own views."""
+        super().__setstate__(state)
+        self._views = {}
 
     def add_param_group(self, param_group: Group) -> None:
         """A further group; what it does not say is as it was said for all."""
@@ -101,18 +107,32 @@ class LAMB(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            # Without the ratio every number moves by itself, and stacked tensors can stay as one.
-            stacked = group["stacked"] if group["adapt"] else 1
+        for groups in _same_options(self.param_groups):
             entries = [
                 entry
+                for group in groups
                 for parameter in group["params"]
                 if parameter.grad is not None and parameter.numel()
-                for entry in self._entry(parameter, group).unstacked(stacked)
+                for entry in self._entries(parameter, group)
             ]
-            for alike, fused in _alike(entries, group["foreach"]):
-                _update(alike, fused, group)
+            for alike, fused in _alike(entries, groups[0]["foreach"]):
+                _update(alike, fused, groups[0])
         return loss
+
+    def _entries(self, parameter: Tensor, group: Group) -> list[Entry]:
+        """The parameter's entry, or one for each of the tensors stacked in it."""
+        entry = self._entry(parameter, group)
+        # Without the ratio every number moves by itself, and stacked tensors can stay as one.
+        if group["stacked"] == 1 or not group["adapt"]:
+            return [entry]
+        held = self._views.get(parameter)
+        if held is None or not held.still_of(entry):
+            held = self._views[parameter] = Views.of(entry, group["stacked"])
+        gradients = parameter.grad.chunk(group["stacked"])  # pyright: ignore[reportOptionalMemberAccess]
+        return [
+            Entry(parameter, weight, gradient, m, v, entry.step)
+            for (parameter, weight, m, v), gradient in zip(held.parts, gradients, strict=True)
+        ]
 
     def _entry(self, parameter: Tensor, group: Group) -> Entry:
         if parameter.grad is None or parameter.grad.is_sparse:
@@ -147,7 +167,7 @@ class LAMB(torch.optim.Optimizer):
 
 
 class Entry(NamedTuple):
-    """A parameter, or one of those stacked in it, and what its update needs.
+    """A parameter, or one of the tensors stacked in it, and what its update needs.
 
     `weight` is the parameter itself, or its master.
     """
@@ -165,15 +185,54 @@ class Entry(NamedTuple):
         dense = all(t.is_contiguous() for t in (self.parameter, self.weight, self.gradient, self.m))
         return dense and self.parameter.device.type in FUSED
 
-    def unstacked(self, count: int) -> list[Entry]:
-        """One entry for each of the stacked tensors: views, which the update writes through."""
-        if count == 1:
-            return [self]
-        parameters = self.parameter.chunk(count)
-        own = self.weight is self.parameter
-        weights = parameters if own else self.weight.chunk(count)
-        rest = (self.gradient.chunk(count), self.m.chunk(count), self.v.chunk(count))
-        return [Entry(*parts, self.step) for parts in zip(parameters, weights, *rest, strict=True)]
+
+class Views(NamedTuple):
+    """The tensors stacked in a parameter, as views through which the update writes.
+
+    They are made once: five cuts per parameter and step took a tenth of the host's time.
+    """
+
+    whole: tuple[Tensor, Tensor, Tensor, Tensor]  # parameter, weight, m, v
+    address: int  # of the parameter's memory, which may be replaced behind its back (`.data`)
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, entry: Entry, count: int) -> Views:
+        """Cut along the first dimension."""
+        whole = (entry.parameter, entry.weight, entry.m, entry.v)
+        parameters = entry.parameter.chunk(count)
+        own = entry.weight is entry.parameter
+        weights = parameters if own else entry.weight.chunk(count)
+        moments = (entry.m.chunk(count), entry.v.chunk(count))
+        parts = list(zip(parameters, weights, *moments, strict=True))
+        return cls(whole, entry.parameter.data_ptr(), parts)
+
+    def still_of(self, entry: Entry) -> bool:
+        """Whether nothing of the entry was replaced since."""
+        now = (entry.parameter, entry.weight, entry.m, entry.v)
+        same = all(before is after for before, after in zip(self.whole, now, strict=True))
+        return same and self.address == entry.parameter.data_ptr()
+
+
+def _same_options(groups: list[Group]) -> Iterator[list[Group]]:
+    """Groups that differ in nothing but their parameters and how these are stacked."""
+    left = list(groups)
+    while left:
+        first = left[0]
+        alike = [group for group in left if group is first or _equal(first, group)]
+        left = [group for group in left if all(group is not other for other in alike)]
+        yield alike
+
+
+def _equal(one: Group, other: Group) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all(
+        one[name] is other[name]
+        # A tensor (the rate of a recorded step) is equal only to itself.
+        or (not isinstance(one[name], Tensor) and one[name] == other[name])
+        for name in one.keys() - {"params", "stacked"}
+    )
 
 
 def _alike(entries: list[Entry], foreach: bool) -> Iterator[tuple[list[Entry], bool]]:
