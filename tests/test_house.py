@@ -36,7 +36,7 @@ LAYERS = (
     ("native",),
     ("executable", "dist", "optim", "status"),
     ("device",),
-    ("wire", "atomic", "toml"),
+    ("wire", "atomic", "toml", "processor"),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
