@@ -3,8 +3,9 @@
 A source is compiled for this very CPU in half a second, kept in the user's own cache folder under a
 name that holds all it depends on, and loaded from nowhere else. The price is a C compiler on the
 machine: where there is none, or anything else is amiss, `Obstacle` says why, the caller does
-without, and `warn_lost` tells the user once what would bring the speed back. The C knows nothing of torch or Python: pointers go in, and the entry of the OpenMP library
-that torch itself uses, so that both share one pool of threads and the cores are not crowded by two.
+without, and `warn_lost` tells the user once what would bring the speed back. The C knows nothing of
+torch or Python: pointers go in, and the entry of the OpenMP library that torch itself uses, so that
+both share one pool of threads and the cores are not crowded by two.
 """
 
 from __future__ import annotations

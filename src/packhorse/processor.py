@@ -1,22 +1,21 @@
 """What the processor can do; `PACKHORSE_CPU` pretends to less than is there.
 
 Every choice that depends on the processor asks `features()`: which C is compiled, whether weights
-are prepared in bf16 or fp32, what `dtype="auto"` tries. The answer is what this process may use: what
-the machine has, less what torch was told not to use, less what `PACKHORSE_CPU` leaves out.
+are prepared in bf16 or fp32, what `dtype="auto"` tries. The answer is what this process may use:
+what the machine has, less what torch was told not to use, less what `PACKHORSE_CPU` leaves out.
 
-`PACKHORSE_CPU` is for tests, and for people who want the results or the speed of another machine. It
-is a ladder; each rung has everything below it:
+`PACKHORSE_CPU` is for tests, and for people who want the results or the speed of another machine.
+It is a ladder; each rung has everything below it:
 
-    avx2      AVX2 and FMA            Haswell to Rocket Lake without AVX-512, Zen 1 to 3
+    avx2      AVX2 and FMA            Haswell, most laptops since, Zen 1 to 3
     avx512    AVX-512 F CD BW DQ VL   Skylake server
     vnni      AVX-512 VNNI            Cascade Lake, Ice Lake
     bf16      AVX-512 BF16            Cooper Lake, Zen 4
     amx       AMX tiles               Sapphire Rapids
 
-ATen, oneDNN and MKL read their own switches once, when they first compute. So `limit` must run before
-that: the command line and the package's public names call it, and `features` does where neither did.
-Where torch has computed already, one warning says that it is too late. Child processes inherit the
-switches.
+ATen, oneDNN and MKL read their own switches once, when they first compute. So `limit` must run
+before that: the command line and the package's public names call it, and `features` does where
+neither did. Where it is too late, one warning says so. Child processes inherit the switches.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ def limit() -> None:
     if "torch" in sys.modules and not _in_time(str(name)):
         assignments = " ".join(f"{key}={value}" for key, value in switches.items())
         warnings.warn(
-            f"{VARIABLE}={name} came too late for torch, which was loaded before; import torch after "
-            f"the first use of packhorse, or start Python with {assignments}",
+            f"{VARIABLE}={name} came too late for torch, which was loaded before; import torch "
+            f"after the first use of packhorse, or start Python with {assignments}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -148,8 +147,8 @@ def _features(name: str | None) -> Features:
         rungs = list(LADDER)
         for above in rungs[rungs.index(name) + 1 :]:
             has[LADDER[above].adds] = False
-    # oneDNN also takes bf16 where the processor only converts it, which is slower than fp32. Off x86
-    # it takes bf16 only where the processor multiplies it.
+    # oneDNN also takes bf16 where the processor only converts it, which is slower than fp32. Off
+    # x86 it takes bf16 only where the processor multiplies it.
     multiplies = has["avx512_bf16"] or has["amx"] or not has["avx2"]
     return Features(**has, bf16=multiplies and _onednn_takes_bf16(), march=march)
 

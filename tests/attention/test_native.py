@@ -314,7 +314,9 @@ def test_a_choice_that_lost_the_kernel_says_so_once(
     monkeypatch.setenv("CC", "/no/such/cc")
     compiled._warn_once.cache_clear()
     cpu = torch.device("cpu")
-    with pytest.warns(RuntimeWarning, match=r"C kernels: CC names /no/such/cc.*install gcc") as told:
+    with pytest.warns(
+        RuntimeWarning, match=r"C kernels: CC names /no/such/cc.*install gcc"
+    ) as told:
         for dtype in (*BOTH, torch.float32):
             assert attention.pick(cpu, dtype).name == "bucketed"
         attention.pick(cpu, torch.float32, backward=True)

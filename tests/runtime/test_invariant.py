@@ -34,6 +34,8 @@ from packhorse.runtime.proof import Made
 from packhorse.serve import hosting
 from packhorse.serve.settings import Settings
 
+pytestmark = pytest.mark.machine
+
 CPU = torch.device("cpu")
 TOKENS = 320  # of the largest batch of a tiny model
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", ".", "horse")
