@@ -39,16 +39,19 @@ POINTER, LONG, FLOAT, UNSIGNED = ctypes.c_void_p, ctypes.c_long, ctypes.c_float,
 
 
 class Obstacle(Exception):
-    """Why a function cannot be built or loaded here, in one line."""
+    """Why a function cannot be built or loaded here, in one line.
 
+    fixable: whether a user could change that; not where the C is not written for such a machine.
+    """
 
-class Unsupported(Obstacle):
-    """A kind of machine that the C is not written for: nothing the user could change."""
+    def __init__(self, reason: str, fixable: bool = True) -> None:
+        super().__init__(reason)
+        self.fixable = fixable
 
 
 def warn_lost(reason: Obstacle) -> None:
     """Tell the user that code which could be fast here is not, if there is a way to change that."""
-    if not isinstance(reason, Unsupported):
+    if reason.fixable:
         _warn_once(str(reason))
 
 
@@ -67,7 +70,7 @@ def function(
     """
     openmp_entry()
     if platform.machine() in ("x86_64", "AMD64") and not features().avx2:
-        raise Unsupported("this processor has no AVX2")
+        raise Obstacle("this processor has no AVX2", fixable=False)
     library = _built(source, defines)
     try:
         found = getattr(ctypes.CDLL(str(library)), name)
@@ -81,14 +84,14 @@ def function(
 def openmp_entry() -> int:
     """The address of GOMP_parallel as torch itself resolves it; LLVM and Intel offer it as well."""
     if not sys.platform.startswith("linux"):
-        raise Unsupported(f"it is built on Linux only, not on {sys.platform}")
+        raise Obstacle(f"it is built on Linux only, not on {sys.platform}", fixable=False)
     for library in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
         try:
             entry = ctypes.CDLL(library and str(library)).GOMP_parallel
             return ctypes.cast(entry, POINTER).value or 0
         except (OSError, AttributeError):
             continue
-    raise Unsupported("torch's OpenMP library has no GOMP_parallel")
+    raise Obstacle("torch's OpenMP library has no GOMP_parallel", fixable=False)
 
 
 def _built(source: Path, defines: tuple[str, ...]) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.bench import random_model
+from packhorse.checkpoint.hub import PATTERNS, _remember
 
 pytestmark = pytest.mark.machine
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -64,7 +65,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_no_command_opens_a_socket_to_the_outside(hub: Path, tmp_path: Path) -> None:
+def test_no_command_opens_a_socket_to_the_outside(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("PACKHORSE_CACHE", str(cache))
+    snapshot = hub / "hub" / "models--someone--tiny" / "snapshots" / COMMIT
+    _remember(snapshot, PATTERNS)  # as after it was fetched: tests/checkpoint/test_hub.py
     texts = tmp_path / "texts.txt"
     texts.write_text("w1 w2 w3\nw4\n" * 20)
     found = run(
@@ -76,7 +83,9 @@ def test_no_command_opens_a_socket_to_the_outside(hub: Path, tmp_path: Path) -> 
         ("prove", "someone/tiny", "--dtype", "fp32", "--packs", "1"),
         ("doctor",),
         HF_HOME=str(hub),
-        HF_HUB_OFFLINE="1",
+        HF_HUB_OFFLINE="0",
+        HF_ENDPOINT="http://192.0.2.1:9",
+        PACKHORSE_CACHE=str(cache),
     )
     assert found["codes"] == [0] * 7, found["stderr"]
     assert found["outside"] == []

@@ -31,7 +31,6 @@ from packhorse.native import (
     POINTER,
     UNSIGNED,
     Obstacle,
-    Unsupported,
     function,
     openmp_entry,
     warn_lost,
@@ -206,7 +205,7 @@ def _multiplies_bf16() -> bool:
 def _function(bf16: bool) -> Callable[..., None]:
     """The compiled kernel; raises `Obstacle` every time it cannot be had."""
     if bf16 and not features().avx512_bf16:
-        raise Unsupported("this processor has no AVX512-BF16")
+        raise Obstacle("this processor has no AVX512-BF16", fixable=False)
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
     takes = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
     return function(SOURCE, "packhorse_attend", takes, defines)
