@@ -66,6 +66,9 @@ class FrozenLinear(nn.Module):
 class WideLinear(nn.Module):
     """A linear layer whose inputs and results are bf16 and whose product is fp32."""
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         bias = None if linear.bias is None else linear.bias.detach().float()
