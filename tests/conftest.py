@@ -23,6 +23,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from packhorse.processor import limit
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
 # keep as long as the process lives.
@@ -45,6 +47,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else it seeks an outer address
+
+limit()  # PACKHORSE_CPU, before a test loads torch
 
 # Begun with `&` in a script, a process is deaf to Ctrl-C, and so are those it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -22,6 +22,8 @@ from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime import batches
 
+pytestmark = pytest.mark.machine
+
 CPU = torch.device("cpu")
 KERNELS = [name for name in attention.KERNELS if name not in ("fused", "varlen")]
 

@@ -24,6 +24,8 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend, _bucket
 from packhorse.runtime.proof import Made
 
+pytestmark = pytest.mark.machine
+
 CPU = torch.device("cpu")
 
 

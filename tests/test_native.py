@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,10 +14,14 @@ import pytest
 
 from packhorse import native
 from packhorse.native import FLAGS, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
+from packhorse.processor import Features
 
-pytestmark = pytest.mark.skipif(
-    platform.system() != "Linux" or shutil.which("cc") is None, reason="needs Linux and cc"
-)
+pytestmark = [
+    pytest.mark.machine,
+    pytest.mark.skipif(
+        platform.system() != "Linux" or shutil.which("cc") is None, reason="needs Linux and cc"
+    ),
+]
 
 # Each thread of the pool adds STEP to what it is handed.
 SOURCE = """
@@ -62,7 +67,7 @@ def test_runs_on_the_threads_of_torch_with_what_was_defined(source: Path, cache:
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
-        ("/bin/false", "the C compiler /bin/false failed: exit status 1"),
+        ("/bin/false", "the C compiler /bin/false failed: exit status 1; set CC to one that works"),
         ("/no/such/cc", "CC names /no/such/cc, which is not there"),
         ("cc -include /no/such/header.h", "header.h"),
     ],
@@ -100,6 +105,32 @@ def test_compiles_once_and_again_for_another_source_or_define(
     monkeypatch.setattr(native, "FLAGS", (*FLAGS, "-g"))
     load(source)
     assert compilations() == len(list(cache.rglob("*.so"))) == 4
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+def test_what_is_compiled_for_a_smaller_processor_lies_apart(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And has none of the instructions that the smaller one lacks."""
+    source = tmp_path / "add.c"
+    source.write_text("void add(float *x) { for (int i = 0; i < 4096; i++) x[i] += 1; }\n")
+    smaller = native._built(source, ()) and Features(avx2=True, march="haswell")
+    monkeypatch.setattr(native, "features", lambda: smaller)
+    native._built(source, ())
+    monkeypatch.setattr(
+        native, "features", lambda: Features(avx2=True, avx512=True, march="skylake-avx512")
+    )
+    native._built(source, ())
+    assert len(list(cache.iterdir())) == 3
+    if disassembler := shutil.which("objdump"):
+        for library in cache.iterdir():
+            listing = subprocess.run([disassembler, "-d", library], capture_output=True, text=True)
+            assert "ymm" in listing.stdout or "zmm" in listing.stdout
+        monkeypatch.setattr(native, "features", lambda: smaller)
+        listing = subprocess.run(
+            [disassembler, "-d", native._built(source, ())], capture_output=True, text=True
+        )
+        assert "zmm" not in listing.stdout
 
 
 def test_builders_may_race(source: Path, cache: Path) -> None:
@@ -154,6 +185,22 @@ def test_a_damaged_library_is_named(source: Path, cache: Path) -> None:
     library = native._built(source, ("STEP=1",))
     library.write_bytes(b"not a library")
     assert f"cannot load {library}, delete it" in refusal(source)
+
+
+def test_a_library_that_may_not_be_executed_names_its_folder(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What glibc's loader says of a library on a file system that is mounted noexec."""
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    openmp_entry()
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert refusal(source) == (
+        f"nothing can be run from the cache folder {cache}, which is mounted noexec; set "
+        "PACKHORSE_CACHE to a folder on another file system"
+    )
 
 
 def test_a_name_that_the_source_does_not_have(source: Path, cache: Path) -> None:

@@ -4,7 +4,8 @@
     model = packhorse.load("sentence-transformers/all-MiniLM-L6-v2")
     vectors = model.embed(texts)
 
-The public names are imported on first use, so that `import packhorse` costs next to nothing.
+The public names are imported on first use, so that `import packhorse` costs next to nothing. Before
+that torch is held to the processor that `PACKHORSE_CPU` names, if it names one.
 """
 
 from importlib import import_module
@@ -45,6 +46,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'packhorse' has no attribute {name!r}")
+    import_module("packhorse.processor").limit()
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -1,8 +1,8 @@
-"""Which device and which number format a model runs in, and what the machine can do.
+"""Which device and which number format a model runs in.
 
 The choice is made once, by whoever loads a model, and travels with it; nothing here keeps state.
-bf16 on a CPU without AVX512-BF16 or AMX is many times slower than fp32, so it is probed, not hoped
-for.
+What a processor can do is known by `processor`. One that does not multiply bf16 computes it in fp32
+steps (see `model.freeze`), so bf16 is never taken there unless it is asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import torch
 
 from packhorse.errors import InputError
+from packhorse.processor import features
 
 DTYPES = {
     "fp32": torch.float32,
@@ -70,7 +71,7 @@ def default_dtype(device: torch.device) -> torch.dtype:
 def fast_bf16(device: torch.device) -> bool:
     """Does the device multiply bf16 matrices in hardware?"""
     if device.type == "cpu":
-        return cpu_features()["avx512_bf16"] or cpu_features()["amx"]
+        return features().bf16
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return False
@@ -79,19 +80,6 @@ def fast_bf16(device: torch.device) -> bool:
 def fast_float8(device: torch.device) -> bool:
     """Does it multiply float8 matrices with a scale for each row in hardware? From Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def cpu_features() -> dict[str, bool]:
-    """The instruction sets that decide how fast a CPU encodes."""
-    probes = {
-        "avx2": "_is_avx2_supported",
-        "avx512": "_is_avx512_supported",
-        "avx512_bf16": "_is_avx512_bf16_supported",
-        "vnni": "_is_vnni_supported",
-        "amx": "_is_amx_tile_supported",
-    }
-    # The probes are torch's own but not public, so one may be missing from some release.
-    return {name: bool(getattr(torch.cpu, probe, bool)()) for name, probe in probes.items()}
 
 
 def synchronize(device: torch.device) -> None:

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from packhorse import attention
+from packhorse import native as compiled
 from packhorse.attention import native
 from packhorse.attention.native import CHUNK, WIDEST, Native
 from packhorse.attention.reference import Reference
@@ -24,6 +27,7 @@ from packhorse.errors import KernelError
 from packhorse.native import FLAGS
 from packhorse.packing.batch import Packed
 
+pytestmark = pytest.mark.machine
 BOTH = (torch.float32, torch.bfloat16)
 EDGES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 127, 128, 129, 200, 256, 257, 384, 513, 600)
 CACHED = (native._function, native._multiplies_bf16)
@@ -363,17 +367,43 @@ def test_serves_inference_on_cpus_only():
 def test_without_a_working_compiler_it_says_so(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "/bin/false")
     said = native.obstacle()
-    assert said == "the C compiler /bin/false failed: exit status 1"
+    assert said == "the C compiler /bin/false failed: exit status 1; set CC to one that works"
     assert said == Native.serves.refusal(torch.device("cpu"), torch.float32, False)
     with pytest.raises(KernelError, match="use 'bucketed'"):
         run(Native(), draw(4, 1, 8, torch.float32), batch((4,)))
     assert not rebuilt.exists() or not list(rebuilt.iterdir())
 
 
+@needs_linux
+def test_a_choice_that_lost_the_kernel_says_so_once(
+    rebuilt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "/no/such/cc")
+    compiled._warn_once.cache_clear()
+    cpu = torch.device("cpu")
+    with pytest.warns(
+        RuntimeWarning, match=r"C kernels: CC names /no/such/cc.*install gcc"
+    ) as told:
+        for dtype in (*BOTH, torch.float32):
+            assert attention.pick(cpu, dtype).name == "bucketed"
+        attention.pick(cpu, torch.float32, backward=True)
+    assert len(told) == 1
+    compiled._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention.pick(cpu, torch.float64)  # which the kernel does not serve: nothing is lost
+        attention.pick(cpu, torch.float32, backward=True)
+        monkeypatch.setattr("sys.platform", "darwin")
+        compiled.openmp_entry.cache_clear()
+        attention.pick(cpu, torch.float32)  # where it is not built: nothing could be done
+    monkeypatch.undo()
+    compiled.openmp_entry.cache_clear()
+
+
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 instruction set")
 def test_cpus_without_avx512_get_the_same_answers(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
-    older = tuple(flag.replace("native", "x86-64-v3") for flag in FLAGS)
+    older = (*FLAGS, "-march=x86-64-v3")
     monkeypatch.setattr("packhorse.native.FLAGS", older)
     packed = batch(EDGES)
     for dtype in BOTH:

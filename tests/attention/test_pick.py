@@ -9,6 +9,8 @@ from packhorse import attention
 from packhorse.attention import KERNELS, Support
 from packhorse.errors import KernelError
 
+pytestmark = pytest.mark.machine
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

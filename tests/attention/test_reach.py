@@ -16,6 +16,8 @@ from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
+pytestmark = pytest.mark.machine
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = [name for name in attention.KERNELS if name not in ("fused", "varlen")]
 LENGTHS = (5, 40, 1, 17, 150)

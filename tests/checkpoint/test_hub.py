@@ -126,6 +126,7 @@ def ask(cache: Path, *names: str, **environment: str) -> list[list[Any]]:
     """What a fresh process makes of these names; the hub's client reads the environment once."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     settings = {"HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"}
+    settings["PACKHORSE_CACHE"] = str(cache / "packhorse")
     done = subprocess.run(
         [sys.executable, "-c", ASK, *names],
         env=kept | settings | environment,
@@ -156,6 +157,11 @@ def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
     assert {token for path, token in stub.asked if "org/" in path} == {"Bearer secret"}
 
     calls = len(stub.asked)
+    again, newest = ask(cache, "org/tiny", "org/tiny@main", **online)
+    assert again == good and newest[1] == good[1]
+    asked = [path for path, _ in stub.asked[calls:] if path == "api/models/org/tiny/revision/main"]
+    assert len(asked) == 1, "what is whole is not asked for again, a branch that is named is"
+    calls = len(stub.asked)
     again, tagged, other = ask(
         cache, *names[:2], "org/other@v2", HF_ENDPOINT=stub.url, HF_HUB_OFFLINE="1"
     )
@@ -169,6 +175,16 @@ def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
     again, lost, private = ask(cache, "org/tiny", "org/other", "org/private", **online)
     assert again == good and private[0]
     assert not lost[0] and f"{stub.url} cannot be reached: run `hf download org/other`" in lost[1]
+
+
+@pytest.mark.slow
+def test_what_is_no_longer_whole_is_fetched_again(stub: Hub, tmp_path: Path) -> None:
+    online = {"HF_ENDPOINT": stub.url, "HF_HUB_OFFLINE": "0"}
+    (good,) = ask(tmp_path, "org/tiny", **online)
+    (Path(good[1]) / "tokenizer_config.json").unlink()
+    calls = len(stub.asked)
+    assert ask(tmp_path, "org/tiny", **online) == [good]
+    assert len(stub.asked) > calls
 
 
 def test_a_prepared_cache(model: Path, tmp_path: Path) -> None:

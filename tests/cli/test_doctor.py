@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 
 from packhorse.attention import KERNELS
 from packhorse.cli import doctor, main
+
+pytestmark = pytest.mark.machine
 
 
 def test_it_says_what_runs_and_why_not(capsys) -> None:

@@ -9,6 +9,8 @@ import pytest
 from packhorse.cli import main
 from packhorse.runtime import proof
 
+pytestmark = pytest.mark.machine
+
 
 def test_minilm_is_proven(minilm, capsys) -> None:
     # One pack: a control that saw only that could find a sequence alone in its row.

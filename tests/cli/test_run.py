@@ -24,6 +24,8 @@ from packhorse.cli import perf
 
 from .conftest import Spoken
 
+pytestmark = pytest.mark.machine
+
 Cli = Callable[..., Spoken]
 Tiny = Callable[[str], Path]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packhorse import attention
-from packhorse.device import cpu_features
 from packhorse.errors import KernelError
 from packhorse.model import freeze as freezing
 from packhorse.model.bert import AddNorm, Bert
 from packhorse.model.config import BertConfig
-from packhorse.model.freeze import FrozenAddNorm, FrozenLinear, can_freeze, freeze
+from packhorse.model.freeze import (
+    FrozenAddNorm,
+    FrozenLinear,
+    WideLinear,
+    can_freeze,
+    freeze,
+    widen,
+)
 from packhorse.native import FLAGS
 from packhorse.packing.batch import Packed
+from packhorse.processor import Features, features
 from packhorse.runtime.proof import Made
 
+pytestmark = pytest.mark.machine
 needs_onednn = pytest.mark.skipif(
     not can_freeze(torch.float32), reason="this torch has no oneDNN operators"
 )
@@ -108,6 +117,56 @@ def test_a_frozen_layer_without_bias() -> None:
         torch.testing.assert_close(FrozenLinear(linear)(x), linear(x))
 
 
+@pytest.fixture
+def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that does not multiply bf16."""
+    monkeypatch.setattr(freezing, "features", lambda: Features(avx2=True))
+
+
+@pytest.mark.parametrize(
+    "layer", [WideLinear, pytest.param(FrozenLinear, marks=needs_onednn)], ids=["plain", "frozen"]
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_bf16_without_hardware_is_the_exact_product_rounded(layer, bias, no_bf16: None) -> None:
+    """Against float64: the nearest bf16, but where the sum of fp32 rounds to its neighbour."""
+    linear = torch.nn.Linear(96, 80, bias=bias).bfloat16()
+    x = torch.randn(200, 96).bfloat16()
+    weight, shift = linear.weight.double(), linear.bias.double() if bias else None
+    with torch.inference_mode():
+        y = layer(linear)(x)
+        truth = F.linear(x.double(), weight, shift)
+    assert y.dtype == torch.bfloat16 and y.shape == (200, 80)
+    nearest = truth.bfloat16()
+    assert (y == nearest).double().mean() > 0.995
+    limit = 2**-8 * truth.abs() + 1e-6  # half a step of bf16, and what fp32 sums lose
+    assert ((y.double() - truth).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("how", ["freeze", "widen"])
+def test_a_model_in_bf16_without_hardware_stays_bf16(how: str, no_bf16: None, rng) -> None:
+    if how == "freeze" and not can_freeze(torch.bfloat16):
+        pytest.skip("this torch has no oneDNN operators")
+    config = BertConfig(60, 48, 2, 4, 80)
+    bert = Bert(config, attention.kernel("bucketed")).bfloat16().eval()
+    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    with torch.inference_mode():
+        exact = deepcopy(bert).double()(packed)
+        before = bert(packed)
+        getattr(freezing, how)(bert)
+        after = bert(packed)
+    assert after.dtype == bert.embed.words.weight.dtype == torch.bfloat16
+    assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers.modules())
+    # Not further from the truth than torch's own bf16, but for the luck of single roundings.
+    assert (after - exact).abs().mean() <= 1.1 * (before - exact).abs().mean()
+
+
+def test_layers_are_left_alone_where_the_processor_multiplies(monkeypatch) -> None:
+    monkeypatch.setattr(freezing, "features", lambda: Features(bf16=True))
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 8))
+    widen(layer)
+    assert [type(each) for each in layer] == [torch.nn.Linear] * 2
+
+
 def test_double_is_left_alone() -> None:
     assert not can_freeze(torch.float64)
 
@@ -187,9 +246,9 @@ def test_refuses_what_c_would_read_astray() -> None:
 def test_cpus_with_fewer_instructions_get_the_same_answers(
     level: str, rebuilt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if level == "x86-64-v4" and not cpu_features()["avx512_bf16"]:
+    if level == "x86-64-v4" and not features().avx512:
         pytest.skip("this CPU has no AVX-512")
-    older = tuple(flag.replace("native", level) for flag in FLAGS)
+    older = (*FLAGS, f"-march={level}")
     monkeypatch.setattr("packhorse.native.FLAGS", older)
     for dtype in BOTH:
         for width in WIDTHS:

@@ -14,6 +14,8 @@ from torch.nn.functional import conv2d
 from packhorse.native import Obstacle
 from packhorse.port import convolve
 
+pytestmark = pytest.mark.machine
+
 CHANNELS, WINDOW = (1, 18), (1, 5)
 SIZES = {"n": (1, 5), "c": CHANNELS, "k": CHANNELS, "r": WINDOW, "s": WINDOW}
 SIZES |= {"h": (0, 9), "w": (0, 16)}

@@ -97,7 +97,10 @@ def test_one_ipu_is_keras_to_the_bit(ipu: Any, tf: Any, execution: int) -> None:
         assert far(weights(model), expected) == 0.0 and done.history == history
         loss, accuracy = model.evaluate(X, Y, batch_size=8, verbose=0)
     outputs = model.predict(X, batch_size=8, verbose=0)
-    assert np.array_equal(outputs, np.array(model(X)))
+    # The same batches: a product of more rows may be summed in another order.
+    alone = network(dropout=0.5)
+    alone.set_weights(expected)
+    assert np.array_equal(outputs, alone.predict(X, batch_size=8, verbose=0))
     assert accuracy == pytest.approx((outputs.argmax(1) == Y).mean())
     assert not notices.taken() and loss > 0
 

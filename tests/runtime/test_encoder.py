@@ -16,6 +16,8 @@ from packhorse.attention import kernel as attention_kernel
 from packhorse.errors import CheckpointError, InputError, KernelError
 from packhorse.runtime.encoder import Encoder, TruncationWarning
 
+pytestmark = pytest.mark.machine
+
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and saw one red hat . ? who what ##s"
 
 

@@ -12,6 +12,8 @@ from packhorse.attention import KERNELS
 from packhorse.errors import KernelError
 from packhorse.runtime import proof
 
+pytestmark = pytest.mark.machine
+
 CPU = torch.device("cpu")
 ON_CPU = [name for name in KERNELS if name != "varlen"]
 

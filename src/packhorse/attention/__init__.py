@@ -44,6 +44,7 @@ class Support:
     windows: bool = False  # knows `Reach.window`
     biases: bool = False  # knows `Reach.bias`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
+    tell: Callable[[], None] = lambda: None  # warns of an obstacle that a user can remove
 
     def refusal(
         self,
@@ -56,6 +57,20 @@ class Support:
         biases: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None."""
+        needs = device, dtype, backward, head_size, dropout, windows, biases
+        return self.mismatch(*needs) or self.obstacle(device)
+
+    def mismatch(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        backward: bool = False,
+        head_size: int | None = None,
+        dropout: bool = False,
+        windows: bool = False,
+        biases: bool = False,
+    ) -> str | None:
+        """Why the kernel would not run there whatever was installed, or None."""
         if self.devices is not None and device.type not in self.devices:
             return f"it runs on {', '.join(sorted(self.devices))}, not on {device.type}"
         if self.dtypes is not None and dtype not in self.dtypes:
@@ -72,7 +87,7 @@ class Support:
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
-        return self.obstacle(device)
+        return None
 
 
 class Kernel(Protocol):
@@ -147,6 +162,8 @@ def pick(
         if refusal is None and not found.serves.rows:
             why = "; ".join([*passed_over, f"{candidate} is the fastest that serves"])
             return Choice(candidate, found, why)
+        if found.serves.mismatch(*needs) is None:
+            found.serves.tell()
         passed_over.append(f"{candidate}: {refusal or 'it needs rows'}")
     raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
 

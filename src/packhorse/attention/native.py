@@ -24,7 +24,6 @@ from torch.nn import functional as F
 
 from packhorse.attention import NO_DROPOUT, Support
 from packhorse.attention.reach import FULL, Reach
-from packhorse.device import cpu_features
 from packhorse.errors import KernelError
 from packhorse.native import (
     FLOAT,
@@ -35,8 +34,10 @@ from packhorse.native import (
     Obstacle,
     function,
     openmp_entry,
+    warn_lost,
 )
 from packhorse.packing.batch import Packed
+from packhorse.processor import features
 
 CHUNK = 128  # query rows of a work item: worth packing the keys for, and sharing a sequence
 WIDEST = 256  # the largest head, which sizes the threads' buffers
@@ -65,6 +66,13 @@ def obstacle() -> str | None:
     return None
 
 
+def _tell() -> None:
+    try:
+        _function(bf16=False)
+    except Obstacle as reason:
+        warn_lost(reason)
+
+
 class Native:
     """One call of compiled C for the whole batch."""
 
@@ -78,6 +86,7 @@ class Native:
         windows=True,
         biases=True,
         obstacle=lambda device: obstacle(),
+        tell=_tell,
     )
 
     def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Chunks:
@@ -198,8 +207,8 @@ def _multiplies_bf16() -> bool:
 @cache
 def _function(bf16: bool) -> Callable[..., int]:
     """The compiled kernel; raises `Obstacle` every time it cannot be had."""
-    if bf16 and not cpu_features()["avx512_bf16"]:
-        raise Obstacle("this CPU has no AVX512-BF16")
+    if bf16 and not features().avx512_bf16:
+        raise Obstacle("this processor has no AVX512-BF16", fixable=False)
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
     takes = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
     return function(SOURCE, "packhorse_attend", takes, defines, returns=INT)

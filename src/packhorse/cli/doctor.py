@@ -31,7 +31,9 @@ FIXES = {
     "not on cpu": "needs an NVIDIA GPU and a CUDA build of torch",
     "not in fp32": "use --dtype bf16 or fp16",
     "has no varlen": "pip install --upgrade 'torch>=2.11'",
+    "no bf16": "use --dtype fp32, which is no slower here",
 }
+NO_BF16 = "in fp32 steps: the processor has no bf16"
 
 
 def doctor(
@@ -46,7 +48,7 @@ def doctor(
     """
     found = examine()
     table("Machine", ["what", "found"], [[k, _words(v)] for k, v in found["machine"].items()])
-    columns = ["device", "dtype", "kernel", "runs", "why not", "fix"]
+    columns = ["device", "dtype", "kernel", "runs", "why", "fix"]
     table("Attention kernels", columns, [list(row.values()) for row in found["kernels"]])
     table("Extras", ["extra", "installed", "fix"], [list(row.values()) for row in found["extras"]])
     emit(found, json)
@@ -71,16 +73,18 @@ def _machine(devices: "list[torch.device]") -> dict[str, Any]:
 
     from packhorse.cache import cache_folder
     from packhorse.checkpoint import hub
-    from packhorse.device import cpu_features, describe
+    from packhorse.device import describe
     from packhorse.executable import cpp_compiler
+    from packhorse.processor import VARIABLE, features, level
 
-    features = [name for name, present in cpu_features().items() if present]
+    held = level()
     return {
         "packhorse": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu features": features,
+        "cpu features": features().names(),
+        "cpu limit": f"{VARIABLE}={held}: what is above it is left out" if held else "none",
         "threads": torch.get_num_threads(),
         "devices": [describe(device) for device in devices],
         "driver": _driver(),
@@ -127,27 +131,29 @@ def _driver_version() -> str | None:
 def _kernels(device: "torch.device") -> list[dict[str, Any]]:
     """Every kernel in every number format of a device."""
     from packhorse.attention import KERNELS, kernel
-    from packhorse.device import parse_dtype
+    from packhorse.device import fast_bf16, parse_dtype
 
     rows = []
     for dtype in ("fp32", "bf16") if device.type == "cpu" else ("fp32", "bf16", "fp16"):
+        widened = dtype == "bf16" and device.type == "cpu" and not fast_bf16(device)
         for name in KERNELS:
             refusal = kernel(name).serves.refusal(device, parse_dtype(dtype))
+            why = refusal or (NO_BF16 if widened else None)
             rows.append(
                 {
                     "device": device.type,
                     "dtype": dtype,
                     "kernel": name,
                     "runs": refusal is None,
-                    "why": refusal,
-                    "fix": _fix(refusal),
+                    "why": why,
+                    "fix": _fix(why),
                 }
             )
     return rows
 
 
-def _fix(refusal: str | None) -> str | None:
-    return next((fix for part, fix in FIXES.items() if refusal and part in refusal), None)
+def _fix(why: str | None) -> str | None:
+    return next((fix for part, fix in FIXES.items() if why and part in why), None)
 
 
 def _extra(name: str, distribution: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from packhorse.native import POINTER, Obstacle, function
+from packhorse.native import POINTER, Obstacle, function, warn_lost
 
 SOURCE = Path(__file__).with_name("convolve.c")
 MOST = 1 << 23  # multiplications: beyond, two threads and oneDNN are faster
@@ -62,7 +62,8 @@ def _serves(tensors: Sequence[Any], how: Sequence[Any]) -> bool:
         return False
     try:
         _functions(_defines(*seen))
-    except Obstacle:
+    except Obstacle as reason:
+        warn_lost(reason)
         return False
     return True
 

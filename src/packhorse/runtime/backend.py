@@ -17,7 +17,7 @@ from torch import Tensor
 
 from packhorse import executable
 from packhorse.errors import KernelError
-from packhorse.model.freeze import can_freeze, freeze
+from packhorse.model.freeze import can_freeze, freeze, widen
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime.invariant import FixedShapes
@@ -42,10 +42,11 @@ class TorchBackend:
         recorded = graphs and serves.records and device.type == "cuda"
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
         self.smallest = SMALLEST_RECORDED if recorded else 64
+        if device.type == "cpu":
+            prepare = freeze if can_freeze(next(model.parameters()).dtype) and not graphs else widen
+            prepare(self.model)
         if graphs:
             executable.compile(model.bert.layers)
-        elif device.type == "cpu" and can_freeze(next(model.parameters()).dtype):
-            freeze(self.model)
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
