@@ -121,9 +121,9 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
         native, "features", lambda: Features(avx2=True, avx512=True, march="skylake-avx512")
     )
     native._built(source, ())
-    assert len(list(cache.iterdir())) == 3
+    assert len(list((cache / "native").iterdir())) == 3
     if disassembler := shutil.which("objdump"):
-        for library in cache.iterdir():
+        for library in (cache / "native").iterdir():
             listing = subprocess.run([disassembler, "-d", library], capture_output=True, text=True)
             assert "ymm" in listing.stdout or "zmm" in listing.stdout
         monkeypatch.setattr(native, "features", lambda: smaller)
@@ -198,7 +198,7 @@ def test_a_library_that_may_not_be_executed_names_its_folder(
     openmp_entry()
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     assert refusal(source) == (
-        f"nothing can be run from the cache folder {cache}, which is mounted noexec; set "
+        f"nothing can be run from the cache folder {cache / 'native'}, which is mounted noexec; set "
         "PACKHORSE_CACHE to a folder on another file system"
     )
 
