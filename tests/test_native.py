@@ -198,7 +198,7 @@ def test_a_library_that_may_not_be_executed_names_its_folder(
     openmp_entry()
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     assert refusal(source) == (
-        f"nothing can be run from the cache folder {cache / 'native'}, which is mounted noexec; set "
+        f"nothing can be run from the cache folder {cache}/native, which is mounted noexec; set "
         "PACKHORSE_CACHE to a folder on another file system"
     )
 

@@ -12,8 +12,7 @@ the optimizer by parameter (ZeRO-1), not within one.
 
 A parameter may hold several of the paper's tensors end to end, as our model stores query, key and
 value. Its group then says how many (`stacked`), and each of them has its own ratio, as it would if
-it were stored by itself. They are views of the parameter, its moments and its master weights, so
-what is stored, saved and read is the same either way.
+it were stored by itself. Only the norms and the ratios know of that; all else is number by number.
 
 `update_one` says this for one tensor. `update_together` does the same for many at once: torch's
 fused Adam, pointed at λw instead of the weights with a rate of −1, leaves exactly d there, so that
@@ -84,12 +83,6 @@ class LAMB(torch.optim.Optimizer):
             "foreach": foreach,
         }
         super().__init__(params, options)
-        self._views: dict[Tensor, Views] = {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy makes its own views."""
-        super().__setstate__(state)
-        self._views = {}
 
     def add_param_group(self, param_group: Group) -> None:
         """A further group; what it does not say is as it was said for all."""
@@ -109,30 +102,14 @@ class LAMB(torch.optim.Optimizer):
                 loss = closure()
         for groups in _same_options(self.param_groups):
             entries = [
-                entry
+                self._entry(parameter, group)
                 for group in groups
                 for parameter in group["params"]
                 if parameter.grad is not None and parameter.numel()
-                for entry in self._entries(parameter, group)
             ]
             for alike, fused in _alike(entries, groups[0]["foreach"]):
                 _update(alike, fused, groups[0])
         return loss
-
-    def _entries(self, parameter: Tensor, group: Group) -> list[Entry]:
-        """The parameter's entry, or one for each of the tensors stacked in it."""
-        entry = self._entry(parameter, group)
-        # Without the ratio every number moves by itself, and stacked tensors can stay as one.
-        if group["stacked"] == 1 or not group["adapt"]:
-            return [entry]
-        held = self._views.get(parameter)
-        if held is None or not held.still_of(entry):
-            held = self._views[parameter] = Views.of(entry, group["stacked"])
-        gradients = parameter.grad.chunk(group["stacked"])  # pyright: ignore[reportOptionalMemberAccess]
-        return [
-            Entry(parameter, weight, gradient, m, v, entry.step)
-            for (parameter, weight, m, v), gradient in zip(held.parts, gradients, strict=True)
-        ]
 
     def _entry(self, parameter: Tensor, group: Group) -> Entry:
         if parameter.grad is None or parameter.grad.is_sparse:
@@ -145,8 +122,9 @@ class LAMB(torch.optim.Optimizer):
         if group["master_weights"] and parameter.dtype != dtype and "master" not in state:
             state["master"] = parameter.detach().to(dtype, memory_format=torch.contiguous_format)
         state["step"] += 1
-        weight = state.get("master", parameter)
-        return Entry(parameter, weight, parameter.grad, state["m"], state["v"], int(state["step"]))
+        weight, age = state.get("master", parameter), int(state["step"])
+        stacked = group["stacked"]
+        return Entry(parameter, weight, parameter.grad, state["m"], state["v"], age, stacked)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Go on from `state_dict()`, to the bit; the tensors are copied.
@@ -167,10 +145,7 @@ class LAMB(torch.optim.Optimizer):
 
 
 class Entry(NamedTuple):
-    """A parameter, or one of the tensors stacked in it, and what its update needs.
-
-    `weight` is the parameter itself, or its master.
-    """
+    """A parameter and what its update needs; `weight` is the parameter itself, or its master."""
 
     parameter: Tensor
     weight: Tensor
@@ -178,40 +153,13 @@ class Entry(NamedTuple):
     m: Tensor
     v: Tensor
     step: int
+    stacked: int  # tensors that the parameter holds along its first dimension
 
     @property
     def plain(self) -> bool:
         """Does a fused kernel serve it? They walk memory, so all must lie in the same order."""
         dense = all(t.is_contiguous() for t in (self.parameter, self.weight, self.gradient, self.m))
         return dense and self.parameter.device.type in FUSED
-
-
-class Views(NamedTuple):
-    """The tensors stacked in a parameter, as views through which the update writes.
-
-    They are made once: five cuts per parameter and step took a tenth of the host's time.
-    """
-
-    whole: tuple[Tensor, Tensor, Tensor, Tensor]  # parameter, weight, m, v
-    address: int  # of the parameter's memory, which may be replaced behind its back (`.data`)
-    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]]
-
-    @classmethod
-    def of(cls, entry: Entry, count: int) -> Views:
-        """Cut along the first dimension."""
-        whole = (entry.parameter, entry.weight, entry.m, entry.v)
-        parameters = entry.parameter.chunk(count)
-        own = entry.weight is entry.parameter
-        weights = parameters if own else entry.weight.chunk(count)
-        moments = (entry.m.chunk(count), entry.v.chunk(count))
-        parts = list(zip(parameters, weights, *moments, strict=True))
-        return cls(whole, entry.parameter.data_ptr(), parts)
-
-    def still_of(self, entry: Entry) -> bool:
-        """Whether nothing of the entry was replaced since."""
-        now = (entry.parameter, entry.weight, entry.m, entry.v)
-        same = all(before is after for before, after in zip(self.whole, now, strict=True))
-        return same and self.address == entry.parameter.data_ptr()
 
 
 def _same_options(groups: list[Group]) -> Iterator[list[Group]]:
@@ -264,11 +212,14 @@ def _update(entries: list[Entry], fused: bool, group: Group) -> None:
     weights = _converted([entry.weight for entry in entries], dtype)
     gradients = _converted([entry.gradient for entry in entries], dtype)
     moments = [entry.m for entry in entries], [entry.v for entry in entries]
+    stacked = [entry.stacked for entry in entries]
     if fused:
-        update_together(weights, gradients, *moments, entries[0].step, group)
+        update_together(weights, gradients, *moments, stacked, entries[0].step, group)
     else:
-        for weight, gradient, m, v in zip(weights, gradients, *moments, strict=True):
-            update_one(weight, gradient, m, v, entries[0].step, group)
+        for count, *tensors in zip(stacked, weights, gradients, *moments, strict=True):
+            cut = [_unstacked([tensor], [count]) for tensor in tensors]
+            for weight, gradient, m, v in zip(*cut, strict=True):
+                update_one(weight, gradient, m, v, entries[0].step, group)
     if weights[0] is not parameters[0]:
         torch._foreach_copy_(parameters, weights)
 
@@ -304,10 +255,11 @@ def update_together(
     gradients: list[Tensor],
     m: list[Tensor],
     v: list[Tensor],
+    stacked: list[int],
     step: int,
     group: Group,
 ) -> None:
-    """`update_one` for many contiguous tensors of one dtype and device."""
+    """`update_one` for many contiguous tensors of one dtype and device, some of them stacked."""
     age = _age(step, group, weights[0].device)
     directions = list(torch._foreach_mul(weights, group["weight_decay"]))
     torch._fused_adam_(
@@ -328,12 +280,34 @@ def update_together(
     if not group["adapt"]:
         _move(weights, directions, group["lr"])
         return
-    lengths, steps = (torch.stack(torch._foreach_norm(one)) for one in (weights, directions))
+    lengths = torch.stack(torch._foreach_norm(_unstacked(weights, stacked)))
+    steps = torch.stack(torch._foreach_norm(_unstacked(directions, stacked)))
     ratios = trust_ratio(lengths, steps, group)
+    weights = list(weights)
+    rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
     if isinstance(group["lr"], Tensor):
-        torch._foreach_addcmul_(weights, directions, (ratios * group["lr"]).unbind(), value=-1.0)
-    else:
-        torch._foreach_addcmul_(weights, directions, ratios.unbind(), value=-group["lr"])
+        ratios = ratios * group["lr"]
+    every = ratios.unbind()
+    factors = []
+    first = 0
+    for at, count in enumerate(stacked):
+        if count == 1:
+            factors.append(every[first])
+        else:  # one launch for all of them: [count, the rest] times [count, 1]
+            weights[at] = weights[at].view(count, -1)
+            directions[at] = directions[at].view(count, -1)
+            factors.append(ratios[first : first + count, None])
+        first += count
+    torch._foreach_addcmul_(weights, directions, factors, value=-rate)
+
+
+def _unstacked(tensors: list[Tensor], stacked: list[int]) -> list[Tensor]:
+    """All tensors one by one; those that are stacked in a parameter are views of it."""
+    return [
+        part
+        for tensor, count in zip(tensors, stacked, strict=True)
+        for part in (tensor.chunk(count) if count > 1 else (tensor,))
+    ]
 
 
 def _move(weights: list[Tensor], directions: list[Tensor], rate: float | Tensor) -> None:
