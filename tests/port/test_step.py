@@ -28,7 +28,9 @@ OPTIMIZERS = {
 }
 
 
-def options(iterations=1, accumulation=1, replicas=1, mean=True, compiled=False) -> poptorch.Options:
+def options(
+    iterations=1, accumulation=1, replicas=1, mean=True, compiled=False
+) -> poptorch.Options:
     opts = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
     opts.Training.gradientAccumulation(accumulation)
     kind = poptorch.ReductionType.Mean if mean else poptorch.ReductionType.Sum

@@ -40,6 +40,8 @@ _ROOMS = {
     "wrapping": "inferenceModel load trainingModel",
     "options": "Options",
     "loader": "AsynchronousDataAccessor DataLoader",
+    "arguments": "ICustomArgParser registerCustomArgParser",
+    "faults": "Error RecoverableError UnrecoverableError",
     "losses": "identity_loss isRunningOnIpu",
     "hardware": "ipuHardwareIsAvailable ipuHardwareVersion setLogLevel",
     "blocks": "BeginBlock Block BlockFunction ParallelPhasedExecution Phase PipelinedExecution "

@@ -50,11 +50,11 @@ class PoplarExecutor(Timed):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._user_model = model
-        self._options = options
+        self._options = options.taken("trainingModel" if training else "inferenceModel", training)
         self._training = training
-        options.freeze("trainingModel" if training else "inferenceModel")
         self._device = local_device()
-        self._step = Step(model, None, Setting.of(options, training), Group.of(options))
+        setting = Setting.of(self._options, training)
+        self._step = Step(model, None, setting, Group.of(self._options))
         self._graphs = capture.Captured(self._step)
         self._mode = Mode(model, training)
         self._weights = DeviceWeights(model, self._device, training, options.share_weights)

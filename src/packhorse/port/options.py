@@ -126,6 +126,15 @@ class Options(Settings):
         if not self._use.by:
             self._use.by, self._use.line = by, caller()
 
+    def taken(self, by: str, training: bool) -> Options:
+        """A model goes by these: they are fixed, and its own copy knows which outputs return."""
+        copy = self.clone()
+        if copy.defaultOutputMode():
+            copy._values["output_mode"] = OutputMode.Final if training else OutputMode.All
+        for options in (self, copy):
+            options.freeze(by)
+        return copy
+
     def clone(self) -> Options:
         """The same settings, free to change."""
         twin = Options()

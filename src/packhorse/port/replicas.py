@@ -94,13 +94,15 @@ class Group:
             if number % self.count in self.local:
                 yield number % self.count, leaves
 
-    def buffers(self, model: nn.Module, replica: int) -> dict[str, Tensor] | None:
+    def give_buffers(self, model: nn.Module) -> None:
+        """Before the first step: every replica begins with the module's buffers as they are."""
+        for replica in self.local[1:]:
+            if replica not in self.own:
+                self.own[replica] = {name: b.clone() for name, b in model.named_buffers()}
+
+    def buffers(self, replica: int) -> dict[str, Tensor] | None:
         """A replica's own; None for the first one here, whose are the module's."""
-        if replica == self.local.start:
-            return None
-        if replica not in self.own:
-            self.own[replica] = {name: b.clone() for name, b in model.named_buffers()}
-        return self.own[replica]
+        return self.own.get(replica)
 
     def add_gradients(self, model: nn.Module) -> None:
         """Over all processes."""

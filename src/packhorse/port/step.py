@@ -105,6 +105,7 @@ class Step:
         kept = Outputs(self.setting.mode, self.setting.every, replicas, steps)
         shape: Any = None
         self.flat.clear()
+        self.group.give_buffers(self.model)
         per_iteration = self.setting.accumulation * self.setting.replicas
         with _together(self.optimizer, self.setting):
             for begin in range(0, len(batches), per_iteration):
@@ -150,7 +151,7 @@ class Step:
         if self.constants is not None:
             self.constants.restore()
         with called() as call, torch.set_grad_enabled(self.setting.training):
-            buffers = self.group.buffers(self.model, replica)
+            buffers = self.group.buffers(replica)
             if buffers is None:
                 outputs = self.model(*args, **kwargs)
             else:
@@ -232,7 +233,7 @@ class Step:
         """A replica's weights and buffers; looked up once a call, for it takes a while."""
         if replica not in self.flat:
             held = Held.by(self.model, self.setting.training)
-            own = self.group.buffers(self.model, replica)
+            own = self.group.buffers(replica)
             held = held if own is None else held._replace(buffers=own)
             self._weights = list(held.weights.values())
             self.flat[replica] = inputs_of(held, ())

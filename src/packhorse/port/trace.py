@@ -234,40 +234,55 @@ def _refuse_hooks(model: nn.Module) -> None:
 def watched(model: nn.Module) -> Iterator[None]:
     """Within it, a model must leave nothing behind in Python; what it did is undone and refused."""
     before = [(module, dict(vars(module))) for module in model.modules()]
-    inside = [_inside(values) for _, values in before]
+    contents = [_contents(values) for _, values in before]
+    versions = [_versions(values) for _, values in before]
     drawn, numbers = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        _undo(before, inside, drawn, numbers)
+        changed = [_put_back(*state) for state in zip(before, contents, versions, strict=True)]
+        drawn_outside = random.getstate() != drawn
+        if drawn_outside or str(np.random.get_state()) != str(numbers):
+            random.setstate(drawn)
+            np.random.set_state(numbers)
+            raise Untraceable("its forward draws random numbers outside torch")
+        if any(changed):
+            raise Untraceable("its forward sets attributes")
 
 
-def _undo(before: Any, inside: Any, drawn: Any, numbers: Any) -> None:
-    filled = [was != _inside(values) for (_, values), was in zip(before, inside, strict=True)]
-    changed = [one for one in before if not _same(vars(one[0]), one[1])]
-    for module, values in changed:
-        vars(module).clear()
-        vars(module).update(values)
-    if random.getstate() != drawn or str(np.random.get_state()) != str(numbers):
-        random.setstate(drawn)
-        np.random.set_state(numbers)
-        raise Untraceable("its forward draws random numbers outside torch")
-    if changed or any(filled):
-        raise Untraceable("its forward sets attributes")
+def _put_back(before: tuple[nn.Module, dict[str, Any]], contents: Any, versions: list[int]) -> bool:
+    """A module's attributes as they were; whether they had changed."""
+    module, values = before
+    now = vars(module)
+    changed = now.keys() != values.keys() or any(now[key] is not values[key] for key in now)
+    if changed:
+        now.clear()
+        now.update(values)
+    for container, kept in contents:
+        if not _same(container, kept):
+            changed = True
+            container.clear()
+            container.extend(kept) if isinstance(container, list) else container.update(kept)
+    return changed or _versions(values) != versions
 
 
-def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+def _contents(values: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The lists, sets and dictionaries among a module's attributes, each with a copy."""
+    containers = [
+        value
+        for name, value in values.items()
+        if isinstance(value, dict | list | set) and name not in REGISTERED
+    ]
+    return [(container, container.copy()) for container in containers]
 
 
-def _inside(values: dict[str, Any]) -> list[Any]:
-    """What tells that a container or a plain tensor among a module's attributes has changed."""
-    marks: list[Any] = []
-    for name, value in values.items():
-        if isinstance(value, dict) and name not in REGISTERED:
-            marks.append([(key, id(item)) for key, item in value.items()])
-        elif isinstance(value, list | set):
-            marks.append([id(item) for item in value])
-        elif isinstance(value, Tensor):
-            marks.append(value._version)
-    return marks
+def _same(one: Any, other: Any) -> bool:
+    """Do two containers hold the same objects?"""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _versions(values: dict[str, Any]) -> list[int]:
+    """Counts of the changes in place of a module's plain tensors."""
+    return [value._version for value in values.values() if isinstance(value, Tensor)]

@@ -244,6 +244,17 @@ def _version(tensor: Tensor) -> int:
         return tensor._version
 
 
+# What optimizers and summaries ask of a weight that is not its values.
+METHODS = ("numel", "nelement", "size", "dim", "stride", "is_floating_point", "is_complex")
+ATTRIBUTES = ("shape", "ndim", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad")
+ATTRIBUTES += ("is_leaf", "retains_grad")
+METADATA = frozenset(
+    [getattr(Tensor, name) for name in METHODS]
+    + [getattr(Tensor, name).__get__ for name in ATTRIBUTES]
+    + [Tensor.grad.__set__]
+)
+
+
 class _Watched:
     """A module's tensor whose newer values are in executors: any operation copies them first."""
 
@@ -253,7 +264,7 @@ class _Watched:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for kind in types:
+        for kind in types if func not in METADATA else ():
             for source in getattr(kind, "sources", ()):
                 source.download_if_stale()
         with torch._C.DisableTorchFunctionSubclass():

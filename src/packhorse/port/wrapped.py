@@ -23,6 +23,10 @@ _wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PoplarExecutor]] = (
 )
 
 
+class AlreadyWrapped(InputError, RuntimeError):
+    """A module was given to a second trainingModel; a RuntimeError in PopTorch."""
+
+
 class ExecutorMethod:
     """A method of the executor that wraps a module; of none once it was copied or has ended."""
 
@@ -42,7 +46,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     """The words are PopTorch's."""
     reference = _wrapped.get(model)
     if reference is not None and reference() is not None:
-        raise InputError(
+        raise AlreadyWrapped(
             f"{place()}Model has already been wrapped in 'poptorch.trainingModel'. Call"
             " model.destroy() on the model to unwrap before wrapping again."
         )

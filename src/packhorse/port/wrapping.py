@@ -45,9 +45,9 @@ def inferenceModel(
     module, options = _module(model, "inferenceModel"), _options(options, "inferenceModel")
     if options.gradient_accumulation != 1:
         raise InputError(
-            f"{place()}inferenceModel has no gradients to accumulate, and its options say"
-            f" gradientAccumulation({options.gradient_accumulation}); give it options of its own:"
-            " poptorch.Options().deviceIterations(n)"
+            f"{place()}You must set poptorch.Options().Training.gradientAccumulation to 1 or leave"
+            " it as its default value (1) when running a poptorch.inferenceModel(). Give it options"
+            " of its own: poptorch.Options().deviceIterations(n)"
         )
     return PoplarExecutor(module, options, False)
 
