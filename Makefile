@@ -2,6 +2,7 @@
 # make test        what a change should see (pytest without the slow sweeps)
 # make check       ruff, formatting, pyright
 # make test-slow   the sweeps and soaks
+# make test-outside   other projects' tests and clients; what needs a folder names a variable
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
 # make clean       remove the environment and the caches of the tools
@@ -32,7 +33,7 @@ PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check $(if $
 SOURCES = pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow fuzz peers clean
+.PHONY: help demo test check test-slow test-outside fuzz peers clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -41,10 +42,15 @@ demo: .venv/.demo
 	$(BIN)/packhorse demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not outside" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
+
+# A group of clients that needs other versions than ours has an environment of its own, as
+# .venv-infinity; PopTorch's tests (PACKHORSE_POPTORCH_TESTS=…/poptorch/tests) need none.
+test-outside: .venv/.dev
+	$(BIN)/python -m pytest -m outside tests/outside $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check $(ARGS)

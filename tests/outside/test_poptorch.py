@@ -114,12 +114,13 @@ def run(file: Path, folder: Path) -> Result:
     """One file, by a pytest of its own."""
     report = folder / "report.xml"
     environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": os.pathsep.join([script.STARTUP, str(HERE)]),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_ADDOPTS": f"-p standins -p no:cacheprovider -c {os.devnull}",  # some start another
     }
     environment.pop(script.RUN, None)
-    words = ["-p", "standins", "-p", "no:cacheprovider", "-c", os.devnull]
-    words += ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
+    words = ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=folder,

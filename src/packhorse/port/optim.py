@@ -193,30 +193,25 @@ class RMSprop(_Kept, torch.optim.RMSprop):
         return loss
 
 
-class LAMB(_Kept, optim.LAMB):
+def LAMB(
+    params: Iterable[Any],
+    lr: float | None = None,
+    betas: Betas | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
+    bias_correction: bool | None = None,
+    loss_scaling: float | None = None,
+    max_weight_norm: float | None = None,
+    accum_type: torch.dtype | None = None,
+    first_order_momentum_accum_type: torch.dtype | None = None,
+    second_order_momentum_accum_type: torch.dtype | None = None,
+) -> optim.LAMB:
     """`packhorse.optim.LAMB` with PopTorch's ε of 1e-8; a weight norm counts up to 65500."""
-
-    bias_correction: bool
-    max_weight_norm: float
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | None = None,
-        betas: Betas | None = None,
-        eps: float | None = None,
-        weight_decay: float | None = None,
-        bias_correction: bool | None = None,
-        loss_scaling: float | None = None,
-        max_weight_norm: float | None = None,
-        accum_type: torch.dtype | None = None,
-        first_order_momentum_accum_type: torch.dtype | None = None,
-        second_order_momentum_accum_type: torch.dtype | None = None,
-    ) -> None:
-        given = _given(locals())
-        settings: dict[str, Any] = {"eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
-        super().__init__(params, **(settings | _torchs(given)))
-        _keep(self, given, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
+    given = _given(locals())
+    settings: dict[str, Any] = {"eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
+    optimizer = optim.LAMB(params, **(settings | _torchs(given)))
+    _keep(optimizer, given, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
+    return optimizer
 
 
 _MOMENTS = {

@@ -23,14 +23,16 @@ class Joined(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         held: list[Sequence[int]] = []
+        size, short = 0, False
         for batch in self.batches:
-            held.append(batch)
-            if len(batch) != len(held[0]):
-                sizes = f"{len(held[0])} and {len(batch)}"
+            size = size or len(batch)
+            if short or (len(batch) != size and self.drop_last):
                 raise InputError(
                     f"a host call consumes {self.count} batches of one size, and the batch_sampler"
-                    f" gave {sizes} elements; build it with drop_last=True"
+                    f" gave {size} and {len(batch)} elements; build it with drop_last=True"
                 )
+            short = len(batch) != size  # which only the last may be
+            held.append(batch)
             if len(held) == self.count:
                 yield [index for each in held for index in each]
                 held = []

@@ -7,30 +7,25 @@ a pickle or a copy of the module leaves behind empty.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from packhorse.errors import InputError
+from packhorse.errors import PackhorseError
 from packhorse.port.notices import place
 
-if TYPE_CHECKING:
-    from packhorse.port.executor import PoplarExecutor
-
 METHODS = ("destroy", "copyWeightsToHostIfNeeded")
-_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[PoplarExecutor]] = (
-    weakref.WeakKeyDictionary()
-)
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-class AlreadyWrapped(InputError, RuntimeError):
+class AlreadyWrapped(PackhorseError, RuntimeError):
     """A module was given to a second trainingModel; a RuntimeError in PopTorch."""
 
 
 class ExecutorMethod:
     """A method of the executor that wraps a module; of none once it was copied or has ended."""
 
-    def __init__(self, name: str = "", executor: weakref.ref[PoplarExecutor] | None = None) -> None:
+    def __init__(self, name: str = "", executor: weakref.ref[Any] | None = None) -> None:
         self.name = name
         self.executor = executor
 
@@ -52,7 +47,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
 
 
-def wrap(model: nn.Module, executor: PoplarExecutor) -> None:
+def wrap(model: nn.Module, executor: object) -> None:
     """A trainingModel has this module from now on."""
     reference = weakref.ref(executor)
     _wrapped[model] = reference

@@ -11,6 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import poptorch  # pyright: ignore[reportMissingImports]
+import torch.utils.data
+
+from packhorse import optim
 
 
 def core() -> ModuleType:
@@ -21,5 +24,22 @@ def core() -> ModuleType:
     return module
 
 
+class LAMB(optim.LAMB):
+    """A class that tests extend; ours is a function that makes such an optimizer."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        made = make_lamb(params, **settings)
+        self.__dict__.update(vars(made))
+
+
+make_lamb = poptorch.optim.LAMB
+poptorch.optim.LAMB = LAMB
 sys.modules["poptorch.poptorch_core"] = poptorch.poptorch_core = core()
 poptorch.optim.VariableAttributes._allowed_attributes = property(lambda self: self._allowed)
+
+
+def _take_source(self: Any, data_source: Any = None) -> None:
+    """torch 2.0's `Sampler` took the data set; PopTorch's tests pass it."""
+
+
+torch.utils.data.Sampler.__init__ = _take_source
