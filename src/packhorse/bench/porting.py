@@ -128,7 +128,8 @@ def build(setup: Setup, device: torch.device) -> list[Way]:
     model = Classifier().train()
     ways = [_plain(copy.deepcopy(model), data, setup, device)]
     ways.append(_port("port", copy.deepcopy(model), data, setup, False))
-    ways.append(_port("port, traced", copy.deepcopy(model), data, setup, "trace"))
+    if device.type == "cpu":  # elsewhere nothing is traced
+        ways.append(_port("port, traced", copy.deepcopy(model), data, setup, "trace"))
     if setup.compiled:
         ways.append(_port("port, compiled", copy.deepcopy(model), data, setup, True))
     return ways

@@ -66,6 +66,9 @@ class DeviceWeights:
 
     def upload(self, only: set[str] | None = None) -> None:
         """Copy from the module; `only` names the tensors if not all are meant."""
+        if only is None:  # the module's values count, whatever was trained since the last copy
+            self.stale = False
+            self.behind = False
         before = {slot.path: slot.device for slot in self._slots}
         copies: dict[int, Tensor] = {}  # tied weights stay tied
         slots = []
@@ -81,9 +84,6 @@ class DeviceWeights:
                 slots.append(Slot(kind, path, holder, name, host, device))
         self._slots = slots
         self.counterparts = copies
-        if only is None:
-            self.stale = False
-            self.behind = False
         if self.trained and not self.aliased:
             self._watch()
         self._remember()
@@ -178,15 +178,16 @@ class DeviceWeights:
         if self.aliased:
             yield
             return
-        hosts = [slot.holder.get(slot.name) for slot in self._slots]
-        for slot in self._slots:
+        slots = [slot for slot in self._slots if slot.name in slot.holder]
+        hosts = [slot.holder[slot.name] for slot in slots]
+        for slot in slots:
             slot.holder[slot.name] = slot.device
         try:
             yield
-            for slot in self._slots:
+            for slot in slots:
                 _refuse_replaced(slot)
         finally:
-            for slot, host in zip(self._slots, hosts, strict=True):
+            for slot, host in zip(slots, hosts, strict=True):
                 slot.holder[slot.name] = host
 
     # The classes of the module's tensors
