@@ -31,6 +31,8 @@ KINDS = {
     "private": "reads PopTorch's inside",
     "open": "not provided",
 }
+# Their refusal leaves broken queues of torch's workers behind, on which later tests would fail.
+NOT_RUN = {"dataloader": "test_custom_batch_sampler and device_iteration:5"}
 HEAD = f"""# PopTorch's own tests
 
 What of PopTorch's public tests (github.com/graphcore/poptorch, `tests/`) holds for
@@ -121,6 +123,8 @@ def run(file: Path, folder: Path) -> Result:
     }
     environment.pop(script.RUN, None)
     words = ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
+    if expression := NOT_RUN.get(file.stem.removesuffix("_test")):
+        words += ["-k", f"not ({expression})"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=folder,
@@ -153,6 +157,11 @@ def document(results: dict[str, Result]) -> str:
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     lines.insert(1, "| --- |" + " ---: |" * (len(rows[0]) - 1))
     text = HEAD + "\n".join(lines) + "\n"
+    for name, expression in NOT_RUN.items():
+        text += (
+            f"\nNot run: `{expression}` of {name}_test.py, batches of several sizes in one call,"
+            " which a collate_fn pads; they are refused here.\n"
+        )
     for kind, title in KINDS.items():
         text += f"\n## {title[0].upper()}{title[1:]}\n\n"
         for each in listed:

@@ -23,16 +23,16 @@ class Joined(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         held: list[Sequence[int]] = []
-        size, short = 0, False
+        uneven = False
         for batch in self.batches:
-            size = size or len(batch)
-            if short or (len(batch) != size and self.drop_last):
+            sizes = f"{len(held[0]) if held else 0} and {len(batch)}"
+            held.append(batch)
+            if uneven or (self.drop_last and len(batch) != len(held[0])):
                 raise InputError(
                     f"a host call consumes {self.count} batches of one size, and the batch_sampler"
-                    f" gave {size} and {len(batch)} elements; build it with drop_last=True"
+                    f" gave {sizes} elements; build it with drop_last=True"
                 )
-            short = len(batch) != size  # which only the last may be
-            held.append(batch)
+            uneven = len(batch) != len(held[0])  # which only the last batch of all may be
             if len(held) == self.count:
                 yield [index for each in held for index in each]
                 held = []
