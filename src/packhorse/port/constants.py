@@ -32,7 +32,7 @@ class Constant:
     def restore(self) -> None:
         """Put the value back if it was changed or replaced."""
         now = self.module.__dict__.get(self.name)
-        if now is self.used and now._version == self.version:
+        if now is self.used and self.used._version == self.version:
             return
         say_once(
             f"constant {type(self.module).__name__}.{self.name}",

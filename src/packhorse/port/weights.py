@@ -129,7 +129,7 @@ class DeviceWeights:
         changed = set()
         for slot, version in zip(self._slots, self._versions, strict=True):
             host = slot.holder.get(slot.name)
-            if host is not slot.host or _version(host) != version:
+            if host is not slot.host or _version(slot.host) != version:
                 changed.add(slot.path)
         if changed:
             self.upload(only=changed)
@@ -162,7 +162,7 @@ class DeviceWeights:
         data = data.clone() if data.device == self.device else data.to(self.device)
         if isinstance(host, nn.Parameter):
             device = nn.Parameter(data, requires_grad=host.requires_grad)
-            device.__dict__.update(vars(host))
+            device.__dict__.update(vars(host))  # pyright: ignore[reportAttributeAccessIssue]
             return device
         return data
 
@@ -219,7 +219,8 @@ class DeviceWeights:
 def _places(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Tensor | None], str]]:
     """Kind, path, dictionary and name of every weight and buffer, shared ones each time."""
     for prefix, module in model.named_modules():
-        for kind, holder in (("Parameter", module._parameters), ("Buffer", module._buffers)):
+        holders: tuple[Any, Any] = (module._parameters, module._buffers)
+        for kind, holder in zip(("Parameter", "Buffer"), holders, strict=True):
             for name in holder:
                 yield kind, f"{prefix}.{name}" if prefix else name, holder, name
 
@@ -252,7 +253,7 @@ ATTRIBUTES += ("is_leaf", "retains_grad")
 METADATA = frozenset(
     [getattr(Tensor, name) for name in METHODS]
     + [getattr(Tensor, name).__get__ for name in ATTRIBUTES]
-    + [Tensor.grad.__set__]
+    + [getattr(Tensor, "grad").__set__]  # noqa: B009
 )
 
 
