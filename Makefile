@@ -4,6 +4,7 @@
 # make test-slow   the sweeps and soaks
 # make test-machines   what depends on the machine, on machines that have less: older processors,
 #                  no compiler, folders that cannot be written, no network, half a core
+# make test-outside   other projects' tests and clients; what needs a folder names a variable
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
 # make lock        write locks/ anew from pyproject.toml and constraints.txt (needs uv)
@@ -49,7 +50,7 @@ ONLY_TORCH = $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX)
 SOURCES = pyproject.toml constraints.txt $(wildcard locks/*.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow test-machines fuzz peers lock clean
+.PHONY: help demo test check test-slow test-machines test-outside fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -58,10 +59,15 @@ demo: .venv/.demo
 	$(BIN)/packhorse demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not outside" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
+
+# A group of clients that needs other versions than ours has an environment of its own, as
+# .venv-infinity; PopTorch's tests (PACKHORSE_POPTORCH_TESTS=…/poptorch/tests) need none.
+test-outside: .venv/.dev
+	$(BIN)/python -m pytest -m outside tests/outside $(ARGS)
 
 test-machines: .venv/.dev
 	$(BIN)/python tests/machines/lanes.py $(LANES) -- $(ARGS)

@@ -12,7 +12,7 @@ def test_rows_tell_speed_and_that_the_numbers_agree():
     told: list[tuple[int, int]] = []
     setup = porting.Setup(batch=2, iterations=2, steps=4, repeats=2, device="cpu")
     rows = porting.measure(setup, lambda done, total: told.append((done, total)))
-    assert [row.way for row in rows] == ["plain loop", "port, as modules", "port"]
+    assert [row.way for row in rows] == ["plain loop", "port", "port, traced"]
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
     plain, *ours = rows
     assert plain.over_plain is None and plain.largest_difference is None

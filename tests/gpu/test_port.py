@@ -68,7 +68,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int 
         optimizer.step()
 
 
-def ported(model: nn.Module, optimizer: Any, accumulation: int = 1, compiled: bool | None = None):
+def ported(model: nn.Module, optimizer: Any, accumulation: int = 1, compiled: bool = True):
     opts = poptorch.Options().deviceIterations(ITERATIONS).compileStep(compiled)
     opts.Training.gradientAccumulation(accumulation)
     training = poptorch.trainingModel(model, opts, optimizer)
@@ -99,7 +99,7 @@ def test_a_captured_call_is_the_plain_loop(name, accumulation):
 def test_dropout_draws_anew_in_each_step():
     torch.manual_seed(0)
     opts = poptorch.Options().deviceIterations(4).outputMode(poptorch.OutputMode.All)
-    inference = poptorch.inferenceModel(nn.Dropout(0.5), opts)
+    inference = poptorch.inferenceModel(nn.Dropout(0.5), opts.compileStep())
     drawn = [inference(torch.ones(4, 64)) for _ in range(WARM + 3)]
     assert len({tuple(row.tolist()) for call in drawn for row in call}) == 4 * len(drawn)
 
@@ -117,31 +117,61 @@ def test_a_new_learning_rate_is_followed():
             return self.model(x).mean()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training = poptorch.trainingModel(Loss(), None, optimizer)
+    training = poptorch.trainingModel(Loss(), poptorch.Options().compileStep(), optimizer)
     for _ in range(WARM + 2):
         training(torch.ones(2, 2))
     training.detachFromDevice()
     before = model.bias.detach().clone()
     optimizer.param_groups[0]["lr"] = 0.5
+    training.setOptimizer(optimizer)
     training(torch.ones(2, 2))
     training.detachFromDevice()
     assert torch.allclose(before - model.bias, torch.tensor([0.5]))
 
 
-def test_weights_come_home_when_the_script_looks():
+def test_weights_are_on_both_sides():
+    torch.manual_seed(0)
     model = Net()
     training = ported(model, OPTIMIZERS["adam"](model.parameters()))
-    assert next(model.parameters()).is_cuda
-    assert all(value.device.type == "cpu" for value in model.state_dict().values())
+    device = training._weights.counterparts[id(model.out.weight)]
+    assert device.is_cuda and model.out.weight.device.type == "cpu"
+    assert torch.equal(model.out.weight, device.cpu())  # copied because it was looked at
     images, labels = data(BATCH)
     assert model(images).device.type == "cpu"  # the script's own call, on the host
     out, loss = training(*(x.repeat(ITERATIONS, *[1] * (x.dim() - 1)) for x in (images, labels)))
-    assert out.device.type == loss.device.type == "cpu" and next(model.parameters()).is_cuda
+    assert out.device.type == loss.device.type == "cpu"
+    training.detachFromDevice()
+    assert device.device.type == "cpu"  # there is room on the device again
+
+
+def test_as_python_a_call_is_the_plain_loop_and_no_graph():
+    torch.manual_seed(0)
+    mine = Net()
+    theirs = copy.deepcopy(mine).cuda()
+    plain(theirs, OPTIMIZERS["adam"](theirs.parameters()))
+    training = ported(mine, OPTIMIZERS["adam"](mine.parameters()), compiled=False)
+    assert not training._graphs.recorded
+    for key, value in mine.state_dict().items():
+        torch.testing.assert_close(value, theirs.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_change_of_the_input_reaches_the_script():
+    class AddsOne(nn.Module):
+        def forward(self, x: Tensor) -> None:
+            x += 1
+
+    for compiled in (False, True):
+        x = torch.zeros(4)
+        adding = poptorch.inferenceModel(AddsOne(), poptorch.Options().compileStep(compiled))
+        for _ in range(WARM + 3):
+            adding(x)
+        assert torch.equal(x, torch.full((4,), WARM + 3.0))
 
 
 def test_inference_is_the_modules():
     model = Net().eval()
-    inference = poptorch.inferenceModel(model, poptorch.Options().deviceIterations(2))
+    opts = poptorch.Options().deviceIterations(2).compileStep()
+    inference = poptorch.inferenceModel(model, opts)
     images, _ = data(8)
     found = [inference(images + call) for call in range(WARM + 2)]
     inference.detachFromDevice()
@@ -198,8 +228,9 @@ def test_a_graph_that_ends_spoils_no_capture():
 def test_a_schedule_by_the_step_stops_the_captures():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    training = poptorch.trainingModel(model, None, optimizer)
+    training = poptorch.trainingModel(model, poptorch.Options().compileStep(), optimizer)
     for call in range(40):
         optimizer.param_groups[0]["lr"] = 0.1 / (call + 1)
+        training.setOptimizer(optimizer)
         training(*data(BATCH))
     assert len(training._graphs.recorded) == 0  # no rate was seen often enough to be captured

@@ -256,8 +256,11 @@ def test_batch_sampler_batches_are_joined() -> None:
             assert elements(loader) == list(range(24))
     last = Joined([[0], [1], [2]], 2, drop_last=False)
     assert list(last) == [[0, 1], [2]] and len(last) == 2
-    with pytest.raises(InputError, match="2 and 1 elements"):
-        list(Joined([[0, 1], [2]], 2, drop_last=False))
+    assert list(Joined([[0, 1], [2]], 2, drop_last=False)) == [[0, 1, 2]]  # as PopTorch's does
+    for batches_of, drop_last in (([[0, 1], [2]], True), ([[0, 1], [2], [3, 4]], False)):
+        with pytest.raises(InputError, match="batches of one size"):
+            list(Joined(batches_of, 2, drop_last))
+    assert list(Joined([[0, 1], [2]], 1, drop_last=True)) == [[0, 1], [2]]  # one batch per call
     with pytest.raises(InputError, match="shuffle"):
         DataLoader(None, data(4), batch_sampler=batches, shuffle=True)
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def python(*words: object, cwd: Path, given: str = "", **environment: str):
         input=given,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=os.environ | environment,
     )
 
@@ -235,3 +236,27 @@ def test_tensorflows_modules_come_from_their_room(tmp_path: Path) -> None:
     stand_in += "script.TENSORFLOW = 'room'\n"
     done = python(*PORT, write(tmp_path, stand_in + IPU), cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("ipu config\n", 0), done.stderr
+
+
+BERT = """
+import importlib.util
+assert importlib.util.find_spec("torchvision") is None
+import torch, torchvision  # ours
+assert importlib.util.find_spec("torchvision") is None
+from transformers import BertConfig, BertModel
+import poptorch
+
+sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+model = BertModel(BertConfig(vocab_size=10, **sizes)).eval()
+ids = torch.tensor([[1, 2, 3]])
+found = poptorch.inferenceModel(model)(ids).last_hidden_state
+assert torch.equal(found, model(ids).last_hidden_state)
+print(torchvision.datasets.MNIST.__name__, "and", type(model).__name__)
+"""
+
+
+@pytest.mark.skipif(bool(find_spec("torchvision")), reason="the installed torchvision is used")
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+def test_a_transformers_model_runs_beside_our_torchvision(tmp_path: Path) -> None:
+    done = python(*PORT, write(tmp_path, BERT), cwd=tmp_path)
+    assert done.stdout == "MNIST and BertModel\n", done.stderr

@@ -127,8 +127,9 @@ def build(setup: Setup, device: torch.device) -> list[Way]:
     torch.manual_seed(setup.seed)
     model = Classifier().train()
     ways = [_plain(copy.deepcopy(model), data, setup, device)]
-    ways.append(_port("port, as modules", copy.deepcopy(model), data, setup, False))
-    ways.append(_port("port", copy.deepcopy(model), data, setup, None))
+    ways.append(_port("port", copy.deepcopy(model), data, setup, False))
+    if device.type == "cpu":  # elsewhere nothing is traced
+        ways.append(_port("port, traced", copy.deepcopy(model), data, setup, "trace"))
     if setup.compiled:
         ways.append(_port("port, compiled", copy.deepcopy(model), data, setup, True))
     return ways
@@ -156,7 +157,7 @@ def _plain(model: nn.Module, data: TensorDataset, setup: Setup, device: torch.de
 
 
 def _port(
-    name: str, model: nn.Module, data: TensorDataset, setup: Setup, compiled: bool | None
+    name: str, model: nn.Module, data: TensorDataset, setup: Setup, compiled: bool | str
 ) -> Way:
     options = poptorch.Options().deviceIterations(setup.iterations).compileStep(compiled)
     options.enableExecutableCaching(None)

@@ -47,6 +47,9 @@ def port(
     At the end a summary on stderr says what was other than on an IPU; with
     --json it is one line of JSON, also on stderr, for stdout is the script's.
     It runs on the GPU if there is one; PACKHORSE_DEVICE=cpu says otherwise.
+    Steps run as Python; PACKHORSE_PORT_STEPS=traced or compiled is faster and
+    freezes what forward does besides torch. Weights changed on the host act
+    when PopTorch would copy them; PACKHORSE_PORT_WEIGHTS=shared: at once.
 
     --check runs nothing and lists what runs as is, what is emulated, what is
     ignored and what will fail (then the exit code is 1). --patch writes a

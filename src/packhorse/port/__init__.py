@@ -25,20 +25,23 @@ if TYPE_CHECKING:
     from packhorse.port.blocks import BeginBlock as BeginBlock
     from packhorse.port.blocks import Block as Block
     from packhorse.port.executor import PoplarExecutor as PoplarExecutor
-    from packhorse.port.executor import inferenceModel as inferenceModel
-    from packhorse.port.executor import load as load
-    from packhorse.port.executor import trainingModel as trainingModel
     from packhorse.port.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
     from packhorse.port.loader import DataLoader as DataLoader
     from packhorse.port.losses import identity_loss as identity_loss
     from packhorse.port.options import Options as Options
+    from packhorse.port.wrapping import inferenceModel as inferenceModel
+    from packhorse.port.wrapping import load as load
+    from packhorse.port.wrapping import trainingModel as trainingModel
 
 __version__ = "3.3.0"  # of PopTorch, whose interface this is
 
 _ROOMS = {
-    "executor": "PoplarExecutor inferenceModel load trainingModel",
+    "executor": "PoplarExecutor",
+    "wrapping": "inferenceModel load trainingModel",
     "options": "Options",
     "loader": "AsynchronousDataAccessor DataLoader",
+    "arguments": "ICustomArgParser registerCustomArgParser",
+    "faults": "Error RecoverableError UnrecoverableError",
     "losses": "identity_loss isRunningOnIpu",
     "hardware": "ipuHardwareIsAvailable ipuHardwareVersion setLogLevel",
     "blocks": "BeginBlock Block BlockFunction ParallelPhasedExecution Phase PipelinedExecution "

@@ -7,7 +7,9 @@ loop. A graph holds addresses and numbers, so its key holds them too: shapes, wh
 moments lie, the modules' plain attributes, the optimizer's settings. A new learning rate is a new
 capture; where nearly every call would need one (a schedule by the step), calls run as they are.
 
-Not captured: optimizers that count steps in Python, several processes, and whatever torch refuses.
+A capture is made where steps are to be compiled (`compileStep(True)`). Not captured: optimizers
+that count steps in Python, several processes, models that change their inputs in place, and
+whatever torch refuses.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Captured:
     def _may(self) -> bool:
         setting, optimizer = self.step.setting, self.step.optimizer
         alone = self.step.group.team.world == 1
-        wanted = setting.compiled is not False and self.useless < ALONE
+        wanted = setting.steps == "compiled" and self.useless < ALONE
         return wanted and alone and (optimizer is None or counts_on_device(optimizer))
 
     def _key(self, shape: Shape) -> Hashable:
@@ -105,6 +107,8 @@ class Captured:
         with watched(self.step.model), executable.recording(graph):
             outputs = self.step(args, kwargs)
         inputs = [leaf for leaf in kept if isinstance(leaf, Tensor)]
+        if any(tensor._version for tensor in inputs):
+            raise Untraceable("its forward changes its inputs in place")
         last = next(reversed(self.recorded.values()), None)
         self.useless = self.useless + 1 if last is not None and last.uses < WARM else 0
         self.recorded[key] = Recording(graph, inputs, outputs)

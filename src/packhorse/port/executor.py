@@ -1,20 +1,21 @@
-"""`trainingModel` and `inferenceModel`: a module whose call is a host call.
+"""What `trainingModel` and `inferenceModel` return: a module whose call is a host call.
 
     training = trainingModel(model, options=opts, optimizer=optimizer)
     out, loss = training(data, labels)                    # many steps, one call
     training.save("model.poptorch")
 
-An executor has PopTorch's methods, and the module's own attributes behind them. The weights are the
-module's: nothing is copied on a CPU, and on a GPU the module's tensors themselves move there at the
-first call and back at `detachFromDevice`, or by themselves when the module is called or its
-`state_dict` asked for outside an executor. So all executors of a module, or of parts of it, see one
-set of weights. Questions about latency and cycles are answered with the time the last call took.
+An executor has PopTorch's methods, and the module's own attributes behind them. It computes with
+weights of its own (`weights`), in a mode of its own (`modes`), and with the optimizer as it was set
+(`twin`); they are copied from and to the module when PopTorch's user guide says so. With
+`Options().shareWeights()` what the script changes acts at once. Questions about latency and cycles
+are answered with the time the last call took.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any
 
@@ -23,62 +24,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from packhorse.errors import InputError
-from packhorse.port import capture, placing, saved, telling
+from packhorse.port import capture, saved, telling
+from packhorse.port.constants import Constants
+from packhorse.port.device_optimizer import DeviceOptimizer
 from packhorse.port.enums import ConnectionType
+from packhorse.port.modes import Mode
 from packhorse.port.names import NAMES, nearest
-from packhorse.port.notices import place, say_once
+from packhorse.port.notices import place
 from packhorse.port.options import Options
 from packhorse.port.replicas import Group, local_device
 from packhorse.port.step import Setting, Step
-
-RATE = 0.01  # of the optimizer that PopTorch takes where none is given
-EVENTS = ("input", "input_complete", "output", "output_complete")
-
-
-def trainingModel(
-    model: nn.Module | PoplarExecutor,
-    options: Options | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> PoplarExecutor:
-    """Wrap a module whose forward returns a loss; without an optimizer, SGD with a rate of 0.01."""
-    module = _module(model, "trainingModel")
-    options = _options(options, "trainingModel")
-    if optimizer is None:
-        optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
-        say_once("optimizer", f"no optimizer was given: SGD with lr={RATE}, as PopTorch takes")
-    return PoplarExecutor(module, options, True, optimizer)
+from packhorse.port.timing import Timed
+from packhorse.port.weights import DeviceWeights
+from packhorse.port.wrapped import unwrap, wrap
 
 
-def inferenceModel(
-    model: nn.Module | PoplarExecutor, options: Options | None = None
-) -> PoplarExecutor:
-    """Wrap a module to be run without gradients; `model.eval()` is the caller's to say."""
-    module, options = _module(model, "inferenceModel"), _options(options, "inferenceModel")
-    if options.gradient_accumulation != 1:
-        raise InputError(
-            f"{place()}inferenceModel has no gradients to accumulate, and its options say"
-            f" gradientAccumulation({options.gradient_accumulation}); give it options of its own:"
-            " poptorch.Options().deviceIterations(n)"
-        )
-    return PoplarExecutor(module, options, False)
-
-
-def load(
-    filename: str | PathLike[str], edit_opts_fn: Callable[[Options], Any] | None = None
-) -> PoplarExecutor:
-    """The executor that `save` or `compileAndExport` wrote, its module's class being imported."""
-    found = saved.read(filename)
-    options = Options.fromDict(found.about["options"])
-    if edit_opts_fn is not None:
-        edit_opts_fn(options)
-    module = saved.rebuild(found)
-    optimizer = saved.rebuild_optimizer(found, module)
-    make = PoplarExecutor(module, options, found.about["training"], optimizer)
-    make._restore(found)
-    return make
-
-
-class PoplarExecutor:
+class PoplarExecutor(Timed):
     """What `trainingModel` and `inferenceModel` return."""
 
     def __init__(
@@ -88,18 +49,26 @@ class PoplarExecutor:
         training: bool,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self._user_model, self._options, self._training = model, options, training
-        options.freeze("trainingModel" if training else "inferenceModel")
+        self._user_model = model
+        self._options = options.taken("trainingModel" if training else "inferenceModel", training)
+        self._training = training
         self._device = local_device()
-        group = Group.of(options)
-        self._step = Step(model, None, Setting.of(options, training), group)
+        setting = Setting.of(self._options, training)
+        self._step = Step(model, None, setting, Group.of(self._options))
         self._graphs = capture.Captured(self._step)
-        self._attached = self._compiled = False
+        self._mode = Mode(model, training)
+        self._weights = DeviceWeights(model, self._device, training, options.share_weights)
+        self._optimizer = DeviceOptimizer()
+        self._attached = False
+        self._compiled = False
         self._tell, self._hush, self._rows = telling.SILENCE
         self._inputs: Any = None  # what was called last, as shapes; or the data itself, synthetic
-        self._times = (0.0, 0.0, 0.0, 0.0)
         if optimizer is not None:
             self.setOptimizer(optimizer)
+        if training:
+            wrap(model, self)
+            # What was trained is not lost with an executor that a function forgets at its end.
+            weakref.finalize(self, self._weights.release).atexit = False
 
     # Running
 
@@ -112,36 +81,56 @@ class PoplarExecutor:
             )
         begun = time.perf_counter()
         self._ready()
-        args, kwargs = self._fed(args, kwargs)
+        leaves, (args, kwargs) = self._fed(args, kwargs)
         given = time.perf_counter()
-        with placing.inside(self._user_model):
+        with self._weights.mounted(), self._mode.held():
             outputs = self._graphs(args, kwargs)
+        self._stepped()
         done = time.perf_counter()
+        for mine, theirs, version in leaves:
+            if mine is not theirs and mine._version != version:  # changed in place by the model
+                theirs.copy_(mine)
         outputs = tree_map(self._returned, outputs)
         self._times = (begun, given, done, time.perf_counter())
-        self._compiled = True
         self._tell(self._rows)
         return outputs
 
     def _ready(self) -> None:
-        """On the device, with the others."""
+        """On the device, with its weights there and the settings that hold for this call."""
+        if not self._compiled:
+            self._mode.settle()
+            self._step.constants = Constants(self._user_model)
+        self._compiled = True
         if not self._attached:
             self.attachToDevice()
-        placing.move(self._user_model, self._step.optimizer, self._device)
-        self._step.group.meet(self._user_model, self._device)
+        if self._options.share_weights:
+            self._weights.follow_host()
+            if self._optimizer.host is not None:
+                self._optimizer.set(self._optimizer.host, self._weights.counterparts)
+        if not self._training:
+            self._weights.follow_training()
+        self._optimizer.take_loaded_state(self._weights.counterparts)
 
-    def _fed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Inputs on the device; those of the first call where the data is synthetic."""
+    def _stepped(self) -> None:
+        """Note what a call has changed on the device."""
+        if self._training:
+            self._weights.stale = not self._weights.aliased
+            self._optimizer.show_state(self._weights.counterparts)
+        if self._weights.unwatched:
+            self._weights.download()
+
+    def _fed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Inputs on the device, and (input there, the script's own, version) of each tensor."""
         if self._options.synthetic_data and self._inputs is not None:
-            return self._inputs
+            return [], self._inputs
         leaves, spec = tree_flatten((args, kwargs))
-        leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
-        self._rows = telling.rows(leaves)
-        self._step.group.first_ones(leaves)
-        fed = tree_unflatten(leaves, spec)
-        keep = fed if self._options.synthetic_data else saved.shapes(leaves, spec)
-        self._inputs = keep if self._inputs is None or not self._options.synthetic_data else fed
-        return fed
+        fed = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
+        self._rows = telling.rows(fed)
+        self._step.group.first_ones(fed)
+        inputs = tree_unflatten(fed, spec)
+        self._inputs = inputs if self._options.synthetic_data else saved.shapes(fed, spec)
+        pairs = zip(fed, leaves, strict=True)
+        return [(x, own, x._version) for x, own in pairs if isinstance(x, Tensor)], inputs
 
     def _returned(self, value: Any) -> Any:
         """On the host; and a plain loop's `loss.backward()` is told what to do."""
@@ -154,18 +143,32 @@ class PoplarExecutor:
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Build the step for such inputs without running it; later calls begin at once."""
+        begun = time.perf_counter()
         self._ready()
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
         self._inputs = saved.shapes(leaves, spec)
-        with placing.inside(self._user_model):
+        with self._weights.mounted(), self._mode.held():
             self._step.warm(*tree_unflatten(leaves, spec))
-        self._compiled = True
+        self._step.compiling = max(self._step.compiling, time.perf_counter() - begun)
+
+    # Mode
+
+    def train(self, mode: bool = True) -> nn.Module:
+        """Put the module in train mode, and the executor if it has not been called yet."""
+        self._user_model.train(mode)
+        if not self._compiled:
+            self._mode.record()
+        return self._user_model
+
+    def eval(self) -> nn.Module:
+        """Put the module in eval mode, and the executor if it has not been called yet."""
+        return self.train(False)
 
     # Optimizer, weights, random numbers
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with this one from now on; the same one, changed, needs no word but may have it."""
+        """Train with this one, and with the values it has now, until the next time."""
         if not self._training:
             raise InputError(f"{place()}setOptimizer belongs to a trainingModel; delete the line")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -180,15 +183,19 @@ class PoplarExecutor:
                 f"{place()}the optimizer holds none of the model's parameters; build it with"
                 " model.parameters() of the model that is wrapped"
             )
-        self._step.optimizer = optimizer
+        self._optimizer.set(optimizer, self._weights.counterparts)
+        self._step.optimizer = self._optimizer.device
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's."""
         return self._user_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Into the module."""
-        return self._user_model.load_state_dict(state_dict, strict)
+        """Into the module, and to the device."""
+        result = self._user_model.load_state_dict(state_dict, strict)
+        if self._attached:
+            self.copyWeightsToDevice()
+        return result
 
     @property
     def rng_state(self) -> list[Any]:
@@ -209,36 +216,67 @@ class PoplarExecutor:
         return torch.default_generator
 
     def copyWeightsToHost(self) -> None:
-        """Have the module's tensors on the host; on a CPU they always are."""
-        placing.move(self._user_model, self._step.optimizer, torch.device("cpu"))
+        """Copy weights and buffers to the module."""
+        self._insist_compiled()
+        self._weights.download()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """The same; True if they were elsewhere."""
-        away = any(p.device.type != "cpu" for p in self._user_model.parameters())
-        self.copyWeightsToHost()
-        return away
+        """The same if a step has changed them since; whether it had."""
+        return self._weights.download_if_stale()
 
     def copyWeightsToDevice(self) -> None:
-        """Have them on the device; buffers that replicas kept are the module's again."""
+        """Copy weights and buffers from the module, over what was trained since the last copy."""
+        self._insist_compiled()
         self._step.group.own.clear()
-        placing.move(self._user_model, self._step.optimizer, self._device)
+        self._weights.upload()
 
     def copyNamedBuffersToDevice(self) -> None:
-        self.copyWeightsToDevice()
+        """Copy from the module the buffers that `updatableNamedBuffers` names."""
+        self._insist_compiled()
+        names = self._options.updatable_named_buffers
+        if not names:
+            raise InputError(
+                f"{place()}copyNamedBuffersToDevice() copies the buffers that the options name, and"
+                " they name none: set opts.updatableNamedBuffers([name, …])"
+            )
+        self._weights.upload(only=set(names))
+
+    def _insist_compiled(self) -> None:
+        if not self._compiled:
+            raise InputError(
+                f"{place()}Model has not been compiled or has been destroyed: call the model, or"
+                " model.compile(inputs), before this line"
+            )
 
     # Device
 
     def attachToDevice(self) -> None:
-        """Take the device, for which nobody competes here; a monitor sees it from then on."""
-        if not self._attached:
-            about = {"model": type(self._user_model).__name__, "device": str(self._device)}
-            does = "training" if self._training else "inference"
-            self._tell, self._hush = telling.voice(self, does, about)
+        """Copy weights and moments to the device, for which nobody competes here."""
+        if self._attached:
+            return
+        self._insist_compiled()
+        about = {"model": type(self._user_model).__name__, "device": str(self._device)}
+        does = "training" if self._training else "inference"
+        self._tell, self._hush = telling.voice(self, does, about)
         self._attached = True
+        self.copyWeightsToDevice()
+        unknown = set(self._options.updatable_named_buffers) - {*self.getTensorNames()}
+        if unknown:
+            raise InputError(
+                f"{place()}updatableNamedBuffers names {', '.join(sorted(unknown))}, which the"
+                " model does not have"
+            )
+        self._optimizer.refresh(self._weights.counterparts)
+        if self._step.group.meet(self._weights, self._device):
+            self._weights.download()
 
     def detachFromDevice(self) -> None:
-        """Leave it; the weights are on the host."""
-        self.copyWeightsToHost()
+        """Copy weights and moments to the host, and leave the device."""
+        if self._training:
+            self._weights.download_if_stale()
+        host = torch.device("cpu")
+        self._weights.move(host)
+        self._optimizer.move(host)
         self._hush()
         self._attached = False
 
@@ -250,9 +288,11 @@ class PoplarExecutor:
         return self._compiled
 
     def destroy(self) -> None:
-        """Forget what was built and leave the device."""
+        """Leave the device and forget what was built; the module can be wrapped again."""
         self.detachFromDevice()
-        self._step.tried.clear()
+        self._weights.release()
+        unwrap(self._user_model)
+        self._step.graphs.clear()
         self._graphs = capture.Captured(self._step)
         self._compiled = False
 
@@ -278,7 +318,7 @@ class PoplarExecutor:
         options = self._options.toDict()
         about = {"training": self._training, "options": options, "inputs": inputs}
         model = self._user_model if export_model else None
-        saved.write(filename, about, state, model, self._step.optimizer)
+        saved.write(filename, about, state, model, self._optimizer.host)
 
     def compileAndExport(
         self, filename: str | PathLike[str], *args: Any, export_model: bool = True, **kwargs: Any
@@ -300,45 +340,9 @@ class PoplarExecutor:
         if "rng" in found.tensors:
             self.rng_state = [found.about["seed"], found.tensors["rng"]]
 
-    # Times
-
     def compilationTime(self) -> float:
         """Seconds that building steps took."""
         return self._step.compiling
-
-    def cycleCount(self) -> int:
-        """Nanoseconds that the last call computed, one to a cycle."""
-        if not self._times[2]:
-            raise InputError(
-                f"{place()}cycleCount() is that of the last call: call the model first"
-            )
-        return int((self._times[2] - self._times[1]) * 1e9)
-
-    def getPerfCounters(self) -> dict[str, list[list[float]]]:
-        """When inputs and outputs of the last call were asked for and complete."""
-        times = zip(EVENTS, self._times, strict=True)
-        return {name: [[at] if at else []] for name, at in times}
-
-    def _between(self, begin: int, end: int) -> tuple[float, float, float]:
-        """Least, most, mean: the same, for a call is timed as one."""
-        seconds = self._times[end] - self._times[begin]
-        return (seconds, seconds, seconds)
-
-    def getLatency(self) -> tuple[float, float, float]:
-        """Seconds of the last call."""
-        return self._between(0, 3)
-
-    def getHostIpuLatency(self) -> tuple[float, float, float]:
-        """Seconds of handing it the inputs."""
-        return self._between(0, 1)
-
-    def getComputeLatency(self) -> tuple[float, float, float]:
-        """Seconds of computing."""
-        return self._between(1, 2)
-
-    def getIpuHostLatency(self) -> tuple[float, float, float]:
-        """Seconds of fetching the outputs."""
-        return self._between(2, 3)
 
     # The module behind
 
@@ -377,23 +381,3 @@ def no_backward(*_: Any, **__: Any) -> None:
         f"{place()}delete the line with backward(): a trainingModel's call has done the backward"
         " pass and the optimizer's step (delete zero_grad() and step() too)"
     )
-
-
-def _module(model: Any, what: str) -> nn.Module:
-    if isinstance(model, PoplarExecutor):
-        return model.model
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{place()}{what} takes a torch.nn.Module, not a {type(model).__name__}; write"
-            f" {what}(model, options=opts)"
-        )
-    return model
-
-
-def _options(options: Any, what: str) -> Options:
-    if options is not None and not isinstance(options, Options):
-        raise InputError(
-            f"{place()}the options of {what} are a {type(options).__name__}; write"
-            f" {what}(model, options=poptorch.Options())"
-        )
-    return options if options is not None else Options()

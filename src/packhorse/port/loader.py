@@ -66,7 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._early: Ahead | None = None
         self._combined = self._combine(batch_size, batch_sampler)
         self._async = _async_options(async_options)
-        workers = self._workers(num_workers)
+        workers = self._workers(num_workers, isinstance(dataset, IterableDataset))
         self._lent = workers > 0 and not num_workers  # a worker that nobody asked for
         if kwargs.get("sampler") is not None or batch_sampler is not None:
             auto_distributed_partitioning = False
@@ -114,16 +114,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return None
         return whole("batch_size", batch_size) * self._options.batches_per_call
 
-    def _workers(self, asked: int) -> int:
+    def _workers(self, asked: int, iterable: bool) -> int:
+        """As many as asked for, up to the cores; each of an iterable data set has its own data."""
         cores, asked = _cores(), whole("num_workers", asked, least=0)
-        if asked > cores:
-            say_once(
-                f"num_workers={asked}",
-                f"num_workers={asked} is more than the {cores} cores here: {cores} workers read",
-            )
         if not asked and self._mode != DataLoaderMode.Sync and _forks():
             return 1
-        return min(asked, cores)
+        if asked <= cores or iterable:
+            return asked
+        say_once(
+            f"num_workers={asked}",
+            f"num_workers={asked} is more than the {cores} cores here: {cores} workers read",
+        )
+        return cores
 
     def _worker_size(self, asked: int | None) -> int | None:
         if asked is None or self._combined is None:

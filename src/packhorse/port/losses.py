@@ -92,7 +92,7 @@ def find(call: Call, leaves: Sequence[Any], model: nn.Module) -> Tensor:
     many = any(isinstance(leaf, Tensor) and leaf.dim() == 1 for leaf in leaves)
     unreduced = ' One number, that is: a loss with reduction="none" is none.' if many else ""
     raise InputError(
-        f"{_forward(model)} returns no loss, and a training model needs one. Let it end with"
+        f"Couldn't find a loss in graph: {_forward(model)} returns no loss. Let it end with"
         " `return out, self.loss(out, labels)`, or mark the loss:"
         f' poptorch.identity_loss(loss, reduction="mean").{unreduced}'
     )

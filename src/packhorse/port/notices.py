@@ -7,7 +7,7 @@ A script for another machine sets many things that this one does not have. Refus
 the script, silence would deceive, repeating them in a loop would bury the rest; so each is a log
 record of `packhorse.port`, once per key and process, with the line of the script that asked for it.
 Python shows records of this level on stderr where no logging was set up. Saying a thing once needs
-a memory that outlives the calls: this module holds the only ambient state of the room.
+a memory that outlives the calls, which is this module's.
 """
 
 from __future__ import annotations

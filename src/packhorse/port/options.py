@@ -38,6 +38,10 @@ PARTS: dict[str, type[Settings]] = {
 }
 
 
+# How steps are run, by the names of PACKHORSE_PORT_STEPS, as `compileStep` takes it.
+COMPILE: dict[str, bool | str] = {"modules": False, "traced": "trace", "compiled": True}
+
+
 class Options(Settings):
     """How a model is run. Fixed once a loader or model has taken it; `clone()` gives a free one."""
 
@@ -53,12 +57,17 @@ class Options(Settings):
         "model_name": None,
         "execution_strategy": None,
         "broadcast_buffers": True,
-        "compile_step": None,
+        "compile_step": False,
+        "share_weights": False,
+        "updatable_named_buffers": (),
     }
 
     def __init__(self) -> None:
         super().__init__(Use())
         self._values["cache_path"] = cache_from_environment(os.environ)
+        self._values["compile_step"] = COMPILE[_choice("PACKHORSE_PORT_STEPS", *COMPILE)]
+        shared = _choice("PACKHORSE_PORT_WEIGHTS", "apart", "shared") == "shared"
+        self._values["share_weights"] = shared
         self.__dict__["_parts"] = {name: group(self._use) for name, group in PARTS.items()}
 
     # What others read
@@ -116,6 +125,15 @@ class Options(Settings):
         """`by` (a loader, a model) goes by these options from now on."""
         if not self._use.by:
             self._use.by, self._use.line = by, caller()
+
+    def taken(self, by: str, training: bool) -> Options:
+        """A model goes by these: they are fixed, and its own copy knows which outputs return."""
+        copy = self.clone()
+        if copy.defaultOutputMode():
+            copy._values["output_mode"] = OutputMode.Final if training else OutputMode.All
+        for options in (self, copy):
+            options.freeze(by)
+        return copy
 
     def clone(self) -> Options:
         """The same settings, free to change."""
@@ -200,17 +218,42 @@ class Options(Settings):
         return self
 
     def enableExecutableCaching(self, path: str | os.PathLike[str] | None) -> Self:
-        """Keep compiled code under `path`; None keeps none."""
+        """Where code compiled by `compileStep(True)` is kept; None: in Packhorse's own cache."""
         kept = None if path is None else os.path.expanduser(os.fspath(path))
         return self._set("enableExecutableCaching", cache_path=kept)
 
-    def compileStep(self, enabled: bool | None = True) -> Self:
-        """Not PopTorch's: run steps compiled, or as modules (False); None, the default, decides.
+    def compileStep(self, enabled: bool | str = True) -> Self:
+        """Not PopTorch's: compile steps (True), trace them ("trace"), or run Python (False).
 
-        It compiles where executables are cached; else it runs a trace of the model where that
-        gives the same bits, and the modules where it does not.
+        False is the default: forward is called for every micro batch. Traced, its operations are
+        recorded at the first call and run without Python from then on, to the same bits; compiled,
+        they go through torch's inductor, equal within rounding, and on CUDA through CUDA graphs.
+        Either way what forward does in Python is frozen as it was at the first call: attributes,
+        lists, choices by a value. PACKHORSE_PORT_STEPS (modules, traced, compiled) sets it for
+        scripts that are run unchanged.
         """
-        return self._set("compileStep", compile_step=None if enabled is None else bool(enabled))
+        if enabled not in COMPILE.values():
+            raise InputError(f"{place()}compileStep takes True, False or 'trace', not {enabled!r}")
+        return self._set("compileStep", compile_step=enabled)
+
+    @property
+    def steps(self) -> str:
+        """How steps are run: "modules", "traced" or "compiled"."""
+        names = [name for name, value in COMPILE.items() if value == self.compile_step]
+        return names[0] if names else "modules"
+
+    def shareWeights(self, enabled: bool = True) -> Self:
+        """Not PopTorch's: what the script changes in the module or optimizer acts at once.
+
+        By default an executor has weights of its own, copied when PopTorch says so. On a CPU shared
+        weights are the module's own tensors, so there is one set of them in memory.
+        PACKHORSE_PORT_WEIGHTS=shared sets it for scripts that are run unchanged.
+        """
+        return self._set("shareWeights", share_weights=bool(enabled))
+
+    def updatableNamedBuffers(self, buffers: list[str]) -> Self:
+        """Which buffers `copyNamedBuffersToDevice` copies."""
+        return self._set("updatableNamedBuffers", updatable_named_buffers=tuple(buffers))
 
     def enableSyntheticData(self, enabled: bool) -> Self:
         """Run on random data of the right shapes, made once, to measure without reading."""
@@ -282,9 +325,6 @@ class Options(Settings):
     @ignored("location_excludes", (), "no source locations are recorded")
     def sourceLocationExcludes(self, excludes: list[str]) -> Self: ...
 
-    @ignored("updatable_named_buffers", (), "buffers are always those of the module")
-    def updatableNamedBuffers(self, buffers: list[str]) -> Self: ...
-
     @ignored("module_namescope", False, "operations have no name scope here")
     def disableModuleNamescope(self) -> Self: ...
 
@@ -296,6 +336,14 @@ class Options(Settings):
         output_mode: OutputMode | None = None,
         output_return_period: int | None = 1,
     ) -> Self: ...
+
+
+def _choice(variable: str, *choices: str) -> str:
+    """What a variable of the environment chooses; the first choice if it is not set."""
+    value = os.environ.get(variable) or choices[0]
+    if value not in choices:
+        raise InputError(f"{variable} is {value!r}; set it to one of {', '.join(choices)}")
+    return value
 
 
 def cache_from_environment(environ: Mapping[str, str]) -> str | None:

@@ -1,6 +1,6 @@
 """Which outputs a host call returns, and in which order: PopTorch's output modes.
 
-    kept = Outputs(OutputMode.All, every=1, replicas=2)
+    kept = Outputs(OutputMode.All, every=1, replicas=2, steps=4)
     for leaves in micro_batches: kept.add(leaves)
     values = kept.values()
 
@@ -8,7 +8,8 @@ Micro batches come in the order of the data: device iteration, accumulation, rep
 each of them, `Final` the last of every replica, `Sum` the sum, `EveryN` each nth. What is returned
 is laid end to end along the first dimension, so a host call gives for `All` as many rows as it was
 given; a value without dimensions, a loss say, becomes a vector where there are several and stays as
-it is where there is one. Values that are no tensors are those of the last micro batch.
+it is where there is one. Values that are no tensors are those of the last micro batch. What is kept
+is a copy: a model may return a buffer, a weight or its input, which later micro batches change.
 """
 
 from __future__ import annotations
@@ -43,8 +44,11 @@ def resolve(options: Options, training: bool) -> OutputMode:
 class Outputs:
     """The leaves of outputs, kept as the mode says while the micro batches of one call run."""
 
-    def __init__(self, mode: OutputMode, every: int, replicas: int) -> None:
-        self._mode, self._every, self._replicas = mode, every, replicas
+    def __init__(self, mode: OutputMode, every: int, replicas: int, steps: int) -> None:
+        self._mode = mode
+        self._every = every
+        self._replicas = replicas
+        self._steps = steps  # micro batches of one replica
         self._kept: list[Sequence[Any]] = []
         self._count = 0
 
@@ -52,19 +56,23 @@ class Outputs:
         """The outputs of the next micro batch."""
         step, replica = divmod(self._count, self._replicas)
         self._count += 1
-        if self._mode in (OutputMode.All, OutputMode.EveryN):
-            if (step + 1) % self._every == 0:
-                self._kept.append(leaves)
-        elif step == 0:
-            self._kept.append(leaves)
-        elif self._mode == OutputMode.Final:
-            self._kept[replica] = leaves
-        else:
+        if self._mode == OutputMode.Sum and step > 0:
             self._kept[replica] = [*map(_plus, self._kept[replica], leaves)]
+        elif self._mode == OutputMode.Sum or self._keeps(step):
+            self._kept.append([*map(_copy, leaves)])
+
+    def _keeps(self, step: int) -> bool:
+        if self._mode == OutputMode.Final:
+            return step == self._steps - 1
+        return (step + 1) % self._every == 0
 
     def values(self) -> list[Any]:
         """One value a leaf."""
         return [_laid(column) for column in zip(*self._kept, strict=True)]
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _plus(total: Any, value: Any) -> Any:

@@ -32,6 +32,7 @@ from packhorse.device import choose_device
 from packhorse.errors import InputError
 from packhorse.port.enums import OutputMode
 from packhorse.port.options import Options
+from packhorse.port.weights import DeviceWeights
 
 
 @dataclass
@@ -71,15 +72,16 @@ class Group:
         """Do several processes work on one batch?"""
         return self.team.world > 1 and self.apart == 1
 
-    def meet(self, model: nn.Module, device: torch.device) -> None:
-        """Before the first call: find the others, and have the first one's weights."""
+    def meet(self, weights: DeviceWeights, device: torch.device) -> bool:
+        """Before the first call: find the others and have the first one's weights; if there are."""
         if self.met or self.team.world == 1:
-            return
+            return False
         self.meeting.enter_context(dist.joined(device))
         atexit.register(self.meeting.close)
         self.met = True
         with torch.no_grad():
-            self.team.share([*model.parameters(), *model.buffers()])
+            self.team.share([tensor.detach() for tensor in weights.counterparts.values()])
+        return True
 
     def first_ones(self, leaves: Sequence[Any]) -> None:
         """The inputs become those of the first process, in place."""
@@ -92,13 +94,15 @@ class Group:
             if number % self.count in self.local:
                 yield number % self.count, leaves
 
-    def buffers(self, model: nn.Module, replica: int) -> dict[str, Tensor] | None:
+    def give_buffers(self, model: nn.Module) -> None:
+        """Before the first step: every replica begins with the module's buffers as they are."""
+        for replica in self.local[1:]:
+            if replica not in self.own:
+                self.own[replica] = {name: b.clone() for name, b in model.named_buffers()}
+
+    def buffers(self, replica: int) -> dict[str, Tensor] | None:
         """A replica's own; None for the first one here, whose are the module's."""
-        if replica == self.local.start:
-            return None
-        if replica not in self.own:
-            self.own[replica] = {name: b.clone() for name, b in model.named_buffers()}
-        return self.own[replica]
+        return self.own.get(replica)
 
     def add_gradients(self, model: nn.Module) -> None:
         """Over all processes."""

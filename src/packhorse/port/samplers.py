@@ -23,14 +23,16 @@ class Joined(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         held: list[Sequence[int]] = []
+        uneven = False
         for batch in self.batches:
+            sizes = f"{len(held[0]) if held else 0} and {len(batch)}"
             held.append(batch)
-            if len(batch) != len(held[0]):
-                sizes = f"{len(held[0])} and {len(batch)}"
+            if uneven or (self.drop_last and len(batch) != len(held[0])):
                 raise InputError(
                     f"a host call consumes {self.count} batches of one size, and the batch_sampler"
                     f" gave {sizes} elements; build it with drop_last=True"
                 )
+            uneven = len(batch) != len(held[0])  # which only the last batch of all may be
             if len(held) == self.count:
                 yield [index for each in held for index in each]
                 held = []

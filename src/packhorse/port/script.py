@@ -11,14 +11,17 @@ Python that ignores its environment (-I, -E, -S) cannot be helped.
 
 `install()` adds an import finder: `poptorch` is `packhorse.port`, under both names one module;
 `torchvision` is the installed one, or ours where there is none or it fails to import;
-`tensorflow.python.ipu` and its like come from `packhorse.port.tensorflow`.
+`tensorflow.python.ipu` and its like come from `packhorse.port.tensorflow`. A library that asks
+whether there is a torchvision, as transformers does before it defines its models, is told of the
+installed one only: ours would not serve it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, module_from_spec
@@ -73,6 +76,7 @@ def install() -> None:
     """Provide the modules from now on; and, in the script's own process, the summary at the end."""
     if Finder not in sys.meta_path:
         sys.meta_path.insert(0, Finder)
+        importlib.util.find_spec = hide_torchvision(importlib.util.find_spec)
     number, _, say = os.environ.get(RUN, "").partition(" ")
     if say == "quiet":
         import logging
@@ -91,6 +95,20 @@ def _is_asked(number: str) -> bool:
     """Is this the process that became the script? Of several ranks, the first."""
     process = os.getppid() if os.name == "nt" else os.getpid()
     return str(process) == number and os.environ.get("RANK", "0") == "0"
+
+
+def hide_torchvision(ask: Callable[..., ModuleSpec | None]) -> Callable[..., ModuleSpec | None]:
+    """`importlib.util.find_spec` that does not tell of the torchvision that is ours."""
+
+    def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
+        if name.partition(".")[0] == "torchvision":
+            loaded = sys.modules.get("torchvision")
+            ours = loaded is not None and loaded is sys.modules.get(TORCHVISION)
+            if ours or not PathFinder.find_spec("torchvision"):
+                return None
+        return ask(name, package)
+
+    return find_spec
 
 
 class Finder:

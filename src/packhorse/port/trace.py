@@ -9,9 +9,10 @@ below autograd: the same kernels in the same order on the same values, so the sa
 the modules' Python and autograd's bookkeeping, which for a small model is most of the time.
 
 What Python does besides is not in a trace. So a model is refused (`Untraceable`) where its forward
-changes an attribute, draws from Python's or NumPy's generators, prints, asks a tensor for a value,
-or has hooks; and `agrees` compares the first run of a trace with the modules, bit for bit, random
-numbers and running statistics included. A trace belongs to a `Shape`: another one is traced anew.
+changes an attribute, a list or dictionary among them or a plain tensor, draws from Python's or
+NumPy's generators, prints, asks a tensor for a value, or has hooks; and `verify` compares the first
+run of a trace with the modules, bit for bit, random numbers and running statistics included, on
+copies of all tensors. A trace belongs to a `Shape`: another one is traced anew.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from packhorse.port.losses import Untraceable, called, find
 from packhorse.port.rewrite import simplify
 
 PLAIN = (bool, int, float, str, NoneType, tuple, torch.dtype, torch.device)
+REGISTERED = ("_parameters", "_buffers")  # where `functional_call` puts others for a while
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -124,7 +126,7 @@ def trace(
     found: dict[str, Any] = {}
 
     def micro(*flat: Tensor) -> list[Any]:
-        outputs, gradients, found["spec"], found["constants"] = _micro(
+        outputs, gradients, found["spec"], found["constants"] = micro_batch(
             model, training, scale, held, flat, leaves, spec
         )
         found["outputs"] = len(outputs)
@@ -145,7 +147,7 @@ def trace(
     return Graph(module, module.forward, found["outputs"], found["spec"], found["constants"])
 
 
-def _micro(
+def micro_batch(
     model: nn.Module,
     training: bool,
     scale: float,
@@ -175,6 +177,51 @@ def _micro(
     return tensors, gradients, shape, constants
 
 
+def verify(
+    graph: Graph,
+    model: nn.Module,
+    training: bool,
+    scale: float,
+    leaves: Sequence[Any],
+    spec: TreeSpec,
+    exact: bool,
+) -> None:
+    """Refuse a graph that does other than the modules: outputs, gradients, state, randomness."""
+    held = Held.by(model, training)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def rehearse(run: Callable[[list[Tensor]], tuple[Any, ...]]) -> tuple[list[Any], Tensor]:
+        copies = [tensor.clone() for tensor in inputs_of(held, tensors)]
+        before = torch.get_rng_state()
+        values, gradients, *_ = run(copies)
+        drawn = torch.get_rng_state()
+        torch.set_rng_state(before)
+        numbers = [value for value in values if isinstance(value, Tensor)]
+        return [*numbers, *gradients, *copies], drawn
+
+    def by_graph(flat: list[Tensor]) -> tuple[Any, ...]:
+        with torch.no_grad():
+            return graph(flat)
+
+    def by_modules(flat: list[Tensor]) -> tuple[Any, ...]:
+        return micro_batch(model, training, scale, held, flat, leaves, spec)
+
+    with watched(model):
+        expected, drawn = rehearse(by_modules)
+    found, drawn_by_graph = rehearse(by_graph)
+    pairs = list(zip(expected, found, strict=True))
+    if not torch.equal(drawn, drawn_by_graph) or not all(_same_numbers(*p, exact) for p in pairs):
+        raise Untraceable("its graph gives other numbers than its modules")
+
+
+def _same_numbers(expected: Tensor | None, found: Tensor | None, exact: bool) -> bool:
+    if expected is None or found is None:
+        return expected is found
+    if exact or not expected.is_floating_point():
+        return torch.equal(expected, found)
+    return torch.allclose(expected, found, rtol=1e-3, atol=1e-5)
+
+
 def _refuse_hooks(model: nn.Module) -> None:
     if any(vars(module).get(name) for module in model.modules() for name in HOOKS):
         raise Untraceable("a module has hooks")
@@ -187,25 +234,55 @@ def _refuse_hooks(model: nn.Module) -> None:
 def watched(model: nn.Module) -> Iterator[None]:
     """Within it, a model must leave nothing behind in Python; what it did is undone and refused."""
     before = [(module, dict(vars(module))) for module in model.modules()]
+    contents = [_contents(values) for _, values in before]
+    versions = [_versions(values) for _, values in before]
     drawn, numbers = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        _undo(before, drawn, numbers)
+        changed = [_put_back(*state) for state in zip(before, contents, versions, strict=True)]
+        drawn_outside = random.getstate() != drawn
+        if drawn_outside or str(np.random.get_state()) != str(numbers):
+            random.setstate(drawn)
+            np.random.set_state(numbers)
+            raise Untraceable("its forward draws random numbers outside torch")
+        if any(changed):
+            raise Untraceable("its forward sets attributes")
 
 
-def _undo(before: Any, drawn: Any, numbers: Any) -> None:
-    changed = [one for one in before if not _same(vars(one[0]), one[1])]
-    for module, values in changed:
-        vars(module).clear()
-        vars(module).update(values)
-    if random.getstate() != drawn or str(np.random.get_state()) != str(numbers):
-        random.setstate(drawn)
-        np.random.set_state(numbers)
-        raise Untraceable("its forward draws random numbers outside torch")
+def _put_back(before: tuple[nn.Module, dict[str, Any]], contents: Any, versions: list[int]) -> bool:
+    """A module's attributes as they were; whether they had changed."""
+    module, values = before
+    now = vars(module)
+    changed = now.keys() != values.keys() or any(now[key] is not values[key] for key in now)
     if changed:
-        raise Untraceable("its forward sets attributes")
+        now.clear()
+        now.update(values)
+    for container, kept in contents:
+        if not _same(container, kept):
+            changed = True
+            container.clear()
+            container.extend(kept) if isinstance(container, list) else container.update(kept)
+    return changed or _versions(values) != versions
 
 
-def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
-    return now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+def _contents(values: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The lists, sets and dictionaries among a module's attributes, each with a copy."""
+    containers = [
+        value
+        for name, value in values.items()
+        if isinstance(value, dict | list | set) and name not in REGISTERED
+    ]
+    return [(container, container.copy()) for container in containers]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Do two containers hold the same objects?"""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _versions(values: dict[str, Any]) -> list[int]:
+    """Counts of the changes in place of a module's plain tensors."""
+    return [value._version for value in values.values() if isinstance(value, Tensor)]
