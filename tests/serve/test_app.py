@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.errors import PackhorseError
+from packhorse.errors import PackhorseError, RankLost
 from packhorse.serve import logs
 from packhorse.serve.app import STATUS
 from packhorse.serve.settings import Settings
@@ -27,6 +27,7 @@ def kinds(error: type[PackhorseError]) -> set[type[PackhorseError]]:
 
 def test_every_kind_of_error_has_a_status() -> None:
     ours = [kind for kind in kinds(PackhorseError) if kind.__module__ == "packhorse.errors"]
+    ours.remove(RankLost)  # of training alone
     assert len(ours) > 6
     for kind in ours:
         found = next(STATUS[each] for each in kind.__mro__ if each in STATUS)

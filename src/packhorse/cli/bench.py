@@ -16,7 +16,6 @@ from cyclopts import App, Parameter
 from packhorse.cli.console import emit, note, progress, table
 from packhorse.cli.flags import DEFAULT_MODEL
 from packhorse.errors import InputError
-from packhorse.packing.optimum import EFFORT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -267,8 +266,8 @@ def packing(
     ] = "optimum,spfhp,lpfhp,nnlshp",
     count: Annotated[int, flag("--count", help="Sequences drawn from a mix.")] = 1_000_000,
     effort: Annotated[
-        int, flag("--effort", help="Linear programs that the optimum may solve before it stops.")
-    ] = EFFORT,
+        int | None, flag("--effort", help="Linear programs of the optimum at most; default 100.")
+    ] = None,
     load: Load = Load(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
@@ -284,9 +283,10 @@ def packing(
     from packhorse.bench import lengths as files
     from packhorse.bench import packing as bench
     from packhorse.bench import plots, report
-    from packhorse.packing.histogram import histogram_of
+    from packhorse.packing.histogram import EFFORT, histogram_of
 
     keep.check()
+    effort = EFFORT if effort is None else effort
     counts = (
         histogram_of(load.lengths(count))
         if load.histogram is None

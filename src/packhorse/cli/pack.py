@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.errors import InputError
-from packhorse.packing.optimum import EFFORT
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,8 +42,9 @@ def pack(
         Parameter(help="The optimum, one of the published algorithms, or all side by side."),
     ] = "optimum",
     effort: Annotated[
-        int, Parameter(help="Linear programs that the optimum may solve before it stops.")
-    ] = EFFORT,
+        int | None,
+        Parameter(help="Linear programs that the optimum may solve before it stops; default 100."),
+    ] = None,
     plot: Annotated[Path | None, Parameter(help="Draw lengths and plans: png, svg, pdf.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -61,10 +61,12 @@ def pack(
       packhorse pack --histogram lengths.csv --algorithm all --plot packs.png
     """
     from packhorse.bench import packing, plots, report
+    from packhorse.packing.optimum import EFFORT
 
     plots.check(plot)
     counts = read_counts(histogram, lengths)
     room = len(counts) if capacity is None else capacity
+    effort = EFFORT if effort is None else effort
     chosen = packing.ALGORITHMS if algorithm == "all" else (algorithm,)
     with progress("planning") as advance:
         rows = packing.compare(counts, room, chosen, (max_per_pack,), advance, effort)

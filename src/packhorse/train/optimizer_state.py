@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from packhorse import dist
@@ -34,7 +34,9 @@ def consolidate(optimizer: Any) -> None:
         optimizer._sync_param_groups(optimizer.param_groups, optimizer.optim.param_groups)
         local = optimizer.optim.state_dict()
         message = dist.encode({**local, "state": list(local["state"].items())})
-        shares = [dist.decode(share) for share in dist.told().collect(message)]
+        # The group that the optimizer was divided over, whatever the environment says.
+        team = dist.Team(distributed.get_rank(), distributed.get_world_size())
+        shares = [dist.decode(share) for share in team.collect(message)]
         optimizer._all_state_dicts = [{**share, "state": dict(share["state"])} for share in shares]
 
 
