@@ -287,16 +287,17 @@ def update_together(
     rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
     if isinstance(group["lr"], Tensor):
         ratios = ratios * group["lr"]
-    every = ratios.unbind()
+    single = ratios.unbind()
+    columns = ratios[:, None].split(stacked)
     factors = []
     first = 0
     for at, count in enumerate(stacked):
         if count == 1:
-            factors.append(every[first])
+            factors.append(single[first])
         else:  # one launch for all of them: [count, the rest] times [count, 1]
             weights[at] = weights[at].view(count, -1)
             directions[at] = directions[at].view(count, -1)
-            factors.append(ratios[first : first + count, None])
+            factors.append(columns[at])
         first += count
     torch._foreach_addcmul_(weights, directions, factors, value=-rate)
 
