@@ -11,7 +11,7 @@ def test_table_json_and_note(cli, tmp_path: Path) -> None:
     said = cli("bench", "port", *SMALL, "--json", "--note", tmp_path / "note.md")
     assert said.code == 0, said.err
     ways = [row["way"] for row in said.document["rows"]]
-    assert ways == ["plain loop", "port, as modules", "port"]
+    assert ways == ["plain loop", "port", "port, traced"]
     assert said.document["rows"][2]["largest_difference"] == 0
     assert "x plain" in said.err
     assert "packhorse" in (tmp_path / "note.md").read_text()

@@ -54,7 +54,6 @@ def train(
         flag(
             "--peers",
             help="With commas, or none: padded, padded-compiled, grouped, grouped-compiled, "
-            "grouped-graphs, "
             "padding-free; default by the device.",
         ),
     ] = None,

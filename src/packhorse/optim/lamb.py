@@ -101,30 +101,37 @@ class LAMB(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for groups in _same_options(self.param_groups):
-            entries = [
-                self._entry(parameter, group)
+            learning = [
+                (parameter, self._state(parameter, group), group["stacked"])
                 for group in groups
                 for parameter in group["params"]
                 if parameter.grad is not None and parameter.numel()
             ]
+            # One call for all: adding 1 to each counter took a tenth of the host's time.
+            if learning:
+                torch._foreach_add_([state["step"] for _, state, _ in learning], 1)
+            entries = [Entry.of(*each) for each in learning]
             for alike, fused in _alike(entries, groups[0]["foreach"]):
                 _update(alike, fused, groups[0])
         return loss
 
-    def _entry(self, parameter: Tensor, group: Group) -> Entry:
+    def _state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
+        """The parameter's moments, age and master weights, made before its first step."""
         if parameter.grad is None or parameter.grad.is_sparse:
             raise InputError("LAMB needs dense gradients; build the embedding with sparse=False")
-        state, dtype = self.state[parameter], state_dtype(parameter)
+        state = self.state[parameter]
         if "m" not in state:
             state["step"] = torch.zeros((), dtype=torch.int64)  # on the CPU: reading it is free
             for name in ("m", "v"):
-                state[name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-        if group["master_weights"] and parameter.dtype != dtype and "master" not in state:
-            state["master"] = parameter.detach().to(dtype, memory_format=torch.contiguous_format)
-        state["step"] += 1
-        weight, age = state.get("master", parameter), int(state["step"])
-        stacked = group["stacked"]
-        return Entry(parameter, weight, parameter.grad, state["m"], state["v"], age, stacked)
+                state[name] = torch.zeros(
+                    parameter.shape, dtype=state_dtype(parameter), device=parameter.device
+                )
+        if group["master_weights"] and "master" not in state:
+            dtype = state_dtype(parameter)
+            if parameter.dtype != dtype:
+                copy = parameter.detach().to(dtype, memory_format=torch.contiguous_format)
+                state["master"] = copy
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Go on from `state_dict()`, to the bit; the tensors are copied.
@@ -155,11 +162,24 @@ class Entry(NamedTuple):
     step: int
     stacked: int  # tensors that the parameter holds along its first dimension
 
+    @classmethod
+    def of(cls, parameter: Tensor, state: dict[str, Tensor], stacked: int) -> Entry:
+        """A parameter that has a gradient."""
+        weight, gradient = state.get("master", parameter), parameter.grad
+        if gradient is None:
+            raise InputError("LAMB was given a parameter without a gradient")
+        return cls(parameter, weight, gradient, state["m"], state["v"], int(state["step"]), stacked)
+
     @property
     def plain(self) -> bool:
         """Does a fused kernel serve it? They walk memory, so all must lie in the same order."""
-        dense = all(t.is_contiguous() for t in (self.parameter, self.weight, self.gradient, self.m))
-        return dense and self.parameter.device.type in FUSED
+        return (
+            self.gradient.is_contiguous()
+            and self.parameter.is_contiguous()
+            and self.m.is_contiguous()
+            and (self.weight is self.parameter or self.weight.is_contiguous())
+            and self.parameter.device.type in FUSED
+        )
 
 
 def _same_options(groups: list[Group]) -> Iterator[list[Group]]:
