@@ -14,7 +14,7 @@ import pytest
 
 from packhorse import native
 from packhorse.native import FLAGS, LONG, POINTER, UNSIGNED, Obstacle, function, openmp_entry
-from packhorse.processor import Features
+from packhorse.processor import Features, features
 
 pytestmark = [
     pytest.mark.machine,
@@ -114,6 +114,7 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
     """And has none of the instructions that the smaller one lacks."""
     source = tmp_path / "add.c"
     source.write_text("void add(float *x) { for (int i = 0; i < 4096; i++) x[i] += 1; }\n")
+    names = {features().march, "haswell", "skylake-avx512"}  # this machine may be one of them
     smaller = native._built(source, ()) and Features(avx2=True, march="haswell")
     monkeypatch.setattr(native, "features", lambda: smaller)
     native._built(source, ())
@@ -121,7 +122,7 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
         native, "features", lambda: Features(avx2=True, avx512=True, march="skylake-avx512")
     )
     native._built(source, ())
-    assert len(list((cache / "native").iterdir())) == 3
+    assert len(list((cache / "native").iterdir())) == len(names)
     if disassembler := shutil.which("objdump"):
         for library in (cache / "native").iterdir():
             listing = subprocess.run([disassembler, "-d", library], capture_output=True, text=True)

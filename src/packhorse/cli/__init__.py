@@ -25,7 +25,7 @@ COMMANDS = {
     "run": ("packhorse.cli.run:run", "Encode texts, or measure how fast they are encoded."),
     "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
     "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
-    "prove": ("packhorse.cli.prove:prove", "Prove that no result depends on its neighbours."),
+    "prove": ("packhorse.cli.prove:prove", "Test that no result depends on its neighbours."),
     "data": ("packhorse.cli.data:app", "Build datasets of packed rows, and look into them."),
     "train": ("packhorse.cli.train:train", "Train packed BERT, or fine-tune it for a task."),
     "submit": ("packhorse.cli.submit:submit", "Train with seed after seed, logged for MLPerf."),

@@ -44,7 +44,7 @@ def prove(
     seed: Annotated[int, Parameter(help="Of the random packs.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Prove on your model and machine that no result depends on its neighbours.
+    """Test on your model and machine that no result depends on its neighbours.
 
     Every head, under every kernel and number format that can run here, is put
     through five checks on random packs; the last is a control that must fail.
@@ -78,7 +78,7 @@ def prove(
             f"{len(failed)} of {len(proofs)} checks failed, first {worst.check} of {worst.head} "
             f"under {worst.kernel} in {worst.dtype}: please report this"
         )
-    note(f"proven: {len(proofs)} checks")
+    note(f"passed: {len(proofs)} checks")
 
 
 def _prove_one(

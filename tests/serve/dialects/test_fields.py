@@ -215,7 +215,29 @@ def test_what_changes_nothing_is_taken(http, path, fields) -> None:
     if isinstance(plain, dict):
         plain |= {"id": None}
     document = found.json()
-    assert (document | {"id": None} if isinstance(document, dict) else document) == plain
+    document = document | {"id": None} if isinstance(document, dict) else document
+    # To rounding: a vector that is normalized twice may differ in its last digit.
+    assert without_numbers(document) == without_numbers(plain)
+    np.testing.assert_allclose(numbers(document), numbers(plain), rtol=1e-5, atol=1e-7)
+
+
+def numbers(document: Any) -> list[float]:
+    """Every float in a document, in order."""
+    if isinstance(document, float):
+        return [document]
+    if isinstance(document, dict | list):
+        parts = document.values() if isinstance(document, dict) else document
+        return [number for part in parts for number in numbers(part)]
+    return []
+
+
+def without_numbers(document: Any) -> Any:
+    """The same document, with a mark for every float."""
+    if isinstance(document, dict):
+        return {name: without_numbers(part) for name, part in document.items()}
+    if isinstance(document, list):
+        return [without_numbers(part) for part in document]
+    return "float" if isinstance(document, float) else document
 
 
 @pytest.mark.parametrize(("path", "fields"), rows(REFUSED))
