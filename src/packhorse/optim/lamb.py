@@ -303,10 +303,10 @@ def update_together(
     lengths = torch.stack(torch._foreach_norm(_unstacked(weights, stacked)))
     steps = torch.stack(torch._foreach_norm(_unstacked(directions, stacked)))
     ratios = trust_ratio(lengths, steps, group)
-    weights = list(weights)
-    rate = 1.0 if isinstance(group["lr"], Tensor) else group["lr"]
-    if isinstance(group["lr"], Tensor):
-        ratios = ratios * group["lr"]
+    rate = group["lr"]
+    if isinstance(rate, Tensor):  # on the device, for a recorded step
+        ratios, rate = ratios * rate, 1.0
+    weights = list(weights)  # the caller's list keeps its shapes
     single = ratios.unbind()
     columns = ratios[:, None].split(stacked)
     factors = []
