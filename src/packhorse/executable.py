@@ -98,11 +98,16 @@ def recording(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
     A graph that the collector ends meanwhile would spoil the capture, so it does not collect. torch
     leaves a failed capture with its stream current and the generator still recording, so that the
     next dropout would raise.
+
+    cuBLAS has one workspace per stream. One from before the capture is not the graph's memory:
+    torch.compile frees it when it records graphs of its own, and a replay would write into what is
+    somebody else's by then. So the capture begins without one and keeps what it allocates.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     with ONE_CAPTURE, torch.cuda.stream(torch.cuda.current_stream()):
         collects, before = gc.isenabled(), generator.clone_state()
         gc.disable()
+        torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
                 yield
@@ -110,6 +115,7 @@ def recording(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
             generator.graphsafe_set_state(before)
             raise
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             if collects:
                 gc.enable()
 

@@ -119,6 +119,7 @@ def test_infinity_where_it_is_and_where_it_is_not(tmp_path: Path, monkeypatch) -
     assert "1234" in command and "float32" in command and "torch" in command
     fused = servers.infinity(replace(PLACE, onnx=tmp_path / "onnx"), 1234)
     assert "optimum" in fused and fused[fused.index("--model-id") + 1] == "."
+    assert fused[fused.index("--pooling-method") + 1] == "mean"
 
 
 def test_no_key_and_no_setting_of_another_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 KEYS = {
-    *("name", "kernel", "throughput", "median_throughput", "ratio_to_padded"),
-    *("median_ratio_to_padded", "throughput_with_packing", "packing_us", "fill"),
+    *("name", "kernel", "best_throughput", "throughput", "best_ratio_to_padded"),
+    *("ratio_to_padded", "throughput_with_packing", "packing_us", "fill"),
     *("largest_difference", "batch_ms", "p50_ms", "p90_ms", "p99_ms"),
     *("open_rate", "open_p50_ms", "open_p90_ms", "open_p99_ms", "problem"),
 }

@@ -5,7 +5,7 @@ examples of them: tokenize, make pairs, mask, lay the packs. `reference` does it
 with a WordPiece in Python alone, `lists` does the same on the `tokenizers` library, each in as many
 processes as ours (`packhorse`). A process counts its processor time, without starting and loading
 its tokenizer, so that what else the machine does is not in the figures; a method takes as long as
-its slowest process, in its best round. Ours begins each round without a word in its memory.
+its slowest process, in its median round. Ours begins each round without a word in its memory.
 
 Planning the packs is the same for all and needs the same time for ten sequences as for a million,
 so it is timed apart too: in a trial of a few megabytes it would hide what is compared.

@@ -17,7 +17,7 @@ ids handed in to the last vector. PopRT's modes keep its rules (offline next-fit
 the first request that does not fit), ours those of `PackRunner`. A packed ONNX graph runs behind
 the same runner, in fp32, as users of `packhorse onnx pack` have it. Other libraries are timed with
 their padding, to the longest of each batch. Lanes take turns, round after round, so that whatever
-else the machine does falls on all of them alike; speeds are those of the best round.
+else the machine does falls on all of them alike; speeds are those of the median round.
 
 How long someone waits is measured where someone does: with `clients`, on the online modes and on
 `Original` behind the same runner, at most a sequence a row. The open loop comes at a given rate, or
@@ -49,7 +49,7 @@ from packhorse.runtime.encoder import Encoder
 Progress = Callable[[int, int], None]
 OTHERS = ("transformers", "onnxruntime", "packed-onnx")
 CLIENTS_A_ROW = 3.5
-SHARE = 0.7  # of a mode's throughput, the rate of its open loop
+SHARE = 0.7  # of a mode's best_throughput, the rate of its open loop
 WARM_BATCHES = 4
 
 
@@ -72,7 +72,9 @@ class Setup:
     graphs: bool = False
     repeats: int = 3
     load_repeats: int = 1  # rounds of both loops; 0: no latencies
-    rate: float | None = None  # requests a second of the open loop; None: a share of the throughput
+    rate: float | None = (
+        None  # requests a second of the open loop; None: a share of the best_throughput
+    )
     peers: tuple[str, ...] | None = None  # None: those of OTHERS that are installed
 
     @property
@@ -87,11 +89,11 @@ class ModeRow:
 
     name: str
     kernel: str = ""
-    throughput: float = 0.0  # requests a second in the best round; offline without packing
-    median_throughput: float = 0.0
-    ratio_to_padded: float = 0.0  # times Original, best to best
-    median_ratio_to_padded: float = 0.0
-    throughput_with_packing: float = 0.0  # in the best round
+    throughput: float = 0.0  # requests a second in the median round; offline without packing
+    best_throughput: float = 0.0
+    ratio_to_padded: float = 0.0  # times Original, median to median
+    best_ratio_to_padded: float = 0.0
+    throughput_with_packing: float = 0.0  # in the median round
     packing_us: float | None = None  # a request, where it is timed apart
     fill: float = 0.0  # requests' tokens / computed tokens
     largest_difference: float = 0.0  # of a vector's number to Original's
@@ -155,7 +157,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
         "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",
         "batches": f"{setup.rows} x {setup.capacity} tokens, timeout {1e3 * setup.timeout:g} ms; "
-        f"best of {setup.repeats} rounds{loops}",
+        f"medians of {setup.repeats} rounds{loops}",
     }
 
 
@@ -277,11 +279,12 @@ def _row(lane: Lane, original: Lane, setup: Setup, lengths: np.ndarray) -> ModeR
     row = ModeRow(
         name=lane.name,
         kernel=lane.kernel,
-        throughput=count / best,
-        median_throughput=count / middle,
-        ratio_to_padded=padded_best / best,
-        median_ratio_to_padded=padded_middle / middle,
-        throughput_with_packing=count / min(done.seconds + (done.packing or 0) for done in passes),
+        throughput=count / middle,
+        best_throughput=count / best,
+        ratio_to_padded=padded_middle / middle,
+        best_ratio_to_padded=padded_best / best,
+        throughput_with_packing=count
+        / median(done.seconds + (done.packing or 0) for done in passes),
         packing_us=1e6 * median(packing) / count if packing else None,
         fill=int(lengths.sum()) * len(passes) / sum(done.computed for done in passes),
         largest_difference=_apart(passes[0].vectors, original.passes[0].vectors),

@@ -105,9 +105,21 @@ def measure(setup: Setup, progress: Progress | None = None, say: Say | None = No
                 advance: Progress = progress or (lambda done, total: None)
                 stage = Stage(setup, encoder, texts, tokens, generator, advance)
                 dtype = devices.dtype_name(encoder.dtype)
-                onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
-                here = (folder, str(device), dtype, threads, setup.batch_size)
-                place = Place(*here, setup.infinity, onnx)
+                layout = sentence.read(folder)
+                pooling = layout.pooling if layout else ("mean",)
+                onnx = None
+                if pooling in (("mean",), ("cls",)):  # what infinity's optimum engine knows
+                    onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
+                place = Place(
+                    folder=folder,
+                    device=str(device),
+                    dtype=dtype,
+                    threads=threads,
+                    batch_size=setup.batch_size,
+                    infinity=setup.infinity,
+                    onnx=onnx,
+                    pooling=pooling[0] if onnx else "mean",
+                )
                 _start(stage, place, running, Path(scratch))
                 tell(f"serving: {', '.join(stage.alive()) or 'nobody'}")
                 alone, beside = _most(stage)

@@ -46,6 +46,7 @@ class Place:
     batch_size: int  # of the peers
     infinity: Path | None = None  # the executable; None: where `make peers` puts it, or on the path
     onnx: Path | None = None  # the same model as ONNX, for infinity on a CPU
+    pooling: str = "mean"  # or "cls": infinity's optimum engine does not read it from the model
 
 
 def packhorse(place: Place, port: int) -> list[str]:
@@ -93,6 +94,7 @@ def infinity(place: Place, port: int) -> list[str]:
         *("--served-model-name", MODEL, "--url-prefix", "/v1", "--host", "127.0.0.1"),
         *("--port", str(port), "--engine", engine, "--device", place.device.partition(":")[0]),
         *("--dtype", INFINITY_DTYPES[place.dtype], "--batch-size", str(place.batch_size)),
+        *("--pooling-method", "auto" if place.onnx is None else place.pooling),
         # On a CPU it compiles for minutes, and advises against that itself for BERT.
         *("--no-compile", "--log-level", "warning"),
     ]

@@ -57,14 +57,14 @@ class TrainRow:
 
     way: str
     attention: str = ""
-    sequences_per_second: float = 0.0  # of the best round
-    median_sequences_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # real ones, of the best round
-    median_tokens_per_second: float = 0.0
+    sequences_per_second: float = 0.0  # of the median round
+    best_sequences_per_second: float = 0.0
+    tokens_per_second: float = 0.0  # real ones, of the median round
+    best_tokens_per_second: float = 0.0
     over_padded: float | None = None  # times transformers padded (compiled, if it is there)
-    median_over_padded: float | None = None
+    best_over_padded: float | None = None
     fill: float = 0.0  # real tokens of those computed
-    operations_per_second: float = 0.0  # of the best round
+    operations_per_second: float = 0.0  # of the median round
     mfu: float | None = None
     memory: int | None = None  # bytes, at most
     step_ms: float = 0.0  # median
@@ -197,8 +197,8 @@ def _rows(trials: Sequence[Trial], job: Job) -> list[TrainRow]:
         replace(
             row,
             over_padded=slow and row.sequences_per_second / slow.sequences_per_second,
-            median_over_padded=slow
-            and row.median_sequences_per_second / slow.median_sequences_per_second,
+            best_over_padded=slow
+            and row.best_sequences_per_second / slow.best_sequences_per_second,
         )
         for row in rows
     ]
@@ -212,15 +212,15 @@ def _baseline(rows: Sequence[TrainRow]) -> TrainRow | None:
 
 def _row(trial: Trial, job: Job) -> TrainRow:
     lane, best, middle = trial.lane, min(trial.seconds), median(trial.seconds)
-    operations = cost.operations(job.checkpoint.config, lane.work) / best
+    operations = cost.operations(job.checkpoint.config, lane.work) / middle
     peak = cost.peak(job.place.device)
     return TrainRow(
         way=lane.name,
         attention=lane.attention,
-        sequences_per_second=lane.sequences / best,
-        median_sequences_per_second=lane.sequences / middle,
-        tokens_per_second=lane.work.tokens / best,
-        median_tokens_per_second=lane.work.tokens / middle,
+        sequences_per_second=lane.sequences / middle,
+        best_sequences_per_second=lane.sequences / best,
+        tokens_per_second=lane.work.tokens / middle,
+        best_tokens_per_second=lane.work.tokens / best,
         fill=lane.work.fill,
         operations_per_second=operations,
         mfu=operations / peak if peak else None,
@@ -258,7 +258,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
         "workload": f"{TASKS[setup.task]}, {lengths}: {found.tokens:.1f} of at most "
         f"{found.longest} tokens, seed {setup.seed}",
         "batches": f"{found.sequences:,.1f} sequences a step, up to {found.micro_tokens:,} tokens "
-        f"at once; {found.steps} steps a round, best of {setup.repeats} rounds",
+        f"at once; {found.steps} steps a round, medians of {setup.repeats} rounds",
         "learning": f"{OPTIMIZERS[setup.task]}, dropout {setup.dropout:g}",
     }
 
@@ -266,7 +266,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
 def table(rows: Sequence[TrainRow]) -> Table:
     """Measured ways; those with a problem are for `report.problems`."""
     columns = (
-        *("way", "attention", "seq/s", "median", "real tok/s", "x padded", "median x", "fill"),
+        *("way", "attention", "seq/s", "best", "real tok/s", "x padded", "best x", "fill"),
         *("TFLOP/s", "MFU", "GiB", "step ms", "update ms", "loss"),
     )
     return Table.of(
@@ -274,9 +274,9 @@ def table(rows: Sequence[TrainRow]) -> Table:
         [
             (
                 *(row.way, row.attention),
-                *(_rate(row.sequences_per_second), _rate(row.median_sequences_per_second)),
+                *(_rate(row.sequences_per_second), _rate(row.best_sequences_per_second)),
                 _rate(row.tokens_per_second),
-                *(_or_dash(row.over_padded, ".2f"), _or_dash(row.median_over_padded, ".2f")),
+                *(_or_dash(row.over_padded, ".2f"), _or_dash(row.best_over_padded, ".2f")),
                 *(f"{row.fill:.1%}", f"{row.operations_per_second / 1e12:,.3g}"),
                 _or_dash(row.mfu, ".1%"),
                 _or_dash(row.memory and row.memory / 2**30, ".1f"),

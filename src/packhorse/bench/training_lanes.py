@@ -9,7 +9,8 @@ cheaper and shows in the loss's third digit.
 
 `padded` fills every sequence up to the longest that may come. `grouped` sorts all sequences of a
 round by length, as transformers' group_by_length does within fifty batches, and pads each batch to
-its longest, a multiple of eight. `padding-free` lays sequences end to end as its flattening
+its longest, a multiple of eight. `grouped-graphs` pads to eight widths and compiles each as CUDA
+graphs, as ours are. `padding-free` lays sequences end to end as its flattening
 collator does, for flash attention, and takes pooled tokens from where sequences begin. A peer's
 batches have one number of sequences, so that it is compiled once; the few that are left over at the
 end of a round it need not do.
@@ -47,6 +48,7 @@ from packhorse.train.preparing import optimizer_for
 
 OURS = "packhorse, packed"
 MULTIPLE = 8  # of a padded length: what tensor cores like
+SHAPES = 8  # widths that are captured, as many as torch.compile keeps
 
 Part = dict[str, Tensor]  # what transformers takes
 Loss = Callable[[Any, Part], Tensor]  # of a model, or of what compiled it
@@ -90,19 +92,34 @@ def _our_loss(job: Job, step: Step) -> float:
         return float(job.objective.loss(job.model, batch)[0])
 
 
-def padded(stage: Stage, *, compiled: bool = False, grouped: bool = False) -> Lane:
+def padded(
+    stage: Stage, *, compiled: bool = False, grouped: bool = False, graphs: bool = False
+) -> Lane:
     """transformers over batches [n, L]."""
+    if graphs and stage.job.place.device.type != "cuda":
+        raise Unserved("CUDA graphs need a GPU")
     if compiled and executable.cpp_compiler() is None:
         raise Unserved("torch.compile needs a C++ compiler (g++ or clang++)")
     model, optimizer = _opened(stage, "sdpa")
     steps = cut(stage, grouped)
     every = [example for step in steps for chunk in step for example in chunk]
-    made = [[pad(chunk, None if grouped else stage.longest) for chunk in step] for step in steps]
+    multiple = -(-stage.longest // SHAPES) if graphs else MULTIPLE
+
+    def width(chunk: Sequence[Example]) -> int:
+        longest = max(len(example.ids) for example in chunk)
+        rounded = -(-longest // multiple) * multiple
+        return min(rounded, stage.longest) if grouped else stage.longest
+
+    made = [[pad(chunk, width(chunk)) for chunk in step] for step in steps]
     places = sum(part["input_ids"].numel() for step in made for part in step)
     first = pad(list(examples(stage.steps[0].batches[0])))
-    forward = torch.compile(model, dynamic=grouped) if compiled else model
+    forward: Any = model
+    if graphs:
+        forward = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    elif compiled:
+        forward = torch.compile(model, dynamic=grouped)
     return Lane(
-        name=title("grouped" if grouped else "padded", stage.longest, compiled),
+        name=title("grouped" if grouped else "padded", stage.longest, compiled, graphs),
         attention="sdpa",
         step=_stepping(stage, partial(_own_loss, forward), optimizer),
         steps=made,
@@ -142,15 +159,17 @@ PEERS: dict[str, Callable[[Stage], Lane]] = {
     "padded-compiled": partial(padded, compiled=True),
     "grouped": partial(padded, grouped=True),
     "grouped-compiled": partial(padded, compiled=True, grouped=True),
+    "grouped-graphs": partial(padded, compiled=True, grouped=True, graphs=True),
     "padding-free": padding_free,
 }
 
 
-def title(peer: str, longest: int, compiled: bool = False) -> str:
+def title(peer: str, longest: int, compiled: bool = False, graphs: bool = False) -> str:
     """What a peer is called in a table."""
     way, _, suffix = peer.partition("-")
     ways = {"padded": f"padded to {longest}", "grouped": "grouped by length"}
-    ending = ", compiled" if compiled or suffix == "compiled" else ""
+    ending = ", compiled" if compiled or suffix in ("compiled", "graphs") else ""
+    ending += " as CUDA graphs" if graphs or suffix == "graphs" else ""
     return f"transformers, {ways.get(way, peer)}{ending}"
 
 
@@ -260,9 +279,10 @@ def _stepping(
         optimizer.zero_grad(set_to_none=True)
         losses = []
         for part in parts:
+            torch.compiler.cudagraph_mark_step_begin()  # a graph's outputs may be reused from here
             loss = loss_of(_sent(part, device)) / len(parts)
             loss.backward()
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone())  # a graph's output, gone with its next replay
         if most:
             clip_grad_norm_(trained, most)
         optimizer.step()

@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, rows: Sequence[TrainRow], about: str) -> None:
-    """A bar a way, of the best round, with a mark at the median; the rest in words."""
+    """A bar per way, of the median round, with a mark at the best; the rest in words."""
     found = [row for row in rows if row.problem is None]
     figure = plots.new_figure(11, 1.6 + 0.42 * len(found))
     axes = figure.subplots()
     speeds = [row.sequences_per_second for row in found]
     bars = axes.barh(range(len(found)), speeds, color=[_colour(row) for row in found])
     axes.bar_label(bars, [_label(row) for row in found], padding=4, fontsize=9)
-    middles = [row.median_sequences_per_second for row in found]
-    axes.plot(middles, range(len(found)), "|", color="black", markersize=12)
+    fastest = [row.best_sequences_per_second for row in found]
+    axes.plot(fastest, range(len(found)), "|", color="black", markersize=12)
     axes.set_yticks(range(len(found)), [row.way for row in found])
     axes.invert_yaxis()
     axes.tick_params(left=False)
     axes.margins(x=0.45)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(plots.thousands)
-    axes.set_xlabel("sequences a second; best round, and the median (mark)")
+    axes.set_xlabel("sequences per second; median round, and the best (mark)")
     plots.plain_axes(axes, "")
     figure.suptitle(about, x=0.01, ha="left", fontsize=11)
     plots.save_figure(figure, path)

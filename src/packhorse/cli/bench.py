@@ -354,7 +354,7 @@ def modes(
 ) -> None:
     """Padded against packed, offline and online: PopRT's six modes and ours.
 
-    Speeds are those of the best round, "x padded" is how many times Original:
+    Speeds are medians of the rounds, "x padded" is how many times Original:
     our own model with one request a row. Offline modes are timed without
     packing, "with packing" includes it. Latencies are those of a closed loop
     of 3.5 clients a row, and of random arrivals, from when they were due.
@@ -388,7 +388,9 @@ def load(
     config: Annotated[
         str, flag("--config", help="Geometry of the checkpoint: tiny, minilm, base, large.")
     ] = "large",
-    repeats: Annotated[int, flag("--repeats", help="Rounds; the best and the median count.")] = 5,
+    repeats: Annotated[
+        int, flag("--repeats", help="Rounds; the median counts, the best stands beside it.")
+    ] = 5,
     folder: Annotated[
         Path | None, flag("--folder", help="Where to write it; default the system's own place.")
     ] = None,

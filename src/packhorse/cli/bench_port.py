@@ -33,7 +33,7 @@ def port(
     SGD with momentum on pictures of Fashion-MNIST's size. The plain loop reads
     a batch, clears, goes forward and back, steps, and asks for the loss; the
     port does many such steps a call, as Python, traced, and with --compiled
-    compiled (on CUDA, one graph). Speeds are those of the best round; "max
+    compiled (on CUDA, one graph). Speeds are medians of the rounds; "max
     diff" is of any weight to the plain loop's after one round.
 
     Try:

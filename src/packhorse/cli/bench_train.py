@@ -54,6 +54,7 @@ def train(
         flag(
             "--peers",
             help="With commas, or none: padded, padded-compiled, grouped, grouped-compiled, "
+            "grouped-graphs, "
             "padding-free; default by the device.",
         ),
     ] = None,
@@ -63,8 +64,8 @@ def train(
     """Train packed and with transformers: the same weights, sequences, optimizer.
 
     transformers is padded in full (on a GPU compiled), grouped by length, and
-    padding-free where flash_attn is installed. Speeds are those of the best
-    round; "x padded" is how many times transformers padded in full. "update"
+    padding-free where flash_attn is installed. Speeds are medians of
+    the rounds; "x padded" is how many times transformers padded in full. "update"
     is the optimizer alone, "loss" that of the first batch before any step,
     without dropout: the same for all.
 
