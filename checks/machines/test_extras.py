@@ -1,0 +1,121 @@
+"""Without an extra the rest works, and what needs it names it. Once for each in pyproject.toml."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from packhorse.reports import random_model
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.extra, pytest.mark.slow]
+# The modules that an extra brings, and a command or call that needs one of them.
+EXTRAS: dict[str, tuple[set[str], str]] = {
+    "data": ({"pyarrow", "mwparserfromhell", "nupunkt"}, 'main(["waste", "table.parquet"])'),
+    "train": (
+        {"tensorboard", "mlperf_logging"},
+        "from packhorse.train.journal import _writer; _writer(Path('run'), 0)",
+    ),
+    "serve": (
+        {"fastapi", "uvicorn", "orjson", "prometheus_client"},
+        'main(["serve", "--model", "model"])',
+    ),
+    "onnx": ({"onnx", "onnxruntime"}, 'main(["convert", "model", "out", "--to", "onnx"])'),
+    "plots": ({"matplotlib"}, 'main(["waste", "texts.txt", "-m", "model", "--plot", "x.png"])'),
+    "cluster": (
+        {"ray"},
+        'main(["data", "build", "texts.txt", "corpus", "--tokenizer", "model", "--engine", "ray"])',
+    ),
+    "hf": ({"transformers", "datasets", "accelerate"}, "import packhorse.hf as hf; hf.register()"),
+    "tensorflow": (
+        {"tensorflow", "keras"},
+        "from packhorse_port.tensorflow import install; install()",
+    ),
+    "tutorials": (
+        {"sklearn", "tqdm", "matplotlib"},
+        'main(["evaluate", "--task", "classification", "--input", "table.tsv", "--train", '
+        '"table.tsv", "--model", "model", "--beside", "none"])',
+    ),
+}
+# Nothing is asked of psutil and nvidia-ml-py where Linux's own files tell, and there is no GPU.
+WORKS_WITHOUT = {"monitor": ({"psutil", "pynvml"}, 'main(["monitor", "--json"])')}
+GROUPS = {"all", "peers", "dev"}  # of other extras, or for those who work on Packhorse
+PROGRAM = """
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(
+    lambda name, path=None, target=None:
+    None if name.split(".")[0] in {modules} else find(name, path, target)
+)
+from packhorse.cli import main
+from packhorse.errors import PackhorseError
+assert main(["run", "w1 w2", "--model", "model", "--json"]) == 0
+try:
+    code = {call}
+except PackhorseError as error:
+    print(error, file=sys.stderr)
+    code = error.exit_code
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that the commands above name."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("extras")
+    random_model.write("tiny", folder / "model")
+    (folder / "texts.txt").write_text("w1 w2 w3\nw4 w5\n" * 20)
+    (folder / "table.tsv").write_text("text\tlabel\n" + "w1 w2\ta\nw3 w4\tb\n" * 20)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["w1"]}), folder / "table.parquet")
+    return folder
+
+
+def run(folder: Path, modules: set[str], call: str) -> subprocess.CompletedProcess[str]:
+    statements = call.split("; ")
+    program = PROGRAM.format(modules=modules, call=statements[-1])
+    for statement in statements[:-1]:
+        program = program.replace("try:\n", f"try:\n    {statement}\n")
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_needs_an_extra_names_it(extra: str, folder: Path) -> None:
+    done = run(folder, *EXTRAS[extra])
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'packhorse[{extra}]'" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert json.loads(done.stdout.splitlines()[0])["results"]
+
+
+@pytest.mark.parametrize("extra", WORKS_WITHOUT)
+def test_what_does_without(extra: str, folder: Path) -> None:
+    done = run(folder, *WORKS_WITHOUT[extra])
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_extra_is_here() -> None:
+    project = tomllib.loads((REPOSITORY / "packages" / "packhorse" / "pyproject.toml").read_text())[
+        "project"
+    ]
+    named = set(project["optional-dependencies"])
+    assert named - GROUPS == {*EXTRAS, *WORKS_WITHOUT}

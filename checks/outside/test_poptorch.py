@@ -1,0 +1,176 @@
+"""PopTorch's own public tests against the port, run from where they are.
+
+PACKHORSE_POPTORCH_TESTS names the folder `tests` of a clone of graphcore/poptorch. Each file is run
+by a pytest of its own under the import hooks of `packhorse port`. A test that fails must be listed
+in `poptorch/differences.toml` with its reason, and one that is listed must fail. When all files
+have run, `docs/port-conformance.md` is written anew.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from packhorse_port import script
+
+FILES = ("inplace", "buffers", "outputs", "poplar_executor", "dataloader", "batching")
+FILES += ("custom_loss", "options", "optimizers")
+HERE = Path(__file__).parent / "poptorch"
+TABLE = Path(__file__).parents[2] / "docs" / "port-conformance.md"
+VARIABLE = "PACKHORSE_POPTORCH_TESTS"
+KINDS = {
+    "ipu": "needs an IPU",
+    "private": "reads PopTorch's inside",
+    "open": "not provided",
+}
+# Their refusal leaves broken queues of torch's workers behind, on which later tests would fail.
+NOT_RUN = {"dataloader": "test_custom_batch_sampler and device_iteration:5"}
+HEAD = f"""# PopTorch's own tests
+
+What of PopTorch's public tests (github.com/graphcore/poptorch, `tests/`) holds for
+`packhorse port`. Written by `make test-outside` with `{VARIABLE}` set to that
+folder; the tests are run from where they are, none is copied. The reasons are in
+`checks/outside/poptorch/differences.toml`, by test.
+
+"""
+
+
+@dataclass
+class Result:
+    """What became of the tests of one file."""
+
+    passed: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tests of a file that fail, and why."""
+
+    file: str
+    kind: str
+    reason: str
+    tests: tuple[str, ...]
+
+    def covers(self, test: str) -> bool:
+        return any(_matches(pattern, test) for pattern in self.tests)
+
+
+def _matches(pattern: str, test: str) -> bool:
+    """A pattern is a test's id, its function's name, or the beginning of an id with a star."""
+    if pattern.endswith("*"):
+        return test.startswith(pattern[:-1])
+    return pattern in (test, test.partition("[")[0])
+
+
+def differences() -> list[Difference]:
+    listed = tomllib.loads((HERE / "differences.toml").read_text("utf-8"))["difference"]
+    return [Difference(tests=tuple(each.pop("tests")), **each) for each in listed]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    path = os.environ.get(VARIABLE)
+    if not path:
+        pytest.skip(f"{VARIABLE} names no folder: clone graphcore/poptorch, name its tests/")
+    return Path(path).resolve()
+
+
+@pytest.fixture(scope="module")
+def results() -> Iterator[dict[str, Result]]:
+    results: dict[str, Result] = {}
+    yield results
+    if results.keys() == set(FILES):
+        TABLE.write_text(document(results), "utf-8")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", FILES)
+def test_what_fails_is_listed_with_its_reason(
+    name: str, folder: Path, results: dict[str, Result], tmp_path: Path
+) -> None:
+    result = results[name] = run(folder / f"{name}_test.py", tmp_path)
+    listed = [each for each in differences() if each.file == name]
+    known = {test for test in result.failed if any(each.covers(test) for each in listed)}
+    assert result.passed
+    assert result.failed <= known, sorted(result.failed - known)
+    unused = [
+        pattern
+        for each in listed
+        for pattern in each.tests
+        if not any(_matches(pattern, test) for test in result.failed)
+    ]
+    assert not unused, f"these pass, or are no more: {unused}"
+
+
+def run(file: Path, folder: Path) -> Result:
+    """One file, by a pytest of its own."""
+    report = folder / "report.xml"
+    environment = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([script.STARTUP, str(HERE)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTEST_ADDOPTS": f"-p standins -p no:cacheprovider -c {os.devnull}",  # some start another
+    }
+    environment.pop(script.RUN, None)
+    words = ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
+    if expression := NOT_RUN.get(file.stem.removesuffix("_test")):
+        words += ["-k", f"not ({expression})"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert report.exists(), done.stdout + done.stderr
+    result = Result()
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        chosen = result.failed if kinds & {"failure", "error"} else result.passed
+        chosen = result.skipped if "skipped" in kinds else chosen
+        owner = case.get("classname", "").rpartition(".")[2]
+        prefix = f"{owner}::" if owner.startswith("Test") else ""
+        chosen.add(prefix + case.get("name", ""))
+    return result
+
+
+def document(results: dict[str, Result]) -> str:
+    """The table, and under it every reason."""
+    listed = differences()
+    rows = [["file", "passed", "failed", *KINDS.values(), "skipped by PopTorch (hardware)"]]
+    for name, result in results.items():
+        counts = [count(name, kind, result, listed) for kind in KINDS]
+        unlisted = len(result.failed) - sum(counts)
+        rows.append([f"{name}_test.py", len(result.passed), unlisted, *counts, len(result.skipped)])
+    totals = [sum(column) for column in zip(*(row[1:] for row in rows[1:]), strict=True)]
+    rows.append(["all", *totals])
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    lines.insert(1, "| --- |" + " ---: |" * (len(rows[0]) - 1))
+    text = HEAD + "\n".join(lines) + "\n"
+    for name, expression in NOT_RUN.items():
+        text += (
+            f"\nNot run: `{expression}` of {name}_test.py, batches of several sizes in one call,"
+            " which a collate_fn pads; they are refused here.\n"
+        )
+    for kind, title in KINDS.items():
+        text += f"\n## {title[0].upper()}{title[1:]}\n\n"
+        for each in listed:
+            if each.kind == kind:
+                failed = sum(each.covers(test) for test in results[each.file].failed)
+                text += f"- {each.file}_test.py, {failed}: {each.reason}\n"
+    return text
+
+
+def count(name: str, kind: str, result: Result, listed: list[Difference]) -> int:
+    chosen = [each for each in listed if each.file == name and each.kind == kind]
+    return sum(any(each.covers(test) for each in chosen) for test in result.failed)

@@ -1,0 +1,147 @@
+"""What README and the notes claim: figures are those of a note, and commands can be given again.
+
+A figure is a number with a unit of speed or a factor ("4,283 sequences a second", "2 times"), or a
+cell of a table; where a note is linked, every number with decimals or thousands is one. Each stands
+in a paragraph, list item or table that links to its note, and the note holds that number, at
+README's precision. Every command in a code block of README and the notes is parsed by the real
+command line, so a flag that was renamed is seen; it is not run.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from math import floor, log10
+from pathlib import Path
+
+import pytest
+
+from packhorse.cli import _app
+from packhorse_port.command import prepare_tokens
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+UNITS = (
+    *("times", "requests a second", "sequences a second", "real tokens a second"),
+    *("tokens a second", "texts a second", "in float8", "MB/s", "s against", "ms"),
+)
+FIGURE = re.compile(
+    rf"(?<![\w.,])({NUMBER})(?= (?:{'|'.join(UNITS)})\b)"
+    r"|(?<![\w.,])(\d+,\d{3}|\d+\.\d+)(?![\w.,]*\d| GB)"
+)
+LINK = re.compile(r"\]\((docs/benchmarks/[^)#]+\.md)\)")
+CELL = re.compile(rf"(?<![\w.,-])({NUMBER})(?![\w.,-]|\.\d)")
+BLOCK = re.compile(r"```(?:sh|bash|console)?\n(.*?)```", re.DOTALL)
+# Tables whose numbers are versions, sizes or the like, not measurements.
+PLAIN_TABLES = ("| Python |", "| command |", "`packhorse demo")
+
+
+def blocks(text: str) -> list[str]:
+    """Paragraphs and list items; a table goes with the paragraphs before and after it."""
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    parts = [part for part in re.split(r"\n\n|\n(?=- )|\n(?=#)", text) if part.strip()]
+    joined = []
+    for place, part in enumerate(parts):
+        if part.startswith("|"):
+            joined.append("\n".join(parts[max(place - 1, 0) : place + 2]))
+        else:
+            joined.append(part)
+    return joined
+
+
+def figures(block: str) -> list[str]:
+    """The numbers of a block that claim a measurement."""
+    lines = block.splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    prose = "\n".join(line for line in lines if not line.startswith("|"))
+    matches = FIGURE.findall(re.sub(r"\]\([^)]*\)|`[^`]*`", "]", prose))
+    linked = LINK.search(block)
+    found = [with_unit or precise for with_unit, precise in matches if with_unit or linked]
+    if any(mark in block for mark in PLAIN_TABLES):
+        return found
+    return found + [number for row in rows for number in _cells(row)]
+
+
+def _cells(row: str) -> list[str]:
+    """Numbers of the cells after the first, without code."""
+    cells = re.sub(r"`[^`]*`|\*\*", "", row).strip("|").split("|")[1:]
+    return [number for cell in cells for number in CELL.findall(cell)]
+
+
+def holds(note: str, figure: str) -> bool:
+    """Whether a number of the note, rounded to the digits that the figure shows, is the figure."""
+    value = float(figure.replace(",", ""))
+    if "." in figure:
+        unit = 10.0 ** -len(figure.partition(".")[2])
+    else:
+        digits = len(figure.replace(",", "").rstrip("0")) or 1
+        unit = 10.0 ** (floor(log10(value)) - digits + 1) if value else 1.0
+    numbers = (float(text.replace(",", "")) for text in re.findall(NUMBER, note))
+    return any(abs(number - value) <= unit / 2 * (1 + 1e-9) for number in numbers)
+
+
+def unproved(text: str, root: Path = ROOT) -> list[str]:
+    """Figures of a text that stand without a note, or that no linked note holds."""
+    wrong = []
+    for block in blocks(text):
+        links = LINK.findall(block)
+        notes = "\n".join((root / link).read_text(encoding="utf-8") for link in links)
+        for figure in figures(block):
+            if not links:
+                wrong.append(f"{figure}: no note beside it in {block.strip()[:60]!r}")
+            elif not holds(notes, figure):
+                wrong.append(f"{figure}: not in {', '.join(links)}")
+    return wrong
+
+
+def test_readme_has_the_figures_of_its_notes() -> None:
+    assert unproved(README) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("It is 1.25 times as fast.", "1.25: no note"),
+        ("It is 1.26 times as fast ([note](docs/benchmarks/a.md)).", "1.26: not in"),
+        (
+            "Rates ([note](docs/benchmarks/a.md)):\n\n| | seq/s |\n|---|---:|\n| x | 51 |",
+            "51: not in",
+        ),
+    ],
+)
+def test_a_false_figure_is_seen(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "docs/benchmarks").mkdir(parents=True)
+    (tmp_path / "docs/benchmarks/a.md").write_text("| x | 1.2478 | 50.2 | 220,432 |")
+    (complaint,) = unproved(text, tmp_path)
+    assert said in complaint
+    right = (
+        text.replace("1.26", "1.25")
+        .replace("51", "50")
+        .replace("fast.", "fast ([note](docs/benchmarks/a.md)).")
+    )
+    assert unproved(right, tmp_path) == []
+
+
+def commands() -> list[tuple[str, str]]:
+    places = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = []
+    for place in places:
+        for block in BLOCK.findall(place.read_text(encoding="utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = re.sub(r"\s#.*|[;|>].*", "", line).strip()
+                if command.startswith("packhorse ") and "…" not in command and "[" not in command:
+                    found.append((place.name, command))
+    return found
+
+
+@pytest.mark.parametrize(("place", "command"), commands())
+def test_commands_still_parse(place: str, command: str) -> None:
+    tokens = shlex.split(command)[1:]
+    tokens = prepare_tokens(tokens) if tokens[0] == "port" else tokens
+    _app(None).parse_args(tokens, print_error=False, exit_on_error=False)
+
+
+def test_a_vanished_flag_is_seen() -> None:
+    with pytest.raises(Exception, match="no-such-flag"):
+        _app(None).parse_args(["pack", "--no-such-flag"], print_error=False, exit_on_error=False)

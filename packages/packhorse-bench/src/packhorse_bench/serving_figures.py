@@ -1,0 +1,115 @@
+"""What is measured of servers, and what is found: the values of `bench.serving`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packhorse_bench.serving_load import Report
+from packhorse_bench.serving_search import Effort, Trial
+from packhorse_bench.serving_servers import PEERS
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to measure."""
+
+    model: str
+    config: str | None = None
+    vocab: str | None = None
+    heads: int | None = None
+    texts: tuple[str, ...] = ()  # by default docstrings of the standard library
+    count: int = 2048  # texts, drawn from these
+    device: str | None = None
+    dtype: str | None = None  # by default fp32 on a CPU, else bf16
+    threads: int = 0  # 0: as many as cores
+    peers: tuple[str, ...] = PEERS
+    infinity: Path | None = None
+    batch_size: int = 32  # of the peers
+    limit_ms: float = 500.0
+    connections: int = 256
+    effort: Effort = field(default_factory=Effort)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One trial of one server."""
+
+    server: str
+    purpose: str  # most, search, confirm, sweep
+    rate: float  # requests a second that were due; 0: a closed loop
+    seconds: float
+    asked: int
+    answered_per_second: float
+    tokens_per_second: float
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    worst_ms: float
+    errors: str
+    held: bool
+    generator_share: float  # of a core
+    generator_late_ms: float
+
+    @classmethod
+    def of(cls, server: str, trial: Trial, report: Report, limit: float) -> Point:
+        """A trial and what came of it."""
+        return cls(
+            server=server,
+            purpose=trial.purpose,
+            rate=trial.rate,
+            seconds=report.seconds,
+            asked=report.asked,
+            answered_per_second=report.rate,
+            tokens_per_second=report.tokens_per_second,
+            p50_ms=report.p50_ms,
+            p90_ms=report.p90_ms,
+            p99_ms=report.p99_ms,
+            worst_ms=report.worst_ms,
+            errors=", ".join(f"{count} {what}" for what, count in sorted(report.errors.items())),
+            held=report.holds(limit),
+            generator_share=report.share,
+            generator_late_ms=report.late_ms,
+        )
+
+
+@dataclass(frozen=True)
+class ServeRow:
+    """One server's figures; or why there are none."""
+
+    server: str
+    held_rate: float = 0.0  # requests a second, the highest within the limit
+    over_peer: float | None = None  # times sentence-transformers'
+    p50_ms: float | None = None  # at that rate, of the median trial
+    p99_ms: float | None = None
+    most_rate: float = 0.0  # answered a second in a closed loop, median
+    tokens_per_second: float = 0.0  # at the same time
+    of_runner: float = 0.0  # of what PackRunner.run does beside the same load
+    cosine_min: float = 0.0
+    generator_share: float = 0.0  # of a core, at the rate it holds
+    problem: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """What the row is about."""
+        return self.server
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All servers, ours first, and what they were asked."""
+
+    rows: tuple[ServeRow, ...]
+    points: tuple[Point, ...]
+    tokens: tuple[int, ...]  # of the texts
+    runner_alone: float  # tokens a second of PackRunner.run
+    runner_beside: float
+    device: torch.device
+    dtype: str
+    threads: int
+    seconds: float  # that all this took

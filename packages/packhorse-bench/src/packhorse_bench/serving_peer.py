@@ -1,0 +1,160 @@
+"""sentence-transformers behind FastAPI with dynamic batching: the server of a careful user.
+
+    python -m packhorse_bench.serving_peer FOLDER --port 8081 --threads 2
+
+Started by `packhorse bench serve` to measure against. What people write by hand to serve
+embeddings, without its usual mistakes: requests go into an asyncio queue; one worker takes what
+waits, up to a few batches within a few milliseconds, and encodes it in a thread, so that the event
+loop stays free; `encode` sorts by length and pads batch by batch; answers are written by orjson;
+event loop and HTTP parser are uvicorn's fast ones where they are installed. It speaks OpenAI's
+`/v1/embeddings` for texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import orjson
+from fastapi import FastAPI, Response
+from pydantic import BaseModel
+
+Encode = Callable[[Sequence[str]], np.ndarray]  # texts → vectors [n, E]
+
+
+class Given(BaseModel):
+    """The body of a request."""
+
+    input: str | list[str]
+    model: str = ""
+
+
+class Batcher:
+    """Texts of many requests, encoded together."""
+
+    def __init__(self, encode: Encode, most: int, wait: float) -> None:
+        self.encode, self.most, self.wait = encode, most, wait
+        self.queue: asyncio.Queue[tuple[str, asyncio.Future[np.ndarray]]] = asyncio.Queue()
+
+    async def vectors(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """In the order of the texts."""
+        loop = asyncio.get_running_loop()
+        futures = [loop.create_future() for _ in texts]
+        for pair in zip(texts, futures, strict=True):
+            self.queue.put_nowait(pair)
+        return await asyncio.gather(*futures)
+
+    async def work(self) -> None:
+        """Batch after batch, for ever."""
+        while True:
+            texts, futures = zip(*await self._gathered(), strict=True)
+            try:
+                vectors = await asyncio.to_thread(self.encode, texts)
+            except Exception as error:
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(error)
+                continue
+            for future, vector in zip(futures, vectors, strict=True):
+                if not future.done():  # its client may have left
+                    future.set_result(vector)
+
+    async def _gathered(self) -> list[tuple[str, asyncio.Future[np.ndarray]]]:
+        """All that waits, and what comes within a moment."""
+        found = [await self.queue.get()]
+        try:
+            async with asyncio.timeout(self.wait):
+                while len(found) < self.most:
+                    found.append(await self.queue.get())
+        except TimeoutError:
+            pass
+        return found
+
+
+def create(encode: Encode, most: int, wait: float) -> FastAPI:
+    """The application."""
+    batcher = Batcher(encode, most, wait)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker = asyncio.get_running_loop().create_task(batcher.work())
+        yield
+        worker.cancel()
+
+    app = FastAPI(lifespan=lifespan)
+
+    async def embeddings(given: Given) -> Response:
+        texts = [given.input] if isinstance(given.input, str) else given.input
+        vectors = await batcher.vectors(texts)
+        data = [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        ]
+        answer: dict[str, Any] = {"object": "list", "data": data, "model": given.model}
+        body = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        return Response(body, media_type="application/json")
+
+    async def health() -> Response:
+        return Response(b"{}", media_type="application/json")
+
+    app.post("/v1/embeddings")(embeddings)
+    app.get("/health")(health)
+    return app
+
+
+def open_model(folder: str, device: str, dtype: str, batch: int) -> Encode:
+    """sentence-transformers' own encode, on this model."""
+    from sentence_transformers import SentenceTransformer
+
+    from packhorse.device import parse_dtype
+
+    kind = {"dtype": parse_dtype(dtype)}
+    model = SentenceTransformer(folder, device=device, model_kwargs=kind).eval()
+
+    def encode(texts: Sequence[str]) -> np.ndarray:
+        vectors = model.encode(
+            list(texts),
+            batch_size=batch,
+            normalize_embeddings=True,
+            convert_to_numpy=True,
+            show_progress_bar=False,
+        )
+        return np.asarray(vectors, np.float32)
+
+    encode(["warm up", "with two texts of unlike length"])
+    return encode
+
+
+def main() -> None:
+    """Serve until a signal comes."""
+    import torch
+    import uvicorn
+
+    flags = argparse.ArgumentParser(description="sentence-transformers behind FastAPI.")
+    flags.add_argument("folder", help="of the model")
+    flags.add_argument("--port", type=int, required=True)
+    flags.add_argument("--threads", type=int, default=1)
+    flags.add_argument("--device", default="cpu")
+    flags.add_argument("--dtype", default="fp32")
+    flags.add_argument("--batch", type=int, default=32, help="sequences that are padded together")
+    flags.add_argument("--most", type=int, default=128, help="texts that are sorted together")
+    flags.add_argument("--wait-ms", type=float, default=2.0, help="for more texts to come")
+    given = flags.parse_args()
+    torch.set_num_threads(given.threads)
+    encode = open_model(given.folder, given.device, given.dtype, given.batch)
+    uvicorn.run(
+        create(encode, given.most, given.wait_ms / 1e3),
+        host="127.0.0.1",
+        port=given.port,
+        access_log=False,
+        log_level="warning",
+        timeout_keep_alive=30,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""The servers that are measured, each in a process of its own, and always stopped.
+
+All serve the same folder in the same number format with the same number of threads, speak OpenAI's
+`/v1/embeddings`, and listen on 127.0.0.1. What a server says of itself goes to a file; of one that
+does not start, the last line is the reason in its row. A server of another environment
+(infinity-emb wants other versions than we do) is an executable there.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from packhorse_bench.peers import Unserved
+
+PATH = "/v1/embeddings"
+MODEL = "model"
+START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 180.0, 5.0, 60.0
+INFINITY = Path(".venv-infinity/bin/infinity_emb")  # as `make peers` makes it
+INFINITY_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What every server of a run is given."""
+
+    folder: Path  # of the model
+    device: str
+    dtype: str
+    threads: int
+    batch_size: int  # of the peers
+    infinity: Path | None = None  # the executable; None: where `make peers` puts it, or on the path
+    onnx: Path | None = None  # the same model as ONNX, for infinity on a CPU
+    pooling: str = "mean"  # or "cls": infinity's optimum engine does not read it from the model
+
+
+def packhorse(place: Place, port: int) -> list[str]:
+    """Ours, as it is by default."""
+    return [
+        *(sys.executable, "-m", "packhorse", "serve", "--model", f"{MODEL}={place.folder}"),
+        *("--port", str(port), "--device", place.device, "--dtype", place.dtype),
+        *("--threads", str(place.threads), "--log-level", "warning"),
+    ]
+
+
+def sentence_transformers(place: Place, port: int) -> list[str]:
+    """Behind FastAPI, with dynamic batching: `bench.serving_peer`."""
+    for name in ("sentence_transformers", "fastapi", "uvicorn", "orjson"):
+        if find_spec(name) is None:
+            raise Unserved(f"{name} is not installed; pip install 'packhorse[peers,serve]'")
+    return [
+        *(sys.executable, "-m", "packhorse_bench.serving_peer", str(place.folder)),
+        *("--port", str(port), "--device", place.device, "--dtype", place.dtype),
+        *("--threads", str(place.threads), "--batch", str(place.batch_size)),
+        *("--most", str(4 * place.batch_size)),
+    ]
+
+
+def infinity(place: Place, port: int) -> list[str]:
+    """infinity-emb; on a CPU with its optimum engine, as its author recommends there.
+
+    It takes its threads from the environment. Its optimum engine finds a graph on disk only in the
+    current folder, so it is started there.
+    """
+    found = place.infinity or (INFINITY if INFINITY.exists() else shutil.which("infinity_emb"))
+    if found is None or not Path(found).exists():
+        where = f"there is no {found}" if found else "it is not installed"
+        raise Unserved(
+            f"{where}; `make peers` puts it in {INFINITY.parents[1]}, or --infinity PATH"
+        )
+    engine = "torch" if place.onnx is None else "optimum"
+    return [
+        *(
+            str(Path(found).absolute()),
+            "v2",
+            "--model-id",
+            "." if place.onnx else str(place.folder),
+        ),
+        *("--served-model-name", MODEL, "--url-prefix", "/v1", "--host", "127.0.0.1"),
+        *("--port", str(port), "--engine", engine, "--device", place.device.partition(":")[0]),
+        *("--dtype", INFINITY_DTYPES[place.dtype], "--batch-size", str(place.batch_size)),
+        *("--pooling-method", "auto" if place.onnx is None else place.pooling),
+        # On a CPU it compiles for minutes, and advises against that itself for BERT.
+        *("--no-compile", "--log-level", "warning"),
+    ]
+
+
+Command = Callable[[Place, int], list[str]]
+OURS, PEERS = "packhorse", ("sentence-transformers", "infinity")
+SERVERS: dict[str, Command] = {
+    OURS: packhorse,
+    "sentence-transformers": sentence_transformers,
+    "infinity": infinity,
+}
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that was started."""
+
+    name: str
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> None:
+        """Until it answers; raises `Unserved` if it ends or takes too long."""
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            if self.process.poll() is not None:
+                raise Unserved(f"ended with {self.process.returncode}: {self.last_words()}")
+            try:
+                if self._ask("GET", "/health", None, 5.0)[0] == 200:
+                    return
+            except (OSError, http.client.HTTPException):
+                pass
+            time.sleep(0.1)
+        raise Unserved(f"does not answer after {START_SECONDS:.0f} s: {self.last_words()}")
+
+    def vectors(self, texts: Sequence[str]) -> np.ndarray:
+        """What it makes of these texts; when it answers, what waited before has been worked on."""
+        body = json.dumps({"model": MODEL, "input": list(texts)}).encode()
+        try:
+            status, answer = self._ask("POST", PATH, body, ANSWER_SECONDS)
+            if status != 200:
+                raise Unserved(f"answers {status}: {answer[:200].decode(errors='replace')}")
+            rows = json.loads(answer)["data"]
+        except (OSError, http.client.HTTPException) as error:
+            raise Unserved(f"stopped answering ({error}): {self.last_words()}") from error
+        return np.array([row["embedding"] for row in rows], np.float32)
+
+    def last_words(self) -> str:
+        """The last line that it wrote."""
+        lines = self.log.read_text("utf-8", errors="replace").strip().splitlines()
+        return lines[-1].strip()[:200] if lines else "it said nothing"
+
+    def stop(self) -> None:
+        """Ask it to leave; then make it, and what it may have started in its session."""
+        try:
+            self.process.terminate()
+            self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def _ask(self, method: str, path: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+def start(name: str, place: Place, scratch: Path) -> Server:
+    """A server that may not answer yet; `Unserved` where it is not installed."""
+    port = _free_port()
+    command = SERVERS[name](place, port)
+    log = scratch / f"{name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=_environment(place.threads) | {"HF_HOME": str(scratch / "hf")},
+            cwd=place.onnx if name == "infinity" else None,
+            start_new_session=True,  # Ctrl-C is for us, who then stop it
+        )
+    return Server(name, port, process, log)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """As many threads for everyone, no settings and keys of another server, no calls home."""
+    others = ("PACKHORSE_SERVE_", "PACKHORSE_API_KEY", "INFINITY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    count = str(threads)
+    return kept | {
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "RAYON_NUM_THREADS": count,
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def stopping(servers: list[Server]) -> Iterator[None]:
+    """Whatever happens, those in the list by then are stopped; SIGTERM is an interruption too."""
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, leave) if ours else None
+    try:
+        yield
+    finally:
+        with ExitStack() as each_of_them:  # an interruption while one is stopped spares no other
+            for server in servers:
+                server.process.terminate()
+                each_of_them.callback(server.stop)
+        if ours:
+            signal.signal(signal.SIGTERM, before)

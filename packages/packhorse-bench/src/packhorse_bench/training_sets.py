@@ -1,0 +1,144 @@
+"""What a training bench learns from: random sequences of true-to-life lengths, in steps.
+
+Nothing is read from disk and no tokenizer is asked: how fast a step runs depends on lengths alone.
+Ours takes the steps as they are, packed. The peers take the same sequences out of them, masks and
+labels included (`examples`), so that both sides learn the same.
+
+Pretraining lays sequences into rows and gives every step as many rows, as `packhorse train` does; a
+step then has as many sequences as fit, about as many each. SST-2's training set is mostly phrases:
+its lengths are drawn from a gamma distribution with the set's own mean and spread (13 and 9 tokens,
+[CLS] and [SEP] among them).
+
+Shapes: T tokens, S sequences, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.masking import Recipe, Specials, draw
+from packhorse.data.packed.packs import Rows
+from packhorse.data.tasks import targets
+from packhorse.errors import InputError
+from packhorse.packing.histogram import assign, histogram_of, plan
+from packhorse.reports import lengths as files
+from packhorse.train import cost, feed
+from packhorse.train.feed import Feed, Shape
+from packhorse.train.settings import Settings
+from packhorse_bench import workloads
+
+IGNORED = -100  # no word to be guessed here; transformers' number
+CLS, SEP, MASK = 101, 102, 103  # BERT's; any other would cost the same
+LONGEST = {"pretrain": 512, "classify": 128}
+SST2 = (1.4, 8.06, 66)  # shape and scale of the words, most tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence and what it should come to."""
+
+    ids: np.ndarray
+    types: np.ndarray
+    label: int
+    words: np.ndarray | None = None  # those to be guessed, `IGNORED` elsewhere
+
+
+def draw_lengths(
+    task: str, count: int, longest: int, seed: int, histogram: str | None = None
+) -> np.ndarray:
+    """Like Wikipedia's, or like SST-2's; or of a histogram in a file."""
+    if histogram is not None:
+        counts = files.read_histogram(histogram)
+        return np.maximum(5, workloads.sample(counts, count, seed=seed, longest=longest))
+    if task == "pretrain":
+        return workloads.draw("wikipedia", count, seed=seed, longest=longest)
+    shape, scale, most = SST2
+    words = np.random.default_rng(seed).gamma(shape, scale, count)
+    return np.clip(np.rint(words + 2), 3, min(longest, most)).astype(np.int64)
+
+
+def pretraining(
+    lengths: np.ndarray, vocab_size: int, capacity: int, steps: int, micro_tokens: int, seed: int
+) -> Feed:
+    """Rows of `capacity` tokens, as many in each of the steps."""
+    rows = _rows(lengths, vocab_size, capacity, seed)
+    share = len(rows) // steps
+    if not share:
+        raise InputError(
+            f"{len(lengths)} sequences fill {len(rows)} rows, too few for {steps} steps; pass a "
+            "larger --batch, or fewer --steps"
+        )
+    parts = min(share, math.ceil(share * capacity / micro_tokens))
+    batches = [batch for number in range(steps) for batch in _parts(rows, number, share, parts)]
+    return Feed(
+        stream=lambda cursor: iter(batches),
+        evaluate_on=None,
+        naming=lambda step: lambda: "random sequences",
+        batch=sum(batch.sequences for batch in batches) / steps,
+        epoch=steps,
+        tokens=float(lengths.mean()),
+        squares=float((lengths.astype(np.float64) ** 2).mean()),
+        parts=parts,
+        shape=Shape(math.ceil(share / parts) * capacity, longest=capacity),
+    )
+
+
+def _rows(lengths: np.ndarray, vocab_size: int, capacity: int, seed: int) -> Rows:
+    placed = assign(plan(histogram_of(lengths, capacity), capacity), lengths, seed)
+    ordered = lengths[placed.indices]
+    made = workloads.sequences(ordered, vocab_size, ends=(CLS, SEP), seed=seed)
+    first = np.maximum(1, ordered // 2)
+    for sequence, until in zip(made, first, strict=True):
+        sequence.ids[until - 1] = SEP if until > 1 else CLS
+    rng = np.random.default_rng(seed)
+    ids = np.concatenate([sequence.ids for sequence in made])
+    rows = Rows(ids, ordered, first, rng.integers(0, 2, len(ordered)), placed.offsets)
+    specials = Specials(CLS, SEP, MASK, 0, vocab_size)
+    return rows.masked(*draw(ids, ordered, specials, Recipe(max_length=capacity), rng))
+
+
+def _parts(rows: Rows, number: int, share: int, parts: int) -> Iterator[Batch]:
+    """The batches of a step; the cursor of the last is behind it."""
+    for part in np.array_split(np.arange(number * share, (number + 1) * share), parts):
+        last = part[-1] == (number + 1) * share - 1
+        yield batch_of(rows.cut(part[0], part[-1] + 1), 0, {"batch": number + bool(last)})
+
+
+def classification(
+    lengths: np.ndarray, vocab_size: int, settings: Settings, micro_tokens: int
+) -> Feed:
+    """Sequences with one of two labels, `settings.batch` a step."""
+    seed = settings.seed
+    made = workloads.sequences(lengths, vocab_size, ends=(CLS, SEP), seed=seed)
+    drawn = np.random.default_rng(seed).integers(0, 2, len(made)).tolist()
+    both = zip(made, drawn, strict=True)
+    every = [targets.Example((sequence,), label) for sequence, label in both]
+    task = targets.Task(every, "single_label", ("0", "1"))
+    return feed.examples(task, None, settings, micro_tokens)
+
+
+def examples(batch: Any) -> Iterator[Example]:
+    """The sequences of a batch, one by one."""
+    packed, words = batch.packed, None
+    if isinstance(batch, Batch):
+        words = np.full(len(packed.ids), IGNORED)
+        words[batch.masked_at.numpy()] = batch.masked_ids.numpy()
+    labels = batch.next_labels if isinstance(batch, Batch) else batch.targets
+    ids, types, bounds = (x.numpy() for x in (packed.ids, packed.types, packed.cu_seqlens))
+    for place, label in zip(packed.places, labels.tolist(), strict=True):
+        at = slice(bounds[place], bounds[place + 1])
+        yield Example(ids[at], types[at], label, None if words is None else words[at])
+
+
+def work(every: Iterable[Example], places: int) -> cost.Work:
+    """What these sequences hold, where so many places are computed for them."""
+    found = list(every)
+    lengths = np.array([len(example.ids) for example in found], np.float64)
+    guessed = sum(int((e.words != IGNORED).sum()) for e in found if e.words is not None)
+    return cost.Work(float(lengths.sum()), float((lengths**2).sum()), guessed, places)

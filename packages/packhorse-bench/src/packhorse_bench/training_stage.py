@@ -1,0 +1,156 @@
+"""What a training bench is set upon: a model with its optimizer, steps, and the weights on disk.
+
+The model is put together as `train.job` does it, of data in memory. Its weights are then written as
+a folder that transformers reads, so that every way begins with the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from packhorse import attention, checkpoint, executable
+from packhorse.checkpoint import Checkpoint
+from packhorse.errors import InputError
+from packhorse.model import float8
+from packhorse.model.config import BertConfig
+from packhorse.reports import random_model
+from packhorse.reports.random_model import CONFIGS
+from packhorse.train import cost
+from packhorse.train.feed import Feed, Step
+from packhorse.train.job import Job, Place, place_for, recorder_for
+from packhorse.train.objectives import Classify, Objective, Pretrain
+from packhorse.train.pace import Pace
+from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare
+from packhorse.train.settings import Settings
+from packhorse_bench import training_sets
+
+# Sequences a step and steps a round, by task and by whether there is a GPU.
+SIZES = {
+    ("pretrain", True): (256, 4),
+    ("pretrain", False): (16, 2),
+    ("classify", True): (256, 50),
+    ("classify", False): (32, 4),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
+
+    model: str = ""
+    config: str | None = None
+    vocab: str | None = None
+    heads: int | None = None
+    task: str = "pretrain"
+    histogram: str | None = None  # FILE[:NAME] of lengths in place of the task's own
+    max_length: int | None = None  # of a row, and of a padded sequence
+    batch: int | None = None  # sequences a step
+    steps: int | None = None  # of a round
+    micro_tokens: int = 0  # at once; 0: by the device's memory
+    dropout: float = 0.1
+    dtype: str | None = None
+    device: str | None = None
+    peers: tuple[str, ...] | None = None  # None: those that make sense on the device
+    repeats: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all lanes share."""
+
+    job: Job
+    steps: Sequence[Step]  # of a round, on the host
+    folder: Path  # the weights, as transformers reads them
+    longest: int  # tokens of a sequence that is padded in full
+    micro_tokens: int  # computed at once, at most
+
+    @property
+    def pretrains(self) -> bool:
+        """Or else it classifies."""
+        return self.job.settings.task == "pretrain"
+
+
+def open_stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
+    """The model to train, its optimizer and data; and its weights for others to read."""
+    longest = setup.max_length or training_sets.LONGEST[setup.task]
+    source = _source(setup)
+    config = source.config
+    if longest > config.max_positions:
+        raise InputError(
+            f"sequences of up to {longest} tokens, but the model has {config.max_positions} "
+            f"positions; pass --max-length {config.max_positions}"
+        )
+    place = place_for(setup.dtype or "auto", device)
+    micro = setup.micro_tokens or cost.micro_tokens(config, device, place.half)
+    batch, steps = _sizes(setup, device)
+    settings = Settings(
+        task="pretrain" if setup.task == "pretrain" else "classify",
+        optimizer="lamb" if setup.task == "pretrain" else "adamw",
+        batch=batch,
+        steps=steps,
+        schedule="constant",
+        dropout=setup.dropout,
+        micro_tokens=micro,
+        seed=setup.seed,
+    )
+    fed = _feed(setup, settings, config, longest)
+    job = _job(settings, place, source, fed)
+    folder = checkpoint.write(scratch / "model", in_full(job.checkpoint, job.optimizer))
+    return Stage(job, list(islice(fed.steps(None), steps)), folder, longest, micro)
+
+
+def _source(setup: Setup) -> Checkpoint:
+    if setup.config in CONFIGS:
+        config = CONFIGS[setup.config]
+        model = random_model._model(config, setup.seed)
+        return Checkpoint(config, model, None, f"random-{setup.config}", config.max_positions)
+    if setup.config and not Path(setup.config).exists():
+        known = ", ".join(CONFIGS)
+        raise InputError(f"unknown configuration {setup.config!r}; there are {known}, or a file")
+    files = {"config": setup.config, "vocab": setup.vocab, "heads": setup.heads}
+    return checkpoint.load(setup.model, **files)
+
+
+def _sizes(setup: Setup, device: torch.device) -> tuple[int, int]:
+    """Sequences a step, steps a round."""
+    batch, steps = SIZES[setup.task, device.type != "cpu"]
+    return setup.batch or batch, setup.steps or steps
+
+
+def _feed(setup: Setup, settings: Settings, config: BertConfig, longest: int) -> Feed:
+    count, seed, micro = settings.batch * settings.steps, setup.seed, settings.micro_tokens
+    lengths = training_sets.draw_lengths(setup.task, count, longest, seed, setup.histogram)
+    if setup.task == "classify":
+        return training_sets.classification(lengths, config.vocab_size, settings, micro)
+    steps, words = settings.steps, config.vocab_size
+    return training_sets.pretraining(lengths, words, longest, steps, micro, seed)
+
+
+def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job:
+    """As `train.job.assemble` has it, of data that is in memory."""
+    pretrains = settings.task == "pretrain"
+    objective: Objective = Pretrain() if pretrains else Classify()
+    wanted = source.config.needs
+    kernel = attention.pick(place.device, place.dtype, backward=True, **wanted).kernel
+    labels = Labels() if pretrains else Labels(("0", "1"))
+    made, _ = prepare(settings, source, objective.heads, kernel, labels)
+    made.model.train().to(place.device)
+    if place.float8:
+        float8.use(made.model.bert)
+    compiled = place.device.type == "cuda" and kernel.serves.compiles_backward
+    optimizer = optimizer_for(settings, made.model, place.half)
+    if compiled:
+        executable.allow_every_bucket()
+        executable.compile(made.model.bert.layers)
+    pace = Pace(settings, fed.batch, fed.epoch)
+    return Job(
+        *(settings, place, made, objective, fed, pace, optimizer, compiled),
+        measure="loss",
+        recorder=recorder_for(settings, place, compiled),
+    )

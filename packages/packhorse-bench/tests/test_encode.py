@@ -1,0 +1,134 @@
+"""One run, one table: rows for all engines and orders, and for what failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse.errors import InputError
+from packhorse.reports import random_model
+from packhorse_bench import encode, workloads
+
+LENGTHS = workloads.draw("normal", 20, longest=48)
+
+
+def request_for(**changes) -> encode.Request:
+    given = {"lengths": LENGTHS, "model": "", "config": "tiny", "repeats": 2, "batch_size": 4}
+    return encode.Request(**(given | {"peers": (), "budget": 256} | changes))
+
+
+def test_rows_of_ours_and_a_peer() -> None:
+    pytest.importorskip("transformers")
+    told = []
+    asked = request_for(dtypes=("fp32", "bf16"), peers=("transformers",))
+    measured = encode.measure(asked, lambda *at: told.append(at))
+    rows = measured.rows
+    assert measured.lengths.tolist() == LENGTHS.tolist()
+    keys = [(row.engine, row.dtype, row.order) for row in rows]
+    assert keys == [
+        (engine, dtype, order)
+        for dtype in ("fp32", "bf16")
+        for engine in ("packhorse", "transformers")
+        for order in ("arrival", "sorted")
+    ]
+    assert told == [(i, 20) for i in range(1, 21)]  # four engines opened, eight trials twice
+    by_key = dict(zip(keys, rows, strict=True))
+    for row in rows:
+        base = by_key["transformers", row.dtype, "sorted"]
+        ratio = row.sequences_per_second / base.sequences_per_second
+        assert row.over_sorted == pytest.approx(ratio)
+        assert row.tokens_per_second == pytest.approx(row.sequences_per_second * LENGTHS.mean())
+        assert 0 < row.slowest <= row.sequences_per_second <= row.fastest
+        assert row.cosine_min > (0.99999 if row.dtype == "fp32" else 0.999)
+        assert row.cosine_min <= row.cosine_mean
+
+
+def test_a_peer_that_fails_is_a_row() -> None:
+    pytest.importorskip("openvino")
+    rows = encode.measure(request_for(dtypes=("fp16",), peers=("openvino",), repeats=1)).rows
+    assert [row.engine for row in rows if row.problem] == ["openvino"]
+    assert rows[-1].problem == "computes in fp32 or bf16, not in fp16"
+    assert [row.order for row in rows if not row.problem] == ["arrival", "sorted"]
+    assert rows[0].over_sorted is None
+
+
+def test_whatever_an_engine_raises_is_its_row() -> None:
+    def explode() -> encode.Engine:
+        raise RuntimeError("the boiler burst\nat line 3")
+
+    def missing() -> encode.Engine:
+        import a_library_nobody_has  # noqa: F401 # pyright: ignore
+
+        raise AssertionError
+
+    trials, failures = [], []
+    for opener in (explode, missing):
+        encode._warm_up(encode.Candidate("x", "fp32", opener), [], trials, failures)
+    assert [row.problem for row in failures] == [
+        "RuntimeError: the boiler burst",
+        "a_library_nobody_has is not installed; pip install 'packhorse[peers]'",
+    ]
+    assert not trials
+
+
+def test_arrival_cuts_and_keeps_the_order() -> None:
+    sequences = workloads.sequences(LENGTHS, 2048)
+    batches = list(encode.as_they_come(sequences, 100))
+    assert [s for batch in batches for s in batch] == sequences
+    assert all(sum(map(len, batch)) <= 100 for batch in batches)
+    assert [len(b) for b in encode.as_they_come(sequences[:3], 1)] == [1, 1, 1]
+
+
+def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:
+    engine = encode.packhorse_engine(tiny_folder, "fp32", torch.device("cpu"))
+    sequences = workloads.sequences(LENGTHS, 2048)
+    exact = engine.run(sequences, "sorted")
+    shuffled = encode.Trial(engine, "sorted", np.roll(exact, 1, axis=0), [1.0])
+    right = encode.Trial(engine, "arrival", engine.run(sequences, "arrival"), [1.0])
+    wrong_row, right_row = encode._rows([shuffled, right], exact, LENGTHS)
+    assert wrong_row.cosine_min < 0.999 < right_row.cosine_min
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"repeats": 0}, "--repeats 0"),
+        ({"peers": ("keras",)}, "unknown peer 'keras'"),
+        ({"dtypes": ("fp8",)}, "unknown dtype"),
+        ({"config": "huge"}, "unknown configuration"),
+        ({"lengths": np.array([600])}, "--max-length 512"),
+    ],
+)
+def test_mistakes(changes: dict, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        encode.measure(request_for(**changes))
+
+
+def test_random_models_are_seeded(tmp_path: Path, tiny_folder: Path) -> None:
+    again = random_model.write("tiny", tmp_path / "again")
+    other = random_model.write("tiny", tmp_path / "other", seed=1)
+    weights = [(f / "model.safetensors").read_bytes() for f in (tiny_folder, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's, about torch.jit
+def test_compiled_peers() -> None:
+    pytest.importorskip("transformers")
+    asked = request_for(peers=("transformers",), compile_peers=True, repeats=1)
+    rows = {(row.engine, row.order): row for row in encode.measure(asked).rows}
+    for order in ("fixed", "sorted"):
+        row = rows["transformers compiled", order]
+        assert row.problem is None and row.cosine_min > 0.99999
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's, about torch.jit
+def test_ours_compiled() -> None:
+    rows = encode.measure(request_for(graphs=True, repeats=1)).rows
+    assert [(row.engine, row.problem) for row in rows[2:]] == [("packhorse graphs", None)] * 2
+    assert min(row.cosine_min for row in rows) > 0.99999

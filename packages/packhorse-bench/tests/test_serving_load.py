@@ -1,0 +1,270 @@
+"""The load generator against stub servers whose delays are known.
+
+A server that stalls is the control: counted from when requests were due, its stall is in the high
+percentiles; counted from when they were sent, as a closed loop does, it all but disappears.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from packhorse.errors import RequestFailed
+from packhorse_bench.serving_http import LOST, NOT_HTTP, TIMEOUT, parse_head, request
+from packhorse_bench.serving_load import Generator, Job, Load, Report, _due
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+BUSY = b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"
+Answer = Callable[
+    [int], Awaitable[bytes]
+]  # number of the request → what is written; empty: hang up
+
+
+class Stub:
+    """Reads requests and answers each as `answer` says, requests on a connection one by one."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer, self.seen, self.inside, self.most = answer, 0, 0, 0
+        self.bodies: list[bytes] = []
+        self.port = 0
+
+    async def start(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+                self.bodies.append(await reader.readexactly(length))
+                self.seen, self.inside = self.seen + 1, self.inside + 1
+                self.most = max(self.most, self.inside)
+                try:
+                    said = await self.answer(self.seen)
+                finally:
+                    self.inside -= 1
+                if not said:
+                    break
+                writer.write(said)
+                if b"connection: close" in said.lower():
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+def load(answer: Answer, rate: float, seconds: float, **more: float) -> tuple[Report, Stub]:
+    """A job against a stub in the same event loop."""
+
+    async def run() -> tuple[Report, Stub]:
+        stub = Stub(answer)
+        server = await stub.start()
+        job = Job(stub.port, rate, seconds, **{"connections": 16, **more})  # type: ignore[arg-type]
+        messages = [request("/", str(i).encode(), "test") for i in range(10)]
+        report = await Load(job, messages, list(range(10))).run()
+        server.close()
+        await asyncio.sleep(0.01)
+        return report, stub
+
+    return asyncio.run(run())
+
+
+def after(seconds: float, said: bytes = OK) -> Answer:
+    async def answer(number: int) -> bytes:
+        await asyncio.sleep(seconds)
+        return said
+
+    return answer
+
+
+def test_a_known_delay_is_the_latency() -> None:
+    report, stub = load(after(0.05), 100, 1.0)
+    assert report.asked == report.answered == stub.seen > 50
+    assert 50 <= report.p50_ms <= report.p90_ms <= report.p99_ms <= report.worst_ms
+    assert not report.errors and not report.cut and report.share > 0
+    assert report.holds(report.p99_ms / 1e3) and not report.holds(0.049)
+    assert report.tokens == sum(int(body) for body in stub.bodies)
+
+
+def stalling(at: float, seconds: float) -> Answer:
+    """Answers at once; but once, it answers nobody for some seconds."""
+    begun: list[float] = []
+
+    async def answer(number: int) -> bytes:
+        begun.append(time.perf_counter())
+        stall = begun[0] + at
+        if stall <= begun[-1] < stall + seconds:
+            await asyncio.sleep(stall + seconds - begun[-1])
+        return OK
+
+    return answer
+
+
+@pytest.mark.parametrize("connections", [1, 64])
+def test_a_stall_shows_however_few_connections_could_send(connections: int) -> None:
+    report, _ = load(stalling(0.3, 0.7), 200, 1.5, connections=connections, patience=5)
+    # 0.7 of 1.5 seconds: nearly half of the requests were due in the stall, evenly spread over it.
+    assert report.asked == report.answered > 200
+    assert report.p99_ms > 600 and report.p90_ms > 400
+
+
+def test_counted_from_when_it_was_sent_the_same_stall_would_not_show() -> None:
+    report, _ = load(stalling(0.3, 0.7), 0, 1.5, connections=1)  # asks when it was answered
+    assert report.worst_ms > 600 and report.asked > 100
+    assert report.p90_ms < 300  # the control: one late request among all these
+
+
+def test_arrivals_are_random_at_the_rate_and_drawn_beforehand() -> None:
+    due = _due(Job(0, 200, 50, seed=3))
+    gaps = np.diff(due)
+    assert len(due) == pytest.approx(10_000, rel=0.05) and due[-1] < 50
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as of an exponential
+    assert np.array_equal(due, _due(Job(0, 200, 50, seed=3)))
+    assert not np.array_equal(due[:100], _due(Job(0, 200, 50, seed=4))[:100])
+
+
+def test_refusals_are_counted_and_a_rate_with_them_does_not_hold() -> None:
+    async def answer(number: int) -> bytes:
+        return BUSY if number == 20 else OK
+
+    report, stub = load(answer, 200, 1.0)
+    assert report.errors == {"429": 1} and report.answered == stub.seen - 1
+    assert report.worst_ms == math.inf and not report.holds(60)
+
+
+def test_requests_without_an_answer_time_out_and_the_rest_goes_on() -> None:
+    async def answer(number: int) -> bytes:
+        await asyncio.sleep(30 if number % 10 == 0 else 0)
+        return OK
+
+    report, stub = load(answer, 100, 1.0, connections=4, patience=0.4)
+    assert set(report.errors) == {TIMEOUT} and report.errors[TIMEOUT] >= stub.seen // 10
+    assert report.answered + report.errors[TIMEOUT] == report.asked
+    assert report.p99_ms == math.inf and report.p50_ms < math.inf
+
+
+def test_connections_that_are_closed_are_opened_again() -> None:
+    closing = OK.replace(b"Content", b"Connection: close\r\nContent")
+    report, stub = load(after(0, closing), 100, 0.5, connections=2)
+    assert report.answered == report.asked == stub.seen and not report.errors
+
+
+def test_a_request_that_met_a_closing_connection_is_sent_again_but_once() -> None:
+    async def now_and_then(number: int) -> bytes:
+        return b"" if number % 10 == 1 else OK
+
+    report, stub = load(now_and_then, 100, 0.5, connections=1)
+    assert report.answered == report.asked < stub.seen and not report.errors
+    report, stub = load(after(0, b""), 50, 0.4)
+    assert report.errors == {LOST: report.asked} and stub.seen == 2 * report.asked
+
+
+@pytest.mark.parametrize("said", [b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nhello"])
+def test_what_is_no_answer_fails(said: bytes) -> None:
+    report, _ = load(after(0, said), 50, 0.2)
+    assert report.errors == {NOT_HTTP: report.asked} and report.answered == 0
+
+
+def test_answers_may_come_in_pieces() -> None:
+    async def run() -> Report:
+        async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while await reader.read(1000):
+                for byte in OK:
+                    writer.write(bytes([byte]))
+                    await asyncio.sleep(0)
+            writer.close()
+
+        server = await asyncio.start_server(connection, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        report = await Load(
+            Job(port, 50, 0.3, connections=2), [request("/", b"{}", "x")], [1]
+        ).run()
+        server.close()
+        await asyncio.sleep(0.01)
+        return report
+
+    report = asyncio.run(run())
+    assert report.answered == report.asked > 0 and not report.errors
+
+
+def test_a_hopeless_rate_is_given_up_early() -> None:
+    begun = time.monotonic()
+    report, _ = load(after(0.5), 50, 60, limit=0.1, patience=5)
+    assert report.cut and not report.holds(10) and time.monotonic() - begun < 20
+    assert report.p99_ms == math.inf and report.seconds < 20
+
+
+def test_nobody_listens() -> None:
+    async def run() -> Report:
+        server = await Stub(after(0)).start()
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        return await Load(Job(port, 50, 0.3, patience=0.3), [b"x"], [1]).run()
+
+    report = asyncio.run(run())
+    assert report.errors == {TIMEOUT: report.asked} and report.answered == 0
+
+
+def test_a_closed_loop_keeps_every_connection_busy_and_no_more() -> None:
+    report, stub = load(after(0.05), 0, 0.5, connections=4)
+    assert stub.most == 4 and report.answered == stub.seen >= 8
+    assert report.rate == pytest.approx(report.answered / report.seconds)
+
+
+@pytest.mark.parametrize(
+    ("head", "told"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 12", ("200", 12, False)),
+        (b"HTTP/1.1 503\r\ncontent-length:0\r\nConnection: Close", ("503", 0, True)),
+    ],
+)
+def test_heads(head: bytes, told: tuple[str, int, bool]) -> None:
+    assert parse_head(head) == told
+
+
+@pytest.fixture(scope="module")
+def stub_port() -> Iterator[int]:
+    """A stub in another thread, for a generator in another process."""
+    loop, stub = asyncio.new_event_loop(), Stub(after(0.02))
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    server = asyncio.run_coroutine_threadsafe(stub.start(), loop).result(10)
+    yield stub.port
+    loop.call_soon_threadsafe(server.close)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.05), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_generator_has_a_process_of_its_own(stub_port: int, tmp_path: Path) -> None:
+    with Generator(["one", "two texts"], [3, 4], tmp_path) as generator:
+        job = Job(stub_port, 50, 0.5, connections=8)
+        report = generator.run(job)
+        assert report.answered == report.asked > 5 and report.p50_ms >= 20
+        assert 3 * report.answered <= report.tokens <= 4 * report.answered
+        with generator.burning(0.3):  # and at once no more
+            pass
+        with generator.burning(0.2):
+            time.sleep(0.3)
+        assert generator.run(job).answered > 0
+        process = generator._process
+    assert process.poll() is not None
+
+
+def test_a_generator_that_died_is_told(tmp_path: Path) -> None:
+    with Generator(["one"], [3], tmp_path) as generator:
+        generator._process.kill()
+        generator._process.wait()
+        with pytest.raises(RequestFailed, match="generator ended"):
+            generator.run(Job(1, 1, 0.1))

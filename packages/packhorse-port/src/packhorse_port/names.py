@@ -1,0 +1,238 @@
+"""Every public name of PopTorch, and what becomes of it here: one table for checks and documents.
+
+    NAMES["Options.deviceIterations"]      # Name("emulated", "steps within one host call")
+
+Names are written as a script would: `optim.SGD` of the module, `Options.…` and `PoplarExecutor.…`
+of what a script has made. The table is written out, not gathered from the modules, so that
+`packhorse port --check` needs no torch; a test holds it against the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Literal, NamedTuple
+
+Kind = Literal["as is", "emulated", "ignored", "fails"]
+
+
+class Name(NamedTuple):
+    """What becomes of a name, and why or how in a few words."""
+
+    kind: Kind
+    meaning: str
+
+
+EMULATED = {
+    "__version__": "of PopTorch, whose interface this is",
+    "Options": "settings of a run",
+    "DataLoader": "batches of batch_size times iterations, replicas and accumulation",
+    "AsynchronousDataAccessor": "reads ahead in a thread",
+    "trainingModel": "one call: so many micro batches, optimizer steps and all",
+    "inferenceModel": "one call: so many batches",
+    "PoplarExecutor": "what trainingModel and inferenceModel return",
+    "load": "opens what PoplarExecutor.save wrote: safetensors and JSON",
+    "ICustomArgParser": "how inputs of a class of your own are taken apart",
+    "registerCustomArgParser": "the same, for a class",
+    "Error": "Packhorse's errors are of this kind",
+    "RecoverableError": "never raised: no IPU fails here",
+    "UnrecoverableError": "never raised: no IPU fails here",
+    "identity_loss": "marks the loss; reduces it as asked",
+    "optim": "optimizers on top of torch.optim",
+    "optim.SGD": "torch.optim.SGD",
+    "optim.Adam": "torch.optim.Adam",
+    "optim.AdamW": "torch.optim.AdamW",
+    "optim.RMSprop": "torch.optim.RMSprop",
+    "optim.LAMB": "packhorse's LAMB",
+    "optim.VariableAttributes": "a value of an optimizer and whether it may change",
+    "for_loop": "a Python loop",
+    "ipu_print_tensor": "prints the tensor, and its gradient",
+    "isRunningOnIpu": "True inside a model that is run by PoplarExecutor",
+    "ipuHardwareIsAvailable": "False: there is no IPU",
+    "ipuHardwareVersion": "there is no IPU",
+    "setLogLevel": "the level of the logger packhorse_port",
+    "serializedMatMul": "a matrix product, in one piece",
+    "dynamic_slice": "a slice at an index that is a tensor",
+    "dynamic_update": "the same, written",
+    "ctc_beam_search_decoder": "decodes with beams, in Python",
+    "CPU": "calls the function, where it is",
+    "enums": "the enumerations",
+    "options": "Options and its groups",
+    "ops": "the functions of poptorch itself",
+    "Options.deviceIterations": "steps within one host call",
+    "Options.replicationFactor": "shares of a step; here in turn, or one process each",
+    "Options.outputMode": "which outputs of a call come back",
+    "Options.anchorMode": "outputMode under its old name",
+    "Options.defaultOutputMode": "whether outputMode was left alone",
+    "Options.defaultAnchorMode": "whether outputMode was left alone",
+    "Options.randomSeed": "seeds torch, now",
+    "Options.enableExecutableCaching": "where code of compileStep(True) is kept",
+    "Options.enableSyntheticData": "random data of the right shapes, made once",
+    "Options.connectionType": "Never compiles and does not run",
+    "Options.useOfflineIpuTarget": "compiles and does not run",
+    "Options.modelName": "kept",
+    "Options.compileStep": "Packhorse's own: steps compiled or traced, not as Python",
+    "Options.shareWeights": "Packhorse's own: changes of the module act at once",
+    "Options.updatableNamedBuffers": "which buffers copyNamedBuffersToDevice copies",
+    "Options.setExecutionStrategy": "one device; same numbers",
+    "Options.broadcastBuffers": "whether replicas share buffers",
+    "Options.clone": "a copy that can be changed",
+    "Options.toDict": "every setting, plain",
+    "Options.loadFromFile": "settings from a file, one a line",
+    "Options.exists": "whether there is such a setting",
+    "Options.Training": "the group of training settings",
+    "Options.Training.gradientAccumulation": "micro batches of one optimizer step",
+    "Options.Training.accumulationAndReplicationReductionType": "mean or sum of gradients",
+    "Options.Training.accumulationReductionType": "mean or sum of gradients, its old name",
+    "Options.Distributed": "which of several processes this is",
+    "Options.Distributed.configureProcessId": "this process's number; loaders divide by it",
+    "Options.Distributed.setEnvVarNames": "the same, from the environment",
+    "Options.Distributed.disable": "one process",
+    "Options.Distributed.processId": "this process's number",
+    "Options.Distributed.numProcesses": "how many there are",
+    "Options.Precision": "the group of number formats",
+    "Options.TensorLocations": "the group of memory settings",
+    "Options.Jit": "the group of tracing settings",
+    "Options._Popart": "the group of compiler settings",
+    "DataLoader.combinedBatchSize": "elements of one step",
+    "DataLoader.options": "its options",
+    "DataLoader.terminate": "ends the workers",
+    "PoplarExecutor.compile": "builds the step for these shapes",
+    "PoplarExecutor.compileAndExport": "the same, and saves it",
+    "PoplarExecutor.save": "safetensors and JSON",
+    "PoplarExecutor.loadExecutable": "what compileAndExport wrote",
+    "PoplarExecutor.setOptimizer": "another optimizer, or its new values",
+    "PoplarExecutor.state_dict": "the model's",
+    "PoplarExecutor.load_state_dict": "the model's",
+    "PoplarExecutor.train": "the module's; the executor keeps the mode of its first call",
+    "PoplarExecutor.eval": "the module's; the executor keeps the mode of its first call",
+    "PoplarExecutor.rng_state": "the state of the generator",
+    "PoplarExecutor.detachFromDevice": "weights are copied to the module",
+    "PoplarExecutor.attachToDevice": "weights are copied from the module",
+    "PoplarExecutor.isAttachedToDevice": "whether it may run",
+    "PoplarExecutor.isCompiled": "whether a step was built",
+    "PoplarExecutor.destroy": "weights are copied to the module, which may be wrapped again",
+    "PoplarExecutor.copyWeightsToHost": "weights and buffers to the module",
+    "PoplarExecutor.copyWeightsToHostIfNeeded": "the same, if a step has changed them",
+    "PoplarExecutor.copyWeightsToDevice": "weights and buffers from the module",
+    "PoplarExecutor.copyNamedBuffersToDevice": "the buffers that updatableNamedBuffers names",
+    "PoplarExecutor.cycleCount": "the time of a call, in nanoseconds",
+    "PoplarExecutor.compilationTime": "the time it took to build the step",
+    "PoplarExecutor.getPerfCounters": "times of the last call",
+    "PoplarExecutor.getLatency": "seconds of a call: least, most, mean",
+    "PoplarExecutor.getComputeLatency": "seconds of computing",
+    "PoplarExecutor.getHostIpuLatency": "seconds of copying in",
+    "PoplarExecutor.getIpuHostLatency": "seconds of copying out",
+    "PoplarExecutor.options": "its options",
+    "PoplarExecutor.model": "the module",
+    "PoplarExecutor.getTensorNames": "of weights and buffers",
+}
+IGNORED = {
+    "Block": "one device runs every block; same numbers",
+    "BeginBlock": "one device runs every block; same numbers",
+    "BlockFunction": "one device runs every block; same numbers",
+    "addBlock": "one device runs every block; same numbers",
+    "removeBlocks": "there are no blocks to remove",
+    "Stage": "one device runs every stage; same numbers",
+    "Phase": "one device runs every phase; same numbers",
+    "PipelinedExecution": "one device, stages in turn; same numbers",
+    "ShardedExecution": "one device, blocks in turn; same numbers",
+    "SerialPhasedExecution": "one device, phases in turn; same numbers",
+    "ParallelPhasedExecution": "one device, phases in turn; same numbers",
+    "recomputationCheckpoint": "activations are kept, not computed again",
+    "set_available_memory": "memory is not divided into tiles here",
+    "set_overlap_for_input": "inputs are not copied tile by tile",
+    "set_overlap_for_output": "outputs are not copied tile by tile",
+    "MultiConv": "convolutions run one after the other",
+    "NameScope": "operations have no name scope here",
+    "Attribute": "operations have no attributes here",
+    "nop": "the tensor itself",
+    "TensorLocationSettings": "all tensors lie in the memory of the one device",
+    "Options.autoRoundNumIPUs": "one device runs the model",
+    "Options.useIpuModel": "there is no simulated IPU",
+    "Options.useIpuId": "one device runs the model",
+    "Options.syncPattern": "one device has nobody to wait for",
+    "Options.setAvailableMemoryProportion": "memory is not divided into tiles here",
+    "Options.logDir": "no log files are written",
+    "Options.enableProfiling": "profile with torch.profiler",
+    "Options.logCycleCount": "PoplarExecutor.cycleCount answers with time",
+    "Options.showCompilationProgressBar": "compiling shows no progress bar",
+    "Options.relaxOptimizerAttributesChecks": "an optimizer's attributes are not compared",
+    "Options.enableStableNorm": "torch's norms are the stable ones",
+    "Options.maxRepeatLogs": "each notice is said once",
+    "Options.appendToLocationExcludes": "no source locations are recorded",
+    "Options.sourceLocationExcludes": "no source locations are recorded",
+    "Options.disableModuleNamescope": "operations have no name scope here",
+    "Options.anchorTensor": "read the tensor with a forward hook of its module",
+    "Options.Training.setMeanAccumulationAndReplicationReductionStrategy": "the mean is the same",
+    "Options.Training.setAutomaticLossScaling": "no loss is scaled",
+    "Options.Training.setConvolutionDithering": "memory is not divided into tiles here",
+    "Options.Precision.autocastEnabled": "use torch.autocast",
+    "Options.Precision.autocastPolicy": "use torch.autocast",
+    "Options.Precision.halfFloatCasting": "PyTorch's promotion of types is used",
+    "Options.Precision.runningStatisticsAlwaysFloat": "statistics have the module's own type",
+    "Options.Precision.runningVarianceAlwaysFloat": "statistics have the module's own type",
+    "Options.Precision.enableFloatingPointExceptions": "use torch.autograd.set_detect_anomaly",
+    "Options.Precision.enableStochasticRounding": "values are rounded to the nearest",
+    "Options.Precision.setPartialsType": "partial sums are kept as torch keeps them",
+    "Options.TensorLocations.numIOTiles": "memory is not divided into tiles here",
+    "Options.TensorLocations.setActivationLocation": "activations lie in the device's memory",
+    "Options.TensorLocations.setWeightLocation": "weights lie in the device's memory",
+    "Options.TensorLocations.setOptimizerLocation": "optimizer state lies in the device's memory",
+    "Options.TensorLocations.setAccumulatorLocation": "gradients lie in the device's memory",
+    "Options.Distributed.IPUoFConfigFiles": "one device runs the model",
+    "Options.Jit.traceModel": "the module is called as it is",
+    "Options._Popart.set": "there is no PopART here",
+    "Options._Popart.setEngineOptions": "there is no PopART here",
+    "Options._Popart.setPatterns": "there is no PopART here",
+}
+FAILS = {
+    "custom_op": "write the operation in PyTorch and call it",
+    "cond": "write `if`, or torch.cond",
+    "autocast": "use torch.autocast",
+    "autocasting": "use torch.autocast",
+    "profiling": "use torch.profiler",
+    "testing": "use torch.testing",
+    "eager": "models are called as they are; delete the line",
+    "experimental": "write it with trainingModel or inferenceModel",
+    "distributed": "use torch.distributed",
+    "poptorch_core": "there is no compiled core; use the public names",
+    "fps": "farthest-point sampling is not provided",
+    "nearest": "nearest neighbours are not provided; use torch.cdist",
+}
+
+NAMES: dict[str, Name] = {
+    **{name: Name("emulated", meaning) for name, meaning in EMULATED.items()},
+    **{name: Name("ignored", meaning) for name, meaning in IGNORED.items()},
+    **{name: Name("fails", meaning) for name, meaning in FAILS.items()},
+}
+
+# Modules that scripts of this kind import, and the extra of ours that brings them.
+EXTRAS = {
+    "sklearn": "tutorials",
+    "tqdm": "tutorials",
+    "matplotlib": "plots",
+    "tensorflow": "tensorflow",
+    "keras": "tensorflow",
+    "transformers": "hf",
+    "datasets": "hf",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "pyarrow": "data",
+    "tensorboard": "train",
+    "psutil": "monitor",
+}
+
+
+def install_line(module: str) -> str:
+    """How to get a module that is missing."""
+    top = module.partition(".")[0]
+    what = f"'packhorse[{EXTRAS[top]}]'" if top in EXTRAS else top
+    return f"pip install {what}"
+
+
+def nearest(name: str, known: Iterable[str] = NAMES) -> str:
+    """`; the nearest is …` among known names, or nothing where none is near."""
+    lower = {each.lower(): each for each in known}
+    near = get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
+    return f"; the nearest is {lower[near[0]]}" if near else ""

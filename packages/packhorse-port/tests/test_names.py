@@ -1,0 +1,112 @@
+"""The table of PopTorch's names tells what the modules do, and tells of all of them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+
+import packhorse_port as poptorch
+from packhorse.errors import PackhorseError
+from packhorse_port import enums, groups, optim
+from packhorse_port.loader import DataLoader
+from packhorse_port.names import EMULATED, FAILS, IGNORED, NAMES, install_line, nearest
+from packhorse_port.options import Options
+from packhorse_port.settings import Ignored
+
+GROUPS = {
+    "Options": Options,
+    "Options.Training": groups.Training,
+    "Options.Precision": groups.Precision,
+    "Options.TensorLocations": groups.TensorLocations,
+    "Options.Distributed": groups.Distributed,
+    "Options.Jit": groups.Jit,
+    "Options._Popart": groups.Popart,
+}
+
+
+def own(kind: type) -> set[str]:
+    """Methods and properties with PopTorch's way of writing: a capital inside, or a property."""
+    return {
+        name
+        for name, value in vars(kind).items()
+        if callable(value) and any(map(str.isupper, name)) and not name.startswith("_")
+    }
+
+
+def test_no_name_is_told_twice() -> None:
+    assert len(NAMES) == len(EMULATED) + len(IGNORED) + len(FAILS)
+
+
+def test_every_public_name_is_told() -> None:
+    enumerations = {name for name in vars(enums) if inspect.isclass(getattr(enums, name))}
+    untold = set(poptorch.__all__) - NAMES.keys() - enumerations
+    assert not untold, "add them to packhorse_port.names"
+
+
+@pytest.mark.parametrize("name", [name for name in (*EMULATED, *IGNORED) if "." not in name])
+def test_what_is_told_is_there(name: str) -> None:
+    assert getattr(poptorch, name) is not None
+
+
+@pytest.mark.parametrize("name", [name for name in FAILS if "." not in name])
+def test_what_fails_says_what_to_do(name: str) -> None:
+    with pytest.raises(AttributeError) as told:
+        getattr(poptorch, name)
+    assert FAILS[name] in str(told.value)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_settings_are_told_as_they_are(group: str) -> None:
+    kind = GROUPS[group]
+    methods = own(kind) - {"fromDict"} - {each.rpartition(".")[2] for each in GROUPS}
+    told = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == group}
+    assert methods <= told, f"add {methods - told} to packhorse_port.names"
+    for name in told:
+        method = inspect.getattr_static(kind, name, None)
+        assert method is not None, f"{group} has no {name}"
+        if group != "Options._Popart":
+            without = isinstance(getattr(method, "setting", None), Ignored)
+            assert (f"{group}.{name}" in IGNORED) == without
+
+
+def test_methods_of_models_loaders_and_optimizers_are_told() -> None:
+    for head, kind in (("PoplarExecutor", poptorch.PoplarExecutor), ("DataLoader", DataLoader)):
+        told = {name.partition(".")[2] for name in NAMES if name.startswith(f"{head}.")}
+        assert own(kind) <= told, f"add {own(kind) - told} to packhorse_port.names"
+        assert all(hasattr(kind, name) for name in told)
+    told = {name.partition(".")[2] for name in NAMES if name.startswith("optim.")}
+    assert all(hasattr(optim, name) for name in told)
+
+
+def test_nearest_and_extras() -> None:
+    assert nearest("Options.deviceIteration") == "; the nearest is Options.deviceIterations"
+    assert nearest("xyzzy") == ""
+    assert install_line("sklearn.metrics") == "pip install 'packhorse[tutorials]'"
+    assert install_line("some.thing") == "pip install some"
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("from packhorse_port import custom_op", "write the operation in PyTorch"),
+        ("from packhorse_port import trainingModle", "the nearest is trainingModel"),
+        ("poptorch.optim.Adagrad", "write torch.optim.Adagrad"),
+        ("poptorch.optim.Adem", "the nearest is Adam"),
+        ("poptorch.Options().outputMode(poptorch.OutputMode.EveryN)", "n is missing"),
+        ("poptorch.Options().Distributed.configureProcessId(3, 2)", "ids run from 0 to 1"),
+        ("poptorch.DataLoader([1, 2])", "write poptorch.DataLoader(opts, dataset"),
+        ("poptorch.DataLoader(poptorch.Options(), [1], batch_size=2)", "Lower one of the factors"),
+        ("poptorch.Options().loadFromFile('nowhere')", "cannot read nowhere"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(line: str, part: str) -> None:
+    code = compile(f"\n\n{line}\n", "script.py", "exec")
+    with pytest.raises((AttributeError, ImportError, PackhorseError), match=re.escape(part)) as why:
+        exec(code, {"poptorch": poptorch, "__name__": "__main__"})
+    assert str(why.value).startswith("script.py:3: ")
+
+
+def test_a_name_that_is_not_there_is_an_attribute_that_is_not_there() -> None:
+    assert not hasattr(poptorch, "custom_op") and not hasattr(poptorch.optim, "Adagrad")

@@ -1,0 +1,1 @@
+"""What commands show: tables, plots and notes, and the padded side packing is compared with."""

@@ -1,0 +1,238 @@
+"""Who runs, in spite of stale files, wrong ones, missing rights and processes that end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from packhorse import status
+from packhorse.monitor import Seen, look, processes
+from packhorse.monitor.device import Device
+from packhorse.monitor.processes import ByFiles, ByPsutil, Facts, found, ours
+from packhorse.status import Published
+
+needs_proc = pytest.mark.skipif(not Path("/proc/uptime").exists(), reason="no /proc here")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "runtime"))
+    return tmp_path / "runtime"
+
+
+@dataclass
+class Machine:
+    """A system with these processes."""
+
+    known: dict[int, Facts] = field(default_factory=dict)
+    gone: tuple[int, ...] = ()  # were there when they were listed
+
+    def pids(self) -> list[int]:
+        return [*self.known]
+
+    def command(self, pid: int) -> Any:
+        return self.known[pid].command if pid in self.known else ()
+
+    def facts(self, pid: int) -> Facts | None:
+        return None if pid in self.gone else self.known.get(pid)
+
+
+def say(pid: int, **figures: Any) -> Published:
+    return Published(pid, "runner-1", time.time(), figures)
+
+
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("/usr/bin/packhorse train --seed 1", "packhorse train --seed 1"),
+        ("/v/bin/python /v/bin/packhorse run x", "packhorse run x"),
+        ("python3.11 -u -X importtime -m packhorse serve", "packhorse serve"),
+        ("python -m packhorse_port script.py", "packhorse_port script.py"),
+        ("python -m packhorses", ""),
+        ("python -m", ""),
+        ("python script.py packhorse", ""),
+        ("vim packhorse", ""),
+        ("watch -n 2 packhorse monitor", ""),
+        ("python", ""),
+        ("", ""),
+    ],
+)
+def test_a_command_line_of_ours(line: str, typed: str) -> None:
+    assert " ".join(ours(line.split())) == typed
+
+
+def test_speakers_and_silent_ones_are_joined() -> None:
+    machine = Machine(
+        {
+            1: Facts(("/sbin/init",), "root", 1, 999.0),
+            5: Facts(("python", "mine.py"), "ann", 2 << 30, 50.0),
+            6: Facts(("packhorse", "train"), "bob", 1 << 30, 70.0),
+            7: Facts(("packhorse", "monitor", "--watch"), "ann", 1, 80.0),
+        }
+    )
+    said = say(
+        5,
+        model="minilm",
+        device="cuda:0",
+        sequences_per_second=12.5,
+        tokens_per_second=900,
+        fill=0.97,
+        waiting_requests=3,
+    )
+    other, mine = found(machine, [said], [])
+    assert (other.pid, other.user, other.command, other.does) == (6, "bob", "packhorse train", None)
+    assert (mine.command, mine.user, mine.seconds) == ("python mine.py", "ann", 50.0)
+    assert (mine.sequences_per_second, mine.tokens_per_second) == (12.5, 900)
+    assert (mine.fill, mine.queue, mine.device, mine.does) == (0.97, 3, "cuda:0", "minilm")
+    assert mine.figures == said.figures and mine.silent is not None and mine.silent < 5
+
+
+def test_one_process_may_speak_of_several_things() -> None:
+    words = [Published(5, name, time.time(), {"does": name}) for name in ("b", "a")]
+    assert [line.does for line in found(Machine({5: Facts()}), words, [])] == ["a", "b"]
+
+
+def test_one_that_ends_between_two_looks_is_left_out() -> None:
+    machine = Machine({5: Facts(("packhorse", "run")), 6: Facts(("packhorse", "run"))}, gone=(5, 6))
+    assert found(machine, [say(6)], []) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "does"),
+    [
+        ({}, None),
+        ({"does": "reading", "done": 1, "total": 4, "documents_per_second": 1234.5}, None),
+        ({"does": "writing x", "done": 5, "total": 0}, "writing x"),
+        ({"does": "writing x", "done": 9, "total": 4}, "writing x, 100%"),
+        ({"does": 3, "model": ["a"], "done": "x", "total": True}, None),
+    ],
+)
+def test_what_it_does_in_a_few_words(figures: dict[str, Any], does: str | None) -> None:
+    (line,) = found(Machine({5: Facts()}), [say(5, **figures)], [])
+    if "documents_per_second" in figures:
+        assert line.does in ("reading, 25%, 1,234 documents/s", "reading, 25%, 1,235 documents/s")
+    else:
+        assert line.does == does
+
+
+@pytest.mark.parametrize("wrong", ["12", None, True, [1], float("nan"), float("inf"), 10**400])
+def test_a_figure_of_the_wrong_kind_is_none(wrong: Any) -> None:
+    said = say(5, fill=wrong, queue=wrong, sequences_per_second=wrong, device=wrong, does=wrong)
+    (line,) = found(Machine({5: Facts()}), [said], [])
+    assert line.fill is line.queue is line.sequences_per_second is None
+    assert line.device == line.does == (wrong if isinstance(wrong, str) else None)
+
+
+def test_a_clock_that_is_wrong_is_no_error() -> None:
+    for at, known in [(float("-inf"), False), (time.time() + 99, True), (-1e300, False)]:
+        said = [Published(5, "x", at, {})]
+        (line,) = found(Machine({5: Facts()}), said, [])
+        assert (line.silent is not None) == known
+
+
+def test_which_of_ours_use_a_gpu() -> None:
+    machine = Machine({5: Facts(("packhorse", "run")), 6: Facts(("packhorse", "pack"))})
+    gpus = [
+        Device("gpu 0", "A", pids=(5, 77), memory_by_pid={5: 10, 77: 99}),
+        Device("gpu 1", "B", pids=(5,), memory_by_pid={5: 7}),
+        Device("gpu 2", "C", pids=(5,), memory_by_pid={5: None}),
+    ]
+    first, second = found(machine, [], gpus)
+    assert (first.device, first.gpu_memory) == ("gpu 0, gpu 1, gpu 2", 17)
+    assert (second.device, second.gpu_memory) == (None, None)
+    (said, _) = found(machine, [say(5, device="cuda:1")], gpus[2:])
+    assert (said.device, said.gpu_memory) == ("cuda:1", None)
+
+
+# The system itself
+
+
+@needs_proc
+def test_this_process_in_files_and_by_psutil_is_the_same() -> None:
+    psutil = pytest.importorskip("psutil")
+    files, other = (each.facts(os.getpid()) for each in (ByFiles(Path("/proc")), ByPsutil(psutil)))
+    assert files and other and files.memory and other.memory
+    assert [*files.command] == [*other.command] and files.user == other.user
+    assert files.memory == pytest.approx(other.memory, rel=0.2)
+    assert files.seconds == pytest.approx(other.seconds, abs=2.0)
+    for each in (ByFiles(Path("/proc")), ByPsutil(psutil)):
+        assert os.getpid() in each.pids()
+        assert each.facts(1 << 22) is None and not each.command(1 << 22)
+
+
+def fake_proc(root: Path, pid: int, stat: str, command: bytes) -> Path:
+    (root / str(pid)).mkdir(parents=True)
+    (root / "uptime").write_text("1000.00 900.00\n")
+    (root / str(pid) / "stat").write_text(stat)
+    (root / str(pid) / "cmdline").write_bytes(command)
+    return root
+
+
+def test_files_that_are_hard_to_read(tmp_path: Path) -> None:
+    numbers = " ".join(map(str, range(18))) + f" {100 * os.sysconf('SC_CLK_TCK')} 0 25 0 0"
+    proc = fake_proc(tmp_path, 9, f"9 (a ) S) R {numbers}", b"python\0-m\0packhorse\0\xff\0")
+    fake_proc(tmp_path, 10, f"10 (dead) Z {numbers}", b"")
+    (tmp_path / "11").mkdir()
+    facts = ByFiles(proc).facts(9)
+    assert facts and [*facts.command] == ["python", "-m", "packhorse", "\ufffd"]
+    assert (facts.seconds, facts.memory) == (900.0, 25 * os.sysconf("SC_PAGE_SIZE"))
+    assert ByFiles(proc).facts(10) is None and ByFiles(proc).facts(11) is None
+    assert sorted(ByFiles(proc).pids()) == [9, 10, 11]
+
+
+def test_without_rights_to_a_process_it_is_still_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: Any, **more: Any) -> str:
+        raise PermissionError
+
+    proc = fake_proc(tmp_path, 9, "", b"packhorse\0run\0")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    facts = ByFiles(proc).facts(9)
+    assert facts == Facts()
+    (line,) = found(Machine({9: Facts()}), [say(9, does="work")], [])
+    assert (line.pid, line.user, line.memory, line.does) == (9, None, None, "work")
+
+
+def test_without_any_way_to_ask_what_was_published_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    system, notes = processes.system(tmp_path)
+    assert "packhorse[monitor]" in notes[0]
+    status.publish("mine", {"does": "work"})
+    (line,) = look(None, system).processes
+    assert (line.pid, line.does, line.memory) == (os.getpid(), "work", None)
+
+
+def names(seen: Seen) -> list[str | None]:
+    return [process.name for process in seen.processes if process.name]
+
+
+def test_stale_and_wrong_files_are_passed_over(home: Path) -> None:
+    status.publish("good", {"does": "work"})
+    (good,) = home.iterdir()
+    said = json.loads(good.read_text())
+    (home / "1.stale.json").write_text(json.dumps(said | {"pid": 1 << 22}))
+    (home / "2.reused.json").write_text(json.dumps(said | {"born": 1}))
+    (home / "3.half.json").write_text(good.read_text()[:20])
+    (home / "4.mad.json").write_text('{"pid": NaN}')
+    seen = look(None)
+    assert names(seen) == ["good"] and seen.notes == ()
+    assert seen.devices[0].device == "cpu" and not (home / "1.stale.json").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "file"))
+    seen = look(None)
+    assert len(seen.devices) == 1 and "PACKHORSE_RUNTIME" in seen.notes[0]
