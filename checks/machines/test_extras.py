@@ -45,7 +45,8 @@ EXTRAS: dict[str, tuple[set[str], str]] = {
 }
 # Nothing is asked of psutil and nvidia-ml-py where Linux's own files tell, and there is no GPU.
 WORKS_WITHOUT = {"monitor": ({"psutil", "pynvml"}, 'main(["monitor", "--json"])')}
-GROUPS = {"all", "peers", "dev"}  # of other extras, or for those who work on Packhorse
+# Groups of other extras, packages of their own, and what those need who work on Packhorse.
+GROUPS = {"all", "peers", "dev", "port", "bench"}
 PROGRAM = """
 import sys
 from importlib.machinery import PathFinder
