@@ -1,6 +1,7 @@
 # make demo        text encoded by a real BERT, packed and padded, side by side
 # make test        what a change should see (pytest without the slow sweeps)
 # make check       ruff, formatting, pyright
+# make docs        the documentation as a site, in site/; a broken link fails
 # make test-slow   the sweeps and soaks
 # make test-machines   what depends on the machine, on machines that have less: older processors,
 #                  no compiler, folders that cannot be written, no network, half a core
@@ -52,7 +53,7 @@ PORT = -e packages/packhorse-port
 BENCH = -e packages/packhorse-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-slow test-machines test-outside fuzz peers lock clean
+.PHONY: help demo test check docs test-slow test-machines test-outside fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -78,6 +79,9 @@ check: .venv/.dev
 	$(BIN)/ruff check $(ARGS)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+docs: .venv/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
 
 fuzz: .venv/.fuzz
 	@for format in $(FORMATS); do \
@@ -133,5 +137,5 @@ lock:
 	    - || exit 1; done
 
 clean:
-	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,7 +46,7 @@ EXTRAS: dict[str, tuple[set[str], str]] = {
 # Nothing is asked of psutil and nvidia-ml-py where Linux's own files tell, and there is no GPU.
 WORKS_WITHOUT = {"monitor": ({"psutil", "pynvml"}, 'main(["monitor", "--json"])')}
 # Groups of other extras, packages of their own, and what those need who work on Packhorse.
-GROUPS = {"all", "peers", "dev", "port", "bench"}
+GROUPS = {"all", "peers", "dev", "docs", "port", "bench"}
 PROGRAM = """
 import sys
 from importlib.machinery import PathFinder

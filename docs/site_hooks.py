@@ -1,0 +1,60 @@
+"""What the site makes from code: the reference of commands, the list of benchmark notes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    """Fill in the marked places of two pages."""
+    if page.file.src_uri == "reference/commands.md":
+        return markdown.replace("<!-- commands -->", commands())
+    if page.file.src_uri == "benchmarks/index.md":
+        return markdown.replace("<!-- notes -->", notes(Path(config["docs_dir"]) / "benchmarks"))
+    return markdown
+
+
+def commands() -> str:
+    """The help of each command, as the terminal shows it."""
+    from packhorse import cli
+
+    os.environ["COLUMNS"] = "100"
+    sections = []
+    for name in sorted({*cli.COMMANDS, *cli.PLUGINS}):
+        sections.append(f"## packhorse {name}\n\n```text\n{_help(name)}\n```\n")
+        place, _ = cli._commands(name)[name]
+        for word in _subcommands(place):
+            sections.append(f"### packhorse {name} {word}\n\n```text\n{_help(name, word)}\n```\n")
+    return "\n".join(sections)
+
+
+def _help(*words: str) -> str:
+    from packhorse import cli
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        cli.main([*words, "--help"])
+    return output.getvalue().rstrip()
+
+
+def _subcommands(place: str) -> list[str]:
+    """Names below a command that is a group, as `packhorse data build`."""
+    from importlib import import_module
+
+    module, _, name = place.partition(":")
+    if name != "app":
+        return []
+    return sorted(word for word in import_module(module).app if not word.startswith("-"))
+
+
+def notes(folder: Path) -> str:
+    """All notes, the latest first."""
+    lines = []
+    for path in sorted(folder.glob("2*.md"), reverse=True):
+        title = path.read_text("utf-8").splitlines()[0].removeprefix("# ")
+        lines.append(f"- [{title}]({path.name})")
+    return "\n".join(lines)
