@@ -20,9 +20,17 @@ from packhorse.reports import docstrings
 from packhorse.train.preparing import prepare
 from packhorse.train.settings import Settings
 from packhorse_bench import ablation
-from packhorse_bench.ablation import MISTAKES, NO_MASK, NO_RESET, PACKED, UNPACKED, Mistaken, Setup
+from packhorse_bench.ablation import (
+    MISTAKES,
+    NO_MASK,
+    NO_RESET,
+    PACKED,
+    UNPACKED,
+    AblationSetup,
+    Mistaken,
+)
 
-SMALL = Setup(steps=3, rows=2, capacity=48, max_length=16, seeds=2, evaluate_every=2)
+SMALL = AblationSetup(steps=3, rows=2, capacity=48, max_length=16, seeds=2, evaluate_every=2)
 WAYS = (UNPACKED, PACKED, NO_MASK, NO_RESET)
 
 
@@ -36,12 +44,12 @@ def short_text() -> Any:
 
 
 @pytest.fixture(scope="module")
-def corpus(short_text: None) -> ablation.Corpus:
+def corpus(short_text: None) -> ablation.LetterCorpus:
     return ablation.read(SMALL)
 
 
 @pytest.fixture(scope="module")
-def found(short_text: None) -> ablation.Found:
+def found(short_text: None) -> ablation.AblationResult:
     return ablation.measure(SMALL)
 
 
@@ -56,7 +64,7 @@ def sequences(batch: Batch) -> list[tuple[list[int], list[tuple[int, int]]]]:
     return sorted((one.tolist(), guessed[at]) for one, at in zip(ids, packed.places, strict=True))
 
 
-def test_every_way_learns_from_the_same(corpus: ablation.Corpus) -> None:
+def test_every_way_learns_from_the_same(corpus: ablation.LetterCorpus) -> None:
     every = [list(ablation.steps(way, 0, corpus, SMALL)) for way in WAYS]
     for unpacked, *others in zip(*every, strict=True):
         assert unpacked.packed.capacity == 16 and len(unpacked.masked_at) > 5
@@ -67,14 +75,14 @@ def test_every_way_learns_from_the_same(corpus: ablation.Corpus) -> None:
     assert sequences(other_seed) != sequences(every[1][0])
 
 
-def test_a_second_pass_has_other_masks(corpus: ablation.Corpus) -> None:
+def test_a_second_pass_has_other_masks(corpus: ablation.LetterCorpus) -> None:
     rows = 10_000  # more than there are: each step is a pass
     first, second = ablation.steps(PACKED, 0, corpus, replace(SMALL, rows=rows, steps=2))
     assert first.sequences == second.sequences == len(corpus.train)
     assert not torch.equal(first.masked_at, second.masked_at)
 
 
-def test_what_is_held_out_was_never_learned(corpus: ablation.Corpus) -> None:
+def test_what_is_held_out_was_never_learned(corpus: ablation.LetterCorpus) -> None:
     (judged,) = corpus.held_out
     assert judged.packed.capacity == 16 and judged.sequences > 20
     restored = judged.packed.ids.clone()
@@ -85,7 +93,7 @@ def test_what_is_held_out_was_never_learned(corpus: ablation.Corpus) -> None:
     assert min(lengths) == ablation.SHORTEST and max(lengths) == 16
 
 
-def test_the_mistakes_are_those_of_the_paper(corpus: ablation.Corpus) -> None:
+def test_the_mistakes_are_those_of_the_paper(corpus: ablation.LetterCorpus) -> None:
     batch = next(ablation.steps(PACKED, 0, corpus, SMALL)).packed
     joined = ablation.joined(batch)
     tails = [48 - sum(row) for row in rows_of(batch)]
@@ -105,7 +113,7 @@ def rows_of(packed: Any) -> list[list[int]]:
     return rows
 
 
-def gradient(way: str, corpus: ablation.Corpus) -> Tensor:
+def gradient(way: str, corpus: ablation.LetterCorpus) -> Tensor:
     config = BertConfig(corpus.specials.vocab_size, 32, 2, 2, 64, max_positions=48)
     kernel = attention.kernel("mask")
     model = prepare(Settings(dropout=0.0), config, ("mlm",), kernel)[0].model.double()
@@ -115,13 +123,13 @@ def gradient(way: str, corpus: ablation.Corpus) -> Tensor:
     return torch.cat([every[name].flatten() for name in sorted(every)])
 
 
-def test_gradients_tell_right_from_wrong(corpus: ablation.Corpus) -> None:
+def test_gradients_tell_right_from_wrong(corpus: ablation.LetterCorpus) -> None:
     unpacked, packed, *wrong = (gradient(way, corpus) for way in WAYS)
     assert float((packed - unpacked).norm() / unpacked.norm()) < 1e-10
     assert all(float((each - unpacked).norm() / unpacked.norm()) > 1e-3 for each in wrong)
 
 
-def test_runs_side_by_side(found: ablation.Found) -> None:
+def test_runs_side_by_side(found: ablation.AblationResult) -> None:
     ran = [(run.way, run.seed) for run in found.runs]
     assert ran == [(UNPACKED, 0), (UNPACKED, 1), (PACKED, 0), (NO_MASK, 0), (NO_RESET, 0)]
     for run in found.runs:
@@ -134,7 +142,7 @@ def test_runs_side_by_side(found: ablation.Found) -> None:
     assert ablation.spread(found) == pytest.approx(gaps) and min(gaps) > 1e-5
 
 
-def test_what_is_shown(found: ablation.Found) -> None:
+def test_what_is_shown(found: ablation.AblationResult) -> None:
     shown = ablation.table(found)
     assert [row[0].strip() for row in shown.rows] == [run.way for run in found.runs]
     assert [row[-1].strip() for row in shown.rows[:2]] == ["-", "-"]

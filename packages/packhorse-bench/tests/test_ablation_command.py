@@ -12,7 +12,7 @@ import pytest
 
 from packhorse.reports import docstrings
 from packhorse_bench import ablation
-from packhorse_bench.commands.ablation import Learning
+from packhorse_bench.commands.ablation import AblationFlags
 
 
 def test_everything_in_one_run(
@@ -34,7 +34,7 @@ def test_everything_in_one_run(
 
 
 def test_its_flags_are_its_setup() -> None:
-    assert asdict(Learning()) == asdict(ablation.Setup())
+    assert asdict(AblationFlags()) == asdict(ablation.AblationSetup())
 
 
 def test_a_mistake_is_one_line(cli: Callable) -> None:

@@ -37,16 +37,16 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def setup(vocabulary: Path, tmp_path: Path) -> data.Setup:
+def setup(vocabulary: Path, tmp_path: Path) -> data.DataSetup:
     """Two files of articles, a sentence a line."""
     for name in ("part-00000", "part-00001"):
         text = "a sentence of " * 3 + "words\n"
         (tmp_path / name).write_text("\n".join([text * 5] * 40))
     sources = (str(tmp_path / "part-00000"), str(tmp_path / "part-00001"))
-    return data.Setup(str(vocabulary), sources, "sentences", **SMALL)
+    return data.DataSetup(str(vocabulary), sources, "sentences", **SMALL)
 
 
-def test_every_method_makes_rows_of_the_same_text(setup: data.Setup) -> None:
+def test_every_method_makes_rows_of_the_same_text(setup: data.DataSetup) -> None:
     told: list[tuple[int, int]] = []
     found = data.measure(setup, lambda *at: told.append(at))
     assert told == [(i, 3) for i in range(1, 4)]
@@ -75,20 +75,20 @@ def test_docstrings_where_no_source_is_named(
 ) -> None:
     some = partial(docstrings.read, Path(asyncio.__file__).parent)
     monkeypatch.setattr(docstrings, "read", some)
-    found = data.measure(data.Setup(str(vocabulary), **SMALL, methods=(data.OURS,)))
+    found = data.measure(data.DataSetup(str(vocabulary), **SMALL, methods=(data.OURS,)))
     (row,) = found.rows
     assert found.cleaning is None and found.documents > 10
     assert row.sequences > 100 and row.over_lists is None and row.over_reference is None
-    assert "docstrings" in data.describe(data.Setup(""), found)["workload"]
+    assert "docstrings" in data.describe(data.DataSetup(""), found)["workload"]
 
 
-def test_two_processes_share_the_documents(setup: data.Setup) -> None:
+def test_two_processes_share_the_documents(setup: data.DataSetup) -> None:
     both = data.measure(replace(setup, workers=2, methods=(data.OURS,)))
     (row,) = both.rows
     assert row.problem is None and both.documents == 80 and row.sequences > 80
 
 
-def test_what_a_method_cannot_do_is_a_row(setup: data.Setup, tmp_path: Path) -> None:
+def test_what_a_method_cannot_do_is_a_row(setup: data.DataSetup, tmp_path: Path) -> None:
     roberta = tmp_path / "other"
     roberta.mkdir()
     names = ["<pad>", "<unk>", "<s>", "</s>", "<mask>"]
@@ -116,12 +116,12 @@ def test_taking_sequences_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"repeats": 0}, {"methods": ("magic",)}, {"workers": 0}])
-def test_a_wrong_question_is_an_error(setup: data.Setup, wrong: dict) -> None:
+def test_a_wrong_question_is_an_error(setup: data.DataSetup, wrong: dict) -> None:
     with pytest.raises(InputError):
         data.measure(replace(setup, **wrong))
 
 
-def test_too_little_text_is_an_error(setup: data.Setup, tmp_path: Path) -> None:
+def test_too_little_text_is_an_error(setup: data.DataSetup, tmp_path: Path) -> None:
     (tmp_path / "part-00000").write_text("one article alone\n")
     with pytest.raises(InputError, match="too few"):
         data.measure(replace(setup, sources=setup.sources[:1]))

@@ -15,9 +15,9 @@ from packhorse_bench import encode, workloads
 LENGTHS = workloads.draw("normal", 20, longest=48)
 
 
-def request_for(**changes) -> encode.Request:
+def request_for(**changes) -> encode.EncodeRequest:
     given = {"lengths": LENGTHS, "model": "", "config": "tiny", "repeats": 2, "batch_size": 4}
-    return encode.Request(**(given | {"peers": (), "budget": 256} | changes))
+    return encode.EncodeRequest(**(given | {"peers": (), "budget": 256} | changes))
 
 
 def test_rows_of_ours_and_a_peer() -> None:
@@ -86,8 +86,8 @@ def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:
     engine = encode.packhorse_engine(tiny_folder, "fp32", torch.device("cpu"))
     sequences = workloads.sequences(LENGTHS, 2048)
     exact = engine.run(sequences, "sorted")
-    shuffled = encode.Trial(engine, "sorted", np.roll(exact, 1, axis=0), [1.0])
-    right = encode.Trial(engine, "arrival", engine.run(sequences, "arrival"), [1.0])
+    shuffled = encode.EncodeTrial(engine, "sorted", np.roll(exact, 1, axis=0), [1.0])
+    right = encode.EncodeTrial(engine, "arrival", engine.run(sequences, "arrival"), [1.0])
     wrong_row, right_row = encode._rows([shuffled, right], exact, LENGTHS)
     assert wrong_row.cosine_min < 0.999 < right_row.cosine_min
 

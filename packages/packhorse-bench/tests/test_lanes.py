@@ -19,26 +19,26 @@ from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.modes import Shape
 from packhorse_bench import lanes, modes
-from packhorse_bench.lanes import MODES, Lane, Mode, Pass, Stage
+from packhorse_bench.lanes import MODES, ModeLane, ModesStage, PackingMode, Pass
 
 ROWS, CAPACITY, COUNT = 4, 48, 43  # the last padded batch has three sequences
-LENGTHS = modes.draw_lengths(modes.Setup(rows=ROWS, capacity=CAPACITY, requests=COUNT))
+LENGTHS = modes.draw_lengths(modes.ModesSetup(rows=ROWS, capacity=CAPACITY, requests=COUNT))
 REQUESTS = modes.draw_ids(LENGTHS, 2048, 0)
 CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def stage(tiny_folder: Path) -> Stage:
-    return Stage(tiny_folder, torch.device("cpu"), "fp32", ROWS, CAPACITY, timeout=0.001)
+def stage(tiny_folder: Path) -> ModesStage:
+    return ModesStage(tiny_folder, torch.device("cpu"), "fp32", ROWS, CAPACITY, timeout=0.001)
 
 
 @pytest.fixture(scope="module")
-def opened(stage: Stage) -> tuple[list[Lane], Encoder]:
+def opened(stage: ModesStage) -> tuple[list[ModeLane], Encoder]:
     return lanes.open_modes(stage)
 
 
 @pytest.fixture(scope="module")
-def passes(opened: tuple[list[Lane], Encoder]) -> dict[str, Pass]:
+def passes(opened: tuple[list[ModeLane], Encoder]) -> dict[str, Pass]:
     return {lane.name: lane.run(REQUESTS) for lane in opened[0]}
 
 
@@ -59,13 +59,13 @@ def test_the_names_are_those_of_poprt_and_ours() -> None:
     ]
 
 
-def test_all_lanes_run_the_same_model(opened: tuple[list[Lane], Encoder]) -> None:
+def test_all_lanes_run_the_same_model(opened: tuple[list[ModeLane], Encoder]) -> None:
     found, encoder = opened
     assert {lane.kernel for lane in found} == {encoder.kernel}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-def test_all_agree_with_the_original(mode: Mode, passes: dict[str, Pass]) -> None:
+def test_all_agree_with_the_original(mode: PackingMode, passes: dict[str, Pass]) -> None:
     original, done = passes["Original"].vectors, passes[mode.name]
     assert done.vectors.shape == original.shape == (COUNT, 64)
     assert np.abs(done.vectors - original).max() < CLOSE
@@ -88,11 +88,11 @@ class Leaking:
         return self.kernel(qkv, plan)
 
 
-def test_a_kernel_that_leaks_would_show(stage: Stage, passes: dict[str, Pass]) -> None:
+def test_a_kernel_that_leaks_would_show(stage: ModesStage, passes: dict[str, Pass]) -> None:
     leaking = lanes.open_model(stage)
     bert = leaking.meter.backend.model.bert
     bert.use(Leaking(bert.kernel))
-    done = lanes._lane(Mode("Leaking", "ragged"), stage, leaking).run(REQUESTS)
+    done = lanes._lane(PackingMode("Leaking", "ragged"), stage, leaking).run(REQUESTS)
     assert np.abs(done.vectors - passes["Original"].vectors).max() > 100 * CLOSE
 
 
@@ -117,7 +117,7 @@ def test_what_online_modes_compute(passes: dict[str, Pass]) -> None:
     assert passes["Pack Online Ragged"].computed == LENGTHS.sum()
 
 
-def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[Lane], Encoder]) -> None:
+def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[ModeLane], Encoder]) -> None:
     sequences = opened[1].tokenize(REQUESTS)
     laid = list(lanes.one_a_row(Shape("mask", ROWS, CAPACITY), sequences))
     assert [len(packed.ids) for packed in laid] == [ROWS * CAPACITY] * 11
@@ -127,7 +127,7 @@ def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[Lane], Encoder]
     assert lengths == LENGTHS.tolist()
 
 
-def test_padding_online_is_padding(stage: Stage) -> None:
+def test_padding_online_is_padding(stage: ModesStage) -> None:
     (lane,), encoder = lanes.open_modes(stage, MODES[:1])
     assert lane.runner is not None and isinstance(encoder.backend, lanes.Meter)
     exact, before = lane.run(REQUESTS).vectors, encoder.backend.tokens
@@ -139,7 +139,7 @@ def test_padding_online_is_padding(stage: Stage) -> None:
     assert encoder.backend.tokens - before == batches * ROWS * CAPACITY
 
 
-def test_runners_refuse_no_one(opened: tuple[list[Lane], Encoder]) -> None:
+def test_runners_refuse_no_one(opened: tuple[list[ModeLane], Encoder]) -> None:
     waiting = {lane.name for lane in opened[0] if lane.runner}
     assert waiting == {"Original", *(mode.name for mode in MODES if mode.online)}
     for lane in opened[0]:
@@ -161,7 +161,7 @@ def test_a_bucket_is_computed_whole(graphs: bool, capacity: int, counted: int) -
     assert backend.computed(packed) == counted
 
 
-def test_graphs_are_shown(stage: Stage, tmp_path: Path, monkeypatch) -> None:
+def test_graphs_are_shown(stage: ModesStage, tmp_path: Path, monkeypatch) -> None:
     if executable.cpp_compiler() is None:
         pytest.skip("no C++ compiler")
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path))
@@ -169,13 +169,15 @@ def test_graphs_are_shown(stage: Stage, tmp_path: Path, monkeypatch) -> None:
     assert lanes.open_model(replace(stage, graphs=True)).kernel.endswith(" graphs")
 
 
-def test_rows_longer_than_the_model_are_refused(stage: Stage) -> None:
+def test_rows_longer_than_the_model_are_refused(stage: ModesStage) -> None:
     wide = replace(stage, capacity=513)
     with pytest.raises(InputError, match=r"513 tokens and .* 512 positions; pass --capacity 512"):
         lanes.open_model(wide)
 
 
-def test_a_padded_peer(stage: Stage, opened: tuple[list[Lane], Encoder], tmp_path: Path) -> None:
+def test_a_padded_peer(
+    stage: ModesStage, opened: tuple[list[ModeLane], Encoder], tmp_path: Path
+) -> None:
     pytest.importorskip("transformers")
     lane = lanes.open_peer("transformers", stage, opened[1], tmp_path)
     assert lane.name == "Original (transformers)" and lane.runner is None
@@ -185,7 +187,7 @@ def test_a_padded_peer(stage: Stage, opened: tuple[list[Lane], Encoder], tmp_pat
     assert done.computed == sum(len(batch) * batch.max() for batch in widest)
 
 
-def test_tokens_of_padded_batches(opened: tuple[list[Lane], Encoder]) -> None:
+def test_tokens_of_padded_batches(opened: tuple[list[ModeLane], Encoder]) -> None:
     sequences = opened[1].tokenize([[1] * n for n in (3, 5, 2, 9, 4)])
     assert lanes.padded_tokens(sequences, rows=2) == 2 * 5 + 2 * 9 + 4
     assert lanes.padded_tokens(sequences, rows=2, width=10) == 3 * 2 * 10

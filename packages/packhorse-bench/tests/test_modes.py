@@ -18,19 +18,19 @@ from packhorse.runtime.runner import PackRunner
 from packhorse_bench import lanes, modes, peers
 from packhorse_bench import plots as bench_plots
 from packhorse_bench import tables as bench_tables
-from packhorse_bench.lanes import Lane, Pass, Stage
-from packhorse_bench.modes import ModeRow, Setup
+from packhorse_bench.lanes import ModeLane, ModesStage, Pass
+from packhorse_bench.modes import ModeRow, ModesSetup
 
 SMALL = {"config": "tiny", "device": "cpu", "rows": 4, "capacity": 48, "requests": 40}
 ONLINE = {"Original", *(mode.name for mode in lanes.MODES if mode.online)}
 
 
-def small(**changes) -> Setup:
-    return Setup(**(SMALL | {"repeats": 2, "peers": ()} | changes))
+def small(**changes) -> ModesSetup:
+    return ModesSetup(**(SMALL | {"repeats": 2, "peers": ()} | changes))
 
 
 def test_the_workload_is_poprts() -> None:
-    setup = Setup()
+    setup = ModesSetup()
     lengths = modes.draw_lengths(setup)
     assert (setup.rows, setup.capacity, len(lengths), setup.clients) == (16, 256, 1600, 56)
     assert lengths.sum() == 204_491 and (lengths.min(), lengths.max()) == (1, 256)
@@ -42,9 +42,9 @@ def test_the_workload_is_poprts() -> None:
 
 
 def test_other_workloads_fit_the_rows() -> None:
-    lengths = modes.draw_lengths(Setup(workload="squad", capacity=384, requests=500))
+    lengths = modes.draw_lengths(ModesSetup(workload="squad", capacity=384, requests=500))
     assert lengths.max() <= 384 and 150 < lengths.mean() < 190
-    assert modes.draw_lengths(Setup(workload="squad", requests=500)).max() <= 256
+    assert modes.draw_lengths(ModesSetup(workload="squad", requests=500)).max() <= 256
 
 
 def test_all_modes_in_one_run() -> None:
@@ -87,9 +87,9 @@ def test_a_rate_of_ones_own_and_no_load() -> None:
     assert all(row.p50_ms is None and row.open_rate is None for row in rows)
 
 
-def lane(name: str, *passes: tuple[float, float | None, int], vectors=((0.0, 1.0),)) -> Lane:
+def lane(name: str, *passes: tuple[float, float | None, int], vectors=((0.0, 1.0),)) -> ModeLane:
     made = [Pass(np.array(vectors), s, tokens, packing) for s, packing, tokens in passes]
-    return Lane(name, "native", lambda requests: made[0], passes=made)
+    return ModeLane(name, "native", lambda requests: made[0], passes=made)
 
 
 def test_figures_are_those_of_the_rounds() -> None:
@@ -97,7 +97,7 @@ def test_figures_are_those_of_the_rounds() -> None:
     padded = lane("Original", (8.0, 1.0, 400), (4.0, 2.0, 400), (5.0, 3.0, 400))
     packed = lane("Packed", (2.0, None, 250), (4.0, None, 200), (3.0, None, 200))
     packed.passes[0].vectors[0, 1] = 0.75
-    rows = [modes._row(one, padded, Setup(), lengths) for one in (padded, packed)]
+    rows = [modes._row(one, padded, ModesSetup(), lengths) for one in (padded, packed)]
     assert asdict(rows[0]) == asdict(
         ModeRow("Original", "native", 0.8, 1.0, 1.0, 1.0, 4 / 8, 500_000.0, 0.5)
     )
@@ -108,7 +108,7 @@ def test_figures_are_those_of_the_rounds() -> None:
 
 def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
     """With graphs all that will be measured runs once before, and a batch of every size."""
-    stage = Stage(tiny_folder, torch.device("cpu"), "fp32", rows=2, capacity=16, timeout=0.001)
+    stage = ModesStage(tiny_folder, torch.device("cpu"), "fp32", rows=2, capacity=16, timeout=0.001)
     (one,), _ = lanes.open_modes(stage, lanes.MODES[-1:])
     seen, runner = [], one.runner
     assert runner is not None
@@ -122,7 +122,7 @@ def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
         return runner(count)
 
     requests = [np.ones(3, np.int32)] * 20
-    lane = Lane("counted", "", counted, waited_for)
+    lane = ModeLane("counted", "", counted, waited_for)
     modes._warm_up(lane, small(rows=2, requests=20), requests)
     assert seen == [8]  # four batches
     modes._warm_up(lane, small(rows=2, requests=20, graphs=True), requests)

@@ -10,7 +10,7 @@ from packhorse_bench import porting
 
 def test_rows_tell_speed_and_that_the_numbers_agree():
     told: list[tuple[int, int]] = []
-    setup = porting.Setup(batch=2, iterations=2, steps=4, repeats=2, device="cpu")
+    setup = porting.PortSetup(batch=2, iterations=2, steps=4, repeats=2, device="cpu")
     rows = porting.measure(setup, lambda done, total: told.append((done, total)))
     assert [row.way for row in rows] == ["plain loop", "port", "port, traced"]
     assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -26,6 +26,6 @@ def test_rows_tell_speed_and_that_the_numbers_agree():
 
 def test_half_a_call_is_refused():
     with pytest.raises(InputError, match="no multiple of --iterations 50"):
-        porting.measure(porting.Setup(steps=60))
+        porting.measure(porting.PortSetup(steps=60))
     with pytest.raises(InputError, match="at least 1"):
-        porting.measure(porting.Setup(repeats=0))
+        porting.measure(porting.PortSetup(repeats=0))

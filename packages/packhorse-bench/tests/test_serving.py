@@ -11,10 +11,10 @@ import torch
 from packhorse.errors import InputError
 from packhorse.runtime.loading import load
 from packhorse_bench import serving, serving_report
-from packhorse_bench.serving_figures import Comparison, Point, ServeRow, Setup
+from packhorse_bench.serving_figures import Point, ServeRow, ServingComparison, ServingSetup
 from packhorse_bench.serving_search import Effort
 
-SETUP = Setup("some/model")
+SETUP = ServingSetup("some/model")
 
 
 def point(server: str, purpose: str, rate: float, p99: float, **more: object) -> Point:
@@ -24,7 +24,7 @@ def point(server: str, purpose: str, rate: float, p99: float, **more: object) ->
     return Point(server, purpose, rate, p99_ms=p99, **{**figures, **more})  # type: ignore[arg-type]
 
 
-def comparison(*more: Point) -> Comparison:
+def comparison(*more: Point) -> ServingComparison:
     ours, peer = "packhorse", "sentence-transformers"
     points = [point(server, "sweep", rate, 200) for server in (ours, peer) for rate in (40.0, 72.0)]
     points += [point(ours, "sweep", 180.0, 300), point(peer, "sweep", 180.0, math.inf)]
@@ -35,7 +35,7 @@ def comparison(*more: Point) -> Comparison:
         ServeRow("infinity", problem="it is not installed; `make peers` …"),
     )
     machine = (torch.device("cpu"), "fp32", 2, 300.0)
-    return Comparison(rows, (*points, *more), (6, 40, 250), 11000.0, 10800.0, *machine)
+    return ServingComparison(rows, (*points, *more), (6, 40, 250), 11000.0, 10800.0, *machine)
 
 
 def test_the_table_has_a_line_a_server_and_a_column_a_rate() -> None:
@@ -85,28 +85,28 @@ def test_a_curve_joins_what_held_and_leaves_out_what_did_not() -> None:
 def test_texts_are_short_ones_in_an_order_of_the_seed(tiny_folder: Path) -> None:
     encoder = load(tiny_folder, device="cpu")
     texts = tuple(" ".join(["w1"] * count) for count in (1, 3, 4, 10, 100, 248, 249, 300))
-    found, tokens = serving._texts(Setup("", texts=texts), encoder)
+    found, tokens = serving._texts(ServingSetup("", texts=texts), encoder)
     assert sorted(tokens) == [6, 12, 102, 250]  # with two special ones
     assert [len(text.split()) + 2 for text in found] == tokens
-    again = serving._texts(Setup("", texts=texts, seed=1, count=3), encoder)[1]
+    again = serving._texts(ServingSetup("", texts=texts, seed=1, count=3), encoder)[1]
     assert len(again) == 3 and again != tokens[:3]
     with pytest.raises(InputError, match="no text has 6 to 250 tokens"):
-        serving._texts(Setup("", texts=("w1",)), encoder)
+        serving._texts(ServingSetup("", texts=("w1",)), encoder)
 
 
 @pytest.mark.parametrize(
     ("setup", "part"),
     [
-        (Setup("m", count=0), "--count 0"),
-        (Setup("m", connections=0), "--connections 0"),
-        (Setup("m", limit_ms=0), "--limit-ms 0"),
-        (Setup("m", threads=-1), "--threads -1"),
-        (Setup("m", effort=Effort(long=math.inf)), "--long inf"),
-        (Setup("m", effort=Effort(repeats=0)), "--repeats 0"),
-        (Setup("m", peers=("keras",)), "unknown peer 'keras'"),
+        (ServingSetup("m", count=0), "--count 0"),
+        (ServingSetup("m", connections=0), "--connections 0"),
+        (ServingSetup("m", limit_ms=0), "--limit-ms 0"),
+        (ServingSetup("m", threads=-1), "--threads -1"),
+        (ServingSetup("m", effort=Effort(long=math.inf)), "--long inf"),
+        (ServingSetup("m", effort=Effort(repeats=0)), "--repeats 0"),
+        (ServingSetup("m", peers=("keras",)), "unknown peer 'keras'"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(setup: Setup, part: str) -> None:
+def test_mistakes_are_told_before_anything_starts(setup: ServingSetup, part: str) -> None:
     with pytest.raises(InputError, match=part):
         serving.measure(setup)
 

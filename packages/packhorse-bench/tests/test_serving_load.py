@@ -18,7 +18,7 @@ import pytest
 
 from packhorse.errors import RequestFailed
 from packhorse_bench.serving_http import LOST, NOT_HTTP, TIMEOUT, parse_head, request
-from packhorse_bench.serving_load import Generator, Job, Load, Report, _due
+from packhorse_bench.serving_load import Generator, LoadJob, LoadReport, OfferedLoad, _due
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 BUSY = b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"
@@ -63,15 +63,15 @@ class Stub:
             writer.close()
 
 
-def load(answer: Answer, rate: float, seconds: float, **more: float) -> tuple[Report, Stub]:
+def load(answer: Answer, rate: float, seconds: float, **more: float) -> tuple[LoadReport, Stub]:
     """A job against a stub in the same event loop."""
 
-    async def run() -> tuple[Report, Stub]:
+    async def run() -> tuple[LoadReport, Stub]:
         stub = Stub(answer)
         server = await stub.start()
-        job = Job(stub.port, rate, seconds, **{"connections": 16, **more})  # type: ignore[arg-type]
+        job = LoadJob(stub.port, rate, seconds, **{"connections": 16, **more})  # type: ignore[arg-type]
         messages = [request("/", str(i).encode(), "test") for i in range(10)]
-        report = await Load(job, messages, list(range(10))).run()
+        report = await OfferedLoad(job, messages, list(range(10))).run()
         server.close()
         await asyncio.sleep(0.01)
         return report, stub
@@ -125,12 +125,12 @@ def test_counted_from_when_it_was_sent_the_same_stall_would_not_show() -> None:
 
 
 def test_arrivals_are_random_at_the_rate_and_drawn_beforehand() -> None:
-    due = _due(Job(0, 200, 50, seed=3))
+    due = _due(LoadJob(0, 200, 50, seed=3))
     gaps = np.diff(due)
     assert len(due) == pytest.approx(10_000, rel=0.05) and due[-1] < 50
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05)  # as of an exponential
-    assert np.array_equal(due, _due(Job(0, 200, 50, seed=3)))
-    assert not np.array_equal(due[:100], _due(Job(0, 200, 50, seed=4))[:100])
+    assert np.array_equal(due, _due(LoadJob(0, 200, 50, seed=3)))
+    assert not np.array_equal(due[:100], _due(LoadJob(0, 200, 50, seed=4))[:100])
 
 
 def test_refusals_are_counted_and_a_rate_with_them_does_not_hold() -> None:
@@ -176,7 +176,7 @@ def test_what_is_no_answer_fails(said: bytes) -> None:
 
 
 def test_answers_may_come_in_pieces() -> None:
-    async def run() -> Report:
+    async def run() -> LoadReport:
         async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             while await reader.read(1000):
                 for byte in OK:
@@ -186,8 +186,8 @@ def test_answers_may_come_in_pieces() -> None:
 
         server = await asyncio.start_server(connection, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        report = await Load(
-            Job(port, 50, 0.3, connections=2), [request("/", b"{}", "x")], [1]
+        report = await OfferedLoad(
+            LoadJob(port, 50, 0.3, connections=2), [request("/", b"{}", "x")], [1]
         ).run()
         server.close()
         await asyncio.sleep(0.01)
@@ -205,11 +205,11 @@ def test_a_hopeless_rate_is_given_up_early() -> None:
 
 
 def test_nobody_listens() -> None:
-    async def run() -> Report:
+    async def run() -> LoadReport:
         server = await Stub(after(0)).start()
         port = server.sockets[0].getsockname()[1]
         server.close()
-        return await Load(Job(port, 50, 0.3, patience=0.3), [b"x"], [1]).run()
+        return await OfferedLoad(LoadJob(port, 50, 0.3, patience=0.3), [b"x"], [1]).run()
 
     report = asyncio.run(run())
     assert report.errors == {TIMEOUT: report.asked} and report.answered == 0
@@ -249,7 +249,7 @@ def stub_port() -> Iterator[int]:
 
 def test_the_generator_has_a_process_of_its_own(stub_port: int, tmp_path: Path) -> None:
     with Generator(["one", "two texts"], [3, 4], tmp_path) as generator:
-        job = Job(stub_port, 50, 0.5, connections=8)
+        job = LoadJob(stub_port, 50, 0.5, connections=8)
         report = generator.run(job)
         assert report.answered == report.asked > 5 and report.p50_ms >= 20
         assert 3 * report.answered <= report.tokens <= 4 * report.answered
@@ -267,4 +267,4 @@ def test_a_generator_that_died_is_told(tmp_path: Path) -> None:
         generator._process.kill()
         generator._process.wait()
         with pytest.raises(RequestFailed, match="generator ended"):
-            generator.run(Job(1, 1, 0.1))
+            generator.run(LoadJob(1, 1, 0.1))

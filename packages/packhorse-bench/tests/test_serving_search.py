@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from packhorse_bench.serving import sweep_rates
-from packhorse_bench.serving_load import Report
-from packhorse_bench.serving_search import Effort, Trial, highest, take_turns
+from packhorse_bench.serving_load import LoadReport
+from packhorse_bench.serving_search import Effort, RateTrial, highest, take_turns
 
 LIMIT = 0.5
 
 
-def report(p99_ms: float, **more: object) -> Report:
+def report(p99_ms: float, **more: object) -> LoadReport:
     figures = {"p50_ms": 1, "p90_ms": 1, "p99_ms": p99_ms, "worst_ms": p99_ms}
     made = {"asked": 9, "answered": 9, "seconds": 1, "tokens": 9, "share": 0.1, "late_ms": 0}
-    return Report(**{**figures, **made, **more})  # type: ignore[arg-type]
+    return LoadReport(**{**figures, **made, **more})  # type: ignore[arg-type]
 
 
 class Made:
@@ -22,9 +22,9 @@ class Made:
 
     def __init__(self, holds: float, generous: float = 1.0, hiccups: tuple[int, ...] = ()) -> None:
         self.holds, self.generous, self.hiccups = holds, generous, hiccups
-        self.trials: list[Trial] = []
+        self.trials: list[RateTrial] = []
 
-    def __call__(self, name: str, trial: Trial, turn: int) -> Report:
+    def __call__(self, name: str, trial: RateTrial, turn: int) -> LoadReport:
         self.trials.append(trial)
         most = self.holds * (self.generous if trial.purpose == "search" else 1)
         fails = trial.rate > most or len(self.trials) in self.hiccups
@@ -70,7 +70,7 @@ def test_errors_and_cut_trials_do_not_hold() -> None:
 def test_servers_take_turns_and_one_that_is_gone_leaves() -> None:
     order: list[tuple[str, int]] = []
 
-    def run(name: str, trial: Trial, turn: int) -> Report | None:
+    def run(name: str, trial: RateTrial, turn: int) -> LoadReport | None:
         order.append((name, turn))
         return None if name == "b" and turn == 2 else report(100 if trial.rate < 80 else 900)
 

@@ -14,9 +14,9 @@ import pytest
 
 from packhorse_bench import serving_servers as servers
 from packhorse_bench.peers import Unserved
-from packhorse_bench.serving_servers import Place, Server, start, stopping
+from packhorse_bench.serving_servers import PeerServer, ServerPlace, start, stopping
 
-PLACE = Place(Path("model"), "cpu", "fp32", 1, 8)
+PLACE = ServerPlace(Path("model"), "cpu", "fp32", 1, 8)
 # Answers on its port, ignores SIGTERM, and has started a process of its own.
 STUBBORN = """
 import http.server, signal, subprocess, sys
@@ -58,7 +58,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.usefixtures("stubborn")
 @pytest.mark.parametrize("ends", ["well", "error", "SIGTERM"])
 def test_whatever_happens_it_is_stopped_with_what_it_started(ends: str, tmp_path: Path) -> None:
-    running: list[Server] = []
+    running: list[PeerServer] = []
     child, before = 0, signal.getsignal(signal.SIGTERM)
     try:
         with stopping(running):
@@ -84,7 +84,7 @@ def test_whatever_happens_it_is_stopped_with_what_it_started(ends: str, tmp_path
 
 @pytest.mark.usefixtures("stubborn")
 def test_what_a_server_cannot_do_is_its_row(tmp_path: Path) -> None:
-    running: list[Server] = []
+    running: list[PeerServer] = []
     with stopping(running):
         running.append(start("stubborn", PLACE, tmp_path))
         running[0].wait()
@@ -109,7 +109,7 @@ def test_infinity_where_it_is_and_where_it_is_not(tmp_path: Path, monkeypatch) -
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unserved, match="not installed; `make peers`"):
         servers.infinity(PLACE, 1)
-    absent = Place(Path("model"), "cpu", "fp32", 1, 8, Path("nowhere/infinity_emb"))
+    absent = ServerPlace(Path("model"), "cpu", "fp32", 1, 8, Path("nowhere/infinity_emb"))
     with pytest.raises(Unserved, match="there is no nowhere/infinity_emb"):
         servers.infinity(absent, 1)
     servers.INFINITY.parent.mkdir(parents=True)

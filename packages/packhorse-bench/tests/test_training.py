@@ -21,10 +21,10 @@ from packhorse.train import cost
 from packhorse.train.settings import Settings
 from packhorse_bench import plots as bench_plots
 from packhorse_bench import training, training_lanes, training_sets
-from packhorse_bench.training import Setup, TrainRow, Trial
-from packhorse_bench.training_lanes import Lane
-from packhorse_bench.training_sets import IGNORED, Example
-from packhorse_bench.training_stage import Stage, open_stage
+from packhorse_bench.training import TrainingTrial, TrainRow
+from packhorse_bench.training_lanes import TrainingLane
+from packhorse_bench.training_sets import IGNORED, TrainingExample
+from packhorse_bench.training_stage import TrainingSetup, TrainingStage, open_stage
 
 SMALL: dict[str, Any] = {
     "config": "tiny",
@@ -36,12 +36,12 @@ SMALL: dict[str, Any] = {
 TASKS = ("pretrain", "classify")
 
 
-def small(**changes: Any) -> Setup:
+def small(**changes: Any) -> TrainingSetup:
     values: dict[str, Any] = {**SMALL, "repeats": 2, **changes}
-    return Setup(**values)
+    return TrainingSetup(**values)
 
 
-def staged(folder: Path, **changes: Any) -> Stage:
+def staged(folder: Path, **changes: Any) -> TrainingStage:
     """With weights so large that a loss tells them from others."""
     stage = open_stage(small(dropout=0.0, **changes), torch.device("cpu"), folder)
     with torch.no_grad():
@@ -110,10 +110,10 @@ def test_classification_gives_each_sequence_a_label() -> None:
     assert {len(e.ids) for e in found} <= set(lengths.tolist())
 
 
-def example(length: int, words: bool = True) -> Example:
+def example(length: int, words: bool = True) -> TrainingExample:
     ids = np.arange(1, length + 1)
     guess = np.where(ids == 2, 77, IGNORED) if words else None
-    return Example(ids, (ids > 2).astype(int), length % 2, guess)
+    return TrainingExample(ids, (ids > 2).astype(int), length % 2, guess)
 
 
 def test_padding_is_masked_and_not_guessed() -> None:
@@ -246,10 +246,10 @@ def test_without_peers_there_is_nothing_to_compare_with() -> None:
 
 
 def test_what_a_peer_raises_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(stage: Stage) -> Lane:
+    def explode(stage: TrainingStage) -> TrainingLane:
         raise RuntimeError("the boiler burst\nat line 3")
 
-    def missing(stage: Stage) -> Lane:
+    def missing(stage: TrainingStage) -> TrainingLane:
         raise ModuleNotFoundError("No module named 'x'", name="x")
 
     monkeypatch.setitem(training_lanes.PEERS, "padded-compiled", explode)
@@ -264,11 +264,11 @@ def test_what_a_peer_raises_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
     stage = staged(tmp_path)
 
-    def trial(name: str, seconds: list[float], sequences: int, peaks: list[int]) -> Trial:
+    def trial(name: str, seconds: list[float], sequences: int, peaks: list[int]) -> TrainingTrial:
         work = cost.Work(tokens=400, squares=9000, guessed=60, places=800)
         optimizer, step = stage.job.optimizer, torch.zeros
-        lane = Lane(name, "sdpa", step, [0, 0], optimizer, sequences, work, loss=7)
-        return Trial(lane, 100, 1.5, seconds, [0.003, 0.001, 0.002], peaks)
+        lane = TrainingLane(name, "sdpa", step, [0, 0], optimizer, sequences, work, loss=7)
+        return TrainingTrial(lane, 100, 1.5, seconds, [0.003, 0.001, 0.002], peaks)
 
     trials = [
         trial("packhorse, packed", [2.0, 1.0, 4.0], 40, [500, 700]),

@@ -71,12 +71,14 @@ SHORTEST = 8  # tokens of a sequence
 WARMUP = 0.1  # of the steps
 OBJECTIVE = Pretrain(next_sentence=False)
 
-UNPACKED, PACKED = "unpacked", "packed"
-NO_MASK, NO_RESET = "packed, no mask", "packed, no position reset"
+UNPACKED = "unpacked"
+PACKED = "packed"
+NO_MASK = "packed, no mask"
+NO_RESET = "packed, no position reset"
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class AblationSetup:
     """What is learned, and how long."""
 
     steps: int = 200
@@ -90,7 +92,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AblationRun:
     """How one way of training went; a curve is (step, value)."""
 
     way: str
@@ -101,22 +103,22 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class AblationResult:
     """All runs, and what they were made of."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[AblationRun, ...]
     sequences: int
     length: float  # tokens of a sequence, on average
     per_pack: float
     seconds: float
 
-    def run(self, way: str, seed: int = 0) -> Run:
+    def run(self, way: str, seed: int = 0) -> AblationRun:
         """That of the way, with this seed."""
         return next(run for run in self.runs if (run.way, run.seed) == (way, seed))
 
 
 @dataclass(frozen=True)
-class Corpus:
+class LetterCorpus:
     """Sequences to learn from, and to judge by."""
 
     train: list[np.ndarray]  # token ids
@@ -130,8 +132,8 @@ def joined(packed: Packed) -> Packed:
     """The mistake of no mask: the sequences of a row are one; its unused tail stays apart."""
     real = torch.zeros(len(packed), dtype=torch.bool)
     real[list(packed.places)] = True
-    kept = (packed.starts % packed.capacity == 0) | ~real
-    bounds = torch.cat([packed.starts[kept], packed.cu_seqlens[-1:]])
+    keep = (packed.starts % packed.capacity == 0) | ~real
+    bounds = torch.cat([packed.starts[keep], packed.cu_seqlens[-1:]])
     places = tuple(range(len(bounds) - 1))
     return replace(packed, cu_seqlens=bounds, max_seqlen=packed.capacity, places=places)
 
@@ -150,7 +152,8 @@ class Mistaken(nn.Module):
 
     def __init__(self, model: Model, change: Change) -> None:
         super().__init__()
-        self.model, self.change = model, change
+        self.model = model
+        self.change = change
 
     def forward(self, packed: Packed, *heads: str, at: Tensor | None = None) -> list[Tensor]:
         """As `Model` is called."""
@@ -158,13 +161,13 @@ class Mistaken(nn.Module):
         return self.model.apply_heads(hidden, packed, heads, at)
 
 
-def measure(setup: Setup, progress: Progress | None = None) -> Found:
+def measure(setup: AblationSetup, progress: Progress | None = None) -> AblationResult:
     """Train every way: unpacked with each seed, the others with the first."""
     if min(setup.steps, setup.rows, setup.seeds, setup.evaluate_every) < 1:
         raise InputError("steps, rows, seeds and the steps between evaluations are at least 1")
     if not SHORTEST <= setup.max_length <= setup.capacity:
-        what = f"from {SHORTEST} to the {setup.capacity} tokens of a row"
-        raise InputError(f"a sequence is {setup.max_length} tokens at most; it must be {what}")
+        allowed = f"from {SHORTEST} to the {setup.capacity} tokens of a row"
+        raise InputError(f"a sequence is {setup.max_length} tokens at most; it must be {allowed}")
     begun = time.perf_counter()
     corpus = read(setup)
     ways = [(UNPACKED, seed) for seed in range(setup.seeds)]
@@ -173,7 +176,7 @@ def measure(setup: Setup, progress: Progress | None = None) -> Found:
     for number, (way, seed) in enumerate(ways):
         advance = partial(_advance, progress, number * setup.steps, len(ways) * setup.steps)
         runs.append(learn(way, seed, corpus, setup, advance))
-    return Found(
+    return AblationResult(
         runs=tuple(runs),
         sequences=len(corpus.train),
         length=fmean(map(len, corpus.train)),
@@ -187,29 +190,31 @@ def _advance(progress: Progress | None, before: int, total: int, step: int) -> N
         progress(before + step, total)
 
 
-def read(setup: Setup) -> Corpus:
+def read(setup: AblationSetup) -> LetterCorpus:
     """How sentences of docstrings of Python's library begin, each spelled and cut somewhere."""
-    tokenizer, longest = _speller(), setup.max_length
-    sentences = (s for each in docstrings.read() for s in SENTENCE.split(each.text))
+    tokenizer = _speller()
+    longest = setup.max_length
+    sentences = (s for docstring in docstrings.read() for s in SENTENCE.split(docstring.text))
     texts = [" ".join(sentence.split())[: 4 * longest] for sentence in sentences]
-    spelled = (tuple(each.ids) for each in tokenizer.encode([t for t in texts if t], longest))
-    every = [ids for ids in spelled if len(ids) == longest]
+    encodings = tokenizer.encode([text for text in texts if text], longest)
+    spelled = (tuple(encoding.ids) for encoding in encodings)
+    full_length = [ids for ids in spelled if len(ids) == longest]
     rng = np.random.default_rng(CORPUS_SEED)
-    cuts = rng.integers(SHORTEST, longest + 1, len(every))
+    cuts = rng.integers(SHORTEST, longest + 1, len(full_length))
     # What is the same counts once: nothing that is held out was learned from.
-    cut = dict.fromkeys((*ids[: n - 1], ids[-1]) for ids, n in zip(every, cuts, strict=True))
-    made = [np.array(ids) for ids in cut]
-    order = rng.permutation(len(made))
-    held, learned = np.split(order, [min(HELD_OUT, len(made) // 10)])
+    cut = dict.fromkeys((*ids[: n - 1], ids[-1]) for ids, n in zip(full_length, cuts, strict=True))
+    sequences = [np.array(ids) for ids in cut]
+    order = rng.permutation(len(sequences))
+    held, learned = np.split(order, [min(HELD_OUT, len(sequences) // 10)])
     specials = specials_of(tokenizer)
     recipe = Recipe(
         max_length=longest, mask_probability=setup.mask_probability, max_predictions=None
     )
-    alone = _masked(_rows(made, held), held, (CORPUS_SEED, 0), specials, recipe)
-    train = [made[i] for i in learned]
-    counts = histogram_of([len(each) for each in train], setup.capacity)
+    alone = _masked(_rows(sequences, held), held, (CORPUS_SEED, 0), specials, recipe)
+    train = [sequences[i] for i in learned]
+    counts = histogram_of([len(sequence) for sequence in train], setup.capacity)
     batches = [batch_of(alone, longest, {})]
-    return Corpus(train, plan(counts, setup.capacity), batches, specials, recipe)
+    return LetterCorpus(train, plan(counts, setup.capacity), batches, specials, recipe)
 
 
 def _speller() -> Tokenizer:
@@ -225,7 +230,8 @@ def _rows(
 ) -> Rows:
     """The sequences in this order, as rows; without offsets, one a row."""
     taken = [sequences[number] for number in order]
-    lengths, none = np.array([len(each) for each in taken]), np.zeros(len(taken), np.int64)
+    lengths = np.array([len(sequence) for sequence in taken])
+    none = np.zeros(len(taken), np.int64)
     bounds = np.arange(len(order) + 1) if offsets is None else offsets
     return Rows(np.concatenate(taken), lengths, lengths, none, bounds)
 
@@ -238,28 +244,34 @@ def _masked(
     return rows.masked(*draw_by_keys(rows.ids, rows.lengths, specials, recipe, keys))
 
 
-def _laid(corpus: Corpus, seed: int) -> tuple[np.ndarray, Rows]:
+def _laid(corpus: LetterCorpus, seed: int) -> tuple[np.ndarray, Rows]:
     """The sequences' numbers in the order in which they are learned, and their packs."""
-    placed = assign(corpus.plan, [len(each) for each in corpus.train], seed)
+    placed = assign(corpus.plan, [len(sequence) for sequence in corpus.train], seed)
     return placed.indices, _rows(corpus.train, placed.indices, placed.offsets)
 
 
-def steps(way: str, seed: int, corpus: Corpus, setup: Setup) -> Iterator[Batch]:
+def steps(way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup) -> Iterator[Batch]:
     """The batches of a run: of all ways the same sequences and masks, step by step."""
     numbers, rows = _laid(corpus, seed)
     for step in range(setup.steps):
         epoch, place = divmod(step, max(1, len(rows) // setup.rows))
-        begin, end = place * setup.rows, min(len(rows), (place + 1) * setup.rows)
-        part, inside = rows.cut(begin, end), slice(rows.offsets[begin], rows.offsets[end])
+        begin = place * setup.rows
+        end = min(len(rows), (place + 1) * setup.rows)
+        part = rows.cut(begin, end)
+        inside = slice(rows.offsets[begin], rows.offsets[end])
         if way == UNPACKED:
             part = replace(part, offsets=np.arange(len(part.lengths) + 1))
-        told = numbers[inside], (seed, epoch), corpus.specials, corpus.recipe
+        mask_arguments = numbers[inside], (seed, epoch), corpus.specials, corpus.recipe
         yield batch_of(
-            _masked(part, *told), setup.max_length if way == UNPACKED else setup.capacity, {}
+            _masked(part, *mask_arguments),
+            setup.max_length if way == UNPACKED else setup.capacity,
+            {},
         )
 
 
-def learn(way: str, seed: int, corpus: Corpus, setup: Setup, advance: Callable[[int], None]) -> Run:
+def learn(
+    way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup, advance: Callable[[int], None]
+) -> AblationRun:
     """Train the mini model one way; judge it every so many steps."""
     settings = _settings(setup, seed)
     pace = Pace(settings, 1.0, 1.0)
@@ -267,7 +279,9 @@ def learn(way: str, seed: int, corpus: Corpus, setup: Setup, advance: Callable[[
     model = prepare(settings, config, OBJECTIVE.heads, attention.kernel("mask"))[0].model.train()
     optimizer = optimizer_for(settings, model, half=False)
     seen = Mistaken(model, MISTAKES[way]) if way in MISTAKES else model
-    training, held_out, judged = [], [], {}
+    training = []
+    held_out = []
+    judged = {}
     for step, batch in enumerate(steps(way, seed, corpus, setup)):
         for group in optimizer.param_groups:
             group["lr"] = pace.rate(step)
@@ -281,10 +295,10 @@ def learn(way: str, seed: int, corpus: Corpus, setup: Setup, advance: Callable[[
             judged = OBJECTIVE.evaluate(model, corpus.held_out)
             held_out.append((step + 1, judged["loss"]))
         advance(step + 1)
-    return Run(way, seed, tuple(training), tuple(held_out), judged["mlm_accuracy"])
+    return AblationRun(way, seed, tuple(training), tuple(held_out), judged["mlm_accuracy"])
 
 
-def _settings(setup: Setup, seed: int) -> Settings:
+def _settings(setup: AblationSetup, seed: int) -> Settings:
     return Settings(
         steps=setup.steps,
         seed=seed,
@@ -296,31 +310,37 @@ def _settings(setup: Setup, seed: int) -> Settings:
     )
 
 
-def spread(found: Found) -> list[float]:
+def spread(result: AblationResult) -> list[float]:
     """At each evaluation, how far the seeds of unpacked training lie apart at most."""
-    curves = [run.held_out for run in found.runs if run.way == UNPACKED]
+    curves = [run.held_out for run in result.runs if run.way == UNPACKED]
     losses = [[loss for _, loss in at] for at in zip(*curves, strict=True)]
-    return [max(each) - min(each) for each in losses]
+    return [max(seed_losses) - min(seed_losses) for seed_losses in losses]
 
 
-def apart(found: Found, run: Run) -> list[float]:
+def apart(result: AblationResult, run: AblationRun) -> list[float]:
     """At each evaluation, how much more a run loses than unpacked training with its seed."""
-    other = found.run(UNPACKED, run.seed).held_out
-    return [loss - theirs for (_, loss), (_, theirs) in zip(run.held_out, other, strict=True)]
+    reference = result.run(UNPACKED, run.seed).held_out
+    return [
+        loss - reference_loss
+        for (_, loss), (_, reference_loss) in zip(run.held_out, reference, strict=True)
+    ]
 
 
-def table(found: Found) -> Table:
+def table(result: AblationResult) -> Table:
     """A line a run; what is apart is so from unpacked training with the same seed."""
     columns = ("way", "seed", "training loss", "held-out loss", "accuracy", "apart", "at most")
     rows = []
-    for run in found.runs:
+    for run in result.runs:
         last = run.training[-max(1, len(run.training) // 10) :]
-        gaps = apart(found, run)
-        same = run is found.run(UNPACKED, run.seed)
+        gaps = apart(result, run)
+        same = run is result.run(UNPACKED, run.seed)
         rows.append(
             (
-                *(run.way, str(run.seed), f"{fmean(loss for _, loss in last):.3f}"),
-                *(f"{run.held_out[-1][1]:.3f}", f"{run.accuracy:.1%}"),
+                run.way,
+                str(run.seed),
+                f"{fmean(loss for _, loss in last):.3f}",
+                f"{run.held_out[-1][1]:.3f}",
+                f"{run.accuracy:.1%}",
                 "-" if same else f"{gaps[-1]:.2g}",
                 "-" if same else f"{max(gaps, key=abs):.2g}",
             )
@@ -328,24 +348,26 @@ def table(found: Found) -> Table:
     return Table.of(columns, rows)
 
 
-def describe(setup: Setup, found: Found) -> dict[str, str]:
+def describe(setup: AblationSetup, result: AblationResult) -> dict[str, str]:
     """What was trained on what, and what chance does."""
-    between = spread(found)
+    between = spread(result)
     return {
-        "workload": f"docstrings of Python's library in letters: {found.sequences:,} sequences of "
-        f"{found.length:.1f} tokens, {setup.max_length} at most",
+        "workload": f"docstrings of Python's library in letters: {result.sequences:,} sequences of "
+        f"{result.length:.1f} tokens, {setup.max_length} at most",
         "model": f"mini (3 layers, 128 wide), {len(SPECIAL) + 2 * len(LETTERS)} words, "
         f"{setup.mask_probability:.0%} masked, no next sentence, no dropout, fp32",
-        "batches": f"{found.per_pack * setup.rows:.0f} sequences a step, unpacked or in "
-        f"{setup.rows} rows of {setup.capacity}, {found.per_pack:.1f} a row",
+        "batches": f"{result.per_pack * setup.rows:.0f} sequences a step, unpacked or in "
+        f"{setup.rows} rows of {setup.capacity}, {result.per_pack:.1f} a row",
         "learning": f"{setup.steps} steps of AdamW, learning rate {setup.learning_rate:g}, "
         f"{WARMUP:.0%} of them warm-up, then linear",
         "noise": f"{setup.seeds} unpacked seeds are {between[-1]:.4f} apart at the end, "
         f"{max(between):.4f} at most on the way, {fmean(between):.4f} on average",
-        "seconds": f"{found.seconds:.0f}",
+        "seconds": f"{result.seconds:.0f}",
     }
 
 
-def curves(found: Found, of: str = "held_out") -> dict[str, tuple[tuple[int, float], ...]]:
+def curves(
+    result: AblationResult, of: str = "held_out"
+) -> dict[str, tuple[tuple[int, float], ...]]:
     """Of the first seed, a curve a way."""
-    return {way: getattr(found.run(way), of) for way in (UNPACKED, PACKED, *MISTAKES)}
+    return {way: getattr(result.run(way), of) for way in (UNPACKED, PACKED, *MISTAKES)}

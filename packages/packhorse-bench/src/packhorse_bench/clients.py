@@ -36,15 +36,15 @@ def closed_loop(submit: Submit, requests: Sequence[Any], clients: int) -> np.nda
     if clients < 1:
         raise InputError(f"{clients} clients ask nothing; there must be at least 1")
     answers = _Answers(submit, len(requests))
-    asked = np.zeros(len(requests))
+    submitted = np.zeros(len(requests))
     for place, request in enumerate(requests):
         if place >= clients:
             answers.wait()
-        asked[place] = time.perf_counter()
+        submitted[place] = time.perf_counter()
         answers.ask(place, request)
     for _ in range(min(clients, len(requests))):
         answers.wait()
-    return _middle(answers.at - asked)
+    return _middle(answers.at - submitted)
 
 
 def open_loop(submit: Submit, requests: Sequence[Any], rate: float, seed: int = 0) -> np.ndarray:
@@ -67,7 +67,7 @@ def percentiles(seconds: Sequence[np.ndarray]) -> tuple[float, float, float]:
 
     Not of all rounds together: one in which the machine was busy would be all of their 99th.
     """
-    rounds = [1e3 * np.percentile(each, (50, 90, 99)) for each in seconds]
+    rounds = [1e3 * np.percentile(latencies, (50, 90, 99)) for latencies in seconds]
     p50, p90, p99 = np.median(rounds, axis=0)
     return float(p50), float(p90), float(p99)
 

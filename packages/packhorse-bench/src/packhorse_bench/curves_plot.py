@@ -33,11 +33,11 @@ def read(run: Path, figure: str = "loss") -> list[tuple[float, float]]:
     except ValueError as error:
         raise InputError(f"{path} is not the log of a run: {error}") from error
     steps = [line for line in lines if isinstance(line, dict) and "evaluation" not in line]
-    found = [(line["step"], line[figure]) for line in steps if "step" in line and figure in line]
-    if not found:
+    points = [(line["step"], line[figure]) for line in steps if "step" in line and figure in line]
+    if not points:
         have = sorted(set().union(*steps) - {"step"}) if steps else ["nothing"]
         raise InputError(f"{path} has no {figure!r}; it has {', '.join(have)}")
-    return found
+    return points
 
 
 def draw(curves: Mapping[str, Curve], path: Path, title: str, ylabel: str) -> None:
@@ -45,7 +45,8 @@ def draw(curves: Mapping[str, Curve], path: Path, title: str, ylabel: str) -> No
     figure = plots.new_figure(8, 4.2)
     axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
-        colour, width = COLOURS[place % len(COLOURS)], 1.5 if place else 3.0
+        colour = COLOURS[place % len(COLOURS)]
+        width = 1.5 if place else 3.0
         if len(curve) >= LONG:
             axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.25, linewidth=0.8)
         x, y = zip(*smoothed(curve), strict=True) if curve else ((), ())
@@ -74,12 +75,12 @@ def endings(curves: Mapping[str, Curve]) -> list[Ending]:
     """Each curve held against the first."""
     smooth = {name: dict(smoothed(curve)) for name, curve in curves.items()}
     first = next(iter(smooth.values()))
-    found = []
+    results = []
     for name, values in smooth.items():
         gaps = [value - first[step] for step, value in values.items() if step in first]
         mean, most = (sum(gaps) / len(gaps), max(gaps, key=abs)) if gaps else (None, None)
-        found.append(Ending(name, len(values), values[max(values)], mean, most))
-    return found
+        results.append(Ending(name, len(values), values[max(values)], mean, most))
+    return results
 
 
 def smoothed(curve: Curve) -> Curve:
@@ -89,7 +90,8 @@ def smoothed(curve: Curve) -> Curve:
 
 def averaged(curve: Curve, window: int) -> list[tuple[float, float]]:
     """Each point's mean with those around it, `window` of them, fewer at the ends."""
-    before, after = window // 2, window - window // 2
+    before = window // 2
+    after = window - window // 2
     means = []
     for place, (x, _) in enumerate(curve):
         near = [y for _, y in curve[max(0, place - before) : place + after]]

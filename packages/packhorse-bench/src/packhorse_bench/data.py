@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 Document = list[str]  # sentences
-OURS, LISTS, REFERENCE = "packhorse", "lists", "reference"
+OURS = "packhorse"
+LISTS = "lists"
+REFERENCE = "reference"
 METHODS = (OURS, LISTS, REFERENCE)
 SENTENCE = re.compile(r"(?<=[.!?:])\s+|\n\s*\n")
 LOADER_SECONDS = 2.0
@@ -49,7 +51,7 @@ LOADER_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Setup:
+class DataSetup:
     """What to measure."""
 
     tokenizer: str
@@ -93,7 +95,7 @@ class DataRow:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredMethod:
     """A text, what each method needed for it, and the speed of what comes before and after."""
 
     documents: int
@@ -121,7 +123,7 @@ class _Trial:
         return self.times[-1] - self.times[0] - self.step(2)
 
 
-def measure(setup: Setup, progress: Progress | None = None) -> Measured:
+def measure(setup: DataSetup, progress: Progress | None = None) -> MeasuredMethod:
     """Time every method on the same documents, round after round, ours first."""
     if setup.repeats < 1 or not set(setup.methods) <= set(METHODS):
         raise InputError(f"{setup.repeats} rounds of {', '.join(setup.methods)} cannot be measured")
@@ -135,7 +137,7 @@ def measure(setup: Setup, progress: Progress | None = None) -> Measured:
         else _row(method, rounds[method], size)
         for method in setup.methods
     ]
-    return Measured(
+    return MeasuredMethod(
         documents=len(documents),
         sentences=sum(map(len, documents)),
         bytes=size,
@@ -146,7 +148,7 @@ def measure(setup: Setup, progress: Progress | None = None) -> Measured:
 
 
 def _rounds(
-    setup: Setup, shares: Sequence[list[Document]], progress: Progress | None
+    setup: DataSetup, shares: Sequence[list[Document]], progress: Progress | None
 ) -> tuple[dict[str, list[list[_Trial]]], dict[str, str]]:
     """All trials of each method; of the reference's, why there are none."""
     rounds: dict[str, list[list[_Trial]]] = {method: [] for method in setup.methods}
@@ -166,38 +168,57 @@ def _rounds(
     return rounds, problems
 
 
-def describe(setup: Setup, found: Measured) -> dict[str, str]:
+def describe(setup: DataSetup, measured: MeasuredMethod) -> dict[str, str]:
     """What was measured, in words."""
-    text = f"{found.documents:,} documents, {found.sentences:,} sentences, {found.bytes:,} bytes"
+    text = (
+        f"{measured.documents:,} documents, {measured.sentences:,} sentences, "
+        f"{measured.bytes:,} bytes"
+    )
     names = ", ".join(Path(source).name for source in setup.sources)
-    plans = max((row.planning_seconds for row in found.rows), default=0.0)
-    about = {
+    plans = max((row.planning_seconds for row in measured.rows), default=0.0)
+    facts = {
         "workload": f"{names or 'docstrings'}: {text}",
         "examples": f"{setup.max_length} tokens, {setup.max_per_pack} a row at most, "
         f"{setup.duplicates} passes, static masks, {setup.workers} processes",
         "rounds": str(setup.repeats),
         "planning, once for a million sequences": f"{plans:.2f} s",
-        "loading with dynamic masks": f"{found.loading / 1e6:.1f} million tokens/s a core",
+        "loading with dynamic masks": f"{measured.loading / 1e6:.1f} million tokens/s a core",
     }
-    if found.cleaning is not None:
-        about["clean-up"] = f"{found.cleaning:.1f} MB/s of sources, unpacked, in one process"
-    return about
+    if measured.cleaning is not None:
+        facts["clean-up"] = f"{measured.cleaning:.1f} MB/s of sources, unpacked, in one process"
+    return facts
 
 
 def table(rows: Sequence[DataRow]) -> Table:
     """Measured methods; those with a problem are for `report.problems`."""
     columns = (
-        *("method", "seconds", "best", "tokenize", "examples", "packing", "MB/s", "tokens/s"),
-        *("sequences", "rows", "x lists", "x reference"),
+        "method",
+        "seconds",
+        "best",
+        "tokenize",
+        "examples",
+        "packing",
+        "MB/s",
+        "tokens/s",
+        "sequences",
+        "rows",
+        "x lists",
+        "x reference",
     )
     return Table.of(
         columns,
         [
             (
-                *(row.method, f"{row.seconds:.3f}", f"{row.best_seconds:.3f}"),
-                *(f"{row.tokenise_seconds:.3f}", f"{row.examples_seconds:.3f}"),
-                *(f"{row.packing_seconds:.3f}", f"{row.megabytes_per_second:.2f}"),
-                *(f"{row.tokens_per_second:,.0f}", f"{row.sequences:,}", f"{row.rows:,}"),
+                row.method,
+                f"{row.seconds:.3f}",
+                f"{row.best_seconds:.3f}",
+                f"{row.tokenise_seconds:.3f}",
+                f"{row.examples_seconds:.3f}",
+                f"{row.packing_seconds:.3f}",
+                f"{row.megabytes_per_second:.2f}",
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.sequences:,}",
+                f"{row.rows:,}",
                 *("-" if x is None else f"{x:.1f}" for x in (row.over_lists, row.over_reference)),
             )
             for row in rows
@@ -206,26 +227,28 @@ def table(rows: Sequence[DataRow]) -> Table:
     )
 
 
-def _documents(setup: Setup) -> tuple[list[Document], float | None]:
+def _documents(setup: DataSetup) -> tuple[list[Document], float | None]:
     """Clean sentences, and how fast they were had from the sources."""
     if not setup.sources:
-        every = [SENTENCE.split(text.text) for text in docstrings.read()]
-        return _limited(every, setup.megabytes), None
+        sentences = [SENTENCE.split(text.text) for text in docstrings.read()]
+        return _limited(sentences, setup.megabytes), None
     from packhorse.data.sources import chunking, documents, files
 
-    found: list[Document] = []
-    size, seconds, characters = 0, 0.0, 0
+    documents_read: list[Document] = []
+    size = 0
+    seconds = 0.0
+    characters = 0
     paths = [Path(source) for source in setup.sources]
     for chunk in chunking.chunks(files.find(paths, setup.kind, setup.column)):
         begin = time.process_time()
         read, tally = documents.read(chunk)
         seconds += time.process_time() - begin
-        found += [document.sentences for document in read]
+        documents_read += [document.sentences for document in read]
         characters += tally.characters
         size += _unpacked_bytes(chunk) or tally.characters
         if characters > setup.megabytes * 1e6:
             break
-    return _limited(found, setup.megabytes), size / max(seconds, 1e-9) / 1e6
+    return _limited(documents_read, setup.megabytes), size / max(seconds, 1e-9) / 1e6
 
 
 def _unpacked_bytes(chunk: Chunk) -> int:
@@ -242,13 +265,13 @@ def _unpacked_bytes(chunk: Chunk) -> int:
 
 def _limited(documents: Sequence[Document], megabytes: float) -> list[Document]:
     sizes = np.cumsum([sum(map(len, document)) for document in documents])
-    kept = list(documents[: int(np.searchsorted(sizes, megabytes * 1e6)) + 1])
-    if len(kept) < 2:
-        raise InputError(f"{len(kept)} documents are too few; examples are pairs of two")
-    return kept
+    chosen = list(documents[: int(np.searchsorted(sizes, megabytes * 1e6)) + 1])
+    if len(chosen) < 2:
+        raise InputError(f"{len(chosen)} documents are too few; examples are pairs of two")
+    return chosen
 
 
-def _recipe(setup: Setup, static_masks: bool = True) -> Recipe:
+def _recipe(setup: DataSetup, static_masks: bool = True) -> Recipe:
     return Recipe(
         max_length=setup.max_length,
         duplicates=setup.duplicates,
@@ -257,79 +280,83 @@ def _recipe(setup: Setup, static_masks: bool = True) -> Recipe:
     )
 
 
-def _work(method: str, documents: list[Document], setup: Setup) -> _Trial:
+def _work(method: str, documents: list[Document], setup: DataSetup) -> _Trial:
     return _ours(documents, setup) if method == OURS else _by_lists(method, documents, setup)
 
 
-def _ours(documents: list[Document], setup: Setup) -> _Trial:
+def _ours(documents: list[Document], setup: DataSetup) -> _Trial:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
-    bulk, specials = Bulk(tokenizer), specials_of(tokenizer)
+    bulk = Bulk(tokenizer)
+    specials = specials_of(tokenizer)
     times = [time.process_time()]
     tokenised = tokenise(bulk, documents)
     times.append(time.process_time())
-    made = make(tokenised, _recipe(setup), specials, (0,))
+    examples = make(tokenised, _recipe(setup), specials, (0,))
     times.append(time.process_time())
-    planned = _planned(made.lengths, setup)
+    planned = _planned(examples.lengths, setup)
     times.append(time.process_time())
-    rows = _packed(made, planned, setup)
+    rows = _packed(examples, planned, setup)
     times.append(time.process_time())
-    return _Trial(tuple(times), len(made.lengths), len(made.ids), len(rows))
+    return _Trial(tuple(times), len(examples.lengths), len(examples.ids), len(rows))
 
 
-def _by_lists(method: str, documents: list[Document], setup: Setup) -> _Trial:
+def _by_lists(method: str, documents: list[Document], setup: DataSetup) -> _Trial:
     library = Tokenizer.load(Path(setup.tokenizer))._library
     vocabulary = library.get_vocab()
     if not {list_examples.CLS, list_examples.SEP, list_examples.MASK} <= vocabulary.keys():
         raise InputError("this method knows BERT's special tokens only")
 
     def by_library(document: Document) -> list[list[str]]:
-        found = library.encode_batch(document, add_special_tokens=False)
-        return [encoding.tokens for encoding in found]
+        tokenized = library.encode_batch(document, add_special_tokens=False)
+        return [encoding.tokens for encoding in tokenized]
 
     lower = getattr(library.normalizer, "lowercase", True)
     alone = list_examples.word_pieces(vocabulary, lower)
     times = [time.process_time()]
-    found = list_examples.tokenised(documents, by_library if method == LISTS else alone)
+    tokenized = list_examples.tokenised(documents, by_library if method == LISTS else alone)
     times.append(time.process_time())
-    made = list_examples.make(found, vocabulary, _recipe(setup), setup.seed)
+    examples = list_examples.make(tokenized, vocabulary, _recipe(setup), setup.seed)
     times.append(time.process_time())
-    lengths = np.array([len(example.tokens) for example in made])
+    lengths = np.array([len(example.tokens) for example in examples])
     planned = _planned(lengths, setup)
     times.append(time.process_time())
     packs = ([*pack.tolist()] for pack in assign(planned, lengths, setup.seed))
-    rows = list_examples.lay(made, packs, vocabulary, setup.max_length)
+    rows = list_examples.lay(examples, packs, vocabulary, setup.max_length)
     times.append(time.process_time())
-    return _Trial(tuple(times), len(made), int(lengths.sum()), len(rows))
+    return _Trial(tuple(times), len(examples), int(lengths.sum()), len(rows))
 
 
-def _planned(lengths: np.ndarray, setup: Setup) -> Plan:
+def _planned(lengths: np.ndarray, setup: DataSetup) -> Plan:
     return plan(histogram_of(lengths, setup.max_length), setup.max_length, setup.max_per_pack)
 
 
-def _packed(made: Sequences, planned: Plan, setup: Setup) -> Rows:
-    placed: Assignment = assign(planned, made.lengths, setup.seed)
-    return Rows.of(_taken(made, placed.indices), placed.offsets)
+def _packed(examples: Sequences, planned: Plan, setup: DataSetup) -> Rows:
+    placed: Assignment = assign(planned, examples.lengths, setup.seed)
+    return Rows.of(_taken(examples, placed.indices), placed.offsets)
 
 
-def _taken(made: Sequences, order: np.ndarray) -> Sequences:
+def _taken(examples: Sequences, order: np.ndarray) -> Sequences:
     """The same sequences in another order."""
-    masked = made.masked
+    masked = examples.masked
     if masked is not None:
         at = runs(cumulative(masked.counts)[order], masked.counts[order])
         masked = Masks(masked.positions[at], masked.ids[at], masked.counts[order])
-    each = (made.lengths[order], made.first[order], made.random_next[order])
-    return Sequences(made.ids[runs(cumulative(made.lengths)[order], each[0])], *each, masked)
+    columns = (examples.lengths[order], examples.first[order], examples.random_next[order])
+    return Sequences(
+        examples.ids[runs(cumulative(examples.lengths)[order], columns[0])], *columns, masked
+    )
 
 
-def _loading(documents: list[Document], setup: Setup) -> float:
+def _loading(documents: list[Document], setup: DataSetup) -> float:
     """Tokens a second of the loader, on one core."""
     from packhorse.data.packed import shards
     from packhorse.data.packed.loader import Loader
 
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
-    specials, recipe = specials_of(tokenizer), _recipe(setup, static_masks=False)
-    made = make(tokenise(Bulk(tokenizer), documents), recipe, specials, (0,))
-    rows = _packed(made, _planned(made.lengths, setup), setup)
+    specials = specials_of(tokenizer)
+    recipe = _recipe(setup, static_masks=False)
+    examples = make(tokenise(Bulk(tokenizer), documents), recipe, specials, (0,))
+    rows = _packed(examples, _planned(examples.lengths, setup), setup)
     layout = Layout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
     with TemporaryDirectory() as folder:
         writer = shards.Writer(Path(folder) / "train", layout, specials, {})
@@ -339,7 +366,8 @@ def _loading(documents: list[Document], setup: Setup) -> float:
         count = min(LOADER_ROWS, len(dataset))
         loader = iter(Loader(dataset, count, masking=recipe, prefetch=0))
         next(loader)
-        tokens, begin = 0, time.process_time()
+        tokens = 0
+        begin = time.process_time()
         while time.process_time() - begin < LOADER_SECONDS:
             tokens += next(loader).tokens
         return tokens / (time.process_time() - begin)

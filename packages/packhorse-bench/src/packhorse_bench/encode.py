@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class EncodeRequest:
     """What to measure, on `model` or, with random weights, on a geometry named by `config`.
 
     Either `texts` are encoded, or random token ids of these `lengths`.
@@ -99,7 +99,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Trial:
+class EncodeTrial:
     """An open engine in one order, the vectors of its first pass, the seconds of each round."""
 
     engine: PeerEngine
@@ -109,7 +109,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredEngine:
     """The rows of a run, and the lengths of what was encoded, in tokens."""
 
     rows: list[EncodeRow]
@@ -125,7 +125,7 @@ class Measured:
         )
 
 
-def measure(request: Request, progress: Progress | None = None) -> Measured:
+def measure(request: EncodeRequest, progress: Progress | None = None) -> MeasuredEngine:
     """Open, warm up, time in rounds: a row for every engine and order, and for every failure."""
     _check(request)
     device = devices.choose_device(request.device)
@@ -134,7 +134,8 @@ def measure(request: Request, progress: Progress | None = None) -> Measured:
         work, lengths, exact = _reference(request, folder, device)
         setting = _setting(request, folder, device, int(lengths.max()), Path(scratch))
         candidates = _candidates(request, folder, setting)
-        trials, failures = [], []
+        trials = []
+        failures = []
         total = len(candidates) * (1 + 2 * request.repeats)  # until it is known what runs
         for done, candidate in enumerate(candidates, 1):
             _warm_up(candidate, work, trials, failures)
@@ -144,7 +145,7 @@ def measure(request: Request, progress: Progress | None = None) -> Measured:
         for done, trial in enumerate(turns, len(candidates) + 1):
             trial.seconds.append(_timed(trial, work, device))
             _tell(progress, done, total)
-    return Measured([*_rows(trials, exact, lengths), *failures], lengths)
+    return MeasuredEngine([*_rows(trials, exact, lengths), *failures], lengths)
 
 
 def packhorse_engine(
@@ -158,9 +159,10 @@ def packhorse_engine(
 
     way: "graphs", "invariant" or neither.
     """
-    graphs, invariant = way == "graphs", way == "invariant"
-    how = {"device": device, "dtype": dtype, "budget": budget}
-    encoder = load(folder, graphs=graphs, invariant=invariant, **how)
+    graphs = way == "graphs"
+    invariant = way == "invariant"
+    options = {"device": device, "dtype": dtype, "budget": budget}
+    encoder = load(folder, graphs=graphs, invariant=invariant, **options)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
 
     def run(work: Work, order: str) -> np.ndarray:
@@ -187,19 +189,20 @@ def as_they_come(sequences: Iterable[Encoding], budget: int) -> Iterator[list[En
     for sequence in sequences:
         if batch and used + len(sequence) > budget:
             yield batch
-            batch, used = [], 0
+            batch = []
+            used = 0
         batch.append(sequence)
         used += len(sequence)
     if batch:
         yield batch
 
 
-def _check(request: Request) -> None:
+def _check(request: EncodeRequest) -> None:
     if not request.texts and request.lengths is None:
         raise InputError("there is nothing to encode; pass texts or lengths")
-    for what, value in (("--batch-size", request.batch_size), ("--repeats", request.repeats)):
+    for flag, value in (("--batch-size", request.batch_size), ("--repeats", request.repeats)):
         if value < 1:
-            raise InputError(f"{what} {value} measures nothing; pass 1 or more")
+            raise InputError(f"{flag} {value} measures nothing; pass 1 or more")
     for name in request.peers or ():
         if name not in peers.PEERS:
             raise InputError(f"unknown peer {name!r}; there are {', '.join(peers.PEERS)}")
@@ -208,7 +211,7 @@ def _check(request: Request) -> None:
 
 
 def _setting(
-    request: Request, folder: Path, device: torch.device, longest: int, scratch: Path
+    request: EncodeRequest, folder: Path, device: torch.device, longest: int, scratch: Path
 ) -> PeerSetting:
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
@@ -216,7 +219,7 @@ def _setting(
 
 
 def _reference(
-    request: Request, folder: Path, device: torch.device
+    request: EncodeRequest, folder: Path, device: torch.device
 ) -> tuple[Work, np.ndarray, np.ndarray]:
     """What is encoded, its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
@@ -227,7 +230,7 @@ def _reference(
     return request.texts or sequences, lengths, exact
 
 
-def _random(request: Request, encoder: Encoder) -> list[Encoding]:
+def _random(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
     """Random token ids of the lengths asked for, which the model must have room for."""
     lengths = np.asarray(request.lengths)
     config = _torch_backend(encoder.backend).model.bert.config
@@ -247,30 +250,34 @@ def _torch_backend(backend: object) -> TorchBackend:
     return backend
 
 
-def _candidates(request: Request, folder: Path, setting: PeerSetting) -> list[Candidate]:
+def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> list[Candidate]:
     """All that is to be in the table, ours first in each dtype."""
-    wanted = request.peers
-    if wanted is None:
-        wanted = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
+    names = request.peers
+    if names is None:
+        names = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
     ways = ["", *["graphs"] * request.graphs, *["invariant"] * request.invariant]
-    found = []
+    candidates = []
     for dtype in request.dtypes:
         for way in ways:
-            ours = partial(packhorse_engine, folder, dtype, setting.device, request.budget, way)
-            found.append(Candidate(_name(way), dtype, ours))
-        found.extend(Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in wanted)
+            open_ours = partial(
+                packhorse_engine, folder, dtype, setting.device, request.budget, way
+            )
+            candidates.append(Candidate(_name(way), dtype, open_ours))
+        candidates.extend(
+            Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in names
+        )
         if request.compile_peers:
             compiled = partial(peers.transformers_compiled, setting, dtype)
-            found.append(Candidate("transformers compiled", dtype, compiled))
-    for name in [name for name in peers.INT8 if request.int8 and name in wanted]:
-        found.append(Candidate(name, "int8", partial(peers.PEERS[name], setting, "int8")))
-    return found
+            candidates.append(Candidate("transformers compiled", dtype, compiled))
+    for name in [name for name in peers.INT8 if request.int8 and name in names]:
+        candidates.append(Candidate(name, "int8", partial(peers.PEERS[name], setting, "int8")))
+    return candidates
 
 
 def _warm_up(
     candidate: Candidate,
     work: Work,
-    trials: list[Trial],
+    trials: list[EncodeTrial],
     failures: list[EncodeRow],
 ) -> None:
     """Open and run once in each order. Whatever another's code raises is that engine's row."""
@@ -278,7 +285,7 @@ def _warm_up(
     try:
         engine = candidate.open()
         for order in engine.orders:
-            trials.append(Trial(engine, order, engine.run(work, order)))
+            trials.append(EncodeTrial(engine, order, engine.run(work, order)))
     except Exception as error:
         reason = _reason(error)
         failures.append(EncodeRow(candidate.name, candidate.dtype, order, problem=reason))
@@ -292,7 +299,7 @@ def _reason(error: Exception) -> str:
     return kind + lines[0][:200]
 
 
-def _timed(trial: Trial, work: Work, device: torch.device) -> float:
+def _timed(trial: EncodeTrial, work: Work, device: torch.device) -> float:
     devices.synchronize(device)
     start = time.perf_counter()
     trial.engine.run(work, trial.order)
@@ -305,7 +312,7 @@ def _tell(progress: Progress | None, done: int, total: int) -> None:
         progress(done, total)
 
 
-def _rows(trials: Sequence[Trial], exact: np.ndarray, lengths: np.ndarray) -> list[EncodeRow]:
+def _rows(trials: Sequence[EncodeTrial], exact: np.ndarray, lengths: np.ndarray) -> list[EncodeRow]:
     middle = {(t.engine.name, t.engine.dtype, t.order): median(t.seconds) for t in trials}
     rows = []
     for trial in trials:

@@ -36,7 +36,7 @@ from packhorse_bench import peers
 Ids = np.ndarray  # token ids of one request
 
 
-class Mode(NamedTuple):
+class PackingMode(NamedTuple):
     """A way to lay requests into batches."""
 
     name: str
@@ -48,19 +48,19 @@ class Mode(NamedTuple):
 ORIGINAL = "Original"
 PACKED_ONNX = "Pack Online AttentionMask(packed ONNX)"
 MODES = (
-    Mode(ORIGINAL, "padded"),
-    Mode("Pack Offline Unpack Repack", "repack"),
-    Mode("Pack Online Unpack Repack", "repack", online=True),
-    Mode("Pack Offline AttentionMask", "mask", policy="next_fit"),
-    Mode("Pack Online AttentionMask(first_fit)", "mask", online=True),
-    Mode("Pack Online AttentionMask(next_fit)", "mask", online=True, policy="next_fit"),
-    Mode("Pack Offline Ragged", "ragged"),
-    Mode("Pack Online Ragged", "ragged", online=True),
+    PackingMode(ORIGINAL, "padded"),
+    PackingMode("Pack Offline Unpack Repack", "repack"),
+    PackingMode("Pack Online Unpack Repack", "repack", online=True),
+    PackingMode("Pack Offline AttentionMask", "mask", policy="next_fit"),
+    PackingMode("Pack Online AttentionMask(first_fit)", "mask", online=True),
+    PackingMode("Pack Online AttentionMask(next_fit)", "mask", online=True, policy="next_fit"),
+    PackingMode("Pack Offline Ragged", "ragged"),
+    PackingMode("Pack Online Ragged", "ragged", online=True),
 )
 
 
 @dataclass(frozen=True)
-class Stage:
+class ModesStage:
     """What all lanes share."""
 
     folder: Path  # of the model, as transformers reads it
@@ -83,7 +83,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Lane:
+class ModeLane:
     """A mode or a peer, open, and all that was measured of it."""
 
     name: str
@@ -100,7 +100,9 @@ class Meter:
     """A backend that counts the tokens it computes."""
 
     def __init__(self, backend: Backend, computed: Callable[[Packed], int]) -> None:
-        self.backend, self.computed, self.tokens = backend, computed, 0
+        self.backend = backend
+        self.computed = computed
+        self.tokens = 0
 
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
@@ -110,29 +112,30 @@ class Meter:
         return self.backend(packed, heads, at)
 
 
-class OneARow:
+class OnePerRow:
     """A backend that lays each sequence of a batch into a row of its own: padding, online."""
 
     def __init__(self, meter: Meter, shape: Shape) -> None:
-        self.meter, self.shape = meter, shape
+        self.meter = meter
+        self.shape = shape
 
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> Sequence[Tensor]:
         """One answer a sequence, in the order they came."""
         parts = zip(packed.split(packed.ids), packed.split(packed.types), strict=True)
-        (rows,) = one_a_row(self.shape, [Row(*part) for part in parts])
-        return [rows.pick(found) for found in self.meter(rows, heads, at)]
+        (rows,) = one_a_row(self.shape, [SequenceRow(*part) for part in parts])
+        return [rows.pick(values) for values in self.meter(rows, heads, at)]
 
 
-class Row(NamedTuple):
+class SequenceRow(NamedTuple):
     """A sequence cut from a batch."""
 
     ids: Tensor
     types: Tensor
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model, and what counts its tokens."""
 
     encoder: Encoder
@@ -141,13 +144,15 @@ class Opened(NamedTuple):
     kernel: str  # as it is shown
 
 
-def open_modes(stage: Stage, modes: Sequence[Mode] = MODES) -> tuple[list[Lane], Encoder]:
+def open_modes(
+    stage: ModesStage, modes: Sequence[PackingMode] = MODES
+) -> tuple[list[ModeLane], Encoder]:
     """A lane for each mode, and the encoder that they share."""
     opened = open_model(stage)
     return [_lane(mode, stage, opened) for mode in modes], opened.encoder
 
 
-def open_model(stage: Stage) -> Opened:
+def open_model(stage: ModesStage) -> OpenedModel:
     """Every request is answered with its mean vector, normalised, as the peers' are."""
     encoder = load(stage.folder, device=stage.device, dtype=stage.dtype, graphs=stage.graphs)
     if not isinstance(encoder.backend, TorchBackend):
@@ -161,14 +166,14 @@ def open_model(stage: Stage) -> Opened:
     model.heads["embed"] = Embed(("mean",), normalise=True)
     meter = Meter(encoder.backend, encoder.backend.computed)
     kernel = encoder.kernel + " graphs" * stage.graphs
-    return Opened(_measured(encoder, meter, stage), meter, kernel)
+    return OpenedModel(_measured(encoder, meter, stage), meter, kernel)
 
 
-def _measured(encoder: Encoder, meter: Meter, stage: Stage) -> Encoder:
+def _measured(encoder: Encoder, meter: Meter, stage: ModesStage) -> Encoder:
     return replace(encoder, backend=meter, heads=("embed",), max_length=stage.capacity)
 
 
-def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
+def _lane(mode: PackingMode, stage: ModesStage, opened: OpenedModel) -> ModeLane:
     encoder, meter, kernel = opened
     shape = Shape(
         mode.layout if mode.layout != "padded" else "mask",
@@ -177,18 +182,18 @@ def _lane(mode: Mode, stage: Stage, opened: Opened) -> Lane:
         policy=mode.policy,
     )
     if mode.layout == "padded":
-        padding = replace(encoder, backend=OneARow(meter, shape))
+        padding = replace(encoder, backend=OnePerRow(meter, shape))
         one_by_one = partial(open_runner, padding, stage, mode=None, max_sequences=stage.rows)
         run = partial(_offline, opened, partial(one_a_row, shape))
-        return Lane(mode.name, kernel, run, one_by_one)
+        return ModeLane(mode.name, kernel, run, one_by_one)
     if not mode.online:
         run = partial(_offline, opened, partial(packed_in_order, shape))
-        return Lane(mode.name, kernel, run)
+        return ModeLane(mode.name, kernel, run)
     runner = partial(open_runner, encoder, stage, mode=mode.layout, policy=mode.policy)
-    return Lane(mode.name, kernel, partial(_online, runner, meter), runner)
+    return ModeLane(mode.name, kernel, partial(_online, runner, meter), runner)
 
 
-def open_runner(encoder: Encoder, stage: Stage, requests: int, **how: Any) -> PackRunner:
+def open_runner(encoder: Encoder, stage: ModesStage, requests: int, **options: Any) -> PackRunner:
     """One that admits all of the requests: none is refused, so none is missing in the figures."""
     return PackRunner(
         encoder,
@@ -198,15 +203,15 @@ def open_runner(encoder: Encoder, stage: Stage, requests: int, **how: Any) -> Pa
         max_waiting_requests=requests,
         max_waiting_tokens=requests * stage.capacity,
         publish=False,
-        **how,
+        **options,
     )
 
 
-def one_a_row(shape: Shape, sequences: Sequence[Encoding | Row]) -> Iterator[Packed]:
+def one_a_row(shape: Shape, sequences: Sequence[Encoding | SequenceRow]) -> Iterator[Packed]:
     """Padded batches: always `rows` rows of `capacity` tokens, the last ones empty if need be."""
     for begin in range(0, len(sequences), shape.rows):
-        some = sequences[begin : begin + shape.rows]
-        laid = shape.lay(some, [[place] for place in range(len(some))])
+        chunk = sequences[begin : begin + shape.rows]
+        laid = shape.lay(chunk, [[place] for place in range(len(chunk))])
         # As in any padded model, padding has positions. Without them it would all be one vector,
         # and a GPU multiplies equal numbers with less power, so faster.
         yield replace(laid, positions=torch.arange(shape.capacity).repeat(shape.rows))
@@ -219,12 +224,13 @@ def packed_in_order(shape: Shape, sequences: Sequence[Encoding]) -> Iterator[Pac
 
 
 def _offline(
-    opened: Opened,
+    opened: OpenedModel,
     batches: Callable[[Sequence[Encoding]], Iterable[Packed]],
     requests: Sequence[Ids],
 ) -> Pass:
     encoder, meter, _ = opened
-    before, start = meter.tokens, time.perf_counter()
+    before = meter.tokens
+    start = time.perf_counter()
     laid = list(batches(encoder.tokenize(requests)))
     ready = time.perf_counter()
     flights = (encoder.launch(packed, ("embed",)) for packed in laid)
@@ -244,13 +250,14 @@ def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
 
 def _online(runner_for: Callable[[int], PackRunner], meter: Meter, requests: Sequence[Ids]) -> Pass:
     with runner_for(len(requests)) as runner:
-        before, start = meter.tokens, time.perf_counter()
+        before = meter.tokens
+        start = time.perf_counter()
         vectors = runner.run(requests)
         seconds = time.perf_counter() - start
     return Pass(np.stack(vectors), seconds, meter.tokens - before)
 
 
-def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:
+def open_packed_onnx(stage: ModesStage, scratch: Path) -> ModeLane:
     """The model as an ONNX graph, rewritten for packed rows, on ONNX Runtime behind the runner."""
     if stage.dtype != "fp32":
         raise peers.Unserved("a packed ONNX graph is measured in fp32 alone")
@@ -262,28 +269,30 @@ def open_packed_onnx(stage: Stage, scratch: Path) -> Lane:
     backend = onnxpack.load(packed, device=stage.device, heads=vectors)
     meter = Meter(backend, lambda batch: len(batch.ids))
     runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask")
-    return Lane(PACKED_ONNX, "onnxruntime", partial(_online, runner, meter), runner)
+    return ModeLane(PACKED_ONNX, "onnxruntime", partial(_online, runner, meter), runner)
 
 
-def open_peer(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:
+def open_peer(name: str, stage: ModesStage, encoder: Encoder, scratch: Path) -> ModeLane:
     """Another library's model on padded batches; with graphs, transformers is compiled."""
     layout = sentence.read(stage.folder)
     home = layout.transformer if layout else stage.folder
     setting = padded.PeerSetting(home, stage.device, stage.rows, stage.capacity, scratch)
     compiled = stage.graphs and name == "transformers"
     engine = (peers.transformers_compiled if compiled else peers.PEERS[name])(setting, stage.dtype)
-    return Lane(peer_name(name, stage), "", partial(_peer, engine, stage, ours))
+    return ModeLane(peer_name(name, stage), "", partial(_peer, engine, stage, encoder))
 
 
-def peer_name(name: str, stage: Stage) -> str:
+def peer_name(name: str, stage: ModesStage) -> str:
     """As it is shown."""
     compiled = stage.graphs and name == "transformers"
     return f"{ORIGINAL} ({name}{' compiled' * compiled})"
 
 
-def _peer(engine: padded.PeerEngine, stage: Stage, ours: Encoder, requests: Sequence[Ids]) -> Pass:
+def _peer(
+    engine: padded.PeerEngine, stage: ModesStage, encoder: Encoder, requests: Sequence[Ids]
+) -> Pass:
     """Padded to the longest of each batch; where it is compiled, to `capacity`."""
-    sequences = ours.tokenize(requests)
+    sequences = encoder.tokenize(requests)
     order = engine.orders[0]
     start = time.perf_counter()
     vectors = engine.run(sequences, order)

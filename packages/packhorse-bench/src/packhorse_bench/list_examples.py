@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from packhorse.data.packed.masking import Recipe
 
 LONGEST_WORD = 100  # characters; longer ones are unknown
-CLS, SEP, MASK, UNKNOWN = "[CLS]", "[SEP]", "[MASK]", "[UNK]"
+CLS = "[CLS]"
+SEP = "[SEP]"
+MASK = "[MASK]"
+UNKNOWN = "[UNK]"
 
 Tokens = list[str]
 Tokenize = Callable[[list[str]], list[Tokens]]  # the sentences of a document
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class ListExample:
     """One sequence."""
 
     tokens: Tokens
@@ -65,32 +68,32 @@ def _words(text: str, lower: bool) -> Iterable[str]:
 
 
 def _cleaned(text: str) -> str:
-    kept = []
+    characters = []
     for char in text:
         category = unicodedata.category(char)
         if char in "\t\n\r" or category == "Zs":
-            kept.append(" ")
+            characters.append(" ")
         elif char not in "\0\ufffd" and category[0] != "C":
-            kept.append(char)
-    return "".join(kept)
+            characters.append(char)
+    return "".join(characters)
 
 
 def _with_cjk_apart(text: str) -> str:
-    kept = []
+    characters = []
     for char in text:
         if _is_cjk(ord(char)):
-            kept += (" ", char, " ")
+            characters += (" ", char, " ")
         else:
-            kept.append(char)
-    return "".join(kept)
+            characters.append(char)
+    return "".join(characters)
 
 
 def _without_accents(word: str) -> str:
-    kept = []
+    pieces = []
     for char in unicodedata.normalize("NFD", word):
         if unicodedata.category(char) != "Mn":
-            kept.append(char)
-    return "".join(kept)
+            pieces.append(char)
+    return "".join(pieces)
 
 
 def _is_cjk(code: int) -> bool:
@@ -132,47 +135,48 @@ def _pieces(word: str, vocabulary: dict[str, int]) -> Tokens:
     """The longest piece that fits, again and again; a word that cannot be made up is unknown."""
     if len(word) > LONGEST_WORD:
         return [UNKNOWN]
-    found: Tokens = []
+    pieces: Tokens = []
     begin = 0
     while begin < len(word):
         prefix = "##" if begin else ""
         for end in range(len(word), begin, -1):
             piece = prefix + word[begin:end]
             if piece in vocabulary:
-                found.append(piece)
+                pieces.append(piece)
                 begin = end
                 break
         else:
             return [UNKNOWN]
-    return found
+    return pieces
 
 
 def tokenised(documents: Iterable[list[str]], tokenize: Tokenize) -> list[list[Tokens]]:
     """Documents of sentences of tokens; what has none is left out."""
-    found = [[tokens for tokens in tokenize(document) if tokens] for document in documents]
-    return [document for document in found if document]
+    tokenized = [[tokens for tokens in tokenize(document) if tokens] for document in documents]
+    return [document for document in tokenized if document]
 
 
 def make(
     documents: list[list[Tokens]], vocabulary: dict[str, int], recipe: Recipe, seed: int
-) -> list[Example]:
+) -> list[ListExample]:
     """All examples of these documents, shuffled."""
     rng = random.Random(seed)
     words = list(vocabulary)
-    made = [
+    examples = [
         example
         for _ in range(recipe.duplicates)
         for number in range(len(documents))
         for example in _of_document(documents, number, recipe, words, rng)
     ]
-    rng.shuffle(made)
-    return made
+    rng.shuffle(examples)
+    return examples
 
 
 def _of_document(
     documents: list[list[Tokens]], number: int, recipe: Recipe, words: Tokens, rng: random.Random
-) -> Iterable[Example]:
-    document, room = documents[number], recipe.max_length - 3
+) -> Iterable[ListExample]:
+    document = documents[number]
+    room = recipe.max_length - 3
     target = rng.randint(2, room) if rng.random() < recipe.short_probability else room
     chunk: list[Tokens] = []
     length = at = 0
@@ -192,21 +196,22 @@ def _of_document(
             second = [token for sentence in chunk[split:] for token in sentence]
         truncate(first, second, room, rng)
         yield _example(first, second, elsewhere, recipe, words, rng)
-        chunk, length = [], 0
+        chunk = []
+        length = 0
 
 
 def _from_another(
     documents: list[list[Tokens]], number: int, need: int, rng: random.Random
 ) -> Tokens:
-    other = number
-    while other == number and len(documents) > 1:
-        other = rng.randint(0, len(documents) - 1)
-    found: Tokens = []
-    for sentence in documents[other][rng.randint(0, len(documents[other]) - 1) :]:
-        found.extend(sentence)
-        if len(found) >= need:
+    chosen = number
+    while chosen == number and len(documents) > 1:
+        chosen = rng.randint(0, len(documents) - 1)
+    tokens_b: Tokens = []
+    for sentence in documents[chosen][rng.randint(0, len(documents[chosen]) - 1) :]:
+        tokens_b.extend(sentence)
+        if len(tokens_b) >= need:
             break
-    return found
+    return tokens_b
 
 
 def truncate(first: list, second: list, room: int, rng: random.Random) -> None:
@@ -226,11 +231,11 @@ def _example(
     recipe: Recipe,
     words: Tokens,
     rng: random.Random,
-) -> Example:
+) -> ListExample:
     tokens = [CLS, *first, SEP, *second, SEP]
     types = [0] * (len(first) + 2) + [1] * (len(second) + 1)
     masked_at, masked = mask(tokens, recipe, words, rng)
-    return Example(tokens, types, elsewhere, masked_at, masked)
+    return ListExample(tokens, types, elsewhere, masked_at, masked)
 
 
 def mask(
@@ -246,13 +251,13 @@ def mask(
         else:
             groups.append([place])
     rng.shuffle(groups)
-    wanted = max(1, round(len(tokens) * recipe.mask_probability))
-    wanted = min(wanted, recipe.max_predictions or wanted)
+    count = max(1, round(len(tokens) * recipe.mask_probability))
+    count = min(count, recipe.max_predictions or count)
     taken: list[tuple[int, str]] = []
     for group in groups:
-        if len(taken) >= wanted:
+        if len(taken) >= count:
             break
-        if len(taken) + len(group) > wanted:
+        if len(taken) + len(group) > count:
             continue
         for place in group:
             taken.append((place, tokens[place]))
@@ -265,7 +270,7 @@ def mask(
 
 
 def lay(
-    examples: Sequence[Example],
+    examples: Sequence[ListExample],
     packs: Iterable[Sequence[int]],
     vocabulary: dict[str, int],
     capacity: int,

@@ -87,22 +87,22 @@ def compare(
         raise InputError(f"unknown configuration {config!r}; there are {', '.join(CONFIGS)}")
     if repeats < 1 or not set(engines) <= set(ENGINES):
         raise InputError(f"{repeats} rounds of {', '.join(engines)} cannot be measured")
-    every = (PLAIN, *engines)
-    trials: dict[str, list[Trial]] = {engine: [] for engine in every}
+    lanes = (PLAIN, *engines)
+    trials: dict[str, list[Trial]] = {engine: [] for engine in lanes}
     problems: dict[str, str] = {}
     with TemporaryDirectory(dir=folder) as place:
         prefix, shapes = write(Path(place), CONFIGS[config])
         size = _data(prefix).stat().st_size
-        for done, (_, engine) in enumerate(product(range(repeats), every), 1):
+        for done, (_, engine) in enumerate(product(range(repeats), lanes), 1):
             if engine not in problems and (problem := _try(engine, prefix, trials[engine])):
                 problems[engine] = problem
             if progress is not None:
-                progress(done, repeats * len(every))
+                progress(done, repeats * len(lanes))
     rows = [
         LoadRow(engine, problem=problems[engine])
         if engine in problems
         else _row(engine, trials[engine], trials[PLAIN], size)
-        for engine in every
+        for engine in lanes
     ]
     return Loading(len(shapes), size, tuple(rows))
 
@@ -123,7 +123,8 @@ def write(folder: Path, config: BertConfig) -> tuple[Path, dict[str, Shape]]:
 
 def variables(config: BertConfig) -> dict[str, Shape]:
     """What Google's BERT for pretraining keeps in a checkpoint."""
-    wide, inner = config.hidden_size, config.intermediate_size
+    wide = config.hidden_size
+    inner = config.intermediate_size
     shapes: dict[str, Shape] = {
         "bert/embeddings/word_embeddings": (config.vocab_size, wide),
         "bert/embeddings/position_embeddings": (config.max_positions, wide),
@@ -236,8 +237,8 @@ def _take_and_give_back(size: int) -> None:
 
 def _memory(kind: str) -> int | None:
     with suppress(OSError):
-        if found := re.search(rf"^{kind}:\s*(\d+) kB", STATUS.read_text(), re.M):
-            return int(found[1]) * 1024
+        if match := re.search(rf"^{kind}:\s*(\d+) kB", STATUS.read_text(), re.M):
+            return int(match[1]) * 1024
     return None
 
 
@@ -257,17 +258,27 @@ def _row(engine: str, trials: Sequence[Trial], plain: Sequence[Trial], size: int
 def table(loading: Loading) -> Table:
     """Measured engines; those with a problem are for `report.problems`."""
     columns = (
-        *("engine", "seconds", "best", "GB/s", "x plain", "best x plain"),
-        *("peak MiB", "above the file, MiB"),
+        "engine",
+        "seconds",
+        "best",
+        "GB/s",
+        "x plain",
+        "best x plain",
+        "peak MiB",
+        "above the file, MiB",
     )
     return Table.of(
         columns,
         [
             (
-                *(row.engine, f"{row.seconds:.3f}", f"{row.best_seconds:.3f}"),
-                *(f"{row.gigabytes_per_second:.2f}", f"{row.over_plain:.2f}"),
+                row.engine,
+                f"{row.seconds:.3f}",
+                f"{row.best_seconds:.3f}",
+                f"{row.gigabytes_per_second:.2f}",
+                f"{row.over_plain:.2f}",
                 f"{row.best_over_plain:.2f}",
-                *(_mebibytes(row.memory), _mebibytes(row.memory, loading.bytes)),
+                _mebibytes(row.memory),
+                _mebibytes(row.memory, loading.bytes),
             )
             for row in loading.rows
             if row.problem is None

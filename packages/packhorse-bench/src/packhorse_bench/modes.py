@@ -45,7 +45,7 @@ from packhorse.errors import InputError
 from packhorse.reports import subject
 from packhorse.runtime.encoder import Encoder
 from packhorse_bench import clients, lanes, peers, workloads
-from packhorse_bench.lanes import Ids, Lane, Stage
+from packhorse_bench.lanes import Ids, ModeLane, ModesStage
 
 Progress = Callable[[int, int], None]
 OTHERS = ("transformers", "onnxruntime", "packed-onnx")
@@ -55,7 +55,7 @@ WARM_BATCHES = 4
 
 
 @dataclass(frozen=True)
-class Setup:
+class ModesSetup:
     """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
 
     model: str = ""
@@ -115,7 +115,7 @@ class ModeRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModesComparison:
     """All modes, then the peers; and what they were given."""
 
     rows: tuple[ModeRow, ...]
@@ -124,37 +124,39 @@ class Comparison:
     dtype: str
 
 
-def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
+def measure(setup: ModesSetup, progress: Progress | None = None) -> ModesComparison:
     """Open, warm up, time in rounds, load in rounds."""
     _check(setup)
-    device, lengths = devices.choose_device(setup.device), draw_lengths(setup)
+    device = devices.choose_device(setup.device)
+    lengths = draw_lengths(setup)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
         stage = _stage(setup, device, Path(scratch))
-        ours, encoder = lanes.open_modes(stage)
+        mode_lanes, encoder = lanes.open_modes(stage)
         requests = draw_ids(lengths, encoder.tokenizer.vocab_size, setup.seed)
-        for lane in ours:
+        for lane in mode_lanes:
             _warm_up(lane, setup, requests)
-        others, failures = [], []
+        others = []
+        failures = []
         for name in _peers(setup):
             try:
-                other = _open_other(name, stage, encoder, Path(scratch))
-                _warm_up(other, setup, requests)
-                others.append(other)
+                peer = _open_other(name, stage, encoder, Path(scratch))
+                _warm_up(peer, setup, requests)
+                others.append(peer)
             except Exception as error:  # whatever another's code raises is that peer's row
                 failures.append(ModeRow(_title(name, stage), problem=_reason(error)))
         with _settled_heap():
-            _take_turns([*ours, *others], setup, requests, progress)
-    rows = [_row(lane, ours[0], setup, lengths) for lane in (*ours, *others)]
-    return Comparison((*rows, *failures), lengths, device, stage.dtype)
+            _take_turns([*mode_lanes, *others], setup, requests, progress)
+    rows = [_row(lane, mode_lanes[0], setup, lengths) for lane in (*mode_lanes, *others)]
+    return ModesComparison((*rows, *failures), lengths, device, stage.dtype)
 
 
-def describe(setup: Setup, found: Comparison) -> dict[str, str]:
+def describe(setup: ModesSetup, comparison: ModesComparison) -> dict[str, str]:
     """What was measured, in words."""
-    lengths = found.lengths
+    lengths = comparison.lengths
     loops = f"; {setup.clients} clients, or random arrivals" if setup.load_repeats else ""
     return {
         "model": subject.name(setup),
-        "dtype": found.dtype,
+        "dtype": comparison.dtype,
         "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",
         "batches": f"{setup.rows} x {setup.capacity} tokens, timeout {1e3 * setup.timeout:g} ms; "
@@ -162,7 +164,7 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
     }
 
 
-def draw_lengths(setup: Setup) -> np.ndarray:
+def draw_lengths(setup: ModesSetup) -> np.ndarray:
     """Tokens of each request; of the mix "normal", as PopRT's example draws them."""
     if setup.workload != "normal":
         longest = setup.capacity
@@ -178,9 +180,9 @@ def draw_ids(lengths: np.ndarray, vocabulary: int, seed: int) -> list[Ids]:
     return [rng.randint(0, vocabulary, length, dtype=np.int32) for length in lengths]
 
 
-def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
+def _stage(setup: ModesSetup, device: torch.device, scratch: Path) -> ModesStage:
     dtype = devices.dtype_name(devices.default_dtype(device))
-    return Stage(
+    return ModesStage(
         folder=subject.folder(setup, scratch),
         device=device,
         dtype=setup.dtype or dtype,
@@ -191,19 +193,19 @@ def _stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
     )
 
 
-def _peers(setup: Setup) -> tuple[str, ...]:
+def _peers(setup: ModesSetup) -> tuple[str, ...]:
     if setup.peers is not None:
         return setup.peers
     return tuple(name for name in OTHERS if find_spec(name.replace("packed-onnx", "onnxruntime")))
 
 
-def _open_other(name: str, stage: Stage, ours: Encoder, scratch: Path) -> Lane:
+def _open_other(name: str, stage: ModesStage, encoder: Encoder, scratch: Path) -> ModeLane:
     if name == "packed-onnx":
         return lanes.open_packed_onnx(stage, scratch)
-    return lanes.open_peer(name, stage, ours, scratch)
+    return lanes.open_peer(name, stage, encoder, scratch)
 
 
-def _title(name: str, stage: Stage) -> str:
+def _title(name: str, stage: ModesStage) -> str:
     return lanes.PACKED_ONNX if name == "packed-onnx" else lanes.peer_name(name, stage)
 
 
@@ -214,7 +216,7 @@ def _reason(error: Exception) -> str:
     return first if isinstance(error, peers.Unserved) else f"{type(error).__name__}: {first}"
 
 
-def _warm_up(lane: Lane, setup: Setup, requests: Sequence[Ids]) -> None:
+def _warm_up(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids]) -> None:
     """A few batches; with graphs all that will be met, and every bucket."""
     lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
     if setup.graphs and lane.runner:
@@ -237,13 +239,16 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _take_turns(
-    every: Sequence[Lane], setup: Setup, requests: Sequence[Ids], progress: Progress | None
+    lanes: Sequence[ModeLane],
+    setup: ModesSetup,
+    requests: Sequence[Ids],
+    progress: Progress | None,
 ) -> None:
     """All lanes in each round: first to see what they can do, then under load."""
-    turns = [partial(_time, lane, requests) for _, lane in product(range(setup.repeats), every)]
+    turns = [partial(_time, lane, requests) for _, lane in product(range(setup.repeats), lanes)]
     turns += [
         partial(_load, lane, setup, requests, setup.seed + number)
-        for number, lane in product(range(setup.load_repeats), every)
+        for number, lane in product(range(setup.load_repeats), lanes)
         if lane.runner
     ]
     for done, turn in enumerate(turns, 1):
@@ -252,11 +257,11 @@ def _take_turns(
             progress(done, len(turns))
 
 
-def _time(lane: Lane, requests: Sequence[Ids]) -> None:
+def _time(lane: ModeLane, requests: Sequence[Ids]) -> None:
     lane.passes.append(lane.run(requests))
 
 
-def _load(lane: Lane, setup: Setup, requests: Sequence[Ids], seed: int) -> None:
+def _load(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids], seed: int) -> None:
     if lane.runner is None:
         return
     with lane.runner(len(requests)) as runner:
@@ -267,16 +272,17 @@ def _load(lane: Lane, setup: Setup, requests: Sequence[Ids], seed: int) -> None:
         lane.opened.append(clients.open_loop(runner.submit, requests, rate, seed))
 
 
-def _rate(lane: Lane, setup: Setup) -> float:
+def _rate(lane: ModeLane, setup: ModesSetup) -> float:
     """Requests a second of the open loop."""
     _, seconds = _best_and_median(lane)
     return setup.rate or SHARE * setup.requests / seconds
 
 
-def _row(lane: Lane, original: Lane, setup: Setup, lengths: np.ndarray) -> ModeRow:
-    count, passes = len(lengths), lane.passes
+def _row(lane: ModeLane, original: ModeLane, setup: ModesSetup, lengths: np.ndarray) -> ModeRow:
+    count = len(lengths)
+    passes = lane.passes
     (best, middle), (padded_best, padded_middle) = map(_best_and_median, (lane, original))
-    packing = [done.packing for done in passes if done.packing is not None]
+    packing = [one_pass.packing for one_pass in passes if one_pass.packing is not None]
     row = ModeRow(
         name=lane.name,
         kernel=lane.kernel,
@@ -285,15 +291,15 @@ def _row(lane: Lane, original: Lane, setup: Setup, lengths: np.ndarray) -> ModeR
         ratio_to_padded=padded_middle / middle,
         best_ratio_to_padded=padded_best / best,
         throughput_with_packing=count
-        / median(done.seconds + (done.packing or 0) for done in passes),
+        / median(one_pass.seconds + (one_pass.packing or 0) for one_pass in passes),
         packing_us=1e6 * median(packing) / count if packing else None,
-        fill=int(lengths.sum()) * len(passes) / sum(done.computed for done in passes),
+        fill=int(lengths.sum()) * len(passes) / sum(one_pass.computed for one_pass in passes),
         largest_difference=_apart(passes[0].vectors, original.passes[0].vectors),
     )
     return _with_latencies(row, lane, setup) if lane.closed else row
 
 
-def _with_latencies(row: ModeRow, lane: Lane, setup: Setup) -> ModeRow:
+def _with_latencies(row: ModeRow, lane: ModeLane, setup: ModesSetup) -> ModeRow:
     p50, p90, p99 = clients.percentiles(lane.closed)
     open_p50, open_p90, open_p99 = clients.percentiles(lane.opened)
     return replace(
@@ -309,9 +315,9 @@ def _with_latencies(row: ModeRow, lane: Lane, setup: Setup) -> ModeRow:
     )
 
 
-def _best_and_median(lane: Lane) -> tuple[float, float]:
+def _best_and_median(lane: ModeLane) -> tuple[float, float]:
     """Seconds of a pass."""
-    seconds = [done.seconds for done in lane.passes]
+    seconds = [one_pass.seconds for one_pass in lane.passes]
     return min(seconds), median(seconds)
 
 
@@ -319,11 +325,11 @@ def _apart(vectors: np.ndarray, others: np.ndarray) -> float:
     return float(np.abs(vectors - others).max())
 
 
-def _check(setup: Setup) -> None:
+def _check(setup: ModesSetup) -> None:
     least = {"--rows": setup.rows, "--requests": setup.requests, "--repeats": setup.repeats}
-    for what, value in least.items():
+    for flag, value in least.items():
         if value < 1:
-            raise InputError(f"{what} {value} measures nothing; pass 1 or more")
+            raise InputError(f"{flag} {value} measures nothing; pass 1 or more")
     if setup.capacity < 8 or setup.load_repeats < 0 or setup.timeout < 0:
         raise InputError(
             f"--capacity ({setup.capacity}) must be 8 or more, --load-repeats "

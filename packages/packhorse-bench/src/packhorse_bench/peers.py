@@ -182,9 +182,9 @@ def _only(setting: PeerSetting, dtype: str, *served: str) -> None:
         raise Unserved(f"computes in {' or '.join(served)}, not in {dtype}")
 
 
-def _three_inputs(setting: PeerSetting, **how: Any) -> torch.nn.Module:
+def _three_inputs(setting: PeerSetting, **options: Any) -> torch.nn.Module:
     """A BERT from ids, mask and types [n, L] to states [n, L, E], to be exported."""
-    model = transformers_model(setting, "fp32", **how)
+    model = transformers_model(setting, "fp32", **options)
 
     class Exported(torch.nn.Module):
         def __init__(self) -> None:

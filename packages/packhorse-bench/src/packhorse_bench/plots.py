@@ -16,58 +16,64 @@ if TYPE_CHECKING:
     from packhorse_bench.training import TrainRow
 
 
-def draw_encode(path: Path, rows: Sequence[EncodeRow], about: str) -> None:
+def draw_encode(path: Path, rows: Sequence[EncodeRow], title: str) -> None:
     """Sequences a second, a panel a number format, the fastest on top."""
-    found = [row for row in rows if row.problem is None]
-    dtypes = list(dict.fromkeys(row.dtype for row in found))
-    sizes = [sum(row.dtype == dtype for row in found) for dtype in dtypes]
+    measured = [row for row in rows if row.problem is None]
+    dtypes = list(dict.fromkeys(row.dtype for row in measured))
+    sizes = [sum(row.dtype == dtype for row in measured) for dtype in dtypes]
     figure = plots.new_figure(8.5, 1.3 + 0.3 * sum(sizes) + 0.3 * len(sizes))
     panels = figure.subplots(len(dtypes), 1, sharex=True, squeeze=False, height_ratios=sizes)
     for axes, dtype in zip(panels[:, 0], dtypes, strict=True):
-        mine = sorted(
-            (row for row in found if row.dtype == dtype), key=lambda row: row.sequences_per_second
+        panel_rows = sorted(
+            (row for row in measured if row.dtype == dtype),
+            key=lambda row: row.sequences_per_second,
         )
-        speeds = [row.sequences_per_second for row in mine]
-        bars = axes.barh(range(len(mine)), speeds, color=[_encode_color(row) for row in mine])
+        speeds = [row.sequences_per_second for row in panel_rows]
+        bars = axes.barh(
+            range(len(panel_rows)), speeds, color=[_encode_color(row) for row in panel_rows]
+        )
         axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, fontsize=9)
-        axes.set_yticks(range(len(mine)), [f"{row.engine}, {row.order}" for row in mine])
+        axes.set_yticks(
+            range(len(panel_rows)), [f"{row.engine}, {row.order}" for row in panel_rows]
+        )
         axes.tick_params(left=False)
         plots.plain_axes(axes, dtype)
     panels[-1, 0].set_xlabel("sequences a second")
     panels[-1, 0].margins(x=0.12)
-    figure.suptitle(about, x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     plots.save_figure(figure, path)
 
 
 def _encode_color(row: EncodeRow) -> str:
-    ours, online = row.engine.startswith("packhorse"), row.order == "arrival"
+    is_ours = row.engine.startswith("packhorse")
+    online = row.order == "arrival"
     return (
         (plots.OURS_LIGHT if online else plots.OURS)
-        if ours
+        if is_ours
         else (plots.LIGHT if online else plots.GREY)
     )
 
 
-def draw_modes(path: Path, rows: Sequence[ModeRow], about: str) -> None:
+def draw_modes(path: Path, rows: Sequence[ModeRow], title: str) -> None:
     """Requests a second with their ratio to padding; and how long half and all but 1 % wait."""
-    found = [row for row in rows if row.problem is None]
-    figure = plots.new_figure(12, 1.6 + 0.36 * len(found))
+    measured = [row for row in rows if row.problem is None]
+    figure = plots.new_figure(12, 1.6 + 0.36 * len(measured))
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=[1.2, 1])
     bars = left.barh(
-        range(len(found)),
-        [row.throughput for row in found],
-        color=[_mode_color(row) for row in found],
+        range(len(measured)),
+        [row.throughput for row in measured],
+        color=[_mode_color(row) for row in measured],
     )
-    labels = [f"{row.throughput:,.0f}  ({row.ratio_to_padded:.2f}x)" for row in found]
+    labels = [f"{row.throughput:,.0f}  ({row.ratio_to_padded:.2f}x)" for row in measured]
     left.bar_label(bars, labels, padding=3, fontsize=9)
-    left.set_yticks(range(len(found)), [row.name for row in found])
+    left.set_yticks(range(len(measured)), [row.name for row in measured])
     left.invert_yaxis()
     left.tick_params(left=False)
     left.margins(x=0.2)
     left.set_xlabel("requests a second")
     plots.plain_axes(left, "Throughput, and times Original")
-    _draw_waits(right, found)
-    figure.suptitle(about, x=0.01, ha="left", fontsize=11)
+    _draw_waits(right, measured)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     plots.save_figure(figure, path)
 
 
@@ -98,17 +104,17 @@ def _draw_waits(axes: Axes, rows: Sequence[ModeRow]) -> None:
     plots.plain_axes(axes, "Time to an answer")
 
 
-def draw_training(path: Path, rows: Sequence[TrainRow], about: str) -> None:
+def draw_training(path: Path, rows: Sequence[TrainRow], title: str) -> None:
     """A bar per way, of the median round, with a mark at the best; the rest in words."""
-    found = [row for row in rows if row.problem is None]
-    figure = plots.new_figure(11, 1.6 + 0.42 * len(found))
+    measured = [row for row in rows if row.problem is None]
+    figure = plots.new_figure(11, 1.6 + 0.42 * len(measured))
     axes = figure.subplots()
-    speeds = [row.sequences_per_second for row in found]
-    bars = axes.barh(range(len(found)), speeds, color=[_training_color(row) for row in found])
-    axes.bar_label(bars, [_training_label(row) for row in found], padding=4, fontsize=9)
-    fastest = [row.best_sequences_per_second for row in found]
-    axes.plot(fastest, range(len(found)), "|", color="black", markersize=12)
-    axes.set_yticks(range(len(found)), [row.way for row in found])
+    speeds = [row.sequences_per_second for row in measured]
+    bars = axes.barh(range(len(measured)), speeds, color=[_training_color(row) for row in measured])
+    axes.bar_label(bars, [_training_label(row) for row in measured], padding=4, fontsize=9)
+    fastest = [row.best_sequences_per_second for row in measured]
+    axes.plot(fastest, range(len(measured)), "|", color="black", markersize=12)
+    axes.set_yticks(range(len(measured)), [row.way for row in measured])
     axes.invert_yaxis()
     axes.tick_params(left=False)
     axes.margins(x=0.45)
@@ -116,7 +122,7 @@ def draw_training(path: Path, rows: Sequence[TrainRow], about: str) -> None:
     axes.xaxis.set_major_formatter(plots.thousands)
     axes.set_xlabel("sequences per second; median round, and the best (mark)")
     plots.plain_axes(axes, "")
-    figure.suptitle(about, x=0.01, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     plots.save_figure(figure, path)
 
 

@@ -25,12 +25,13 @@ from packhorse.device import choose_device
 from packhorse.errors import InputError
 from packhorse.reports.tables import Table
 
-RATE, MOMENTUM = 0.001, 0.9
+RATE = 0.001
+MOMENTUM = 0.9
 PLAIN = "plain loop"
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class PortSetup:
     """What is measured; steps are those of one round."""
 
     batch: int = 16
@@ -80,7 +81,7 @@ class Classifier(nn.Module):
 
 
 @dataclass
-class Way:
+class PortWay:
     """A model, and a function that trains it for one round."""
 
     name: str
@@ -89,7 +90,7 @@ class Way:
 
 
 def measure(
-    setup: Setup, advance: Callable[[int, int], None] = lambda done, total: None
+    setup: PortSetup, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> list[PortRow]:
     """Every way, median and best of the rounds; `advance` is told rounds done and in all."""
     check(setup)
@@ -107,7 +108,7 @@ def measure(
     return [_row(way.name, seconds, setup, differences[way.name]) for way in ways]
 
 
-def check(setup: Setup) -> None:
+def check(setup: PortSetup) -> None:
     """Refuse what cannot be measured."""
     if min(setup.batch, setup.iterations, setup.steps, setup.repeats) < 1:
         raise InputError("--batch, --iterations, --steps and --repeats are at least 1")
@@ -118,7 +119,7 @@ def check(setup: Setup) -> None:
         )
 
 
-def build(setup: Setup, device: torch.device) -> list[Way]:
+def build(setup: PortSetup, device: torch.device) -> list[PortWay]:
     """The plain loop first; each way has a copy of the same model."""
     generator = torch.Generator().manual_seed(setup.seed)
     count = setup.batch * setup.steps
@@ -139,7 +140,9 @@ def _optimizer(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
 
 
-def _plain(model: nn.Module, data: TensorDataset, setup: Setup, device: torch.device) -> Way:
+def _plain(
+    model: nn.Module, data: TensorDataset, setup: PortSetup, device: torch.device
+) -> PortWay:
     model.to(device)
     optimizer = _optimizer(model)
     loader = torch.utils.data.DataLoader(data, batch_size=setup.batch, shuffle=True)
@@ -153,12 +156,12 @@ def _plain(model: nn.Module, data: TensorDataset, setup: Setup, device: torch.de
             optimizer.step()
             total += loss.item()
 
-    return Way(PLAIN, model, run)
+    return PortWay(PLAIN, model, run)
 
 
 def _port(
-    name: str, model: nn.Module, data: TensorDataset, setup: Setup, compiled: bool | str
-) -> Way:
+    name: str, model: nn.Module, data: TensorDataset, setup: PortSetup, compiled: bool | str
+) -> PortWay:
     options = poptorch.Options().deviceIterations(setup.iterations).compileStep(compiled)
     options.enableExecutableCaching(None)
     loader = poptorch.DataLoader(options, data, batch_size=setup.batch, shuffle=True)
@@ -170,22 +173,22 @@ def _port(
             _, loss = training(pictures, labels)
             total += loss.item()
 
-    return Way(name, model, run)
+    return PortWay(name, model, run)
 
 
-def _first_round(setup: Setup, ways: Sequence[Way]) -> dict[str, float | None]:
+def _first_round(setup: PortSetup, ways: Sequence[PortWay]) -> dict[str, float | None]:
     """Warm up, and how far each way's weights are from the plain loop's afterwards."""
-    found: dict[str, float | None] = {}
+    differences: dict[str, float | None] = {}
     for way in ways:
         torch.manual_seed(setup.seed)
         way.run()
         pairs = zip(way.model.parameters(), ways[0].model.parameters(), strict=True)
         gaps = [float((a.detach().cpu() - b.detach().cpu()).abs().max()) for a, b in pairs]
-        found[way.name] = max(gaps) if way is not ways[0] else None
-    return found
+        differences[way.name] = max(gaps) if way is not ways[0] else None
+    return differences
 
 
-def _timed(way: Way, setup: Setup, device: torch.device) -> float:
+def _timed(way: PortWay, setup: PortSetup, device: torch.device) -> float:
     torch.manual_seed(setup.seed)
     begun = time.perf_counter()
     way.run()
@@ -195,11 +198,13 @@ def _timed(way: Way, setup: Setup, device: torch.device) -> float:
 
 
 def _row(
-    name: str, seconds: dict[str, list[float]], setup: Setup, difference: float | None
+    name: str, seconds: dict[str, list[float]], setup: PortSetup, difference: float | None
 ) -> PortRow:
-    mine, plain = seconds[name], seconds[PLAIN]
+    way_seconds = seconds[name]
+    plain = seconds[PLAIN]
     images = setup.batch * setup.steps
-    best, median = min(mine), statistics.median(mine)
+    best = min(way_seconds)
+    median = statistics.median(way_seconds)
     is_plain = name == PLAIN
     return PortRow(
         way=name,
@@ -219,9 +224,12 @@ def table(rows: Sequence[PortRow]) -> Table:
         columns,
         [
             (
-                *(row.way, f"{row.images_per_second:,.0f}"),
-                *(f"{row.best_images_per_second:,.0f}", f"{row.step_us:,.0f}"),
-                *(_times(row.over_plain), _times(row.best_over_plain)),
+                row.way,
+                f"{row.images_per_second:,.0f}",
+                f"{row.best_images_per_second:,.0f}",
+                f"{row.step_us:,.0f}",
+                _times(row.over_plain),
+                _times(row.best_over_plain),
                 "-" if row.largest_difference is None else f"{row.largest_difference:.1e}",
             )
             for row in rows

@@ -39,16 +39,27 @@ from packhorse.runtime.runner import PackRunner
 from packhorse.tokens import NO_LIMIT
 from packhorse_bench import modes, peers
 from packhorse_bench.peers import Unserved
-from packhorse_bench.serving_figures import Comparison, Point, ServeRow, Setup
-from packhorse_bench.serving_load import Generator, Job, Report
-from packhorse_bench.serving_search import Trial, highest, take_turns
-from packhorse_bench.serving_servers import MODEL, OURS, PATH, PEERS, Place, Server, start, stopping
+from packhorse_bench.serving_figures import Point, ServeRow, ServingComparison, ServingSetup
+from packhorse_bench.serving_load import Generator, LoadJob, LoadReport
+from packhorse_bench.serving_search import RateTrial, highest, take_turns
+from packhorse_bench.serving_servers import (
+    MODEL,
+    OURS,
+    PATH,
+    PEERS,
+    PeerServer,
+    ServerPlace,
+    start,
+    stopping,
+)
 
-SHORTEST, LONGEST = 6, 250  # tokens of a text
+SHORTEST = 6  # tokens of a text
+LONGEST = 250
 CHECKED = 8  # texts whose vectors are compared
 SATURATING = 128  # connections of a closed loop
 TIMED = 1024  # texts of a timed `PackRunner.run`
-BUSY_SHARE, BUSY_LATE = 0.8, 0.1  # of a core, of the limit: then the generator is the bottleneck
+BUSY_SHARE = 0.8  # of a core, of the limit: then the generator is the bottleneck
+BUSY_LATE = 0.1
 RATES = (0.5, 0.9)  # of the rate that the slowest holds, and of what each of the others does
 REFERENCE = PEERS[0]  # whose rate is 1 in the table
 
@@ -57,16 +68,16 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Stage:
+class ServingStage:
     """Everything of a run while it runs."""
 
-    setup: Setup
+    setup: ServingSetup
     encoder: Encoder
     texts: list[str]
     tokens: list[int]
     generator: Generator
     progress: Progress
-    servers: dict[str, Server] = field(default_factory=dict)
+    servers: dict[str, PeerServer] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
     problems: dict[str, str] = field(default_factory=dict)
     cosines: dict[str, float] = field(default_factory=dict)
@@ -87,13 +98,18 @@ class Stage:
 
     def of(self, name: str, *purposes: str) -> list[Point]:
         """What was measured for some purposes."""
-        return [each for each in self.points if each.server == name and each.purpose in purposes]
+        return [
+            point for point in self.points if point.server == name and point.purpose in purposes
+        ]
 
 
-def measure(setup: Setup, progress: Progress | None = None, say: Say | None = None) -> Comparison:
+def measure(
+    setup: ServingSetup, progress: Progress | None = None, report_line: Say | None = None
+) -> ServingComparison:
     """Start the servers, let them take turns, stop them."""
     _check(setup)
-    begun, tell = time.monotonic(), say or (lambda what: None)
+    begun = time.monotonic()
+    tell = report_line or (lambda line: None)
     device = devices.choose_device(setup.device)
     threads = setup.threads or cores()
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
@@ -101,17 +117,17 @@ def measure(setup: Setup, progress: Progress | None = None, say: Say | None = No
         with _threads(threads):
             encoder = load(folder, device=device, dtype=setup.dtype)
             texts, tokens = _texts(setup, encoder)
-            running: list[Server] = []
+            running: list[PeerServer] = []
             with stopping(running), Generator(texts, tokens, Path(scratch)) as generator:
                 advance: Progress = progress or (lambda done, total: None)
-                stage = Stage(setup, encoder, texts, tokens, generator, advance)
+                stage = ServingStage(setup, encoder, texts, tokens, generator, advance)
                 dtype = devices.dtype_name(encoder.dtype)
                 layout = sentence.read(folder)
                 pooling = layout.pooling if layout else ("mean",)
                 onnx = None
                 if pooling in (("mean",), ("cls",)):  # what infinity's optimum engine knows
                     onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
-                place = Place(
+                place = ServerPlace(
                     folder=folder,
                     device=str(device),
                     dtype=dtype,
@@ -123,17 +139,17 @@ def measure(setup: Setup, progress: Progress | None = None, say: Say | None = No
                 )
                 _start(stage, place, running, Path(scratch))
                 tell(f"serving: {', '.join(stage.alive()) or 'nobody'}")
-                alone, beside = _most(stage)
+                alone, during_load = _most(stage)
                 held = _search(stage)
                 for name, rate in held.items():
                     tell(f"{name} holds {rate:.1f} requests a second")
                 _sweep(stage, held)
-    return Comparison(
-        rows=_rows(stage, held, beside),
+    return ServingComparison(
+        rows=_rows(stage, held, during_load),
         points=tuple(stage.points),
         tokens=tuple(tokens),
         runner_alone=alone,
-        runner_beside=beside,
+        runner_beside=during_load,
         device=device,
         dtype=dtype,
         threads=threads,
@@ -141,7 +157,7 @@ def measure(setup: Setup, progress: Progress | None = None, say: Say | None = No
     )
 
 
-def _check(setup: Setup) -> None:
+def _check(setup: ServingSetup) -> None:
     effort = setup.effort
     least = {
         "--count": (setup.count, 1),
@@ -174,20 +190,20 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _texts(setup: Setup, encoder: Encoder) -> tuple[list[str], list[int]]:
+def _texts(setup: ServingSetup, encoder: Encoder) -> tuple[list[str], list[int]]:
     """Short ones in a random order, and how many tokens each has, the special ones too."""
-    given = setup.texts or [each.text for each in docstrings.read()]
+    texts = setup.texts or [item.text for item in docstrings.read()]
     longest = min(LONGEST, encoder.max_length)
-    counts = [len(each) for each in encoder.tokenizer.encode(list(given), NO_LIMIT)]
+    counts = [len(item) for item in encoder.tokenizer.encode(list(texts), NO_LIMIT)]
     short = [place for place, count in enumerate(counts) if SHORTEST <= count <= longest]
     if not short:
         raise InputError(f"no text has {SHORTEST} to {longest} tokens; there is nothing to ask")
     order = np.random.default_rng(setup.seed).permutation(short)[: setup.count].tolist()
-    return [given[place] for place in order], [counts[place] for place in order]
+    return [texts[place] for place in order], [counts[place] for place in order]
 
 
 def _onnx_folder(
-    setup: Setup, folder: Path, device: torch.device, dtype: str, scratch: Path
+    setup: ServingSetup, folder: Path, device: torch.device, dtype: str, scratch: Path
 ) -> Path | None:
     """A copy of the model with its ONNX graph, for infinity on a CPU; None where torch runs it."""
     if "infinity" not in setup.peers or device.type != "cpu" or dtype != "fp32":
@@ -204,7 +220,9 @@ def _onnx_folder(
     return copy
 
 
-def _start(stage: Stage, place: Place, running: list[Server], scratch: Path) -> None:
+def _start(
+    stage: ServingStage, place: ServerPlace, running: list[PeerServer], scratch: Path
+) -> None:
     """All at once; then wait for each, and look at its vectors."""
     for name in (OURS, *stage.setup.peers):
         try:
@@ -212,22 +230,23 @@ def _start(stage: Stage, place: Place, running: list[Server], scratch: Path) -> 
             running.append(stage.servers[name])
         except Unserved as error:
             stage.fail(name, error)
-    asked = stage.texts[:CHECKED]
-    exact = np.asarray(stage.encoder.embed(asked), np.float32)
+    sample = stage.texts[:CHECKED]
+    exact = np.asarray(stage.encoder.embed(sample), np.float32)
     for name in stage.alive():
         try:
             stage.servers[name].wait()
-            vectors = stage.servers[name].vectors(asked)
+            vectors = stage.servers[name].vectors(sample)
             norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(exact, axis=1)
             stage.cosines[name] = float(((vectors * exact).sum(1) / norms).min())
         except Unserved as error:
             stage.fail(name, error)
 
 
-def _trial(stage: Stage, name: str, trial: Trial, turn: int) -> Report | None:
+def _trial(stage: ServingStage, name: str, trial: RateTrial, turn: int) -> LoadReport | None:
     """One turn of a server, when all that it was asked before is answered; None: it is gone."""
-    closed, setup = not trial.rate, stage.setup
-    job = Job(
+    closed = not trial.rate
+    setup = stage.setup
+    job = LoadJob(
         port=stage.servers[name].port,
         rate=trial.rate,
         seconds=trial.seconds,
@@ -249,39 +268,43 @@ def _trial(stage: Stage, name: str, trial: Trial, turn: int) -> Report | None:
     return report
 
 
-def _expected(stage: Stage) -> float:
+def _expected(stage: ServingStage) -> float:
     """Seconds of load in all, about."""
-    effort, count = stage.setup.effort, len(stage.alive())
+    effort = stage.setup.effort
+    count = len(stage.alive())
     searching = effort.short * (effort.repeats + 1.5 * effort.rounds + count + 1)
     return count * (searching + 1.5 * effort.long * effort.repeats)
 
 
-def _most(stage: Stage) -> tuple[float, float]:
+def _most(stage: ServingStage) -> tuple[float, float]:
     """Closed loops in turn; tokens a second of PackRunner.run alone, and beside their load."""
-    alone, beside, share = [], [], 0.0
+    alone = []
+    during_load = []
+    share = 0.0
     effort = stage.setup.effort
     with PackRunner(stage.encoder, publish=False) as runner:
         _timed(stage, runner)
         for turn in range(effort.repeats):
             for name in stage.alive():
-                report = _trial(stage, name, Trial(0.0, effort.short, "most"), turn)
+                report = _trial(stage, name, RateTrial(0.0, effort.short, "most"), turn)
                 if report is not None and name == OURS:
                     share = report.share
             alone.append(_timed(stage, runner))
             with stage.generator.burning(share):
-                beside.append(_timed(stage, runner))
-    return median(alone), median(beside)
+                during_load.append(_timed(stage, runner))
+    return median(alone), median(during_load)
 
 
-def _timed(stage: Stage, runner: PackRunner) -> float:
+def _timed(stage: ServingStage, runner: PackRunner) -> float:
     """Tokens a second, from text to vectors."""
-    texts, tokens = stage.texts[:TIMED], sum(stage.tokens[:TIMED])
+    texts = stage.texts[:TIMED]
+    tokens = sum(stage.tokens[:TIMED])
     begun = time.perf_counter()
     runner.run(texts)
     return tokens / (time.perf_counter() - begun)
 
 
-def _search(stage: Stage) -> dict[str, float]:
+def _search(stage: ServingStage) -> dict[str, float]:
     most = {name: stage.of(name, "most") for name in stage.alive()}
     searches = {
         name: highest(_median(points, "answered_per_second"), stage.limit, stage.setup.effort)
@@ -291,18 +314,18 @@ def _search(stage: Stage) -> dict[str, float]:
     return take_turns(searches, lambda name, trial, turn: _trial(stage, name, trial, turn))
 
 
-def _sweep(stage: Stage, held: dict[str, float]) -> None:
+def _sweep(stage: ServingStage, held: dict[str, float]) -> None:
     """Every server at every rate that is of interest to one of them."""
     for turn, rate in enumerate(sweep_rates(list(held.values()))):
         for name in stage.alive():
-            _trial(stage, name, Trial(rate, stage.setup.effort.short, "sweep"), turn)
+            _trial(stage, name, RateTrial(rate, stage.setup.effort.short, "sweep"), turn)
 
 
 def sweep_rates(held: Sequence[float]) -> list[float]:
     """Half of what the slowest holds, and nine tenths of what each holds."""
     rates = sorted(rate for rate in held if rate > 0)
-    wanted = [RATES[0] * rate for rate in rates[:1]] + [RATES[1] * rate for rate in rates]
-    return [float(f"{rate:.2g}") for rate in wanted]
+    sweep_rates = [RATES[0] * rate for rate in rates[:1]] + [RATES[1] * rate for rate in rates]
+    return [float(f"{rate:.2g}") for rate in sweep_rates]
 
 
 def _median(points: Sequence[Point], figure: str) -> float:
@@ -318,20 +341,23 @@ def unbroken(confirmed: float, points: Sequence[Point]) -> float:
     return max((point.rate for point in trials if point.rate < broken), default=0.0)
 
 
-def _rows(stage: Stage, confirmed: dict[str, float], beside: float) -> tuple[ServeRow, ...]:
+def _rows(
+    stage: ServingStage, confirmed: dict[str, float], runner_tokens: float
+) -> tuple[ServeRow, ...]:
     held = {
         name: unbroken(rate, [point for point in stage.points if point.server == name])
         for name, rate in confirmed.items()
     }
     names = (OURS, *stage.setup.peers)
-    return tuple(_row(stage, name, held, beside) for name in names)
+    return tuple(_row(stage, name, held, runner_tokens) for name in names)
 
 
-def _row(stage: Stage, name: str, held: dict[str, float], beside: float) -> ServeRow:
+def _row(stage: ServingStage, name: str, held: dict[str, float], runner_tokens: float) -> ServeRow:
     most = stage.of(name, "most")
     if name in stage.problems or not most:
         return ServeRow(name, problem=stage.problems.get(name, "answered nothing"))
-    rate, peer = held.get(name, 0.0), held.get(REFERENCE)
+    rate = held.get(name, 0.0)
+    peer = held.get(REFERENCE)
     trials = (*stage.of(name, "confirm"), *stage.of(name, "sweep"))
     final = [point for point in trials if point.rate == rate and point.held]
     tokens = _median(most, "tokens_per_second")
@@ -343,7 +369,7 @@ def _row(stage: Stage, name: str, held: dict[str, float], beside: float) -> Serv
         p99_ms=_median(final, "p99_ms") if final else None,
         most_rate=_median(most, "answered_per_second"),
         tokens_per_second=tokens,
-        of_runner=tokens / beside,
+        of_runner=tokens / runner_tokens,
         cosine_min=stage.cosines[name],
         generator_share=_median(final or most, "generator_share"),
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from packhorse_bench.serving_load import Report
-from packhorse_bench.serving_search import Effort, Trial
+from packhorse_bench.serving_load import LoadReport
+from packhorse_bench.serving_search import Effort, RateTrial
 from packhorse_bench.serving_servers import PEERS
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setup:
+class ServingSetup:
     """What to measure."""
 
     model: str
@@ -57,7 +57,7 @@ class Point:
     generator_late_ms: float
 
     @classmethod
-    def of(cls, server: str, trial: Trial, report: Report, limit: float) -> Point:
+    def of(cls, server: str, trial: RateTrial, report: LoadReport, limit: float) -> Point:
         """A trial and what came of it."""
         return cls(
             server=server,
@@ -71,7 +71,7 @@ class Point:
             p90_ms=report.p90_ms,
             p99_ms=report.p99_ms,
             worst_ms=report.worst_ms,
-            errors=", ".join(f"{count} {what}" for what, count in sorted(report.errors.items())),
+            errors=", ".join(f"{count} {error}" for error, count in sorted(report.errors.items())),
             held=report.holds(limit),
             generator_share=report.share,
             generator_late_ms=report.late_ms,
@@ -101,7 +101,7 @@ class ServeRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ServingComparison:
     """All servers, ours first, and what they were asked."""
 
     rows: tuple[ServeRow, ...]

@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
-TIMEOUT, LOST, NOT_HTTP = "timeout", "connection lost", "answer not understood"
+TIMEOUT = "timeout"
+LOST = "connection lost"
+NOT_HTTP = "answer not understood"
 SWEEP_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class Ask:
+class PostRequest:
     """One request; its clock runs from `due`."""
 
     place: int
@@ -32,7 +34,9 @@ class Ask:
     again: bool = False  # it was sent before, on a connection that was closed meanwhile
 
 
-Record = Callable[[Ask, str], None]  # the status as text ("200", "429") or one of the words above
+Record = Callable[
+    [PostRequest, str], None
+]  # the status as text ("200", "429") or one of the words above
 
 
 def request(path: str, body: bytes, host: str) -> bytes:
@@ -59,15 +63,17 @@ def _parted(line: bytes) -> tuple[bytes, bytes, bytes]:
     return line.partition(b":")
 
 
-class Connection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """One connection of a pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.transport: asyncio.Transport
-        self.ask: Ask | None = None
-        self._head, self._left = b"", -1  # of the answer: what came, the bytes to come of its body
-        self._status, self._closes = "", False
+        self.ask: PostRequest | None = None
+        self._head = b""  # of the answer: what came, the bytes to come of its body
+        self._left = -1
+        self._status = ""
+        self._closes = False
 
     @property
     def begun(self) -> bool:
@@ -79,9 +85,11 @@ class Connection(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
         self.pool.made(self)
 
-    def send(self, ask: Ask) -> None:
+    def send(self, ask: PostRequest) -> None:
         """Write the request; the pool is told of its end."""
-        self.ask, self._head, self._left = ask, b"", -1
+        self.ask = ask
+        self._head = b""
+        self._left = -1
         self.transport.write(ask.message)
 
     def data_received(self, data: bytes) -> None:
@@ -111,10 +119,13 @@ class Pool:
     """At most `most` connections to one port; requests beyond these wait for a free one."""
 
     def __init__(self, port: int, most: int, patience: float, record: Record) -> None:
-        self.port, self.most, self.patience, self.record = port, most, patience, record
-        self.waiting: deque[Ask] = deque()
-        self.connections: set[Connection] = set()
-        self._free: list[Connection] = []
+        self.port = port
+        self.most = most
+        self.patience = patience
+        self.record = record
+        self.waiting: deque[PostRequest] = deque()
+        self.connections: set[ClientConnection] = set()
+        self._free: list[ClientConnection] = []
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -122,7 +133,7 @@ class Pool:
         """All connections, before the clock runs."""
         await asyncio.gather(*(self._open() for _ in range(self.most)))
 
-    def push(self, ask: Ask) -> None:
+    def push(self, ask: PostRequest) -> None:
         """Send it now, or when a connection is free."""
         if self._free:
             self._free.pop().send(ask)
@@ -130,24 +141,25 @@ class Pool:
             self.waiting.append(ask)
             self._grow()
 
-    def asked(self) -> Iterator[Ask]:
+    def asked(self) -> Iterator[PostRequest]:
         """Requests without an answer."""
         yield from self.waiting
-        yield from (each.ask for each in self.connections if each.ask)
+        yield from (connection.ask for connection in self.connections if connection.ask)
 
     @property
     def busy(self) -> bool:
         """Does any request wait for its answer?"""
         return next(self.asked(), None) is not None
 
-    def made(self, connection: Connection) -> None:
+    def made(self, connection: ClientConnection) -> None:
         """One more that can be used."""
         self.connections.add(connection)
         self._next(connection)
 
-    def ended(self, connection: Connection, status: str, close: bool = False) -> None:
+    def ended(self, connection: ClientConnection, status: str, close: bool = False) -> None:
         """Its answer is here; the next request goes out before this one is written down."""
-        ask, connection.ask = connection.ask, None
+        ask = connection.ask
+        connection.ask = None
         if close:
             connection.transport.abort()
         else:
@@ -155,12 +167,13 @@ class Pool:
         if ask is not None:
             self.record(ask, status)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ClientConnection) -> None:
         """A request that met a connection just being closed is sent once more, as browsers do."""
         self.connections.discard(connection)
         if connection in self._free:
             self._free.remove(connection)
-        ask, connection.ask = connection.ask, None
+        ask = connection.ask
+        connection.ask = None
         if ask is None or self._closed:
             return
         if ask.again or connection.begun:
@@ -173,8 +186,12 @@ class Pool:
     def sweep(self) -> None:
         """Give up those who waited too long; to be called every `SWEEP_SECONDS`."""
         before = time.perf_counter() - self.patience
-        for each in [each for each in self.connections if each.ask and each.ask.due < before]:
-            self.ended(each, TIMEOUT, close=True)
+        for connection in [
+            connection
+            for connection in self.connections
+            if connection.ask and connection.ask.due < before
+        ]:
+            self.ended(connection, TIMEOUT, close=True)
         while self.waiting and self.waiting[0].due < before:
             self.record(self.waiting.popleft(), TIMEOUT)
         self._grow()
@@ -182,13 +199,13 @@ class Pool:
     async def close(self) -> None:
         """Hang up, whoever waits."""
         self._closed = True
-        for each in list(self.connections):
-            each.transport.abort()
+        for connection in list(self.connections):
+            connection.transport.abort()
         for task in self._opening:
             task.cancel()
         await asyncio.sleep(0)
 
-    def _next(self, connection: Connection) -> None:
+    def _next(self, connection: ClientConnection) -> None:
         if self.waiting:
             connection.send(self.waiting.popleft())
         else:
@@ -196,8 +213,8 @@ class Pool:
 
     def _grow(self) -> None:
         """Open as many as are waited for and may be."""
-        wanted = min(len(self.waiting), self.most - len(self.connections)) - len(self._opening)
-        for _ in range(wanted):
+        to_open = min(len(self.waiting), self.most - len(self.connections)) - len(self._opening)
+        for _ in range(to_open):
             task = asyncio.get_running_loop().create_task(self._open())
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
@@ -205,6 +222,6 @@ class Pool:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(lambda: Connection(self), "127.0.0.1", self.port)
+            await loop.create_connection(lambda: ClientConnection(self), "127.0.0.1", self.port)
         except OSError:  # not now; `sweep` tries again while anyone waits
             return

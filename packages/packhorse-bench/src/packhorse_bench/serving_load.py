@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from packhorse.errors import RequestFailed
-from packhorse_bench.serving_http import SWEEP_SECONDS, Ask, Pool, request
+from packhorse_bench.serving_http import SWEEP_SECONDS, Pool, PostRequest, request
 
 OK = "200"
 ALLOWED = 0.01  # of all requests: more late ones than that, and the 99th percentile is late
@@ -43,7 +43,7 @@ SLICE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Job:
+class LoadJob:
     """What to ask whom, how often and how long."""
 
     port: int
@@ -58,7 +58,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Report:
+class LoadReport:
     """What came of it. Failed requests count as infinitely late."""
 
     asked: int
@@ -104,11 +104,13 @@ class Ended:
         return self.when - self.due if self.status == OK else math.inf
 
 
-class Load:
+class OfferedLoad:
     """One job while it runs, over requests as they are written and the tokens of each."""
 
-    def __init__(self, job: Job, messages: Sequence[bytes], tokens: Sequence[int]) -> None:
-        self.job, self.messages, self.tokens = job, messages, tokens
+    def __init__(self, job: LoadJob, messages: Sequence[bytes], tokens: Sequence[int]) -> None:
+        self.job = job
+        self.messages = messages
+        self.tokens = tokens
         self.pool = Pool(job.port, job.connections, job.patience, self._record)
         self.due = _due(job)
         order = np.random.default_rng(job.seed).permutation(len(messages))
@@ -118,10 +120,11 @@ class Load:
         self.bad = 0  # failed, or over the limit
         self.begin = self.stop = 0.0
 
-    async def run(self) -> Report:
+    async def run(self) -> LoadReport:
         """The whole job, from the first connection to the report."""
         await self.pool.open()
-        spent, since = time.process_time(), time.perf_counter()
+        spent = time.process_time()
+        since = time.perf_counter()
         self.begin = since + LEAD_SECONDS
         self.stop = self.begin + self.job.seconds
         sender = asyncio.get_running_loop().create_task(self._send())
@@ -149,9 +152,9 @@ class Load:
 
     def _ask(self, due: float) -> None:
         place = next(self.places)
-        self.pool.push(Ask(place, due, self.messages[place]))
+        self.pool.push(PostRequest(place, due, self.messages[place]))
 
-    def _record(self, ask: Ask, status: str) -> None:
+    def _record(self, ask: PostRequest, status: str) -> None:
         now = time.perf_counter()
         self.ended.append(Ended(ask.place, status, ask.due, now))
         self.bad += self.ended[-1].seconds > (self.job.limit or sys.float_info.max)
@@ -166,20 +169,20 @@ class Load:
         overdue = sum(ask.due < before for ask in self.pool.asked())
         return self.bad + overdue > ALLOWED * len(self.due)
 
-    def _report(self, share: float, without: int) -> Report:
+    def _report(self, share: float, without: int) -> LoadReport:
         """`without` requests had no answer yet, or were not even sent, when it was cut short."""
-        last = max((each.when for each in self.ended), default=self.stop)
+        last = max((request.when for request in self.ended), default=self.stop)
         end = last if without else max(last, self.stop)
-        good = [each for each in self.ended if each.status == OK]
+        good = [request for request in self.ended if request.status == OK]
         taken = np.array(
-            [*(each.seconds for each in self.ended), *[math.inf] * without] or [math.inf]
+            [*(request.seconds for request in self.ended), *[math.inf] * without] or [math.inf]
         )
         p50, p90, p99 = 1e3 * np.percentile(taken, (50, 90, 99), method="higher")
-        return Report(
+        return LoadReport(
             asked=len(self.ended) + without,
             answered=len(good),
             seconds=end - self.begin,
-            tokens=sum(self.tokens[each.place] for each in good),
+            tokens=sum(self.tokens[request.place] for request in good),
             p50_ms=float(p50),
             p90_ms=float(p90),
             p99_ms=float(p99),
@@ -187,11 +190,11 @@ class Load:
             share=share,
             late_ms=1e3 * float(np.percentile(self.late or [0.0], 99)),
             cut=without > 0,
-            errors=dict(Counter(each.status for each in self.ended if each.status != OK)),
+            errors=dict(Counter(request.status for request in self.ended if request.status != OK)),
         )
 
 
-def _due(job: Job) -> np.ndarray:
+def _due(job: LoadJob) -> np.ndarray:
     """Seconds after the beginning at which requests are due; of a closed loop the first ones."""
     if not job.rate:
         return np.zeros(job.connections)
@@ -201,7 +204,7 @@ def _due(job: Job) -> np.ndarray:
     return due[due < job.seconds]
 
 
-def perform(job: Job, texts: Sequence[str], tokens: Sequence[int]) -> Report:
+def perform(job: LoadJob, texts: Sequence[str], tokens: Sequence[int]) -> LoadReport:
     """Run a job in this process."""
     bodies = (json.dumps({"model": job.model, "input": text}).encode() for text in texts)
     host = f"127.0.0.1:{job.port}"
@@ -211,8 +214,8 @@ def perform(job: Job, texts: Sequence[str], tokens: Sequence[int]) -> Report:
     except ImportError:
         new_event_loop = asyncio.new_event_loop
 
-    async def run() -> Report:
-        return await Load(job, messages, tokens).run()
+    async def run() -> LoadReport:
+        return await OfferedLoad(job, messages, tokens).run()
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(run())
@@ -220,7 +223,8 @@ def perform(job: Job, texts: Sequence[str], tokens: Sequence[int]) -> Report:
 
 def burn(share: float, jobs: RawIOBase) -> float:
     """Take a share of a core until the next job comes; the share that it was."""
-    spent, since = time.process_time(), time.perf_counter()
+    spent = time.process_time()
+    since = time.perf_counter()
     while not select.select([jobs], [], [], 0)[0]:
         until = time.process_time() + share * SLICE_SECONDS
         while time.process_time() < until:
@@ -236,13 +240,13 @@ def main(path: str) -> None:
     gc.freeze()  # the texts are not looked at again while requests are timed
     # Unbuffered: a line that was read ahead could not be seen coming.
     for line in (jobs := FileIO(sys.stdin.fileno(), closefd=False)):
-        given = json.loads(line)
-        if "burn" in given:
-            answer: Any = burn(given["burn"], jobs)
-        elif "stop" in given:
+        message = json.loads(line)
+        if "burn" in message:
+            answer: Any = burn(message["burn"], jobs)
+        elif "stop" in message:
             continue
         else:
-            answer = asdict(perform(Job(**given), texts, tokens))
+            answer = asdict(perform(LoadJob(**message), texts, tokens))
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
 
@@ -261,10 +265,10 @@ class Generator:
             start_new_session=True,  # Ctrl-C is for whoever waits for it
         )
 
-    def run(self, job: Job) -> Report:
+    def run(self, job: LoadJob) -> LoadReport:
         """The load, from its first request to the last answer."""
         self._tell(asdict(job))
-        return Report(**self._hear())
+        return LoadReport(**self._hear())
 
     @contextmanager
     def burning(self, share: float) -> Iterator[None]:
@@ -286,10 +290,10 @@ class Generator:
                 pipe.close()
         self._process.wait()
 
-    def _tell(self, what: dict[str, Any]) -> None:
+    def _tell(self, message: dict[str, Any]) -> None:
         if self._process.stdin is not None:
             with suppress(BrokenPipeError):  # `_hear` says so
-                self._process.stdin.write(json.dumps(what) + "\n")
+                self._process.stdin.write(json.dumps(message) + "\n")
                 self._process.stdin.flush()
 
     def _hear(self) -> Any:

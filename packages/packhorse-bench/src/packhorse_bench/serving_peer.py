@@ -26,7 +26,7 @@ from pydantic import BaseModel
 Encode = Callable[[Sequence[str]], np.ndarray]  # texts → vectors [n, E]
 
 
-class Given(BaseModel):
+class EmbedBody(BaseModel):
     """The body of a request."""
 
     input: str | list[str]
@@ -37,7 +37,9 @@ class Batcher:
     """Texts of many requests, encoded together."""
 
     def __init__(self, encode: Encode, most: int, wait: float) -> None:
-        self.encode, self.most, self.wait = encode, most, wait
+        self.encode = encode
+        self.most = most
+        self.wait = wait
         self.queue: asyncio.Queue[tuple[str, asyncio.Future[np.ndarray]]] = asyncio.Queue()
 
     async def vectors(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -65,14 +67,14 @@ class Batcher:
 
     async def _gathered(self) -> list[tuple[str, asyncio.Future[np.ndarray]]]:
         """All that waits, and what comes within a moment."""
-        found = [await self.queue.get()]
+        batch = [await self.queue.get()]
         try:
             async with asyncio.timeout(self.wait):
-                while len(found) < self.most:
-                    found.append(await self.queue.get())
+                while len(batch) < self.most:
+                    batch.append(await self.queue.get())
         except TimeoutError:
             pass
-        return found
+        return batch
 
 
 def create(encode: Encode, most: int, wait: float) -> FastAPI:
@@ -87,16 +89,16 @@ def create(encode: Encode, most: int, wait: float) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan)
 
-    async def embeddings(given: Given) -> Response:
-        texts = [given.input] if isinstance(given.input, str) else given.input
+    async def embeddings(body: EmbedBody) -> Response:
+        texts = [body.input] if isinstance(body.input, str) else body.input
         vectors = await batcher.vectors(texts)
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
         ]
-        answer: dict[str, Any] = {"object": "list", "data": data, "model": given.model}
-        body = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
-        return Response(body, media_type="application/json")
+        answer: dict[str, Any] = {"object": "list", "data": data, "model": body.model}
+        document = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        return Response(document, media_type="application/json")
 
     async def health() -> Response:
         return Response(b"{}", media_type="application/json")
@@ -143,13 +145,13 @@ def main() -> None:
     flags.add_argument("--batch", type=int, default=32, help="sequences that are padded together")
     flags.add_argument("--most", type=int, default=128, help="texts that are sorted together")
     flags.add_argument("--wait-ms", type=float, default=2.0, help="for more texts to come")
-    given = flags.parse_args()
-    torch.set_num_threads(given.threads)
-    encode = open_model(given.folder, given.device, given.dtype, given.batch)
+    arguments = flags.parse_args()
+    torch.set_num_threads(arguments.threads)
+    encode = open_model(arguments.folder, arguments.device, arguments.dtype, arguments.batch)
     uvicorn.run(
-        create(encode, given.most, given.wait_ms / 1e3),
+        create(encode, arguments.most, arguments.wait_ms / 1e3),
         host="127.0.0.1",
-        port=given.port,
+        port=arguments.port,
         access_log=False,
         log_level="warning",
         timeout_keep_alive=30,

@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
-from packhorse_bench.serving_load import Report
+from packhorse_bench.serving_load import LoadReport
 
 LOWEST = 0.3  # of what a server does in a closed loop; its rate is looked for from there on
-GROWTH, GROWTHS = 1.3, 8  # where it does more than that
+GROWTH = 1.3  # where it does more than that
+GROWTHS = 8
 STEPS_DOWN = (0.03, 0.06, 0.12, 0.24, 0.48)  # of a rate that long trials do not confirm
 
 
@@ -31,7 +32,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Trial:
+class RateTrial:
     """A rate for some seconds; what for, in a word."""
 
     rate: float
@@ -40,8 +41,8 @@ class Trial:
 
 
 # Server, trial, number of the round; None where the server is there no more.
-Run = Callable[[str, Trial, int], Report | None]
-Search = Generator[Trial, Report, float]
+Run = Callable[[str, RateTrial, int], LoadReport | None]
+Search = Generator[RateTrial, LoadReport, float]
 
 
 def highest(capacity: float, limit: float, effort: Effort) -> Search:
@@ -49,11 +50,13 @@ def highest(capacity: float, limit: float, effort: Effort) -> Search:
 
     `capacity` is the server's rate in a closed loop.
     """
-    low, high = LOWEST * capacity, capacity
+    low = LOWEST * capacity
+    high = capacity
     for _ in range(GROWTHS):
         if not (yield from _passes(high, limit, effort)):
             break
-        low, high = high, GROWTH * high
+        low = high
+        high = GROWTH * high
     for _ in range(effort.rounds):
         rate = (low + high) / 2
         if (yield from _passes(rate, limit, effort)):
@@ -67,32 +70,32 @@ def highest(capacity: float, limit: float, effort: Effort) -> Search:
     return 0.0
 
 
-def _passes(rate: float, limit: float, effort: Effort) -> Generator[Trial, Report, bool]:
-    trial = Trial(rate, effort.short, "search")
+def _passes(rate: float, limit: float, effort: Effort) -> Generator[RateTrial, LoadReport, bool]:
+    trial = RateTrial(rate, effort.short, "search")
     return (yield trial).holds(limit) or (yield trial).holds(limit)
 
 
-def _confirmed(rate: float, limit: float, effort: Effort) -> Generator[Trial, Report, bool]:
+def _confirmed(rate: float, limit: float, effort: Effort) -> Generator[RateTrial, LoadReport, bool]:
     """Does every repeat hold? Ends with the first that does not."""
     for _ in range(effort.repeats):
-        if not (yield Trial(rate, effort.long, "confirm")).holds(limit):
+        if not (yield RateTrial(rate, effort.long, "confirm")).holds(limit):
             return False
     return True
 
 
 def take_turns(searches: Mapping[str, Search], run: Run) -> dict[str, float]:
     """Advance all searches, a trial of each in every round; what each found."""
-    found: dict[str, float] = {}
-    wanted = {name: next(search) for name, search in searches.items()}
+    confirmed: dict[str, float] = {}
+    next_rates = {name: next(search) for name, search in searches.items()}
     turn = 0
-    while wanted:
-        for name, trial in list(wanted.items()):
+    while next_rates:
+        for name, trial in list(next_rates.items()):
             report = run(name, trial, turn)
-            del wanted[name]
+            del next_rates[name]
             try:
                 if report is not None:
-                    wanted[name] = searches[name].send(report)
+                    next_rates[name] = searches[name].send(report)
             except StopIteration as end:
-                found[name] = end.value
+                confirmed[name] = end.value
         turn += 1
-    return found
+    return confirmed

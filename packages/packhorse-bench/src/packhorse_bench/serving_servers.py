@@ -30,13 +30,15 @@ from packhorse_bench.peers import Unserved
 
 PATH = "/v1/embeddings"
 MODEL = "model"
-START_SECONDS, STOP_SECONDS, ANSWER_SECONDS = 180.0, 5.0, 60.0
+START_SECONDS = 180.0
+STOP_SECONDS = 5.0
+ANSWER_SECONDS = 60.0
 INFINITY = Path(".venv-infinity/bin/infinity_emb")  # as `make peers` makes it
 INFINITY_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """What every server of a run is given."""
 
     folder: Path  # of the model
@@ -49,59 +51,99 @@ class Place:
     pooling: str = "mean"  # or "cls": infinity's optimum engine does not read it from the model
 
 
-def packhorse(place: Place, port: int) -> list[str]:
+def packhorse(place: ServerPlace, port: int) -> list[str]:
     """Ours, as it is by default."""
     return [
-        *(sys.executable, "-m", "packhorse", "serve", "--model", f"{MODEL}={place.folder}"),
-        *("--port", str(port), "--device", place.device, "--dtype", place.dtype),
-        *("--threads", str(place.threads), "--log-level", "warning"),
+        sys.executable,
+        "-m",
+        "packhorse",
+        "serve",
+        "--model",
+        f"{MODEL}={place.folder}",
+        "--port",
+        str(port),
+        "--device",
+        place.device,
+        "--dtype",
+        place.dtype,
+        "--threads",
+        str(place.threads),
+        "--log-level",
+        "warning",
     ]
 
 
-def sentence_transformers(place: Place, port: int) -> list[str]:
+def sentence_transformers(place: ServerPlace, port: int) -> list[str]:
     """Behind FastAPI, with dynamic batching: `bench.serving_peer`."""
     for name in ("sentence_transformers", "fastapi", "uvicorn", "orjson"):
         if find_spec(name) is None:
             raise Unserved(f"{name} is not installed; pip install 'packhorse[peers,serve]'")
     return [
-        *(sys.executable, "-m", "packhorse_bench.serving_peer", str(place.folder)),
-        *("--port", str(port), "--device", place.device, "--dtype", place.dtype),
-        *("--threads", str(place.threads), "--batch", str(place.batch_size)),
-        *("--most", str(4 * place.batch_size)),
+        sys.executable,
+        "-m",
+        "packhorse_bench.serving_peer",
+        str(place.folder),
+        "--port",
+        str(port),
+        "--device",
+        place.device,
+        "--dtype",
+        place.dtype,
+        "--threads",
+        str(place.threads),
+        "--batch",
+        str(place.batch_size),
+        "--most",
+        str(4 * place.batch_size),
     ]
 
 
-def infinity(place: Place, port: int) -> list[str]:
+def infinity(place: ServerPlace, port: int) -> list[str]:
     """infinity-emb; on a CPU with its optimum engine, as its author recommends there.
 
     It takes its threads from the environment. Its optimum engine finds a graph on disk only in the
     current folder, so it is started there.
     """
-    found = place.infinity or (INFINITY if INFINITY.exists() else shutil.which("infinity_emb"))
-    if found is None or not Path(found).exists():
-        where = f"there is no {found}" if found else "it is not installed"
+    executable = place.infinity or (INFINITY if INFINITY.exists() else shutil.which("infinity_emb"))
+    if executable is None or not Path(executable).exists():
+        reason = f"there is no {executable}" if executable else "it is not installed"
         raise Unserved(
-            f"{where}; `make peers` puts it in {INFINITY.parents[1]}, or --infinity PATH"
+            f"{reason}; `make peers` puts it in {INFINITY.parents[1]}, or --infinity PATH"
         )
     engine = "torch" if place.onnx is None else "optimum"
     return [
-        *(
-            str(Path(found).absolute()),
-            "v2",
-            "--model-id",
-            "." if place.onnx else str(place.folder),
-        ),
-        *("--served-model-name", MODEL, "--url-prefix", "/v1", "--host", "127.0.0.1"),
-        *("--port", str(port), "--engine", engine, "--device", place.device.partition(":")[0]),
-        *("--dtype", INFINITY_DTYPES[place.dtype], "--batch-size", str(place.batch_size)),
-        *("--pooling-method", "auto" if place.onnx is None else place.pooling),
+        str(Path(executable).absolute()),
+        "v2",
+        "--model-id",
+        "." if place.onnx else str(place.folder),
+        "--served-model-name",
+        MODEL,
+        "--url-prefix",
+        "/v1",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--engine",
+        engine,
+        "--device",
+        place.device.partition(":")[0],
+        "--dtype",
+        INFINITY_DTYPES[place.dtype],
+        "--batch-size",
+        str(place.batch_size),
+        "--pooling-method",
+        "auto" if place.onnx is None else place.pooling,
         # On a CPU it compiles for minutes, and advises against that itself for BERT.
-        *("--no-compile", "--log-level", "warning"),
+        "--no-compile",
+        "--log-level",
+        "warning",
     ]
 
 
-Command = Callable[[Place, int], list[str]]
-OURS, PEERS = "packhorse", ("sentence-transformers", "infinity")
+Command = Callable[[ServerPlace, int], list[str]]
+OURS = "packhorse"
+PEERS = ("sentence-transformers", "infinity")
 SERVERS: dict[str, Command] = {
     OURS: packhorse,
     "sentence-transformers": sentence_transformers,
@@ -110,7 +152,7 @@ SERVERS: dict[str, Command] = {
 
 
 @dataclass(frozen=True)
-class Server:
+class PeerServer:
     """One that was started."""
 
     name: str
@@ -171,7 +213,7 @@ class Server:
             connection.close()
 
 
-def start(name: str, place: Place, scratch: Path) -> Server:
+def start(name: str, place: ServerPlace, scratch: Path) -> PeerServer:
     """A server that may not answer yet; `Unserved` where it is not installed."""
     port = _free_port()
     command = SERVERS[name](place, port)
@@ -186,15 +228,15 @@ def start(name: str, place: Place, scratch: Path) -> Server:
             cwd=place.onnx if name == "infinity" else None,
             start_new_session=True,  # Ctrl-C is for us, who then stop it
         )
-    return Server(name, port, process, log)
+    return PeerServer(name, port, process, log)
 
 
 def _environment(threads: int) -> dict[str, str]:
     """As many threads for everyone, no settings and keys of another server, no calls home."""
     others = ("PACKHORSE_SERVE_", "PACKHORSE_API_KEY", "INFINITY_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     count = str(threads)
-    return kept | {
+    return variables | {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "RAYON_NUM_THREADS": count,
@@ -210,14 +252,14 @@ def _free_port() -> int:
 
 
 @contextmanager
-def stopping(servers: list[Server]) -> Iterator[None]:
+def stopping(servers: list[PeerServer]) -> Iterator[None]:
     """Whatever happens, those in the list by then are stopped; SIGTERM is an interruption too."""
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    ours = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, leave) if ours else None
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, leave) if in_main_thread else None
     try:
         yield
     finally:
@@ -225,5 +267,5 @@ def stopping(servers: list[Server]) -> Iterator[None]:
             for server in servers:
                 server.process.terminate()
                 each_of_them.callback(server.stop)
-        if ours:
+        if in_main_thread:
             signal.signal(signal.SIGTERM, before)

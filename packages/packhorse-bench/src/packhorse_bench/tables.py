@@ -15,19 +15,31 @@ if TYPE_CHECKING:
 def encode_table(rows: Sequence[EncodeRow]) -> Table:
     """Measured engines; those with a problem are for `problems`."""
     columns = (
-        *("engine", "dtype", "order", "seq/s", "slowest to fastest", "tokens/s"),
-        *("x hf sorted", "x hf arrival", "min cosine", "mean cosine"),
+        "engine",
+        "dtype",
+        "order",
+        "seq/s",
+        "slowest to fastest",
+        "tokens/s",
+        "x hf sorted",
+        "x hf arrival",
+        "min cosine",
+        "mean cosine",
     )
     return Table.of(
         columns,
         [
             (
-                *(row.engine, row.dtype, row.order),
+                row.engine,
+                row.dtype,
+                row.order,
                 rate(row.sequences_per_second),
                 f"{rate(row.slowest)} to {rate(row.fastest)}",
                 rate(row.tokens_per_second),
-                *(times(row.over_sorted), times(row.over_arrival)),
-                *(f"{row.cosine_min:.5f}", f"{row.cosine_mean:.5f}"),
+                times(row.over_sorted),
+                times(row.over_arrival),
+                f"{row.cosine_min:.5f}",
+                f"{row.cosine_mean:.5f}",
             )
             for row in rows
             if row.problem is None
@@ -38,18 +50,34 @@ def encode_table(rows: Sequence[EncodeRow]) -> Table:
 def modes_table(rows: Sequence[ModeRow]) -> Table:
     """Modes and padded peers; those with a problem are for `problems`."""
     columns = (
-        *("mode", "kernel", "req/s", "best", "x padded", "best x", "with packing", "fill"),
-        *("max diff", "batch ms", "closed p50/p90/p99 ms", "open req/s", "open p50/p90/p99 ms"),
+        "mode",
+        "kernel",
+        "req/s",
+        "best",
+        "x padded",
+        "best x",
+        "with packing",
+        "fill",
+        "max diff",
+        "batch ms",
+        "closed p50/p90/p99 ms",
+        "open req/s",
+        "open p50/p90/p99 ms",
     )
     return Table.of(
         columns,
         [
             (
-                *(row.name, row.kernel or "-"),
-                *(rate(row.throughput), rate(row.best_throughput)),
-                *(times(row.ratio_to_padded), times(row.best_ratio_to_padded)),
-                *(rate(row.throughput_with_packing), f"{row.fill:.1%}"),
-                *(f"{row.largest_difference:.1e}", milliseconds(row.batch_ms)),
+                row.name,
+                row.kernel or "-",
+                rate(row.throughput),
+                rate(row.best_throughput),
+                times(row.ratio_to_padded),
+                times(row.best_ratio_to_padded),
+                rate(row.throughput_with_packing),
+                f"{row.fill:.1%}",
+                f"{row.largest_difference:.1e}",
+                milliseconds(row.batch_ms),
                 milliseconds(row.p50_ms, row.p90_ms, row.p99_ms),
                 "-" if row.open_rate is None else rate(row.open_rate),
                 milliseconds(row.open_p50_ms, row.open_p90_ms, row.open_p99_ms),

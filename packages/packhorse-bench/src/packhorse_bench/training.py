@@ -39,8 +39,8 @@ from packhorse.reports.tables import Table
 from packhorse.train import cost
 from packhorse.train.job import Job
 from packhorse_bench import modes, training_lanes
-from packhorse_bench.training_lanes import PEERS, Lane
-from packhorse_bench.training_stage import Setup, Stage, open_stage
+from packhorse_bench.training_lanes import PEERS, TrainingLane
+from packhorse_bench.training_stage import TrainingSetup, TrainingStage, open_stage
 
 Progress = Callable[[int, int], None]
 PRECISIONS = {
@@ -81,7 +81,7 @@ class TrainRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class TrainingComparison:
     """All ways, ours first, and what they were given."""
 
     rows: tuple[TrainRow, ...]
@@ -96,10 +96,10 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainingTrial:
     """An open lane, and what its rounds took."""
 
-    lane: Lane
+    lane: TrainingLane
     held: int  # bytes that it keeps between rounds
     warm_up: float  # seconds
     seconds: list[float] = field(default_factory=list)  # of a round
@@ -107,21 +107,23 @@ class Trial:
     peaks: list[int] = field(default_factory=list)  # bytes at most, of its own
 
 
-def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
+def measure(setup: TrainingSetup, progress: Progress | None = None) -> TrainingComparison:
     """Open, warm up, time in rounds."""
     _check(setup)
     device = devices.choose_device(setup.device)
-    names, before = _peers(setup, device), _allocated(device)
+    names = _peers(setup, device)
+    before = _allocated(device)
     tell: Progress = progress or (lambda done, total: None)
     openings = 1 + len(names)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
         stage = open_stage(setup, device, Path(scratch))
-        trials, failures = [_begin(partial(training_lanes.ours, stage), device, before)], []
+        trials = [_begin(partial(training_lanes.ours, stage), device, before)]
+        failures = []
         for done, name in enumerate(names, 1):
             tell(done, openings * (1 + setup.repeats))  # until it is known what runs
-            found = _attempt(name, stage, device)
-            trials += [found] if isinstance(found, Trial) else []
-            failures += [found] if isinstance(found, TrainRow) else []
+            outcome = _attempt(name, stage, device)
+            trials += [outcome] if isinstance(outcome, TrainingTrial) else []
+            failures += [outcome] if isinstance(outcome, TrainRow) else []
     turns = trials * setup.repeats
     tell(openings, openings + len(turns))
     with modes._settled_heap():
@@ -131,7 +133,7 @@ def measure(setup: Setup, progress: Progress | None = None) -> Comparison:
     return _comparison((*_rows(trials, stage.job), *failures), stage)
 
 
-def _attempt(name: str, stage: Stage, device: torch.device) -> Trial | TrainRow:
+def _attempt(name: str, stage: TrainingStage, device: torch.device) -> TrainingTrial | TrainRow:
     """A peer, warm; whatever its code raises is its row."""
     try:
         return _begin(partial(PEERS[name], stage), device, _allocated(device))
@@ -144,7 +146,7 @@ def _attempt(name: str, stage: Stage, device: torch.device) -> Trial | TrainRow:
     return TrainRow(training_lanes.title(name, stage.longest), problem=reason)
 
 
-def _peers(setup: Setup, device: torch.device) -> tuple[str, ...]:
+def _peers(setup: TrainingSetup, device: torch.device) -> tuple[str, ...]:
     if setup.peers is not None:
         return setup.peers
     if device.type == "cuda":
@@ -152,7 +154,7 @@ def _peers(setup: Setup, device: torch.device) -> tuple[str, ...]:
     return ("padded", "grouped")
 
 
-def _begin(open: Callable[[], Lane], device: torch.device, before: int) -> Trial:
+def _begin(open: Callable[[], TrainingLane], device: torch.device, before: int) -> TrainingTrial:
     """Open a lane and run a round of it."""
     start = time.perf_counter()
     lane = open()
@@ -161,12 +163,13 @@ def _begin(open: Callable[[], Lane], device: torch.device, before: int) -> Trial
     lane.optimizer.zero_grad(set_to_none=True)
     devices.synchronize(device)
     seconds = time.perf_counter() - start
-    return Trial(lane, max(0, _allocated(device) - before), seconds)
+    return TrainingTrial(lane, max(0, _allocated(device) - before), seconds)
 
 
-def _turn(trial: Trial, device: torch.device) -> None:
+def _turn(trial: TrainingTrial, device: torch.device) -> None:
     """A round, and one more update with the gradients it left."""
-    lane, before = trial.lane, _allocated(device)
+    lane = trial.lane
+    before = _allocated(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
         lane.step(lane.steps[0])
@@ -191,7 +194,7 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _rows(trials: Sequence[Trial], job: Job) -> list[TrainRow]:
+def _rows(trials: Sequence[TrainingTrial], job: Job) -> list[TrainRow]:
     rows = [_row(trial, job) for trial in trials]
     slow = _baseline(rows)
     return [
@@ -207,12 +210,14 @@ def _rows(trials: Sequence[Trial], job: Job) -> list[TrainRow]:
 
 def _baseline(rows: Sequence[TrainRow]) -> TrainRow | None:
     """transformers padded in full: compiled, if that was measured."""
-    found = [row for row in rows if row.way.startswith("transformers, padded to")]
-    return max(found, key=lambda row: "compiled" in row.way, default=None)
+    padded = [row for row in rows if row.way.startswith("transformers, padded to")]
+    return max(padded, key=lambda row: "compiled" in row.way, default=None)
 
 
-def _row(trial: Trial, job: Job) -> TrainRow:
-    lane, best, middle = trial.lane, min(trial.seconds), median(trial.seconds)
+def _row(trial: TrainingTrial, job: Job) -> TrainRow:
+    lane = trial.lane
+    best = min(trial.seconds)
+    middle = median(trial.seconds)
     operations = cost.operations(job.checkpoint.config, lane.work) / middle
     peak = cost.peak(job.place.device)
     return TrainRow(
@@ -233,9 +238,9 @@ def _row(trial: Trial, job: Job) -> TrainRow:
     )
 
 
-def _comparison(rows: tuple[TrainRow, ...], stage: Stage) -> Comparison:
+def _comparison(rows: tuple[TrainRow, ...], stage: TrainingStage) -> TrainingComparison:
     job = stage.job
-    return Comparison(
+    return TrainingComparison(
         rows=rows,
         config=job.checkpoint.config,
         device=job.place.device,
@@ -248,18 +253,20 @@ def _comparison(rows: tuple[TrainRow, ...], stage: Stage) -> Comparison:
     )
 
 
-def describe(setup: Setup, found: Comparison) -> dict[str, str]:
+def describe(setup: TrainingSetup, comparison: TrainingComparison) -> dict[str, str]:
     """What was measured, in words."""
-    config, kind = found.config, "Wikipedia" if setup.task == "pretrain" else "SST-2"
+    config = comparison.config
+    kind = "Wikipedia" if setup.task == "pretrain" else "SST-2"
     lengths = f"lengths of {Path(setup.histogram).name}" if setup.histogram else f"like {kind}"
     size = f"{config.layers} layers, {config.hidden_size} wide"
     return {
         "model": f"{subject.name(setup)} ({size})",
-        "dtype": PRECISIONS[found.dtype],
-        "workload": f"{TASKS[setup.task]}, {lengths}: {found.tokens:.1f} of at most "
-        f"{found.longest} tokens, seed {setup.seed}",
-        "batches": f"{found.sequences:,.1f} sequences a step, up to {found.micro_tokens:,} tokens "
-        f"at once; {found.steps} steps a round, medians of {setup.repeats} rounds",
+        "dtype": PRECISIONS[comparison.dtype],
+        "workload": f"{TASKS[setup.task]}, {lengths}: {comparison.tokens:.1f} of at most "
+        f"{comparison.longest} tokens, seed {setup.seed}",
+        "batches": f"{comparison.sequences:,.1f} sequences a step, up to "
+        f"{comparison.micro_tokens:,} tokens at once; {comparison.steps} steps a round, "
+        f"medians of {setup.repeats} rounds",
         "learning": f"{OPTIMIZERS[setup.task]}, dropout {setup.dropout:g}",
     }
 
@@ -267,21 +274,39 @@ def describe(setup: Setup, found: Comparison) -> dict[str, str]:
 def table(rows: Sequence[TrainRow]) -> Table:
     """Measured ways; those with a problem are for `report.problems`."""
     columns = (
-        *("way", "attention", "seq/s", "best", "real tok/s", "x padded", "best x", "fill"),
-        *("TFLOP/s", "MFU", "GiB", "step ms", "update ms", "loss"),
+        "way",
+        "attention",
+        "seq/s",
+        "best",
+        "real tok/s",
+        "x padded",
+        "best x",
+        "fill",
+        "TFLOP/s",
+        "MFU",
+        "GiB",
+        "step ms",
+        "update ms",
+        "loss",
     )
     return Table.of(
         columns,
         [
             (
-                *(row.way, row.attention),
-                *(_rate(row.sequences_per_second), _rate(row.best_sequences_per_second)),
+                row.way,
+                row.attention,
+                _rate(row.sequences_per_second),
+                _rate(row.best_sequences_per_second),
                 _rate(row.tokens_per_second),
-                *(_or_dash(row.over_padded, ".2f"), _or_dash(row.best_over_padded, ".2f")),
-                *(f"{row.fill:.1%}", f"{row.operations_per_second / 1e12:,.3g}"),
+                _or_dash(row.over_padded, ".2f"),
+                _or_dash(row.best_over_padded, ".2f"),
+                f"{row.fill:.1%}",
+                f"{row.operations_per_second / 1e12:,.3g}",
                 _or_dash(row.mfu, ".1%"),
                 _or_dash(row.memory and row.memory / 2**30, ".1f"),
-                *(f"{row.step_ms:,.1f}", f"{row.update_ms:,.1f}", f"{row.loss:.4f}"),
+                f"{row.step_ms:,.1f}",
+                f"{row.update_ms:,.1f}",
+                f"{row.loss:.4f}",
             )
             for row in rows
             if row.problem is None
@@ -297,16 +322,16 @@ def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _check(setup: Setup) -> None:
+def _check(setup: TrainingSetup) -> None:
     if setup.task not in TASKS:
         raise InputError(f"unknown task {setup.task!r}; there are {', '.join(TASKS)}")
-    for what, value in {
+    for flag, value in {
         "--repeats": setup.repeats,
         "--batch": setup.batch,
         "--steps": setup.steps,
     }.items():
         if value is not None and value < 1:
-            raise InputError(f"{what} {value} measures nothing; pass 1 or more")
+            raise InputError(f"{flag} {value} measures nothing; pass 1 or more")
     if (setup.max_length is not None and setup.max_length < 8) or setup.micro_tokens < 0:
         raise InputError(
             f"--max-length ({setup.max_length}) must be 8 or more, --micro-tokens "

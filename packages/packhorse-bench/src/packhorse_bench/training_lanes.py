@@ -44,8 +44,8 @@ from packhorse.train.learning import Ranks, learn
 from packhorse.train.objectives.stats import evaluating
 from packhorse.train.preparing import optimizer_for
 from packhorse_bench.peers import Unserved
-from packhorse_bench.training_sets import IGNORED, Example, examples, work
-from packhorse_bench.training_stage import Stage
+from packhorse_bench.training_sets import IGNORED, TrainingExample, examples, work
+from packhorse_bench.training_stage import TrainingStage
 
 OURS = "packhorse, packed"
 MULTIPLE = 8  # of a padded length: what tensor cores like
@@ -56,7 +56,7 @@ Loss = Callable[[Any, Part], Tensor]  # of a model, or of what compiled it
 
 
 @dataclass(frozen=True)
-class Lane:
+class TrainingLane:
     """A way to train, ready to run."""
 
     name: str
@@ -69,13 +69,14 @@ class Lane:
     loss: float  # of the first batch, before anything was learned, without dropout
 
 
-def ours(stage: Stage) -> Lane:
+def ours(stage: TrainingStage) -> TrainingLane:
     """Packed, by the step of `packhorse train`."""
-    job, steps = stage.job, stage.steps
+    job = stage.job
+    steps = stage.steps
     places = job.feed.shape.tokens if job.compiled else 0
     kernel = type(job.model.bert.kernel).__name__.lower()
     batches = [batch for step in steps for batch in step.batches]
-    return Lane(
+    return TrainingLane(
         name=OURS + (", compiled" if job.compiled else ""),
         attention=kernel,
         step=lambda step: learn(job, step, Ranks()).row[0],
@@ -94,8 +95,8 @@ def _our_loss(job: Job, step: Step) -> float:
 
 
 def padded(
-    stage: Stage, *, compiled: bool = False, grouped: bool = False, graphs: bool = False
-) -> Lane:
+    stage: TrainingStage, *, compiled: bool = False, grouped: bool = False, graphs: bool = False
+) -> TrainingLane:
     """transformers over batches [n, L]."""
     if graphs and stage.job.place.device.type != "cuda":
         raise Unserved("CUDA graphs need a GPU")
@@ -103,35 +104,35 @@ def padded(
         raise Unserved("torch.compile needs a C++ compiler (g++ or clang++)")
     model, optimizer = _opened(stage, "sdpa")
     steps = cut(stage, grouped)
-    every = [example for step in steps for chunk in step for example in chunk]
+    all_examples = [example for step in steps for chunk in step for example in chunk]
     multiple = -(-stage.longest // SHAPES) if graphs else MULTIPLE
 
-    def width(chunk: Sequence[Example]) -> int:
+    def width(chunk: Sequence[TrainingExample]) -> int:
         longest = max(len(example.ids) for example in chunk)
         rounded = -(-longest // multiple) * multiple
         return min(rounded, stage.longest) if grouped else stage.longest
 
-    made = [[pad(chunk, width(chunk)) for chunk in step] for step in steps]
-    places = sum(part["input_ids"].numel() for step in made for part in step)
+    batches = [[pad(chunk, width(chunk)) for chunk in step] for step in steps]
+    places = sum(part["input_ids"].numel() for step in batches for part in step)
     first = pad(list(examples(stage.steps[0].batches[0])))
     forward: Any = model
     if graphs:
         forward = torch.compile(model, dynamic=False, mode="reduce-overhead")
     elif compiled:
         forward = torch.compile(model, dynamic=grouped)
-    return Lane(
+    return TrainingLane(
         name=title("grouped" if grouped else "padded", stage.longest, compiled, graphs),
         attention="sdpa",
         step=_stepping(stage, partial(_own_loss, forward), optimizer),
-        steps=made,
+        steps=batches,
         optimizer=optimizer,
-        sequences=len(every),
-        work=work(every, places),
+        sequences=len(all_examples),
+        work=work(all_examples, places),
         loss=_their_loss(stage, model, _own_loss, first),
     )
 
 
-def padding_free(stage: Stage, attention: str = "flash_attention_2") -> Lane:
+def padding_free(stage: TrainingStage, attention: str = "flash_attention_2") -> TrainingLane:
     """transformers over flat batches [1, T]."""
     if attention == "flash_attention_2":
         if stage.job.place.device.type != "cuda" or not stage.job.place.half:
@@ -139,23 +140,23 @@ def padding_free(stage: Stage, attention: str = "flash_attention_2") -> Lane:
         if find_spec("flash_attn") is None:
             raise Unserved("flash_attn is not installed; pip install flash-attn")
     model, optimizer = _opened(stage, attention)
-    made = [[flatten(batch) for batch in step.batches] for step in stage.steps]
-    every = [e for step in stage.steps for batch in step.batches for e in examples(batch)]
-    places = sum(part["input_ids"].numel() for step in made for part in step)
+    batches = [[flatten(batch) for batch in step.batches] for step in stage.steps]
+    all_examples = [e for step in stage.steps for batch in step.batches for e in examples(batch)]
+    places = sum(part["input_ids"].numel() for step in batches for part in step)
     loss = _flat_pretraining if stage.pretrains else _flat_classification
-    return Lane(
+    return TrainingLane(
         name=title("padding-free", stage.longest),
         attention=attention,
         step=_stepping(stage, partial(loss, model), optimizer),
-        steps=made,
+        steps=batches,
         optimizer=optimizer,
-        sequences=len(every),
-        work=work(every, places),
-        loss=_their_loss(stage, model, loss, made[0][0]),
+        sequences=len(all_examples),
+        work=work(all_examples, places),
+        loss=_their_loss(stage, model, loss, batches[0][0]),
     )
 
 
-PEERS: dict[str, Callable[[Stage], Lane]] = {
+PEERS: dict[str, Callable[[TrainingStage], TrainingLane]] = {
     "padded": padded,
     "padded-compiled": partial(padded, compiled=True),
     "grouped": partial(padded, grouped=True),
@@ -174,20 +175,20 @@ def title(peer: str, longest: int, compiled: bool = False, graphs: bool = False)
     return f"transformers, {ways.get(way, peer)}{ending}"
 
 
-def cut(stage: Stage, grouped: bool = False) -> list[list[list[Example]]]:
+def cut(stage: TrainingStage, grouped: bool = False) -> list[list[list[TrainingExample]]]:
     """The sequences of a round as steps of batches, all batches of one size."""
-    every = [e for step in stage.steps for batch in step.batches for e in examples(batch)]
-    share = len(every) // len(stage.steps)
+    all_examples = [e for step in stage.steps for batch in step.batches for e in examples(batch)]
+    share = len(all_examples) // len(stage.steps)
     parts = math.ceil(share / max(1, stage.micro_tokens // stage.longest))
     size = share // parts
-    kept = every[: len(stage.steps) * parts * size]
+    used = all_examples[: len(stage.steps) * parts * size]
     if grouped:
-        kept.sort(key=lambda example: -len(example.ids))
-    chunks = [kept[begin : begin + size] for begin in range(0, len(kept), size)]
+        used.sort(key=lambda example: -len(example.ids))
+    chunks = [used[begin : begin + size] for begin in range(0, len(used), size)]
     return [chunks[begin : begin + parts] for begin in range(0, len(chunks), parts)]
 
 
-def pad(chunk: Sequence[Example], width: int | None = None) -> Part:
+def pad(chunk: Sequence[TrainingExample], width: int | None = None) -> Part:
     """[n, L]; L is the longest's, to a multiple, unless given."""
     longest = max(len(example.ids) for example in chunk)
     width = width or -(-longest // MULTIPLE) * MULTIPLE
@@ -200,19 +201,20 @@ def pad(chunk: Sequence[Example], width: int | None = None) -> Part:
         if example.words is not None:
             words[row, :until] = example.words
     labels = np.array([example.label for example in chunk])
-    made = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
+    arrays = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
     if chunk[0].words is None:
-        made["labels"] = labels
+        arrays["labels"] = labels
     else:
-        made |= {"labels": words, "next_sentence_label": labels}
-    return {name: torch.from_numpy(array) for name, array in made.items()}
+        arrays |= {"labels": words, "next_sentence_label": labels}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def flatten(batch: Any) -> Part:
     """[1, T], and where sequences begin and end."""
-    packed, every = batch.packed, list(examples(batch))
+    packed = batch.packed
+    all_examples = list(examples(batch))
     bounds = packed.cu_seqlens
-    made: Part = {
+    tensors: Part = {
         "input_ids": packed.ids[None],
         "token_type_ids": packed.types[None],
         "position_ids": packed.positions[None],
@@ -220,10 +222,10 @@ def flatten(batch: Any) -> Part:
         "cu_seq_lens_k": bounds,
         "starts": packed.starts.long(),
         "longest": torch.tensor(packed.max_seqlen),
-        "labels": torch.tensor([example.label for example in every]),
+        "labels": torch.tensor([example.label for example in all_examples]),
     }
-    words = [example.words for example in every if example.words is not None]
-    return made | {"words": torch.from_numpy(np.concatenate(words))} if words else made
+    words = [example.words for example in all_examples if example.words is not None]
+    return tensors | {"words": torch.from_numpy(np.concatenate(words))} if words else tensors
 
 
 def _own_loss(forward: Any, part: Part) -> Tensor:
@@ -245,13 +247,13 @@ def _flat(model: Any, part: Part) -> tuple[Tensor, Tensor]:
     """States [T, E], and what BERT's pooler makes of each sequence's first, [S, E]."""
     names = ("input_ids", "token_type_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k")
     longest = int(part["longest"])  # it never left the host
-    told = {name: part[name] for name in names}
+    inputs = {name: part[name] for name in names}
     bert = model.base_model
-    states = bert(**told, max_length_q=longest, max_length_k=longest).last_hidden_state[0]
+    states = bert(**inputs, max_length_q=longest, max_length_k=longest).last_hidden_state[0]
     return states, bert.pooler(states[part["starts"]][:, None])
 
 
-def _opened(stage: Stage, attention: str) -> tuple[nn.Module, LAMB]:
+def _opened(stage: TrainingStage, attention: str) -> tuple[nn.Module, LAMB]:
     """A model of transformers with the job's weights, and the same optimizer over it."""
     import transformers as library
 
@@ -270,10 +272,11 @@ def _opened(stage: Stage, attention: str) -> tuple[nn.Module, LAMB]:
 
 
 def _stepping(
-    stage: Stage, loss_of: Callable[[Part], Tensor], optimizer: LAMB
+    stage: TrainingStage, loss_of: Callable[[Part], Tensor], optimizer: LAMB
 ) -> Callable[[Any], Tensor]:
     """Forward and backward over the parts of a step, and the update; nothing is waited for."""
-    device, most = stage.job.place.device, stage.job.settings.clip
+    device = stage.job.place.device
+    most = stage.job.settings.clip
     trained = [p for group in optimizer.param_groups for p in group["params"]]
 
     def step(parts: Sequence[Part]) -> Tensor:
@@ -296,6 +299,6 @@ def _sent(part: Part, device: torch.device) -> Part:
     return {name: x if name == "longest" else feed.sent(x, device) for name, x in part.items()}
 
 
-def _their_loss(stage: Stage, model: nn.Module, loss: Loss, part: Part) -> float:
+def _their_loss(stage: TrainingStage, model: nn.Module, loss: Loss, part: Part) -> float:
     with evaluating(model):
         return float(loss(model, _sent(part, stage.job.place.device)))

@@ -40,7 +40,7 @@ SST2 = (1.4, 8.06, 66)  # shape and scale of the words, most tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class TrainingExample:
     """One sequence and what it should come to."""
 
     ids: np.ndarray
@@ -92,12 +92,12 @@ def pretraining(
 def _rows(lengths: np.ndarray, vocab_size: int, capacity: int, seed: int) -> Rows:
     placed = assign(plan(histogram_of(lengths, capacity), capacity), lengths, seed)
     ordered = lengths[placed.indices]
-    made = workloads.sequences(ordered, vocab_size, ends=(CLS, SEP), seed=seed)
+    sequences = workloads.sequences(ordered, vocab_size, ends=(CLS, SEP), seed=seed)
     first = np.maximum(1, ordered // 2)
-    for sequence, until in zip(made, first, strict=True):
+    for sequence, until in zip(sequences, first, strict=True):
         sequence.ids[until - 1] = SEP if until > 1 else CLS
     rng = np.random.default_rng(seed)
-    ids = np.concatenate([sequence.ids for sequence in made])
+    ids = np.concatenate([sequence.ids for sequence in sequences])
     rows = Rows(ids, ordered, first, rng.integers(0, 2, len(ordered)), placed.offsets)
     specials = Specials(CLS, SEP, MASK, 0, vocab_size)
     return rows.masked(*draw(ids, ordered, specials, Recipe(max_length=capacity), rng))
@@ -115,17 +115,18 @@ def classification(
 ) -> Feed:
     """Sequences with one of two labels, `settings.batch` a step."""
     seed = settings.seed
-    made = workloads.sequences(lengths, vocab_size, ends=(CLS, SEP), seed=seed)
-    drawn = np.random.default_rng(seed).integers(0, 2, len(made)).tolist()
-    both = zip(made, drawn, strict=True)
-    every = [targets.Example((sequence,), label) for sequence, label in both]
-    task = targets.Task(every, "single_label", ("0", "1"))
+    sequences = workloads.sequences(lengths, vocab_size, ends=(CLS, SEP), seed=seed)
+    drawn = np.random.default_rng(seed).integers(0, 2, len(sequences)).tolist()
+    both = zip(sequences, drawn, strict=True)
+    all_examples = [targets.Example((sequence,), label) for sequence, label in both]
+    task = targets.Task(all_examples, "single_label", ("0", "1"))
     return feed.examples(task, None, settings, micro_tokens)
 
 
-def examples(batch: Any) -> Iterator[Example]:
+def examples(batch: Any) -> Iterator[TrainingExample]:
     """The sequences of a batch, one by one."""
-    packed, words = batch.packed, None
+    packed = batch.packed
+    words = None
     if isinstance(batch, Batch):
         words = np.full(len(packed.ids), IGNORED)
         words[batch.masked_at.numpy()] = batch.masked_ids.numpy()
@@ -133,12 +134,12 @@ def examples(batch: Any) -> Iterator[Example]:
     ids, types, bounds = (x.numpy() for x in (packed.ids, packed.types, packed.cu_seqlens))
     for place, label in zip(packed.places, labels.tolist(), strict=True):
         at = slice(bounds[place], bounds[place + 1])
-        yield Example(ids[at], types[at], label, None if words is None else words[at])
+        yield TrainingExample(ids[at], types[at], label, None if words is None else words[at])
 
 
-def work(every: Iterable[Example], places: int) -> cost.Work:
+def work(examples_in: Iterable[TrainingExample], places: int) -> cost.Work:
     """What these sequences hold, where so many places are computed for them."""
-    found = list(every)
-    lengths = np.array([len(example.ids) for example in found], np.float64)
-    guessed = sum(int((e.words != IGNORED).sum()) for e in found if e.words is not None)
+    listed = list(examples_in)
+    lengths = np.array([len(example.ids) for example in listed], np.float64)
+    guessed = sum(int((e.words != IGNORED).sum()) for e in listed if e.words is not None)
     return cost.Work(float(lengths.sum()), float((lengths**2).sum()), guessed, places)

@@ -39,7 +39,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Setup:
+class TrainingSetup:
     """What to measure, on `model` or, with random weights, on a geometry named by `config`."""
 
     model: str = ""
@@ -61,7 +61,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """What all lanes share."""
 
     job: Job
@@ -76,7 +76,7 @@ class Stage:
         return self.job.settings.task == "pretrain"
 
 
-def open_stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
+def open_stage(setup: TrainingSetup, device: torch.device, scratch: Path) -> TrainingStage:
     """The model to train, its optimizer and data; and its weights for others to read."""
     longest = setup.max_length or training_sets.LONGEST[setup.task]
     source = _source(setup)
@@ -102,10 +102,10 @@ def open_stage(setup: Setup, device: torch.device, scratch: Path) -> Stage:
     fed = _feed(setup, settings, config, longest)
     job = _job(settings, place, source, fed)
     folder = checkpoint.write(scratch / "model", in_full(job.checkpoint, job.optimizer))
-    return Stage(job, list(islice(fed.steps(None), steps)), folder, longest, micro)
+    return TrainingStage(job, list(islice(fed.steps(None), steps)), folder, longest, micro)
 
 
-def _source(setup: Setup) -> Checkpoint:
+def _source(setup: TrainingSetup) -> Checkpoint:
     if setup.config in CONFIGS:
         config = CONFIGS[setup.config]
         model = random_model._model(config, setup.seed)
@@ -117,18 +117,21 @@ def _source(setup: Setup) -> Checkpoint:
     return checkpoint.load(setup.model, **files)
 
 
-def _sizes(setup: Setup, device: torch.device) -> tuple[int, int]:
+def _sizes(setup: TrainingSetup, device: torch.device) -> tuple[int, int]:
     """Sequences a step, steps a round."""
     batch, steps = SIZES[setup.task, device.type != "cpu"]
     return setup.batch or batch, setup.steps or steps
 
 
-def _feed(setup: Setup, settings: Settings, config: BertConfig, longest: int) -> Feed:
-    count, seed, micro = settings.batch * settings.steps, setup.seed, settings.micro_tokens
+def _feed(setup: TrainingSetup, settings: Settings, config: BertConfig, longest: int) -> Feed:
+    count = settings.batch * settings.steps
+    seed = setup.seed
+    micro = settings.micro_tokens
     lengths = training_sets.draw_lengths(setup.task, count, longest, seed, setup.histogram)
     if setup.task == "classify":
         return training_sets.classification(lengths, config.vocab_size, settings, micro)
-    steps, words = settings.steps, config.vocab_size
+    steps = settings.steps
+    words = config.vocab_size
     return training_sets.pretraining(lengths, words, longest, steps, micro, seed)
 
 
@@ -136,21 +139,28 @@ def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job
     """As `train.job.assemble` has it, of data that is in memory."""
     pretrains = settings.task == "pretrain"
     objective: Objective = Pretrain() if pretrains else Classify()
-    wanted = source.config.needs
-    kernel = attention.pick(place.device, place.dtype, backward=True, **wanted).kernel
+    needs = source.config.needs
+    kernel = attention.pick(place.device, place.dtype, backward=True, **needs).kernel
     labels = Labels() if pretrains else Labels(("0", "1"))
-    made, _ = prepare(settings, source, objective.heads, kernel, labels)
-    made.model.train().to(place.device)
+    model, _ = prepare(settings, source, objective.heads, kernel, labels)
+    model.model.train().to(place.device)
     if place.float8:
-        float8.use(made.model.bert)
+        float8.use(model.model.bert)
     compiled = place.device.type == "cuda" and kernel.serves.compiles_backward
-    optimizer = optimizer_for(settings, made.model, place.half)
+    optimizer = optimizer_for(settings, model.model, place.half)
     if compiled:
         executable.allow_every_bucket()
-        executable.compile(made.model.bert.layers)
+        executable.compile(model.model.bert.layers)
     pace = Pace(settings, fed.batch, fed.epoch)
     return Job(
-        *(settings, place, made, objective, fed, pace, optimizer, compiled),
+        settings,
+        place,
+        model,
+        objective,
+        fed,
+        pace,
+        optimizer,
+        compiled,
         measure="loss",
         recorder=recorder_for(settings, place, compiled),
     )

@@ -75,12 +75,13 @@ def sequences(
 
     rng = np.random.default_rng(seed)
     low = min(FIRST_WORD, vocab_size // 2)
-    made = []
+    rows = []
     for length in lengths.tolist():
         ids = rng.integers(low, vocab_size, length).astype(np.int32)
         ids[-1], ids[0] = ends[1], ends[0]  # the first wins where there is only one
         special = np.zeros(length, bool)
         special[[0, -1]] = True
-        types, offsets = np.zeros(length, np.uint8), np.zeros((length, 2), np.int32)
-        made.append(Encoding(ids, types, offsets, special, (slice(1, length - 1),)))
-    return made
+        types = np.zeros(length, np.uint8)
+        offsets = np.zeros((length, 2), np.int32)
+        rows.append(Encoding(ids, types, offsets, special, (slice(1, length - 1),)))
+    return rows

@@ -45,7 +45,7 @@ def flag(*names: str, help: str) -> Parameter:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadFlags:
     """What lengths are measured on: a mix of our own, or a histogram."""
 
     workload: Annotated[
@@ -106,7 +106,7 @@ class Keep:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Subject:
+class ModelFlags:
     """The model that is measured."""
 
     model: Annotated[
@@ -146,7 +146,7 @@ class MoreWays:
 @app.command
 def encode(
     *,
-    subject: Subject = Subject(),  # noqa: B008
+    subject: ModelFlags = ModelFlags(),  # noqa: B008
     texts: Annotated[
         Path | None,
         flag("--texts", help="txt, jsonl, csv …; default docstrings of the standard library."),
@@ -161,7 +161,7 @@ def encode(
         str | None, flag("--peers", help="Names with commas, or none; default the installed.")
     ] = None,
     more: MoreWays = MoreWays(),  # noqa: B008
-    load: Load = Load(),  # noqa: B008
+    load: LoadFlags = LoadFlags(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
     """Encode the same texts with Packhorse and with every peer that is installed.
@@ -190,7 +190,7 @@ def encode(
     random_ids = load.workload is not None or load.histogram is not None
     if random_ids and texts:
         raise InputError("--texts are encoded, or random ids (--workload, --histogram): pass one")
-    request = bench.Request(
+    request = bench.EncodeRequest(
         **asdict(subject),
         texts=() if random_ids else read_some(texts, count, load.seed),
         lengths=load.lengths(count) if random_ids else None,
@@ -205,7 +205,7 @@ def encode(
     )
     with progress("opening and timing the engines") as advance:
         measured = bench.measure(request, advance)
-    about = {
+    facts = {
         "model": name(request),
         "workload": f"{_source(load, texts, random_ids)}: {measured.spread}, seed {load.seed}",
         "tokenizing": "not in the clock" if random_ids else "in the clock, of all engines",
@@ -214,13 +214,13 @@ def encode(
         **report.machine(choose_device(device)),
     }
     rows = measured.rows
-    show("Encoding", about, bench_tables.encode_table(rows), report.problems(rows), keep)
+    show("Encoding", facts, bench_tables.encode_table(rows), report.problems(rows), keep)
     if keep.plot:
-        bench_plots.draw_encode(keep.plot, rows, f"{about['model']}, {about['device']}")
-    emit({**about, "rows": [asdict(row) for row in rows]}, keep.json)
+        bench_plots.draw_encode(keep.plot, rows, f"{facts['model']}, {facts['device']}")
+    emit({**facts, "rows": [asdict(row) for row in rows]}, keep.json)
 
 
-def _source(load: Load, texts: Path | None, random_ids: bool) -> str:
+def _source(load: LoadFlags, texts: Path | None, random_ids: bool) -> str:
     if random_ids:
         return f"random token ids, {load.name}"
     return "docstrings of the standard library" if texts is None else texts.name
@@ -272,7 +272,7 @@ def packing(
     effort: Annotated[
         int | None, flag("--effort", help="Linear programs of the optimum at most; default 100.")
     ] = None,
-    load: Load = Load(),  # noqa: B008
+    load: LoadFlags = LoadFlags(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
     """Plan the same lengths with every algorithm at several depths.
@@ -301,15 +301,15 @@ def packing(
     limits = [_depth(text) for text in split_names(depths)]
     with progress("planning") as advance:
         rows = bench.compare(counts, room, split_names(algorithms), limits, advance, effort)
-    about = {
+    facts = {
         "workload": f"{load.name}: {int(counts.sum()):,} sequences, rows of {room} tokens",
         **report.machine(),
     }
     notes = [*report.problems(rows), *bench.unfinished(rows, effort)]
-    show("Packing", about, report.packing_table(rows), notes, keep)
+    show("Packing", facts, report.packing_table(rows), notes, keep)
     if keep.plot:
         plots.draw_packing(keep.plot, rows)
-    emit({**about, "capacity": room, "rows": [asdict(row) for row in rows]}, keep.json)
+    emit({**facts, "capacity": room, "rows": [asdict(row) for row in rows]}, keep.json)
 
 
 @Parameter(name="*")
@@ -348,7 +348,7 @@ class Online:
 @app.command
 def modes(
     *,
-    subject: Subject = Subject(),  # noqa: B008
+    subject: ModelFlags = ModelFlags(),  # noqa: B008
     online: Online = Online(),  # noqa: B008
     peers: Annotated[
         str | None,
@@ -376,17 +376,23 @@ def modes(
     keep.check()
     report.check_writable(csv)
     others = None if peers is None else tuple(n for n in split_names(peers) if n != "none")
-    setup = bench.Setup(**asdict(subject), **asdict(online), peers=others)
+    setup = bench.ModesSetup(**asdict(subject), **asdict(online), peers=others)
     with progress("timing the modes") as advance:
-        found = bench.measure(setup, advance)
-    about = bench.describe(setup, found) | report.machine(found.device)
-    show("Modes", about, bench_tables.modes_table(found.rows), report.problems(found.rows), keep)
+        comparison = bench.measure(setup, advance)
+    facts = bench.describe(setup, comparison) | report.machine(comparison.device)
+    show(
+        "Modes",
+        facts,
+        bench_tables.modes_table(comparison.rows),
+        report.problems(comparison.rows),
+        keep,
+    )
     if csv:
-        report.write_csv(csv, found.rows)
+        report.write_csv(csv, comparison.rows)
         note(f"written: {csv}")
     if keep.plot:
-        bench_plots.draw_modes(keep.plot, found.rows, f"{about['model']}, {about['workload']}")
-    emit({**about, "modes": [asdict(row) for row in found.rows]}, keep.json)
+        bench_plots.draw_modes(keep.plot, comparison.rows, f"{facts['model']}, {facts['workload']}")
+    emit({**facts, "modes": [asdict(row) for row in comparison.rows]}, keep.json)
 
 
 @app.command
@@ -419,16 +425,25 @@ def load(
 
     keep.check()
     with progress("opening") as advance:
-        found = loading.compare(config, repeats, folder, advance)
-    size = f"{found.bytes:,} bytes in {found.tensors} tensors"
-    about = {"workload": f"BERT-{config}, {size}", "rounds": repeats, **report.machine()}
-    show("Opening a checkpoint", about, loading.table(found), report.problems(found.rows), keep)
+        comparison = loading.compare(config, repeats, folder, advance)
+    size = f"{comparison.bytes:,} bytes in {comparison.tensors} tensors"
+    facts = {"workload": f"BERT-{config}, {size}", "rounds": repeats, **report.machine()}
+    show(
+        "Opening a checkpoint",
+        facts,
+        loading.table(comparison),
+        report.problems(comparison.rows),
+        keep,
+    )
     if keep.plot:
-        rows = [row for row in found.rows if row.problem is None]
+        rows = [row for row in comparison.rows if row.problem is None]
         speeds = [row.gigabytes_per_second for row in rows]
         names = [row.engine for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, about["workload"], "gigabytes a second", 1)
-    emit({**about, "bytes": found.bytes, "rows": [asdict(row) for row in found.rows]}, keep.json)
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "gigabytes a second", 1)
+    emit(
+        {**facts, "bytes": comparison.bytes, "rows": [asdict(row) for row in comparison.rows]},
+        keep.json,
+    )
 
 
 def split_names(text: str) -> tuple[str, ...]:
@@ -443,18 +458,17 @@ def _depth(text: str) -> int | None:
 
 
 def show(
-    what: str, about: dict[str, Any], shown: "Table", problems: Sequence[str], keep: Keep
+    title: str, facts: dict[str, Any], shown: "Table", problems: Sequence[str], keep: Keep
 ) -> None:
     """On the screen and, if wanted, as a note."""
     from packhorse.reports import tables as report
 
-    table(f"{what}, {about['workload']}", shown.columns, shown.rows)
+    table(f"{title}, {facts['workload']}", shown.columns, shown.rows)
     for problem in problems:
         note(problem)
-    for kept in filter(None, (keep.plot, keep.note)):
-        note(f"written: {kept}")
+    for path in filter(None, (keep.plot, keep.note)):
+        note(f"written: {path}")
     if keep.note:
         command = shlex.join(["packhorse", *sys.argv[1:]])
-        title = f"{what}, {about['date']}"
-        facts = {name: str(value) for name, value in about.items()}
-        report.write_note(keep.note, title, command, facts, shown, problems)
+        lines = {name: str(value) for name, value in facts.items()}
+        report.write_note(keep.note, f"{title}, {facts['date']}", command, lines, shown, problems)

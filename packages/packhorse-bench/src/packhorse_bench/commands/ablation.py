@@ -11,7 +11,7 @@ from packhorse_bench.commands import Keep, flag, show
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Learning:
+class AblationFlags:
     """The flags of `ablation`, under the names of `bench.ablation.Setup`."""
 
     steps: Annotated[int, flag("--steps", help="Of each run.")] = 200
@@ -28,7 +28,7 @@ class Learning:
 
 def ablation(
     *,
-    learning: Learning = Learning(),  # noqa: B008
+    learning: AblationFlags = AblationFlags(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
     """Train packed, unpacked, and packed wrongly: no mask, no position reset.
@@ -48,18 +48,19 @@ def ablation(
     from packhorse_bench import curves_plot
 
     keep.check()
-    setup = bench.Setup(**asdict(learning))
+    setup = bench.AblationSetup(**asdict(learning))
     with progress("steps of all runs") as advance:
-        found = bench.measure(setup, advance)
-    about = bench.describe(setup, found) | report.machine()
-    show("Packing and its mistakes", about, bench.table(found), [], keep)
-    note(f"noise: {about['noise']}")
+        result = bench.measure(setup, advance)
+    facts = bench.describe(setup, result) | report.machine()
+    show("Packing and its mistakes", facts, bench.table(result), [], keep)
+    note(f"noise: {facts['noise']}")
     if keep.plot:
-        beside = keep.plot.with_stem(f"{keep.plot.stem}-training")
-        for path, of in ((keep.plot, "held_out"), (beside, "training")):
+        training_plot = keep.plot.with_stem(f"{keep.plot.stem}-training")
+        for path, of in ((keep.plot, "held_out"), (training_plot, "training")):
             title = f"{of.replace('_', '-')} loss of {setup.steps} steps"
-            curves_plot.draw(bench.curves(found, of), path, title, "loss of masked letters")
-        note(f"written: {beside}")
+            curves_plot.draw(bench.curves(result, of), path, title, "loss of masked letters")
+        note(f"written: {training_plot}")
     emit(
-        {**about, "spread": bench.spread(found), "runs": [asdict(r) for r in found.runs]}, keep.json
+        {**facts, "spread": bench.spread(result), "runs": [asdict(r) for r in result.runs]},
+        keep.json,
     )

@@ -34,14 +34,14 @@ def curves(
     if not runs:
         raise InputError("no run is named; pass the folders that `packhorse train --out` wrote")
     read = {name: curves_plot.read(run, figure) for name, run in _named(runs).items()}
-    found = curves_plot.endings(read)
-    rows = [[e.run, f"{e.steps:,}", *map(_told, (e.last, e.apart, e.apart_most))] for e in found]
+    endings = curves_plot.endings(read)
+    rows = [[e.run, f"{e.steps:,}", *map(_told, (e.last, e.apart, e.apart_most))] for e in endings]
     shown = report.Table.of(["run", "steps", "last", "apart", "at most"], rows)
     table(f"Curves, {figure}", shown.columns, shown.rows)
     if plot:
         curves_plot.draw(read, plot, f"{figure}, step by step", figure)
         note(f"written: {plot}")
-    emit({"figure": figure, "runs": [asdict(each) for each in found]}, json)
+    emit({"figure": figure, "runs": [asdict(ending) for ending in endings]}, json)
 
 
 def _named(runs: tuple[Path, ...]) -> dict[str, Path]:

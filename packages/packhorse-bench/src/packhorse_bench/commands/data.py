@@ -13,7 +13,7 @@ from packhorse_bench.commands import Keep, flag, show, split_names
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Corpus:
+class CorpusFlags:
     """The flags that `bench.data.Setup` knows by the same names."""
 
     kind: Annotated[str | None, flag("--format", help="Of the sources; default told by each.")] = (
@@ -40,7 +40,7 @@ def data(
     tokenizer: Annotated[
         str, flag("--tokenizer", help="vocab.txt, tokenizer.json, a model's folder or hub id.")
     ] = DEFAULT_MODEL,
-    corpus: Corpus = Corpus(),  # noqa: B008
+    corpus: CorpusFlags = CorpusFlags(),  # noqa: B008
     methods: Annotated[
         str, flag("--methods", help="With commas: packhorse, lists, reference.")
     ] = "packhorse,lists,reference",
@@ -62,23 +62,32 @@ def data(
     from packhorse_bench import data as bench
 
     keep.check()
-    setup = bench.Setup(
+    setup = bench.DataSetup(
         tokenizer=tokenizer if Path(tokenizer).exists() else str(resolve(tokenizer)),
         sources=tuple(map(str, sources)),
         methods=split_names(methods),
         **asdict(corpus),
     )
     with progress("making examples") as advance:
-        found = bench.measure(setup, advance)
-    about = bench.describe(setup, found) | report.machine()
-    show("Pretraining examples", about, bench.table(found.rows), report.problems(found.rows), keep)
+        measured = bench.measure(setup, advance)
+    facts = bench.describe(setup, measured) | report.machine()
+    show(
+        "Pretraining examples",
+        facts,
+        bench.table(measured.rows),
+        report.problems(measured.rows),
+        keep,
+    )
     if keep.plot:
-        rows = [row for row in found.rows if row.problem is None]
+        rows = [row for row in measured.rows if row.problem is None]
         speeds = [row.megabytes_per_second for row in rows]
         names = [row.method for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, about["workload"], "megabytes a second", 1)
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "megabytes a second", 1)
     for name in ("clean-up", "loading with dynamic masks"):
-        if name in about:
-            note(f"{name}: {about[name]}")
-    figures = {"cleaning_mb_per_second": found.cleaning, "loading_tokens_per_second": found.loading}
-    emit({**about, **figures, "rows": [asdict(row) for row in found.rows]}, keep.json)
+        if name in facts:
+            note(f"{name}: {facts[name]}")
+    figures = {
+        "cleaning_mb_per_second": measured.cleaning,
+        "loading_tokens_per_second": measured.loading,
+    }
+    emit({**facts, **figures, "rows": [asdict(row) for row in measured.rows]}, keep.json)

@@ -11,7 +11,7 @@ from packhorse_bench.commands import Keep, flag, show
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Training:
+class PortFlags:
     """The flags of `port`, under the names of `bench.porting.Setup`."""
 
     batch: Annotated[int, flag("--batch", help="Pictures a step.")] = 16
@@ -25,7 +25,7 @@ class Training:
 
 def port(
     *,
-    training: Training = Training(),  # noqa: B008
+    training: PortFlags = PortFlags(),  # noqa: B008
     keep: Keep = Keep(),  # noqa: B008
 ) -> None:
     """Train the course's CNN through packhorse_port and by the plain PyTorch loop.
@@ -46,16 +46,17 @@ def port(
     from packhorse_bench import porting
 
     keep.check()
-    setup = porting.Setup(**asdict(training))
+    setup = porting.PortSetup(**asdict(training))
     with progress("timing the ways") as advance:
         rows = porting.measure(setup, advance)
-    about = {
+    facts = {
         "workload": f"small CNN, batch {setup.batch}, {setup.iterations} steps a call",
         "rounds": f"{setup.repeats} of {setup.steps} steps",
         **report.machine(choose_device(setup.device)),
     }
-    show("Porting", about, porting.table(rows), report.problems(rows), keep)
+    show("Porting", facts, porting.table(rows), report.problems(rows), keep)
     if keep.plot:
-        names, speeds = [row.way for row in rows], [row.images_per_second for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, about["workload"], "pictures a second", 0)
-    emit({**about, "rows": [asdict(row) for row in rows]}, keep.json)
+        names = [row.way for row in rows]
+        speeds = [row.images_per_second for row in rows]
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "pictures a second", 0)
+    emit({**facts, "rows": [asdict(row) for row in rows]}, keep.json)

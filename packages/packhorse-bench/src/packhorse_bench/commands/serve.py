@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress
-from packhorse_bench.commands import Keep, Subject, file_texts, flag, show, split_names
+from packhorse_bench.commands import Keep, ModelFlags, file_texts, flag, show, split_names
 
 
 @Parameter(name="*")
@@ -48,7 +48,7 @@ class Patience:
 
 def serve(
     *,
-    subject: Subject = Subject(),  # noqa: B008
+    subject: ModelFlags = ModelFlags(),  # noqa: B008
     texts: Annotated[
         str | None,
         flag("--texts", help="txt, jsonl, csv …; default docstrings of the standard library."),
@@ -78,14 +78,14 @@ def serve(
     """
     from packhorse.reports import tables as report
     from packhorse_bench import serving, serving_report
-    from packhorse_bench.serving_figures import Setup
+    from packhorse_bench.serving_figures import ServingSetup
     from packhorse_bench.serving_search import Effort
     from packhorse_bench.serving_servers import PEERS
 
     keep.check()
     report.check_writable(csv)
     others = None if peers is None else tuple(n for n in split_names(peers) if n != "none")
-    setup = Setup(
+    setup = ServingSetup(
         **asdict(subject),
         **asdict(asking),
         texts=() if texts is None else file_texts(texts),
@@ -93,16 +93,18 @@ def serve(
         effort=Effort(**asdict(patience)),
     )
     with progress("seconds of load") as advance:
-        found = serving.measure(setup, advance, note)
-    about = serving_report.describe(setup, found) | report.machine(found.device)
-    said = serving_report.remarks(setup, found)
-    show("Serving", about, serving_report.table(setup, found), said, keep)
+        comparison = serving.measure(setup, advance, note)
+    facts = serving_report.describe(setup, comparison) | report.machine(comparison.device)
+    remarks = serving_report.remarks(setup, comparison)
+    show("Serving", facts, serving_report.table(setup, comparison), remarks, keep)
     if csv:
-        report.write_csv(csv, found.points)
+        report.write_csv(csv, comparison.points)
         note(f"written: {csv}")
     if keep.plot:
-        title = f"{about['model']}, {about['dtype']}, {found.threads} threads"
-        serving_report.draw(keep.plot, setup, found, title)
-    rows, points = ([asdict(each) for each in every] for every in (found.rows, found.points))
-    runner = {"alone": found.runner_alone, "beside": found.runner_beside}
-    emit({**about, "runner": runner, "rows": rows, "points": points, "remarks": said}, keep.json)
+        title = f"{facts['model']}, {facts['dtype']}, {comparison.threads} threads"
+        serving_report.draw(keep.plot, setup, comparison, title)
+    rows, points = (
+        [asdict(item) for item in items] for items in (comparison.rows, comparison.points)
+    )
+    runner = {"alone": comparison.runner_alone, "beside": comparison.runner_beside}
+    emit({**facts, "runner": runner, "rows": rows, "points": points, "remarks": remarks}, keep.json)

@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from packhorse.cli.console import emit, note, progress
-from packhorse_bench.commands import Keep, Subject, flag, show, split_names
+from packhorse_bench.commands import Keep, ModelFlags, flag, show, split_names
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Learning:
-    """The flags of `train`, under the names of `bench.training_stage.Setup`."""
+class TrainingFlags:
+    """The flags of `train`, under the names of `training_stage.TrainingSetup`."""
 
     task: Annotated[
         Literal["pretrain", "classify"],
@@ -47,8 +47,8 @@ class Learning:
 
 def train(
     *,
-    subject: Subject = Subject(),  # noqa: B008
-    learning: Learning = Learning(),  # noqa: B008
+    subject: ModelFlags = ModelFlags(),  # noqa: B008
+    learning: TrainingFlags = TrainingFlags(),  # noqa: B008
     peers: Annotated[
         str | None,
         flag(
@@ -81,14 +81,16 @@ def train(
     keep.check()
     report.check_writable(csv)
     others = None if peers is None else tuple(n for n in split_names(peers) if n != "none")
-    setup = training.Setup(**asdict(subject), **asdict(learning), peers=others)
+    setup = training.TrainingSetup(**asdict(subject), **asdict(learning), peers=others)
     with progress("timing the ways") as advance:
-        found = training.measure(setup, advance)
-    about = training.describe(setup, found) | report.machine(found.device)
-    show("Training", about, training.table(found.rows), report.problems(found.rows), keep)
+        comparison = training.measure(setup, advance)
+    facts = training.describe(setup, comparison) | report.machine(comparison.device)
+    show("Training", facts, training.table(comparison.rows), report.problems(comparison.rows), keep)
     if csv:
-        report.write_csv(csv, found.rows)
+        report.write_csv(csv, comparison.rows)
         note(f"written: {csv}")
     if keep.plot:
-        bench_plots.draw_training(keep.plot, found.rows, f"{about['model']}, {about['workload']}")
-    emit({**about, "rows": [asdict(row) for row in found.rows]}, keep.json)
+        bench_plots.draw_training(
+            keep.plot, comparison.rows, f"{facts['model']}, {facts['workload']}"
+        )
+    emit({**facts, "rows": [asdict(row) for row in comparison.rows]}, keep.json)
