@@ -65,3 +65,10 @@ def test_entry_points_are_not_read_for_commands_of_the_library(
 
     monkeypatch.setattr(cli, "entry_points", refuse)
     assert cli.main(["pack", "--help"]) == 0
+
+
+def test_the_name_of_0_1_still_works_with_a_warning() -> None:
+    code = "import packhorse.port as poptorch, packhorse_port; print(poptorch is packhorse_port)"
+    command = [sys.executable, "-W", "always", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True\n" and "write `import packhorse_port`" in done.stderr
