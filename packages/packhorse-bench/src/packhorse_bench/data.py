@@ -29,11 +29,11 @@ from packhorse.data.packed.examples import Sequences, make, tokenise
 from packhorse.data.packed.masking import Masks, Recipe, specials_of
 from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
 from packhorse.errors import InputError, PackhorseError
-from packhorse.packing.histogram import Assignment, Plan, assign, histogram_of, plan
+from packhorse.packing.histogram import Assignment, PackingPlan, assign, histogram_of, plan
 from packhorse.reports import docstrings
 from packhorse.reports.tables import Table
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 from packhorse_bench import list_examples
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _work(method: str, documents: list[Document], setup: Setup) -> _Trial:
 
 def _ours(documents: list[Document], setup: Setup) -> _Trial:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
-    bulk, specials = Bulk(tokenizer), specials_of(tokenizer)
+    bulk, specials = BulkTokenizer(tokenizer), specials_of(tokenizer)
     times = [time.process_time()]
     tokenised = tokenise(bulk, documents)
     times.append(time.process_time())
@@ -302,11 +302,11 @@ def _by_lists(method: str, documents: list[Document], setup: Setup) -> _Trial:
     return _Trial(tuple(times), len(made), int(lengths.sum()), len(rows))
 
 
-def _planned(lengths: np.ndarray, setup: Setup) -> Plan:
+def _planned(lengths: np.ndarray, setup: Setup) -> PackingPlan:
     return plan(histogram_of(lengths, setup.max_length), setup.max_length, setup.max_per_pack)
 
 
-def _packed(made: Sequences, planned: Plan, setup: Setup) -> Rows:
+def _packed(made: Sequences, planned: PackingPlan, setup: Setup) -> Rows:
     placed: Assignment = assign(planned, made.lengths, setup.seed)
     return Rows.of(_taken(made, placed.indices), placed.offsets)
 
@@ -328,7 +328,7 @@ def _loading(documents: list[Document], setup: Setup) -> float:
 
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     specials, recipe = specials_of(tokenizer), _recipe(setup, static_masks=False)
-    made = make(tokenise(Bulk(tokenizer), documents), recipe, specials, (0,))
+    made = make(tokenise(BulkTokenizer(tokenizer), documents), recipe, specials, (0,))
     rows = _packed(made, _planned(made.lengths, setup), setup)
     layout = Layout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
     with TemporaryDirectory() as folder:
