@@ -79,7 +79,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     command = [sys.executable, str(tmp_path / "rank.py"), str(here), str(tmp_path)]
     said: list[str] = []
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    assert dist.launch(2, command, environ=environ, say=said.append) == 0, said
+    assert dist.launch(2, command, environ=environ, report=said.append) == 0, said
     torch.manual_seed(1)
     model = Classifier()
     opts = poptorch.Options().deviceIterations(2).replicationFactor(2)

@@ -46,7 +46,7 @@ def test_it_is_made_for_the_user_alone_whatever_the_umask(root: Path) -> None:
 @pytest.mark.parametrize("open_to", [0o777, 0o770, 0o720, 0o702])
 def test_a_folder_that_others_can_write_is_refused(root: Path, open_to: int) -> None:
     cache_folder().chmod(open_to)
-    if open_to & 0o002 or not cache._is_own_group(root.stat().st_gid):
+    if open_to & 0o002 or not cache._is_personal_group(root.stat().st_gid):
         assert f"{root} has mode {open_to:o}" in refusal()
 
 

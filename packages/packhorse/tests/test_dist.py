@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from packhorse import dist
-from packhorse.dist import Team, add_in_buckets, decode, encode, told
+from packhorse.dist import Team, add_in_buckets, decode, encode, team_from_environment
 from packhorse.errors import InputError, RankLost
 from packhorse.launcher import LAUNCHER
 
@@ -35,7 +35,7 @@ def test_what_is_told_comes_back_as_it_was() -> None:
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, [Path()], b"bytes"])
 def test_nothing_else_is_told(value: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be told"):
+    with pytest.raises(TypeError, match="cannot be sent"):
         encode(value)
 
 
@@ -54,11 +54,11 @@ def test_small_tensors_are_added_together() -> None:
 
 
 def test_alone_everything_is_what_it_is() -> None:
-    assert told({}) == told({"RANK": "0"}) == Team()
+    assert team_from_environment({}) == team_from_environment({"RANK": "0"}) == Team()
     mine = torch.ones(2)
     with dist.joined(torch.device("cpu")) as team:
         assert team.add(mine) is mine
-        assert (team.gather(b"me"), team.hear(b"me")) == ([b"me"], b"me")
+        assert (team.gather(b"me"), team.broadcast(b"me")) == ([b"me"], b"me")
         team.share([mine])
         team.wait()
     assert not torch.distributed.is_initialized()
@@ -66,23 +66,25 @@ def test_alone_everything_is_what_it_is() -> None:
 
 def test_the_environment_says_who_one_is() -> None:
     few = {"RANK": "1", "WORLD_SIZE": "4"}
-    assert told(few) == Team(1, 4, 1, 4)
-    assert told(few | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}) == Team(1, 4, 0, 2)
+    assert team_from_environment(few) == Team(1, 4, 1, 4)
+    assert team_from_environment(few | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}) == Team(
+        1, 4, 0, 2
+    )
     for wrong in ({"RANK": "4"}, {"RANK": "-1"}, {"WORLD_SIZE": "many"}):
         with pytest.raises(InputError, match="names no rank"):
-            told(few | wrong)
+            team_from_environment(few | wrong)
 
 
 def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
-    dist._take(torch.device("cuda"), Team(3, 4, local=1, local_world=2))
+    dist._take_device(torch.device("cuda"), Team(3, 4, local=1, local_world=2))
     assert taken == [1]
     with pytest.raises(InputError, match="3 ranks, but 2 of cuda"):
-        dist._take(torch.device("cuda"), Team(0, 3, 0, 3))
+        dist._take_device(torch.device("cuda"), Team(0, 3, 0, 3))
     with pytest.raises(InputError, match="each rank takes its own: say cuda"):
-        dist._take(torch.device("cuda:1"), Team(0, 2, 0, 2))
+        dist._take_device(torch.device("cuda:1"), Team(0, 2, 0, 2))
 
 
 def test_a_rank_whose_launcher_is_gone_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:

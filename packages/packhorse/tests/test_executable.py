@@ -100,7 +100,7 @@ class Device:
 def recorded_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> executable.CudaGraphs:
     """One bucket, recorded on a device that is not there."""
     device.input, device.output = torch.zeros(1), torch.zeros(1)
-    recording = executable._Recording(device, (device.input,), device.output)
+    recording = executable._RecordedGraph(device, (device.input,), device.output)
     graphs = object.__new__(executable.CudaGraphs)  # its own parts would ask for a device
     graphs.recorded = {((torch.Size([1]), torch.float32),): recording}
     graphs.turn, graphs.copied = Announced(), device  # type: ignore[assignment]
@@ -209,7 +209,7 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
 
 def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
     monkeypatch.setattr(executable, "cpp_compiler", lambda: None)
-    executable._say_uncompiled.cache_clear()
+    executable._warn_uncompiled.cache_clear()
     layer = torch.nn.Linear(3, 3)
     with pytest.warns(RuntimeWarning, match=r"no C\+\+ compiler"):
         executable.compile([layer])

@@ -61,8 +61,8 @@ def test_ranks_meet_tell_each_other_and_part(
             exact = team.add(torch.tensor([0.1 + team.rank], dtype=torch.float64))
             mine = encode({"rank": team.rank, "ids": torch.arange(3 * team.rank)})
             every = [decode(each) for each in team.gather(mine)]
-            said = team.hear(b"from 0" if team.rank == 0 else None)
-            nothing = team.hear(b"" if team.rank == 0 else None)
+            said = team.broadcast(b"from 0" if team.rank == 0 else None)
+            nothing = team.broadcast(b"" if team.rank == 0 else None)
             weights = torch.full((4,), float(team.rank))
             team.share([weights])
             sent = [sums.tolist(), exact.tolist(), [e["ids"].tolist() for e in every]]
@@ -189,7 +189,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(script: Any, capfd: Any) -> 
             end(error)
     """)
     said = []
-    assert launch(2, command, say=said.append) == 128 + signal.SIGKILL
+    assert launch(2, command, report=said.append) == 128 + signal.SIGKILL
     (line,) = said
     assert line.startswith("rank 1 was killed by SIGKILL")
 
@@ -208,7 +208,7 @@ def test_what_a_rank_said_before_it_ended_is_shown(script: Any, tmp_path: Path) 
         header="",
     )
     said = []
-    assert launch(2, command, say=said.append) == 2
+    assert launch(2, command, report=said.append) == 2
     (line,) = said
     assert line.startswith("rank 1 ended with exit code 2")
     assert line.endswith("packhorse: the file is missing")

@@ -68,7 +68,7 @@ def test_runs_on_the_threads_of_torch_with_what_was_defined(source: Path, cache:
     ("compiler", "reason"),
     [
         ("/bin/false", "the C compiler /bin/false failed: exit status 1; set CC to one that works"),
-        ("/no/such/cc", "CC names /no/such/cc, which is not there"),
+        ("/no/such/cc", "CC names /no/such/cc, which does not exist"),
         ("cc -include /no/such/header.h", "header.h"),
     ],
 )
@@ -115,13 +115,13 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
     source = tmp_path / "add.c"
     source.write_text("void add(float *x) { for (int i = 0; i < 4096; i++) x[i] += 1; }\n")
     names = {features().march, "haswell", "skylake-avx512"}  # this machine may be one of them
-    smaller = native._built(source, ()) and Features(avx2=True, march="haswell")
+    smaller = native._compiled_library(source, ()) and Features(avx2=True, march="haswell")
     monkeypatch.setattr(native, "features", lambda: smaller)
-    native._built(source, ())
+    native._compiled_library(source, ())
     monkeypatch.setattr(
         native, "features", lambda: Features(avx2=True, avx512=True, march="skylake-avx512")
     )
-    native._built(source, ())
+    native._compiled_library(source, ())
     assert len(list((cache / "native").iterdir())) == len(names)
     if disassembler := shutil.which("objdump"):
         for library in (cache / "native").iterdir():
@@ -129,14 +129,16 @@ def test_what_is_compiled_for_a_smaller_processor_lies_apart(
             assert "ymm" in listing.stdout or "zmm" in listing.stdout
         monkeypatch.setattr(native, "features", lambda: smaller)
         listing = subprocess.run(
-            [disassembler, "-d", native._built(source, ())], capture_output=True, text=True
+            [disassembler, "-d", native._compiled_library(source, ())],
+            capture_output=True,
+            text=True,
         )
         assert "zmm" not in listing.stdout
 
 
 def test_builders_may_race(source: Path, cache: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
-        built = set(pool.map(lambda _: native._built(source, ("STEP=1",)), range(4)))
+        built = set(pool.map(lambda _: native._compiled_library(source, ("STEP=1",)), range(4)))
     assert [*built] == [*cache.rglob("*.so")]
 
 
@@ -150,20 +152,20 @@ def test_a_cache_that_others_can_write_is_refused(source: Path, cache: Path) -> 
 def test_a_library_that_others_could_have_changed_is_built_anew(source: Path, cache: Path) -> None:
     before = os.umask(0o002)
     try:
-        library = native._built(source, ("STEP=1",))
+        library = native._compiled_library(source, ("STEP=1",))
     finally:
         os.umask(before)
     assert library.stat().st_mode & 0o077 == 0
     for mode in (0o770, 0o777):
         library.write_bytes(b"planted")
         library.chmod(mode)
-        assert native._built(source, ("STEP=1",)) == library
+        assert native._compiled_library(source, ("STEP=1",)) == library
         assert library.read_bytes() != b"planted" and library.stat().st_mode & 0o077 == 0
     elsewhere = cache / "elsewhere.so"
     elsewhere.write_bytes(b"planted")
     library.unlink()
     library.symlink_to(elsewhere)
-    assert native._built(source, ("STEP=1",)).read_bytes() != b"planted"
+    assert native._compiled_library(source, ("STEP=1",)).read_bytes() != b"planted"
     assert not library.is_symlink()
 
 
@@ -183,7 +185,7 @@ def test_the_compiler_is_told_no_secrets(
 
 
 def test_a_damaged_library_is_named(source: Path, cache: Path) -> None:
-    library = native._built(source, ("STEP=1",))
+    library = native._compiled_library(source, ("STEP=1",))
     library.write_bytes(b"not a library")
     assert f"cannot load {library}, delete it" in refusal(source)
 

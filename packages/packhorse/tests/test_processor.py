@@ -16,7 +16,7 @@ import torch
 from packhorse import device, processor
 from packhorse.errors import InputError
 from packhorse.model import freeze
-from packhorse.processor import LADDER, PROBES, VARIABLE, Features, features, level, limit
+from packhorse.processor import CPU_LEVELS, PROBES, VARIABLE, Features, features, level, limit
 
 pytestmark = pytest.mark.machine
 CPUINFO = Path("/proc/cpuinfo")
@@ -66,7 +66,7 @@ def held_to() -> str:
 
 def report(program: str, *arguments: object, **environment: str) -> dict:
     """What a fresh process prints last, as JSON, and its errors."""
-    ours = {VARIABLE, *LADDER["avx2"].switches}
+    ours = {VARIABLE, *CPU_LEVELS["avx2"].switches}
     clean = {key: value for key, value in os.environ.items() if key not in ours}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(
@@ -77,8 +77,8 @@ def report(program: str, *arguments: object, **environment: str) -> dict:
 
 
 def test_features_are_those_that_the_kernel_lists() -> None:
-    listed, rungs = kernel_flags(), list(LADDER)
-    below = {LADDER[key].adds for key in rungs[: rungs.index(held_to()) + 1]}
+    listed, rungs = kernel_flags(), list(CPU_LEVELS)
+    below = {CPU_LEVELS[key].adds for key in rungs[: rungs.index(held_to()) + 1]}
     expected = {name for name, needs in FLAGS.items() if needs <= listed and name in below}
     found = features()
     assert set(found.names()) - {"bf16"} == expected
@@ -136,29 +136,29 @@ def test_bf16_is_multiplied_where_the_processor_has_an_instruction_for_it(name, 
     assert set(features().names()) - {"bf16"} == has
     assert features().bf16 == device.fast_bf16(torch.device("cpu")) == multiplies
     assert features().march == "native"
-    wide = freeze._multiplied(torch.bfloat16) == torch.float32
+    wide = freeze._product_dtype(torch.bfloat16) == torch.float32
     assert wide != multiplies
-    assert freeze._multiplied(torch.float32) == torch.float32
+    assert freeze._product_dtype(torch.float32) == torch.float32
 
 
 @on_x86
-@pytest.mark.parametrize("rung", LADDER)
+@pytest.mark.parametrize("rung", CPU_LEVELS)
 def test_each_rung_has_all_below_it_and_nothing_above(rung: str, machine, monkeypatch) -> None:
     machine(MACHINES["Sapphire Rapids"][0], True)
-    for key, value in LADDER[rung].switches.items():
+    for key, value in CPU_LEVELS[rung].switches.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv(VARIABLE, rung)
-    rungs = list(LADDER)
-    expected = {LADDER[key].adds for key in rungs[: rungs.index(rung) + 1]}
+    rungs = list(CPU_LEVELS)
+    expected = {CPU_LEVELS[key].adds for key in rungs[: rungs.index(rung) + 1]}
     assert set(features().names()) - {"bf16"} == expected
     assert features().bf16 == (rung in ("bf16", "amx"))
-    assert features().march == LADDER[rung].march
+    assert features().march == CPU_LEVELS[rung].march
 
 
 @on_x86
 def test_a_rung_above_the_machine_changes_nothing(machine, monkeypatch) -> None:
     machine(MACHINES["Haswell"][0], False)
-    for key, value in LADDER["vnni"].switches.items():
+    for key, value in CPU_LEVELS["vnni"].switches.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv(VARIABLE, "vnni")
     assert features() == Features(avx2=True, march="native")
@@ -191,7 +191,7 @@ def test_what_cannot_be_pretended_is_refused(machine_name, value, message, monke
 @on_x86
 def test_too_late_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "avx512")
-    for key in LADDER["avx512"].switches:
+    for key in CPU_LEVELS["avx512"].switches:
         monkeypatch.setenv(key, "")
     torch.ones(2) + 1
     with pytest.warns(RuntimeWarning, match="came too late for torch.*ONEDNN_MAX_CPU_ISA=AVX512"):
@@ -200,10 +200,10 @@ def test_too_late_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_variable_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in (VARIABLE, *LADDER["avx2"].switches):
+    for key in (VARIABLE, *CPU_LEVELS["avx2"].switches):
         monkeypatch.delenv(key, raising=False)
     limit()
-    assert not set(LADDER["avx2"].switches) & set(os.environ)
+    assert not set(CPU_LEVELS["avx2"].switches) & set(os.environ)
 
 
 @on_x86
@@ -223,7 +223,7 @@ def test_a_model_in_bf16_on_a_processor_without(by: str, minilm: Path) -> None:
 
 @on_x86
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", [key for key in LADDER if key != "avx2"])
+@pytest.mark.parametrize("rung", [key for key in CPU_LEVELS if key != "avx2"])
 def test_a_model_in_bf16_on_every_rung(rung: str, minilm: Path) -> None:
     found = report(ENCODE, minilm, **{VARIABLE: rung})
     assert min(found["cosines"]) > 0.999

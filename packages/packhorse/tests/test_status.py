@@ -126,7 +126,7 @@ def test_rubbish_is_passed_over(home: Path) -> None:
             json.dumps(said | {"pid": -1}),
             json.dumps(said | {"pid": 1 << 80}),
             json.dumps({key: said[key] for key in said if key != "figures"}),
-            json.dumps(said | {"figures": {"x": "y" * status.LARGEST}}),
+            json.dumps(said | {"figures": {"x": "y" * status.MAX_FILE_BYTES}}),
         ]
     ):
         (home / f"{i}.rubbish.json").write_text(text)
@@ -176,7 +176,7 @@ def said_last() -> dict[str, object]:
 def test_one_who_speaks_writes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as one likes, a word a second; how fast it goes is told from what is counted."""
     clock = iter([100.0, 100.5, 102.0])
-    with status.speaking("work", {"does": "reading"}) as say:
+    with status.publishing("work", {"does": "reading"}) as say:
         # A clock of its own: the threads of this process go on by the real one.
         now = SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
         monkeypatch.setattr(status, "time", now)
@@ -194,7 +194,7 @@ def test_work_goes_on_where_nobody_can_look(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "file"))
-    with status.speaking("work", {}) as say:
+    with status.publishing("work", {}) as say:
         say({"done": 1})
-    with pytest.raises(ZeroDivisionError), status.speaking("work", {}) as say:
+    with pytest.raises(ZeroDivisionError), status.publishing("work", {}) as say:
         say({"done": 1 // 0})

@@ -489,7 +489,7 @@ def test_a_panic_names_its_text_and_spares_nobody_else(bert: Tokenizer) -> None:
         made.encode(["fox", "a" * 40 + "b", "dog"])
     assert made.encode(["fox"])[0].ids.tolist() == bert.encode(["fox"])[0].ids.tolist()
     for passing in (KeyboardInterrupt, SystemExit, MemoryError):
-        with pytest.raises(passing), files.blaming(InputError, "not this"):
+        with pytest.raises(passing), files.wrap_errors(InputError, "not this"):
             raise passing
 
 

@@ -50,7 +50,7 @@ from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
-from packhorse.packing.histogram import Plan, assign, histogram_of, plan
+from packhorse.packing.histogram import PackingPlan, assign, histogram_of, plan
 from packhorse.reports import docstrings
 from packhorse.reports.tables import Table
 from packhorse.tokens import Tokenizer
@@ -122,7 +122,7 @@ class LetterCorpus:
     """Sequences to learn from, and to judge by."""
 
     train: list[np.ndarray]  # token ids
-    plan: Plan  # of their packs
+    plan: PackingPlan  # of their packs
     held_out: list[Batch]
     specials: Specials
     recipe: Recipe

@@ -29,11 +29,11 @@ from packhorse.data.packed.examples import Sequences, make, tokenise
 from packhorse.data.packed.masking import Masks, Recipe, specials_of
 from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
 from packhorse.errors import InputError, PackhorseError
-from packhorse.packing.histogram import Assignment, Plan, assign, histogram_of, plan
+from packhorse.packing.histogram import Assignment, PackingPlan, assign, histogram_of, plan
 from packhorse.reports import docstrings
 from packhorse.reports.tables import Table
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 from packhorse_bench import list_examples
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _work(method: str, documents: list[Document], setup: DataSetup) -> _Trial:
 
 def _ours(documents: list[Document], setup: DataSetup) -> _Trial:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
-    bulk = Bulk(tokenizer)
+    bulk = BulkTokenizer(tokenizer)
     specials = specials_of(tokenizer)
     times = [time.process_time()]
     tokenised = tokenise(bulk, documents)
@@ -326,11 +326,11 @@ def _by_lists(method: str, documents: list[Document], setup: DataSetup) -> _Tria
     return _Trial(tuple(times), len(examples), int(lengths.sum()), len(rows))
 
 
-def _planned(lengths: np.ndarray, setup: DataSetup) -> Plan:
+def _planned(lengths: np.ndarray, setup: DataSetup) -> PackingPlan:
     return plan(histogram_of(lengths, setup.max_length), setup.max_length, setup.max_per_pack)
 
 
-def _packed(examples: Sequences, planned: Plan, setup: DataSetup) -> Rows:
+def _packed(examples: Sequences, planned: PackingPlan, setup: DataSetup) -> Rows:
     placed: Assignment = assign(planned, examples.lengths, setup.seed)
     return Rows.of(_taken(examples, placed.indices), placed.offsets)
 
@@ -355,7 +355,7 @@ def _loading(documents: list[Document], setup: DataSetup) -> float:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     specials = specials_of(tokenizer)
     recipe = _recipe(setup, static_masks=False)
-    examples = make(tokenise(Bulk(tokenizer), documents), recipe, specials, (0,))
+    examples = make(tokenise(BulkTokenizer(tokenizer), documents), recipe, specials, (0,))
     rows = _packed(examples, _planned(examples.lengths, setup), setup)
     layout = Layout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
     with TemporaryDirectory() as folder:

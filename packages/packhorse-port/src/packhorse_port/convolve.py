@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from packhorse.native import POINTER, Obstacle, function, warn_lost
+from packhorse.native import POINTER, Obstacle, function, warn_slow
 
 SOURCE = Path(__file__).with_name("convolve.c")
 MOST = 1 << 23  # multiplications: beyond, two threads and oneDNN are faster
@@ -63,7 +63,7 @@ def _serves(tensors: Sequence[Any], how: Sequence[Any]) -> bool:
     try:
         _functions(_defines(*seen))
     except Obstacle as reason:
-        warn_lost(reason)
+        warn_slow(reason)
         return False
     return True
 

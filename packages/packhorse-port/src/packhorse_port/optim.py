@@ -19,7 +19,7 @@ import torch
 
 from packhorse import optim
 from packhorse.errors import InputError
-from packhorse.optim.lamb import SETTLED
+from packhorse.optim.lamb import STEP_WITHOUT_CORRECTION
 from packhorse_port.names import nearest
 from packhorse_port.notices import place, say_once
 
@@ -294,7 +294,10 @@ def _settle(optimizer: Any, args: Any, kwargs: Any) -> None:
             place = parameter.device if on_device else "cpu"
             names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * bool(group["amsgrad"])]
             state = {name: torch.zeros_like(parameter) for name in names}
-            optimizer.state[parameter] = {"step": torch.tensor(SETTLED, device=place), **state}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(STEP_WITHOUT_CORRECTION, device=place),
+                **state,
+            }
 
 
 def _unhooked(step: Any) -> Any:

@@ -50,7 +50,7 @@ class Group:
     @classmethod
     def of(cls, options: Options) -> Group:
         """Who runs what; refused where processes and replicas do not go together."""
-        team, count = dist.told(), options.replication_factor
+        team, count = dist.team_from_environment(), options.replication_factor
         apart = options.Distributed.numProcesses
         if apart > 1:
             if team.world != apart:
@@ -131,7 +131,7 @@ def _interleaved(parts: tuple[Any, ...], steps: int) -> Any:
 
 def local_device() -> torch.device:
     """Where this process runs its replicas: its own accelerator of several, or the CPU."""
-    device, team = choose_device(), dist.told()
+    device, team = choose_device(), dist.team_from_environment()
     return (
         device if device.type == "cpu" or team.world == 1 else torch.device(device.type, team.local)
     )

@@ -34,7 +34,7 @@ SILENCE: tuple[Tell, Hush, int] = (lambda rows: None, lambda: None, 0)
 def voice(owner: object, does: str, about: Mapping[str, Any]) -> tuple[Tell, Hush]:
     """Something to tell each call's rows to, and something that ends it."""
     stack = ExitStack()
-    say = stack.enter_context(status.speaking(f"port-{next(NUMBERS)}", about))
+    say = stack.enter_context(status.publishing(f"port-{next(NUMBERS)}", about))
     calls = samples = before = 0
     last = time.monotonic()
     say({"does": f"{does}, first call", "calls": 0, "sequences": 0})

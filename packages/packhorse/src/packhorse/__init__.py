@@ -4,8 +4,8 @@
     model = packhorse.load("sentence-transformers/all-MiniLM-L6-v2")
     vectors = model.embed(texts)
 
-The public names are imported on first use, so that `import packhorse` costs next to nothing. Before
-that torch is held to the processor that `PACKHORSE_CPU` names, if it names one.
+The public names are imported on first use, so that `import packhorse` is fast. Before the first
+one, torch is restricted to the processor that `PACKHORSE_CPU` names, if it is set.
 """
 
 from importlib import import_module

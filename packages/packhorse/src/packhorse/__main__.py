@@ -1,7 +1,7 @@
-"""`python -m packhorse`: the command line, and what a rank of a training run is started by.
+"""`python -m packhorse`: the command line, which also starts the ranks of a training run.
 
-A rank leaves without tearing the interpreter down: all it had to write is written, and torch's own
-threads may still run when they are destroyed, which now and then aborts a run that is done.
+A rank exits without finalizing the interpreter: everything is written by then, and torch's threads
+may still run while they are destroyed, which sometimes aborts a process that has succeeded.
 """
 
 import os

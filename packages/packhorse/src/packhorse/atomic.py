@@ -1,9 +1,9 @@
-"""Files that are whole or not there, and folders that one process at a time works in.
+"""Atomic file writes, and locks that end with their process.
 
-A new file is written under a hidden name beside its place, put on the disk, and renamed: whenever
-the process or the machine stops, what has the file's name is the old one or the new one, whole. The
-price is one fsync a file. A lock is held by the open file, so it ends with the process, however
-that ends; no stale lock is ever left.
+A new file is written under a hidden name in the same folder, flushed to the disk, and renamed:
+whenever the process or the machine stops, the file is either the old one or the new one, complete.
+The cost is one fsync per file. A lock belongs to the open file, so it ends with the process,
+however that ends, and never becomes stale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packhorse.errors import InputError
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which becomes `path` when the block ends well and vanishes otherwise."""
+    """A file to write, which becomes `path` if the block succeeds and is removed otherwise."""
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         with draft.open("xb") as file:
@@ -37,7 +37,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync(path: Path) -> None:
-    """A folder's names, or a file that is closed, onto the disk; some systems cannot."""
+    """Flush a folder's entries, or a closed file, to the disk, if the system supports it."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -47,10 +47,10 @@ def sync(path: Path) -> None:
 
 
 def lock(file: BinaryIO, path: Path) -> None:
-    """Refuse if another process holds `file`; else hold it until it is closed."""
+    """Lock `file` until it is closed; raises if another process has locked it."""
     try:
         import fcntl
-    except ImportError:  # Windows has no flock; there the second process fails to rename
+    except ImportError:  # Windows has no flock, but there the second process fails to rename
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

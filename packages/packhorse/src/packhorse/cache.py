@@ -1,13 +1,13 @@
-"""Folders for compiled code, which only this user can have written to.
+"""Folders for compiled code that only this user can have written to.
 
     folder = private_folder("native")
     keep_compiled_code_private()        # before torch.compile or a Triton kernel compiles
 
-Whoever can write a library, a folder that holds it or one above it can run code as this user. So
-`cache_folder()` is refused where it, a folder above it or a link on the way to it can be changed by
-anyone but this user and root. To close a folder that was open (`chmod 700`) is not enough, because
-what was put into it before is still there: a `private_folder` in it was made closed, and one that
-is found open, or that holds a file of someone else's, is thrown away and made anew.
+Whoever can write a library, its folder or a folder above it can run code as this user. Therefore
+`cache_folder()` raises if the folder, one above it or a link on the way to it can be changed by
+anyone but this user and root. Closing an open folder (`chmod 700`) is not enough, because files put
+there before are still there: a `private_folder` is created closed, and one that is open, or holds a
+file of another user, is thrown away and created anew.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from packhorse.errors import InputError
 
 CLOSED = 0o700
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-MOST_LINKS = 40  # on the way to a file, as Linux has it
-CHECKS = hasattr(os, "getuid")  # elsewhere permissions are of another kind
+MAX_LINKS = 40  # on the way to a file; Linux has the same limit
+CHECKS = hasattr(os, "getuid")  # Windows has permissions of another kind
 
 
 def cache_folder() -> Path:
-    """Where compiled code lives: `PACKHORSE_CACHE`, else packhorse in the user's cache folder."""
+    """The folder of compiled code: `PACKHORSE_CACHE`, or packhorse in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     chosen = Path(os.environ.get("PACKHORSE_CACHE") or Path(home) / "packhorse").expanduser()
     folder = Path(os.path.abspath(chosen))
@@ -49,11 +49,11 @@ def cache_folder() -> Path:
 
 
 def private_folder(name: str) -> Path:
-    """A folder in the cache that was closed to others from its beginning, made if need be."""
+    """A folder in the cache that has been closed to others since its creation."""
     folder = cache_folder() / name
     try:
         if os.path.lexists(folder) and CHECKS and not _is_private(folder):
-            # What is in someone else's folder cannot be removed; the folder can be moved away.
+            # Files in another user's folder cannot be removed, but the folder can be moved away.
             discarded = Path(mkdtemp(prefix="discarded-", dir=folder.parent))
             folder.rename(discarded / name)
             shutil.rmtree(discarded, ignore_errors=True)
@@ -67,13 +67,13 @@ def private_folder(name: str) -> Path:
 
 
 def keep_compiled_code_private() -> None:
-    """Have torch.compile and Triton keep what they compile in the user's private folders."""
+    """Make torch.compile and Triton store compiled code in the user's private folders."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
     os.environ["TRITON_CACHE_DIR"] = str(private_folder("triton"))
 
 
-def is_mine_alone(file: Path) -> bool:
-    """Is it a plain file of this user's that nobody else may write to?"""
+def is_private_file(file: Path) -> bool:
+    """Is it a regular file of this user that nobody else may write to?"""
     info = file.lstat()
     if not stat.S_ISREG(info.st_mode):
         return False
@@ -81,19 +81,19 @@ def is_mine_alone(file: Path) -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Make it, and what is missing above it, for this user alone whatever the umask says."""
+    """Create the folder and missing parents, for this user only whatever the umask is."""
     missing = []
     while not folder.exists() and not folder.is_symlink():
         missing.append(folder)
         folder = folder.parent
-    for each in reversed(missing):
-        each.mkdir(mode=CLOSED, exist_ok=True)
+    for parent in reversed(missing):
+        parent.mkdir(mode=CLOSED, exist_ok=True)
     if not folder.is_dir():
-        raise NotADirectoryError(20, "it is not a folder, or below something that is none")
+        raise NotADirectoryError(20, "it is not a folder, or lies below something that is not one")
 
 
 def _exposure(folder: Path) -> str | None:
-    """How someone else could change what this path leads to; None if nobody can."""
+    """How another user could change what this path leads to; None if nobody can."""
     me = os.getuid()
     for place, info in _steps(folder):
         if info.st_uid not in (me, 0):
@@ -101,7 +101,7 @@ def _exposure(folder: Path) -> str | None:
         last = place.samefile(folder)
         if last and info.st_uid != me and not stat.S_ISLNK(info.st_mode):
             return f"{place} belongs to root and not to you"
-        # In a sticky folder as /tmp others can add, but not replace what is ours.
+        # In a sticky folder such as /tmp others can add files, but not replace those of this user.
         sticky = info.st_mode & stat.S_ISVTX and not last
         if _others_write(info) and not sticky:
             return f"{place} has mode {stat.S_IMODE(info.st_mode):o}"
@@ -109,8 +109,10 @@ def _exposure(folder: Path) -> str | None:
 
 
 def _steps(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Every folder and link that is passed on the way from the root, links followed."""
-    here, rest, links = Path(folder.anchor), list(folder.parts[1:]), 0
+    """Every folder and link on the way from the root to `folder`, following links."""
+    here = Path(folder.anchor)
+    rest = list(folder.parts[1:])
+    links = 0
     yield here, here.lstat()
     while rest:
         name = rest.pop(0)
@@ -124,27 +126,31 @@ def _steps(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
             here = place
             continue
         links += 1
-        if links > MOST_LINKS:
+        if links > MAX_LINKS:
             raise OSError(40, "too many links")
         target = Path(os.readlink(place))
-        here = Path(target.anchor) if target.is_absolute() else here
-        rest = [*(target.parts[1:] if target.is_absolute() else target.parts), *rest]
+        if target.is_absolute():
+            here = Path(target.anchor)
+            rest = [*target.parts[1:], *rest]
+        else:
+            rest = [*target.parts, *rest]
 
 
 def _others_write(info: os.stat_result) -> bool:
-    """May anyone but its owner write to it? A group of the owner's alone does not count."""
+    """May anyone but the owner write to it? A group with only the owner in it does not count."""
     if stat.S_ISLNK(info.st_mode) or not info.st_mode & OTHERS_WRITE:
         return False
-    return bool(info.st_mode & stat.S_IWOTH) or not _is_own_group(info.st_gid)
+    return bool(info.st_mode & stat.S_IWOTH) or not _is_personal_group(info.st_gid)
 
 
-def _is_own_group(number: int) -> bool:
-    """Is it the group that many systems make for each user, with nobody else in it?"""
+def _is_personal_group(number: int) -> bool:
+    """Is it the personal group that many systems create per user, with nobody else in it?"""
     import grp
     import pwd
 
     try:
-        group, user = grp.getgrgid(number), pwd.getpwuid(os.getuid())
+        group = grp.getgrgid(number)
+        user = pwd.getpwuid(os.getuid())
     except KeyError:
         return False
     alone = set(group.gr_mem) <= {user.pw_name}
@@ -152,8 +158,9 @@ def _is_own_group(number: int) -> bool:
 
 
 def _is_private(folder: Path) -> bool:
-    """Is it closed to others, and all in it this user's own?"""
-    me, info = os.getuid(), folder.lstat()
+    """Is it closed to others, and does everything in it belong to this user?"""
+    me = os.getuid()
+    info = folder.lstat()
     closed = stat.S_ISDIR(info.st_mode) and stat.S_IMODE(info.st_mode) == CLOSED
     return closed and info.st_uid == me and all(owner == me for owner in _owners(folder))
 
@@ -165,5 +172,5 @@ def _owners(folder: Path) -> Iterator[int]:
                 yield entry.stat(follow_symlinks=False).st_uid
                 if entry.is_dir(follow_symlinks=False):
                     yield from _owners(Path(entry.path))
-            except FileNotFoundError:  # another process tidies up
+            except FileNotFoundError:  # removed by another process meanwhile
                 continue

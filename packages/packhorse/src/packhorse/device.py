@@ -1,8 +1,8 @@
-"""Which device and which number format a model runs in.
+"""Choose the device and the dtype that a model runs in.
 
-The choice is made once, by whoever loads a model, and travels with it; nothing here keeps state.
-What a processor can do is known by `processor`. One that does not multiply bf16 computes it in fp32
-steps (see `model.freeze`), so bf16 is never taken there unless it is asked for.
+The choice is made once, when a model is loaded, and stays with it; nothing here has state.
+`processor` knows the features of the CPU. A CPU that does not multiply bf16 computes it in fp32
+(see `model.freeze`), so bf16 is never chosen there unless the user asks for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ DTYPES = {
 
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:
-    """The device asked for, checked; unnamed `PACKHORSE_DEVICE`, the accelerator, or the CPU."""
+    """The device `name`, checked; by default `PACKHORSE_DEVICE`, the accelerator, or the CPU."""
     if name is None or str(name) == "auto":
         name = os.environ.get("PACKHORSE_DEVICE") or "auto"
     if str(name) == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None else torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator if accelerator is not None else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -39,17 +39,17 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
 
 
 def _require(device: torch.device) -> None:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type != device.type:
-        have = "only the CPU" if found is None else f"{found.type} and the CPU"
-        raise InputError(f"device {device} is not available: torch sees {have} here")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device.type:
+        available = "only the CPU" if accelerator is None else f"{accelerator.type} and the CPU"
+        raise InputError(f"device {device} is not available: torch sees {available} here")
     count = torch.accelerator.device_count()
     if (device.index or 0) >= count:
         raise InputError(f"device {device} does not exist: there are {count} (numbered from 0)")
 
 
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
-    """The torch dtype behind one of our short names."""
+    """The torch dtype of one of our short names."""
     short = dtype_name(name) if isinstance(name, torch.dtype) else name
     if short not in DTYPES:
         raise InputError(f"unknown dtype {short!r}; choose one of {', '.join(DTYPES)} or auto")
@@ -78,18 +78,18 @@ def fast_bf16(device: torch.device) -> bool:
 
 
 def fast_float8(device: torch.device) -> bool:
-    """Does it multiply float8 matrices with a scale for each row in hardware? From Hopper on."""
+    """Does it multiply float8 matrices with a scale per row in hardware (Hopper or newer)?"""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given, so that a clock read after it is true."""
+    """Wait until the device has finished its work, so that time measured afterwards is right."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def describe(device: torch.device) -> str:
-    """One line a person recognises the device by."""
+    """One line by which a person recognizes the device."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"{device} ({torch.get_num_threads()} threads)" if device.type == "cpu" else str(device)

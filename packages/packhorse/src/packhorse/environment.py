@@ -1,6 +1,6 @@
-"""Environment variables that a child process does not get: keys, tokens and passwords.
+"""The environment for child processes, without keys, tokens and passwords.
 
-A compiler needs none of them, and what it starts (a wrapper, a plugin, ccache) could keep them.
+A compiler needs none of them, and what it starts (a wrapper, a plugin, ccache) could leak them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def secret_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables whose names say that they hold a secret."""
+    """The variables whose names suggest that they hold a secret."""
     return [name for name in environ if SECRET.search(name)]
 
 

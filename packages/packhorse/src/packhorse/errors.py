@@ -1,8 +1,7 @@
-"""Every error a user can cause, one base and its kinds.
+"""Every error that a user can cause: one base class and its kinds.
 
 A message says what is wrong and what to do next. The CLI prints it as one line and exits with the
-kind's `exit_code`; the HTTP server maps kinds to statuses. Programming mistakes stay ordinary
-exceptions: they are ours to fix, not the user's to read.
+`exit_code` of the class; the HTTP server maps classes to statuses. Bugs stay ordinary exceptions.
 """
 
 
@@ -13,31 +12,31 @@ class PackhorseError(Exception):
 
 
 class InputError(PackhorseError, ValueError):
-    """What the user passed cannot be used: an argument, a text, a file of texts."""
+    """An argument, a text or a file of the user cannot be used."""
 
 
 class CheckpointError(PackhorseError):
-    """A model folder or file is missing, damaged, or does not hold what was asked of it."""
+    """A model folder or file is missing, damaged, or does not contain what is needed."""
 
 
 class KernelError(PackhorseError):
-    """An attention kernel was asked to run on a device, dtype or pass it does not serve."""
+    """An attention kernel does not support the device, dtype or pass that it should run."""
 
 
 class Overloaded(PackhorseError):
-    """More waits to be run than was allowed to; nothing is wrong with the request, try again."""
+    """The queue is full; nothing is wrong with the request, so try again later."""
 
 
 class RunnerStopped(PackhorseError):
-    """The runner was closed or its engine died; no request of it will be answered any more."""
+    """The runner was closed or its engine died; it will answer no more requests."""
 
 
 class RequestFailed(PackhorseError):
-    """The model ran and failed on this one request; the cause, where there is one, is attached."""
+    """The model ran and failed on this request; the cause, if there is one, is attached."""
 
 
 class RankLost(PackhorseError):
-    """Another process of the team has ended, or does not answer; this one cannot go on alone."""
+    """Another process of the team has ended or does not answer; this one cannot go on alone."""
 
     exit_code = 4
 

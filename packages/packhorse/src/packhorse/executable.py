@@ -1,9 +1,9 @@
-"""Compile once for each shape bucket, and keep what was compiled on disk.
+"""Compile or record once per shape bucket, and keep compiled code on disk.
 
-`compile` hands modules to torch.compile with its caches in a folder of the user's own, so that a
-second process starts from the first one's work. `CudaGraphs` records what a callable launches for a
-bucket and replays it, which takes the host out of the loop where batches are small. Nothing here
-knows what is being compiled.
+`compile` passes modules to torch.compile with its caches in a private folder of the user, so that a
+second process reuses the first one's work. `CudaGraphs` records what a callable launches for a
+bucket and replays it, which removes the host's overhead for small batches. Nothing here depends on
+what is compiled.
 
 Compiled code is loaded only from folders that nobody else can have written to (`packhorse.cache`).
 """
@@ -26,9 +26,11 @@ from torch import Tensor, nn
 
 from packhorse.cache import keep_compiled_code_private
 
-COMPILED_LIMIT = 4096  # buckets before torch gives up; its own default is 8
-RECORDED_LIMIT = 64  # CUDA graphs kept; the one not used for longest goes
-ONE_CAPTURE = RLock()  # torch captures one graph at a time; compiling for it comes first
+COMPILED_LIMIT = 4096  # buckets before torch stops compiling; its own default is 8
+RECORDED_LIMIT = 64  # CUDA graphs in memory; the least recently used one is dropped
+# torch captures one graph per process at a time. The lock is reentrant because a capture begins
+# with a warm-up that holds it too. Order: `CudaGraphs.turn` before ONE_CAPTURE, never the reverse.
+ONE_CAPTURE = RLock()
 
 
 @cache
@@ -39,23 +41,23 @@ def cpp_compiler() -> str | None:
 
 
 def compile(modules: Iterable[nn.Module]) -> None:
-    """Have each module compiled for each shape it meets; where nothing can be, say so once.
+    """Compile each module for each shape that it gets; without a C++ compiler, warn once.
 
-    Modules of one class share what is compiled: given the layers of a model rather than the model,
-    a bucket costs one layer's compilation.
+    Modules of one class share compiled code: if the layers of a model are passed instead of the
+    model, a bucket takes the compilation of only one layer.
     """
-    if cpp_compiler() is None:  # on CUDA too: its launchers are compiled for the host
-        return _say_uncompiled()
+    if cpp_compiler() is None:  # needed on CUDA too: its launchers are compiled for the host
+        return _warn_uncompiled()
     keep_compiled_code_private()
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
 
 
 def allow_every_bucket() -> None:
-    """Lift torch's limit on compilations in this thread; its settings are a thread's own.
+    """Raise torch's limit on compilations in this thread; torch's settings are per thread.
 
-    While one thread compiles, torch up to 2.12 takes a call of a compiled module in any other
-    thread for a part of that and raises. Such a call runs uncompiled instead.
+    While one thread compiles, torch up to 2.12 takes a call of a compiled module in another thread
+    for a nested compilation and raises. Such a call runs uncompiled instead.
     """
     torch._dynamo.config.error_on_nested_fx_trace = False
     torch._dynamo.config.recompile_limit = COMPILED_LIMIT
@@ -63,20 +65,20 @@ def allow_every_bucket() -> None:
 
 
 @cache
-def _say_uncompiled() -> None:
+def _warn_uncompiled() -> None:
     warnings.warn(
         "no C++ compiler found (g++ or clang++): running uncompiled", RuntimeWarning, stacklevel=3
     )
 
 
 def cache_misses() -> int:
-    """Graphs this process had to compile because the disk cache did not hold them."""
-    counted = torch._dynamo.utils.counters["inductor"]
-    return int(counted["fxgraph_cache_miss"] + counted["fxgraph_cache_bypass"])
+    """The number of graphs that this process compiled because the disk cache did not have them."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    return int(counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"])
 
 
 def round_up(size: int, smallest: int = 64) -> int:
-    """The next bucket size: four to each power of two, so that at most a fifth is spare."""
+    """The next bucket size: four per power of two, so that at most a fifth is unused."""
     if size <= smallest:
         return smallest
     step = max(1, 1 << ((size - 1).bit_length() - 3))
@@ -92,91 +94,91 @@ def sizes(largest: int, smallest: int = 64) -> Iterator[int]:
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, **how: Any) -> Iterator[None]:
-    """Record what is launched, undisturbed, and where that fails have all as it was before.
+def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """Record what is launched into `graph`; after a failure restore the previous state.
 
-    A graph that the collector ends meanwhile would spoil the capture, so it does not collect. torch
-    leaves a failed capture with its stream current and the generator still recording, so that the
-    next dropout would raise.
+    If the garbage collector destroyed another graph meanwhile, the capture would become invalid, so
+    it is off. After a failed capture torch leaves its stream current and the random generator
+    recording, so that the next dropout would raise; both are restored.
 
-    cuBLAS has one workspace per stream. One from before the capture is not the graph's memory:
-    torch.compile frees it when it records graphs of its own, and a replay would write into what is
-    somebody else's by then. So the capture begins without one and keeps what it allocates.
+    cuBLAS has one workspace per stream. A workspace from before the capture is not part of the
+    graph's memory: torch.compile frees it when it records graphs of its own, and a replay would
+    write to memory that belongs to others by then. So the capture begins without a workspace and
+    keeps the one it allocates.
     """
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     with ONE_CAPTURE, torch.cuda.stream(torch.cuda.current_stream()):
-        collects, before = gc.isenabled(), generator.clone_state()
+        gc_was_enabled = gc.isenabled()
+        generator_state = generator.clone_state()
         gc.disable()
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local", **how):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
                 yield
         except BaseException:
-            generator.graphsafe_set_state(before)
+            generator.graphsafe_set_state(generator_state)
             raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-            if collects:
+            if gc_was_enabled:
                 gc.enable()
 
 
 @dataclass
 class CudaGraphs:
-    """Replays `function` for each bucket: inputs are copied in, one launch, the output is copied.
+    """Replays `function` per bucket: copy the inputs in, launch once, copy the output out.
 
-    The output is copied because the next replay writes over it: all buckets share one pool of
-    memory, so that it holds the largest, not the sum. So callers take turns: on the host, a lock is
-    held from the look-up to the copy; on the device, where callers may use several streams, a
-    replay waits for the copy of the one before.
+    The output is copied because the next replay overwrites it: all buckets share one memory pool,
+    whose size is that of the largest bucket, not of the sum. Therefore callers take turns: on the
+    host, a lock is held from the lookup to the copy; on the device, where callers may use several
+    streams, a replay waits for the output copy of the previous one.
     """
 
     function: Callable[..., Tensor]
-    recorded: dict[Hashable, _Recording] = field(default_factory=dict)
+    recorded: dict[Hashable, _RecordedGraph] = field(default_factory=dict)
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # the last output
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # of the last output
     turn: Lock = field(default_factory=Lock)
 
     def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
-        """Replay, or record first; constants are part of the bucket."""
-        key = (*((x.shape, x.dtype) for x in tensors), *sorted(constants.items()))
+        """Replay, after recording if the bucket is new; constants are part of the bucket."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        key = shapes + tuple(sorted(constants.items()))
         with self.turn:
             torch.cuda.current_stream().wait_event(self.copied)
-            recording = self.recorded.pop(key, None) or self._record(tensors, constants)
-            self.recorded[key] = recording  # at the end: used last
+            graph = self.recorded.pop(key, None) or self._record(tensors, constants)
+            self.recorded[key] = graph  # moves it to the end: most recently used
             if len(self.recorded) > RECORDED_LIMIT:
-                self.copied.synchronize()  # it may still run, on a stream that is not ours
+                self.copied.synchronize()  # the dropped graph may still run on another stream
                 del self.recorded[next(iter(self.recorded))]
             try:
-                return recording.replay(tensors)
-            finally:  # also where there was no memory for the copy: the graph was launched
+                return graph.replay(tensors)
+            finally:  # also if there was no memory for the copy: the graph has been launched
                 self.copied.record()
 
-    def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
-        with ONE_CAPTURE:
-            return self._record_alone(tensors, constants)
-
-    def _record_alone(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _Recording:
-        inputs = tuple(x.clone() for x in tensors)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # warm up where allocations and compilation do no harm
-            for _ in range(3):
-                self.function(*inputs, **constants)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, pool=self.pool):
-            output = self.function(*inputs, **constants)
-        return _Recording(graph, inputs, output)
+    def _record(self, tensors: tuple[Tensor, ...], constants: dict[str, Any]) -> _RecordedGraph:
+        with ONE_CAPTURE:  # the warm-up too: it may compile, which must not happen in a capture
+            inputs = tuple(tensor.clone() for tensor in tensors)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # warm up: lazy allocations and compilation
+                for _ in range(3):
+                    self.function(*inputs, **constants)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with recording(graph, pool=self.pool):
+                output = self.function(*inputs, **constants)
+            return _RecordedGraph(graph, inputs, output)
 
 
 @dataclass(frozen=True, slots=True)
-class _Recording:
+class _RecordedGraph:
     graph: Any  # torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
     output: Tensor
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        for kept, new in zip(self.inputs, tensors, strict=True):
-            kept.copy_(new, non_blocking=True)
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
         self.graph.replay()
         return self.output.clone()

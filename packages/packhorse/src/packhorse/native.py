@@ -1,11 +1,11 @@
-"""C that is compiled at first use, for the few loops that torch has no fast form of on a CPU.
+"""Compile C at first use, for the few loops that torch has no fast version of on a CPU.
 
-A source is compiled for this very CPU in half a second, kept in the user's own cache folder
-(`packhorse.cache`) under a name that holds all it depends on, and loaded from nowhere else. The
-price is a C compiler on the machine: where there is none, or anything else is amiss, `Obstacle`
-says why, the caller does without, and `warn_lost` tells the user once what would bring the speed
-back. The C knows nothing of torch or Python: pointers go in, and the entry of the OpenMP library
-that torch itself uses, so that both share one pool of threads and the cores are not crowded by two.
+A source is compiled for this CPU in half a second and stored in the user's cache folder
+(`packhorse.cache`), under a name that is a hash of all it depends on; it is loaded from nowhere
+else. This needs a C compiler on the machine. If there is none, or anything else goes wrong,
+`Obstacle` tells why, the caller uses torch instead, and `warn_slow` tells the user once what would
+make it fast. The C code does not know torch or Python: it gets pointers and the entry point of the
+OpenMP library that torch itself uses, so that both share one thread pool.
 """
 
 from __future__ import annotations
@@ -27,23 +27,30 @@ from typing import Any
 
 import torch
 
-from packhorse.cache import is_mine_alone, private_folder
+from packhorse.cache import is_private_file, private_folder
 from packhorse.environment import without_secrets
 from packhorse.errors import InputError
 from packhorse.processor import features
 
 FLAGS = (
-    *("-std=gnu11", "-O3", "-shared", "-fPIC"),
-    *("-ffp-contract=fast", "-fno-math-errno"),  # roots are instructions then, not calls of libm
+    "-std=gnu11",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",  # makes square roots instructions instead of calls of libm
 )
-POINTER, LONG, FLOAT, UNSIGNED = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_uint
+POINTER = ctypes.c_void_p
+LONG = ctypes.c_long
+FLOAT = ctypes.c_float
+UNSIGNED = ctypes.c_uint
 INT = ctypes.c_int
 
 
 class Obstacle(Exception):
     """Why a function cannot be built or loaded here, in one line.
 
-    fixable: whether a user could change that; not where the C is not written for such a machine.
+    fixable: whether a user could change that; False if the C code does not support the machine.
     """
 
     def __init__(self, reason: str, fixable: bool = True) -> None:
@@ -51,8 +58,8 @@ class Obstacle(Exception):
         self.fixable = fixable
 
 
-def warn_lost(reason: Obstacle) -> None:
-    """Tell the user that code which could be fast here is not, if there is a way to change that."""
+def warn_slow(reason: Obstacle) -> None:
+    """Warn that code runs slower than it could here, if the user can change that."""
     if reason.fixable:
         _warn_once(str(reason))
 
@@ -66,29 +73,31 @@ def _warn_once(reason: str) -> None:
 def function(
     source: Path,
     name: str,
-    takes: tuple[Any, ...],
+    argument_types: tuple[Any, ...],
     defines: tuple[str, ...] = (),
     returns: Any = None,
 ) -> Callable[..., Any]:
-    """The function `name` of the C file `source`; `takes` and `returns` are its ctypes.
+    """The function `name` of the C file `source`, with the types of its arguments and result.
 
-    Raises `Obstacle` where it cannot be had. The caller keeps it: to ask again runs the compiler.
+    Raises `Obstacle` if it cannot be built. Callers should cache the result: every call runs the
+    compiler for its version, at least.
     """
     openmp_entry()
     if platform.machine() in ("x86_64", "AMD64") and not features().avx2:
         raise Obstacle("this processor has no AVX2", fixable=False)
-    library = _built(source, defines)
+    library = _compiled_library(source, defines)
     try:
-        found = getattr(ctypes.CDLL(str(library)), name)
+        entry = getattr(ctypes.CDLL(str(library)), name)
     except (OSError, AttributeError) as error:
-        raise _not_loaded(library, _first_line(str(error))) from error
-    found.restype, found.argtypes = returns, takes
-    return found
+        raise _load_obstacle(library, _first_line(str(error))) from error
+    entry.restype = returns
+    entry.argtypes = argument_types
+    return entry
 
 
 @cache
 def openmp_entry() -> int:
-    """The address of GOMP_parallel as torch itself resolves it; LLVM and Intel offer it as well."""
+    """The address of GOMP_parallel as torch resolves it; LLVM's and Intel's OpenMP have it too."""
     if not sys.platform.startswith("linux"):
         raise Obstacle(f"it is built on Linux only, not on {sys.platform}", fixable=False)
     for library in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
@@ -100,8 +109,8 @@ def openmp_entry() -> int:
     raise Obstacle("torch's OpenMP library has no GOMP_parallel", fixable=False)
 
 
-def _built(source: Path, defines: tuple[str, ...]) -> Path:
-    """The compiled library in the cache, compiled now if it is not there yet."""
+def _compiled_library(source: Path, defines: tuple[str, ...]) -> Path:
+    """The compiled library in the cache; compiles it if it is not there yet."""
     compiler = _compiler()
     flags = (f"-march={features().march}", *FLAGS, *(f"-D{define}" for define in defines))
     version = _run([*compiler, "--version"])
@@ -109,13 +118,13 @@ def _built(source: Path, defines: tuple[str, ...]) -> Path:
     try:
         folder = private_folder("native")
         target = folder / f"{source.stem}-{sha256(depends_on.encode()).hexdigest()[:32]}.so"
-        if os.path.lexists(target) and is_mine_alone(target):
+        if os.path.lexists(target) and is_private_file(target):
             return target
-        # Another process may be at the same: each works by itself, and the last one stands.
+        # Another process may do the same: each compiles by itself, and the last rename wins.
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             fresh = Path(scratch) / target.name
             _run([*compiler, *flags, "-o", str(fresh), str(source)])
-            fresh.chmod(0o700)  # whatever the umask says
+            fresh.chmod(0o700)  # whatever the umask is
             fresh.replace(target)
     except (InputError, OSError) as error:
         raise Obstacle(_first_line(str(error))) from error
@@ -123,18 +132,21 @@ def _built(source: Path, defines: tuple[str, ...]) -> Path:
 
 
 def _compiler() -> list[str]:
-    """`$CC`, which may hold arguments, or the first that is installed."""
-    asked = shlex.split(os.environ.get("CC", ""))
-    found = next((name for name in asked[:1] or ("cc", "gcc", "clang") if shutil.which(name)), None)
-    if found is None:
-        missing = f"CC names {asked[0]}, which is not there" if asked else "no C compiler found"
-        raise Obstacle(f"{missing}; install gcc or clang")
-    return asked or [found]
+    """`$CC`, which may contain arguments, or the first compiler that is installed."""
+    configured = shlex.split(os.environ.get("CC", ""))
+    candidates = configured[:1] or ("cc", "gcc", "clang")
+    installed = next((name for name in candidates if shutil.which(name)), None)
+    if installed is None:
+        problem = "no C compiler found"
+        if configured:
+            problem = f"CC names {configured[0]}, which does not exist"
+        raise Obstacle(f"{problem}; install gcc or clang")
+    return configured or [installed]
 
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -143,16 +155,16 @@ def _run(command: list[str]) -> str:
             env=without_secrets(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        why = _first_line(str(error))
-        raise Obstacle(f"cannot run the C compiler: {why}; set CC to one that works") from error
-    if done.returncode:
-        said = _first_line(done.stderr) or f"exit status {done.returncode}"
-        raise Obstacle(f"the C compiler {command[0]} failed: {said}; set CC to one that works")
-    return done.stdout
+        reason = _first_line(str(error))
+        raise Obstacle(f"cannot run the C compiler: {reason}; set CC to one that works") from error
+    if result.returncode:
+        reason = _first_line(result.stderr) or f"exit status {result.returncode}"
+        raise Obstacle(f"the C compiler {command[0]} failed: {reason}; set CC to one that works")
+    return result.stdout
 
 
-def _not_loaded(library: Path, error: str) -> Obstacle:
-    if "failed to map segment" in error:  # what the loader says of a library it may not execute
+def _load_obstacle(library: Path, error: str) -> Obstacle:
+    if "failed to map segment" in error:  # the loader's message if it may not execute the file
         return Obstacle(
             f"nothing can be run from the cache folder {library.parent}, which is mounted noexec; "
             "set PACKHORSE_CACHE to a folder on another file system"
@@ -165,7 +177,7 @@ def _first_line(text: str) -> str:
 
 
 def _cpu() -> str:
-    """What -march=native depends on: a home folder may be shared by unlike machines."""
+    """What -march=native depends on: different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

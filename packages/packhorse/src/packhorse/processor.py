@@ -1,11 +1,11 @@
-"""What the processor can do; `PACKHORSE_CPU` pretends to less than is there.
+"""The features of the processor; `PACKHORSE_CPU` restricts them to those of an older one.
 
 Every choice that depends on the processor asks `features()`: which C is compiled, whether weights
-are prepared in bf16 or fp32, what `dtype="auto"` tries. The answer is what this process may use:
-what the machine has, less what torch was told not to use, less what `PACKHORSE_CPU` leaves out.
+are prepared in bf16 or fp32, what `dtype="auto"` tries. It returns what this process may use: what
+the machine has, without what torch's own switches or `PACKHORSE_CPU` exclude.
 
 `PACKHORSE_CPU` is for tests, and for people who want the results or the speed of another machine.
-It is a ladder; each rung has everything below it:
+Each level includes all levels above it in this list:
 
     avx2      AVX2 and FMA            Haswell, most laptops since, Zen 1 to 3
     avx512    AVX-512 F CD BW DQ VL   Skylake server
@@ -13,9 +13,9 @@ It is a ladder; each rung has everything below it:
     bf16      AVX-512 BF16            Cooper Lake, Zen 4
     amx       AMX tiles               Sapphire Rapids
 
-ATen, oneDNN and MKL read their own switches once, when they first compute. So `limit` must run
-before that: the command line and the package's public names call it, and `features` does where
-neither did. Where it is too late, one warning says so. Child processes inherit the switches.
+ATen, oneDNN and MKL read their own switches once, when they first compute, so `limit` must run
+before: the command line and the package's public names call it, and `features` does if neither did.
+If it is too late, there is a warning. Child processes inherit the switches.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ class Features:
 
     avx2: bool = False
     avx512: bool = False  # F, BW, DQ and VL
-    vnni: bool = False  # products of int8, 512 bits wide
-    avx512_bf16: bool = False  # products of bf16 in vectors, VDPBF16PS
-    amx: bool = False  # products of int8 and bf16 in tiles
-    bf16: bool = False  # products of bf16 by any instruction, which oneDNN uses
-    march: str = "native"  # what a C compiler is told of the processor
+    vnni: bool = False  # int8 products, 512 bits wide
+    avx512_bf16: bool = False  # bf16 products in vectors, VDPBF16PS
+    amx: bool = False  # int8 and bf16 products in tiles
+    bf16: bool = False  # bf16 products by any instruction that oneDNN uses
+    march: str = "native"  # the C compiler's -march
 
     def names(self) -> list[str]:
-        """The features that are there."""
+        """The names of the features that are present."""
         return [field.name for field in fields(self) if getattr(self, field.name) is True]
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
-    """A step of the ladder."""
+class CpuLevel:
+    """A value of `PACKHORSE_CPU`, and the switches of the libraries for it."""
 
-    adds: str  # the feature that the rung below lacks
-    march: str  # what our C is compiled for; gcc and clang have known these names the longest
+    adds: str  # the feature that the level below does not have
+    march: str  # what our C is compiled for; the names that old gcc and clang know too
     aten: str
     onednn: str
     mkl: str
 
     @property
     def switches(self) -> dict[str, str]:
-        """The environment variables that hold the libraries to it."""
+        """The environment variables that restrict the libraries to this level."""
         return {
             "ATEN_CPU_CAPABILITY": self.aten,
             "ONEDNN_MAX_CPU_ISA": self.onednn,
@@ -69,14 +69,14 @@ class Rung:
         }
 
 
-LADDER = {
-    "avx2": Rung("avx2", "haswell", "avx2", "AVX2", "AVX2"),
-    "avx512": Rung("avx512", "skylake-avx512", "avx512", "AVX512_CORE", "AVX512"),
-    "vnni": Rung("vnni", "cascadelake", "avx512", "AVX512_CORE_VNNI", "AVX512_E1"),
-    "bf16": Rung("avx512_bf16", "cooperlake", "avx512", "AVX512_CORE_BF16", "AVX512_E2"),
-    "amx": Rung("amx", "native", "avx512", "AVX512_CORE_AMX", "AVX512_E4"),
+CPU_LEVELS = {
+    "avx2": CpuLevel("avx2", "haswell", "avx2", "AVX2", "AVX2"),
+    "avx512": CpuLevel("avx512", "skylake-avx512", "avx512", "AVX512_CORE", "AVX512"),
+    "vnni": CpuLevel("vnni", "cascadelake", "avx512", "AVX512_CORE_VNNI", "AVX512_E1"),
+    "bf16": CpuLevel("avx512_bf16", "cooperlake", "avx512", "AVX512_CORE_BF16", "AVX512_E2"),
+    "amx": CpuLevel("amx", "native", "avx512", "AVX512_CORE_AMX", "AVX512_E4"),
 }
-# torch's own probes by instruction; not public, so one may be missing from some release.
+# torch's probes, by feature; they are not public, so a release may lack one.
 PROBES = {
     "avx2": "_is_avx2_supported",
     "avx512": "_is_avx512_supported",
@@ -87,28 +87,30 @@ PROBES = {
 
 
 def level() -> str | None:
-    """The rung that `PACKHORSE_CPU` names, or None."""
+    """The level that `PACKHORSE_CPU` names, or None."""
     name = os.environ.get(VARIABLE) or None
     if name is None:
         return None
-    if name not in LADDER:
-        raise InputError(f"{VARIABLE} is {name!r}; choose one of {', '.join(LADDER)}, or unset it")
+    if name not in CPU_LEVELS:
+        raise InputError(
+            f"{VARIABLE} is {name!r}; choose one of {', '.join(CPU_LEVELS)}, or unset it"
+        )
     if platform.machine() not in ("x86_64", "AMD64"):
         raise InputError(
-            f"{VARIABLE} is {name!r}, which x86 processors have, and this one is "
+            f"{VARIABLE} is {name!r}, which only x86 processors have, and this one is "
             f"{platform.machine()}; unset it"
         )
     return name
 
 
 def limit() -> None:
-    """Hold torch's libraries to `PACKHORSE_CPU`; without it nothing is done. Loads no torch."""
+    """Restrict torch's libraries to `PACKHORSE_CPU`, if it is set. Does not import torch."""
     name = level()
-    switches = LADDER[name].switches if name else {}
+    switches = CPU_LEVELS[name].switches if name else {}
     if all(os.environ.get(key) == value for key, value in switches.items()):
         return
     os.environ.update(switches)
-    if "torch" in sys.modules and not _in_time(str(name)):
+    if "torch" in sys.modules and not _took_effect(str(name)):
         assignments = " ".join(f"{key}={value}" for key, value in switches.items())
         warnings.warn(
             f"{VARIABLE}={name} came too late for torch, which was loaded before; import torch "
@@ -118,10 +120,10 @@ def limit() -> None:
         )
 
 
-def _in_time(name: str) -> bool:
-    """Whether switches set now had an effect: torch may be loaded and not have computed yet.
+def _took_effect(name: str) -> bool:
+    """Did switches set just now have an effect? torch may be imported but not have computed yet.
 
-    Only the lowest rung can be told apart: nothing says how far oneDNN goes within AVX-512.
+    Only the lowest level can be checked: oneDNN does not tell which level of AVX-512 it uses.
     """
     import torch
 
@@ -129,7 +131,7 @@ def _in_time(name: str) -> bool:
 
 
 def features() -> Features:
-    """What this process may use of the processor."""
+    """The features of the processor that this process may use."""
     return _features(level())
 
 
@@ -140,21 +142,21 @@ def _features(name: str | None) -> Features:
 
     has = {key: bool(getattr(torch.cpu, probe, bool)()) for key, probe in PROBES.items()}
     if has["avx512"] and torch.backends.cpu.get_cpu_capability() == "AVX2":
-        name = "avx2"  # by ATen's own switch
+        name = "avx2"  # the user has set ATen's own switch
     march = "native"
     if name is not None:
-        march = LADDER[name].march if has[LADDER[name].adds] else "native"
-        rungs = list(LADDER)
-        for above in rungs[rungs.index(name) + 1 :]:
-            has[LADDER[above].adds] = False
-    # oneDNN also takes bf16 where the processor only converts it, which is slower than fp32. Off
-    # x86 it takes bf16 only where the processor multiplies it.
+        march = CPU_LEVELS[name].march if has[CPU_LEVELS[name].adds] else "native"
+        levels = list(CPU_LEVELS)
+        for above in levels[levels.index(name) + 1 :]:
+            has[CPU_LEVELS[above].adds] = False
+    # On x86 oneDNN also accepts bf16 if the processor only converts it, which is slower than fp32.
+    # Elsewhere it accepts bf16 only if the processor multiplies it.
     multiplies = has["avx512_bf16"] or has["amx"] or not has["avx2"]
-    return Features(**has, bf16=multiplies and _onednn_takes_bf16(), march=march)
+    return Features(**has, bf16=multiplies and _onednn_accepts_bf16(), march=march)
 
 
-def _onednn_takes_bf16() -> bool:
+def _onednn_accepts_bf16() -> bool:
     import torch
 
-    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-    return torch.backends.mkldnn.is_available() and ask is not None and bool(ask())
+    probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and probe is not None and bool(probe())

@@ -1,7 +1,7 @@
-"""What a head's tensors mean: answers, labels, words and rankings, as plain values.
+"""From the tensors of a head to answers, labels, words and rankings as plain values.
 
-Everything here is host work on numpy arrays of one sequence (or the windows of one), so it can be
-read and tested without a model. Offsets are code points of the text the user passed.
+All functions work on numpy arrays of one sequence (or of the windows of one text) on the host, so
+they can be read and tested without a model. Offsets are code points of the user's text.
 
 Shapes: n tokens of one sequence, C labels, V vocabulary.
 """
@@ -17,12 +17,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
-OVERFLOWED = 1e9  # stands for an infinite logit: above all others, yet sums still tell apart
+OVERFLOWED = 1e9  # replaces an infinite logit: above all others, yet sums of two still compare
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """The raw output for one text: a state a token, and BERT's pooled output if it has one."""
+    """The raw output for one text: one state per token, and BERT's pooled output if it has one."""
 
     states: np.ndarray  # [n, E]
     pooled: np.ndarray | None  # [E]
@@ -31,7 +31,7 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """One text's label, the likeliest first, with the scores of all."""
+    """The most likely label of a text, and the scores of all labels, best first."""
 
     label: str
     score: float
@@ -40,7 +40,7 @@ class Classified:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A span of the context: `context[start:end]`; empty where there is none."""
+    """A span of the context, `context[start:end]`; empty if there is no answer."""
 
     text: str
     start: int
@@ -50,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A document's place in a ranking."""
+    """A document in a ranking: its index in the request, its score and its text."""
 
     index: int
     score: float
@@ -59,7 +59,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A word for the mask, and the text with it put in."""
+    """A word for the mask, and the text with that word inserted."""
 
     word: str
     score: float
@@ -69,7 +69,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """A labelled stretch of text: `text[start:end]`."""
+    """A labeled span of the text: `text[start:end]`."""
 
     label: str
     text: str
@@ -79,7 +79,7 @@ class Entity:
 
 
 def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Classified:
-    """[C] logits to a label: softmax, or a sigmoid each where several may hold.
+    """[C] logits to a label: by softmax, or by sigmoids if several labels may apply.
 
     `problem` is "single_label", "multi_label", "regression", or "raw" for the logits themselves.
     """
@@ -92,7 +92,7 @@ def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Class
 
 
 def ranked(scores: np.ndarray, documents: Sequence[str], top_k: int | None = None) -> list[Ranked]:
-    """Best document first; equal scores keep the order given."""
+    """Documents, best first; equal scores keep the order of the request."""
     order = [int(i) for i in np.argsort(-scores, kind="stable")[:top_k]]
     return [Ranked(i, float(scores[i]), documents[i]) for i in order]
 
@@ -105,90 +105,102 @@ def answers(
     longest: int = 30,
     no_answer: float | None = None,
 ) -> list[Answer]:
-    """The best spans over all windows of one context; logits are [n, 2] a window, start and end.
+    """The best spans over all windows of one context; logits are [n, 2] per window: start, end.
 
-    A span of up to `longest` tokens is worth the sum of its ends' logits in the best of the windows
-    that hold it whole. (BERT's own script asks only the window in which the span's first token has
-    most context, and so loses an answer that this window cuts.) Sums compare across windows;
-    products of a window's own probabilities do not: one without the answer is as sure of its best
-    as any. The score is the softmax of these sums over every span there is, each counted once.
+    The logit of a span of up to `longest` tokens is the sum of its start and end logits, in the
+    best of the windows that contain it. (BERT's own script uses only the window in which the span's
+    first token has most context, and so loses an answer that this window cuts.) Sums of logits
+    compare across windows; probabilities of separate windows do not: a window without the answer is
+    as sure of its best span as any. The score is the softmax over all spans, each counted once.
 
-    With `no_answer`, having none is one more candidate, worth the least that any window's first
-    token gives it (a window that sees the answer outvotes those that do not). Where that beats the
-    best span by more than `no_answer`, an empty answer at 0 comes first.
+    With `no_answer`, "no answer" is one more candidate. Its logit is the smallest that any window
+    gives it at its first token (a window that sees the answer overrules those that do not). If it
+    exceeds the best span by more than `no_answer`, an empty answer at 0 comes first.
     """
     if top_k < 1 or longest < 1:
         raise InputError(f"top_k is {top_k}, an answer's tokens {longest}; ask for 1 or more")
-    wide = [_rankable(each) for each in logits]
-    worth, offsets = _worth(wide, windows, longest)
-    null = -np.inf if no_answer is None else min(float(each[0].sum()) for each in wide)
-    top = max(float(worth.max(initial=-np.inf)), null)
+    rankable = [_rankable(window_logits) for window_logits in logits]
+    span_logits, offsets = _span_logits(rankable, windows, longest)
+    null = -np.inf
+    if no_answer is not None:
+        null = min(float(window_logits[0].sum()) for window_logits in rankable)
+    top = max(float(span_logits.max(initial=-np.inf)), null)
     if top == -np.inf:
         return []
-    norm = top + np.log(np.exp(worth - top).sum() + np.exp(null - top))
-    spans = _best(worth, offsets, top_k)
-    found = [Answer(context[a:b], a, b, float(np.exp(x - norm))) for (a, b), x in spans]
+    # log-sum-exp, relative to the largest so that nothing overflows
+    norm = top + np.log(np.exp(span_logits - top).sum() + np.exp(null - top))
+    spans = _best_spans(span_logits, offsets, top_k)
+    result = [
+        Answer(context[start:end], start, end, float(np.exp(logit - norm)))
+        for (start, end), logit in spans
+    ]
     best = spans[0][1] if spans else -np.inf
     if no_answer is not None and null - best > no_answer:
-        found.insert(0, Answer("", 0, 0, float(np.exp(null - norm))))
-    return found[:top_k]
+        result.insert(0, Answer("", 0, 0, float(np.exp(null - norm))))
+    return result[:top_k]
 
 
 def _rankable(logits: np.ndarray) -> np.ndarray:
-    """In float64, where halves cannot overflow; what is masked or not a number is never best."""
+    """In float64, where fp16 sums cannot overflow; masked logits and NaN are never the best."""
     wide = np.asarray(logits, dtype=np.float64)
     return np.nan_to_num(wide, nan=-np.inf, posinf=OVERFLOWED, neginf=-np.inf)
 
 
-def _worth(
+def _span_logits(
     logits: Sequence[np.ndarray], windows: Sequence[Encoding], longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[N, longest]: what the j + 1 tokens from the context's token i are worth; offsets [N, 2].
+    """The logits [N, longest] of the spans of j + 1 tokens from token i, and the offsets [N, 2].
 
-    A band, not a square: memory is linear in the context, and spans that are too long or end
-    before they start have no place in it.
+    A band, not a square matrix: memory is linear in the N tokens of the context, and spans that are
+    too long or end before they start do not exist in it.
     """
     count = max(window.start + _size(window) for window in windows)
     longest = min(longest, max(count, 1))
-    worth = np.full((count, longest), -np.inf)
+    result = np.full((count, longest), -np.inf)
     offsets = np.zeros((count, 2), np.int64)
-    for each, window in zip(logits, windows, strict=True):
-        context, here = window.spans[-1], slice(window.start, window.start + _size(window))
-        starts, ends = each[context].T
+    for window_logits, window in zip(logits, windows, strict=True):
+        in_window = window.spans[-1]
+        in_context = slice(window.start, window.start + _size(window))
+        starts, ends = window_logits[in_window].T
         ends = np.pad(ends, (0, longest), constant_values=-np.inf)
-        ends = sliding_window_view(ends, longest)[: len(starts)]
-        np.maximum(worth[here], starts[:, None] + ends, out=worth[here])
-        offsets[here] = window.offsets[context]
-    return worth, offsets
+        ends = sliding_window_view(ends, longest)[: len(starts)]  # [n, longest]
+        np.maximum(result[in_context], starts[:, None] + ends, out=result[in_context])
+        offsets[in_context] = window.offsets[in_window]
+    return result, offsets
 
 
 def _size(window: Encoding) -> int:
     return window.spans[-1].stop - window.spans[-1].start
 
 
-def _best(
-    worth: np.ndarray, offsets: np.ndarray, count: int
+def _best_spans(
+    span_logits: np.ndarray, offsets: np.ndarray, count: int
 ) -> list[tuple[tuple[int, int], float]]:
-    """Up to `count` stretches of characters and what they are worth, the best first.
+    """Up to `count` spans of characters and their logits, the best first.
 
-    Several tokens can stand for one character (the bytes of an emoji): more spans are looked at
-    until there are enough that differ.
+    Several tokens can belong to one character (the bytes of an emoji), so that spans of tokens can
+    be equal as spans of characters: take more until enough are different.
     """
-    flat, wanted = worth.ravel(), count
+    flat = span_logits.ravel()
+    candidates = count
     while True:
-        least = np.partition(flat, -wanted)[-wanted] if wanted < flat.size else -np.inf
-        kept = np.flatnonzero((flat >= least) & (flat > -np.inf))
-        order = np.argsort(-flat[kept], kind="stable")  # of equals, the one that begins first
-        kept = kept[order[:wanted]]
-        first, more = np.divmod(kept, worth.shape[1])
-        places = zip(offsets[first, 0].tolist(), offsets[first + more, 1].tolist(), strict=True)
-        found: dict[tuple[int, int], float] = {}
-        for place, value in zip(places, flat[kept].tolist(), strict=True):
-            if place[0] < place[1]:
-                found.setdefault(place, value)
-        if len(found) >= count or wanted >= flat.size:
-            return list(found.items())[:count]
-        wanted *= 4
+        least = -np.inf
+        if candidates < flat.size:
+            least = np.partition(flat, -candidates)[-candidates]
+        indices = np.flatnonzero((flat >= least) & (flat > -np.inf))
+        # Of equal logits, the span that begins first.
+        order = np.argsort(-flat[indices], kind="stable")
+        indices = indices[order[:candidates]]
+        first, more = np.divmod(indices, span_logits.shape[1])
+        starts = offsets[first, 0].tolist()
+        ends = offsets[first + more, 1].tolist()
+        spans: dict[tuple[int, int], float] = {}
+        for start, end, logit in zip(starts, ends, flat[indices].tolist(), strict=True):
+            if start < end:
+                spans.setdefault((start, end), logit)
+        if len(spans) >= count or candidates >= flat.size:
+            return list(spans.items())[:count]
+        candidates *= 4
 
 
 def filled(
@@ -199,8 +211,11 @@ def filled(
     top_k: int = 5,
     among: Sequence[int] | None = None,
 ) -> list[list[Filled]]:
-    """For each mask of one text the likeliest words, all or those `among`; logits [masks, V]."""
-    known = logits[:, : tokenizer.vocab_size]  # a padded table scores words that do not exist
+    """The most likely words for each mask of a text; logits are [masks, V].
+
+    among: the token ids to choose from; None: all.
+    """
+    known = logits[:, : tokenizer.vocab_size]  # a padded embedding table has rows without words
     spans = [encoding.offsets[i] for i in np.flatnonzero(encoding.ids == tokenizer.mask_id)]
     words = np.arange(known.shape[1]) if among is None else np.unique(np.asarray(among, int))
     return [
@@ -216,46 +231,48 @@ def filled(
 def entities(
     logits: np.ndarray, encoding: Encoding, text: str, labels: Sequence[str], join: bool = True
 ) -> list[Entity]:
-    """[n, C] logits to labelled stretches: neighbours of one kind are joined, "O" is left out.
+    """[n, C] logits to labeled spans: neighbors of one kind are joined, "O" is left out.
 
-    Without `join`, each token for itself with its label as it is.
+    Without `join`, every token is a span of its own, with its label unchanged.
     """
     scores = softmax(logits)
-    found: list[list[Entity]] = []
+    groups: list[list[Entity]] = []
     previous = -2
     for i in np.flatnonzero(~encoding.special):
         label = labels[int(scores[i].argmax())]
-        kind, begins = label.removeprefix("B-").removeprefix("I-"), label.startswith("B-")
+        kind = label.removeprefix("B-").removeprefix("I-")
+        begins = label.startswith("B-")
         start, end = map(int, encoding.offsets[i])
         if label != "O" and end > start:
-            named = kind if join else label
-            piece = Entity(named, text[start:end], start, end, float(scores[i].max()))
-            # The second piece of a split word never begins a new entity, whatever it is labelled.
-            touching = join and previous == i - 1 and found[-1][-1].label == kind
-            if touching and (not begins or start == found[-1][-1].end):
-                found[-1].append(piece)
+            name = kind if join else label
+            piece = Entity(name, text[start:end], start, end, float(scores[i].max()))
+            continues = join and previous == i - 1 and groups[-1][-1].label == kind
+            # The second piece of a split word never begins a new entity, even if labeled "B-".
+            if continues and (not begins or start == groups[-1][-1].end):
+                groups[-1].append(piece)
             else:
-                found.append([piece])
+                groups.append([piece])
             previous = i
-    return [_joined(pieces, text) for pieces in found]
+    return [_joined(pieces, text) for pieces in groups]
 
 
 def _joined(pieces: Sequence[Entity], text: str) -> Entity:
-    """As sure as its tokens are on average, which is how transformers tells it."""
-    start, end = pieces[0].start, pieces[-1].end
+    """One entity of several tokens; its score is their average, as in transformers."""
+    start = pieces[0].start
+    end = pieces[-1].end
     score = sum(piece.score for piece in pieces) / len(pieces)
     return Entity(pieces[0].label, text[start:end], start, end, score)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-    """Along the last axis, in float64."""
+    """Softmax along the last axis, in float64."""
     wide = np.asarray(logits, dtype=np.float64)
     powers = np.exp(wide - wide.max(-1, keepdims=True))
     return powers / powers.sum(-1, keepdims=True)
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
-    """Elementwise, in float64, without overflow."""
+    """Elementwise sigmoid, in float64, without overflow."""
     wide = np.asarray(logits, dtype=np.float64)
     return np.exp(-np.logaddexp(0, -wide))
 

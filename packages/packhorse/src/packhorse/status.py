@@ -1,20 +1,19 @@
-"""The figures a running process makes public: one small JSON file each, for `packhorse monitor`.
+"""Status of running processes, published as small JSON files for `packhorse monitor`.
 
     status.publish("runner-1", {"model": "minilm", "requests": 1200})
     status.read()         # every living process of this user
     status.withdraw("runner-1")
-    with status.speaking("build", {"does": "reading"}) as say:
-        say({"documents": 12, "done": 40, "total": 100})
+    with status.publishing("build", {"does": "reading"}) as update:
+        update({"documents": 12, "done": 40, "total": 100})
 
-A file instead of a socket or shared memory: readers need no protocol, a writer cannot be held up
-by one, and what is left of a process that was killed is recognised and removed by the next reader.
-Files are replaced whole, so a reader never sees half of one. The folder is the user's own
-(`PACKHORSE_RUNTIME`, else below `XDG_RUNTIME_DIR`, else in the system's temporary folder), closed
-to everyone else. How often to publish is the writer's business; once a second is plenty.
+Files instead of a socket or shared memory: readers need no protocol, cannot delay a writer, and the
+files of a process that was killed are recognized and removed by the next reader. Files are replaced
+as a whole, so a reader never sees half of one. The folder belongs to the user
+(`PACKHORSE_RUNTIME`, or below `XDG_RUNTIME_DIR`, or in the system's temporary folder) and is closed
+to everyone else. Writers decide how often to publish; once a second is enough.
 
-What the monitor knows to show: `does` (a few words), `model`, `device`, `done` of `total`, `fill`,
-`queue` (or a runner's `waiting_requests`) and the speeds in `SPEEDS`, which `speaking` finds itself
-from what is counted.
+The monitor shows `does` (a few words), `model`, `device`, `done` of `total`, `fill`, `queue` (or a
+runner's `waiting_requests`) and the speeds in `SPEEDS`, which `publishing` computes from counts.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ from typing import Any
 
 from packhorse.errors import InputError
 
-LARGEST = 1 << 16  # bytes of a file that is still read
-PAUSE = 0.9  # seconds between two words of one who speaks; who waits a second is never too early
+MAX_FILE_BYTES = 1 << 16  # larger files are not read
+PAUSE = 0.9  # seconds between two updates; below 1, so that a writer of one per second loses none
 SPEEDS = {name: f"{name}_per_second" for name in ("sequences", "tokens", "documents")}
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """What one process said last."""
+class PublishedStatus:
+    """The last status of one process."""
 
     pid: int
     name: str
@@ -51,35 +50,42 @@ class Published:
 
 
 def folder() -> Path:
-    """Where the figures lie; made if it is not there, refused if others could write to it."""
+    """The folder of status files; created if missing, refused if others could write to it."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    if named := os.environ.get("PACKHORSE_RUNTIME"):
-        place = Path(named)
-    elif home := os.environ.get("XDG_RUNTIME_DIR"):
-        place = Path(home) / "packhorse"
+    if configured := os.environ.get("PACKHORSE_RUNTIME"):
+        path = Path(configured)
+    elif runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        path = Path(runtime) / "packhorse"
     else:
-        place = Path(tempfile.gettempdir()) / f"packhorse-{user}"
+        path = Path(tempfile.gettempdir()) / f"packhorse-{user}"
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = place.lstat()
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.lstat()  # of a link itself: where it leads, others could have chosen
     except OSError as error:
         raise InputError(
-            f"cannot use the folder {place}: {error.strerror}; "
+            f"cannot use the folder {path}: {error.strerror}; "
             "set PACKHORSE_RUNTIME to a folder of your own"
         ) from error
-    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == user if os.name == "posix" else True
-    if not mine or (os.name == "posix" and stat.S_IMODE(found.st_mode) & 0o022):
-        raise InputError(
-            f"the folder {place} is not yours alone; "
-            "make it so (chmod 700) or set PACKHORSE_RUNTIME to one that is"
-        )
-    return place
+    if os.name == "posix":
+        is_own_folder = stat.S_ISDIR(info.st_mode) and info.st_uid == user
+        if not is_own_folder or stat.S_IMODE(info.st_mode) & 0o022:
+            raise InputError(
+                f"the folder {path} is not yours alone; "
+                "make it so (chmod 700) or set PACKHORSE_RUNTIME to one that is"
+            )
+    return path
 
 
 def publish(name: str, figures: Mapping[str, Any]) -> None:
-    """Make `figures` the last word of this process under `name`."""
-    said = {"pid": os.getpid(), "born": _born(os.getpid()), "name": name, "time": time.time()}
-    text = json.dumps({**said, "figures": dict(figures)}, allow_nan=False)
+    """Publish `figures` as the status of this process under `name`."""
+    status = {
+        "pid": os.getpid(),
+        "born": _born(os.getpid()),
+        "name": name,
+        "time": time.time(),
+        "figures": dict(figures),
+    }
+    text = json.dumps(status, allow_nan=False)
     target = _file(name)
     fresh = target.with_suffix(".new")
     try:
@@ -92,62 +98,72 @@ def publish(name: str, figures: Mapping[str, Any]) -> None:
 
 
 def withdraw(name: str) -> None:
-    """This process has nothing more to say under `name`."""
+    """Remove the status of this process under `name`."""
     with contextlib.suppress(OSError, InputError):
         _file(name).unlink(missing_ok=True)
 
 
 @contextmanager
-def speaking(name: str, about: Mapping[str, Any]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Something to tell figures to, as often as one likes; withdrawn when the work is over.
+def publishing(
+    name: str, constants: Mapping[str, Any]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A function to call with new figures, as often as you like; withdrawn at the end.
 
-    A word a second is written, each with all of `about` and how fast what is counted has grown
-    since the one before. Nothing is raised: that nobody can look is no reason to stop working.
+    It writes at most one status per second, which has all of `constants` and the growth per second
+    of what is counted. It raises nothing: work goes on even if no status can be written.
     """
-    last, counted = -math.inf, {}
+    last_time = -math.inf
+    last_figures: Mapping[str, Any] = {}
 
-    def say(figures: Mapping[str, Any]) -> None:
-        nonlocal last, counted
+    def update(figures: Mapping[str, Any]) -> None:
+        nonlocal last_time, last_figures
         now = time.monotonic()
-        if now - last < PAUSE:
+        if now - last_time < PAUSE:
             return
         speeds = {
-            SPEEDS[each]: (figures[each] - counted[each]) / (now - last)
-            for each in SPEEDS.keys() & figures.keys() & counted.keys()
+            SPEEDS[count]: (figures[count] - last_figures[count]) / (now - last_time)
+            for count in SPEEDS.keys() & figures.keys() & last_figures.keys()
         }
-        last, counted = now, figures
+        last_time = now
+        last_figures = figures
         with contextlib.suppress(InputError):
-            publish(name, _finite({**about, **speeds, **figures}))
+            publish(name, _finite({**constants, **speeds, **figures}))
 
     try:
-        yield say
+        yield update
     finally:
         withdraw(name)
 
 
 def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no word for what is not a number."""
+    """The figures without NaN and infinities, which JSON does not have."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in figures.items()
     }
 
 
-def read() -> list[Published]:
-    """The last word of every living process, oldest process first; dead ones are tidied away."""
-    found = []
+def read() -> list[PublishedStatus]:
+    """The status of every living process, oldest process first; removes files of dead ones."""
+    statuses: list[tuple[int, PublishedStatus]] = []
     for path in folder().glob("*.json"):
         try:
-            said = _parse(path)
+            content = _parse(path)
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            continue  # half made, not ours, or gone: a monitor has no use for it
-        if _alive(said["pid"], said["born"]):
-            words = said["pid"], said["name"], said["time"], said["figures"]
-            found.append((said["born"] or 0, Published(*words)))
+            continue  # incomplete, not written by us, or removed meanwhile
+        if _alive(content["pid"], content["born"]):
+            status = PublishedStatus(
+                pid=content["pid"],
+                name=content["name"],
+                time=content["time"],
+                figures=content["figures"],
+            )
+            statuses.append((content["born"] or 0, status))
         else:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-    return [published for _, published in sorted(found, key=lambda one: (one[0], one[1].pid))]
+    statuses.sort(key=lambda item: (item[0], item[1].pid))
+    return [status for _, status in statuses]
 
 
 def _file(name: str) -> Path:
@@ -158,18 +174,18 @@ def _file(name: str) -> Path:
 
 def _parse(path: Path) -> dict[str, Any]:
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("a pipe would be waited for")
+        raise ValueError("not a regular file")  # opening a pipe would wait for a writer
     with path.open("rb") as file:
-        text = file.read(LARGEST + 1)
-    said = json.loads(text)
-    kinds = {"pid": int, "born": int | None, "name": str, "time": float, "figures": dict}
-    if not all(isinstance(said[key], kind) for key, kind in kinds.items()):
-        raise ValueError("written by someone else")
-    return said
+        text = file.read(MAX_FILE_BYTES + 1)
+    content = json.loads(text)
+    types = {"pid": int, "born": int | None, "name": str, "time": float, "figures": dict}
+    if not all(isinstance(content[key], expected) for key, expected in types.items()):
+        raise ValueError("not a status file")
+    return content
 
 
 def _alive(pid: int, born: int | None) -> bool:
-    """Does the process that wrote still run? Its number alone may be another's by now."""
+    """Does the process that wrote the file still run? Its id may have been reused."""
     if os.name == "posix":
         try:
             os.kill(pid, 0)
@@ -181,10 +197,11 @@ def _alive(pid: int, born: int | None) -> bool:
 
 
 def _born(pid: int) -> int | None:
-    """When the process started, in ticks of the kernel; None where no kernel tells."""
+    """When the process started, in kernel ticks; None if the system does not tell."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError:
         return None
-    state, *numbers = text.rpartition(")")[2].split()  # its name, in brackets, may hold anything
+    # The process name, in parentheses, may contain anything, so parse what follows the last one.
+    state, *numbers = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(numbers[18])

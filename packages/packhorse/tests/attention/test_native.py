@@ -239,8 +239,8 @@ def test_callers_on_several_threads_do_not_disturb_each_other():
 def test_the_plan_covers_every_row_once_and_puts_the_costliest_first():
     lengths = (5, 300, 128, 129, 1)
     plan = Native().plan(batch(lengths).pad(tokens=600, sequences=10))
-    assert isinstance(plan, native.Chunks) and plan.tokens == 600
-    items = [(start + row, n, min(CHUNK, n - row)) for start, n, row in plan.rows.tolist()]
+    assert isinstance(plan, native.NativePlan) and plan.tokens == 600
+    items = [(start + row, n, min(CHUNK, n - row)) for start, n, row in plan.items.tolist()]
     rows = [first + i for first, _, count in items for i in range(count)]
     assert sorted(rows) == list(range(600))
     costs = [n * count for _, n, count in items]
@@ -256,7 +256,7 @@ def test_one_node_of_a_compiled_graph(dtype: torch.dtype):
     kernel = Native()
     plan = kernel.plan(packed)
 
-    def layer(qkv: Tensor, plan: native.Chunks) -> Tensor:
+    def layer(qkv: Tensor, plan: native.NativePlan) -> Tensor:
         return kernel(qkv, plan) * 2
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packhorse import attention
-from packhorse.attention import KERNELS, Support
+from packhorse.attention import KERNELS, KernelSupport
 from packhorse.errors import KernelError
 
 pytestmark = pytest.mark.machine
@@ -17,7 +17,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_every_kernel_of_the_table_is_there() -> None:
     for name in KERNELS:
         found = attention.kernel(name)
-        assert isinstance(found.serves, Support)
+        assert isinstance(found.serves, KernelSupport)
 
 
 def test_the_choice_serves_and_says_why() -> None:
@@ -26,7 +26,7 @@ def test_the_choice_serves_and_says_why() -> None:
             choice = attention.pick(CPU, dtype, backward=backward)
             assert choice.kernel.serves.refusal(CPU, dtype, backward) is None
             assert not choice.kernel.serves.rows, "a ragged batch has no rows"
-            assert "varlen: it runs on cuda" in choice.why and choice.name in choice.why
+            assert "varlen: it runs on cuda" in choice.reason and choice.name in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_asking_outside_is_a_clear_error(name, device, dtype, message: str) -> N
 
 
 def test_a_kernel_without_backward_is_refused_for_training() -> None:
-    forward_only = Support(backward=False)
+    forward_only = KernelSupport(backward=False)
     assert forward_only.refusal(CPU, torch.float32, backward=True) == "it has no backward pass"
     assert forward_only.refusal(CPU, torch.float32, backward=False) is None
 
 
 def test_obstacles_are_asked_last() -> None:
     asked = []
-    support = Support(
+    support = KernelSupport(
         devices=frozenset({"cuda"}), obstacle=lambda device: asked.append(1) or "no compiler"
     )
     assert support.refusal(CPU, torch.float32, False) == "it runs on cuda, not on cpu"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from packhorse import attention
 from packhorse.errors import CheckpointError, KernelError
-from packhorse.model.bert import Layer
+from packhorse.model.bert import BertLayer
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
@@ -40,7 +40,7 @@ def run(kernel: str, v: Tensor, rate: float, seed: int) -> Tensor:
 def test_the_fastest_that_learns_on_a_cpu() -> None:
     for dtype, name in {torch.float32: "reference", torch.bfloat16: "bucketed"}.items():
         choice = attention.pick(CPU, dtype, backward=True)
-        assert choice.name == name and "native: it has no backward pass" in choice.why
+        assert choice.name == name and "native: it has no backward pass" in choice.reason
     assert attention.pick(CPU, torch.float32, backward=True, dropout=True).name == "reference"
 
 
@@ -106,7 +106,7 @@ def compiled(kernel: str, rate: float = 0.0) -> tuple[Any, Tensor, Any]:
     config = BertConfig(97, 8, 1, 2, 16, dropout=0.0)
     chosen = attention.kernel(kernel)
     torch.manual_seed(0)
-    layer = Layer(config, chosen)
+    layer = BertLayer(config, chosen)
     x = torch.randn(80, 8, requires_grad=True)
     return layer, x, chosen.plan(make_packed(), rate)
 

@@ -27,10 +27,10 @@ def test_minilm_is_proven(minilm, capsys) -> None:
 
 def test_a_broken_model_is_not(minilm, capsys, monkeypatch) -> None:
     """The control: with isolation broken the command fails and says where."""
-    from packhorse.attention.reference import Lengths, Reference
+    from packhorse.attention.reference import Reference, ReferencePlan
 
     def whole(self, packed, dropout=0.0):
-        return Lengths([len(packed.ids)], {len(packed.ids): None}, dropout)
+        return ReferencePlan([len(packed.ids)], {len(packed.ids): None}, dropout)
 
     monkeypatch.setattr(Reference, "plan", whole)
     arguments = ["prove", str(minilm), "--packs", "1", "--dtype", "fp32", "--kernel", "reference"]

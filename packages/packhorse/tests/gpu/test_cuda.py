@@ -56,7 +56,7 @@ def test_the_fastest_kernel_is_picked_and_says_why() -> None:
     assert attention.pick(CUDA, torch.bfloat16, head_size=128).name == "varlen"
     chosen = attention.pick(CUDA, torch.float32)
     assert chosen.name == "bucketed"
-    assert "varlen" in chosen.why
+    assert "varlen" in chosen.reason
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

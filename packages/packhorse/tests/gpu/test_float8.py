@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from packhorse import attention, device
 from packhorse.model import float8
-from packhorse.model.bert import Layer
+from packhorse.model.bert import BertLayer
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
 from packhorse.train import warmup
@@ -45,7 +45,7 @@ def far(found: Tensor, truth: Tensor) -> float:
 
 def reference(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same product in fp32, of numbers that were rounded to float8."""
-    a, b = (small.float() * scale for small, scale in map(float8.quantised, (a, b)))
+    a, b = (small.float() * scale for small, scale in map(float8.quantized, (a, b)))
     return a @ b.t() + (0 if bias is None else bias.float())
 
 
@@ -88,7 +88,7 @@ def test_the_weights_gradient_is_that_of_bf16(inputs: int, outputs: int) -> None
         assert ours is not None and theirs is not None and torch.equal(ours, theirs)
 
 
-def in_float8(layer: Layer) -> Layer:
+def in_float8(layer: BertLayer) -> BertLayer:
     for name in float8.PRODUCTS:
         parent, _, last = name.rpartition(".")
         plain = layer.get_submodule(name)
@@ -97,7 +97,7 @@ def in_float8(layer: Layer) -> Layer:
     return layer
 
 
-def learned(layer: Layer, x: Tensor, gradient: Tensor, packed: Packed) -> list[Tensor]:
+def learned(layer: BertLayer, x: Tensor, gradient: Tensor, packed: Packed) -> list[Tensor]:
     """What a layer makes of x, and all gradients."""
     held = x.detach().requires_grad_()
     layer.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ def test_a_layer_compiles_whole_and_stays_what_it_is() -> None:
     """One graph, forward and backward, in Inductor; near the uncompiled layer and near bf16's."""
     config = BertConfig(97, 1024, 1, 16, 4096, dropout=0.0)
     packed = warmup.made_up(4096, 512).packed.to(torch.device("cuda"))
-    layer = Layer(config, attention.kernel("varlen")).to("cuda", torch.bfloat16)
+    layer = BertLayer(config, attention.kernel("varlen")).to("cuda", torch.bfloat16)
     x, gradient = drawn(4096, 1024), drawn(4096, 1024, scale=1e-4)
     half = learned(layer, x, gradient, packed)
     plain = learned(in_float8(layer), x, gradient, packed)

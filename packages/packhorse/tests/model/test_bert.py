@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import CheckpointError
-from packhorse.model.bert import Embeddings, after_padding
+from packhorse.model.bert import BertEmbeddings, positions_after_padding
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
@@ -32,7 +32,7 @@ def loop(ids: list[int], pad: int) -> list[int]:
 def test_positions_after_padding() -> None:
     expected = [row for ids in SEQUENCES for row in loop(ids, 1)]
     assert expected[:6] == [2, 1, 3, 1, 1, 4]
-    assert after_padding(make_packed(), 2).tolist() == expected
+    assert positions_after_padding(make_packed(), 2).tolist() == expected
 
 
 def test_positions_after_padding_where_rows_or_buckets_are_filled_up() -> None:
@@ -40,7 +40,7 @@ def test_positions_after_padding_where_rows_or_buckets_are_filled_up() -> None:
     expected = [loop(ids, 0) for ids in SEQUENCES]
     whole = make_packed()
     for packed in (whole.pad(32, 16), Packed.rows(made(), [[0, 1], [2, 3]], 9)):
-        found = after_padding(packed, 1)
+        found = positions_after_padding(packed, 1)
         assert [piece.tolist() for piece in packed.split(found)] == expected
         assert int(found.max()) <= packed.max_seqlen
 
@@ -49,9 +49,9 @@ def made() -> list[Made]:
     return [Made(np.array(ids), np.zeros(len(ids), int)) for ids in SEQUENCES]
 
 
-def embed(packed: Packed, **axes: int) -> tuple[Embeddings, Tensor]:
+def embed(packed: Packed, **axes: int) -> tuple[BertEmbeddings, Tensor]:
     config = BertConfig(10, 6, 1, 1, 8, max_positions=8, **axes)
-    module = Embeddings(config).eval()
+    module = BertEmbeddings(config).eval()
     return module, module(packed)
 
 
@@ -77,7 +77,7 @@ def test_no_types_and_one_type() -> None:
 def test_narrow_embeddings_are_projected() -> None:
     module, found = embed(make_packed(), embedding_size=4)
     assert module.words.weight.shape == (10, 4) and found.shape == (12, 6)
-    narrow = Embeddings(BertConfig(10, 4, 1, 1, 8, max_positions=8)).eval()
+    narrow = BertEmbeddings(BertConfig(10, 4, 1, 1, 8, max_positions=8)).eval()
     narrow.load_state_dict({k: v for k, v in module.state_dict().items() if "project" not in k})
     torch.testing.assert_close(module.project(narrow(make_packed())), found)
 

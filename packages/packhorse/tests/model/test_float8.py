@@ -48,7 +48,7 @@ def far(found: Tensor, truth: Tensor) -> float:
 
 def reference(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same product in float64, of numbers that were rounded to float8."""
-    a, b = (small.double() * scale for small, scale in map(float8.quantised, (a, b)))
+    a, b = (small.double() * scale for small, scale in map(float8.quantized, (a, b)))
     return a @ b.t() + (0 if bias is None else bias.double())
 
 
@@ -97,7 +97,7 @@ def test_each_row_has_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     def unscaled(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.to(float8.E4M3).contiguous(), torch.ones(len(x), 1)
 
-    monkeypatch.setattr(float8, "quantised", unscaled)
+    monkeypatch.setattr(float8, "quantized", unscaled)
     found = errors()
     assert found[0] > BOUND and found[-1] > BOUND  # too small for float8, and too large
 

@@ -34,7 +34,7 @@ needs_onednn = pytest.mark.skipif(
     not can_freeze(torch.float32), reason="this torch has no oneDNN operators"
 )
 needs_native = pytest.mark.skipif(
-    not freezing._adds(torch.float32), reason="add_norm.c cannot be compiled here"
+    not freezing._has_fused_add_norm(torch.float32), reason="add_norm.c cannot be compiled here"
 )
 BOTH = (torch.float32, torch.bfloat16)
 WIDTHS = (1, 7, 16, 32, 63, 65, 384, 1024)
@@ -72,10 +72,10 @@ def assert_close(width: int, rows: int, dtype: torch.dtype) -> None:
 def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing loaded yet and an empty cache; afterwards the process finds its own again."""
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
-    for function in (freezing._add_norm, freezing._adds):
+    for function in (freezing._add_norm, freezing._has_fused_add_norm):
         function.cache_clear()
     yield
-    for function in (freezing._add_norm, freezing._adds):
+    for function in (freezing._add_norm, freezing._has_fused_add_norm):
         function.cache_clear()
 
 
@@ -92,7 +92,7 @@ def test_a_frozen_encoder_is_the_same(activation: str, dtype, limit: float, rng)
         after = bert(packed)
     assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers.modules())
     natively = sum(isinstance(m, FrozenAddNorm) for m in bert.modules())
-    assert natively == (4 if freezing._adds(dtype) else 0)
+    assert natively == (4 if freezing._has_fused_add_norm(dtype) else 0)
     assert float((before - after).abs().max()) <= limit * float(before.abs().max())
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced
+from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, ReplacedTokenDetection
 from packhorse.model.vectors import Dense
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
@@ -63,7 +63,10 @@ def test_a_pooler_of_any_activation(activation: str, function) -> None:
 
 
 def test_one_score_a_token() -> None:
-    packed, head = make_packed(), Replaced(BertConfig(10, 6, 1, 1, 8, activation="relu"))
+    packed, head = (
+        make_packed(),
+        ReplacedTokenDetection(BertConfig(10, 6, 1, 1, 8, activation="relu")),
+    )
     hidden = torch.randn(len(packed.ids), 6)
     scores = head(hidden, packed)
     assert scores.shape == (len(hidden),)

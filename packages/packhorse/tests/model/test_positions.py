@@ -10,9 +10,15 @@ import torch
 
 from packhorse import attention
 from packhorse.errors import CheckpointError
-from packhorse.model.bert import Bert, GatedUp, NormFirst
+from packhorse.model.bert import Bert, GatedUpProjection, PreNormLayer
 from packhorse.model.config import BertConfig
-from packhorse.model.positions import FARTHEST, Distances, Turning, bucket, turned
+from packhorse.model.positions import (
+    MAX_DISTANCE,
+    RelativePositionBias,
+    RotaryAttention,
+    relative_position_bucket,
+    rotary_plan,
+)
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
@@ -40,16 +46,16 @@ def test_buckets_are_those_of_mpnet() -> None:
     modeling = pytest.importorskip("transformers.models.mpnet.modeling_mpnet")
     distances = torch.arange(-400, 401)
     theirs = modeling.MPNetEncoder.relative_position_bucket(distances)
-    assert [bucket(d, 32) for d in distances.tolist()] == theirs.tolist()
-    assert len({bucket(d, 32) for d in range(91, 400)}) == 1, "all beyond are one"
+    assert [relative_position_bucket(d, 32) for d in distances.tolist()] == theirs.tolist()
+    assert len({relative_position_bucket(d, 32) for d in range(91, 400)}) == 1, "all beyond are one"
 
 
 def test_distances_are_rows_of_the_table() -> None:
-    module = Distances(32, 2)
+    module = RelativePositionBias(32, 2)
     found = module()
-    for distance in (-FARTHEST, -9, -1, 0, 1, 30, FARTHEST):
-        expected = module.table.weight[bucket(distance, 32)]
-        assert torch.equal(found[:, distance + FARTHEST], expected)
+    for distance in (-MAX_DISTANCE, -9, -1, 0, 1, 30, MAX_DISTANCE):
+        expected = module.table.weight[relative_position_bucket(distance, 32)]
+        assert torch.equal(found[:, distance + MAX_DISTANCE], expected)
     found.sum().backward()
     assert module.table.weight.grad is not None and module.table.weight.grad[0].sum() == 2
 
@@ -63,8 +69,8 @@ def test_scores_of_turned_queries_depend_on_the_distance_alone() -> None:
         seen.append((float((q[0] * k[1]).sum()), v))
 
     for first in (0, 7, 1000):
-        plan = turned(None, torch.tensor([first, first + 5]), 10_000.0, 8)
-        Turning(attend)(qkv, plan)  # pyright: ignore
+        plan = rotary_plan(None, torch.tensor([first, first + 5]), 10_000.0, 8)
+        RotaryAttention(attend)(qkv, plan)  # pyright: ignore
     scores = [score for score, _ in seen]
     assert scores == pytest.approx([scores[0]] * 3, abs=1e-3)
     q, k, v = qkv[0]
@@ -76,7 +82,9 @@ def test_scores_of_turned_queries_depend_on_the_distance_alone() -> None:
 def test_two_plans_at_most_and_no_bias_where_none_is(axes) -> None:
     bert = Bert(config(**axes), attention.kernel("reference")).eval()
     assert bert.embed.positions is None and not any("bias" in n for n, _ in bert.named_parameters())
-    assert isinstance(bert.layers[0], NormFirst) and isinstance(bert.layers[0].up, GatedUp)
+    assert isinstance(bert.layers[0], PreNormLayer) and isinstance(
+        bert.layers[0].up, GatedUpProjection
+    )
     assert isinstance(bert.layers[0].attention_norm, torch.nn.Identity)
     plans = bert._plans(make_packed(3, 9))
     assert set(plans) == ({False, True} if "local_layers" in axes else {False})
@@ -101,9 +109,9 @@ def test_kernels_are_exchanged_under_their_turning() -> None:
     before = bert(make_packed(5, 20, 1))
     other = attention.kernel("bucketed")
     bert.use(other)
-    assert bert.kernel is other and bert.get_submodule("layers.0.attention").kernel == Turning(
-        other
-    )
+    assert bert.kernel is other and bert.get_submodule(
+        "layers.0.attention"
+    ).kernel == RotaryAttention(other)
     torch.testing.assert_close(bert(make_packed(5, 20, 1)), before, atol=1e-5, rtol=1e-5)
 
 

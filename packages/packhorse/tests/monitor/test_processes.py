@@ -16,7 +16,7 @@ from packhorse import status
 from packhorse.monitor import Seen, look, processes
 from packhorse.monitor.device import Device
 from packhorse.monitor.processes import ByFiles, ByPsutil, Facts, found, ours
-from packhorse.status import Published
+from packhorse.status import PublishedStatus
 
 needs_proc = pytest.mark.skipif(not Path("/proc/uptime").exists(), reason="no /proc here")
 
@@ -44,8 +44,8 @@ class Machine:
         return None if pid in self.gone else self.known.get(pid)
 
 
-def say(pid: int, **figures: Any) -> Published:
-    return Published(pid, "runner-1", time.time(), figures)
+def say(pid: int, **figures: Any) -> PublishedStatus:
+    return PublishedStatus(pid, "runner-1", time.time(), figures)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_speakers_and_silent_ones_are_joined() -> None:
 
 
 def test_one_process_may_speak_of_several_things() -> None:
-    words = [Published(5, name, time.time(), {"does": name}) for name in ("b", "a")]
+    words = [PublishedStatus(5, name, time.time(), {"does": name}) for name in ("b", "a")]
     assert [line.does for line in found(Machine({5: Facts()}), words, [])] == ["a", "b"]
 
 
@@ -132,7 +132,7 @@ def test_a_figure_of_the_wrong_kind_is_none(wrong: Any) -> None:
 
 def test_a_clock_that_is_wrong_is_no_error() -> None:
     for at, known in [(float("-inf"), False), (time.time() + 99, True), (-1e300, False)]:
-        said = [Published(5, "x", at, {})]
+        said = [PublishedStatus(5, "x", at, {})]
         (line,) = found(Machine({5: Facts()}), said, [])
         assert (line.silent is not None) == known
 

@@ -89,7 +89,7 @@ def test_split_at_some_tokens() -> None:
         (lambda: Packed.build(make([2, 0])), "sequence 1 has no tokens"),
         (lambda: Packed.build(make([5])).pad(4, 9), "do not fit"),
         (lambda: Packed.build(make([5])).pad(12, 2), "do not fit"),
-        (lambda: Packed.rows(make([5, 6]), [[0, 1]], 10), "11 tokens, its row 10"),
+        (lambda: Packed.rows(make([5, 6]), [[0, 1]], 10), "11 tokens, but a row holds 10"),
         (lambda: Packed.rows(make([5, 6]), [[0]], 10), "exactly once"),
         (lambda: Packed.rows(make([5, 6]), [[0, 1], [0]], 20), "exactly once"),
         (lambda: Packed.rows(make([5, 6]), [[0, 5]], 20), "exactly once"),

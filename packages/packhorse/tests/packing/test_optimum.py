@@ -13,7 +13,7 @@ from scipy.optimize import linprog
 
 from packhorse.packing import optimum as module
 from packhorse.packing.histogram import verify
-from packhorse.packing.optimum import Stock, classes, optimum, price, relax, simple_bound
+from packhorse.packing.optimum import CuttingStock, classes, optimum, price, relax, simple_bound
 from packhorse.packing.published import lpfhp, total
 
 UNLIMITED = 10_000
@@ -76,7 +76,7 @@ def test_a_bound_from_worths_too_high_would_be_seen():
     """The control of the test above: a strategy worth more than 1 breaks the bound."""
     lengths = [5, 5, 5, 4, 4, 4, 3, 3, 3]
     histogram = histogram_of(lengths, 12)
-    stock = Stock(classes(histogram), 12, 3)
+    stock = CuttingStock(classes(histogram), 12, 3)
     _, _, worth, _ = relax(stock, stock.demand(histogram), ENOUGH)
     assert stock.bound(histogram, worth) <= fewest_packs(lengths, 12, 3)
     assert stock.bound(histogram, 1.5 * worth) > fewest_packs(lengths, 12, 3)
@@ -88,7 +88,7 @@ def test_a_bound_from_worths_too_high_would_be_seen():
     data=st.data(),
 )
 def test_price_finds_the_worthiest_strategy(lengths, depth, data):
-    stock = Stock(np.array(sorted(lengths, reverse=True)), 15, depth)
+    stock = CuttingStock(np.array(sorted(lengths, reverse=True)), 15, depth)
     worth = np.array([data.draw(st.integers(0, 20)) / 16 for _ in lengths])
     worthiest, found = price(stock, worth)
     every = list(strategies_of(stock.lengths, 15, depth))
@@ -106,7 +106,7 @@ def test_price_finds_the_worthiest_strategy(lengths, depth, data):
 )
 @settings(max_examples=30)
 def test_the_relaxation_is_solved_as_if_all_strategies_were_listed(histogram, depth):
-    stock = Stock(classes(histogram), 16, depth)
+    stock = CuttingStock(classes(histogram), 16, depth)
     demand = stock.demand(histogram)
     slots, uses, worth, _ = relax(stock, demand, ENOUGH)
     every = list(strategies_of(stock.lengths, 16, depth))

@@ -362,7 +362,9 @@ def test_where_the_fastest_would_the_reference_serves() -> None:
     assert attention.pick(CPU, torch.float16).name == "bucketed"
     for name in (None, "auto"):
         found = invariant.pick(CPU, torch.float16, name=name, head_size=32)
-        assert found.name == "reference" and "bucketed is the fastest that serves, but" in found.why
+        assert (
+            found.name == "reference" and "bucketed is the fastest that serves, but" in found.reason
+        )
 
 
 def test_what_rounds_in_its_own_way_is_refused(minilm: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 
 pytest.importorskip("pyarrow")
 
@@ -65,12 +65,12 @@ def parts(found: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["lower", "cased"])
-def pair(request, tmp_path_factory) -> tuple[tk.Tokenizer, Bulk]:
+def pair(request, tmp_path_factory) -> tuple[tk.Tokenizer, BulkTokenizer]:
     library = word_piece(request.param)
-    return library, Bulk(saved(library, tmp_path_factory.mktemp("words")))
+    return library, BulkTokenizer(saved(library, tmp_path_factory.mktemp("words")))
 
 
-def test_any_text_as_the_library_has_it(pair: tuple[tk.Tokenizer, Bulk]) -> None:
+def test_any_text_as_the_library_has_it(pair: tuple[tk.Tokenizer, BulkTokenizer]) -> None:
     library, bulk = pair
     for _ in range(2):  # new words, then known ones
         assert parts(bulk.encode(TEXTS)) == by_library(library, TEXTS)
@@ -78,18 +78,18 @@ def test_any_text_as_the_library_has_it(pair: tuple[tk.Tokenizer, Bulk]) -> None
 
 
 @given(texts=st.lists(st.text(st.sampled_from(LETTERS + "THEat \n\x0b\x1c\u0301\xa0")), max_size=5))
-def test_texts_of_all_kinds(pair: tuple[tk.Tokenizer, Bulk], texts: list[str]) -> None:
+def test_texts_of_all_kinds(pair: tuple[tk.Tokenizer, BulkTokenizer], texts: list[str]) -> None:
     library, bulk = pair
     assert parts(bulk.encode(texts)) == by_library(library, texts)
 
 
 @given(texts=st.lists(st.text(), max_size=3))
-def test_all_of_unicode(pair: tuple[tk.Tokenizer, Bulk], texts: list[str]) -> None:
+def test_all_of_unicode(pair: tuple[tk.Tokenizer, BulkTokenizer], texts: list[str]) -> None:
     library, bulk = pair
     assert parts(bulk.encode(texts)) == by_library(library, texts)
 
 
-def test_a_spelled_special_token_is_text(pair: tuple[tk.Tokenizer, Bulk]) -> None:
+def test_a_spelled_special_token_is_text(pair: tuple[tk.Tokenizer, BulkTokenizer]) -> None:
     ids, _ = pair[1].encode(["a [SEP] b [MASK] [CLS]"])
     assert len(ids) and not set(ids.tolist()) & {VOCABULARY.index(name) for name in SPECIAL[2:]}
     library = word_piece()
@@ -98,7 +98,7 @@ def test_a_spelled_special_token_is_text(pair: tuple[tk.Tokenizer, Bulk]) -> Non
 
 def test_forgetting_changes_nothing(tmp_path: Path) -> None:
     tokenizer = saved(word_piece(), tmp_path)
-    forgetful, keeping = Bulk(tokenizer, words_kept=3), Bulk(tokenizer)
+    forgetful, keeping = BulkTokenizer(tokenizer, max_cached_words=3), BulkTokenizer(tokenizer)
     for text in TEXTS * 2:
         assert parts(forgetful.encode([text])) == parts(keeping.encode([text]))
     assert len(forgetful._words) <= 3 < len(keeping._words)
@@ -106,7 +106,7 @@ def test_forgetting_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["\ud800", "the \ud800"])
 def test_half_a_surrogate_is_refused_and_forgotten(tmp_path: Path, bad: str) -> None:
-    bulk = Bulk(saved(word_piece(), tmp_path))
+    bulk = BulkTokenizer(saved(word_piece(), tmp_path))
     with pytest.raises(InputError, match="cannot be tokenized"):
         bulk.encode(["cat", bad])
     assert parts(bulk.encode(["the cat"])) == [[VOCABULARY.index("the"), VOCABULARY.index("cat")]]
@@ -115,7 +115,7 @@ def test_half_a_surrogate_is_refused_and_forgotten(tmp_path: Path, bad: str) -> 
 def test_words_that_were_added_are_found_as_the_library_does(tmp_path: Path) -> None:
     library = word_piece()
     library.add_tokens(["mat sat", "catmat"])
-    bulk = Bulk(saved(library, tmp_path))
+    bulk = BulkTokenizer(saved(library, tmp_path))
     texts = ["the mat sat on catmats", *TEXTS]
     assert parts(bulk.encode(texts)) == by_library(library, texts)
 
@@ -128,15 +128,17 @@ def test_other_kinds_of_tokenizers(tmp_path: Path) -> None:
         vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
     )
     library.train_from_iterator(TEXTS, trainer)
-    assert parts(Bulk(saved(library, tmp_path)).encode(TEXTS)) == by_library(library, TEXTS)
+    assert parts(BulkTokenizer(saved(library, tmp_path)).encode(TEXTS)) == by_library(
+        library, TEXTS
+    )
 
 
 def test_the_narrowest_type_that_holds_the_vocabulary(tmp_path: Path) -> None:
     library = word_piece()
-    assert Bulk(saved(library, tmp_path)).encode(["the cat"])[0].dtype == np.uint16
+    assert BulkTokenizer(saved(library, tmp_path)).encode(["the cat"])[0].dtype == np.uint16
     wide = {**library.get_vocab(), "wide": 70_000}
     library.model = tk.models.WordPiece(wide, unk_token="[UNK]")
-    ids, _ = Bulk(saved(library, tmp_path)).encode(["wide"])
+    ids, _ = BulkTokenizer(saved(library, tmp_path)).encode(["wide"])
     assert ids.dtype == np.uint32 and ids.tolist() == [70_000]
 
 
@@ -145,4 +147,4 @@ def test_a_real_text(shared_data: Path) -> None:
     texts = (shared_data / "wiki" / "mlperf_wiki_00").read_text("utf-8").splitlines()
     tokenizer = Tokenizer.load(vocabulary)
     library = tk.Tokenizer.from_str(tokenizer._library.to_str())
-    assert parts(Bulk(tokenizer).encode(texts)) == by_library(library, texts)
+    assert parts(BulkTokenizer(tokenizer).encode(texts)) == by_library(library, texts)

@@ -1,9 +1,9 @@
-"""Attention over packed sequences: the protocol, the table of kernels, and the choice.
+"""Attention over packed sequences: the kernel protocol, the table of kernels, and their choice.
 
-A kernel plans once for each batch (`plan(packed)`) and is then called by every layer with that
-plan. It never looks across a boundary of `cu_seqlens`: that is the invariant of the whole house.
-Each kernel declares where it serves; asking outside that is a `KernelError` that says what would
-do. Kernels are imported when asked for.
+A kernel plans once per batch (`plan(packed)`), and every layer then calls it with that plan. A
+kernel never looks across a boundary of `cu_seqlens`: that is the invariant of the whole package.
+Each kernel declares what it supports; asking for more raises a `KernelError` that names a kernel
+which would work. Kernels are imported on first use.
 
 Shapes: T tokens, H heads, D head width.
 """
@@ -18,33 +18,37 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.device import dtype_name
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 NO_DROPOUT = "it cannot drop attention probabilities out"
-NO_WINDOW = "it does not know layers that see a window only"
-NO_BIAS = "it does not know scores that depend on distance"
+NO_WINDOW = "it does not support layers with a local window"
+NO_BIAS = "it does not support scores that depend on distance (relative position bias)"
+
+# What `Kernel.plan` returns: everything that all layers need to know about a batch. Its type is
+# the kernel's own (`GroupedPlan`, `NativePlan`, …); everyone else only hands it back to the kernel.
+AttentionPlan = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Support:
-    """Where a kernel serves; `None` means everywhere."""
+class KernelSupport:
+    """What a kernel supports; `None` means no restriction."""
 
     devices: frozenset[str] | None = None
     dtypes: frozenset[torch.dtype] | None = None
     backward: bool = True
     head_sizes: range | None = None
-    rows: bool = False  # needs a batch laid in rows (`Packed.capacity` > 0)
+    rows: bool = False  # needs a batch in rows (`Packed.capacity` > 0)
     compiles: bool = False  # one compilation serves every batch of a bucket
-    compiles_backward: bool = False  # and the backward pass of a training step
-    records: bool = False  # plans nothing on the host, so a CUDA graph can hold it
+    compiles_backward: bool = False  # and so does that of a training step's backward pass
+    records: bool = False  # plans nothing on the host, so a CUDA graph can contain it
     dropout: bool = True  # can drop attention probabilities out
-    windows: bool = False  # knows `Reach.window`
-    biases: bool = False  # knows `Reach.bias`
+    windows: bool = False  # supports `AttentionScope.window`
+    biases: bool = False  # supports `AttentionScope.bias`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
-    tell: Callable[[], None] = lambda: None  # warns of an obstacle that a user can remove
+    warn: Callable[[], None] = lambda: None  # warns about an obstacle that a user can remove
 
     def refusal(
         self,
@@ -56,8 +60,8 @@ class Support:
         windows: bool = False,
         biases: bool = False,
     ) -> str | None:
-        """Why the kernel cannot run there, or None."""
-        needs = device, dtype, backward, head_size, dropout, windows, biases
+        """Why the kernel cannot run there, or None if it can."""
+        needs = (device, dtype, backward, head_size, dropout, windows, biases)
         return self.mismatch(*needs) or self.obstacle(device)
 
     def mismatch(
@@ -70,7 +74,7 @@ class Support:
         windows: bool = False,
         biases: bool = False,
     ) -> str | None:
-        """Why the kernel would not run there whatever was installed, or None."""
+        """Why the kernel could not run there whatever was installed, or None."""
         if self.devices is not None and device.type not in self.devices:
             return f"it runs on {', '.join(sorted(self.devices))}, not on {device.type}"
         if self.dtypes is not None and dtype not in self.dtypes:
@@ -94,20 +98,22 @@ class Kernel(Protocol):
     """Attention that never looks across a boundary of `cu_seqlens`."""
 
     @property
-    def serves(self) -> Support: ...
+    def serves(self) -> KernelSupport: ...
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Any:
-        """What every layer of this reach needs to know of this batch.
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> AttentionPlan:
+        """Prepare what every layer of this scope needs for this batch.
 
-        dropout: the share of attention probabilities to drop, drawn anew in each layer.
+        dropout: fraction of attention probabilities to drop, drawn anew in each layer.
         """
 
-    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+    def __call__(self, qkv: Tensor, plan: AttentionPlan) -> Tensor:
         """Queries, keys and values side by side, [T, 3, H, D], to [T, H, D]."""
         ...
 
 
-# Fastest first: `pick` takes the first that serves (for training see `_by_speed`).
+# Fastest first: `pick` takes the first one that can run (for training see `_by_speed`).
 KERNELS = {
     "fused": "Fused",
     "varlen": "Varlen",
@@ -120,16 +126,16 @@ KERNELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A kernel, and why it and not another."""
+class KernelChoice:
+    """A kernel, and why it was chosen."""
 
     name: str
     kernel: Kernel
-    why: str
+    reason: str
 
 
 def kernel(name: str) -> Kernel:
-    """The kernel called `name`, unchecked."""
+    """The kernel called `name`, without checking that it can run here."""
     if name not in KERNELS:
         raise KernelError(f"unknown kernel {name!r}; there are {', '.join(KERNELS)}")
     return getattr(import_module(f"packhorse.attention.{name}"), KERNELS[name])()
@@ -145,42 +151,43 @@ def pick(
     dropout: bool = False,
     windows: bool = False,
     biases: bool = False,
-) -> Choice:
-    """The kernel asked for, checked; without a name the fastest that serves this device and dtype.
+) -> KernelChoice:
+    """Choose the kernel called `name` or, without a name, the fastest that can run here.
 
-    backward: it is to train, `dropout`: and to drop attention probabilities out. windows, biases:
-    the model has layers with such a `Reach`; `BertConfig.needs` says so. Kernels that need rows are
-    taken only when named: for a ragged batch they have no layout.
+    backward: for training; dropout: with dropout of attention probabilities. windows, biases: the
+    model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel that needs
+    rows is chosen only by name: a ragged batch has none.
     """
-    needs = device, dtype, backward, head_size, dropout, windows, biases
+    needs = (device, dtype, backward, head_size, dropout, windows, biases)
     if name is not None and name != "auto":
-        return _asked_for(name, *needs)
-    passed_over = []
+        return _pick_by_name(name, *needs)
+    rejected: list[str] = []
     for candidate in _by_speed(device, dtype, backward):
-        found = kernel(candidate)
-        refusal = found.serves.refusal(*needs)
-        if refusal is None and not found.serves.rows:
-            why = "; ".join([*passed_over, f"{candidate} is the fastest that serves"])
-            return Choice(candidate, found, why)
-        if found.serves.mismatch(*needs) is None:
-            found.serves.tell()
-        passed_over.append(f"{candidate}: {refusal or 'it needs rows'}")
-    raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(passed_over)}")
+        instance = kernel(candidate)
+        refusal = instance.serves.refusal(*needs)
+        if refusal is None and not instance.serves.rows:
+            reason = "; ".join([*rejected, f"{candidate} is the fastest that serves"])
+            return KernelChoice(candidate, instance, reason)
+        if instance.serves.mismatch(*needs) is None:
+            instance.serves.warn()
+        rejected.append(f"{candidate}: {refusal or 'it needs rows'}")
+    raise KernelError(f"no kernel serves {device} in {dtype_name(dtype)}: {'; '.join(rejected)}")
 
 
-def refuse(name: str, reach: Reach, serves: Support) -> None:
-    """Raise where a kernel is handed a reach that it does not know."""
-    unknown = NO_WINDOW if reach.window is not None and not serves.windows else None
-    if reach.bias is not None and not serves.biases:
-        unknown = NO_BIAS
-    if unknown:
-        raise KernelError(f"kernel {name!r} cannot run this model: {unknown}; use 'bucketed'")
+def check_scope(name: str, scope: AttentionScope, serves: KernelSupport) -> None:
+    """Raise if a kernel does not support this scope."""
+    refusal = NO_WINDOW if scope.window is not None and not serves.windows else None
+    if scope.bias is not None and not serves.biases:
+        refusal = NO_BIAS
+    if refusal:
+        raise KernelError(f"kernel {name!r} cannot run this model: {refusal}; use 'bucketed'")
 
 
 def _by_speed(device: torch.device, dtype: torch.dtype, backward: bool) -> list[str]:
-    """Training on a CPU, and not in half precision, a plain call a sequence is the fastest.
+    """Kernel names, fastest first.
 
-    torch's fused kernel keeps no scores for the way back, and nothing is gathered or laid back.
+    For training on a CPU in full precision, one plain call per sequence is the fastest: torch's
+    fused kernel stores no scores for the backward pass, and nothing is gathered or scattered.
     """
     names = list(KERNELS)
     if backward and device.type == "cpu" and dtype in (torch.float32, torch.float64):
@@ -189,11 +196,27 @@ def _by_speed(device: torch.device, dtype: torch.dtype, backward: bool) -> list[
     return names
 
 
-def _asked_for(name: str, device: torch.device, dtype: torch.dtype, *needs: Any) -> Choice:
-    found = kernel(name)
-    refusal = found.serves.refusal(device, dtype, *needs)
+def _pick_by_name(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    head_size: int | None,
+    dropout: bool,
+    windows: bool,
+    biases: bool,
+) -> KernelChoice:
+    instance = kernel(name)
+    refusal = instance.serves.refusal(device, dtype, backward, head_size, dropout, windows, biases)
     if refusal is None:
-        return Choice(name, found, "asked for")
-    names = ("backward", "head_size", "dropout", "windows", "biases")
-    instead = pick(device, dtype, **dict(zip(names, needs, strict=True))).name
-    raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {instead!r}")
+        return KernelChoice(name, instance, "asked for")
+    alternative = pick(
+        device,
+        dtype,
+        backward=backward,
+        head_size=head_size,
+        dropout=dropout,
+        windows=windows,
+        biases=biases,
+    )
+    raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {alternative.name!r}")

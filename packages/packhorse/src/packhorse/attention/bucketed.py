@@ -1,13 +1,13 @@
-"""Sequences of like length attend together, with as little padding as that needs.
+"""Sequences of similar length attend together, with as little padding as that needs.
 
 For CPUs, and for GPUs and dtypes that `varlen` does not serve. Sequences are grouped by length
-rounded up, cut from the flat batch into `[n, L, H, D]`, attended, and laid back. A group whose
-lengths are all equal needs no mask; the others fill up with zeros that a mask hides, so a sequence
-still never sees another one, nor another's NaN.
+rounded up, gathered from the flat batch into `[n, L, H, D]`, attended, and scattered back. A group
+whose lengths are all equal needs no mask; the others are padded with zeros that a mask hides, so a
+sequence never sees another one, nor another one's NaN.
 
-On a CPU two batched products around a softmax beat the fused kernel by two to one at BERT's lengths
-(measured, see docs/decisions.md), as long as the scores of a group stay in the cache: hence the
-limit on a group's size. Elsewhere the fused kernel is used.
+On a CPU two batched products around a softmax are twice as fast as the fused kernel at BERT's
+lengths (measured, see docs/decisions.md), as long as the scores of a group stay in the cache: hence
+the limit on the size of a group. Elsewhere the fused kernel is used.
 
 Shapes: T tokens, n sequences of a group, L their padded length, H heads, D head width.
 """
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import NO_DROPOUT, Support
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention import NO_DROPOUT, KernelSupport
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
@@ -33,36 +33,38 @@ CACHED_SCORES = 1 << 15  # n · L² of a group on a CPU: with 12 heads in fp32, 
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Sequences that attend together."""
+class LengthGroup:
+    """Sequences of similar length that attend together, padded to the longest of them."""
 
     tokens: Tensor | slice  # [n · L] index of each slot's token; padding slots point at token 0
-    real: Tensor | None  # [n, L] which slots hold a token; None where all do
+    real: Tensor | None  # [n, L] which slots hold a token; None: all
     count: int  # n
     width: int  # L
-    seen: Tensor | None = None  # [n or 1, 1, L or 1, L] which keys a query sees; None: every one
-    added: Tensor | None = None  # [H, L, L] to the scores
+    visible: Tensor | None = None  # [n or 1, 1, L or 1, L] keys that a query sees; None: all
+    bias: Tensor | None = None  # [H, L, L] added to the scores
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """The groups of a batch and the way back."""
+    """The groups of a batch, and the way back to the batch's order."""
 
-    groups: tuple[Group, ...]
-    back: Tensor | None  # [T] where each token lies in the groups' real slots; None = in order
+    groups: tuple[LengthGroup, ...]
+    inverse: Tensor | None  # [T] place of each token in the groups' real slots; None: in order
     cu_seqlens: Tensor  # [S+1] what the plan was made from
     dropout: float = 0.0
-    reach: Reach = FULL
+    scope: AttentionScope = FULL_SCOPE
 
 
 class Bucketed:
-    """Groups of like length; compiled, it is one opaque step without a backward pass."""
+    """Groups of similar length; compiled, it is one opaque operator without a backward pass."""
 
-    serves = Support(compiles=True, windows=True, biases=True)
+    serves = KernelSupport(compiles=True, windows=True, biases=True)
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> GroupedPlan:
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> GroupedPlan:
         """Group the batch's sequences by length."""
-        return plan_groups(packed.cu_seqlens, dropout, reach)
+        return plan_groups(packed.cu_seqlens, dropout, scope)
 
     def __call__(self, qkv: Tensor, plan: GroupedPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
@@ -70,7 +72,7 @@ class Bucketed:
         if torch.compiler.is_compiling():
             if plan.dropout:
                 raise KernelError(f"kernel 'bucketed', compiled: {NO_DROPOUT}; do not compile")
-            return _opaque(q, k, v, plan.cu_seqlens, plan.reach.window, plan.reach.bias)
+            return _opaque(q, k, v, plan.cu_seqlens, plan.scope.window, plan.scope.bias)
         return attend_groups(q, k, v, plan)
 
 
@@ -84,113 +86,134 @@ def _opaque(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph: groups depend on the data, the graph must not."""
-    return attend_groups(q, k, v, plan_groups(cu_seqlens, 0.0, Reach(window, bias))).contiguous()
+    plan = plan_groups(cu_seqlens, 0.0, AttentionScope(window, bias))
+    return attend_groups(q, k, v, plan).contiguous()
 
 
 @_opaque.register_fake
-def _(q: Tensor, *others: Any) -> Tensor:
+def _(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def plan_groups(cu_seqlens: Tensor, dropout: float = 0.0, reach: Reach = FULL) -> GroupedPlan:
-    """Sort by length, group what rounds up alike, and cut groups where their scores get large."""
+def plan_groups(
+    cu_seqlens: Tensor, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+) -> GroupedPlan:
+    """Sort by length, group equal rounded lengths, and split groups with too many scores."""
     device = cu_seqlens.device
     limit = CACHED_SCORES if device.type == "cpu" else 1 << 40
     spans = _spans(cu_seqlens)
     by_length = sorted(spans)
-    groups: list[Group] = []
-    for _, alike in groupby(by_length, key=lambda span: -(-span[0] // STEP)):
-        groups.extend(_cut(list(alike), limit, device))
-    told = _told(groups, reach, device)
-    if spans == by_length:
-        return GroupedPlan(told, None, cu_seqlens, dropout, reach)
-    order = torch.cat([torch.arange(a, a + n) for n, a in by_length])
-    return GroupedPlan(told, torch.argsort(order).to(device), cu_seqlens, dropout, reach)
+    groups: list[LengthGroup] = []
+    for _, similar in groupby(by_length, key=lambda span: -(-span[0] // STEP)):
+        groups.extend(_split(list(similar), limit, device))
+    inverse = None
+    if spans != by_length:
+        order = torch.cat([torch.arange(start, start + length) for length, start in by_length])
+        inverse = torch.argsort(order).to(device)
+    return GroupedPlan(_with_scope(groups, scope, device), inverse, cu_seqlens, dropout, scope)
 
 
-def plan_one_group(cu_seqlens: Tensor, dropout: float = 0.0, reach: Reach = FULL) -> GroupedPlan:
+def plan_one_group(
+    cu_seqlens: Tensor, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+) -> GroupedPlan:
     """Every sequence in one group, as wide as the longest."""
-    groups = [_group(_spans(cu_seqlens), cu_seqlens.device)]
-    return GroupedPlan(_told(groups, reach, cu_seqlens.device), None, cu_seqlens, dropout, reach)
+    device = cu_seqlens.device
+    groups = _with_scope([_group(_spans(cu_seqlens), device)], scope, device)
+    return GroupedPlan(groups, None, cu_seqlens, dropout, scope)
 
 
-def _told(groups: list[Group], reach: Reach, device: torch.device) -> tuple[Group, ...]:
-    """The groups with what their scores are told; groups of one width share it."""
+def _with_scope(
+    groups: list[LengthGroup], scope: AttentionScope, device: torch.device
+) -> tuple[LengthGroup, ...]:
+    """The groups with their masks and biases; groups of one width share these matrices."""
     widths = {group.width for group in groups}
-    near = {width: reach.near(width, device) for width in widths}
-    added = {width: reach.added(width) for width in widths}
+    windows = {width: scope.visible(width, device) for width in widths}
+    biases = {width: scope.bias_matrix(width) for width in widths}
     return tuple(
-        replace(group, seen=_seen(group.real, near[group.width]), added=added[group.width])
+        replace(
+            group,
+            visible=_visible(group.real, windows[group.width]),
+            bias=biases[group.width],
+        )
         for group in groups
     )
 
 
-def _seen(real: Tensor | None, near: Tensor | None) -> Tensor | None:
-    """Real keys within the window; a slot of padding sees all real ones, for it must see some."""
+def _visible(real: Tensor | None, window: Tensor | None) -> Tensor | None:
+    """Real keys within the window.
+
+    A padding slot sees all real keys, whatever the window: a row without any visible key would
+    make its softmax 0/0, and the NaN would reach the gradients of real tokens.
+    """
     if real is None:
-        return near
-    keys = real[:, None, None, :]
-    return keys if near is None else keys & (near | ~real[:, None, :, None])
+        return window
+    keys = real[:, None, None, :]  # [n, 1, 1, L]
+    return keys if window is None else keys & (window | ~real[:, None, :, None])
 
 
 def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """(length, start) of every sequence that has tokens."""
-    return [(b - a, a) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
+    bounds = cu_seqlens.tolist()
+    return [(end - start, start) for start, end in pairwise(bounds) if end > start]
 
 
-def _cut(alike: list[tuple[int, int]], limit: int, device: torch.device) -> list[Group]:
-    most = max(1, limit // alike[-1][0] ** 2)
-    return [_group(alike[i : i + most], device) for i in range(0, len(alike), most)]
+def _split(similar: list[tuple[int, int]], limit: int, device: torch.device) -> list[LengthGroup]:
+    """Groups of at most `limit` scores; `similar` is sorted, so its last span is the longest."""
+    most = max(1, limit // similar[-1][0] ** 2)
+    return [_group(similar[i : i + most], device) for i in range(0, len(similar), most)]
 
 
-def _group(spans: list[tuple[int, int]], device: torch.device) -> Group:
+def _group(spans: list[tuple[int, int]], device: torch.device) -> LengthGroup:
     """One group of (length, start) spans; adjacent spans of equal length need no index at all."""
-    width, first = max(n for n, _ in spans), spans[0][1]
+    width = max(length for length, _ in spans)
+    first = spans[0][1]
     if all(span == (width, first + i * width) for i, span in enumerate(spans)):
-        return Group(slice(first, first + len(spans) * width), None, len(spans), width)
-    lengths = torch.tensor([n for n, _ in spans]).unsqueeze(1)
-    starts = torch.tensor([a for _, a in spans]).unsqueeze(1)
+        return LengthGroup(slice(first, first + len(spans) * width), None, len(spans), width)
+    lengths = torch.tensor([length for length, _ in spans]).unsqueeze(1)
+    starts = torch.tensor([start for _, start in spans]).unsqueeze(1)
     slots = torch.arange(width).unsqueeze(0)
     real = slots < lengths  # [n, L]
     tokens = torch.where(real, starts + slots, 0).flatten().to(device)
-    return Group(tokens, None if bool(real.all()) else real.to(device), len(spans), width)
+    return LengthGroup(tokens, None if bool(real.all()) else real.to(device), len(spans), width)
 
 
 def attend_groups(q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
-    """Attend group by group and lay the tokens back in their order: [T, H, D]."""
-    attend = _products if q.device.type == "cpu" else _fused
-    pieces = []
+    """Attend group by group and put the tokens back in their order: [T, H, D]."""
+    attend = _attend_by_products if q.device.type == "cpu" else _attend_fused
+    outputs = []
     for group in plan.groups:
-        cut = _cut_out(q, group), _cut_out(k, group), _cut_out(v, group)
-        out = attend(*cut, group, plan.dropout)
+        out = attend(_gather(q, group), _gather(k, group), _gather(v, group), group, plan.dropout)
         out = out.transpose(1, 2)  # [n, L, H, D]
-        pieces.append(out.flatten(0, 1) if group.real is None else out[group.real])
-    joined = torch.cat(pieces)
-    return joined if plan.back is None else joined[plan.back]
+        outputs.append(out.flatten(0, 1) if group.real is None else out[group.real])
+    joined = torch.cat(outputs)
+    return joined if plan.inverse is None else joined[plan.inverse]
 
 
-def _cut_out(x: Tensor, group: Group) -> Tensor:
+def _gather(x: Tensor, group: LengthGroup) -> Tensor:
     """[T, H, D] to [n, H, L, D]; padding slots are zero."""
     x = x[group.tokens].unflatten(0, (group.count, group.width))
     if group.real is not None:
+        # Not only masked: token 0, which padding slots point at, may be NaN, and 0 × NaN is NaN.
         x = x.masked_fill(~group.real[:, :, None, None], 0)
     return x.transpose(1, 2)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, group: Group, dropout: float) -> Tensor:
-    mask = group.seen
-    if group.added is not None:
-        mask = group.added if mask is None else torch.where(mask, group.added, float("-inf"))
+def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float) -> Tensor:
+    mask = group.visible
+    if group.bias is not None:
+        mask = group.bias if mask is None else torch.where(mask, group.bias, float("-inf"))
     return scaled_dot_product_attention(q, k, v, mask, dropout)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, group: Group, dropout: float) -> Tensor:
-    # The scale goes in while the queries are copied into place, so it costs no pass of its own.
+def _attend_by_products(
+    q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float
+) -> Tensor:
+    # Scaling the queries costs nothing: the product copies them into a contiguous layout anyway.
     q = q * q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2)  # [n, H, L, L]
-    if group.added is not None:
-        scores = scores + group.added
-    if group.seen is not None:
-        scores = scores.masked_fill(~group.seen, float("-inf"))
-    chances = scores.softmax(-1)
-    return (F.dropout(chances, dropout) if dropout else chances) @ v
+    if group.bias is not None:
+        scores = scores + group.bias
+    if group.visible is not None:
+        scores = scores.masked_fill(~group.visible, float("-inf"))
+    probabilities = scores.softmax(-1)
+    return (F.dropout(probabilities, dropout) if dropout else probabilities) @ v

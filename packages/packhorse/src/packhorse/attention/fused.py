@@ -1,8 +1,7 @@
-"""Our own kernels for CUDA in half precision, by Triton: see `triton_kernels` for what they do.
+"""Packhorse's own CUDA kernels in half precision, written in Triton (see `triton_kernels`).
 
-Faster than FlashAttention-2 through torch at the lengths of BERT, above all on the way back, and
-the same to the bit in every run. Triton comes with torch for CUDA on Linux; where it is missing,
-`varlen` serves.
+Faster than torch's FlashAttention-2 at BERT's lengths, above all in the backward pass, and
+bitwise reproducible. Triton comes with torch for CUDA on Linux; without it, `varlen` serves.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from packhorse.attention import Support, refuse
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention import KernelSupport, check_scope
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.cache import keep_compiled_code_private
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
@@ -31,7 +30,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 @cache
 def _cache_problem() -> str | None:
-    """Why Triton has nowhere to keep what it compiles."""
+    """Why Triton has no folder to keep compiled kernels in, or None."""
     try:
         keep_compiled_code_private()
     except InputError as error:
@@ -41,18 +40,18 @@ def _cache_problem() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class FusedPlan:
-    """Boundaries on the device, the longest sequence, and which to begin with."""
+    """Boundaries on the device, the longest length, and the order in which sequences start."""
 
     cu_seqlens: Tensor  # [S+1] int32
-    order: Tensor  # [S] int64
+    order: Tensor  # [S] int64, longest sequence first
     max_seqlen: int
     dropout: float = 0.0
 
 
 class Fused:
-    """One program a head and sequence."""
+    """One Triton program per block, head and sequence."""
 
-    serves = Support(
+    serves = KernelSupport(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_sizes=range(32, 65, 32),
@@ -62,9 +61,11 @@ class Fused:
         obstacle=_obstacle,
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> FusedPlan:
-        """The batch's own boundaries, the longest sequences first."""
-        refuse("fused", reach, self.serves)
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> FusedPlan:
+        """Sort the sequences by length, on the device."""
+        check_scope("fused", scope, self.serves)
         order = packed.lengths.argsort(descending=True)
         return FusedPlan(packed.cu_seqlens, order, packed.max_seqlen, dropout)
 
@@ -74,7 +75,7 @@ class Fused:
 
         seed = None
         if plan.dropout:
-            # Drawn on the device: a CUDA graph draws anew whenever it is replayed.
+            # Drawn on the device, so that a CUDA graph draws anew at every replay.
             seed = torch.randint(1 << 62, (1,), device=qkv.device)
         run = attend if torch.compiler.is_compiling() else Attend.apply
         return run(qkv, plan.cu_seqlens, plan.order, plan.max_seqlen, seed, plan.dropout)[0]

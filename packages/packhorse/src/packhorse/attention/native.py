@@ -1,9 +1,9 @@
-"""Attention for CPUs in one pass over the batch: native.c, compiled here at first use.
+"""Attention for CPUs in one pass over the batch: native.c, compiled at first use.
 
-The fastest on a CPU at BERT's lengths, because nothing is padded, gathered or masked and scores
-never leave the cache. Blocks of keys outside a window are passed over; what a distance adds to a
-score, minus infinity where it is out of reach, is a table that C reads along. The price is a C
-compiler on the machine and no backward pass.
+The fastest on a CPU at BERT's lengths: nothing is padded, gathered or masked, and scores never
+leave the cache. Blocks of keys outside a window are skipped; what a distance adds to a score, minus
+infinity outside the window, is a table that the C code reads. The cost is a C compiler on the
+machine, and there is no backward pass.
 
 Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packhorse.attention import NO_DROPOUT, Support
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention import NO_DROPOUT, KernelSupport
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.native import (
     FLOAT,
@@ -34,26 +34,26 @@ from packhorse.native import (
     Obstacle,
     function,
     openmp_entry,
-    warn_lost,
+    warn_slow,
 )
 from packhorse.packing.batch import Packed
 from packhorse.processor import features
 
-CHUNK = 128  # query rows of a work item: worth packing the keys for, and sharing a sequence
-WIDEST = 256  # the largest head, which sizes the threads' buffers
-OVERRUN = 64  # numbers that C may read beyond a table: the queries that fill up a group
+CHUNK = 128  # query rows per work item: enough to pay for packing the keys, few enough to balance
+WIDEST = 256  # the largest head width; it sizes the buffers of the threads
+OVERRUN = 64  # numbers that C may read past a bias table, for the queries that fill up a group
 SOURCE = Path(__file__).with_name("native.c")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
-    """Every sequence cut into work items, the costliest first."""
+class NativePlan:
+    """Every sequence cut into work items, the most expensive first."""
 
-    rows: Tensor  # [n, 3] int32: first token and length of the sequence, first query row
+    items: Tensor  # [n, 3] int32: first token and length of the sequence, first query row
     tokens: int
     cu_seqlens: Tensor  # [S+1] what the plan was made from
-    reach: Reach = FULL
-    table: Tensor | None = None  # [H or 1, 2L-1+OVERRUN] what scores gain, see `Reach.table`
+    scope: AttentionScope = FULL_SCOPE
+    table: Tensor | None = None  # [H or 1, 2L-1+OVERRUN], see `AttentionScope.bias_table`
     longest: int = 0  # L
 
 
@@ -66,17 +66,17 @@ def obstacle() -> str | None:
     return None
 
 
-def _tell() -> None:
+def _warn() -> None:
     try:
         _function(bf16=False)
     except Obstacle as reason:
-        warn_lost(reason)
+        warn_slow(reason)
 
 
 class Native:
     """One call of compiled C for the whole batch."""
 
-    serves = Support(
+    serves = KernelSupport(
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         backward=False,
@@ -86,20 +86,22 @@ class Native:
         windows=True,
         biases=True,
         obstacle=lambda device: obstacle(),
-        tell=_tell,
+        warn=_warn,
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Chunks:
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> NativePlan:
         """Cut the batch into work items."""
         if dropout:
             raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
-        return _plan(packed.cu_seqlens, reach)
+        return _plan(packed.cu_seqlens, scope)
 
-    def __call__(self, qkv: Tensor, plan: Chunks) -> Tensor:
+    def __call__(self, qkv: Tensor, plan: NativePlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
         q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
-            return _opaque(q, k, v, plan.cu_seqlens, plan.reach.window, plan.reach.bias)
+            return _opaque(q, k, v, plan.cu_seqlens, plan.scope.window, plan.scope.bias)
         return attend(q, k, v, plan)
 
 
@@ -113,53 +115,75 @@ def _opaque(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph."""
-    return attend(q, k, v, _plan(cu_seqlens, Reach(window, bias)))
+    return attend(q, k, v, _plan(cu_seqlens, AttentionScope(window, bias)))
 
 
 @_opaque.register_fake
-def _(q: Tensor, *others: Any) -> Tensor:
+def _(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _plan(cu_seqlens: Tensor, reach: Reach = FULL) -> Chunks:
+def _plan(cu_seqlens: Tensor, scope: AttentionScope = FULL_SCOPE) -> NativePlan:
     bounds = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(bounds)
     if bounds[0] != 0 or (lengths < 0).any():
         raise KernelError("cu_seqlens must begin at 0 and never fall")
-    pieces = -(-lengths // CHUNK)  # none for an empty slot
-    before = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    chunks = -(-lengths // CHUNK)  # per sequence; 0 for an empty slot
+    before = np.repeat(np.cumsum(chunks) - chunks, chunks)
     row = (np.arange(len(before)) - before) * CHUNK
-    length = np.repeat(lengths, pieces)
-    costliest = np.argsort(-length * np.minimum(CHUNK, length - row), kind="stable")
-    rows = np.stack([np.repeat(bounds[:-1], pieces), length, row], 1)[costliest]
-    items = torch.from_numpy(rows.astype(np.int32))
+    length = np.repeat(lengths, chunks)
+    # Threads take items in order; with the most expensive first they finish at about the same
+    # time. The cost of an item is its query rows times the keys of its sequence.
+    order = np.argsort(-length * np.minimum(CHUNK, length - row), kind="stable")
+    items = np.stack([np.repeat(bounds[:-1], chunks), length, row], 1)[order]
     longest = int(lengths.max(initial=0))
-    return Chunks(items, int(bounds[-1]), cu_seqlens, reach, _table(reach, longest), longest)
+    return NativePlan(
+        items=torch.from_numpy(items.astype(np.int32)),
+        tokens=int(bounds[-1]),
+        cu_seqlens=cu_seqlens,
+        scope=scope,
+        table=_table(scope, longest),
+        longest=longest,
+    )
 
 
-def _table(reach: Reach, longest: int) -> Tensor | None:
-    table = reach.table(longest) if longest else None
+def _table(scope: AttentionScope, longest: int) -> Tensor | None:
+    table = scope.bias_table(longest) if longest else None
     return None if table is None else F.pad(table.detach(), (0, OVERRUN))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
-    """Attend within each sequence of the plan: [T, H, D] each, and the result."""
+def attend(q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> Tensor:
+    """Attend within each sequence of the plan: q, k, v and the result are [T, H, D]."""
     _check(q, k, v, plan)
-    (_, heads, width), bf16 = q.shape, q.dtype == torch.bfloat16
+    _, heads, width = q.shape
+    bf16 = q.dtype == torch.bfloat16
+    # VDPBF16PS multiplies pairs of neighbors, so an odd width has to be computed in fp32.
     if bf16 and (width % 2 or not _multiplies_bf16()):
         return attend(q.float(), k.float(), v.float(), plan).bfloat16()
     kernel = _function(bf16)
-    q, k, v = (_with_heads_together(x) for x in (q, k, v))
+    q, k, v = (_with_adjacent_heads(x) for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype)
-    table, window = plan.table, plan.reach.window
+    table = plan.table
+    window = plan.scope.window
     failed = kernel(
-        *(x.data_ptr() for x in (q, k, v, out, plan.rows)),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        plan.items.data_ptr(),
         None if table is None else table.data_ptr(),
-        *(len(plan.rows), heads, width),
-        *(x.stride(0) for x in (q, k, v)),
-        *(0 if table is None or len(table) == 1 else table.stride(0), plan.longest),
+        len(plan.items),
+        heads,
+        width,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        # All heads share a table that has only a window.
+        0 if table is None or len(table) == 1 else table.stride(0),
+        plan.longest,
         plan.longest if window is None else window,
-        *(width**-0.5 * log2(e), width**0.5),
+        width**-0.5 * log2(e),  # scale of the scores; C computes powers of two
+        width**0.5,  # unit of the table, which is added before the scores are scaled
         openmp_entry(),
         torch.get_num_threads(),
     )
@@ -168,11 +192,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> Tensor:
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> None:
-    """C would read or write astray where torch would raise."""
-    bias = () if plan.reach.bias is None else (plan.reach.bias,)
-    learns = torch.is_grad_enabled() and _learns(q, k, v, *bias)
-    refusal = Native.serves.refusal(q.device, q.dtype, learns)
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> None:
+    """Check what torch would check: C reads or writes out of bounds instead of raising."""
+    bias = plan.scope.bias
+    inputs = (q, k, v) if bias is None else (q, k, v, bias)
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    refusal = Native.serves.refusal(q.device, q.dtype, backward)
     if refusal is None and not all(x.dtype == q.dtype and x.device == q.device for x in (k, v)):
         refusal = "queries, keys and values differ in dtype or device"
     if refusal is None and not (q.ndim == 3 and q.shape == k.shape == v.shape):
@@ -187,11 +212,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Chunks) -> None:
         raise KernelError(f"kernel 'native' cannot run: {refusal}; use 'bucketed'")
 
 
-def _learns(*tensors: Tensor) -> bool:
-    return any(x.requires_grad for x in tensors)
-
-
-def _with_heads_together(x: Tensor) -> Tensor:
+def _with_adjacent_heads(x: Tensor) -> Tensor:
+    """C needs the heads of a token side by side; tokens may be any stride apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -199,16 +221,16 @@ def _with_heads_together(x: Tensor) -> Tensor:
 def _multiplies_bf16() -> bool:
     try:
         _function(bf16=True)
-    except Obstacle:  # then floats will do
+    except Obstacle:  # fp32 will do
         return False
     return True
 
 
 @cache
 def _function(bf16: bool) -> Callable[..., int]:
-    """The compiled kernel; raises `Obstacle` every time it cannot be had."""
+    """The compiled kernel; raises `Obstacle` if it cannot be built (exceptions are not cached)."""
     if bf16 and not features().avx512_bf16:
         raise Obstacle("this processor has no AVX512-BF16", fixable=False)
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
-    takes = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
-    return function(SOURCE, "packhorse_attend", takes, defines, returns=INT)
+    argument_types = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
+    return function(SOURCE, "packhorse_attend", argument_types, defines, returns=INT)

@@ -1,6 +1,8 @@
-"""The kernel every other one is tested against: one scaled-dot-product call a sequence.
+"""The kernel that every other one is tested against: one scaled-dot-product call per sequence.
 
-Isolation is plain to see: no call is ever given two sequences. Runs wherever torch does.
+Isolation is obvious, because no call ever gets two sequences. Runs wherever torch does.
+
+Shapes: H heads, L tokens of a sequence, D head width.
 """
 
 from __future__ import annotations
@@ -11,48 +13,49 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import Support
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention import KernelSupport
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.packing.batch import Packed
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Of every sequence, on the host, and what its scores are told."""
+class ReferencePlan:
+    """The length of every sequence, on the host, and the mask for each length."""
 
     lengths: list[int]
-    masks: dict[int, Tensor | None]  # by length, [1 or H, L, L]: numbers to add, or pairs to see
+    masks: dict[int, Tensor | None]  # by length, [1 or H, L, L]: bool (visible) or float (added)
     dropout: float = 0.0
 
 
 class Reference:
-    """One call a sequence."""
+    """One call per sequence."""
 
-    serves = Support(windows=True, biases=True)
+    serves = KernelSupport(windows=True, biases=True)
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> Lengths:
-        """The lengths, on the host."""
-        lengths, device = packed.lengths.tolist(), packed.ids.device
-        return Lengths(lengths, {n: _mask(reach, n, device) for n in set(lengths)}, dropout)
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> ReferencePlan:
+        """Copy the lengths to the host and build one mask per length."""
+        lengths = packed.lengths.tolist()
+        masks = {length: _mask(scope, length, packed.ids.device) for length in set(lengths)}
+        return ReferencePlan(lengths, masks, dropout)
 
-    def __call__(self, qkv: Tensor, plan: Lengths) -> Tensor:
+    def __call__(self, qkv: Tensor, plan: ReferencePlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
-        q, k, v = qkv.unbind(1)
-        pieces = zip(*(x.split(plan.lengths) for x in (q, k, v)), strict=True)
-        masks = (plan.masks[n] for n in plan.lengths)
-        return torch.cat(
-            [
-                _attend(*each, mask=mask, dropout=plan.dropout)
-                for each, mask in zip(pieces, masks, strict=True)
-            ]
-        )
+        q, k, v = (x.split(plan.lengths) for x in qkv.unbind(1))  # per sequence [L, H, D]
+        outputs = [
+            _attend(*sequence, mask=plan.masks[length], dropout=plan.dropout)
+            for length, *sequence in zip(plan.lengths, q, k, v, strict=True)
+        ]
+        return torch.cat(outputs)
 
 
-def _mask(reach: Reach, length: int, device: torch.device) -> Tensor | None:
-    near, added = reach.near(length, device), reach.added(length)
-    if added is None:
-        return None if near is None else near.unsqueeze(0)
-    return added if near is None else added.masked_fill(~near, float("-inf"))
+def _mask(scope: AttentionScope, length: int, device: torch.device) -> Tensor | None:
+    visible = scope.visible(length, device)
+    bias = scope.bias_matrix(length)
+    if bias is None:
+        return None if visible is None else visible.unsqueeze(0)
+    return bias if visible is None else bias.masked_fill(~visible, float("-inf"))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:

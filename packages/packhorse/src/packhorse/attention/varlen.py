@@ -1,9 +1,9 @@
 """FlashAttention over ragged sequences, through torch's own `varlen_attn`.
 
-The fastest there is on CUDA in half precision: no padding, no mask, nothing planned on the host.
-The function's keywords changed between torch 2.10 and 2.13; its first seven arguments did not, and
-they are all that full attention needs, so this file is the only place that knows it. A window is a
-keyword that is there from torch 2.11 on; scores by distance it has none for.
+On CUDA in half precision: no padding, no mask, and nothing planned on the host. The keywords of
+`varlen_attn` changed between torch 2.10 and 2.13. Its first seven arguments did not, and full
+attention needs no more; only this file deals with the difference. A window is a keyword that exists
+from torch 2.11 on. There is none for a relative position bias.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packhorse.attention import NO_DROPOUT, Support, refuse
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention import NO_DROPOUT, KernelSupport, check_scope
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 
 def _obstacle(device: torch.device) -> str | None:
     try:
-        from torch.nn.attention import varlen  # noqa: F401  (is it there at all?)
+        from torch.nn.attention import varlen  # noqa: F401  (does it exist at all?)
     except ImportError:
         return f"torch {torch.__version__} has no varlen attention"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
@@ -31,7 +31,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Boundaries on the device, and the longest sequence."""
+    """Boundaries on the device, and the length of the longest sequence."""
 
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
@@ -41,7 +41,7 @@ class VarlenPlan:
 class Varlen:
     """One fused call for the whole batch."""
 
-    serves = Support(
+    serves = KernelSupport(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         head_sizes=range(8, 257, 8),
@@ -53,22 +53,26 @@ class Varlen:
         obstacle=_obstacle,
     )
 
-    def plan(self, packed: Packed, dropout: float = 0.0, reach: Reach = FULL) -> VarlenPlan:
-        """The batch's own boundaries."""
-        refuse("varlen", reach, self.serves)
+    def plan(
+        self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
+    ) -> VarlenPlan:
+        """Keep the batch's boundaries as they are."""
+        check_scope("varlen", scope, self.serves)
         if dropout:
             raise KernelError(f"kernel 'varlen': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
-        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen, reach.window)
+        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen, scope.window)
 
     def __call__(self, qkv: Tensor, plan: VarlenPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
-        q, k, v = qkv.unbind(1)
         from torch.nn.attention.varlen import varlen_attn
 
-        bounds, longest = plan.cu_seqlens, plan.max_seqlen
-        given = q, k, v, bounds, bounds, longest, longest
+        q, k, v = qkv.unbind(1)
+        bounds = plan.cu_seqlens
+        longest = plan.max_seqlen
+        # Boundaries and longest length twice: once for queries, once for keys.
+        arguments = (q, k, v, bounds, bounds, longest, longest)
         if plan.window is None:
-            out = varlen_attn(*given)
+            out = varlen_attn(*arguments)
         else:
-            out = varlen_attn(*given, window_size=(plan.window, plan.window))
+            out = varlen_attn(*arguments, window_size=(plan.window, plan.window))
         return out if isinstance(out, Tensor) else out[0]

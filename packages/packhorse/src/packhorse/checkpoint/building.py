@@ -13,7 +13,14 @@ from packhorse.attention import Kernel
 from packhorse.checkpoint import sentence
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced, TokenLabels
+from packhorse.model.heads import (
+    Embed,
+    Mlm,
+    PooledLabels,
+    Pooler,
+    ReplacedTokenDetection,
+    TokenLabels,
+)
 from packhorse.model.model import Model
 
 
@@ -50,7 +57,7 @@ def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[st
     makers = {
         "pooled": lambda: pooler,
         "mlm": lambda: Mlm(config, bert.embed.words, tied),
-        "replaced": lambda: Replaced(config),
+        "replaced": lambda: ReplacedTokenDetection(config),
         "nsp": lambda: PooledLabels(config, pooler, 2),
         "span": lambda: TokenLabels(config, 2),
         "classify": lambda: PooledLabels(

@@ -21,7 +21,7 @@ from packhorse.checkpoint.names.tf1 import to_tensorflow
 from packhorse.checkpoint.tensorflow import tf1_write
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
-from packhorse.tokens.files import cased, word_pieces
+from packhorse.tokens.files import is_cased, wordpiece_vocabulary
 
 PREFIX = "bert_model.ckpt"  # as Google's own checkpoints are called
 
@@ -94,7 +94,7 @@ def _write_vocabulary(draft: Path, of: Checkpoint) -> None:
     if where is None or (where / "vocab.txt").is_file():
         return
     made = where / "tokenizer.json" if where.is_dir() else where
-    if made.suffix == ".json" and (words := word_pieces(made)):
+    if made.suffix == ".json" and (words := wordpiece_vocabulary(made)):
         (draft / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
 
 
@@ -112,7 +112,7 @@ def _write_tokenizer(draft: Path, of: Checkpoint) -> None:
                 shutil.copyfile(where.with_name(settings), draft / settings)
     # transformers takes a bare vocabulary for an uncased one.
     if not {"tokenizer.json", "tokenizer_config.json"} & {path.name for path in draft.iterdir()}:
-        lower = not cased(draft / "vocab.txt")
+        lower = not is_cased(draft / "vocab.txt")
         settings = {"do_lower_case": lower, "model_max_length": of.max_length}
         files.write_json(draft, "tokenizer_config.json", settings)
 

@@ -175,7 +175,7 @@ def progress(
     sequences, tokens or documents, `counts` says so, and it tells their speed.
     """
     told = {"does": what, **(about or {})}
-    with _shown(what, quiet) as show, status.speaking(f"work-{next(WORKS)}", told) as say:
+    with _shown(what, quiet) as show, status.publishing(f"work-{next(WORKS)}", told) as say:
 
         def advance(done: int, total: int) -> None:
             show(done, total)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @contextmanager
 def watching() -> Iterator[Callable[["Progress"], None]]:
     """Something to tell of each step, as often as one likes."""
-    with _shown() as show, status.speaking("build", {"device": "cpu"}) as say:
+    with _shown() as show, status.publishing("build", {"device": "cpu"}) as say:
 
         def watch(step: "Progress") -> None:
             show(step)

@@ -41,7 +41,7 @@ def measure(
     only = encoder.tokenizer.mask_id if head == "mlm" else None
     latencies, ran, tokens = [], 0, 0
     about = {"does": "measuring", "model": encoder.name, "device": str(encoder.device)}
-    with status.speaking("perf", about) as say:
+    with status.publishing("perf", about) as say:
         for iteration in range(WARM_UP + iterations):
             for encoding in encodings:
                 start = time.perf_counter()

@@ -127,7 +127,7 @@ def launch_ranks(
         words = [*words, "--timeout", str(timeout), "--config", str(file)]
         command = [sys.executable, "-m", "packhorse", *words]
         taken = {name: None for name in os.environ if name.startswith(PREFIX)}
-        code = launch(nproc, command + ["--json"] * json, environ=taken, say=note)
+        code = launch(nproc, command + ["--json"] * json, environ=taken, report=note)
     if code:
         raise SystemExit(code)
 
@@ -214,7 +214,7 @@ def _published(about: dict[str, Any] | None) -> "Iterator[Watch]":
     if about is None:
         yield lambda shown: None
         return
-    with status.speaking("train", about) as say:
+    with status.publishing("train", about) as say:
         say({"does": "training, first steps"})
         yield lambda shown: None if shown.evaluation else say(_word(shown))
 

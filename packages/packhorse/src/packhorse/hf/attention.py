@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import Choice, pick
-from packhorse.attention.reach import Reach
+from packhorse.attention import KernelChoice, pick
+from packhorse.attention.scope import AttentionScope
 from packhorse.errors import InputError, MissingExtra
 from packhorse.hf.boundaries import watch
 from packhorse.hf.families import is_family, unknown_family
@@ -123,7 +123,7 @@ def attend(
     # transformers counts the token itself, as FlashAttention's windows do.
     window = None if sliding_window is None else sliding_window - 1
     if layout is None:  # all rows are as long as the longest: nothing to pack
-        near = Reach(window).near(query.shape[2], query.device)
+        near = AttentionScope(window).visible(query.shape[2], query.device)
         whole = scaled_dot_product_attention(query, key, value, near, dropout, scale=scaling)
         return whole.transpose(1, 2), None
     query, key, value = (_flat(x, layout) for x in (query, key, value))  # [T, H, D]
@@ -195,7 +195,7 @@ def _by_kernel(qkv: Tensor, layout: Layout, dropout: float, window: int | None) 
     choice = _choice(qkv.device, qkv.dtype, *needs)
     key = choice.name, dropout, window
     if key not in layout.plans:
-        layout.plans[key] = choice.kernel.plan(layout.packed, dropout, Reach(window))
+        layout.plans[key] = choice.kernel.plan(layout.packed, dropout, AttentionScope(window))
     return choice.kernel(qkv, layout.plans[key])
 
 
@@ -207,6 +207,6 @@ def _choice(
     head_size: int,
     dropout: bool,
     windows: bool,
-) -> Choice:
+) -> KernelChoice:
     needs = {"head_size": head_size, "dropout": dropout, "windows": windows}
     return pick(device, dtype, backward=backward, **needs)

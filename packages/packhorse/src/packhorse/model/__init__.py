@@ -1,1 +1,1 @@
-"""BERT over packed sequences, and its heads."""
+"""BERT over packed sequences, its heads, and its preparation for CPU inference."""

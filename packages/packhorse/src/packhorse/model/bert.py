@@ -1,12 +1,15 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts, which
-axes of `BertConfig` choose when a model is built, so that what runs has nothing left to decide.
-There is no padded twin of this model. Attention is the one place where sequences could meet; it is
-a kernel handed in from outside, which plans once for each batch (once more for layers that see a
-window) and is shared by every layer. In training hidden states are dropped out; attention
-probabilities only where a rate is asked for (`attention_dropout`), because not every kernel can,
-and MLPerf's packed BERT reached its target without.
+RoBERTa, DistilBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts that
+`BertConfig` selects when a model is built, so that nothing is left to decide when it runs. There is
+no padded variant of this model. Attention is the only place where sequences could mix; it is a
+kernel passed in from outside, which plans once per batch (once more for layers with a local window)
+and is shared by every layer. In training hidden states are dropped out. Attention probabilities are
+dropped out only if a rate is set (`attention_dropout`), because not every kernel can, and MLPerf's
+packed BERT reached its target without.
+
+The names of modules and parameters are those of saved training states and of the tables in
+`checkpoint.names`: renaming one changes the file format.
 
 Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 """
@@ -19,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from packhorse.attention import Kernel
-from packhorse.attention.reach import Reach
+from packhorse.attention import AttentionPlan, Kernel
+from packhorse.attention.scope import AttentionScope
 from packhorse.model.config import BertConfig
-from packhorse.model.positions import Distances, Turning, turned
+from packhorse.model.positions import RelativePositionBias, RotaryAttention, rotary_plan
 from packhorse.packing.batch import Packed
 
 ACTIVATIONS = {
@@ -35,63 +38,67 @@ ACTIVATIONS = {
 
 
 class Bert(nn.Module):
-    """Packed tokens in, one hidden state a token out."""
+    """The encoder: packed tokens in, one hidden state per token out."""
 
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.config = config
         self.kernel = kernel
         self.attention_dropout = config.attention_dropout
-        self.embed = Embeddings(config)
+        self.embed = BertEmbeddings(config)
         buckets = config.distance_buckets
-        self.distances = Distances(buckets, config.heads) if buckets else None
+        self.distances = RelativePositionBias(buckets, config.heads) if buckets else None
         self.local = [number in config.local_layers for number in range(config.layers)]
-        layer = NormFirst if config.norm_first else Layer
-        self.layers = nn.ModuleList(layer(config, kernel, not n) for n in range(config.layers))
+        layer = PreNormLayer if config.norm_first else BertLayer
+        self.layers = nn.ModuleList(
+            layer(config, kernel, first=number == 0) for number in range(config.layers)
+        )
         self.norm = _norm(config) if config.norm_first else nn.Identity()
 
     def forward(self, packed: Packed) -> Tensor:
         """The last layer's hidden states, [T, E]."""
-        x, plans = self.embed(packed), self._plans(packed)
+        x = self.embed(packed)
+        plans = self._plans(packed)
         for layer, local in zip(self.layers, self.local, strict=True):
             x = layer(x, plans[local])
         return self.norm(x)
 
-    def _plans(self, packed: Packed) -> dict[bool, Any]:
-        """One for local layers, one for the others: what there is of these."""
+    def _plans(self, packed: Packed) -> dict[bool, AttentionPlan]:
+        """A plan for local layers and one for global layers, if the model has such layers."""
         bias = self.distances() if self.distances is not None else None
         return {local: self._plan(packed, local, bias) for local in set(self.local)}
 
-    def _plan(self, packed: Packed, local: bool, bias: Tensor | None) -> Any:
+    def _plan(self, packed: Packed, local: bool, bias: Tensor | None) -> AttentionPlan:
         config = self.config
-        told: dict[str, Any] = {}
-        # No more is said than there is to say: a kernel need not know what its models never ask.
+        # Pass only options in use, so a kernel need not support what its models never need.
+        options: dict[str, Any] = {}
         if self.training and self.attention_dropout:
-            told["dropout"] = self.attention_dropout
+            options["dropout"] = self.attention_dropout
         if local or bias is not None:
-            told["reach"] = Reach(config.window if local else None, bias)
-        plan = self.kernel.plan(packed, **told)
+            options["scope"] = AttentionScope(config.window if local else None, bias)
+        plan = self.kernel.plan(packed, **options)
         base = config.local_rotary_base if local else config.rotary_base
-        return turned(plan, packed.positions, base, config.head_size) if base else plan
+        return rotary_plan(plan, packed.positions, base, config.head_size) if base else plan
 
     def use(self, kernel: Kernel) -> None:
-        """Exchange the attention kernel; weights stay."""
+        """Replace the attention kernel; the weights stay."""
         self.kernel = kernel
         for module in self.modules():
-            if isinstance(module, Attention):
-                module.attend_with(kernel)
+            if isinstance(module, SelfAttention):
+                module.use(kernel)
 
 
 def _norm(config: BertConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
 
 
-class Embeddings(nn.Module):
-    """Word + position + token type, normalised; projected where the layers are wider."""
+class BertEmbeddings(nn.Module):
+    """Word + position + token type, normalized; projected if the layers are wider."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        width, self.offset = config.embedding_size, config.position_offset
+        width = config.embedding_size
+        self.offset = config.position_offset
         self.words = nn.Embedding(config.vocab_size, width)
         rows = 0 if config.rotary_base else config.max_positions + self.offset
         self.positions = nn.Embedding(rows, width) if rows else None
@@ -106,71 +113,76 @@ class Embeddings(nn.Module):
         """[T, E]."""
         x = self.words(packed.ids)
         if self.types is not None:
-            # A tokenizer may tell the second text of a pair apart where its model does not.
+            # A tokenizer may give the second text of a pair type 1 even if the model has only one
+            # type (RoBERTa): looking it up would index out of range.
             single = self.types.num_embeddings == 1
             x = x + (self.types.weight[0] if single else self.types(packed.types))
         if self.positions is not None:
-            numbers = after_padding(packed, self.offset) if self.offset else packed.positions
+            offset = self.offset
+            numbers = positions_after_padding(packed, offset) if offset else packed.positions
             x = x + self.positions(numbers)
         return self.project(self.dropout(self.norm(x)))
 
 
-def after_padding(packed: Packed, offset: int) -> Tensor:
-    """RoBERTa's positions, [T]: from `offset` on; the padding word, one less, is not counted.
+def positions_after_padding(packed: Packed, offset: int) -> Tensor:
+    """RoBERTa's positions, [T]: counted from `offset`; padding tokens get `offset` - 1.
 
-    That word has no place in a batch without padding, but a text may spell it.
+    RoBERTa counts only tokens that are not padding, whose id is `offset` - 1. A batch without
+    padding has none, but a text may spell the padding token out.
     """
     counted = (packed.ids != offset - 1).long()
     total = counted.cumsum(0)
-    first = torch.arange(len(total), device=total.device) - packed.positions
+    first = torch.arange(len(total), device=total.device) - packed.positions  # of its sequence
     return offset - 1 + counted * (total - total[first] + counted[first])
 
 
-class Layer(nn.Module):
-    """Attention and feed-forward, each with its residual and normalised after it."""
+class BertLayer(nn.Module):
+    """Attention and feed-forward, each with a residual and a LayerNorm after it."""
 
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
-        self.attention = Attention(config, kernel)
+        self.attention = SelfAttention(config, kernel)
         self.attention_norm = AddNorm(config.hidden_size, config.norm_eps)
         self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
         x = self.attention_norm(x, self.dropout(self.attention(x, plan)))
         return self.norm(x, self.dropout(self.down(self.up(x))))
 
 
-class NormFirst(nn.Module):
-    """The same parts, but each normalised before it (Xiong et al. 2020).
+class PreNormLayer(nn.Module):
+    """The same parts with a LayerNorm before each (Xiong et al. 2020).
 
-    The first layer's attention is handed what the embeddings have just normalised.
+    The first layer has no norm before its attention: the embeddings have just been normalized.
     """
 
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.Identity() if first else _norm(config)
-        self.attention = Attention(config, kernel)
+        self.attention = SelfAttention(config, kernel)
         self.norm = _norm(config)
         self.up, self.down = _feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
         x = x + self.dropout(self.attention(self.attention_norm(x), plan))
         return x + self.dropout(self.down(self.up(self.norm(x))))
 
 
-def _feed_forward(config: BertConfig) -> tuple[Up | GatedUp, nn.Linear]:
-    """Its two halves."""
+def _feed_forward(config: BertConfig) -> tuple[UpProjection | GatedUpProjection, nn.Linear]:
+    """The two halves of the feed-forward layer."""
+    # `down` first: the order in which layers draw their initial weights decides what a seed gives.
     down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-    return (GatedUp if config.gated else Up)(config), down
+    up = GatedUpProjection(config) if config.gated else UpProjection(config)
+    return up, down
 
 
 class AddNorm(nn.Module):
-    """A residual sum and its LayerNorm. One module, so that it can be fused."""
+    """A residual sum and its LayerNorm, in one module so that they can be fused."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -179,42 +191,41 @@ class AddNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, E] each, and the result."""
+        """Both inputs and the result are [T, E]."""
         return F.layer_norm(x + residual, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Queries, keys and values in one product; the kernel; the output product."""
 
-    # LAMB's trust ratio is of query, key and value each by itself (`optim.parameter_groups`).
+    # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
     stacked_tensors: ClassVar[dict[str, int]] = {"qkv": 3}
 
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.shape = (3, config.heads, config.head_size)
         self.rotary = config.rotary_base > 0
-        width, bias = config.hidden_size, config.attention_bias
-        self.qkv = nn.Linear(width, 3 * width, bias=bias)
-        self.out = nn.Linear(width, width, bias=bias)
-        self.attend_with(kernel)
+        width = config.hidden_size
+        self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
+        self.out = nn.Linear(width, width, bias=config.attention_bias)
+        self.use(kernel)
 
-    def attend_with(self, kernel: Kernel) -> None:
-        """Exchange the kernel."""
-        self.kernel = Turning(kernel) if self.rotary else kernel
+    def use(self, kernel: Kernel) -> None:
+        """Replace the kernel."""
+        self.kernel = RotaryAttention(kernel) if self.rotary else kernel
 
-    def forward(self, x: Tensor, plan: Any) -> Tensor:
+    def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
         qkv = self.qkv(x).unflatten(-1, self.shape)  # [T, 3, H, D]
         return self.out(self.kernel(qkv, plan).flatten(1))
 
 
-class Up(nn.Module):
-    """The feed-forward's first half: widen and activate. One module, so that it can be fused."""
+class UpProjection(nn.Module):
+    """The feed-forward's first half, product and activation in one module to be fused."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        width, wide = config.hidden_size, config.intermediate_size
-        self.dense = nn.Linear(width, wide, bias=config.mlp_bias)
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -222,16 +233,16 @@ class Up(nn.Module):
         return ACTIVATIONS[self.activation](self.dense(x))
 
 
-class GatedUp(nn.Module):
-    """The same with gates: twice as wide, one half activated, the other what it is scaled by."""
+class GatedUpProjection(nn.Module):
+    """The same with gates (GLU, Shazeer 2020): half of the product is activated, half scales it."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        width, wide = config.hidden_size, 2 * config.intermediate_size
-        self.dense = nn.Linear(width, wide, bias=config.mlp_bias)
+        outputs = 2 * config.intermediate_size
+        self.dense = nn.Linear(config.hidden_size, outputs, bias=config.mlp_bias)
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] to [T, F]."""
-        activated, gates = self.dense(x).chunk(2, -1)
-        return ACTIVATIONS[self.activation](activated) * gates
+        values, gates = self.dense(x).chunk(2, -1)
+        return ACTIVATIONS[self.activation](values) * gates

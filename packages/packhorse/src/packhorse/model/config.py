@@ -1,10 +1,10 @@
-"""The numbers that shape a BERT; checkpoints of every format are read into this one value.
+"""`BertConfig`: the sizes and options of an encoder; checkpoints of every format are read into it.
 
-The families around BERT differ in a few places, and each is an axis here, not a class: where
-positions begin (RoBERTa), whether there are types of tokens (DistilBERT has none), how wide the
-embeddings are (ELECTRA), what the heads activate; what a distance adds to a score (MPNet); and with
-ModernBERT rotary positions, gates in the feed-forward, norms that come first, layers that see a
-window only, and products without biases.
+The families around BERT differ in a few places, and each is a field here, not a class: where
+positions begin (RoBERTa), whether there are token types (DistilBERT has none), the width of the
+embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet); and for
+ModernBERT rotary positions, a gated feed-forward, norms that come first, layers with a local
+window, and products without biases.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CLASSIFY_POOLINGS = ("cls", "mean")
 
 @dataclass(frozen=True, slots=True)
 class BertConfig:
-    """Sizes and constants of one encoder; checked on construction."""
+    """Sizes and options of one encoder; checked on construction."""
 
     vocab_size: int
     hidden_size: int
@@ -32,27 +32,27 @@ class BertConfig:
     type_vocab_size: int = 2
     norm_eps: float = 1e-12
     dropout: float = 0.1  # of hidden states
-    attention_dropout: float = 0.0  # of attention probabilities; not every kernel can
-    # Rows of the table before the first position. RoBERTa numbers positions on from the padding
-    # word's id, so this is that id + 1; `max_positions` are those that can be used.
+    attention_dropout: float = 0.0  # of attention probabilities; not every kernel supports it
+    # Rows of the position table before the first position. RoBERTa counts positions from the
+    # padding token's id, so this is that id + 1. `max_positions` counts the usable rows only.
     position_offset: int = 0
-    embedding_size: int = 0  # 0 becomes the hidden size; where it differs, embeddings are projected
-    mlm_activation: str = ""  # empty becomes that of the layers
+    embedding_size: int = 0  # 0 means the hidden size; if it differs, embeddings are projected
+    mlm_activation: str = ""  # empty means that of the layers
     classify_activation: str = ""  # of the classifier's own pooler; empty: it shares the model's
     classify_pooling: str = "cls"
-    head_norm: bool = False  # heads on tokens and sequences: dense, activation and norm before
+    head_norm: bool = False  # heads begin with a dense layer, an activation and a norm
     head_bias: bool = True  # of the dense layer that heads begin with
-    decoder_bias: bool = True  # of the word scores
+    decoder_bias: bool = True  # of the vocabulary scores
     attention_bias: bool = True
     mlp_bias: bool = True
     norm_bias: bool = True
-    norm_first: bool = False  # before attention and feed-forward, and once more at the end
-    gated: bool = False  # half of the widened numbers gate the other (Shazeer 2020, GLU variants)
-    rotary_base: float = 0.0  # of angles that grow with positions; 0: a table of them is learned
-    local_rotary_base: float = 0.0  # of local layers; 0 becomes that of the others
-    local_layers: tuple[int, ...] = ()  # numbers of those that see a window only
-    window: int = 0  # tokens that these see to either side
-    distance_buckets: int = 0  # of distances that add a learned number to scores; 0: none do
+    norm_first: bool = False  # norms before attention and feed-forward, and once at the end
+    gated: bool = False  # half of the up-projection gates the other half (GLU, Shazeer 2020)
+    rotary_base: float = 0.0  # base of the rotary angles; 0: a learned position table instead
+    local_rotary_base: float = 0.0  # base in local layers; 0 means that of the other layers
+    local_layers: tuple[int, ...] = ()  # numbers of the layers with a local window
+    window: int = 0  # tokens that a local layer sees on either side
+    distance_buckets: int = 0  # buckets of the relative position bias; 0: no such bias
 
     def __post_init__(self) -> None:
         if self.embedding_size == 0:
@@ -81,7 +81,7 @@ class BertConfig:
                 f"there are {', '.join(CLASSIFY_POOLINGS)}"
             )
         if not (self.norm_first or self.norm_bias):
-            raise CheckpointError("config: norms that come last have a bias; set norm_bias")
+            raise CheckpointError("config: norm_bias=False needs norm_first=True; set one of them")
 
     def _check_positions(self) -> None:
         if self.local_rotary_base == 0:
@@ -90,17 +90,23 @@ class BertConfig:
             if not (base == 0 or 1 < base < 1e12):
                 raise CheckpointError(f"config: the rotary base {base!r} is not in (1, 1e12)")
         if bool(self.rotary_base) != bool(self.local_rotary_base):
-            raise CheckpointError("config: positions turn in local layers alone")
+            raise CheckpointError(
+                "config: local layers have rotary positions and the others do not; set rotary_base"
+            )
         if self.rotary_base and self.head_size % 2:
-            raise CheckpointError(f"config: heads {self.head_size} wide cannot turn: that is odd")
+            raise CheckpointError(
+                f"config: rotary positions need an even head size, and it is {self.head_size}"
+            )
         if self.distance_buckets not in (0, *range(4, 257, 4)):
             raise CheckpointError(
-                f"config: {self.distance_buckets} buckets of distances are no multiple of 4 to 256"
+                f"config: distance_buckets is {self.distance_buckets}; "
+                "it must be 0 or a multiple of 4 up to 256"
             )
 
     def _check_counts(self) -> None:
         for name, limit in _LIMITS.items():
-            value, least = getattr(self, name), int(name not in _MAY_BE_ZERO)
+            value = getattr(self, name)
+            least = 0 if name in _MAY_BE_ZERO else 1
             if type(value) is not int or not least <= value <= limit:
                 raise CheckpointError(
                     f"config: {name} is {value!r}, not a count from {least} to {limit}"
@@ -113,7 +119,7 @@ class BertConfig:
 
     @property
     def needs(self) -> dict[str, Any]:
-        """What the model asks of an attention kernel, as `attention.pick` takes it."""
+        """What the model needs of an attention kernel, as keywords for `attention.pick`."""
         return {
             "head_size": self.head_size,
             "windows": bool(self.local_layers),
@@ -122,12 +128,18 @@ class BertConfig:
 
     @property
     def classic(self) -> bool:
-        """Are its layers BERT's own? They are all that ONNX and TensorFlow files are written of."""
-        rotary_or_distances = self.rotary_base or self.distance_buckets
-        return not (rotary_or_distances or self.norm_first or self.gated or self.local_layers)
+        """Does it have the original BERT's layers, as ONNX and TensorFlow files need it?"""
+        return not (
+            self.rotary_base
+            or self.distance_buckets
+            or self.norm_first
+            or self.gated
+            or self.local_layers
+        )
 
 
-# Far above any real BERT, far below what would exhaust a machine before the weights are looked at.
+# A config is read before the weights: these limits are far above any real BERT, and far below what
+# would exhaust the memory of a machine while the model is built.
 _LIMITS = {
     "vocab_size": 10_000_000,
     "hidden_size": 65_536,

@@ -1,20 +1,20 @@
-"""The layers' four large products in float8, for training on GPUs that multiply it twice as fast.
+"""Train the layers' four large products in float8, on GPUs that multiply it twice as fast.
 
 The forward product x·Wᵀ and the gradient of its input dY·W are multiplied in e4m3 (Micikevicius et
-al. 2022, FP8 formats for deep learning); the weight gradient dYᵀ·x stays in bf16. What that buys: a
-scale belongs to a row, so finding it is a reduction over the row that was just computed, which a
+al. 2022, FP8 formats for deep learning); the weight gradient dYᵀ·x stays in bf16. The advantages:
+scales are per row, so computing one is a reduction over a row that was just produced, which a
 compiler fuses with its producer (LayerNorm, GELU and its gradient); nothing large is transposed;
-and the sum over tens of thousands of tokens, where small errors would gather, keeps its digits. The
-third product would be faster in float8 too, but its rows are columns of what is at hand, and
-transposing them costs what is won.
+and the sum over tens of thousands of tokens, where small errors would accumulate, keeps its
+precision. The third product would be faster in float8 too, but its rows are columns of the tensors
+at hand, and transposing them costs as much as it gains.
 
-All three operands are e4m3, gradients too: a scale for each row leaves no need for the wider range
-of e5m2, whose fewer digits show. Sums are kept in the tensor cores (fast accumulation), whose
-rounding is far below that of operands with three digits.
+All operands are e4m3, gradients too: a scale per row makes the wider range of e5m2 unnecessary, and
+its fewer mantissa bits show. Sums stay in the tensor cores (fast accumulation), whose rounding is
+far below that of operands with three mantissa bits.
 
-Weights are what they were: parameters of the same names, rounded to float8 each time they are used,
-so optimizer, checkpoints and results know nothing of this. Outside of training (`eval()`) products
-are those of any other model.
+Weights do not change: they are parameters of the same names, rounded to float8 on each use, so
+optimizer, checkpoints and results are not affected. Outside of training (`eval()`) products are
+those of any other model.
 
 Shapes: T tokens; N outputs and K inputs of a product.
 """
@@ -31,35 +31,36 @@ from packhorse.model.bert import Bert
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-LEAST = 1e-30  # what a row's largest number counts as, so that a row of zeros has a scale
-PRODUCTS = ("attention.qkv", "attention.out", "up.dense", "down")  # of a layer
-MULTIPLE = 16  # what torch._scaled_mm asks of both sides of a weight
+SMALLEST = 1e-30  # lower bound of a row's largest number, so that a row of zeros has a scale
+PRODUCTS = ("attention.qkv", "attention.out", "up.dense", "down")  # in a layer
+MULTIPLE = 16  # torch._scaled_mm needs both sides of a weight to be multiples of this
 
 
 def use(bert: Bert) -> list[str]:
-    """Have the layers' products trained in float8; the names of those that do not fit.
+    """Train the layers' products in float8 from now on; returns the names of those that cannot.
 
-    A product fits whose sizes are multiples of 16 and that has a bias.
+    A product can if its sizes are multiples of 16 and it has a bias.
     """
-    left = []
+    unsupported = []
     for number, layer in enumerate(bert.layers):
         for name in PRODUCTS:
-            parent, _, last = name.rpartition(".")
+            parent, _, attribute = name.rpartition(".")
             plain: Any = layer.get_submodule(name)
             fits = not (plain.in_features % MULTIPLE or plain.out_features % MULTIPLE)
             if plain.bias is None or not fits:
-                left.append(f"layers.{number}.{name}")
+                unsupported.append(f"layers.{number}.{name}")
             else:
-                setattr(layer.get_submodule(parent), last, Float8Linear(plain))
-    return left
+                setattr(layer.get_submodule(parent), attribute, Float8Linear(plain))
+    return unsupported
 
 
 class Float8Linear(nn.Module):
-    """A linear layer over the parameters of another, in float8 while it trains."""
+    """A linear layer over the parameters of another one, in float8 while it trains."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +71,7 @@ class Float8Linear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x·Wᵀ + b of bf16 tensors [T, K], [N, K] and [N]; [T, N], in bf16."""
+    """x·Wᵀ + b for bf16 tensors [T, K], [N, K] and [N]; returns [T, N] in bf16."""
     return _Linear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]
 
 
@@ -90,17 +91,18 @@ class _Linear(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a·bᵀ (+ bias) in float8: rows of a, [M, K], by rows of b, [N, K]."""
-    (a8, a_scale), (b8, b_scale) = quantised(a), quantised(b)
+    a8, a_scale = quantized(a)
+    b8, b_scale = quantized(b)
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a8, b8.t(), a_scale, b_scale.t(), bias, out_dtype=a.dtype, use_fast_accum=True
     )
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of x in e4m3, its largest number the largest there is; and the scale, [M, 1].
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of x in e4m3, scaled so that its largest value is e4m3's largest; the scale [M, 1].
 
-    What is no number stays none, so that a run that has diverged is noticed.
+    NaN stays NaN, so that a run that has diverged is noticed.
     """
-    largest = x.abs().amax(1, keepdim=True).float().clamp(min=LEAST)
-    small = (x.float() * (LARGEST / largest)).to(E4M3)
-    return small.contiguous(), largest / LARGEST
+    largest = x.abs().amax(1, keepdim=True).float().clamp(min=SMALLEST)
+    rounded = (x.float() * (LARGEST / largest)).to(E4M3)
+    return rounded.contiguous(), largest / LARGEST

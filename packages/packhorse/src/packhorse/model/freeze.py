@@ -1,14 +1,15 @@
-"""Layers prepared for CPU inference: weights laid out once; GELU, sums and norms fused.
+"""Prepare layers for CPU inference: weights reordered once; activations, sums and norms fused.
 
-torch reorders a weight on every call of a linear layer; done once it saves a tenth of each product,
-and oneDNN applies the activation while the result is still in a register. The operators are torch's
-own, those its compiler emits, but not public: where one is missing, layers stay as they are. So do
-the norms where add_norm.c cannot be compiled. A frozen model has no weights to train or save.
+torch reorders a weight on every call of a linear layer; doing it once saves a tenth of each
+product, and oneDNN applies the activation while the result is still in a register. The operators
+are those that torch's own compiler emits, but they are not public: if one is missing, layers stay
+as they are. So do the norms if add_norm.c cannot be compiled. A frozen model has no weights to
+train or save.
 
-A processor that does not multiply bf16 multiplies in fp32: weights and inputs are widened, results
-rounded to bf16. That is what bf16 hardware computes too (exact products, sums in fp32), so a model
-gives the same on both to rounding; it takes the time and the memory of fp32, a fourth to a twelfth
-of the time of torch's own bf16 on such a processor.
+On a processor without bf16 multiplication, products are computed in fp32: weights and inputs are
+widened and results rounded to bf16. Hardware with bf16 computes the same (exact products, sums in
+fp32), so that both give equal results up to rounding. It takes the time and memory of fp32: a
+fourth to a twelfth of the time of torch's own bf16 on such a processor.
 
 Shapes: T tokens, E hidden width.
 """
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from packhorse.errors import KernelError
-from packhorse.model.bert import AddNorm, Up
+from packhorse.model.bert import AddNorm, UpProjection
 from packhorse.native import (
     FLOAT,
     LONG,
@@ -33,16 +34,16 @@ from packhorse.native import (
     Obstacle,
     function,
     openmp_entry,
-    warn_lost,
+    warn_slow,
 )
 from packhorse.processor import features
 
 # Our activation names as oneDNN's post-operations: (operation, its algorithm).
 FUSED = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", "")}
-SERVED = (torch.float32, torch.bfloat16)
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 ADD_NORM = Path(__file__).with_name("add_norm.c")
-BLOCK = 64  # columns that add_norm.c computes at once; what it reads of ours is filled up to that
-FEW_ROWS = 32  # below, waking the other threads costs more than they save
+BLOCK = 64  # columns that add_norm.c computes at once; weight and bias are padded to a multiple
+FEW_ROWS = 32  # with fewer rows, waking the other threads costs more than they save
 
 
 class FrozenLinear(nn.Module):
@@ -50,15 +51,15 @@ class FrozenLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, activation: str | None = None) -> None:
         super().__init__()
-        dtype = _multiplied(linear.weight.dtype)
+        dtype = _product_dtype(linear.weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype))
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
-        self.post, self.algorithm = FUSED[activation] if activation else ("none", "")
+        self.operation, self.algorithm = FUSED[activation] if activation else ("none", "")
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] to [T, out]."""
         y = torch.ops.mkldnn._linear_pointwise(
-            x.to(self.weight.dtype), self.weight, self.bias, self.post, [], self.algorithm
+            x.to(self.weight.dtype), self.weight, self.bias, self.operation, [], self.algorithm
         )
         return y.to(x.dtype)
 
@@ -85,25 +86,39 @@ class FrozenAddNorm(nn.Module):
 
     def __init__(self, norm: AddNorm) -> None:
         super().__init__()
-        self.width, self.dtype, self.eps = len(norm.weight), norm.weight.dtype, norm.eps
-        fill = (0, -self.width % BLOCK)
-        self.weight, self.bias = (F.pad(x.detach().float(), fill) for x in (norm.weight, norm.bias))
+        self.width = len(norm.weight)
+        self.dtype = norm.weight.dtype
+        self.eps = norm.eps
+        padding = (0, -self.width % BLOCK)
+        self.weight = F.pad(norm.weight.detach().float(), padding)
+        self.bias = F.pad(norm.bias.detach().float(), padding)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        """[T, E] each, and the result."""
+        """Both inputs and the result are [T, E]."""
         self._check(x, residual)
-        x, residual = x.contiguous(), residual.contiguous()
+        x = x.contiguous()
+        residual = residual.contiguous()
         threads = torch.get_num_threads() if len(x) >= FEW_ROWS else 1
-        out, scratch = torch.empty_like(x), torch.empty(threads, len(self.weight))
+        out = torch.empty_like(x)
+        scratch = torch.empty(threads, len(self.weight))  # a row of x + residual per thread
         _add_norm(self.dtype == torch.bfloat16)(
-            *(y.data_ptr() for y in (x, residual, self.weight, self.bias, out, scratch)),
-            *(len(x), self.width, len(self.weight)),
-            *(self.eps, openmp_entry(), threads),
+            x.data_ptr(),
+            residual.data_ptr(),
+            self.weight.data_ptr(),
+            self.bias.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+            len(x),
+            self.width,
+            len(self.weight),
+            self.eps,
+            openmp_entry(),
+            threads,
         )
         return out
 
     def _check(self, *tensors: Tensor) -> None:
-        """C would read or write astray where torch would raise."""
+        """Check what torch would check: C reads or writes out of bounds instead of raising."""
         expected = (len(tensors[0]), self.width)
         for x in tensors:
             if x.shape != expected or x.dtype != self.dtype or x.device.type != "cpu":
@@ -115,55 +130,57 @@ class FrozenAddNorm(nn.Module):
 
 @cache
 def _add_norm(bf16: bool) -> Callable[..., None]:
-    takes = (*[POINTER] * 6, *[LONG] * 3, FLOAT, POINTER, UNSIGNED)
+    argument_types = (*[POINTER] * 6, *[LONG] * 3, FLOAT, POINTER, UNSIGNED)
     defines = (f"BF16={int(bf16)}", f"BLOCK={BLOCK}")
-    return function(ADD_NORM, "packhorse_add_norm", takes, defines)
+    return function(ADD_NORM, "packhorse_add_norm", argument_types, defines)
 
 
-@cache  # else every norm of a model would try the compiler again
-def _adds(dtype: torch.dtype) -> bool:
+@cache  # or every norm of a model would try the compiler again
+def _has_fused_add_norm(dtype: torch.dtype) -> bool:
     try:
         _add_norm(dtype == torch.bfloat16)
-    except Obstacle as reason:  # then torch's own will do
-        warn_lost(reason)
+    except Obstacle as reason:  # torch's own LayerNorm will do
+        warn_slow(reason)
         return False
-    return dtype in SERVED
+    return dtype in SUPPORTED_DTYPES
 
 
-def _multiplied(dtype: torch.dtype) -> torch.dtype:
-    """The format of the products of a model in `dtype`: what the processor multiplies."""
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a model of `dtype` computes products: one the processor can multiply."""
     wide = dtype == torch.bfloat16 and not features().bf16
     return torch.float32 if wide else dtype
 
 
 def can_freeze(dtype: torch.dtype) -> bool:
     """Does this build of torch have what `freeze` needs?"""
-    present = all(
-        hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise")
-    )
-    return present and torch.backends.mkldnn.is_available() and dtype in SERVED
+    operators = ("_reorder_linear_weight", "_linear_pointwise")
+    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in operators)
+    return has_operators and torch.backends.mkldnn.is_available() and dtype in SUPPORTED_DTYPES
 
 
 def freeze(module: nn.Module) -> None:
     """Replace the linear layers and norms below `module` in place, for inference on a CPU."""
     for name, child in module.named_children():
-        if isinstance(child, Up) and child.activation in FUSED:
+        if isinstance(child, UpProjection) and child.activation in FUSED:
             setattr(module, name, FrozenLinear(child.dense, child.activation))
         elif isinstance(child, nn.Linear):
             setattr(module, name, FrozenLinear(child))
-        elif isinstance(child, AddNorm) and _adds(child.weight.dtype):
+        elif isinstance(child, AddNorm) and _has_fused_add_norm(child.weight.dtype):
             setattr(module, name, FrozenAddNorm(child))
         else:
             freeze(child)
 
 
 def widen(module: nn.Module) -> None:
-    """Have linear layers that stay as they are multiply in fp32 where the processor has no bf16.
+    """Make linear layers multiply in fp32 if the processor has no bf16 multiplication.
 
-    For what cannot be frozen: layers that are compiled.
+    For layers that cannot be frozen because they are compiled.
     """
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear) and _multiplied(child.weight.dtype) != child.weight.dtype:
+        if (
+            isinstance(child, nn.Linear)
+            and _product_dtype(child.weight.dtype) != child.weight.dtype
+        ):
             setattr(module, name, WideLinear(child))
         else:
             widen(child)

@@ -1,7 +1,7 @@
-"""The heads: what a task makes of the hidden states of a packed batch.
+"""The heads: from the hidden states of a packed batch to the outputs of a task.
 
 Each is `forward(hidden, packed) -> tensors`, per token or per sequence (dummies included; the
-caller picks its own with `Packed.split` and `Packed.pick`).
+caller selects its sequences with `Packed.split` and `Packed.pick`).
 
 Shapes: T tokens, S sequences, E hidden width, V vocabulary, C labels.
 """
@@ -22,7 +22,7 @@ from packhorse.packing.batch import Packed
 
 
 class Pooler(nn.Module):
-    """A token or the mean of them through a dense layer; with tanh, BERT's own pooled output."""
+    """A pooled state through a dense layer; with "cls" and tanh, BERT's own pooled output."""
 
     def __init__(self, config: BertConfig, activation: str = "tanh", pooling: str = "cls") -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Pooler(nn.Module):
 
 
 class Transform(nn.Module):
-    """What a pooler does, on tokens: what the heads of ModernBERT begin with."""
+    """The layers of a pooler on every token: what the heads of ModernBERT begin with."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ def _head_norm(config: BertConfig) -> nn.Module:
 
 
 class Mlm(nn.Module):
-    """Masked-language model: a score for every word at every token it is given.
+    """Masked-language model: a score for every word of the vocabulary, at every token it gets.
 
-    V is large: hand it the hidden states of the masked tokens alone.
+    V is large, so pass only the hidden states of the masked tokens.
     """
 
     def __init__(self, config: BertConfig, words: nn.Embedding, tied: bool = True) -> None:
@@ -78,16 +78,17 @@ class Mlm(nn.Module):
         return self._scores(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
 
     def _scores(self, x: Tensor) -> Tensor:
-        """Every word's. A vocabulary that is no multiple of 8 would cost tensor cores threefold."""
+        """[n, V]; on tensor cores V that is not a multiple of 8 would take three times as long."""
         if not (self.spare and x.is_cuda and x.element_size() == 2):
             return self.decoder(x)
-        weight, bias = F.pad(self.decoder.weight, (0, 0, 0, self.spare)), self.decoder.bias
+        weight = F.pad(self.decoder.weight, (0, 0, 0, self.spare))
+        bias = self.decoder.bias
         bias = None if bias is None else F.pad(bias, (0, self.spare))
         return F.linear(x, weight, bias)[:, : -self.spare]
 
 
-class Replaced(nn.Module):
-    """ELECTRA's discriminator: above zero where a token is likely not the text's own."""
+class ReplacedTokenDetection(nn.Module):
+    """ELECTRA's discriminator: a logit per token, above 0 if the token was likely replaced."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class TokenLabels(nn.Module):
 
 
 class Embed(nn.Module):
-    """One vector a sequence: pooled (several poolings side by side), projected, normalised."""
+    """One vector per sequence: pooled (several poolings concatenated), projected, normalized."""
 
     def __init__(
         self,
@@ -138,8 +139,9 @@ class Embed(nn.Module):
         normalise: bool = True,
         include_prompt: bool = True,
     ) -> None:
-        """stages: what vectors go through after pooling, see `vectors`.
+        """Build the head.
 
+        stages: modules that vectors go through after pooling, see `vectors`.
         include_prompt: whether the tokens of a prompt are pooled with those of the text.
         """
         super().__init__()
@@ -149,7 +151,7 @@ class Embed(nn.Module):
         self.include_prompt = include_prompt
 
     def width(self, hidden_size: int) -> int:
-        """Numbers in a vector."""
+        """The dimension of a vector."""
         widths = [stage.width for stage in self.stages if isinstance(stage, Dense)]
         return widths[-1] if widths else len(self.pooling) * hidden_size
 
@@ -159,7 +161,7 @@ class Embed(nn.Module):
         return F.normalize(x, dim=-1) if self.normalise else x
 
     def raw(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """Before they are normalised; averages of many half-precision numbers lose digits."""
+        """[S, E] before normalization, in fp32: sums of many half-precision numbers lose digits."""
         wide = hidden if hidden.dtype == torch.float64 else hidden.float()
         x = torch.cat([pool(mode, wide, packed) for mode in self.pooling], dim=-1)
         for stage in self.stages:
@@ -167,4 +169,5 @@ class Embed(nn.Module):
         return x
 
 
-OF_TOKENS = (Mlm, Replaced, TokenLabels)  # may be handed some of the tokens; others need all
+# Heads that may get only some of the tokens; the others need all of them.
+TOKEN_HEADS = (Mlm, ReplacedTokenDetection, TokenLabels)

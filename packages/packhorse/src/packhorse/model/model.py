@@ -1,4 +1,4 @@
-"""A BERT with the heads its checkpoint holds; asking for another head is refused by name."""
+"""`Model`: a BERT with the heads that its checkpoint holds; any other head is refused by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError
 from packhorse.model.bert import Bert
-from packhorse.model.heads import OF_TOKENS, Embed
+from packhorse.model.heads import TOKEN_HEADS, Embed
 from packhorse.packing.batch import Packed
 
 
@@ -21,33 +21,36 @@ class Model(nn.Module):
         self.heads = nn.ModuleDict(heads)
 
     def forward(self, packed: Packed, *heads: str, at: Tensor | None = None) -> list[Tensor]:
-        """What each of `heads` makes of the batch; "hidden" is the hidden states themselves."""
+        """The output of each of `heads` for the batch; "hidden" is the hidden states themselves."""
         return self.apply_heads(self.bert(packed), packed, heads, at)
 
     def apply_heads(
         self, hidden: Tensor, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
-        """Heads over hidden states; with `at`, heads of tokens see only these of the T tokens.
+        """Apply heads to hidden states [T, E]; with `at`, token heads get only these tokens.
 
-        "raw" is what the head "embed" gives before it makes vectors one long.
+        "raw" is the output of the head "embed" before it normalizes the vectors.
         """
-        some = hidden if at is None else hidden[at]
-        every = (None if name == "hidden" else self._named(name) for name in heads)
-        return [
-            some if head is None else head(some if isinstance(head, OF_TOKENS) else hidden, packed)
-            for head in every
-        ]
+        selected = hidden if at is None else hidden[at]
+        outputs = []
+        for name in heads:
+            if name == "hidden":
+                outputs.append(selected)
+                continue
+            head = self._head_function(name)
+            outputs.append(head(selected if isinstance(head, TOKEN_HEADS) else hidden, packed))
+        return outputs
 
-    def _named(self, name: str) -> Callable[[Tensor, Packed], Tensor]:
+    def _head_function(self, name: str) -> Callable[[Tensor, Packed], Tensor]:
         embed = self.head("embed") if name == "raw" else None
         return embed.raw if isinstance(embed, Embed) else self.head(name)
 
     def head(self, name: str) -> nn.Module:
         """The head called `name`; never one with random weights."""
         if name not in self.heads:
-            have = ", ".join(self.heads) or "none"
+            available = ", ".join(self.heads) or "none"
             raise CheckpointError(
-                f"this checkpoint has no {name!r} head (it has: {have}); "
+                f"this checkpoint has no {name!r} head (it has: {available}); "
                 f"load a checkpoint that was trained for the task"
             )
         return self.heads[name]

@@ -1,9 +1,9 @@
-"""Pooling: one vector of the hidden states of each sequence, as sentence-transformers does it.
+"""Pooling: one vector per sequence from its hidden states, as in sentence-transformers.
 
-Sequences are reduced with segment reductions, never with a product over the whole batch: a NaN in
-one must not reach another. Where a batch has `prompt_lengths`, the leading tokens that they count
-take no part. A sequence that is nothing but prompt gives zeros, and its first token under "cls", as
-in sentence-transformers (whose "max" is minus infinity there).
+Sequences are reduced with segment reductions, never with a matrix product over the whole batch: a
+NaN in one sequence must not reach another. If a batch has `prompt_lengths`, these leading tokens
+are left out. A sequence that is nothing but prompt gives zeros, or its first token for "cls", as in
+sentence-transformers (whose "max" is minus infinity then).
 
 Shapes: T tokens, S sequences, E hidden width.
 """
@@ -22,18 +22,18 @@ def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
     """[T, E] to [S, E]."""
     lengths = packed.lengths.long()
     prompts = packed.prompt_lengths
-    pooled = lengths if prompts is None else lengths - prompts  # [S] tokens that take part
+    pooled = lengths if prompts is None else lengths - prompts  # [S] tokens that are pooled
     if mode == "cls":
         return _at(packed.starts if prompts is None else _after_prompt(packed, pooled), hidden)
     nothing = (pooled == 0).unsqueeze(-1)
     if mode == "lasttoken":
         return _at(packed.cu_seqlens[1:] - 1, hidden).masked_fill(nothing, 0)
     if mode == "max":
-        # Of nothing it is minus infinity, whose gradient would be NaN where poolings meet.
+        # The maximum of nothing is minus infinity, whose gradient is NaN if poolings are combined.
         return _reduce("max", hidden, packed).masked_fill(nothing, 0)
     if mode == "weightedmean":
-        # A token weighs as much as its place from 1, the prompt's places counted.
-        total = _reduce("sum", hidden * _places(hidden, packed).unsqueeze(-1), packed)
+        # The weight of a token is its position, counted from 1 and including the prompt.
+        total = _reduce("sum", hidden * _positions_from_1(hidden, packed).unsqueeze(-1), packed)
         weight = _sum_to(lengths) - (0 if prompts is None else _sum_to(prompts))
     else:
         total = _reduce("sum", hidden, packed)
@@ -42,9 +42,9 @@ def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
     return total / (weight.sqrt() if mode == "mean_sqrt_len_tokens" else weight)
 
 
-def _at(places: Tensor, hidden: Tensor) -> Tensor:
-    # Empty slots at the end of a bucket start at T; any token will do for them.
-    return hidden[places.clamp(0, len(hidden) - 1)]
+def _at(indices: Tensor, hidden: Tensor) -> Tensor:
+    # Empty slots at the end of a bucket start at T, past the last token; any token will do.
+    return hidden[indices.clamp(0, len(hidden) - 1)]
 
 
 def _after_prompt(packed: Packed, pooled: Tensor) -> Tensor:
@@ -53,18 +53,20 @@ def _after_prompt(packed: Packed, pooled: Tensor) -> Tensor:
     return packed.starts if prompts is None else packed.starts + prompts.where(pooled > 0, 0)
 
 
-def _reduce(how: str, hidden: Tensor, packed: Packed) -> Tensor:
-    """[T, E] to [S, E], over the tokens that take part."""
-    lengths, prompts = packed.lengths.long(), packed.prompt_lengths
+def _reduce(reduction: str, hidden: Tensor, packed: Packed) -> Tensor:
+    """[T, E] to [S, E], over the tokens that are pooled."""
+    lengths = packed.lengths.long()
+    prompts = packed.prompt_lengths
     if prompts is None:
-        return torch.segment_reduce(hidden, how, lengths=lengths, axis=0, unsafe=True)
-    # Prompt and rest as two segments: no token has to be copied, and no device waited for.
-    both = torch.stack([prompts, lengths - prompts], 1).flatten()  # [2S]
-    return torch.segment_reduce(hidden, how, lengths=both, axis=0, unsafe=True)[1::2]
+        return torch.segment_reduce(hidden, reduction, lengths=lengths, axis=0, unsafe=True)
+    # Prompt and text are two segments of which only the second is used: no token is copied, and the
+    # host does not have to wait for the device to know the lengths.
+    segments = torch.stack([prompts, lengths - prompts], 1).flatten()  # [2S]
+    return torch.segment_reduce(hidden, reduction, lengths=segments, axis=0, unsafe=True)[1::2]
 
 
-def _places(hidden: Tensor, packed: Packed) -> Tensor:
-    """[T] from 1 in each sequence."""
+def _positions_from_1(hidden: Tensor, packed: Packed) -> Tensor:
+    """[T] positions, counted from 1 in each sequence."""
     tokens = len(hidden)
     starts = packed.starts.repeat_interleave(packed.lengths, output_size=tokens)
     return (torch.arange(1, tokens + 1, device=hidden.device) - starts).to(hidden.dtype)

@@ -1,8 +1,8 @@
-"""What sentence-transformers puts between pooling and vectors: dense layers, norms, unit length.
+"""Layers of sentence-transformers that follow pooling: dense layers, norms, unit length.
 
-Vectors arrive in fp32 or wider and leave so, whatever the weights are stored in. A dense layer has
-one of torch's own activations, with the settings that it has when none are given: those that
-sentence-transformers builds from the name of the class.
+Vectors come and leave in fp32 or wider, whatever the dtype of the weights. A dense layer has one of
+torch's own activations with its default settings, which is what sentence-transformers builds from
+the name of the class.
 
 Shapes: S sequences.
 """
@@ -16,19 +16,19 @@ from torch.nn import functional as F
 
 
 class PReLU(nn.PReLU):
-    """torch's, for numbers that are wider than its weight."""
+    """torch's PReLU for inputs that are wider than its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[S, width]."""
         return F.prelu(input, self.weight.to(input.dtype))
 
 
-def _over_numbers(kind: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
-    """Without a dimension torch takes that of the numbers, and warns each time."""
-    return lambda: kind(dim=-1)
+def _over_last_axis(module: Callable[..., nn.Module]) -> Callable[[], nn.Module]:
+    """Without `dim` torch takes the last axis too, but warns each time."""
+    return lambda: module(dim=-1)
 
 
-# By the name of torch's class; RReLU draws nothing at random but in training.
+# By the name of torch's class. RReLU is random only in training.
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "CELU": nn.CELU,
     "ELU": nn.ELU,
@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "Identity": nn.Identity,
     "LeakyReLU": nn.LeakyReLU,
     "LogSigmoid": nn.LogSigmoid,
-    "LogSoftmax": _over_numbers(nn.LogSoftmax),
+    "LogSoftmax": _over_last_axis(nn.LogSoftmax),
     "Mish": nn.Mish,
     "PReLU": PReLU,
     "RReLU": nn.RReLU,
@@ -50,8 +50,8 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "SELU": nn.SELU,
     "SiLU": nn.SiLU,
     "Sigmoid": nn.Sigmoid,
-    "Softmax": _over_numbers(nn.Softmax),
-    "Softmin": _over_numbers(nn.Softmin),
+    "Softmax": _over_last_axis(nn.Softmax),
+    "Softmin": _over_last_axis(nn.Softmin),
     "Softplus": nn.Softplus,
     "Softshrink": nn.Softshrink,
     "Softsign": nn.Softsign,
@@ -61,12 +61,12 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def width_after(activation: str, outputs: int) -> int:
-    """Numbers that an activation leaves of so many: GLU gates one half with the other."""
+    """The width after an activation: GLU gates one half with the other, so it halves."""
     return outputs // 2 if activation == "GLU" else outputs
 
 
 class Dense(nn.Module):
-    """A projection with an activation; `residual` adds what came in, projected where it must be."""
+    """A projection with an activation; `residual` adds the input, projected if widths differ."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Dense(nn.Module):
         residual: bool = False,
     ) -> None:
         super().__init__()
-        # Kept here: a layer that was prepared for inference no longer tells its sizes.
+        # Stored here because a layer prepared for inference (`freeze`) has no in_features.
         self.inputs = inputs
         self.outputs = outputs
         self.activation_name = activation
@@ -89,7 +89,7 @@ class Dense(nn.Module):
 
     @property
     def width(self) -> int:
-        """Numbers in a vector that leaves it."""
+        """The width of the result."""
         return width_after(self.activation_name, self.outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Dense(nn.Module):
 
 
 class VectorNorm(nn.Module):
-    """A LayerNorm over the numbers of a vector."""
+    """A LayerNorm over a vector."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -110,12 +110,13 @@ class VectorNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, width]."""
-        weight, bias = self.norm.weight.to(x.dtype), self.norm.bias.to(x.dtype)
+        weight = self.norm.weight.to(x.dtype)
+        bias = self.norm.bias.to(x.dtype)
         return F.layer_norm(x, self.norm.normalized_shape, weight, bias, self.norm.eps)
 
 
 class UnitLength(nn.Module):
-    """Vectors one long; the last such of a model is `Embed`'s own, which can be left out."""
+    """Scale vectors to length 1; a last one is part of `Embed`, where it can be turned off."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, width]."""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from packhorse.errors import MissingExtra
 from packhorse.monitor.device import Device
-from packhorse.status import Published
+from packhorse.status import PublishedStatus
 
 PROC = Path("/proc")
 LONGEST = 200  # characters of a word that someone published
@@ -179,7 +179,7 @@ class Unknown:
         return Facts()
 
 
-def found(system: System, said: Sequence[Published], gpus: Sequence[Device]) -> list[Process]:
+def found(system: System, said: Sequence[PublishedStatus], gpus: Sequence[Device]) -> list[Process]:
     """Every packhorse process, those that run longest first."""
     facts = {each.pid: system.facts(each.pid) for each in said}
     lines = [_speaker(each, known) for each in said if (known := facts[each.pid]) is not None]
@@ -218,7 +218,7 @@ def _line(pid: int, known: Facts) -> Process:
     return Process(pid, known.user, " ".join(words), memory=known.memory, seconds=known.seconds)
 
 
-def _speaker(said: Published, known: Facts) -> Process:
+def _speaker(said: PublishedStatus, known: Facts) -> Process:
     figures = said.figures
     queue = _number(figures, "queue")
     return replace(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError, InputError, KernelError
-from packhorse.model.bert import after_padding
+from packhorse.model.bert import positions_after_padding
 from packhorse.model.heads import Embed
 from packhorse.onnxpack.engine import blaming, open_session
 from packhorse.onnxpack.facts import KEY, Facts, parse
@@ -199,7 +199,7 @@ def _columns(packed: Packed, facts: Facts) -> _Columns:
     numbers = np.where(own, np.arange(1, len(packed) + 1), 0)
     positions = packed.positions
     if facts.padding is not None:
-        positions = after_padding(packed, facts.padding + 1) - (facts.padding + 1)
+        positions = positions_after_padding(packed, facts.padding + 1) - (facts.padding + 1)
     tokens = {
         "ids": packed.ids.numpy(),
         "types": packed.types.numpy(),

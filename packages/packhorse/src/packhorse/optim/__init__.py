@@ -1,22 +1,25 @@
-"""Optimizers and what steers them: LAMB, parameter groups, schedules, the packing rule.
+"""LAMB, parameter groups, learning-rate schedules, and the packing rule for hyperparameters.
 
     groups = parameter_groups(model, weight_decay=0.01)
     optimizer = LAMB(groups, lr=2e-3, betas=(0.71, 0.998), bias_correction=False)
     schedule = LambdaLR(optimizer, partial(polynomial, total=1127, warmup=100))
 
-Training's AdamW is LAMB whose groups do not `adapt`, so that it has master weights too; torch's own
-takes the groups as well. Nothing here knows a BERT; any `nn.Module` will do.
+Training's AdamW is LAMB with groups that do not `adapt`, so that it has master weights too; torch's
+own optimizers take the same groups. Nothing here is specific to BERT; any `nn.Module` will do.
 """
+
+import warnings
+from typing import Any
 
 from packhorse.optim.groups import parameter_groups
 from packhorse.optim.lamb import LAMB, load_slots
-from packhorse.optim.scaling import Scaled, packing_rule
+from packhorse.optim.scaling import ScaledHyperparameters, packing_rule
 from packhorse.optim.schedules import SCHEDULES, constant, linear, polynomial
 
 __all__ = [
     "LAMB",
     "SCHEDULES",
-    "Scaled",
+    "ScaledHyperparameters",
     "constant",
     "linear",
     "load_slots",
@@ -24,3 +27,14 @@ __all__ = [
     "parameter_groups",
     "polynomial",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Scaled":
+        warnings.warn(
+            "packhorse.optim.Scaled is now called ScaledHyperparameters",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return ScaledHyperparameters
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

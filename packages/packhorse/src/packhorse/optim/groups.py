@@ -1,12 +1,12 @@
-"""Which parameters decay: all but biases and the gains of normalisations.
+"""Parameter groups: weight decay for all parameters but biases and the gains of normalizations.
 
-A bias is known by its name, a normalisation by its class, because its gain is called `weight` like
-any other weight. The class is judged by its name and those of its bases, so that a normalisation
-written by hand (`AddNorm`, some library's `RMSNorm`) counts without being imported here.
+A bias is recognized by its name, a normalization by its class, because its gain is called `weight`
+like any other weight. The class counts by its name and those of its bases, so that a hand-written
+normalization (`AddNorm`, a library's `RMSNorm`) is recognized without being imported here.
 
-A module whose child keeps several tensors in one parameter, end to end along the first dimension,
-says so in `stacked_tensors`, a mapping from the child's name to their number; LAMB then gives each
-its own trust ratio.
+A module whose child stores several tensors in one parameter, concatenated along the first
+dimension, declares them in `stacked_tensors`: a mapping from the child's name to their number. LAMB
+then computes the trust ratio of each separately.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NORM = re.compile(r"Norm(\dd)?$")  # LayerNorm, AddNorm, BatchNorm2d; not LayerN
 def parameter_groups(
     model: nn.Module, weight_decay: float, *, adapt_excluded: bool = False, unstack: bool = True
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: what decays, what does not, then what holds stacked tensors.
+    """Groups for an optimizer: with weight decay, without, then those of stacked tensors.
 
-    As in MLPerf's reference, what does not decay is not scaled by LAMB's trust ratio either, unless
-    `adapt_excluded`. Stacked tensors are told apart where that ratio is taken, unless `unstack` is
-    False: then all that one parameter holds has one ratio. Frozen parameters are left out, and a
-    tied one comes once. The first two groups are always there, even if empty.
+    As in MLPerf's reference, parameters without decay are not scaled by LAMB's trust ratio either,
+    unless `adapt_excluded`. Each of several stacked tensors has its own ratio, unless `unstack` is
+    False. Frozen parameters are left out, and a tied one appears once. The first two groups always
+    exist, even if empty.
     """
     counts = stacked_parameters(model) if unstack else {}
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {(1, True): [], (1, False): []}
@@ -44,19 +44,21 @@ def parameter_groups(
             groups.setdefault((count, decays), []).append(parameter)
     if not seen:
         raise InputError("the model has nothing to train; set requires_grad on some parameters")
-    return [
-        {
+    result: list[dict[str, Any]] = []
+    for (count, decays), parameters in groups.items():
+        group: dict[str, Any] = {
             "params": parameters,
             "weight_decay": weight_decay if decays else 0.0,
             "adapt": decays or adapt_excluded,
-            **({"stacked": count} if count > 1 else {}),  # an option that torch's own lack
         }
-        for (count, decays), parameters in groups.items()
-    ]
+        if count > 1:  # only then: torch's own optimizers do not have this option
+            group["stacked"] = count
+        result.append(group)
+    return result
 
 
 def stacked_parameters(model: nn.Module) -> dict[nn.Parameter, int]:
-    """The parameters that hold several tensors, and how many."""
+    """The parameters that hold several tensors, and their number."""
     return {
         parameter: count
         for module in model.modules()
@@ -66,5 +68,5 @@ def stacked_parameters(model: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Is it, or does it extend, a class named like a normalisation?"""
-    return any(NORM.search(kind.__name__) for kind in type(module).__mro__)
+    """Is its class, or one of the bases, named like a normalization?"""
+    return any(NORM.search(base.__name__) for base in type(module).__mro__)

@@ -1,11 +1,11 @@
-"""The packing rule: hyperparameters tuned without packing, carried over to packed rows.
+"""The packing rule: adapt hyperparameters that were tuned without packing to packed rows.
 
-A packed row holds several sequences, so a batch of as many rows is a larger batch. Krell et al.
-2021 (arXiv 2107.02027) give two ways to train as before. Either a step sees as many sequences as it
-did: fewer rows, nothing else changes, and curves drawn over sequences lie on those without packing.
-Or a step keeps its rows, and with them the device's efficiency; then LAMB keeps its learning rate,
-and its running averages must forget faster, because as many sequences as before are now fewer
-steps. One step with βᵖ forgets as much as p steps with β.
+A packed row holds several sequences, so a batch of the same number of rows is a larger batch. Krell
+et al. 2021 (arXiv 2107.02027) give two ways to train as before. Either a step keeps its number of
+sequences: fewer rows, nothing else changes, and loss curves over sequences match those without
+packing. Or a step keeps its number of rows, and with it the device's efficiency; then LAMB keeps
+its learning rate, but its running averages must decay faster, because the same number of sequences
+is now fewer steps. One step with βᵖ decays as much as p steps with β.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from packhorse.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
-    """Hyperparameters for packed rows; `sequences` is what a step sees on average."""
+class ScaledHyperparameters:
+    """Hyperparameters for packed rows; `sequences` is the average number per step."""
 
     betas: tuple[float, float]
     lr: float
@@ -32,20 +32,20 @@ def packing_rule(
     batch: int,
     factor: float,
     keep: Literal["batch", "betas"] = "betas",
-) -> Scaled:
-    """What `betas`, `lr` and `batch` become when a row holds `factor` sequences on average.
+) -> ScaledHyperparameters:
+    """Adapt `betas`, `lr` and `batch` to rows that hold `factor` sequences on average.
 
     keep: "betas" divides the batch, to the nearest row; "batch" raises the betas to the factor.
 
-    Take a batch of 1,536 sequences, and rows that hold two each. Half the rows are the same batch:
+    Take a batch of 1,536 sequences, and two sequences per row. Half the rows are the same batch:
 
     >>> packing_rule((0.9, 0.999), 2e-3, batch=1536, factor=2.0)
-    Scaled(betas=(0.9, 0.999), lr=0.002, rows=768, sequences=1536.0)
+    ScaledHyperparameters(betas=(0.9, 0.999), lr=0.002, rows=768, sequences=1536.0)
 
-    Or all the rows, twice the sequences in a step, and averages that reach half as many steps back:
+    Or all the rows: twice the sequences per step, and averages over half as many steps:
 
     >>> packing_rule((0.5, 0.75), 2e-3, batch=1536, factor=2.0, keep="batch")
-    Scaled(betas=(0.25, 0.5625), lr=0.002, rows=1536, sequences=3072.0)
+    ScaledHyperparameters(betas=(0.25, 0.5625), lr=0.002, rows=1536, sequences=3072.0)
     """
     if not factor >= 1 or batch < 1:
         raise InputError(f"batch {batch} and packing factor {factor} must both be at least 1")
@@ -53,7 +53,9 @@ def packing_rule(
         raise InputError(f"betas {betas} must lie from 0 to below 1")
     if keep == "betas":
         rows = max(1, round(batch / factor))
-        return Scaled(betas, lr, rows, rows * factor)
+        return ScaledHyperparameters(betas, lr, rows, rows * factor)
     if keep == "batch":
-        return Scaled((betas[0] ** factor, betas[1] ** factor), lr, batch, batch * factor)
+        return ScaledHyperparameters(
+            (betas[0] ** factor, betas[1] ** factor), lr, batch, batch * factor
+        )
     raise InputError(f"keep={keep!r} is unknown; keep the 'batch' or the 'betas'")

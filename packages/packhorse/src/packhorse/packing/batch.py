@@ -1,10 +1,15 @@
-"""Packed: sequences laid end to end, the only thing a model ever sees.
+"""`Packed`: sequences laid end to end, the only kind of batch that a model takes.
 
-Three shapes of the same value. *Ragged*: T is the sum of the lengths. *Bucket*: T and S are rounded
-up to a fixed shape, so that a compiled step is compiled once; the spare tokens are dummy sequences.
-*Rows*: T = rows × capacity, no sequence crosses a row, each row's unused tail is a dummy sequence.
-Whatever the shape, `cu_seqlens` alone says where a sequence begins and ends, so a model or a kernel
-needs no second code path, and `places` says which of the S sequences are the caller's own.
+The value has three shapes:
+
+- *Ragged*: T is the sum of the sequence lengths.
+- *Bucket*: T and S are rounded up to a fixed shape, so that a compiled step is compiled only once;
+  the spare tokens are dummy sequences at the end.
+- *Rows*: T = rows × capacity. No sequence crosses a row boundary, and the unused tail of a row is
+  a dummy sequence.
+
+In all three, `cu_seqlens` alone marks where a sequence begins and ends, so models and kernels need
+only one code path. `places` tells which of the S sequences are the caller's.
 
 Shapes: T tokens, S sequences (dummies included).
 """
@@ -24,7 +29,7 @@ from torch.nn import functional as F
 from packhorse.errors import InputError
 
 
-class Tokens(Protocol):
+class TokenSequence(Protocol):
     """What a sequence must offer to be packed; `tokens.Encoding` does."""
 
     @property
@@ -35,30 +40,30 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """S sequences laid end to end in T tokens."""
+    """A batch of S sequences laid end to end in T tokens."""
 
-    ids: Tensor  # [T]
-    types: Tensor  # [T]
-    positions: Tensor  # [T]    restart in each sequence
-    cu_seqlens: Tensor  # [S+1]  int32
+    ids: Tensor  # [T] int64
+    types: Tensor  # [T] int64, token types (segment ids)
+    positions: Tensor  # [T] int64, counted from 0 in each sequence
+    cu_seqlens: Tensor  # [S+1] int32, cumulative lengths: sequence i is cu[i]:cu[i+1]
     max_seqlen: int
-    places: tuple[int, ...]  # which sequence slot holds the caller's i-th sequence
-    capacity: int = 0  # tokens a row where sequences may not cross rows; 0 = ragged
-    # [S] int64: leading tokens of each sequence that pooling leaves out; None = all are pooled
+    places: tuple[int, ...]  # places[i] is the sequence slot of the caller's i-th sequence
+    capacity: int = 0  # tokens per row if sequences may not cross rows; 0 = no rows
+    # [S] int64, leading tokens of each sequence that pooling leaves out; None: pool all tokens
     prompt_lengths: Tensor | None = None
 
     @classmethod
-    def build(cls, sequences: Sequence[Tokens]) -> Packed:
-        """Lay `sequences` end to end, in the order given."""
+    def build(cls, sequences: Sequence[TokenSequence]) -> Packed:
+        """Lay `sequences` end to end, in their order (the ragged shape)."""
         if not sequences:
             raise InputError("there is no sequence to pack; pass at least one")
-        lengths = np.array([len(s.ids) for s in sequences])
+        lengths = np.array([len(sequence.ids) for sequence in sequences])
         if not lengths.all():
-            raise InputError(f"sequence {int(lengths.argmin())} has no tokens; drop it first")
+            raise InputError(f"sequence {int(lengths.argmin())} has no tokens; remove it first")
         return cls(
-            ids=_join(s.ids for s in sequences),
-            types=_join(s.types for s in sequences),
-            positions=torch.from_numpy(_restarting(lengths)),
+            ids=_concatenate(sequence.ids for sequence in sequences),
+            types=_concatenate(sequence.types for sequence in sequences),
+            positions=torch.from_numpy(_restarting_positions(lengths)),
             cu_seqlens=_cumulative(lengths),
             max_seqlen=int(lengths.max()),
             places=tuple(range(len(sequences))),
@@ -67,12 +72,12 @@ class Packed:
 
     @classmethod
     def rows(
-        cls, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]], capacity: int
+        cls, sequences: Sequence[TokenSequence], packs: Sequence[Sequence[int]], capacity: int
     ) -> Packed:
         """Lay each pack (indices into `sequences`) into a row of `capacity` tokens."""
         if sorted(chain.from_iterable(packs)) != list(range(len(sequences))):
             raise InputError("the packs must name every sequence exactly once, by its index")
-        slots: list[Tokens] = []
+        slots: list[TokenSequence] = []
         places = [0] * len(sequences)
         for pack in packs:
             room = capacity
@@ -81,15 +86,19 @@ class Packed:
                 slots.append(sequences[index])
                 room -= len(sequences[index].ids)
             if room < 0:
-                raise InputError(f"a pack holds {capacity - room} tokens, its row {capacity}")
+                raise InputError(
+                    f"a pack holds {capacity - room} tokens, but a row holds {capacity}"
+                )
             if room:
-                slots.append(_Dummy.of(room))
-        built = cls.build(slots)
-        real = np.repeat([not isinstance(s, _Dummy) for s in slots], built.lengths.numpy())
+                slots.append(_FillerSequence.of_length(room))
+        packed = cls.build(slots)
+        is_real = [not isinstance(slot, _FillerSequence) for slot in slots]
+        real_tokens = np.repeat(is_real, packed.lengths.numpy())  # [T]
         return replace(
-            built,
-            # A tail may be longer than a model has positions for; it needs none of its own.
-            positions=built.positions * torch.from_numpy(real),
+            packed,
+            # A row's tail can be longer than the model's position table, so that counting its
+            # positions would index out of range. Its output is never read: position 0 will do.
+            positions=packed.positions * torch.from_numpy(real_tokens),
             places=tuple(places),
             capacity=capacity,
         )
@@ -97,8 +106,9 @@ class Packed:
     def pad(self, tokens: int, sequences: int) -> Packed:
         """Fill up to a bucket: `tokens` tokens in `sequences` sequence slots.
 
-        The spare tokens become dummy sequences no longer than the longest real one, so that they
-        cost next to nothing; the slots left over are empty sequences at the very end.
+        The spare tokens become dummy sequences, none longer than the longest real one: attention
+        costs the square of a length, and `max_seqlen` must not grow. Slots that are still unused
+        become empty sequences at the very end.
         """
         spare = tokens - len(self.ids)
         dummies = -(-spare // self.max_seqlen)
@@ -113,59 +123,71 @@ class Packed:
             lengths[-1] = spare - self.max_seqlen * (dummies - 1)
         tail = _cumulative(np.append(lengths, np.zeros(empty, int)))[1:] + len(self.ids)
         zeros = self.ids.new_zeros(spare)
-        positions = torch.from_numpy(_restarting(lengths)).to(self.ids.device)
+        positions = torch.from_numpy(_restarting_positions(lengths)).to(self.ids.device)
+        prompt_lengths = self.prompt_lengths
+        if prompt_lengths is not None:
+            prompt_lengths = F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
         return replace(
             self,
             ids=torch.cat([self.ids, zeros]),
             types=torch.cat([self.types, zeros]),
             positions=torch.cat([self.positions, positions]),
             cu_seqlens=torch.cat([self.cu_seqlens, tail.to(self.cu_seqlens)]),
-            prompt_lengths=_filled(self.prompt_lengths, sequences),
+            prompt_lengths=prompt_lengths,
         )
 
     def to(self, device: torch.device | str) -> Packed:
-        """The same batch on `device`; to CUDA it is copied while the device works on another."""
+        """The same batch on `device`; a copy to CUDA overlaps with the device's other work."""
         target = torch.device(device)
         if target == self.ids.device:
             return self
         if target.type == "cuda" and self.ids.device.type == "cpu":
-            return self._staged(target)
-        names = ("ids", "types", "positions", "cu_seqlens")
-        moved = {name: getattr(self, name).to(target) for name in names}
-        if self.prompt_lengths is not None:
-            moved["prompt_lengths"] = self.prompt_lengths.to(target)
-        return replace(self, **moved)
-
-    def _staged(self, target: torch.device) -> Packed:
-        """In one copy, from pinned memory: from any other it would wait for the device's work."""
-        tokens, bounds = len(self.ids), len(self.cu_seqlens)
-        staged = torch.empty(3 * tokens + -(-bounds // 2), dtype=torch.int64, pin_memory=True)
-        host = staged.numpy()
-        per_token = (self.ids, self.types, self.positions)
-        np.concatenate([x.numpy() for x in per_token], out=host[: 3 * tokens])
-        host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
-        there = staged.to(target, non_blocking=True)
-        ids, types, positions = there[: 3 * tokens].view(3, tokens)
-        cu_seqlens = there[3 * tokens :].view(torch.int32)[:bounds]
+            return self._to_cuda(target)
         prompts = self.prompt_lengths
-        if prompts is not None:  # few models have any: they may take a copy of their own
+        return replace(
+            self,
+            ids=self.ids.to(target),
+            types=self.types.to(target),
+            positions=self.positions.to(target),
+            cu_seqlens=self.cu_seqlens.to(target),
+            prompt_lengths=None if prompts is None else prompts.to(target),
+        )
+
+    def _to_cuda(self, target: torch.device) -> Packed:
+        """Copy all tensors at once from pinned memory.
+
+        A copy from pageable memory would block the host until the device's stream gets to it. One
+        staging buffer instead of four tensors saves three launches per batch: the three int64
+        tensors [3, T] come first, then the int32 `cu_seqlens`, two to an int64.
+        """
+        tokens = len(self.ids)
+        bounds = len(self.cu_seqlens)
+        staging = torch.empty(3 * tokens + -(-bounds // 2), dtype=torch.int64, pin_memory=True)
+        host = staging.numpy()
+        per_token = (self.ids, self.types, self.positions)
+        np.concatenate([tensor.numpy() for tensor in per_token], out=host[: 3 * tokens])
+        host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
+        on_device = staging.to(target, non_blocking=True)
+        ids, types, positions = on_device[: 3 * tokens].view(3, tokens)
+        prompts = self.prompt_lengths
+        if prompts is not None:  # few models have prompts, so a second copy is acceptable
             prompts = prompts.pin_memory().to(target, non_blocking=True)
         return replace(
             self,
             ids=ids,
             types=types,
             positions=positions,
-            cu_seqlens=cu_seqlens,
+            cu_seqlens=on_device[3 * tokens :].view(torch.int32)[:bounds],
             prompt_lengths=prompts,
         )
 
     def __len__(self) -> int:
-        """Sequence slots, dummies included."""
+        """Number of sequence slots, dummies included."""
         return len(self.cu_seqlens) - 1
 
     @property
     def lengths(self) -> Tensor:
-        """[S] tokens of each sequence."""
+        """[S] number of tokens of each sequence."""
         return self.cu_seqlens.diff()
 
     @property
@@ -174,57 +196,50 @@ class Packed:
         return self.cu_seqlens[:-1]
 
     def split(self, per_token: Tensor, at: Tensor | None = None) -> list[Tensor]:
-        """Cut a per-token result into one view for each of the caller's sequences.
+        """Cut a per-token result into one view per sequence of the caller.
 
-        `per_token` is [T, …]; or [n, …] for the n tokens `at`, in rising order, alone.
+        `per_token` is [T, …], or [n, …] if it holds only the n tokens `at` (ascending indices).
         """
         bounds = self.cu_seqlens if at is None else torch.searchsorted(at, self.cu_seqlens)
         ends = bounds.tolist()
         return [per_token[ends[place] : ends[place + 1]] for place in self.places]
 
     def pick(self, per_sequence: Tensor) -> Tensor:
-        """Keep the caller's sequences of a per-sequence result [S, …], in the caller's order."""
-        if self.places == tuple(range(len(self.places))):  # dummies come last: no index to copy
+        """Select the caller's sequences, in order, from a per-sequence result [S, …]."""
+        if self.places == tuple(range(len(self.places))):  # dummies come last: a view will do
             return per_sequence[: len(self.places)]
         return per_sequence[list(self.places)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Dummy:
-    """Filler that no one asks about; token 0 at type 0."""
+class _FillerSequence:
+    """Filler whose output is never read: token 0 of type 0."""
 
     ids: np.ndarray
     types: np.ndarray
 
     @classmethod
-    def of(cls, length: int) -> _Dummy:
+    def of_length(cls, length: int) -> _FillerSequence:
         zeros = np.zeros(length, np.int64)
         return cls(zeros, zeros)
 
 
-def _join(arrays: Iterable[Any]) -> Tensor:
-    pieces = [np.asarray(a) for a in arrays]
+def _concatenate(arrays: Iterable[Any]) -> Tensor:
+    pieces = [np.asarray(array) for array in arrays]
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
 
 
-def _prompt_lengths(sequences: Sequence[Tokens], lengths: np.ndarray) -> Tensor | None:
-    """[S], as far as sequences have a prompt that is not pooled; None where none has."""
-    found = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
-    return torch.from_numpy(np.minimum(found, lengths)) if found.any() else None
-
-
-def _filled(prompt_lengths: Tensor | None, sequences: int) -> Tensor | None:
-    """The same for more sequence slots, which have no prompt."""
-    if prompt_lengths is None:
-        return None
-    return F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
+def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:
+    """[S] prompt tokens that pooling leaves out, or None if no sequence has any."""
+    prompts = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
+    return torch.from_numpy(np.minimum(prompts, lengths)) if prompts.any() else None
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
-def _restarting(lengths: np.ndarray) -> np.ndarray:
-    """Counts 0, 1, 2 … anew for each length: [T]."""
+def _restarting_positions(lengths: np.ndarray) -> np.ndarray:
+    """[T] 0, 1, 2, … counted anew for each length."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum())) - np.repeat(starts, lengths)

@@ -1,22 +1,24 @@
-"""Packing a whole dataset from the histogram of its lengths: the plan, and who goes where.
+"""Pack a whole dataset from the histogram of its lengths: which lengths share a pack, and who.
 
     counts = histogram_of(lengths, capacity=512)
     packing = plan(counts, capacity=512, max_per_pack=3)
     for indices in assign(packing, lengths, seed=0): ...
 
-A plan knows lengths and counts, never sequences, so planning millions costs no more than planning
-hundreds, and one plan serves every epoch: `assign` draws anew, by seed, which sequence of a length
-takes which place. Packing offline this way needs all lengths beforehand; `packhorse.packing.online`
-does not, and fills packs less well.
+A `PackingPlan` knows lengths and counts, never sequences, so planning for millions of sequences
+costs no more than for hundreds, and one plan serves every epoch: `assign` draws anew, by seed,
+which sequence of a length takes which place. This needs all lengths in advance;
+`packhorse.packing.online` does not, but fills packs less well.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import index as whole_number
+from operator import index as as_integer
+from typing import Any
 
 import numpy as np
 
@@ -29,17 +31,17 @@ ALGORITHMS = ("optimum", *PUBLISHED)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to pack a histogram: which packs, how many of each, and how good that is."""
+class PackingPlan:
+    """How to pack a histogram: which packs, how many of each, and how good the plan is."""
 
     capacity: int
-    max_per_pack: int | None  # None: as many as fit
+    max_per_pack: int | None  # None: as many sequences as fit
     algorithm: str
-    lower_bound: int  # no plan whatsoever has fewer packs
+    lower_bound: int  # proven: no plan at all has fewer packs
     seconds: float = field(compare=False)
-    histogram: tuple[int, ...] = field(repr=False)  # entry i counts the sequences of length i+1
-    packs: tuple[Pack, ...] = field(repr=False)  # ((lengths, longest first), how many such packs)
-    complete: bool = True  # False: more effort may find fewer packs or a better bound
+    histogram: tuple[int, ...] = field(repr=False)  # entry i: number of sequences of length i+1
+    packs: tuple[Pack, ...] = field(repr=False)  # (lengths, longest first; number of such packs)
+    complete: bool = True  # False: more effort may give fewer packs or a better bound
 
     @property
     def sequences(self) -> int:
@@ -55,32 +57,32 @@ class Plan:
 
     @property
     def efficiency(self) -> float:
-        """The share of all places that hold a token."""
+        """The fraction of all places that hold a real token."""
         return self.tokens / (self.pack_count * self.capacity)
 
     @property
     def factor(self) -> float:
-        """Sequences a pack, on average: the speed-up over one sequence a row."""
+        """Average sequences per pack: the speed-up over one sequence per row."""
         return self.sequences / self.pack_count
 
     @property
     def max_depth(self) -> int:
-        """The most sequences that share a pack."""
+        """The largest number of sequences in one pack."""
         return max(len(lengths) for lengths, _ in self.packs)
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Which sequences share a pack: iterate, or index, to get the indices of one pack."""
+    """Which sequences share a pack; iterate or index to get the sequence indices of a pack."""
 
-    indices: np.ndarray  # every sequence once, pack after pack
-    offsets: np.ndarray  # where each pack begins, and the end
+    indices: np.ndarray  # [sequences] every sequence once, pack after pack
+    offsets: np.ndarray  # [packs+1] pack i is indices[offsets[i]:offsets[i+1]]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def __getitem__(self, pack: int) -> np.ndarray:
-        pack = range(len(self))[pack]
+        pack = range(len(self))[pack]  # checks the bounds, and takes negative indices
         return self.indices[self.offsets[pack] : self.offsets[pack + 1]]
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -88,12 +90,12 @@ class Assignment:
 
 
 def histogram_of(lengths: Sequence[int] | np.ndarray, capacity: int | None = None) -> np.ndarray:
-    """Count lengths: entry i of the answer is the number of sequences of i+1 tokens."""
-    found = whole_numbers(lengths, "lengths")
-    if not len(found) or found.min() < 1:
+    """Count lengths: entry i of the result is the number of sequences of i+1 tokens."""
+    array = integer_array(lengths, "lengths")
+    if not len(array) or array.min() < 1:
         raise InputError("lengths must be one or more numbers, none of them below 1")
-    counts = np.bincount(found, minlength=(capacity or 0) + 1)[1:]
-    return counts if capacity is None else cut(counts, capacity)
+    counts = np.bincount(array, minlength=(capacity or 0) + 1)[1:]
+    return counts if capacity is None else fit_to_capacity(counts, capacity)
 
 
 def plan(
@@ -102,13 +104,13 @@ def plan(
     max_per_pack: int | None = None,
     algorithm: str = "optimum",
     effort: int = EFFORT,
-) -> Plan:
+) -> PackingPlan:
     """Pack the sequences counted in `histogram` (entry i: those of length i+1) into few packs.
 
-    A pack holds `capacity` tokens and at most `max_per_pack` sequences. `algorithm` is "optimum",
-    or for comparison one of the published "spfhp", "lpfhp" and "nnlshp". `effort` bounds the work
-    of the optimum (linear programs solved), and `Plan.complete` says whether it was enough; the
-    same histogram and effort give the same plan on every machine, at any load.
+    A pack holds `capacity` tokens and at most `max_per_pack` sequences. `algorithm` is "optimum"
+    or, for comparison, one of the published "spfhp", "lpfhp" and "nnlshp". `effort` limits the
+    linear programs that "optimum" may solve, and `PackingPlan.complete` tells whether that was
+    enough; the same histogram and effort give the same plan on every machine.
     """
     if algorithm not in ALGORITHMS:
         raise InputError(f"unknown packing algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
@@ -117,8 +119,9 @@ def plan(
         max_per_pack = at_least_one(max_per_pack, "max_per_pack")
     effort = at_least_one(effort, "effort")
     start = time.perf_counter()
-    counts = cut(checked(histogram), capacity)
+    counts = fit_to_capacity(checked_counts(histogram), capacity)
     shortest = int(np.flatnonzero(counts)[0]) + 1
+    # No pack can hold more sequences than this, whatever the limit; a smaller depth is faster.
     depth = min(max_per_pack or capacity, capacity // shortest)
     if algorithm == "optimum":
         packs, bound, complete = optimum(counts, capacity, depth, effort)
@@ -130,25 +133,28 @@ def plan(
     seconds = time.perf_counter() - start
     table = tuple(counts.tolist())
     packs = tuple(sorted(packs, key=lambda pack: -pack[1]))
-    return Plan(capacity, max_per_pack, algorithm, bound, seconds, table, packs, complete)
+    return PackingPlan(capacity, max_per_pack, algorithm, bound, seconds, table, packs, complete)
 
 
-def assign(plan: Plan, lengths: Sequence[int] | np.ndarray, seed: int = 0) -> Assignment:
-    """Give every sequence its place, at random among equal lengths, packs in random order."""
-    found = histogram_of(lengths, plan.capacity)
-    if found.tolist() != list(plan.histogram):
+def assign(plan: PackingPlan, lengths: Sequence[int] | np.ndarray, seed: int = 0) -> Assignment:
+    """Give every sequence a place, at random among equal lengths; the packs are shuffled too."""
+    counts = histogram_of(lengths, plan.capacity)
+    if counts.tolist() != list(plan.histogram):
         raise InputError(
-            f"these {found.sum()} lengths are not those of the plan ({plan.sequences} sequences);"
+            f"these {counts.sum()} lengths are not those of the plan ({plan.sequences} sequences);"
             " plan again with histogram_of(lengths, capacity)"
         )
     rng = np.random.default_rng(seed)
-    sizes = np.array([len(held) for held, _ in plan.packs])
+    # `plan.packs` holds kinds of packs; repeat each kind as often as it is used and shuffle.
+    sizes = np.array([len(pack) for pack, _ in plan.packs])  # [kinds] sequences per pack
     kind = rng.permutation(np.repeat(np.arange(len(sizes)), [count for _, count in plan.packs]))
     offsets = np.concatenate([[0], np.cumsum(sizes[kind])])
-    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes[kind])
-    held = np.concatenate([held for held, _ in plan.packs])
-    first = np.cumsum(sizes) - sizes  # where each kind's lengths begin in `held`
-    places = held[np.repeat(first[kind], sizes[kind]) + within]
+    # The length that each place asks for, pack after pack: [sequences].
+    within_pack = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes[kind])
+    pack_lengths = np.concatenate([pack for pack, _ in plan.packs])
+    first = np.cumsum(sizes) - sizes  # where each kind begins in `pack_lengths`
+    places = pack_lengths[np.repeat(first[kind], sizes[kind]) + within_pack]
+    # Sort places and shuffled sequences by length: the i-th of one takes the i-th of the other.
     shuffled = rng.permutation(len(places))
     indices = np.empty_like(shuffled)
     indices[by_length(places)] = shuffled[by_length(np.asarray(lengths)[shuffled])]
@@ -156,23 +162,27 @@ def assign(plan: Plan, lengths: Sequence[int] | np.ndarray, seed: int = 0) -> As
 
 
 def by_length(lengths: np.ndarray) -> np.ndarray:
-    """A stable argsort; in the narrowest type, which numpy sorts by radix in linear time."""
+    """A stable argsort, in the narrowest type: numpy sorts 16 bits by radix, in linear time."""
     return np.argsort(lengths.astype(np.min_scalar_type(int(lengths.max()))), kind="stable")
 
 
 def verify(packs: list[Pack], histogram: np.ndarray, capacity: int, depth: int) -> None:
-    """Every sequence exactly once, no pack too long or too deep; anything else is our mistake."""
+    """Check that every sequence is placed exactly once and no pack is too long or too deep.
+
+    A failure is a bug in a packer, not a mistake of the user: hence RuntimeError.
+    """
     placed = np.zeros_like(histogram)
     for lengths, count in packs:
         if count < 1 or not 0 < len(lengths) <= depth or sum(lengths) > capacity:
-            raise RuntimeError(f"a packer made {count} packs of {lengths}, which cannot be")
+            raise RuntimeError(f"a packer made {count} packs of {lengths}, which is not allowed")
         np.add.at(placed, np.array(lengths) - 1, count)
     if (placed != histogram).any():
         raise RuntimeError(f"a packer placed {placed.sum()} of {histogram.sum()} sequences")
 
 
-def checked(histogram: Sequence[int] | np.ndarray) -> np.ndarray:
-    counts = whole_numbers(histogram, "counts")
+def checked_counts(histogram: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The histogram as an array of counts, none of them negative and not all zero."""
+    counts = integer_array(histogram, "counts")
     if (counts < 0).any():
         raise InputError("a histogram's counts cannot be negative")
     if not counts.any():
@@ -180,8 +190,8 @@ def checked(histogram: Sequence[int] | np.ndarray) -> np.ndarray:
     return counts
 
 
-def cut(counts: np.ndarray, capacity: int) -> np.ndarray:
-    """The histogram as exactly `capacity` entries; a sequence beyond that is the user's to cut."""
+def fit_to_capacity(counts: np.ndarray, capacity: int) -> np.ndarray:
+    """The histogram as exactly `capacity` entries; raises if a sequence is longer than that."""
     if beyond := int(counts[capacity:].sum()):
         raise InputError(
             f"{beyond} of {counts.sum()} sequences are longer than the capacity, {capacity} tokens"
@@ -191,20 +201,33 @@ def cut(counts: np.ndarray, capacity: int) -> np.ndarray:
     return np.pad(counts[:capacity], (0, max(0, capacity - len(counts))))
 
 
-def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
+def integer_array(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    """`values` as a flat int64 array; `name` is for the error message."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InputError(
-            f"{what} must be a flat list of whole numbers, got {array.dtype} {array.shape}"
+            f"{name} must be a flat list of whole numbers, got {array.dtype} {array.shape}"
         )
     return array.astype(np.int64)
 
 
 def at_least_one(value: int, name: str) -> int:
+    """`value` as an int of at least 1; `name` is for the error message."""
     try:
-        number = whole_number(value)
+        number = as_integer(value)
     except TypeError:
         raise InputError(f"{name} must be a whole number, got {value!r}") from None
     if number < 1:
         raise InputError(f"{name} must be at least 1, got {number}")
     return number
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Plan":
+        warnings.warn(
+            "packhorse.packing.histogram.Plan is now called PackingPlan",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return PackingPlan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

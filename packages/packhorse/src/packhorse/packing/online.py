@@ -1,14 +1,14 @@
-"""Packing as sequences arrive, into the open rows of the batch being filled.
+"""Pack sequences as they arrive, into the open rows of the batch that is being filled.
 
     packer = OnlinePacker(capacity=256, rows=16, policy="first_fit")
-    row = packer.add(length)      # None: it fits nowhere, the batch is full
-    packs = packer.flush()        # [[0, 3], [1, 2], …]: arrivals by row; and begin again
+    row = packer.add(length)      # None: it fits into no row, the batch is full
+    packs = packer.flush()        # [[0, 3], [1, 2], …]: arrival numbers by row; then start over
 
-Three classic rules (Johnson 1973) say which row: *first-fit* takes the first with room, *best-fit*
-the one with the least room, *next-fit* looks at the last row only. A rule is nothing but an index
-over the rows' free tokens with `find` and `update`, logarithmic in the rows for the first two and
-constant for next-fit. First-fit is the default: best-fit packs no better when rows are few, and
-first-fit leaves the late rows open for a long arrival.
+Three classic bin-packing rules (Johnson 1973) choose the row: *first fit* takes the first row with
+enough room, *best fit* the one with the least room, *next fit* looks at the last row only. A rule
+is an index over the free tokens of the rows: a lookup takes logarithmic time for the first two and
+constant time for next fit. First fit is the default: best fit packs no better if there are few
+rows, and first fit keeps the late rows open for long arrivals.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from typing import Protocol
 from packhorse.errors import InputError
 
 
-class Rule(Protocol):
-    """Which open row a sequence goes to."""
+class FitRule(Protocol):
+    """Chooses the open row that a sequence goes to."""
 
     def find(self, length: int) -> int | None:
-        """The row to use, or None if a new one must be opened."""
+        """The row to use, or None if a new row must be opened."""
         ...
 
     def update(self, row: int, free: int) -> None:
-        """A row, opened just now or before, has this many tokens left to give."""
+        """Record that `row`, which may be new, now has `free` tokens left."""
         ...
 
 
 class FirstFit:
-    """A tree of maxima over the free tokens: leaves are rows, `tree[1]` is the root."""
+    """The first row with enough room, by a segment tree of maxima over free tokens.
+
+    `tree[1]` is the root, node i has the children 2i and 2i+1, and the leaves are the rows.
+    """
 
     def __init__(self) -> None:
         self.tree = [0, 0]
@@ -47,7 +50,8 @@ class FirstFit:
         node = 1
         while node < self.leaves:
             node *= 2
-            node += self.tree[node] < length
+            if self.tree[node] < length:  # no row of the left half fits, so one of the right does
+                node += 1
         return node - self.leaves
 
     def update(self, row: int, free: int) -> None:
@@ -59,7 +63,7 @@ class FirstFit:
             self.tree[node] = max(self.tree[2 * node], self.tree[2 * node + 1])
 
     def _double(self) -> None:
-        """The tree becomes the left half of one twice as wide: each level grows to the right."""
+        """Make the tree the left half of one twice as wide, so that it can hold more rows."""
         wider = [0, self.tree[1]]
         for level in range(self.leaves.bit_length()):
             nodes = self.tree[1 << level : 2 << level]
@@ -68,15 +72,15 @@ class FirstFit:
 
 
 class BestFit:
-    """Rows sorted by free tokens."""
+    """The row with the least sufficient room, by a sorted list of (free tokens, row)."""
 
     def __init__(self) -> None:
         self.order: list[tuple[int, int]] = []
         self.free: dict[int, int] = {}
 
     def find(self, length: int) -> int | None:
-        at = bisect_left(self.order, (length, 0))
-        return self.order[at][1] if at < len(self.order) else None
+        index = bisect_left(self.order, (length, 0))
+        return self.order[index][1] if index < len(self.order) else None
 
     def update(self, row: int, free: int) -> None:
         if row in self.free:
@@ -86,19 +90,21 @@ class BestFit:
 
 
 class NextFit:
-    """The row touched last, which is the last row."""
+    """The last row, if it has enough room."""
 
     def __init__(self) -> None:
-        self.row, self.free = 0, 0
+        self.row = 0
+        self.free = 0
 
     def find(self, length: int) -> int | None:
         return self.row if length <= self.free else None
 
     def update(self, row: int, free: int) -> None:
-        self.row, self.free = row, free
+        self.row = row
+        self.free = free
 
 
-POLICIES: dict[str, type[Rule]] = {
+POLICIES: dict[str, type[FitRule]] = {
     "first_fit": FirstFit,
     "best_fit": BestFit,
     "next_fit": NextFit,
@@ -121,23 +127,30 @@ class OnlinePacker:
     ) -> None:
         if policy not in POLICIES:
             raise InputError(f"unknown packing policy {policy!r}; known: {', '.join(POLICIES)}")
-        limits = {"capacity": capacity, "rows": rows}
-        limits |= {"max_sequences": max_sequences, "max_per_row": max_per_row}
+        limits = {
+            "capacity": capacity,
+            "rows": rows,
+            "max_sequences": max_sequences,
+            "max_per_row": max_per_row,
+        }
         for name, limit in limits.items():
             if limit is not None and limit < 1:
                 raise InputError(f"{name} must be at least 1, got {limit}")
-        self.capacity, self.rows, self.policy = capacity, rows, policy
-        self.max_sequences, self.max_per_row = max_sequences, max_per_row
-        self._begin()
+        self.capacity = capacity
+        self.rows = rows
+        self.policy = policy
+        self.max_sequences = max_sequences
+        self.max_per_row = max_per_row
+        self._reset()
 
-    def _begin(self) -> None:
-        self._rule: Rule = POLICIES[self.policy]()
+    def _reset(self) -> None:
+        self._rule: FitRule = POLICIES[self.policy]()
         self._packs: list[list[int]] = []
         self._free: list[int] = []
         self._arrivals = 0
 
     def __len__(self) -> int:
-        """Sequences in the batch so far."""
+        """Number of sequences in the batch so far."""
         return self._arrivals
 
     def add(self, length: int) -> int | None:
@@ -158,13 +171,14 @@ class OnlinePacker:
             self._free.append(self.capacity)
         self._packs[row].append(self._arrivals)
         self._free[row] -= length
-        closed = len(self._packs[row]) == self.max_per_row
-        self._rule.update(row, 0 if closed else self._free[row])
+        # A row with all the sequences it may have counts as full, so that no rule chooses it.
+        is_full = len(self._packs[row]) == self.max_per_row
+        self._rule.update(row, 0 if is_full else self._free[row])
         self._arrivals += 1
         return row
 
     def flush(self) -> list[list[int]]:
-        """The rows in use, as the numbers of their arrivals since the last flush; empties all."""
+        """Return the arrival numbers (since the last flush) in each row, and start over."""
         packs = self._packs
-        self._begin()
+        self._reset()
         return packs

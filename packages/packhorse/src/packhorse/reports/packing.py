@@ -50,7 +50,7 @@ def compare(
     effort: int = packing.EFFORT,
 ) -> list[PackingRow]:
     """A row for each depth and algorithm."""
-    counts = packing.cut(packing.checked(counts), capacity)
+    counts = packing.fit_to_capacity(packing.checked_counts(counts), capacity)
     _check(algorithms, depths)
     cases = list(product(depths, algorithms))
     rows = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from packhorse.packing.batch import Packed, Tokens
+from packhorse.packing.batch import Packed, TokenSequence
 from packhorse.packing.online import OnlinePacker
 
 
@@ -27,7 +27,7 @@ def by_tokens(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def lay(sequences: Sequence[Tokens], capacity: int) -> Packed:
+def lay(sequences: Sequence[TokenSequence], capacity: int) -> Packed:
     """One flat batch; or, where a kernel needs rows, rows of `capacity` tokens filled first-fit."""
     if not capacity:
         return Packed.build(sequences)

@@ -223,7 +223,7 @@ class Engine:
         """Say how it goes, once a second, in a thread that cannot harm the other."""
         about = {"model": self.encoder.name, "device": str(self.encoder.device)}
         try:
-            with status.speaking(self.name, about) as say:
+            with status.publishing(self.name, about) as say:
                 while True:
                     say({**asdict(self.stats()), "sequences": self.recorder.sequences})
                     if self.ended.wait(PUBLISH_SECONDS):

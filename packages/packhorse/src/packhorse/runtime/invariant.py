@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from packhorse import attention, executable
-from packhorse.attention import Choice
+from packhorse.attention import KernelChoice
 from packhorse.errors import InputError, KernelError
 from packhorse.model.bert import Bert
-from packhorse.model.heads import OF_TOKENS
+from packhorse.model.heads import TOKEN_HEADS
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 
@@ -69,14 +69,14 @@ def check(graphs: bool, dtype: str | torch.dtype | None) -> None:
 
 def pick(
     device: torch.device, dtype: torch.dtype, *, name: str | None = None, **needs: Any
-) -> Choice:
+) -> KernelChoice:
     """The kernel asked for, or the fastest, if it sees one sequence at a time."""
     found = attention.pick(device, dtype, name=name, **needs)
     if found.name in ONE_AT_A_TIME:
         return found
     if name is None or name == "auto":
-        why = f"{found.why}, but it lays sequences together and invariant was asked for"
-        return replace(attention.pick(device, dtype, name="reference", **needs), why=why)
+        why = f"{found.reason}, but it lays sequences together and invariant was asked for"
+        return replace(attention.pick(device, dtype, name="reference", **needs), reason=why)
     raise KernelError(
         f"kernel {name!r} lays sequences together, so that results depend on neighbours in their "
         f"last digits; with invariant, use {' or '.join(ONE_AT_A_TIME)}"
@@ -137,7 +137,7 @@ class FixedShapes:
         """`some` are the rows of `hidden` that heads of tokens are asked about."""
         if name == "hidden":
             return some
-        if name in self.model.heads and isinstance(self.model.heads[name], OF_TOKENS):
+        if name in self.model.heads and isinstance(self.model.heads[name], TOKEN_HEADS):
             return self._of_tokens(name, some, packed)
         return self._of_sequences(name, hidden, packed)
 

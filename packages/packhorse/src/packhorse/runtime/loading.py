@@ -120,7 +120,7 @@ def _open(
         device=device,
         dtype=dtype,
         kernel=choice.name,
-        why=choice.why,
+        why=choice.reason,
         capacity=found.max_length if choice.kernel.serves.rows else 0,
         budget=tokens,
         embedder=head if isinstance(head, Embed) else None,

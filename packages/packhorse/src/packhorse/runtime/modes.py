@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from packhorse import executable
 from packhorse.errors import InputError
-from packhorse.packing.batch import Packed, Tokens
+from packhorse.packing.batch import Packed, TokenSequence
 from packhorse.packing.online import OnlinePacker
 
 MODES = ("ragged", "mask", "repack")
@@ -67,7 +67,7 @@ class Shape:
             return [self.tokens]
         return [min(size, self.tokens) for size in executable.sizes(self.tokens)]
 
-    def lay(self, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]]) -> Packed:
+    def lay(self, sequences: Sequence[TokenSequence], packs: Sequence[Sequence[int]]) -> Packed:
         """The batch: `packs` says which of the sequences share a row."""
         if self.mode == "mask":
             empty = [[]] * (self.rows - len(packs))

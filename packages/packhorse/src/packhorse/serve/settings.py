@@ -138,7 +138,7 @@ class Settings:
 
     def toml(self) -> str:
         """All but the keys, in the form of a file; comments say what a setting is for."""
-        return toml.shown(self, KINDS)
+        return toml.to_toml(self, KINDS)
 
 
 # What can be said in a file, in the environment or by a flag.

@@ -1,17 +1,16 @@
-"""The token ids of very many sentences, without special tokens: for building a corpus.
+"""Tokenize very many sentences, without special tokens: for building a corpus.
 
-A corpus says the same words again and again. In BERT a blank always ends a word, so the tokens of a
-sentence are those of its words: each new word is tokenized once and from then on looked up. Arrow
-splits the sentences and numbers their words, a dictionary is asked for each word that is in them,
-and one gather lays the tokens of all end to end. That is some fifteen times as fast as the library,
-and five times in the first megabytes. The price is memory, about 200 bytes for a word, so the words
-are forgotten when there are too many; what comes out does not depend on it.
+A corpus repeats the same words. In BERT a blank always ends a word, so the tokens of a sentence are
+those of its words: each new word is tokenized once and looked up from then on. Arrow splits the
+sentences and numbers their words, a dictionary is asked once per distinct word, and one gather
+concatenates all tokens. That is some fifteen times as fast as the library, and five times in the
+first megabytes. The cost is memory, about 200 bytes per word, so the cache is cleared when it gets
+too large; the results do not depend on it.
 
-Most new words are ASCII, where BERT's cleaning is nothing but lower case, and are taken apart at
-their punctuation here: what `word,` and `(Word` consist of is then looked up as well. Other words
-go to the library whole. A tokenizer of another kind (byte-level BPE, SentencePiece) is asked
-sentence by sentence. A special token that is spelled out in the text is text: a corpus must not be
-able to forge one.
+Most new words are ASCII, where BERT's text cleaning only lowercases, and are split at their
+punctuation here, so that the parts of `word,` and `(Word` are looked up as well. Other words go to
+the library whole. A tokenizer of another kind (byte-level BPE, SentencePiece) gets whole sentences.
+A special token that is spelled out in the text is text: a corpus must not be able to forge one.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from packhorse.errors import InputError, MissingExtra
-from packhorse.tokens.files import blaming
+from packhorse.tokens.files import wrap_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -31,18 +30,18 @@ if TYPE_CHECKING:
     from packhorse.tokens import Tokenizer
 
 BLANK = " "
-MARK = r"([!-/:-@\[-`{-~])"  # of ASCII, each is a word of its own
-WORDS_KEPT = 500_000
+PUNCTUATION = r"([!-/:-@\[-`{-~])"  # in ASCII; each is a word of its own
+MAX_CACHED_WORDS = 500_000
 
-# The tokens of some texts end to end, and where each text begins, with the end: [n + 1]
-Tokens = tuple[np.ndarray, np.ndarray]
+# The tokens of n texts, concatenated, and the bounds of each text: [n + 1]
+FlatTokens = tuple[np.ndarray, np.ndarray]
 
 
 @final
-class Bulk:
-    """A tokenizer and the words it has seen. Not to be shared between threads."""
+class BulkTokenizer:
+    """A tokenizer with a cache of words. Not to be shared between threads."""
 
-    def __init__(self, tokenizer: Tokenizer, words_kept: int = WORDS_KEPT) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_cached_words: int = MAX_CACHED_WORDS) -> None:
         from tokenizers import Tokenizer as Library
 
         self._library = Library.from_str(tokenizer._library.to_str())
@@ -52,105 +51,109 @@ class Bulk:
         self._dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
         self._by_words = _blanks_end_words(self._library)
         self._lower = self._by_words and self._library.normalizer.lowercase
-        self._words_kept = words_kept
+        self._max_cached_words = max_cached_words
         if self._by_words:
             self._arrow = _arrow()
-        self._forget()
+        self._clear_cache()
 
-    def encode(self, sentences: Sequence[str]) -> Tokens:
-        """All token ids end to end, and where each sentence begins, with the end: [n + 1]."""
+    def encode(self, sentences: Sequence[str]) -> FlatTokens:
+        """The token ids of all sentences, concatenated, and the bounds of each: [n + 1]."""
         if not self._by_words:
-            return self._ask(sentences)
-        with blaming(InputError, "a text cannot be tokenized"):
+            return self._call_library(sentences)
+        with wrap_errors(InputError, "a text cannot be tokenized"):
             lines = self._arrow.array(sentences, self._arrow.large_string())
-        found = self._looked_up(self._words, lines)
-        if len(self._words) > self._words_kept:
-            self._forget()
-        return found
+        tokens = self._look_up_parts(self._words, lines)
+        if len(self._words) > self._max_cached_words:
+            self._clear_cache()
+        return tokens
 
-    def _forget(self) -> None:
-        self._words = _Memory(self._of_words, self._dtype)
-        self._parts = _Memory(self._of_parts, self._dtype)
+    def _clear_cache(self) -> None:
+        self._words = _TokenCache(self._tokenize_words, self._dtype)
+        self._parts = _TokenCache(self._tokenize_parts, self._dtype)
 
-    def _looked_up(self, memory: _Memory, texts: Any) -> Tokens:
-        """What stands between the blanks of an Arrow array's texts, out of a memory."""
-        found = self._arrow.compute.split_pattern(texts, BLANK)
-        every = found.flatten().dictionary_encode()
-        ids, bounds = memory.look_up(every.dictionary.to_pylist(), every.indices.to_numpy())
-        return ids, bounds[found.offsets.to_numpy()]
+    def _look_up_parts(self, cache: _TokenCache, texts: Any) -> FlatTokens:
+        """Split the texts of an Arrow array at blanks, and look the pieces up."""
+        pieces = self._arrow.compute.split_pattern(texts, BLANK)
+        encoded = pieces.flatten().dictionary_encode()
+        ids, bounds = cache.look_up(encoded.dictionary.to_pylist(), encoded.indices.to_numpy())
+        return ids, bounds[pieces.offsets.to_numpy()]
 
-    def _of_words(self, words: list[str]) -> Tokens:
+    def _tokenize_words(self, words: list[str]) -> FlatTokens:
+        """New words: simple ones by their parts, others by the library, joined in order."""
         simple = np.fromiter((w.isascii() and w.isprintable() for w in words), bool, len(words))
         groups = (
-            (simple, self._taken_apart(list(compress(words, simple)))),
-            (~simple, self._ask(list(compress(words, ~simple)))),
+            (simple, self._split_and_look_up(list(compress(words, simple)))),
+            (~simple, self._call_library(list(compress(words, ~simple)))),
         )
         sizes = np.zeros(len(words), np.int64)
-        for which, (_, bounds) in groups:
-            sizes[which] = np.diff(bounds)
+        for selected, (_, bounds) in groups:
+            sizes[selected] = np.diff(bounds)
         ids = np.empty(sizes.sum(), self._dtype)
-        for which, (tokens, _) in groups:
-            ids[np.repeat(which, sizes)] = tokens
+        for selected, (tokens, _) in groups:
+            ids[np.repeat(selected, sizes)] = tokens
         return ids, _bounds(sizes)
 
-    def _taken_apart(self, words: list[str]) -> Tokens:
+    def _split_and_look_up(self, words: list[str]) -> FlatTokens:
         texts = self._arrow.array(words, self._arrow.large_string())
         if self._lower:
             texts = self._arrow.compute.ascii_lower(texts)
-        apart = self._arrow.compute.replace_substring_regex(texts, MARK, r" \1 ")
-        return self._looked_up(self._parts, apart)
+        split = self._arrow.compute.replace_substring_regex(texts, PUNCTUATION, r" \1 ")
+        return self._look_up_parts(self._parts, split)
 
-    def _of_parts(self, parts: list[str]) -> Tokens:
-        whole, tokenize = self._vocabulary.get, self._model.tokenize
-        return self._flat(
-            [token.id for token in tokenize(part)] if (id := whole(part)) is None else [id]
+    def _tokenize_parts(self, parts: list[str]) -> FlatTokens:
+        """New parts of words: most are tokens themselves; WordPiece splits the others."""
+        token_id = self._vocabulary.get
+        tokenize = self._model.tokenize
+        return self._flatten(
+            [token.id for token in tokenize(part)] if (id := token_id(part)) is None else [id]
             for part in parts
         )
 
-    def _ask(self, texts: Sequence[str]) -> Tokens:
-        with blaming(InputError, "a text cannot be tokenized"):
-            found = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
-        return self._flat(encoding.ids for encoding in found)
+    def _call_library(self, texts: Sequence[str]) -> FlatTokens:
+        with wrap_errors(InputError, "a text cannot be tokenized"):
+            encodings = self._library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return self._flatten(encoding.ids for encoding in encodings)
 
-    def _flat(self, lists: Iterable[list[int]]) -> Tokens:
-        """One list for all: a hundred thousand would keep the garbage collector busy."""
+    def _flatten(self, lists: Iterable[list[int]]) -> FlatTokens:
+        """Concatenate while iterating: 100,000 lists at once would burden the garbage collector."""
         sizes: list[int] = []
         ids: list[int] = []
-        for each in lists:
-            sizes.append(len(each))
-            ids += each
+        for text_ids in lists:
+            sizes.append(len(text_ids))
+            ids += text_ids
         return np.array(ids, self._dtype), _bounds(sizes)
 
 
-class _Memory:
-    """Strings, and the tokens that `find` says each has; it is asked once for each."""
+class _TokenCache:
+    """Strings and their tokens; `tokenize` is called once for each new string."""
 
-    def __init__(self, find: Callable[[list[str]], Tokens], dtype: type) -> None:
-        self._find = find
-        self._numbers: dict[str, int] = {}
-        self._tokens = np.zeros(0, dtype)
-        self._begins = np.zeros(1, np.int64)
+    def __init__(self, tokenize: Callable[[list[str]], FlatTokens], dtype: type) -> None:
+        self._tokenize = tokenize
+        self._numbers: dict[str, int] = {}  # of a string, in order of arrival
+        self._tokens = np.zeros(0, dtype)  # of all strings, concatenated
+        self._begins = np.zeros(1, np.int64)  # of string i, and the end
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def look_up(self, strings: list[str], which: np.ndarray) -> Tokens:
-        """The tokens of these strings, all different, taken in the order `which`."""
+    def look_up(self, strings: list[str], order: np.ndarray) -> FlatTokens:
+        """The tokens of `strings[i]` for each i in `order`; the strings are distinct."""
         if new := [string for string in strings if string not in self._numbers]:
-            ids, bounds = self._find(new)
+            ids, bounds = self._tokenize(new)
             self._numbers.update(zip(new, count(len(self._numbers))))
             self._begins = np.concatenate([self._begins, bounds[1:] + len(self._tokens)])
             self._tokens = np.concatenate([self._tokens, ids])
         numbers = np.fromiter(map(self._numbers.__getitem__, strings), np.int64, len(strings))
-        sizes = np.diff(self._begins)[numbers][which]
+        sizes = np.diff(self._begins)[numbers][order]
         bounds = _bounds(sizes)
-        places = np.repeat(self._begins[numbers][which] - bounds[:-1], sizes)
-        places += np.arange(len(places))
-        return self._tokens[places], bounds
+        # Index of every token in the cache: where its string begins, plus its place within it.
+        indices = np.repeat(self._begins[numbers][order] - bounds[:-1], sizes)
+        indices += np.arange(len(indices))
+        return self._tokens[indices], bounds
 
 
 def _blanks_end_words(library: Library) -> bool:
-    """Is it BERT's own way, with no words added that would be found in the text before it?"""
+    """Is it BERT's tokenizer, without added words that the library would look for first?"""
     from tokenizers.models import WordPiece
     from tokenizers.normalizers import BertNormalizer
     from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -164,7 +167,7 @@ def _blanks_end_words(library: Library) -> bool:
 
 
 def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Where each thing of a size begins, and the end."""
+    """Where each item begins, and the end: [n + 1]."""
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 

@@ -1,7 +1,7 @@
-"""The files of a tokenizer: `tokenizer.json`, an old `vocab.txt`, and what lies beside them.
+"""The files of a tokenizer: `tokenizer.json` or an old `vocab.txt`, and `tokenizer_config.json`.
 
-A regular expression in a file would run on any user's text and may backtrack for ever, so only
-those in `KNOWN_REGEXES` are accepted; every other mistake is an error that names the file.
+A regular expression in a file would run on users' texts and may backtrack forever, so only those in
+`KNOWN_REGEXES` are accepted. Every problem is an error that names the file.
 
 Follows BERT's WordPiece (Devlin et al. 2018) and the `tokenizer.json` format of tokenizers 0.21+.
 """
@@ -23,6 +23,7 @@ KNOWN_REGEXES = (
     " {2,}",  # ALBERT, CamemBERT, DeBERTa-v3, XLM-R, T5
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
 )
+# By the role of a special token: its usual spellings, BERT's first.
 SPELLINGS = {
     "unk": ("[UNK]", "<unk>"),
     "cls": ("[CLS]", "<s>", "<cls>"),
@@ -34,8 +35,8 @@ MAX_FILE_BYTES = 1 << 27  # the largest vocabularies in use are a quarter of thi
 
 
 @contextmanager
-def blaming(kind: type[PackhorseError], what: str) -> Iterator[None]:
-    """Turn what the library throws into our error; its panics are no `Exception`."""
+def wrap_errors(kind: type[PackhorseError], problem: str) -> Iterator[None]:
+    """Raise errors of the library as `kind`; its Rust panics are not even an `Exception`."""
     try:
         yield
     except (PackhorseError, MemoryError):
@@ -43,39 +44,45 @@ def blaming(kind: type[PackhorseError], what: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise  # KeyboardInterrupt, SystemExit
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{problem}: {error}") from error
 
 
-def find(path: Path) -> Path:
+def find_tokenizer_file(path: Path) -> Path:
+    """The tokenizer's file: `path` itself, or the one in the folder `path`."""
     for file in (path, path / "tokenizer.json", path / "vocab.txt"):
         if file.is_file():
             return file
-    raise CheckpointError(f"{path}: no tokenizer.json or vocab.txt there; copy the model's")
+    raise CheckpointError(
+        f"{path}: no tokenizer.json or vocab.txt there; copy those of the model there"
+    )
 
 
 def all_files(path: Path) -> dict[str, Path]:
-    """The files of a tokenizer, by the names they have in a model's folder."""
-    file = find(path)
+    """The files of a tokenizer, by their names in a model's folder."""
+    file = find_tokenizer_file(path)
     files = {"tokenizer.json" if file.suffix == ".json" else "vocab.txt": file}
-    beside = file.with_name("tokenizer_config.json")
-    return files | ({beside.name: beside} if beside.is_file() else {})
+    config = file.with_name("tokenizer_config.json")
+    if config.is_file():
+        files[config.name] = config
+    return files
 
 
 def read_text(path: Path) -> str:
-    with blaming(CheckpointError, f"{path}: cannot be read"):
+    """The file's text, if it is not too large to be a vocabulary."""
+    with wrap_errors(CheckpointError, f"{path}: cannot be read"):
         if path.stat().st_size > MAX_FILE_BYTES:
             raise CheckpointError(f"{path}: over {MAX_FILE_BYTES >> 20} MiB; not a vocabulary")
         return path.read_bytes().decode("utf-8-sig")
 
 
 def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
-    """Read a JSON object without a key that comes twice and without unknown regular expressions."""
+    """Read a JSON object, refusing duplicate keys and unknown regular expressions."""
 
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
-        if len(unique) < len(pairs):  # a second parser might take the other one
-            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-            raise CheckpointError(f"{path}: {twice!r} comes twice in one object")
+        if len(unique) < len(pairs):  # another parser might use the other value
+            duplicate = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointError(f"{path}: {duplicate!r} comes twice in one object")
         if isinstance(regex := unique.get("Regex"), str) and regex not in KNOWN_REGEXES:
             raise CheckpointError(
                 f"{path}: the regular expression {regex!r:.80} is not one of the known harmless "
@@ -84,7 +91,7 @@ def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
         return unique
 
     text = read_text(path)
-    with blaming(CheckpointError, f"{path}: not JSON"):
+    with wrap_errors(CheckpointError, f"{path}: not JSON"):
         parsed = json.loads(text, object_pairs_hook=check)
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path}: holds a {type(parsed).__name__}, not a JSON object")
@@ -92,19 +99,20 @@ def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def spellings(role: str, config: dict[str, Any]) -> tuple[str, ...]:
-    """How a special token may be spelled: first as the configuration says, if it does."""
+    """The possible spellings of a special token; that of the configuration, if any, is first."""
     value = config.get(f"{role}_token")
     value = value.get("content") if isinstance(value, dict) else value
     return (value, *SPELLINGS[role]) if isinstance(value, str) else SPELLINGS[role]
 
 
-def role_id(role: str, config: dict[str, Any], library: "Library") -> int | None:
+def special_token_id(role: str, config: dict[str, Any], library: "Library") -> int | None:
+    """The id of the special token for `role` ("cls", "sep", …), or None if there is none."""
     ids = (library.token_to_id(name) for name in spellings(role, config))
     return next((id for id in ids if id is not None), None)
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """The tokens of a `vocab.txt`, one a line; the line number is the id."""
+    """The tokens of a `vocab.txt`, one per line; the line number is the id."""
     vocabulary: dict[str, int] = {}
     for i, line in enumerate(read_text(path).rstrip("\r\n").split("\n")):
         token = line.removesuffix("\r")
@@ -115,18 +123,18 @@ def _vocabulary(path: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _cased(vocabulary: dict[str, int], config: dict[str, Any]) -> bool:
+def _has_capitals(vocabulary: dict[str, int], config: dict[str, Any]) -> bool:
     special = {name for role in SPELLINGS for name in spellings(role, config)}
     return any(re.search("[A-Z]", token) for token in vocabulary.keys() - special)
 
 
-def cased(path: Path) -> bool:
-    """Does a `vocab.txt` tell capitals from small letters?"""
-    return _cased(_vocabulary(path), {})
+def is_cased(path: Path) -> bool:
+    """Does a `vocab.txt` distinguish capital letters from small ones?"""
+    return _has_capitals(_vocabulary(path), {})
 
 
-def word_pieces(path: Path) -> list[str]:
-    """The lines of the `vocab.txt` that a WordPiece `tokenizer.json` stands for; else none."""
+def wordpiece_vocabulary(path: Path) -> list[str]:
+    """A WordPiece `tokenizer.json` as the lines of a `vocab.txt`; empty if it is not WordPiece."""
     model = parse_object(path)[1].get("model")
     if not isinstance(model, dict) or model.get("type") != "WordPiece":
         return []
@@ -141,22 +149,23 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     names = {role: spellings(role, config)[0] for role in SPELLINGS}
     missing = [n for role, n in names.items() if n not in vocabulary and role != "mask"]
     if missing:
-        raise CheckpointError(f"{path}: no {', '.join(missing)} in it: not a BERT vocabulary")
+        raise CheckpointError(f"{path}: it has no {', '.join(missing)}: not a BERT vocabulary")
     special = [name for name in names.values() if name in vocabulary]
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"]))
-    made.normalizer = tokenizers.normalizers.BertNormalizer(
+    model = tokenizers.models.WordPiece(vocabulary, unk_token=names["unk"])
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = tokenizers.normalizers.BertNormalizer(
         handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
         strip_accents=config.get("strip_accents"),
-        lowercase=bool(config.get("do_lower_case", not _cased(vocabulary, config))),
+        lowercase=bool(config.get("do_lower_case", not _has_capitals(vocabulary, config))),
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    made.decoder = tokenizers.decoders.WordPiece()
-    made.add_special_tokens(special)
-    return made
+    library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    library.decoder = tokenizers.decoders.WordPiece()
+    library.add_special_tokens(special)
+    return library
 
 
 def open_library(path: Path, config: dict[str, Any]) -> "Library":
-    """What the file describes. WordPiece without a template gets BERT's, as in transformers."""
+    """The tokenizer in a file. WordPiece without a template gets BERT's, as in transformers."""
     from tokenizers import Tokenizer, models, processors
 
     if path.suffix == ".json":  # parsed first: the library would compile any regular expression
@@ -165,8 +174,8 @@ def open_library(path: Path, config: dict[str, Any]) -> "Library":
         library = _from_vocabulary(path, config)
     library.no_truncation()
     library.no_padding()
-    library.encode("\U00013000")  # a hieroglyph: throws where the unknown token is missing
-    sep, cls = (role_id(role, config, library) for role in ("sep", "cls"))
+    library.encode("\U00013000")  # a hieroglyph: raises if the unknown token is missing
+    sep, cls = (special_token_id(role, config, library) for role in ("sep", "cls"))
     bare = library.post_processor is None and isinstance(library.model, models.WordPiece)
     if bare and sep is not None and cls is not None:
         ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]

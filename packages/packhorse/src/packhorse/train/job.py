@@ -91,7 +91,7 @@ class Ground:
         """The model's sizes."""
         return self.source.config if isinstance(self.source, Checkpoint) else self.source
 
-    def attention(self) -> attention.Choice:
+    def attention(self) -> attention.KernelChoice:
         """The kernel that is asked for, or the fastest."""
         return attention.pick(
             self.place.device,
@@ -295,7 +295,7 @@ def _fine_tuning(settings: Settings, place: Place) -> Ground:
     return Ground(*parts, begun=begun, labels=data.labels, notes=data.notes)
 
 
-def _compiles(settings: Settings, choice: attention.Choice, device: torch.device) -> bool:
+def _compiles(settings: Settings, choice: attention.KernelChoice, device: torch.device) -> bool:
     can = choice.kernel.serves.compiles_backward
     if settings.compile == "on" and not can:
         raise KernelError(f"kernel {choice.name!r} cannot be compiled to train; leave compile off")

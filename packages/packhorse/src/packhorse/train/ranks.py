@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from packhorse import dist
 from packhorse.device import choose_device
-from packhorse.dist import Team, decode, encode, listening
+from packhorse.dist import Team, decode, encode, rank_errors
 from packhorse.errors import CheckpointError, InputError, KernelError, PackhorseError
 from packhorse.train.objectives.stats import Gather, Stats, alone
 from packhorse.train.optimizer_state import is_sharded
@@ -97,7 +97,7 @@ def _lead(team: Team, work: Callable[[], T]) -> T:
             said = {"did": work()}
         except Exception as error:
             said, failed = {"failed": (type(error).__name__, str(error))}, error
-    heard = decode(team.hear(encode(said) if team.rank == 0 else None))
+    heard = decode(team.broadcast(encode(said) if team.rank == 0 else None))
     if failed is not None:
         raise failed
     if "failed" in heard:
@@ -135,5 +135,5 @@ def add_gradients(gradients: Sequence[Tensor], ranks: Ranks) -> None:
 
 def update(optimizer: Optimizer) -> None:
     """A step of it; where it is divided, each rank then hears of the parameters of the others."""
-    with listening() if is_sharded(optimizer) else nullcontext():
+    with rank_errors() if is_sharded(optimizer) else nullcontext():
         optimizer.step()

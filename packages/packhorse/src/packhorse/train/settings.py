@@ -152,7 +152,7 @@ class Settings:
 
     def toml(self) -> str:
         """All of it, in the form of a file; comments say what a key is for."""
-        return toml.shown(self, KINDS)
+        return toml.to_toml(self, KINDS)
 
 
 # What must hold of a number: from the first to the second, both included.

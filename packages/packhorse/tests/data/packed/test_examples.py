@@ -17,7 +17,7 @@ from packhorse.data.packed import examples
 from packhorse.data.packed.examples import Sequences, Tokenised, make, tokenise
 from packhorse.data.packed.masking import Recipe, Specials
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 from packhorse_bench import list_examples
 
 CLS, SEP, MASK, FIRST = 1, 2, 3, 10
@@ -354,7 +354,7 @@ def test_tokenise_leaves_out_what_is_empty(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
-    bulk = Bulk(Tokenizer.load(tmp_path))
+    bulk = BulkTokenizer(Tokenizer.load(tmp_path))
     found = tokenise(bulk, [["a b", "", "bb a"], [], ["  ", "\x01"], ["b", "a a"]])
     assert found.ids.tolist() == [5, 6, 6, 7, 5, 6, 5, 5]
     assert found.sentences.tolist() == [0, 2, 5, 6, 8]

@@ -25,8 +25,15 @@ from torch import Tensor, nn
 
 from packhorse import __version__
 from packhorse.errors import CheckpointError, MissingExtra
-from packhorse.model.bert import AddNorm, Attention, Bert, Embeddings, Layer
-from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, Replaced, TokenLabels
+from packhorse.model.bert import AddNorm, Bert, BertEmbeddings, BertLayer, SelfAttention
+from packhorse.model.heads import (
+    Embed,
+    Mlm,
+    PooledLabels,
+    Pooler,
+    ReplacedTokenDetection,
+    TokenLabels,
+)
 from packhorse.model.model import Model
 
 OPSET, IR_VERSION = 17, 8
@@ -257,11 +264,11 @@ def _encoder(graph: _Graph, bert: Bert) -> str:
     shift = graph.op("Where", seen, graph.number(0.0), graph.number(lowest))
     for number, layer in enumerate(bert.layers, 1):
         last = number == len(bert.layers)
-        x = _layer(graph, x, cast(Layer, layer), shift, "last_hidden_state" if last else "")
+        x = _layer(graph, x, cast(BertLayer, layer), shift, "last_hidden_state" if last else "")
     return x
 
 
-def _embed(graph: _Graph, embed: Embeddings, ids: str) -> str:
+def _embed(graph: _Graph, embed: BertEmbeddings, ids: str) -> str:
     x = graph.op("Gather", graph.weight(embed.words.weight), ids)
     if embed.types is not None:
         types = graph.weight(embed.types.weight)
@@ -291,14 +298,14 @@ def _after_padding(graph: _Graph, ids: str, offset: int) -> str:
     return graph.op("Add", graph.op("Mul", numbers, counted), padding)
 
 
-def _layer(graph: _Graph, x: str, layer: Layer, shift: str, result: str) -> str:
+def _layer(graph: _Graph, x: str, layer: BertLayer, shift: str, result: str) -> str:
     attended = graph.op("Add", x, _attention(graph, x, layer.attention, shift))
     x = graph.norm(attended, layer.attention_norm)
     up = graph.activate(graph.linear(x, layer.up.dense), layer.up.activation)
     return graph.norm(graph.op("Add", x, graph.linear(up, layer.down)), layer.norm, result)
 
 
-def _attention(graph: _Graph, x: str, attention: Attention, shift: str) -> str:
+def _attention(graph: _Graph, x: str, attention: SelfAttention, shift: str) -> str:
     count, heads, width = attention.shape
     q, k, v = (
         graph.op("Reshape", part, graph.integers([0, 0, heads, width]))
@@ -326,7 +333,7 @@ def _head(graph: _Graph, hidden: str, head: nn.Module, name: str, scores: str) -
         x = graph.activate(graph.linear(hidden, head.dense), head.activation)
         graph.linear(graph.norm(x, head.norm), head.decoder, scores)
         graph.output(scores, *LENGTHS, head.decoder.out_features)
-    elif isinstance(head, Replaced):
+    elif isinstance(head, ReplacedTokenDetection):
         x = graph.activate(graph.linear(hidden, head.dense), head.activation)
         graph.op("Squeeze", graph.linear(x, head.score), graph.integers([2]), result=scores)
         graph.output(scores, *LENGTHS)

@@ -27,7 +27,7 @@ from packhorse.data.sources.chunking import BZ2_RATIO
 from packhorse.data.sources.documents import Chunk, Document, Tally, read
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 
 TOKENIZER, HASHES, EVAL_PART = "tokenizer", "eval.md5", "part.arrow"  # in the work folder
 TRAIN, EVAL = 0, 1  # in the seeds
@@ -132,7 +132,7 @@ def _make(piece: Piece, recipe: Recipe, folder: Path, path: Path) -> None:
     arrays.write(path, columns(sequences) | apart, asdict(found))
 
 
-def _tokenised(bulk: Bulk, documents: Sequence[Document]) -> Tokenised:
+def _tokenised(bulk: BulkTokenizer, documents: Sequence[Document]) -> Tokenised:
     return tokenise(bulk, [document.sentences for document in documents])
 
 
@@ -219,9 +219,9 @@ def _hashes(path: Path) -> frozenset[str]:
 
 
 @lru_cache(maxsize=1)  # a worker has one folder at a time
-def _tools(folder: Path) -> tuple[Bulk, Specials]:
+def _tools(folder: Path) -> tuple[BulkTokenizer, Specials]:
     tokenizer = Tokenizer.load(folder / TOKENIZER)
-    return Bulk(tokenizer), specials_of(tokenizer)
+    return BulkTokenizer(tokenizer), specials_of(tokenizer)
 
 
 def special_tokens(folder: Path) -> Specials:

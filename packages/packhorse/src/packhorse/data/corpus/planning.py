@@ -24,7 +24,7 @@ from packhorse.data.packed.examples import Masks, Sequences
 from packhorse.data.packed.manifest import ShardInfo
 from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
 from packhorse.data.packed.shards import write_shard
-from packhorse.packing.histogram import Plan, assign, histogram_of, verify
+from packhorse.packing.histogram import PackingPlan, assign, histogram_of, verify
 from packhorse.packing.optimum import optimum
 
 GROUP = 1 << 20  # sequences
@@ -152,13 +152,15 @@ def _visits(
             yield path, chosen[to] - start, to
 
 
-def _plan(counts: np.ndarray, capacity: int, max_per_pack: int | None) -> Plan:
+def _plan(counts: np.ndarray, capacity: int, max_per_pack: int | None) -> PackingPlan:
     shortest = int(np.flatnonzero(counts)[0]) + 1
     depth = min(max_per_pack or capacity, capacity // shortest)
     packs, bound, complete = optimum(counts, capacity, depth)
     verify(packs, counts, capacity, depth)
     histogram = tuple(counts.tolist())
-    return Plan(capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete)
+    return PackingPlan(
+        capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete
+    )
 
 
 def _seed(*numbers: int) -> int:

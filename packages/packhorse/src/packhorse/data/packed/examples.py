@@ -36,7 +36,7 @@ from itertools import chain, pairwise
 import numpy as np
 
 from packhorse.data.packed.masking import Masks, Recipe, Specials, draw, narrow
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 
 RANDOM_NEXT = 0.5
 SHORTEST_TARGET = 2
@@ -66,7 +66,7 @@ class Sequences:
     masked: Masks | None = None
 
 
-def tokenise(bulk: Bulk, documents: Sequence[Sequence[str]]) -> Tokenised:
+def tokenise(bulk: BulkTokenizer, documents: Sequence[Sequence[str]]) -> Tokenised:
     """The tokens of documents given as sentences; what has none, of either, is left out."""
     ids, bounds = bulk.encode(list(chain.from_iterable(documents)))
     kept = np.diff(bounds) > 0

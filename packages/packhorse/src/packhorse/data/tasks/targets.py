@@ -34,7 +34,7 @@ from torch import Tensor
 from packhorse.data.order import by_tokens, permuted
 from packhorse.data.tasks.labelled import Labelled
 from packhorse.errors import InputError
-from packhorse.packing.batch import Packed, Tokens
+from packhorse.packing.batch import Packed, TokenSequence
 from packhorse.tokens import Encoding, Text, Tokenizer
 
 Problem = Literal["single_label", "multi_label", "regression", "similarity", "contrastive", "span"]
@@ -54,7 +54,7 @@ class Span(NamedTuple):
 class Example:
     """What is learned from as one: a sequence, or the two of a pair, and their target."""
 
-    sequences: tuple[Tokens, ...]
+    sequences: tuple[TokenSequence, ...]
     target: int | float | tuple[int, ...] | Span | None  # by the problem; None: contrastive
 
 

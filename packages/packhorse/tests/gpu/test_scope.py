@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from packhorse import attention
-from packhorse.attention.reach import Reach
+from packhorse.attention.scope import AttentionScope
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
 
@@ -22,9 +22,9 @@ def make_packed() -> Packed:
     return Packed.build([Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]).to(CUDA)
 
 
-def run(kernel: str, qkv: Tensor, reach: Reach) -> Tensor:
+def run(kernel: str, qkv: Tensor, scope: AttentionScope) -> Tensor:
     chosen = attention.kernel(kernel)
-    return chosen(qkv, chosen.plan(make_packed(), 0.0, reach))
+    return chosen(qkv, chosen.plan(make_packed(), 0.0, scope))
 
 
 def learned(kernel: str, dtype: torch.dtype, biased: bool, window: int | None) -> list[Tensor]:
@@ -33,7 +33,7 @@ def learned(kernel: str, dtype: torch.dtype, biased: bool, window: int | None) -
     numbers = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, generator=generator)
     qkv = numbers.to(CUDA, dtype).requires_grad_()
     bias = torch.linspace(-2, 2, HEADS * 33).reshape(HEADS, 33).to(CUDA, dtype).requires_grad_()
-    out = run(kernel, qkv, Reach(window, bias if biased else None))
+    out = run(kernel, qkv, AttentionScope(window, bias if biased else None))
     weight = torch.randn(out.shape, generator=generator).to(CUDA, dtype)
     gradients = torch.autograd.grad((out * weight).sum(), (qkv, bias) if biased else (qkv,))
     return [x.detach().float() for x in (out, *gradients)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from packhorse import attention
-from packhorse.attention.reach import FULL, Reach
+from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import Made
@@ -23,13 +23,13 @@ KERNELS = [name for name in attention.KERNELS if name not in ("fused", "varlen")
 LENGTHS = (5, 40, 1, 17, 150)
 HEADS, WIDTH = 2, 8
 BIAS = torch.linspace(-2, 2, HEADS * 9).reshape(HEADS, 9)
-REACHES = {
-    "full": FULL,
-    "itself": Reach(0),
-    "near": Reach(3),
-    "wider than a block": Reach(70),
-    "bias": Reach(None, BIAS),
-    "both": Reach(6, BIAS),
+SCOPES = {
+    "full": FULL_SCOPE,
+    "itself": AttentionScope(0),
+    "near": AttentionScope(3),
+    "wider than a block": AttentionScope(70),
+    "bias": AttentionScope(None, BIAS),
+    "both": AttentionScope(6, BIAS),
 }
 
 
@@ -38,26 +38,26 @@ def make_packed(rows: bool = False) -> Packed:
     return Packed.rows(made, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(made)
 
 
-def loop(qkv: Tensor, packed: Packed, reach: Reach) -> Tensor:
+def loop(qkv: Tensor, packed: Packed, scope: AttentionScope) -> Tensor:
     """One query after another."""
     q, k, v = qkv.double().unbind(1)
     out = torch.zeros_like(q)
     bounds = packed.cu_seqlens.tolist()
-    window = len(q) if reach.window is None else reach.window
+    window = len(q) if scope.window is None else scope.window
     for first, end in pairwise(bounds):
         for i in range(first, end):
             near = torch.arange(max(first, i - window), min(end, i + window + 1))
             scores = torch.einsum("hd,khd->hk", q[i], k[near]) * q.shape[-1] ** -0.5
-            if reach.bias is not None:
-                farthest = reach.bias.shape[-1] // 2
-                scores += reach.bias[:, (near - i).clamp(-farthest, farthest) + farthest]
+            if scope.bias is not None:
+                farthest = scope.bias.shape[-1] // 2
+                scores += scope.bias[:, (near - i).clamp(-farthest, farthest) + farthest]
             out[i] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[near])
     return out
 
 
-def run(kernel: str, qkv: Tensor, reach: Reach, dropout: float = 0.0) -> Tensor:
+def run(kernel: str, qkv: Tensor, scope: AttentionScope, dropout: float = 0.0) -> Tensor:
     chosen = attention.kernel(kernel)
-    return chosen(qkv, chosen.plan(make_packed(chosen.serves.rows), dropout, reach))
+    return chosen(qkv, chosen.plan(make_packed(chosen.serves.rows), dropout, scope))
 
 
 def random_qkv(rows: bool, seed: int = 0) -> Tensor:
@@ -68,26 +68,26 @@ def random_qkv(rows: bool, seed: int = 0) -> Tensor:
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[str, bool], Tensor]:
     return {
-        (name, rows): loop(random_qkv(rows), make_packed(rows), reach)
-        for name, reach in REACHES.items()
+        (name, rows): loop(random_qkv(rows), make_packed(rows), scope)
+        for name, scope in SCOPES.items()
         for rows in (False, True)
     }
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("reach", REACHES)
-def test_every_kernel_knows_how_far_a_token_sees(kernel: str, reach: str, expected) -> None:
+@pytest.mark.parametrize("scope", SCOPES)
+def test_every_kernel_knows_how_far_a_token_sees(kernel: str, scope: str, expected) -> None:
     if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
         pytest.skip(refusal)
     rows = attention.kernel(kernel).serves.rows
-    found = run(kernel, random_qkv(rows), REACHES[reach]).double()
-    torch.testing.assert_close(found, expected[reach, rows], atol=1e-5, rtol=1e-5)
-    for other in set(REACHES) - {reach}:  # the control: none is taken for another
+    found = run(kernel, random_qkv(rows), SCOPES[scope]).double()
+    torch.testing.assert_close(found, expected[scope, rows], atol=1e-5, rtol=1e-5)
+    for other in set(SCOPES) - {scope}:  # the control: none is taken for another
         assert not torch.allclose(found, expected[other, rows], atol=1e-3)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_reach_lets_a_neighbour_through(kernel: str) -> None:
+def test_no_scope_lets_a_neighbor_through(kernel: str) -> None:
     if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
         pytest.skip(refusal)
     qkv = random_qkv(attention.kernel(kernel).serves.rows)
@@ -95,7 +95,7 @@ def test_no_reach_lets_a_neighbour_through(kernel: str) -> None:
     other[5:45] = float("nan")  # the second sequence, in rows too
     mine = torch.ones(len(qkv), dtype=torch.bool)
     mine[5:45] = False
-    found, spoilt = run(kernel, qkv, REACHES["both"]), run(kernel, other, REACHES["both"])
+    found, spoilt = run(kernel, qkv, SCOPES["both"]), run(kernel, other, SCOPES["both"])
     assert torch.equal(found[mine], spoilt[mine]) and spoilt[5:45].isnan().all()
 
 
@@ -105,10 +105,10 @@ def test_gradients_flow_to_queries_and_to_the_bias(kernel: str) -> None:
     rows = attention.kernel(kernel).serves.rows
     packed, weight = make_packed(rows), random_qkv(rows, 1)[:, 0].double()
     found = []
-    for attend in (lambda *given: run(kernel, *given), lambda q, reach: loop(q, packed, reach)):
+    for attend in (lambda *given: run(kernel, *given), lambda q, scope: loop(q, packed, scope)):
         qkv = random_qkv(rows).double().requires_grad_()
         bias = BIAS.double().requires_grad_()
-        total = (attend(qkv, Reach(6, bias)) * weight).sum()
+        total = (attend(qkv, AttentionScope(6, bias)) * weight).sum()
         found.append(torch.autograd.grad(total, (qkv, bias)))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
@@ -116,11 +116,11 @@ def test_gradients_flow_to_queries_and_to_the_bias(kernel: str) -> None:
 
 def test_half_precision_stays_close() -> None:
     qkv = random_qkv(False)
-    wide = run("reference", qkv, REACHES["near"])
+    wide = run("reference", qkv, SCOPES["near"])
     for kernel in ("native", "bucketed", "reference"):
         if attention.kernel(kernel).serves.refusal(CPU, torch.bfloat16):
             continue
-        found = run(kernel, qkv.bfloat16(), REACHES["near"])
+        found = run(kernel, qkv.bfloat16(), SCOPES["near"])
         assert float((found.float() - wide).abs().max()) < 0.05, kernel
 
 
@@ -129,10 +129,10 @@ def test_those_that_do_not_know_it_say_so() -> None:
     assert fused.serves.refusal(CUDA, torch.bfloat16, windows=True) == attention.NO_WINDOW
     assert varlen.serves.refusal(CUDA, torch.bfloat16, biases=True) == attention.NO_BIAS
     with pytest.raises(KernelError, match=r"'fused' cannot run this model.*use 'bucketed'"):
-        fused.plan(make_packed(), 0.0, Reach(3))
+        fused.plan(make_packed(), 0.0, AttentionScope(3))
     with pytest.raises(KernelError, match=r"'varlen' cannot run this model.*distance"):
-        varlen.plan(make_packed(), 0.0, REACHES["both"])
-    assert varlen.plan(make_packed(), 0.0, Reach(3)).window == 3
+        varlen.plan(make_packed(), 0.0, SCOPES["both"])
+    assert varlen.plan(make_packed(), 0.0, AttentionScope(3)).window == 3
 
 
 def test_the_choice_says_why_it_passed_others_over() -> None:
@@ -152,6 +152,6 @@ def test_a_compiled_kernel_sees_as_far(kernel: str) -> None:
     chosen, qkv = attention.kernel(kernel), random_qkv(False)
     step = torch.compile(chosen.__call__, backend="aot_eager", fullgraph=True)
     with torch.inference_mode():
-        for reach in (FULL, REACHES["near"], REACHES["both"]):
-            plan = chosen.plan(make_packed(), 0.0, reach)
+        for scope in (FULL_SCOPE, SCOPES["near"], SCOPES["both"]):
+            plan = chosen.plan(make_packed(), 0.0, scope)
             torch.testing.assert_close(step(qkv, plan), chosen(qkv, plan))
