@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import attention
-from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.loader import PretrainingBatch, batch_of
 from packhorse.data.packed.masking import (
     CONTINUES,
     Recipe,
@@ -121,7 +121,7 @@ class Corpus:
 
     train: list[np.ndarray]  # token ids
     plan: Plan  # of their packs
-    held_out: list[Batch]
+    held_out: list[PretrainingBatch]
     specials: Specials
     recipe: Recipe
 
@@ -244,7 +244,7 @@ def _laid(corpus: Corpus, seed: int) -> tuple[np.ndarray, Rows]:
     return placed.indices, _rows(corpus.train, placed.indices, placed.offsets)
 
 
-def steps(way: str, seed: int, corpus: Corpus, setup: Setup) -> Iterator[Batch]:
+def steps(way: str, seed: int, corpus: Corpus, setup: Setup) -> Iterator[PretrainingBatch]:
     """The batches of a run: of all ways the same sequences and masks, step by step."""
     numbers, rows = _laid(corpus, seed)
     for step in range(setup.steps):

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packhorse.data.corpus import workers
-from packhorse.data.packed.examples import Sequences, make, tokenise
+from packhorse.data.packed.examples import Sequences, make, tokenize
 from packhorse.data.packed.masking import Masks, Recipe, specials_of
-from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
+from packhorse.data.packed.packs import RowLayout, Rows, cumulative, index_ranges
 from packhorse.errors import InputError, PackhorseError
 from packhorse.packing.histogram import Assignment, Plan, assign, histogram_of, plan
 from packhorse.reports import docstrings
@@ -265,7 +265,7 @@ def _ours(documents: list[Document], setup: Setup) -> _Trial:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     bulk, specials = Bulk(tokenizer), specials_of(tokenizer)
     times = [time.process_time()]
-    tokenised = tokenise(bulk, documents)
+    tokenised = tokenize(bulk, documents)
     times.append(time.process_time())
     made = make(tokenised, _recipe(setup), specials, (0,))
     times.append(time.process_time())
@@ -315,10 +315,12 @@ def _taken(made: Sequences, order: np.ndarray) -> Sequences:
     """The same sequences in another order."""
     masked = made.masked
     if masked is not None:
-        at = runs(cumulative(masked.counts)[order], masked.counts[order])
+        at = index_ranges(cumulative(masked.counts)[order], masked.counts[order])
         masked = Masks(masked.positions[at], masked.ids[at], masked.counts[order])
     each = (made.lengths[order], made.first[order], made.random_next[order])
-    return Sequences(made.ids[runs(cumulative(made.lengths)[order], each[0])], *each, masked)
+    return Sequences(
+        made.ids[index_ranges(cumulative(made.lengths)[order], each[0])], *each, masked
+    )
 
 
 def _loading(documents: list[Document], setup: Setup) -> float:
@@ -328,9 +330,9 @@ def _loading(documents: list[Document], setup: Setup) -> float:
 
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     specials, recipe = specials_of(tokenizer), _recipe(setup, static_masks=False)
-    made = make(tokenise(Bulk(tokenizer), documents), recipe, specials, (0,))
+    made = make(tokenize(Bulk(tokenizer), documents), recipe, specials, (0,))
     rows = _packed(made, _planned(made.lengths, setup), setup)
-    layout = Layout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
+    layout = RowLayout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
     with TemporaryDirectory() as folder:
         writer = shards.Writer(Path(folder) / "train", layout, specials, {})
         writer.add(rows)
