@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packhorse import attention
-from packhorse.data.packed.loader import Batch
+from packhorse.data.packed.loader import PretrainingBatch
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.reports import docstrings
@@ -53,7 +53,7 @@ def found(short_text: None) -> ablation.AblationResult:
     return ablation.measure(SMALL)
 
 
-def sequences(batch: Batch) -> list[tuple[list[int], list[tuple[int, int]]]]:
+def sequences(batch: PretrainingBatch) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Of each its tokens, and where which token is to be guessed, without an order."""
     packed, starts = batch.packed, batch.packed.starts.tolist()
     guessed: list[list[tuple[int, int]]] = [[] for _ in range(len(packed))]

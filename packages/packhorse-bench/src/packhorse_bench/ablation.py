@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import attention
-from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.loader import PretrainingBatch, batch_of
 from packhorse.data.packed.masking import (
     CONTINUES,
     Recipe,
@@ -123,7 +123,7 @@ class LetterCorpus:
 
     train: list[np.ndarray]  # token ids
     plan: PackingPlan  # of their packs
-    held_out: list[Batch]
+    held_out: list[PretrainingBatch]
     specials: Specials
     recipe: Recipe
 
@@ -250,7 +250,7 @@ def _laid(corpus: LetterCorpus, seed: int) -> tuple[np.ndarray, Rows]:
     return placed.indices, _rows(corpus.train, placed.indices, placed.offsets)
 
 
-def steps(way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup) -> Iterator[Batch]:
+def steps(way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup) -> Iterator[PretrainingBatch]:
     """The batches of a run: of all ways the same sequences and masks, step by step."""
     numbers, rows = _laid(corpus, seed)
     for step in range(setup.steps):

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from packhorse.data.corpus import workers
-from packhorse.data.packed.examples import Sequences, make, tokenise
+from packhorse.data.packed.examples import Sequences, make, tokenize
 from packhorse.data.packed.masking import Masks, Recipe, specials_of
-from packhorse.data.packed.packs import Layout, Rows, cumulative, runs
+from packhorse.data.packed.packs import RowLayout, Rows, cumulative, index_ranges
 from packhorse.errors import InputError, PackhorseError
 from packhorse.packing.histogram import Assignment, PackingPlan, assign, histogram_of, plan
 from packhorse.reports import docstrings
@@ -289,7 +289,7 @@ def _ours(documents: list[Document], setup: DataSetup) -> _Trial:
     bulk = BulkTokenizer(tokenizer)
     specials = specials_of(tokenizer)
     times = [time.process_time()]
-    tokenised = tokenise(bulk, documents)
+    tokenised = tokenize(bulk, documents)
     times.append(time.process_time())
     examples = make(tokenised, _recipe(setup), specials, (0,))
     times.append(time.process_time())
@@ -339,11 +339,11 @@ def _taken(examples: Sequences, order: np.ndarray) -> Sequences:
     """The same sequences in another order."""
     masked = examples.masked
     if masked is not None:
-        at = runs(cumulative(masked.counts)[order], masked.counts[order])
+        at = index_ranges(cumulative(masked.counts)[order], masked.counts[order])
         masked = Masks(masked.positions[at], masked.ids[at], masked.counts[order])
     columns = (examples.lengths[order], examples.first[order], examples.random_next[order])
     return Sequences(
-        examples.ids[runs(cumulative(examples.lengths)[order], columns[0])], *columns, masked
+        examples.ids[index_ranges(cumulative(examples.lengths)[order], columns[0])], *columns, masked
     )
 
 
@@ -355,9 +355,9 @@ def _loading(documents: list[Document], setup: DataSetup) -> float:
     tokenizer = Tokenizer.load(Path(setup.tokenizer))
     specials = specials_of(tokenizer)
     recipe = _recipe(setup, static_masks=False)
-    examples = make(tokenise(BulkTokenizer(tokenizer), documents), recipe, specials, (0,))
+    examples = make(tokenize(BulkTokenizer(tokenizer), documents), recipe, specials, (0,))
     rows = _packed(examples, _planned(examples.lengths, setup), setup)
-    layout = Layout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
+    layout = RowLayout(setup.max_length, tokenizer.vocab_size, setup.max_per_pack)
     with TemporaryDirectory() as folder:
         writer = shards.Writer(Path(folder) / "train", layout, specials, {})
         writer.add(rows)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.data.packed.loader import Batch, batch_of
+from packhorse.data.packed.loader import PretrainingBatch, batch_of
 from packhorse.data.packed.masking import Recipe, Specials, draw
 from packhorse.data.packed.packs import Rows
 from packhorse.data.tasks import targets
@@ -103,7 +103,7 @@ def _rows(lengths: np.ndarray, vocab_size: int, capacity: int, seed: int) -> Row
     return rows.masked(*draw(ids, ordered, specials, Recipe(max_length=capacity), rng))
 
 
-def _parts(rows: Rows, number: int, share: int, parts: int) -> Iterator[Batch]:
+def _parts(rows: Rows, number: int, share: int, parts: int) -> Iterator[PretrainingBatch]:
     """The batches of a step; the cursor of the last is behind it."""
     for part in np.array_split(np.arange(number * share, (number + 1) * share), parts):
         last = part[-1] == (number + 1) * share - 1
@@ -118,8 +118,8 @@ def classification(
     sequences = workloads.sequences(lengths, vocab_size, ends=(CLS, SEP), seed=seed)
     drawn = np.random.default_rng(seed).integers(0, 2, len(sequences)).tolist()
     both = zip(sequences, drawn, strict=True)
-    all_examples = [targets.Example((sequence,), label) for sequence, label in both]
-    task = targets.Task(all_examples, "single_label", ("0", "1"))
+    all_examples = [targets.TaskExample((sequence,), label) for sequence, label in both]
+    task = targets.TrainingTask(all_examples, "single_label", ("0", "1"))
     return feed.examples(task, None, settings, micro_tokens)
 
 
@@ -127,10 +127,10 @@ def examples(batch: Any) -> Iterator[TrainingExample]:
     """The sequences of a batch, one by one."""
     packed = batch.packed
     words = None
-    if isinstance(batch, Batch):
+    if isinstance(batch, PretrainingBatch):
         words = np.full(len(packed.ids), IGNORED)
         words[batch.masked_at.numpy()] = batch.masked_ids.numpy()
-    labels = batch.next_labels if isinstance(batch, Batch) else batch.targets
+    labels = batch.next_labels if isinstance(batch, PretrainingBatch) else batch.targets
     ids, types, bounds = (x.numpy() for x in (packed.ids, packed.types, packed.cu_seqlens))
     for place, label in zip(packed.places, labels.tolist(), strict=True):
         at = slice(bounds[place], bounds[place + 1])

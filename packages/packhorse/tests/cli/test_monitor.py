@@ -19,8 +19,7 @@ from packhorse import status
 from packhorse.cli import console, data_progress
 from packhorse.cli import monitor as command
 from packhorse.cli import monitor_view as view
-from packhorse.data.corpus.building import Progress
-from packhorse.data.corpus.parts import Found
+from packhorse.data.corpus.building import CorpusCounts, CorpusProgress
 from packhorse.monitor import Seen, look
 from packhorse.monitor.device import Device
 from packhorse.monitor.processes import Process
@@ -230,11 +229,13 @@ def test_progress_is_published(said: list[dict[str, Any]]) -> None:
 
 def test_a_build_is_published(said: list[dict[str, Any]]) -> None:
     with data_progress.watching() as watch:
-        watch(Progress("reading", 10, 100, Found(documents=3, sequences=5, tokens=50)))
-        watch(Progress("reading", 60, 100, Found(documents=9, sequences=20, tokens=90)))
+        watch(CorpusProgress("reading", 10, 100, CorpusCounts(documents=3, sequences=5, tokens=50)))
+        watch(
+            CorpusProgress("reading", 60, 100, CorpusCounts(documents=9, sequences=20, tokens=90))
+        )
         (mine,) = [each for each in look(None).processes if each.name]
         assert mine.does and re.fullmatch(r"reading, 60%, [\d,]+ documents/s", mine.does)
-        watch(Progress("writing train", 1, 2, Found(sequences=20)))
+        watch(CorpusProgress("writing train", 1, 2, CorpusCounts(sequences=20)))
     assert said[-1]["does"] == "writing train" and "sequences_per_second" not in said[-1]
 
 

@@ -240,7 +240,7 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["-bs", "2", *out], "--out writes each text once"),
         (["--task", "rerank", "--query", "q", *out], "rerank orders all texts at once"),
         (["--out", tmp_path / "o.txt", *model], "cannot write results as .txt"),
-        (["--out", tmp_path / "o.npy", *model], "npy holds one vector a text"),
+        (["--out", tmp_path / "o.npy", *model], "npy holds one vector per text"),
         (["--out", tmp_path / "no" / "o.jsonl", *model], "cannot be written: No such file"),
     ]
     for arguments, message in cases:

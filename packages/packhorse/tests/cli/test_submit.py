@@ -190,10 +190,10 @@ def test_two_ranks_count_and_evaluate_as_one(cli, recipe: Path, tmp_path: Path) 
 def test_the_mini_recipe_reaches_its_target_on_real_text(
     cli, shared_data: Path, tmp_path: Path
 ) -> None:
-    from packhorse.data.sources import documents
+    from packhorse.data.sources import chunking, documents, files
 
     sources = sorted((shared_data / "wiki").glob("mlperf_wiki_*"))
-    chunks = documents.chunks(documents.find(sources, None, None))
+    chunks = chunking.chunks(files.find(sources, None, None))
     found = [document.text_md5 for chunk in chunks for document in documents.read(chunk)[0]]
     (tmp_path / "eval.md5").write_text("\n".join(found[::10]) + "\n")
     flags = ("--max-length", 128, "--max-predictions", 20, "--eval-count", 500, "--workers", 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from packhorse.data.splitmix import GOLDEN, mixed
+from packhorse.data.order import GOLDEN, mixed
 
 FROM_ZERO = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
 

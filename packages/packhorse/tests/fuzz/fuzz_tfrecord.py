@@ -20,10 +20,10 @@ import atheris
 
 with atheris.instrument_imports(include=["packhorse"]):
     from packhorse.data.packed.masking import Specials
-    from packhorse.data.packed.packs import Layout, Rows, troubles
+    from packhorse.data.packed.packs import RowLayout, Rows, row_problems
     from packhorse.data.records import prepared, tfrecord
-    from packhorse.data.records.graphcore import Sizes
-    from packhorse.data.sources.files import Source
+    from packhorse.data.records.graphcore import RecordSizes
+    from packhorse.data.sources.files import SourceFile
     from packhorse.errors import InputError
 
 CASES = Path(__file__).resolve().parents[1] / "data" / "record_files.py"
@@ -60,7 +60,7 @@ def main() -> None:
     folder = Path(tempfile.gettempdir()) / "packhorse-fuzz-tfrecord"
     path, corpus = folder / "records", folder / "seeds"
     corpus.mkdir(parents=True, exist_ok=True)
-    known, layout = cases(), Layout(WIDTH, VOCAB, static_masks=True)
+    known, layout = cases(), RowLayout(WIDTH, VOCAB, static_masks=True)
     for number, content in enumerate(seeds(known)):
         (corpus / str(number)).write_bytes(content)
 
@@ -70,12 +70,14 @@ def main() -> None:
             content = known.frame(content) * 2
         path.write_bytes(content)
         tfrecord.sniff(path)
-        source = Source(path, "graphcore" if kind == bytes([WORDS]) else "tfrecord", len(content))
+        source = SourceFile(
+            path, "graphcore" if kind == bytes([WORDS]) else "tfrecord", len(content)
+        )
         try:
-            for batch in prepared.read(source, Sizes(WIDTH, MASKS, MOST), SPECIALS):
+            for batch in prepared.read(source, RecordSizes(WIDTH, MASKS, MOST), SPECIALS):
                 if len(batch.unpacked.records) and batch.width == WIDTH:
                     rows = Rows.of(batch.unpacked.sequences, batch.unpacked.offsets)
-                    assert not list(troubles(rows, layout))
+                    assert not list(row_problems(rows, layout))
         except InputError as error:
             assert str(path) in str(error)
 

@@ -82,7 +82,7 @@ def write_vocabulary(folder: Path) -> None:
 def write_rows(folder: Path, rows: int, seed: int) -> None:
     """Rows of two pairs each; tokens of a pair come from one half of the words."""
     from packhorse.data.packed.masking import Specials
-    from packhorse.data.packed.packs import Layout, Rows
+    from packhorse.data.packed.packs import RowLayout, Rows
     from packhorse.data.packed.shards import Writer
 
     rng = np.random.default_rng(seed)
@@ -100,6 +100,6 @@ def write_rows(folder: Path, rows: int, seed: int) -> None:
         rng.integers(2, size=len(lengths)).astype(np.uint8),
         np.arange(0, len(lengths) + 1, 2),
     )
-    writer = Writer(folder, Layout(CAPACITY, VOCAB, 3), Specials(2, 3, 4, 0, VOCAB), {})
+    writer = Writer(folder, RowLayout(CAPACITY, VOCAB, 3), Specials(2, 3, 4, 0, VOCAB), {})
     writer.add(packed)
     writer.finish()

@@ -43,9 +43,9 @@ class Wavers(nn.Module):
         return [self.weights[self.turn][packed.ids[packed.starts]]]
 
 
-def batch_of(problem: str, chosen: list[int]) -> targets.Batch:
+def batch_of(problem: str, chosen: list[int]) -> targets.TaskBatch:
     packed = Packed.build([Made([2 * i, 1], [0, 0]) for i in chosen])  # type: ignore[arg-type]
-    return targets.Batch(packed, WANTED[problem][chosen], tuple(chosen), 5, 2 * len(chosen), {})
+    return targets.TaskBatch(packed, WANTED[problem][chosen], tuple(chosen), 5, 2 * len(chosen), {})
 
 
 @pytest.mark.parametrize("problem", WANTED)

@@ -144,7 +144,7 @@ def test_shapes_of_examples_are_few(apart: bool, parts: int, settings: Make) -> 
     assert len({(len(p.cu_seqlens), p.max_seqlen) for p in free}) > 1
 
 
-def examples(count: int, apart: bool, seed: int) -> targets.Task:
+def examples(count: int, apart: bool, seed: int) -> targets.TrainingTask:
     """Of 3 to 20 tokens mostly, now and then of 60."""
     rng = np.random.default_rng(seed)
 
@@ -152,8 +152,8 @@ def examples(count: int, apart: bool, seed: int) -> targets.Task:
         length = 60 if rng.random() < 0.01 else int(rng.integers(3, 20))
         return SimpleNamespace(ids=rng.integers(5, 60, length), types=np.zeros(length, int))
 
-    made = [targets.Example(tuple(one() for _ in range(1 + apart)), 0.5) for _ in range(count)]
-    return targets.Task(made, "similarity" if apart else "regression")
+    made = [targets.TaskExample(tuple(one() for _ in range(1 + apart)), 0.5) for _ in range(count)]
+    return targets.TrainingTask(made, "similarity" if apart else "regression")
 
 
 def test_a_kernel_that_cannot_be_compiled_says_so(settings: Make) -> None:

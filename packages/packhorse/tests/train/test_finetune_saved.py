@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packhorse import checkpoint
-from packhorse.data.tasks.targets import Task
+from packhorse.data.tasks.targets import TrainingTask
 from packhorse.errors import InputError
 from packhorse.train import finetune
 from packhorse.train.settings import Settings
@@ -26,7 +26,7 @@ def datasets() -> Any:
     return pytest.importorskip("datasets", reason="datasets is not installed (extra hf)")
 
 
-def _told(task: Task) -> list[Any]:
+def _told(task: TrainingTask) -> list[Any]:
     return [(each.target, [list(one.ids) for one in each.sequences]) for each in task.examples]
 
 

@@ -22,7 +22,7 @@ from packhorse import attention, checkpoint
 from packhorse.checkpoint import names
 from packhorse.data.packed import loader
 from packhorse.data.tasks import targets
-from packhorse.data.tasks.squad import Gold, Question
+from packhorse.data.tasks.squad import Gold, SquadQuestion
 from packhorse.errors import InputError
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
@@ -111,7 +111,7 @@ def make_batch(objective: Objective, chosen: Sequence[Sample], packed: Packed) -
         )
         at, words = torch.tensor(both, dtype=torch.int64).reshape(-1, 2).unbind(1)
         labels = torch.tensor([sample.label for sample in chosen])
-        return loader.Batch(packed, at, words, labels, len(chosen), tokens, {})
+        return loader.PretrainingBatch(packed, at, words, labels, len(chosen), tokens, {})
     if isinstance(objective, SpanEnds):
         spans = [np.add(sample.span, start) for start, sample in zip(starts, chosen, strict=True)]
         wanted = torch.from_numpy(np.array(spans).reshape(-1, 2))
@@ -125,7 +125,7 @@ def make_batch(objective: Objective, chosen: Sequence[Sample], packed: Packed) -
         paired = isinstance(objective, Similarity | Contrastive)
         wanted = torch.tensor([sample.score for sample in chosen][:: 2 if paired else 1])
     numbers = tuple(range(len(wanted)))
-    return targets.Batch(packed, wanted, numbers, len(wanted), tokens, {})
+    return targets.TaskBatch(packed, wanted, numbers, len(wanted), tokens, {})
 
 
 # The losses written out: from (sample, outputs of the sequence alone) pairs to a step's loss.
@@ -543,7 +543,7 @@ class Says(torch.nn.Module):
 )
 def test_measures_of_glue(problem, logits, wanted, expected, samples) -> None:
     objective = Classify(problem)
-    batch = targets.Batch(ragged(samples[:3]), torch.tensor(wanted), (0, 1, 2), 3, 0, {})
+    batch = targets.TaskBatch(ragged(samples[:3]), torch.tensor(wanted), (0, 1, 2), 3, 0, {})
     found = objective.evaluate(Says(*logits), [batch])
     assert found["sequences"] == 3
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
@@ -556,8 +556,8 @@ def test_a_rank_without_examples_adds_nothing(case: str, samples, model_for) -> 
     objective, _ = CASES[case]
     model = model_for(objective, torch.float32)
     problem = {"single label": "single_label"}.get(case, case)
-    task = targets.Task([targets.Example((samples[0],) * 2, 0)], "contrastive")
-    empty = next(iter(targets.Loader(task, examples=1, epochs=1, world=2, rank=1)))
+    task = targets.TrainingTask([targets.TaskExample((samples[0],) * 2, 0)], "contrastive")
+    empty = next(iter(targets.TaskLoader(task, examples=1, epochs=1, world=2, rank=1)))
     assert not empty.numbers
     collated = targets.COLLATE[problem]([], task, empty.packed)
     batch = replace(empty, targets=collated)
@@ -623,9 +623,9 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORDS = (*SPECIALS, "who", "ate", "the", "red", "old", "apple", "a", "fox", "did")
 CONTEXT = "the old fox ate the red apple"
 QUESTIONS = [
-    Question("1", "who ate", CONTEXT, (Gold("the old fox", 0), Gold("fox", 8))),
-    Question("2", "who ate the apple", CONTEXT, (Gold("old fox", 4),)),
-    Question("3", "did the apple", CONTEXT, (), impossible=True),
+    SquadQuestion("1", "who ate", CONTEXT, (Gold("the old fox", 0), Gold("fox", 8))),
+    SquadQuestion("2", "who ate the apple", CONTEXT, (Gold("old fox", 4),)),
+    SquadQuestion("3", "did the apple", CONTEXT, (), impossible=True),
 ]
 
 
@@ -653,7 +653,7 @@ class Finds(torch.nn.Module):
 
 def scored(tokenizer: Tokenizer, count: int, first: str, last: str, **sizes: int) -> dict:
     laid_out = asked(QUESTIONS[:count], tokenizer, **sizes)
-    batches = list(targets.Loader(laid_out.task(), examples=2, epochs=1))
+    batches = list(targets.TaskLoader(laid_out.task(), examples=2, epochs=1))
     return SpanEnds(laid_out).evaluate(Finds(first, last), batches)
 
 
@@ -677,6 +677,6 @@ def test_no_answer_is_an_answer_where_a_question_has_none(tokenizer) -> None:
 
 def test_windows_left_out_are_missed(tokenizer) -> None:
     every = asked(QUESTIONS, tokenizer)
-    some = list(targets.Loader(every.task(), examples=1, epochs=1))[:2]
+    some = list(targets.TaskLoader(every.task(), examples=1, epochs=1))[:2]
     with pytest.raises(InputError, match="2 of 3 windows were given"):
         SpanEnds(every).evaluate(Finds("old", "fox"), some)

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from packhorse.data.tasks.targets import Batch, Example, Loader, Task
+from packhorse.data.tasks.targets import TaskBatch, TaskExample, TaskLoader, TrainingTask
 from packhorse.optim import LAMB
 from packhorse.train import feed, recording
 
 ROW, BATCH = 8, 4
 
 
-def padded(*lengths: int) -> Batch:
+def padded(*lengths: int) -> TaskBatch:
     """A batch of layout "padded", filled up as a compiled model gets it."""
     sequences = [SimpleNamespace(ids=[5] * length, types=[0] * length) for length in lengths]
-    examples: list[Any] = [Example((sequence,), 1) for sequence in sequences]  # pyright: ignore[reportArgumentType]
-    (batch,) = Loader(
-        Task(examples, "single_label", ("no", "yes")),
+    examples: list[Any] = [TaskExample((sequence,), 1) for sequence in sequences]  # pyright: ignore[reportArgumentType]
+    (batch,) = TaskLoader(
+        TrainingTask(examples, "single_label", ("no", "yes")),
         examples=BATCH,
         epochs=1,
         shuffle=False,

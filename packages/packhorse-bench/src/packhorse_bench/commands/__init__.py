@@ -240,7 +240,7 @@ def read_some(path: Path | None, count: int, seed: int) -> tuple[str, ...]:
 
 def file_texts(path: str | Path) -> tuple[str, ...]:
     """The texts of a file; of pairs the first."""
-    from packhorse.data.tables.texts import read_texts
+    from packhorse.data.tables import read_texts
 
     texts = (record.text for record in read_texts(str(path), skip_empty=True))
     firsts = tuple(text if isinstance(text, str) else text[0] for text in texts)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO
 from cyclopts import Parameter
 
 from packhorse import status
-from packhorse.data.output.rows import to_plain
+from packhorse.data.output import to_plain
 
 JsonFlag = Annotated[
     bool, Parameter(negative="", show_default=False, help="One line of JSON on stdout, at the end.")

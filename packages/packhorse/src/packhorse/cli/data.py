@@ -16,7 +16,8 @@ from packhorse.cli.data_import import data_import, sources_and_out
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.corpus.building import Built, Config
+    from packhorse.data.corpus.building import BuildOptions
+    from packhorse.data.corpus.driver import CorpusResult
     from packhorse.data.packed.manifest import Manifest
     from packhorse.data.packed.statistics import Sample, Statistics
 
@@ -152,10 +153,10 @@ def build(
     emit(_built(config.out, built, seconds), json)
 
 
-def _config(paths: tuple[Path, ...], options: Options) -> "Config":
-    from packhorse.data.corpus.building import EVAL_COUNT, Config
+def _config(paths: tuple[Path, ...], options: Options) -> "BuildOptions":
+    from packhorse.data.corpus.building import EVAL_COUNT, BuildOptions
     from packhorse.data.packed.masking import Recipe
-    from packhorse.data.sources.documents import CHUNK_BYTES
+    from packhorse.data.sources.chunking import CHUNK_BYTES
 
     sources, out = sources_and_out(paths)
     if options.eval_count is not None and options.eval_hashes is None:
@@ -173,7 +174,7 @@ def _config(paths: tuple[Path, ...], options: Options) -> "Config":
     )
     same = ("column", "eval_hashes", "max_bad", "shard_bytes", "overwrite")
     same += ("engine", "ray_address", "workers")
-    return Config(
+    return BuildOptions(
         sources=sources,
         out=out,
         tokenizer=_tokenizer(options.tokenizer),
@@ -195,7 +196,7 @@ def _tokenizer(named: str) -> Path:
     return resolve(named)
 
 
-def _show_built(out: Path, built: "Built", seconds: float) -> None:
+def _show_built(out: Path, built: "CorpusResult", seconds: float) -> None:
     rows = [
         [name, m.rows, m.sequences, m.tokens, f"{m.efficiency:.2%}", f"{_best(m):.2%}"]
         for name, m in _manifests(built).items()
@@ -222,11 +223,11 @@ def _best(manifest: "Manifest") -> float:
     return manifest.tokens / (bound * manifest.layout.capacity)
 
 
-def _manifests(built: "Built") -> "dict[str, Manifest]":
+def _manifests(built: "CorpusResult") -> "dict[str, Manifest]":
     return {"train": built.train} | ({"eval": built.eval} if built.eval else {})
 
 
-def _built(out: Path, built: "Built", seconds: float) -> dict[str, Any]:
+def _built(out: Path, built: "CorpusResult", seconds: float) -> dict[str, Any]:
     return {
         "out": str(out),
         "already": built.already,

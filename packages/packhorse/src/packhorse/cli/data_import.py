@@ -13,7 +13,8 @@ from packhorse.cli.console import Advance, JsonFlag, emit, note, progress, table
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.corpus.importing import Config, Imported
+    from packhorse.data.corpus.driver import CorpusResult
+    from packhorse.data.corpus.importing import ImportOptions
     from packhorse.data.packed.manifest import Manifest
 
 SOURCES, ROWS = Group("Sources", sort_key=1), Group("Rows", sort_key=2)
@@ -92,19 +93,21 @@ def data_import(
     emit(_document(config.out, made, seconds), json)
 
 
-def _config(paths: tuple[Path, ...], options: Options) -> "Config":
+def _config(paths: tuple[Path, ...], options: Options) -> "ImportOptions":
     from packhorse.checkpoint.hub import resolve
-    from packhorse.data.corpus.importing import Config
-    from packhorse.data.records.graphcore import Sizes
+    from packhorse.data.corpus.importing import ImportOptions
+    from packhorse.data.records.graphcore import RecordSizes
 
     sources, out = sources_and_out(paths)
     same = ("vocab_size", "format", "repack", "seed", "shard_bytes", "overwrite", "workers")
-    return Config(
+    return ImportOptions(
         sources=sources,
         out=out,
         tokenizer=None if options.tokenizer is None else resolve(options.tokenizer),
         eval=tuple(options.eval or ()),
-        sizes=Sizes(options.max_length, options.max_predictions, options.max_sequences_per_pack),
+        sizes=RecordSizes(
+            options.max_length, options.max_predictions, options.max_sequences_per_pack
+        ),
         max_per_pack=options.max_per_pack or None,
         **{name: getattr(options, name) for name in same},
     )
@@ -132,7 +135,7 @@ def _stages() -> Iterator[Callable[[str, int, int], None]]:
         yield watch
 
 
-def _show(out: Path, made: "Imported", seconds: float) -> None:
+def _show(out: Path, made: "CorpusResult", seconds: float) -> None:
     counts, rows = ("files", "records", "sequences", "tokens"), []
     for name, manifest in _manifests(made).items():
         found = manifest.config["found"]
@@ -144,11 +147,11 @@ def _show(out: Path, made: "Imported", seconds: float) -> None:
     table(title, ["", *counts, "rows", "full"], rows)
 
 
-def _manifests(made: "Imported") -> "dict[str, Manifest]":
+def _manifests(made: "CorpusResult") -> "dict[str, Manifest]":
     return {"train": made.train} | ({"eval": made.eval} if made.eval else {})
 
 
-def _document(out: Path, made: "Imported", seconds: float) -> dict[str, Any]:
+def _document(out: Path, made: "CorpusResult", seconds: float) -> dict[str, Any]:
     figures = {
         name: {
             **manifest.config["found"],

@@ -10,22 +10,22 @@ from packhorse import status
 from packhorse.cli.console import PAUSE, note
 
 if TYPE_CHECKING:
-    from packhorse.data.corpus.building import Progress
+    from packhorse.data.corpus.building import CorpusProgress
 
 
 @contextmanager
-def watching() -> Iterator[Callable[["Progress"], None]]:
+def watching() -> Iterator[Callable[["CorpusProgress"], None]]:
     """Something to tell of each step, as often as one likes."""
     with _shown() as show, status.publishing("build", {"device": "cpu"}) as say:
 
-        def watch(step: "Progress") -> None:
+        def watch(step: "CorpusProgress") -> None:
             show(step)
             say(_published(step))
 
         yield watch
 
 
-def _published(step: "Progress") -> dict[str, Any]:
+def _published(step: "CorpusProgress") -> dict[str, Any]:
     told = {"does": step.stage, "done": step.done, "total": step.total}
     if step.stage == "reading":  # later nothing more is found, and of each half apart
         told |= {name: getattr(step.found, name) for name in status.SPEEDS}
@@ -33,7 +33,7 @@ def _published(step: "Progress") -> dict[str, Any]:
 
 
 @contextmanager
-def _shown() -> Iterator[Callable[["Progress"], None]]:
+def _shown() -> Iterator[Callable[["CorpusProgress"], None]]:
     if sys.stderr.isatty():
         with _bar() as watch:
             yield watch
@@ -41,7 +41,7 @@ def _shown() -> Iterator[Callable[["Progress"], None]]:
         yield _lines()
 
 
-def figures(progress: "Progress") -> str:
+def figures(progress: "CorpusProgress") -> str:
     """What was found so far, and how fast."""
     found = progress.found
     counts = (
@@ -55,7 +55,7 @@ def figures(progress: "Progress") -> str:
 
 
 @contextmanager
-def _bar() -> Iterator[Callable[["Progress"], None]]:
+def _bar() -> Iterator[Callable[["CorpusProgress"], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
     from rich.progress import TimeRemainingColumn as Remaining
@@ -65,7 +65,7 @@ def _bar() -> Iterator[Callable[["Progress"], None]]:
     with Progress(*columns, console=Console(stderr=True)) as bar:
         tasks: dict[str, Any] = {}
 
-        def watch(step: "Progress") -> None:
+        def watch(step: "CorpusProgress") -> None:
             if step.stage not in tasks:
                 tasks[step.stage] = bar.add_task(step.stage, total=step.total, figures="")
             bar.update(tasks[step.stage], completed=step.done, figures=figures(step))
@@ -73,11 +73,11 @@ def _bar() -> Iterator[Callable[["Progress"], None]]:
         yield watch
 
 
-def _lines() -> Callable[["Progress"], None]:
+def _lines() -> Callable[["CorpusProgress"], None]:
     """The end of each stage, and in between a line whenever `PAUSE` has passed."""
     said = time.monotonic()
 
-    def watch(step: "Progress") -> None:
+    def watch(step: "CorpusProgress") -> None:
         nonlocal said
         if step.done < step.total and time.monotonic() - said < PAUSE:
             return

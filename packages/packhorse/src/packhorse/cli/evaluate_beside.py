@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from packhorse.cli.console import emit, note, once, progress, table
 from packhorse.cli.evaluate_flags import Options, open_model
 from packhorse.cli.flags import DEFAULT_MODEL
-from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
+from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
 from packhorse.data.tasks.retrieval import Collection, read_collection
 from packhorse.errors import InputError, PackhorseError
 from packhorse.tokens import Text
@@ -62,25 +62,27 @@ def compare(options: Options) -> None:
     _show(sides, work, encoder, options)
 
 
-def _read(options: Options) -> Labelled | Collection | None:
+def _read(options: Options) -> LabeledTexts | Collection | None:
     """What can be read, and so refused, before there is a model; labels wait for its own."""
     if options.task == "retrieval":
         return read_collection(options.input, options.split).first(options.limit)
     if options.task == "classification":
         return None
     scale = (0.0, 5.0) if options.task == "stsb" else None
-    layout = Layout(text=options.text, label=options.label, scale=scale)
-    rows = read_labelled(options.input, layout, problem="regression")
+    layout = TableLayout(text=options.text, label=options.label, scale=scale)
+    rows = read_labeled(options.input, layout, problem="regression")
     if not isinstance(rows.texts[0], tuple):
         raise InputError(f"{options.input}: similarity is of pairs; name two columns with --text")
     return _first(rows, options.limit)
 
 
-def _first(rows: Labelled, limit: int | None) -> Labelled:
+def _first(rows: LabeledTexts, limit: int | None) -> LabeledTexts:
     return replace(rows, texts=rows.texts[:limit], targets=rows.targets[:limit])
 
 
-def _prepared(given: Labelled | Collection | None, encoder: "Encoder", options: Options) -> Work:
+def _prepared(
+    given: LabeledTexts | Collection | None, encoder: "Encoder", options: Options
+) -> Work:
     from packhorse.runtime.evaluation import retrieval, similarity
 
     if isinstance(given, Collection):
@@ -106,12 +108,12 @@ def _classification(encoder: "Encoder", options: Options) -> Work:
     """By the head, where the model has one; else by its vectors."""
     from packhorse.runtime.evaluation import classification
 
-    layout = Layout(text=options.text, label=options.label)
+    layout = TableLayout(text=options.text, label=options.label)
     if "classify" in encoder.heads:
         if options.train:
             raise InputError(f"{encoder.name} classifies by itself; leave --train out")
         known: dict[str, Any] = {"problem": encoder.problem, "labels": encoder.labels}
-        rows = _first(read_labelled(options.input, layout, **known), options.limit)
+        rows = _first(read_labeled(options.input, layout, **known), options.limit)
         return Work(
             "classify", partial(_given, classification.judge, rows), rows.texts, _count(rows)
         )
@@ -120,14 +122,14 @@ def _classification(encoder: "Encoder", options: Options) -> Work:
             f"{encoder.name} has no head that classifies; pass --train FILE, so that a regression "
             "can learn from its vectors"
         )
-    train = read_labelled(options.train, layout, problem="single_label")
-    rows = read_labelled(options.input, layout, problem="single_label", labels=train.labels)
+    train = read_labeled(options.train, layout, problem="single_label")
+    rows = read_labeled(options.input, layout, problem="single_label", labels=train.labels)
     rows = _first(rows, options.limit)
     learn = partial(_given, classification.probe, train, rows)
     return Work("embed", learn, rows.texts, _count(rows) | {"train_rows": len(train.texts)})
 
 
-def _count(rows: Labelled) -> dict[str, int]:
+def _count(rows: LabeledTexts) -> dict[str, int]:
     return {"rows": len(rows.texts), "labels": len(rows.labels)}
 
 

@@ -12,11 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.console import emit, note, progress, table
 from packhorse.cli.evaluate_flags import Options, open_model
-from packhorse.data.tasks.squad import Question, read_predictions, read_squad, write_predictions
+from packhorse.data.tasks.squad import (
+    SquadQuestion,
+    read_predictions,
+    read_squad,
+    write_predictions,
+)
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.tasks.squad_score import Score
+    from packhorse.data.tasks.squad import Score
 
 WINDOW = 384  # tokens
 
@@ -44,7 +49,7 @@ def _check(options: Options) -> None:
             raise InputError(f"{out}: there is no folder {out.parent}")
 
 
-def _read(options: Options) -> list[Question]:
+def _read(options: Options) -> list[SquadQuestion]:
     questions = list(islice(read_squad(options.input), options.limit))
     if not questions:
         raise InputError(f"{options.input}: there is no question in it")
@@ -58,9 +63,9 @@ def _read(options: Options) -> list[Question]:
     return questions
 
 
-def _scored(questions: list[Question], options: Options) -> dict[str, Any]:
+def _scored(questions: list[SquadQuestion], options: Options) -> dict[str, Any]:
     """The score of a file of predictions."""
-    from packhorse.data.tasks.squad_score import marks, score
+    from packhorse.data.tasks.squad import marks, score
 
     predicted = read_predictions(options.predictions_in or Path())
     missing = sum(question.id not in predicted for question in questions)
@@ -70,9 +75,9 @@ def _scored(questions: list[Question], options: Options) -> dict[str, Any]:
     return {**_parts(found), "missing": missing}
 
 
-def _evaluated(questions: list[Question], options: Options) -> dict[str, Any]:
+def _evaluated(questions: list[SquadQuestion], options: Options) -> dict[str, Any]:
     """The score of a model, which is asked all the questions."""
-    from packhorse.data.tasks.squad_score import is_v2
+    from packhorse.data.tasks.squad import is_v2
     from packhorse.runtime.evaluation.answering import ask, judge
 
     encoder = open_model(options)

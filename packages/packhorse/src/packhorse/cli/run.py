@@ -2,7 +2,7 @@
 
 The flags are those of the tool it replaces, with its short names and underscores, plus files. What
 is asked is checked before the model is opened, because that is what takes time. Results go to a
-file chunk by chunk and survive a kill (`data/output/resumable.py`); on the screen only the first
+file chunk by chunk and survive a kill (`data/output.py`); on the screen only the first
 few texts of a file are shown, and only they are encoded.
 """
 
@@ -22,8 +22,8 @@ from packhorse.cli.console import emit, note, once
 from packhorse.cli.flags import Options
 from packhorse.cli.tasks import TASKS, prepared, rows_of
 from packhorse.cli.writing import made_with, write
-from packhorse.data.output.rows import Row, format_of
-from packhorse.data.tables.texts import Record, read_texts, split_pair
+from packhorse.data.output import Row, format_of
+from packhorse.data.tables import Record, read_texts, split_pair
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.console import short, table
-from packhorse.data.tables.texts import Record
+from packhorse.data.tables import Record
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.output.rows import Row, Shape
+    from packhorse.data.output import Row, Shape
     from packhorse.runtime.encoder import Encoder
     from packhorse.tokens import Text
 

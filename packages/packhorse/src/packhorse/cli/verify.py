@@ -138,7 +138,7 @@ def _encodings(
 
 
 def _texts(input: str | None) -> list[str | tuple[str, str]]:
-    from packhorse.data.tables.texts import read_texts
+    from packhorse.data.tables import read_texts
     from packhorse.reports import docstrings
 
     if input is None:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
 from packhorse.cli.flags import DEFAULT_MODEL, Beside
-from packhorse.data.tables.texts import Record, read_texts
+from packhorse.data.tables import Record, read_texts
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from packhorse import __version__
 from packhorse.cli.console import note, progress
 from packhorse.cli.flags import Options
 from packhorse.cli.tasks import TASKS, rows_of
-from packhorse.data.output.resumable import ResumableFile
-from packhorse.data.tables.texts import Record
+from packhorse.data.output import ResumableFile
+from packhorse.data.tables import Record
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.output.rows import Row
+    from packhorse.data.output import Row
     from packhorse.runtime.encoder import Encoder
 
 # What a model may be made of, in any format.

@@ -1,10 +1,10 @@
-"""What goes in and comes out: files of texts, corpora, tasks, files of results.
+"""Data that goes in and comes out: tables of texts, corpora, task files, files of results.
 
-Each room is for one of these, and imports between rooms point down only; names on one level do not
-import each other (tests/data/test_rooms.py):
+Each package or module is for one kind of data. Imports between them point down only, and names on
+one level do not import each other (tests/data/test_rooms.py):
 
-`corpus | tasks > records > packed | sources > tables | output | order > splitmix`
+`corpus | tasks > records > packed | sources > tables | output | order`
 
-`order` is one file and no room: both loaders, of packed rows and of tasks, go by it. `splitmix` is
-where order and masks come from.
+`order` is what both loaders share, that of packed rows and that of tasks: which rows come when, and
+on which rank.
 """

@@ -1,16 +1,20 @@
-"""In which order rows are seen, and who sees which: functions of a seed and nothing else.
+"""The order in which rows are seen and their division among ranks, as functions of a seed alone.
 
-An epoch's order is a pseudo-random permutation that is computed where it is asked for: a Feistel
-network over two digits, walked until it lands on a row that there is. A shuffled list of all rows
-would cost 8 bytes a row in every process, a pass over them at each epoch's begin and again at each
-resume; this costs some microseconds a batch and no memory, and begins anywhere at once. It is not
-every permutation that can come up, but by no test here can it be told from a shuffle.
+SplitMix64 (`mixed`) turns keys into numbers that look random, each a function of one number and
+nothing else. What is drawn this way needs no generator with a state to save: the same key gives the
+same number in any order, in any process and after any resume. Masks are drawn with it as well.
+
+An epoch's order is a pseudo-random permutation that is computed where it is needed: a Feistel
+network over two digits, repeated until the result is a valid row (cycle walking). A shuffled list
+of all rows would cost 8 bytes per row in every process, and a pass over all rows at the beginning
+of each epoch and at each resume. This costs some microseconds per batch and no memory. Not every
+permutation can occur, but no test here can tell the result from a shuffle.
 
 A global batch is divided among ranks only after it is drawn, so its rows are the same for any
-number of them.
+number of ranks.
 
-Follows Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains (method 3 and cycle walking);
-the rounds mix as `splitmix` does.
+Follows Steele, Lea and Flood 2014, Fast Splittable Pseudorandom Number Generators; Black and
+Rogaway 2002, Ciphers with Arbitrary Finite Domains (method 3 and cycle walking).
 """
 
 from __future__ import annotations
@@ -19,48 +23,55 @@ import math
 
 import numpy as np
 
-from packhorse.data.splitmix import mixed
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the step from one key of a SplitMix64 stream to the next
+MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift and factor
+FEISTEL_ROUNDS = 12
 
-ROUNDS = 12
+
+def mixed(numbers: np.ndarray) -> np.ndarray:
+    """SplitMix64's mixing function on uint64; no two numbers give the same result."""
+    for shift, factor in MIXING:
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return numbers ^ (numbers >> np.uint64(31))
 
 
-def permuted(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The rows that stand at these places of the epoch's order of `size` rows."""
+def permuted(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """The rows at these positions of the epoch's order of `size` rows."""
     high = math.isqrt(size - 1) + 1
     low = -(-size // high)
-    keys = np.random.SeedSequence((seed, epoch)).generate_state(ROUNDS, np.uint64)
-    rows = _crossed(np.asarray(places, np.uint64), high, low, keys)
-    # Never long: at most one number in `high` of those that the two digits can write is no row.
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(FEISTEL_ROUNDS, np.uint64)
+    rows = _feistel(np.asarray(positions, np.uint64), high, low, keys)
+    # Ends soon: high × low exceeds `size` by less than `high`, so few numbers are outside.
     while len(outside := np.flatnonzero(rows >= size)):
-        rows[outside] = _crossed(rows[outside], high, low, keys)
+        rows[outside] = _feistel(rows[outside], high, low, keys)
     return rows.astype(np.int64)
 
 
+def _feistel(numbers: np.ndarray, high: int, low: int, keys: np.ndarray) -> np.ndarray:
+    """A permutation of the numbers below high × low: each digit in turn is shifted by the other."""
+    upper, lower = np.divmod(numbers, np.uint64(low))
+    for key in keys.reshape(-1, 2):
+        upper = (upper + mixed(lower ^ key[0]) % np.uint64(high)) % np.uint64(high)
+        lower = (lower + mixed(upper ^ key[1]) % np.uint64(low)) % np.uint64(low)
+    return upper * np.uint64(low) + lower
+
+
 def by_count(tokens: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Divide a batch into runs of equally many rows, or one less: the indices of each part."""
+    """Divide a batch into runs of rows, equally many or one less: the indices of each part."""
     return np.array_split(np.arange(len(tokens)), parts)
 
 
 def by_tokens(tokens: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Divide a batch into as many rows each, or one less, and about as many tokens.
+    """Divide a batch into parts of equally many rows (or one less) and about as many tokens.
 
     The heaviest rows go first, one to each part, the heavier to the part that has less so far.
     """
     heaviest = np.argsort(-tokens, kind="stable")
-    owners = np.empty(len(tokens), np.int64)
-    held = np.zeros(parts, np.int64)
+    part_of_row = np.empty(len(tokens), np.int64)
+    load = np.zeros(parts, np.int64)
     for begin in range(0, len(tokens), parts):
         dealt = heaviest[begin : begin + parts]
-        lightest = np.argsort(held, kind="stable")[: len(dealt)]
-        owners[dealt] = lightest
-        held[lightest] += tokens[dealt]
-    return [np.flatnonzero(owners == part) for part in range(parts)]
-
-
-def _crossed(numbers: np.ndarray, high: int, low: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of the numbers below high × low: each digit in turn is moved by the other."""
-    left, right = np.divmod(numbers, np.uint64(low))
-    for key in keys.reshape(-1, 2):
-        left = (left + mixed(right ^ key[0]) % np.uint64(high)) % np.uint64(high)
-        right = (right + mixed(left ^ key[1]) % np.uint64(low)) % np.uint64(low)
-    return left * np.uint64(low) + right
+        lightest = np.argsort(load, kind="stable")[: len(dealt)]
+        part_of_row[dealt] = lightest
+        load[lightest] += tokens[dealt]
+    return [np.flatnonzero(part_of_row == part) for part in range(parts)]

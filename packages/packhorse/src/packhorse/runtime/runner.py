@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from packhorse.data.tables.texts import as_texts
+from packhorse.data.tables import as_texts
 from packhorse.errors import InputError, RunnerStopped
 from packhorse.runtime.admission import Admission
 from packhorse.runtime.encoder import Encoder

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from packhorse import device as devices
-from packhorse.data.tables.texts import as_texts
+from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
 from packhorse.results import Hidden
 from packhorse.runtime.jobs import Given

@@ -23,7 +23,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import numpy as np
 
 from packhorse import results
-from packhorse.data.tables.texts import as_texts
+from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked

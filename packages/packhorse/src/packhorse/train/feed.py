@@ -126,8 +126,8 @@ def pretraining(
 
 
 def examples(
-    task: targets.Task,
-    held_out: targets.Task | None,
+    task: targets.TrainingTask,
+    held_out: targets.TrainingTask | None,
     settings: Settings,
     micro_tokens: int,
     rank: int = 0,
@@ -154,10 +154,10 @@ def examples(
     if task.problem == "contrastive":
         at_once = settings.batch
     once: dict[str, Any] = {**shared, "examples": at_once, "shuffle": False, "epochs": 1}
-    targets.Loader(task, **how)  # refuses at once what would be refused at the first step
+    targets.TaskLoader(task, **how)  # refuses at once what would be refused at the first step
     return Feed(
-        stream=lambda cursor: iter(targets.Loader(task, **how, cursor=cursor)),
-        evaluate_on=(lambda: targets.Loader(held_out, **once)) if held_out else None,
+        stream=lambda cursor: iter(targets.TaskLoader(task, **how, cursor=cursor)),
+        evaluate_on=(lambda: targets.TaskLoader(held_out, **once)) if held_out else None,
         naming=lambda step: partial(_numbers, [n for b in step.batches for n in b.numbers]),
         batch=settings.batch,
         epoch=len(task.examples) / settings.batch,
@@ -170,11 +170,11 @@ def examples(
     )
 
 
-def _longest(task: targets.Task) -> int:
+def _longest(task: targets.TrainingTask) -> int:
     return max((len(s.ids) for example in task.examples for s in example.sequences), default=1)
 
 
-def _slots(task: targets.Task, examples: float) -> int:
+def _slots(task: targets.TrainingTask, examples: float) -> int:
     """For so many examples and for filler: a bucket's is a quarter of its tokens at most."""
     each = max((len(example.sequences) for example in task.examples), default=1)
     sequences = math.ceil(examples) * each
@@ -298,7 +298,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _examples(batch: Batch) -> int:
-    return batch.sequences if isinstance(batch, loader.Batch) else len(batch.numbers)
+    return batch.sequences if isinstance(batch, loader.PretrainingBatch) else len(batch.numbers)
 
 
 def _listed(numbers: list[int]) -> str:

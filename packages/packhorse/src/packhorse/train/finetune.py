@@ -13,11 +13,10 @@ from typing import Any
 
 from packhorse import checkpoint
 from packhorse.checkpoint import Checkpoint
-from packhorse.data.tables.texts import read_texts
-from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
-from packhorse.data.tasks.spans import span_task
+from packhorse.data.tables import read_texts
+from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
 from packhorse.data.tasks.squad import read_squad
-from packhorse.data.tasks.targets import Task, contrastive_task, labelled_task
+from packhorse.data.tasks.targets import TrainingTask, contrastive_task, labeled_task, span_task
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.train.objectives import OBJECTIVES, Objective, SpanEnds
@@ -30,8 +29,8 @@ from packhorse.train.settings import Settings
 class Data:
     """A task's examples, and what learns them."""
 
-    train: Task
-    eval: Task | None
+    train: TrainingTask
+    eval: TrainingTask | None
     objective: Objective
     labels: Labels = Labels()  # noqa: RUF009 (frozen)
     notes: tuple[str, ...] = ()
@@ -50,19 +49,19 @@ def read(settings: Settings, found: Checkpoint) -> Data:
 
 def _labelled(settings: Settings, found: Checkpoint, tokenizer: Tokenizer) -> Data:
     apart = settings.task == "similarity"
-    layout = Layout(
+    layout = TableLayout(
         text=settings.text,
         label=settings.label,
         separator=settings.separator,
         scale=(settings.scale[0], settings.scale[1]) if settings.scale else None,
     )
     problem: Any = None if settings.problem == "auto" else settings.problem
-    read = partial(read_labelled, layout=layout, problem="regression" if apart else problem)
+    read = partial(read_labeled, layout=layout, problem="regression" if apart else problem)
     table = _as_the_model_names(read, settings.train, found) or read(settings.train)
-    task = partial(labelled_task, tokenizer=tokenizer, apart=apart)
+    task = partial(labeled_task, tokenizer=tokenizer, apart=apart)
     most = settings.max_length or None
     known = {"problem": table.problem, "labels": table.labels}
-    held_out = read_labelled(settings.eval, layout, **known) if settings.eval else None
+    held_out = read_labeled(settings.eval, layout, **known) if settings.eval else None
     train = task(table, max_length=most)
     return Data(
         train,
@@ -73,7 +72,9 @@ def _labelled(settings: Settings, found: Checkpoint, tokenizer: Tokenizer) -> Da
     )
 
 
-def _as_the_model_names(read: partial[Labelled], source: str, found: Checkpoint) -> Labelled | None:
+def _as_the_model_names(
+    read: partial[LabeledTexts], source: str, found: Checkpoint
+) -> LabeledTexts | None:
     """The table by the labels of a classifier that is trained on, if they are the same ones."""
     if "classify" not in found.model.heads or found.problem == "regression":
         return None
@@ -84,7 +85,7 @@ def _as_the_model_names(read: partial[Labelled], source: str, found: Checkpoint)
 
 
 def _pairs(settings: Settings, found: Checkpoint, tokenizer: Tokenizer) -> Data:
-    def task(source: str) -> Task:
+    def task(source: str) -> TrainingTask:
         rows = read_texts(source, settings.text or None)
         return contrastive_task([row.text for row in rows], tokenizer, settings.max_length or None)
 
@@ -106,7 +107,7 @@ def _spans(settings: Settings, found: Checkpoint, tokenizer: Tokenizer) -> Data:
     return Data(train, laid_out.task(), SpanEnds(laid_out), notes=notes)
 
 
-def _cut(task: Task) -> tuple[str, ...]:
+def _cut(task: TrainingTask) -> tuple[str, ...]:
     if not task.truncated:
         return ()
     return (f"{task.truncated:,} of {len(task.examples):,} examples were cut to the length",)

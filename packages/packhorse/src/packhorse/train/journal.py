@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from packhorse.data.output.rows import to_plain
+from packhorse.data.output import to_plain
 from packhorse.errors import InputError, MissingExtra
 
 LOG, SPEED, EVENTS = "log.jsonl", "speed.jsonl", "tensorboard"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import device as devices
-from packhorse.data.packed.loader import Batch
+from packhorse.data.packed.loader import PretrainingBatch
 from packhorse.train import cost, feed
 from packhorse.train.job import Ground
 from packhorse.train.objectives import Pretrain
@@ -60,7 +60,7 @@ def attempt(ground: Ground) -> Trial:
     return Trial(cost.operations(config, done) / learned, count / updated)
 
 
-def _batch(ground: Ground) -> Batch:
+def _batch(ground: Ground) -> PretrainingBatch:
     """As many tokens as run at once, in sequences of the usual length."""
     fed = ground.feed
     at_once = fed.batch * fed.tokens / fed.parts / ground.place.world
@@ -68,7 +68,7 @@ def _batch(ground: Ground) -> Batch:
 
 
 def _timed(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, words: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: PretrainingBatch, words: bool
 ) -> tuple[float, float]:
     """Seconds of forward and backward, and of the update: medians; the first round warms up."""
     times: list[tuple[float, float]] = []
@@ -90,7 +90,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _loss(model: nn.Module, batch: Batch, words: bool) -> Tensor:
+def _loss(model: nn.Module, batch: PretrainingBatch, words: bool) -> Tensor:
     if words:
         return Pretrain(next_sentence=False).loss(model, batch)[0]
     return model(batch.packed, "hidden")[0].float().square().mean()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from packhorse.data.packed.loader import Batch
+from packhorse.data.packed.loader import PretrainingBatch
 from packhorse.packing.batch import Packed
 from packhorse.train import feed
 from packhorse.train.job import Job
@@ -39,7 +39,7 @@ def warm(job: Job) -> None:
         job.objective.evaluate(job.model, [usual])
 
 
-def made_up(tokens: int, longest: int) -> Batch:
+def made_up(tokens: int, longest: int) -> PretrainingBatch:
     """So many tokens, in sequences as long as can be."""
     bounds = torch.tensor([*range(0, tokens, longest), tokens], dtype=torch.int32)
     zeros, sequences = torch.zeros(tokens, dtype=torch.int64), len(bounds) - 1
@@ -48,7 +48,7 @@ def made_up(tokens: int, longest: int) -> Batch:
     packed = Packed(zeros, zeros, positions, bounds, min(tokens, longest), places)
     masked = torch.arange(0, tokens, MASKED)
     labels = torch.zeros(sequences, dtype=torch.int64)
-    return Batch(packed, masked, torch.zeros_like(masked), labels, sequences, tokens, {})
+    return PretrainingBatch(packed, masked, torch.zeros_like(masked), labels, sequences, tokens, {})
 
 
 def _at_once(loader: Any) -> int:

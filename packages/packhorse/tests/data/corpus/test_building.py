@@ -19,9 +19,8 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from packhorse.data.corpus import arrays, fingerprint, workfolder
-from packhorse.data.corpus.building import Config, Progress, build
-from packhorse.data.corpus.parts import pieces
+from packhorse.data.corpus import arrays, workfolder
+from packhorse.data.corpus.building import BuildOptions, CorpusProgress, build, pieces
 from packhorse.data.packed import shards
 from packhorse.data.packed.loader import Loader
 from packhorse.data.packed.masking import Recipe
@@ -48,7 +47,7 @@ def stop_after(number: int, stage: str = "reading"):
     """Watch so many steps of a stage, and throw."""
     seen = 0
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: CorpusProgress) -> None:
         nonlocal seen
         seen += progress.stage.startswith(stage)
         if seen >= number:
@@ -67,17 +66,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(home: Path, tmp_path: Path) -> Config:
+def config(home: Path, tmp_path: Path) -> BuildOptions:
     """Of the corpus, in several parts, groups and shards."""
     recipe = Recipe(max_length=64)
-    return Config((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, **SMALL)
+    return BuildOptions((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, **SMALL)
 
 
 @pytest.fixture(scope="module")
 def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What `config` builds when nothing disturbs it."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    build(Config((home / "source",), out, home / "vocab.txt", Recipe(max_length=64), **SMALL))
+    build(BuildOptions((home / "source",), out, home / "vocab.txt", Recipe(max_length=64), **SMALL))
     return tree(out)
 
 
@@ -90,8 +89,8 @@ def test_every_format(kind: str, home: Path, tmp_path: Path) -> None:
     column = "body" if kind == "parquet" else None
     recipe = Recipe(max_length=64)
     out = tmp_path / "out"
-    config = Config((source,), out, home / "vocab.txt", recipe, column=column, workers=1)
-    steps: list[Progress] = []
+    config = BuildOptions((source,), out, home / "vocab.txt", recipe, column=column, workers=1)
+    steps: list[CorpusProgress] = []
     built = build(config, steps.append)
     found = built.train.config["found"]
     assert (found["documents"], found["bad"]) == (40, 0)
@@ -106,11 +105,11 @@ def test_every_format(kind: str, home: Path, tmp_path: Path) -> None:
     assert not built.already and built.eval is None
 
 
-def test_no_sequence_is_lost_or_doubled(config: Config) -> None:
+def test_no_sequence_is_lost_or_doubled(config: BuildOptions) -> None:
     """What lies in the parts before packing is what lies in the shards after it."""
     before: Counter[corpora.Known] = Counter()
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: CorpusProgress) -> None:
         if progress.stage == "writing train" and not before:
             for part in sorted(config.out.glob(".build/*/part-*.arrow")):
                 before.update(_sequences_in(part))
@@ -135,14 +134,14 @@ def _sequences_in(part: Path) -> Counter[corpora.Known]:
     )
 
 
-def test_groups_cost_nothing_but_a_little_room(config: Config) -> None:
+def test_groups_cost_nothing_but_a_little_room(config: BuildOptions) -> None:
     many = build(config).train
     one = build(replace(config, group=1 << 20, overwrite=True)).train
     assert sequences_of(config.out / "train") and one.sequences == many.sequences
     assert one.rows <= many.rows <= 1.1 * one.rows
 
 
-def test_a_loader_reads_all_of_it(config: Config) -> None:
+def test_a_loader_reads_all_of_it(config: BuildOptions) -> None:
     built = build(config).train
     dataset = shards.open(config.out / "train")
     batches = [*Loader(dataset, rows=8, epochs=1, masking=config.recipe)]
@@ -164,7 +163,7 @@ def test_small_files_share_a_piece(home: Path, tmp_path: Path) -> None:
     assert 1 < len(made) < 20
     assert [piece.number for piece in made] == [*range(len(made))]
     assert [chunk.number for piece in made for chunk in piece.chunks] == [*range(50)]
-    config = Config((tmp_path / "source",), tmp_path / "out", home / "vocab.txt", **SMALL)
+    config = BuildOptions((tmp_path / "source",), tmp_path / "out", home / "vocab.txt", **SMALL)
     built = build(replace(config, recipe=Recipe(max_length=64)))
     labels = [label for _, _, label in sequences_of(tmp_path / "out" / "train").elements()]
     assert built.train.config["found"]["documents"] == 50
@@ -175,14 +174,14 @@ def test_small_files_share_a_piece(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def held_out(config: Config, tmp_path: Path) -> Config:
+def held_out(config: BuildOptions, tmp_path: Path) -> BuildOptions:
     """Every fourth document is for evaluation."""
     path = tmp_path / "eval.md5"
     path.write_text("".join(f"{md5(document)}  x.txt\n" for document in CORPUS[::4]))
     return replace(config, eval_hashes=path, eval_count=25)
 
 
-def test_exactly_so_many_are_held_out_and_none_is_seen_in_training(held_out: Config) -> None:
+def test_exactly_so_many_are_held_out_and_none_is_seen_in_training(held_out: BuildOptions) -> None:
     built = build(held_out)
     assert built.eval is not None
     assert built.eval.sequences == 25 and built.eval.layout.static_masks
@@ -200,7 +199,7 @@ def test_exactly_so_many_are_held_out_and_none_is_seen_in_training(held_out: Con
 
 
 @pytest.mark.parametrize("static", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_any_number_of_workers_gives_the_same_bytes(static: bool, held_out: Config) -> None:
+def test_any_number_of_workers_gives_the_same_bytes(static: bool, held_out: BuildOptions) -> None:
     recipe = replace(held_out.recipe, static_masks=static, duplicates=2)
     trees = []
     for workers in (1, 2):
@@ -214,7 +213,7 @@ def test_any_number_of_workers_gives_the_same_bytes(static: bool, held_out: Conf
         assert tree(out)[name] != trees[0][name]
 
 
-def test_too_few_are_an_error_that_counts_them(held_out: Config) -> None:
+def test_too_few_are_an_error_that_counts_them(held_out: BuildOptions) -> None:
     with pytest.raises(InputError, match=r"make [\d,]+ sequences, but --eval-count is 5,000"):
         build(replace(held_out, eval_count=5000))
     parts = {path: path.stat().st_ino for path in held_out.out.glob(".build/*/part-*.arrow")}
@@ -230,7 +229,7 @@ def test_too_few_are_an_error_that_counts_them(held_out: Config) -> None:
         build(replace(held_out, eval_count=7))
 
 
-def test_hashes_of_other_texts(held_out: Config) -> None:
+def test_hashes_of_other_texts(held_out: BuildOptions) -> None:
     assert held_out.eval_hashes is not None
     held_out.eval_hashes.write_text(f"{'0' * 32}\n{'1' * 32}\n")
     with pytest.raises(InputError, match=r"none of the 2 hashes .* 120 documents.*MLPerf"):
@@ -246,7 +245,7 @@ def test_hashes_of_other_texts(held_out: Config) -> None:
         ("\u00e9", "md5"),
     ],
 )
-def test_a_list_of_hashes_that_is_none(text: str, complaint: str, config: Config) -> None:
+def test_a_list_of_hashes_that_is_none(text: str, complaint: str, config: BuildOptions) -> None:
     path = config.out.with_name("eval.md5")
     path.write_text(text, "utf-8")
     with pytest.raises(InputError, match=complaint):
@@ -258,14 +257,14 @@ def test_a_list_of_hashes_that_is_none(text: str, complaint: str, config: Config
 
 
 @pytest.mark.parametrize("stage", ["reading", "planning", "writing"])
-def test_what_is_done_is_not_done_again(stage: str, config: Config, whole: dict) -> None:
+def test_what_is_done_is_not_done_again(stage: str, config: BuildOptions, whole: dict) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(3, stage))
     left = {path: path.stat().st_ino for path in config.out.glob(".build/*/*.arrow")}
     assert len(left) >= 3 and not (config.out / "train").exists()
     checked = 0
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: CorpusProgress) -> None:
         nonlocal checked
         checked += 1
         assert all(path.stat().st_ino == number for path, number in left.items())
@@ -275,14 +274,14 @@ def test_what_is_done_is_not_done_again(stage: str, config: Config, whole: dict)
     assert tree(config.out) == whole
 
 
-def test_what_is_there_is_told_at_once(config: Config) -> None:
+def test_what_is_there_is_told_at_once(config: BuildOptions) -> None:
     """Before anything new is made, and as a share of all."""
     with pytest.raises(Stop):
         build(config, stop_after(4))
     there = len([*config.out.glob(".build/*/part-*.arrow")])
     steps: list[tuple[int, int]] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: CorpusProgress) -> None:
         made = len([*config.out.glob(".build/*/part-*.arrow")])
         steps.append((made, progress.done))
         if len(steps) == there:
@@ -294,14 +293,14 @@ def test_what_is_there_is_told_at_once(config: Config) -> None:
     assert steps[-1][1] >= (there - 1) * config.chunk_bytes
 
 
-def test_other_workers_may_go_on(config: Config, whole: dict) -> None:
+def test_other_workers_may_go_on(config: BuildOptions, whole: dict) -> None:
     with pytest.raises(Stop):
         build(replace(config, workers=2), stop_after(2))
     build(config)
     assert tree(config.out) == whole
 
 
-def command(config: Config, *more: object) -> list[str]:
+def command(config: BuildOptions, *more: object) -> list[str]:
     """`config` on the command line."""
     flags = {
         "tokenizer": config.tokenizer,
@@ -315,11 +314,11 @@ def command(config: Config, *more: object) -> list[str]:
     return [sys.executable, "-m", "packhorse", *map(str, words)]
 
 
-def run(config: Config, *more: object, **how: object) -> subprocess.CompletedProcess[str]:
+def run(config: BuildOptions, *more: object, **how: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(config, *more), capture_output=True, text=True, **how)  # type: ignore[call-overload]
 
 
-def kill_and_go_on(config: Config, times: int, seed: int) -> None:
+def kill_and_go_on(config: BuildOptions, times: int, seed: int) -> None:
     """Kill a build with two workers after a few files, again and again; then let it end."""
     config = replace(config, group=1 << 20)
     build(undisturbed := replace(config, out=config.out.with_name("undisturbed"), workers=1))
@@ -347,13 +346,13 @@ def _files(folder: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(folder))
 
 
-def test_killed_at_random_and_continued(config: Config) -> None:
+def test_killed_at_random_and_continued(config: BuildOptions) -> None:
     kill_and_go_on(config, 4, seed=os.getpid())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_thirty_times(config: Config) -> None:
+def test_killed_thirty_times(config: BuildOptions) -> None:
     kill_and_go_on(config, 30, seed=1)
 
 
@@ -386,7 +385,7 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("after", [0, 1])
-def test_killed_at_every_step(after: int, held_out: Config, tmp_path: Path) -> None:
+def test_killed_at_every_step(after: int, held_out: BuildOptions, tmp_path: Path) -> None:
     """Each step changes a name on the disk; nothing else can be seen of it from outside."""
     config = replace(held_out, chunk_bytes=20_000, shard_bytes=40_000, group=1 << 20)
     eval = (f"--eval-hashes={config.eval_hashes}", "--eval-count=25")
@@ -406,7 +405,7 @@ def test_killed_at_every_step(after: int, held_out: Config, tmp_path: Path) -> N
         shutil.rmtree(config.out)
 
 
-def test_ctrl_c_keeps_what_is_done(config: Config, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_done(config: BuildOptions, tmp_path: Path) -> None:
     corpus = documents(400)
     config = replace(config, sources=(write_source(tmp_path / "more", corpus, "jsonl"),), workers=2)
     process = subprocess.Popen(
@@ -427,7 +426,7 @@ def test_ctrl_c_keeps_what_is_done(config: Config, tmp_path: Path) -> None:
 # Refused -----------------------------------------------------------------------------------------
 
 
-def test_two_builders_on_one_folder(config: Config, whole: dict) -> None:
+def test_two_builders_on_one_folder(config: BuildOptions, whole: dict) -> None:
     with (
         workfolder.claim(config.out, {"other": 1}) as folder,
         pytest.raises(InputError, match="being written by another process"),
@@ -439,7 +438,7 @@ def test_two_builders_on_one_folder(config: Config, whole: dict) -> None:
 
 
 def test_the_first_ends_while_the_second_comes(
-    config: Config, whole: dict, monkeypatch: pytest.MonkeyPatch
+    config: BuildOptions, whole: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between opening the lock and having it, its folder is taken away."""
     real, calls = workfolder.lock, []
@@ -455,7 +454,7 @@ def test_the_first_ends_while_the_second_comes(
     assert len(calls) == 2 and tree(config.out) == whole
 
 
-def test_another_config_is_refused_by_name(config: Config, home: Path) -> None:
+def test_another_config_is_refused_by_name(config: BuildOptions, home: Path) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(2))
     other = replace(config, recipe=replace(config.recipe, seed=1))
@@ -475,7 +474,7 @@ def test_another_config_is_refused_by_name(config: Config, home: Path) -> None:
         build(config)
 
 
-def test_a_source_that_changes(config: Config, tmp_path: Path) -> None:
+def test_a_source_that_changes(config: BuildOptions, tmp_path: Path) -> None:
     source = write_source(tmp_path / "changing", CORPUS)
     config = replace(config, sources=(source,))
     with pytest.raises(Stop):
@@ -495,10 +494,10 @@ def test_a_source_that_changes(config: Config, tmp_path: Path) -> None:
 
 
 def test_a_large_source_that_changes(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: BuildOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only its edges are hashed, so on the way its time counts; in what is made it does not."""
-    monkeypatch.setattr(fingerprint, "EDGE", 1000)
+    monkeypatch.setattr(workfolder, "EDGE_BYTES", 1000)
     source = write_source(tmp_path / "changing", CORPUS)
     config = replace(config, sources=(source,))
     with pytest.raises(Stop):
@@ -513,7 +512,9 @@ def test_a_large_source_that_changes(
     assert build(config).already
 
 
-def test_a_copy_of_the_sources_gives_the_same(config: Config, whole: dict, tmp_path: Path) -> None:
+def test_a_copy_of_the_sources_gives_the_same(
+    config: BuildOptions, whole: dict, tmp_path: Path
+) -> None:
     shutil.copytree(config.sources[0], tmp_path / "source", copy_function=shutil.copyfile)
     for path in (tmp_path / "source").iterdir():
         os.utime(path, (0, 0))
@@ -521,7 +522,7 @@ def test_a_copy_of_the_sources_gives_the_same(config: Config, whole: dict, tmp_p
     assert tree(config.out) == whole
 
 
-def test_built_already(config: Config, whole: dict) -> None:
+def test_built_already(config: BuildOptions, whole: dict) -> None:
     assert not build(config).already
     assert build(config, stop_after(1)).already
     assert tree(config.out) == whole
@@ -530,7 +531,9 @@ def test_built_already(config: Config, whole: dict) -> None:
     assert tree(config.out) == whole
 
 
-def test_overwriting_leaves_the_old_until_the_new_is_whole(config: Config, whole: dict) -> None:
+def test_overwriting_leaves_the_old_until_the_new_is_whole(
+    config: BuildOptions, whole: dict
+) -> None:
     build(config)
     other = replace(config, recipe=replace(config.recipe, seed=1), overwrite=True)
     with pytest.raises(Stop):
@@ -542,7 +545,7 @@ def test_overwriting_leaves_the_old_until_the_new_is_whole(config: Config, whole
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "tokenizer"])
-def test_what_no_build_made_is_left_alone(name: str, config: Config) -> None:
+def test_what_no_build_made_is_left_alone(name: str, config: BuildOptions) -> None:
     (config.out / name).mkdir(parents=True)
     (config.out / name / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="not from a build"):
@@ -550,7 +553,7 @@ def test_what_no_build_made_is_left_alone(name: str, config: Config) -> None:
     assert tree(config.out) == {f"{name}/mine.txt": b"mine"}
 
 
-def test_places_that_cannot_be(config: Config, home: Path) -> None:
+def test_places_that_cannot_be(config: BuildOptions, home: Path) -> None:
     with pytest.raises(InputError, match="lies in"):
         build(replace(config, out=home))
     for inside in (home / "source", home / "source" / "deep" / "out"):
@@ -565,7 +568,7 @@ def test_places_that_cannot_be(config: Config, home: Path) -> None:
 @pytest.mark.parametrize(
     "field", ["eval_count", "chunk_bytes", "shard_bytes", "group", "max_per_pack", "engine"]
 )
-def test_numbers_that_cannot_be(field: str, config: Config) -> None:
+def test_numbers_that_cannot_be(field: str, config: BuildOptions) -> None:
     with pytest.raises(InputError, match=field):
         build(replace(config, **{field: 0}))
     with pytest.raises(InputError, match="max_bad is -1"):
@@ -573,7 +576,7 @@ def test_numbers_that_cannot_be(field: str, config: Config) -> None:
     assert not config.out.exists()
 
 
-def test_whole_words_of_no_pieces(config: Config, tmp_path: Path) -> None:
+def test_whole_words_of_no_pieces(config: BuildOptions, tmp_path: Path) -> None:
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join([*corpora.SPECIAL, ".", *corpora.WORDS]) + "\n")
     recipe = replace(config.recipe, whole_words=True)
@@ -584,7 +587,7 @@ def test_whole_words_of_no_pieces(config: Config, tmp_path: Path) -> None:
 # Bad input ---------------------------------------------------------------------------------------
 
 
-def test_bad_documents_are_counted_never_dropped(config: Config, tmp_path: Path) -> None:
+def test_bad_documents_are_counted_never_dropped(config: BuildOptions, tmp_path: Path) -> None:
     lines = write_source(tmp_path / "bad", CORPUS, "jsonl").read_bytes().split(b"\n")
     for number in range(10, 80, 10):
         lines[number] = b'{"text": "broken \xff\xfe"}'
@@ -601,13 +604,13 @@ def test_bad_documents_are_counted_never_dropped(config: Config, tmp_path: Path)
     assert built.train.config["found"]["documents"] == 113
 
 
-def test_nothing_to_learn_from(config: Config, tmp_path: Path) -> None:
+def test_nothing_to_learn_from(config: BuildOptions, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n' * 3)
     with pytest.raises(InputError, match=r"nothing to learn from.*3 without text"):
         build(replace(config, sources=(tmp_path / "empty.jsonl",)))
 
 
-def test_a_damaged_part_is_named(config: Config, whole: dict) -> None:
+def test_a_damaged_part_is_named(config: BuildOptions, whole: dict) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(3))
     part = next(config.out.glob(".build/*/part-00001.arrow"))
@@ -627,7 +630,7 @@ def test_a_damaged_part_is_named(config: Config, whole: dict) -> None:
     assert tree(config.out) == whole
 
 
-def test_no_room_for_a_file(config: Config) -> None:
+def test_no_room_for_a_file(config: BuildOptions) -> None:
     """A limit on the size of files does what a full disk does, and needs no rights."""
 
     def limited() -> None:
@@ -645,7 +648,7 @@ def test_no_room_for_a_file(config: Config) -> None:
 
 
 @pytest.mark.parametrize("room", ["40k", "100k", "160k"])
-def test_a_full_disk(room: str, config: Config, whole: dict, tmp_path: Path) -> None:
+def test_a_full_disk(room: str, config: BuildOptions, whole: dict, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)]
@@ -663,7 +666,7 @@ def test_a_full_disk(room: str, config: Config, whole: dict, tmp_path: Path) -> 
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_the_manifest_tells_how_it_was_made(config: Config) -> None:
+def test_the_manifest_tells_how_it_was_made(config: BuildOptions) -> None:
     build(config)
     told = json.loads((config.out / "train" / "manifest.json").read_text())["config"]
     assert told["made_by"]["recipe"]["max_length"] == 64
@@ -674,7 +677,7 @@ def test_the_manifest_tells_how_it_was_made(config: Config) -> None:
 def test_real_wikipedia(shared_data: Path, tmp_path: Path) -> None:
     """206 pages of a dump, 100 of them redirects, and 153 articles by WikiExtractor."""
     vocabulary = shared_data / "vocab" / "bert-base-uncased-vocab.txt"
-    config = Config((shared_data / "wiki",), tmp_path / "out", vocabulary, workers=1)
+    config = BuildOptions((shared_data / "wiki",), tmp_path / "out", vocabulary, workers=1)
     built = build(config).train
     found = built.config["found"]
     assert found["redirects"] == 100 and found["bad"] == 0

@@ -24,8 +24,8 @@ from pathlib import Path
 import pytest
 
 from packhorse.data.corpus import cluster as engine
-from packhorse.data.corpus import fingerprint
-from packhorse.data.corpus.building import Config, Progress, build
+from packhorse.data.corpus.building import BuildOptions, CorpusProgress, build
+from packhorse.data.corpus.workfolder import library_versions
 from packhorse.data.packed.masking import Recipe
 from packhorse.errors import InputError, MissingExtra
 
@@ -110,9 +110,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def config(home: Path, out: Path, **how: object) -> Config:
+def config(home: Path, out: Path, **how: object) -> BuildOptions:
     how |= {**SMALL, "recipe": Recipe(max_length=64), "eval_hashes": home / "eval.md5"}
-    return Config((home / "source",), out, home / "vocab.txt", **how)  # type: ignore[arg-type]
+    return BuildOptions((home / "source",), out, home / "vocab.txt", **how)  # type: ignore[arg-type]
 
 
 def command(home: Path, out: Path, address: str | None) -> list[str]:
@@ -158,26 +158,26 @@ def test_its_own_cluster_asks_for_a_token_and_gets_no_secrets(
     monkeypatch.setenv("PACKHORSE_API_KEY", "hidden")
     monkeypatch.setenv("HF_TOKEN", "for gated models")
     before = dict(os.environ)
-    with engine._environment(alone=True):
+    with engine._environment(local=True):
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert len(os.environ["RAY_AUTH_TOKEN"]) >= 32
         assert "PACKHORSE_API_KEY" not in os.environ
         assert os.environ["HF_TOKEN"] == "for gated models"
     assert dict(os.environ) == before
-    with engine._environment(alone=False):  # the user's cluster and what the user says of it
+    with engine._environment(local=False):  # the user's cluster and what the user says of it
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
     assert dict(os.environ) == before
 
 
 def test_what_cannot_be_meant(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--ray-address is for --engine ray"):
+    with pytest.raises(InputError, match="--ray-address needs --engine ray"):
         build(config(home, tmp_path / "out", ray_address="192.0.2.1:6379"))
     with pytest.raises(InputError, match="1 or more"), engine.ray_cluster(tmp_path, workers=0):
         pass
 
 
 def test_a_node_is_admitted_only_where_all_is_the_same(tmp_path: Path) -> None:
-    same = tuple(fingerprint.of_libraries().items())
+    same = tuple(library_versions().items())
     place, file = tmp_path / "folder" / "place", tmp_path / "source"
     place.mkdir(parents=True)
     file.write_bytes(b"12345")
@@ -287,7 +287,7 @@ def test_a_worker_that_dies_is_replaced_but_not_for_ever(nodes: Nodes, tmp_path:
 def test_a_node_that_dies_changes_nothing(nodes: Nodes, home: Path, tmp_path: Path) -> None:
     steps = 0
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: CorpusProgress) -> None:
         nonlocal steps
         steps += 1
         if steps == 3:

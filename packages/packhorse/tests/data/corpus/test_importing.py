@@ -15,18 +15,18 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from packhorse.data.corpus import importing
-from packhorse.data.corpus.importing import Config, import_records
+from packhorse.data.corpus import driver, importing
+from packhorse.data.corpus.importing import ImportOptions, import_records
 from packhorse.data.packed import shards
 from packhorse.data.packed.examples import Sequences
 from packhorse.data.packed.manifest import NAME
 from packhorse.data.packed.masking import Masks
 from packhorse.data.records import prepared
-from packhorse.data.records.graphcore import Sizes
+from packhorse.data.records.graphcore import RecordSizes
 from packhorse.errors import InputError
 
 WIDTH, MASKS, MOST, VOCAB = 40, 7, 3, 100
-SIZES = Sizes(WIDTH, MASKS, MOST)
+SIZES = RecordSizes(WIDTH, MASKS, MOST)
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def files(record_files: ModuleType, made: list, tmp_path: Path) -> dict[str, Pat
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Callable[..., Config]:
-    def make(*sources: Path, **settings) -> Config:
+def config(tmp_path: Path) -> Callable[..., ImportOptions]:
+    def make(*sources: Path, **settings) -> ImportOptions:
         told = {"vocab_size": VOCAB, "sizes": SIZES, "workers": 1, **settings}
-        return Config(sources, told.pop("out", tmp_path / "out"), **told)
+        return ImportOptions(sources, told.pop("out", tmp_path / "out"), **told)
 
     return make
 
@@ -209,10 +209,10 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from packhorse.data.corpus import importing
-from packhorse.data.records.graphcore import Sizes
+from packhorse.data.records.graphcore import RecordSizes
 
 *sources, out, files, vocab = sys.argv[1:]
-real, taken = importing.take, []
+real, taken = importing.import_file, []
 
 def take(*item):
     if len(taken) == int(files):
@@ -220,9 +220,9 @@ def take(*item):
     taken.append(item)
     return real(*item)
 
-importing.take = take
-told = {"vocab_size": int(vocab), "sizes": Sizes(40, 7, 3), "workers": 1}
-importing.import_records(importing.Config(tuple(map(Path, sources)), Path(out), **told))
+importing.import_file = take
+told = {"vocab_size": int(vocab), "sizes": RecordSizes(40, 7, 3), "workers": 1}
+importing.import_records(importing.ImportOptions(tuple(map(Path, sources)), Path(out), **told))
 """
 
 
@@ -255,10 +255,10 @@ def test_what_is_finished_is_not_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr(importing, "publish", stopped)
+        broken.setattr(driver, "publish", stopped)
         with pytest.raises(KeyboardInterrupt):
             import_records(settings)
-    monkeypatch.setattr(importing, "take", stopped)
+    monkeypatch.setattr(importing, "import_file", stopped)
     done = import_records(settings)
     assert done.eval is not None and done.train.sequences == done.eval.sequences == 300
 
@@ -293,7 +293,7 @@ def test_a_full_disk_keeps_what_is_done(
         raise InputError("cannot be written: No space left on device")
 
     with monkeypatch.context() as broken:
-        broken.setattr(shards, "write_shard", full)
+        broken.setattr(driver, "write_shard", full)
         with pytest.raises(InputError, match="No space left"):
             import_records(config(files["packed"]))
     assert not (config().out / "train" / NAME).exists()
@@ -321,7 +321,7 @@ def test_what_is_refused(record_files: ModuleType, files: dict, config, tmp_path
         "is no file and no folder": config(tmp_path / "missing"),
         "no files in": config(tmp_path / "folder"),
         "not a record for BERT's pretraining.*image": config(other),
-        "not a whole number of records": config(files["words_packed"], sizes=Sizes(41, 7, 3)),
+        "not a whole number of records": config(files["words_packed"], sizes=RecordSizes(41, 7, 3)),
         "not a TFRecord": config(files["words_packed"], format="tfrecord"),
         "not of the vocabulary": config(one, vocab_size=50),
         f"{one} lies in": config(one, out=tmp_path),
@@ -383,7 +383,7 @@ def test_memory_stays_flat(
         (source,) = prepared.find([path], None)
         specials = prepared.guess(source, SIZES, VOCAB)
         tracemalloc.start()
-        importing.take(source, SIZES, specials, False, tmp_path, f"t{times}")
+        importing.import_file(source, SIZES, specials, False, tmp_path, f"t{times}")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 1.5 * peaks[0]

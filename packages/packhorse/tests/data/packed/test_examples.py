@@ -14,7 +14,7 @@ from scipy import stats
 
 from packhorse.data.corpus import workers
 from packhorse.data.packed import examples
-from packhorse.data.packed.examples import Sequences, Tokenised, make, tokenise
+from packhorse.data.packed.examples import Sequences, TokenizedDocuments, make, tokenize
 from packhorse.data.packed.masking import Recipe, Specials
 from packhorse.tokens import Tokenizer
 from packhorse.tokens.bulk import BulkTokenizer
@@ -26,19 +26,19 @@ UNLIKELY, IMPOSSIBLE = 1e-3, 1e-9
 Draw = Callable[[random.Random], int]
 
 
-def corpus(documents: int, sentences: Draw, tokens: Draw, seed: int = 0) -> Tokenised:
+def corpus(documents: int, sentences: Draw, tokens: Draw, seed: int = 0) -> TokenizedDocuments:
     """Every token is another one, so that it is known wherever it turns up."""
     dice = random.Random(seed)
     counts = [sentences(dice) for _ in range(documents)]
     sizes = [tokens(dice) for _ in range(sum(counts))]
-    return Tokenised(
+    return TokenizedDocuments(
         ids=np.arange(FIRST, FIRST + sum(sizes), dtype=np.uint32),
         sentences=np.cumsum([0, *sizes]),
         documents=np.cumsum([0, *counts]),
     )
 
 
-def mixed(documents: int = 60) -> Tokenised:
+def mixed(documents: int = 60) -> TokenizedDocuments:
     """Like articles: some are a single sentence, some sentences are longer than an example."""
     long = [700] + 20 * [0]
     return corpus(
@@ -66,12 +66,12 @@ def segments(made: Sequences) -> list[tuple[list[int], list[int], bool]]:
     return found
 
 
-def document_of(some: Tokenised, token: int) -> int:
+def document_of(some: TokenizedDocuments, token: int) -> int:
     sentence = np.searchsorted(some.sentences, token - FIRST, side="right") - 1
     return int(np.searchsorted(some.documents, sentence, side="right") - 1)
 
 
-def spans(some: Tokenised, recipe: Recipe, seed: int = 0) -> list[examples.Span]:
+def spans(some: TokenizedDocuments, recipe: Recipe, seed: int = 0) -> list[examples.SegmentBounds]:
     """Segments before they are cut to the limit."""
     walk = examples._pairs if recipe.next_sentence else examples._singles
     dice = random.Random(seed).random
@@ -201,7 +201,7 @@ def test_one_document_in_ten_is_cut_shorter() -> None:
 Shape = tuple[int, int, bool]  # tokens, tokens of the first segment, label
 
 
-def firsts(found: list[tuple[int, Shape]], some: Tokenised) -> np.ndarray:
+def firsts(found: list[tuple[int, Shape]], some: TokenizedDocuments) -> np.ndarray:
     """Of each document the example that comes first, counted by shape; they are independent."""
     kept: dict[int, Shape] = {}
     for token, shape in sorted(found):
@@ -211,7 +211,7 @@ def firsts(found: list[tuple[int, Shape]], some: Tokenised) -> np.ndarray:
     return np.histogramdd(np.array(list(kept.values())), bins=bins)[0].ravel()
 
 
-def by_reference(some: Tokenised, recipe: Recipe) -> list[tuple[int, Shape]]:
+def by_reference(some: TokenizedDocuments, recipe: Recipe) -> list[tuple[int, Shape]]:
     names = [[str(id) for id in ids] for ids in np.split(some.ids, some.sentences[1:-1])]
     documents = [names[a:b] for a, b in pairwise(some.documents.tolist())]
     found = []
@@ -355,9 +355,9 @@ def test_tokenise_leaves_out_what_is_empty(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     bulk = BulkTokenizer(Tokenizer.load(tmp_path))
-    found = tokenise(bulk, [["a b", "", "bb a"], [], ["  ", "\x01"], ["b", "a a"]])
+    found = tokenize(bulk, [["a b", "", "bb a"], [], ["  ", "\x01"], ["b", "a a"]])
     assert found.ids.tolist() == [5, 6, 6, 7, 5, 6, 5, 5]
     assert found.sentences.tolist() == [0, 2, 5, 6, 8]
     assert found.documents.tolist() == [0, 2, 4]
     for nothing in ([], [[]], [[""], []]):
-        assert tokenise(bulk, nothing).documents.tolist() == [0]
+        assert tokenize(bulk, nothing).documents.tolist() == [0]

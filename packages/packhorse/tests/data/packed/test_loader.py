@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.data.packed import shards
-from packhorse.data.packed.loader import Batch, Loader
+from packhorse.data.packed.loader import Loader, PretrainingBatch
 from packhorse.data.packed.masking import Recipe, Specials
-from packhorse.data.packed.packs import Layout, Rows, cumulative
+from packhorse.data.packed.packs import RowLayout, Rows, cumulative
 from packhorse.data.packed.shards import Dataset, Writer
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
@@ -55,7 +55,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Dataset
     @cache
     def made(count: int) -> Dataset:
         folder = tmp_path_factory.mktemp("rows") / "set"
-        writer = Writer(folder, Layout(40, 1000, 3), SPECIALS, {}, shard_bytes=700)
+        writer = Writer(folder, RowLayout(40, 1000, 3), SPECIALS, {}, shard_bytes=700)
         writer.add(rows_with_names(count))
         writer.finish()
         return shards.open(folder)
@@ -63,18 +63,21 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Dataset
     return made
 
 
-def names(batch: Batch) -> list[int]:
+def names(batch: PretrainingBatch) -> list[int]:
     """The numbers of the batch's rows, in order, from the tokens that name them."""
     marks = batch.packed.ids[batch.packed.pick(batch.packed.starts).long() + 1]
     return (marks[marks >= FIRST] - FIRST).tolist()
 
 
-def flat(batch: Batch) -> list[Any]:
+def flat(batch: PretrainingBatch) -> list[Any]:
     """All that a batch says, to be compared."""
     packed = [getattr(batch.packed, field.name) for field in fields(Packed)]
     return [
         x.tolist() if isinstance(x, torch.Tensor) else x
-        for x in (*packed, *(getattr(batch, f.name) for f in fields(Batch) if f.name != "packed"))
+        for x in (
+            *packed,
+            *(getattr(batch, f.name) for f in fields(PretrainingBatch) if f.name != "packed"),
+        )
     ]
 
 
@@ -149,7 +152,7 @@ def test_static_masks_come_as_stored(dataset: Any, tmp_path: Path) -> None:
     static = shards.open(tmp_path / "set", verify=True)
     for ours, theirs in zip(Loader(static, rows=4, epochs=1, shuffle=False), drawn, strict=True):
         assert flat(ours)[:-1] == flat(theirs)[:-1]
-    with pytest.raises(InputError, match="masks of its own"):
+    with pytest.raises(InputError, match="has stored masks"):
         Loader(static, rows=4, masking=RECIPE)
 
 
@@ -168,7 +171,7 @@ def test_masks_are_drawn_as_the_dataset_says(dataset: Any) -> None:
 
 
 def test_without_second_segments_there_are_no_labels(dataset: Any, tmp_path: Path) -> None:
-    rows, layout = rows_with_names(20), Layout(40, 1000, 3, next_sentence=False)
+    rows, layout = rows_with_names(20), RowLayout(40, 1000, 3, next_sentence=False)
     writer = Writer(tmp_path / "set", layout, SPECIALS, {})
     writer.add(replace(rows, first=rows.lengths, random_next=rows.random_next * 0))
     writer.finish()
@@ -192,7 +195,7 @@ def test_a_flipped_bit_is_not_trained_on(dataset: Any, tmp_path: Path) -> None:
         list(Loader(shards.open(tmp_path / "set"), 7, epochs=1))
 
 
-def names_in_order(batch: Batch) -> np.ndarray:
+def names_in_order(batch: PretrainingBatch) -> np.ndarray:
     """As `names`, for masked batches in the stored order: the cursor says which they are."""
     end = batch.cursor["row"] or 30
     return np.arange(end - 4 if end % 4 == 0 else end - end % 4, end)
@@ -245,7 +248,7 @@ def test_a_global_batch_is_the_same_for_any_world(
             assert sequences_of([one]) == sequences_of(shares)
 
 
-def sequences_of(batches: list[Batch]) -> list[tuple[Any, ...]]:
+def sequences_of(batches: list[PretrainingBatch]) -> list[tuple[Any, ...]]:
     """Each sequence with its masks and label, without where it lies."""
     found = []
     for batch in batches:

@@ -18,20 +18,20 @@ from hypothesis import strategies as st
 from packhorse.data.packed import shards
 from packhorse.data.packed.manifest import NAME, Manifest, read_manifest, write_manifest
 from packhorse.data.packed.masking import Masks, Recipe, Specials
-from packhorse.data.packed.packs import Layout, Rows, columns_of, cumulative, dtypes_of
-from packhorse.data.packed.shards import Writer, rows_a_shard, shard_name, write_shard
+from packhorse.data.packed.packs import RowLayout, Rows, columns_of, cumulative, dtypes_of
+from packhorse.data.packed.shards import Writer, rows_per_shard, shard_name, write_shard
 from packhorse.errors import InputError
 from packhorse.wire import crc32c as packhorse_crc32c
 
 pa = pytest.importorskip("pyarrow")
 
 SPECIALS = Specials(1, 2, 3, 0, vocab_size=300, continues=np.arange(300) % 7 == 3)
-LAYOUT = Layout(capacity=40, vocab_size=300, max_per_pack=3)
+LAYOUT = RowLayout(capacity=40, vocab_size=300, max_per_pack=3)
 STATIC = replace(LAYOUT, static_masks=True)
 SMALL = 2000  # bytes: some twenty rows a shard
 
 
-def some_rows(count: int, layout: Layout = LAYOUT, seed: int = 0) -> Rows:
+def some_rows(count: int, layout: RowLayout = LAYOUT, seed: int = 0) -> Rows:
     """Rows of one to three sequences, some full; every row differs."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 4, count)
@@ -48,7 +48,7 @@ def some_rows(count: int, layout: Layout = LAYOUT, seed: int = 0) -> Rows:
     return rows.masked(ids, Masks(positions, rng.integers(4, 300, len(positions)), masked))
 
 
-def write(folder: Path, rows: Rows, layout: Layout = LAYOUT, **config: Any) -> Manifest:
+def write(folder: Path, rows: Rows, layout: RowLayout = LAYOUT, **config: Any) -> Manifest:
     writer = Writer(folder, layout, SPECIALS, config, shard_bytes=SMALL)
     writer.add(rows)
     return writer.finish()
@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, STATIC], ids=["dynamic", "static"])
-def test_what_is_written_is_read(tmp_path: Path, layout: Layout) -> None:
+def test_what_is_written_is_read(tmp_path: Path, layout: RowLayout) -> None:
     rows = some_rows(100, layout)
     manifest = write(tmp_path / "set", rows, layout, language="xx")
     dataset = shards.open(tmp_path / "set", verify=True)
@@ -110,13 +110,13 @@ def test_rows_are_views_of_the_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "ids", "place"),
     [
-        (Layout(40, 256), np.uint8, np.uint8),
-        (Layout(255, 30522), np.uint16, np.uint8),
-        (Layout(256, 1 << 16), np.uint16, np.uint16),
-        (Layout(70000, (1 << 16) + 1), np.uint32, np.uint32),
+        (RowLayout(40, 256), np.uint8, np.uint8),
+        (RowLayout(255, 30522), np.uint16, np.uint8),
+        (RowLayout(256, 1 << 16), np.uint16, np.uint16),
+        (RowLayout(70000, (1 << 16) + 1), np.uint32, np.uint32),
     ],
 )
-def test_types_are_the_narrowest(layout: Layout, ids: type, place: type, tmp_path: Path) -> None:
+def test_types_are_the_narrowest(layout: RowLayout, ids: type, place: type, tmp_path: Path) -> None:
     layout = replace(layout, static_masks=True)
     kinds = dtypes_of(layout)
     assert kinds["ids"] == kinds["masked_ids"] == ids
@@ -145,7 +145,7 @@ def test_masks_lie_where_they_say_in_the_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, STATIC], ids=["dynamic", "static"])
-def test_bytes_depend_on_rows_alone(tmp_path: Path, layout: Layout) -> None:
+def test_bytes_depend_on_rows_alone(tmp_path: Path, layout: RowLayout) -> None:
     """Not on threads, types in memory, or how rows came in; on every value they do."""
     rows, threads = some_rows(100, layout), pa.cpu_count()
     write(tmp_path / "a", rows, layout)
@@ -201,12 +201,12 @@ def test_shards_have_as_many_rows_as_fit(count: int, step: int, size: int, stati
     rows = some_rows(count, layout)
     parts = [rows.cut(i, min(i + step, count)) for i in range(0, count, step)]
     assert same(Rows.join(parts), rows, static)
-    assert 1 <= rows_a_shard(layout, size) <= max(1, size // 40)
+    assert 1 <= rows_per_shard(layout, size) <= max(1, size // 40)
 
 
 def test_a_default_shard_is_about_64_mib(tmp_path: Path) -> None:
-    layout = Layout(512, 30522)
-    count = rows_a_shard(layout) // 64
+    layout = RowLayout(512, 30522)
+    count = rows_per_shard(layout) // 64
     lengths = np.full(count * 2, 256)
     ids = np.zeros(count * 512, np.uint16)
     rows = Rows(ids, lengths, lengths, lengths * 0, np.arange(0, count * 2 + 1, 2))
@@ -286,7 +286,7 @@ def test_a_newer_format_names_the_packhorse_it_needs(folder: Path) -> None:
     with pytest.raises(InputError, match=r"format 3.*install packhorse>=9\.8\.7"):
         shards.open(folder)
     change(folder, format=1)
-    with pytest.raises(InputError, match=r"format 1, which says too little.*build or import"):
+    with pytest.raises(InputError, match=r"format 1, which lacks information.*build or import"):
         shards.open(folder)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from packhorse.data.corpus.building import Config, build
+from packhorse.data.corpus.building import BuildOptions, build
 from packhorse.data.packed import shards, statistics
 from packhorse.data.packed.loader import Loader
 from packhorse.data.packed.masking import Recipe
@@ -31,7 +31,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = corpora.write_source(home / "source", corpus)
     (home / "eval.md5").write_text("\n".join(map(corpora.md5, corpus[:20])))
     vocabulary = corpora.write_vocabulary(home / "vocab.txt")
-    config = Config((source,), home / "out", vocabulary, Recipe(max_length=64), shard_bytes=4000)
+    config = BuildOptions(
+        (source,), home / "out", vocabulary, Recipe(max_length=64), shard_bytes=4000
+    )
     build(replace(config, eval_hashes=home / "eval.md5", eval_count=20, workers=1))
     return home / "out"
 
@@ -96,7 +98,7 @@ def test_damage_is_told_with_the_shard(built: Path, tmp_path: Path) -> None:
 def test_of_single_segments_no_label_is_told(built: Path, tmp_path: Path) -> None:
     recipe = Recipe(max_length=64, next_sentence=False, mask_probability=0.5)
     home = built.parent
-    build(Config((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, workers=1))
+    build(BuildOptions((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, workers=1))
     found = statistics.count("train", tmp_path / "out" / "train", top=3)
     assert found.random_next is None and not found.manifest.layout.next_sentence
     tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer")

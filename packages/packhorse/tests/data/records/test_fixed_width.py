@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from packhorse.data.packed.packs import Rows
-from packhorse.data.records import fixed_width, tfexample, tfrecord
+from packhorse.data.records import fixed_width, tfrecord
 from packhorse.errors import InputError
 
 WIDTH, MASKS, MOST, VOCAB = 40, 7, 3, 100
@@ -210,19 +210,19 @@ def test_the_real_file(shared_data: Path) -> None:
     """Graphcore's sample: 44 rows, one of two sequences, [CLS] tokens at the end of each row."""
     path = shared_data / "packing" / "sample_text_packed.tfrecord"
     index = path.with_suffix(".index").read_text().split("\n")
-    (run,) = tfrecord.runs(path)
+    (run,) = tfrecord.read_blocks(path)
     assert [f"{at} {len(data) + 16}" for at, data in zip(run.offsets, run.data, strict=True)] == [
         line for line in index if line
     ]
     names = fixed_width.FORMS["packed, [CLS] last"][1]
-    assert set(names.values()) == tfexample.names(run)
-    table = tfexample.numbers(run, [*names.values()])
+    assert set(names.values()) == tfrecord.feature_names(run)
+    table = tfrecord.read_features(run, [*names.values()])
     found = fixed_width.unpack(
-        {role: table[name] for role, name in names.items()}, 30522, run.where
+        {role: table[name] for role, name in names.items()}, 30522, run.place
     )
     specials = fixed_width.guess(found, 30522)
     assert (specials.cls, specials.sep, specials.mask) == (101, 102, 103)
-    fixed_width.check_specials(found, specials, run.where)
+    fixed_width.check_specials(found, specials, run.place)
     assert (len(found.offsets) - 1, len(found.sequences.lengths)) == (44, 45)
     assert found.sequences.lengths.max() == 128
     words = (shared_data / "vocab" / "bert-base-uncased-vocab.txt").read_text().split("\n")

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from packhorse.data.records import fixed_width, graphcore
-from packhorse.data.records.graphcore import Sizes
+from packhorse.data.records.graphcore import RecordSizes
 from packhorse.errors import InputError
 
-SIZES, VOCAB = Sizes(max_length=40, max_predictions=7, max_per_pack=3), 100
+SIZES, VOCAB = RecordSizes(max_length=40, max_predictions=7, max_per_pack=3), 100
 
 
-def read(path: Path, sizes: Sizes = SIZES) -> list[fixed_width.Unpacked]:
-    return [fixed_width.unpack(r.columns, VOCAB, r.where) for r in graphcore.runs(path, sizes)]
+def read(path: Path, sizes: RecordSizes = SIZES) -> list[fixed_width.Unpacked]:
+    return [
+        fixed_width.unpack(r.columns, VOCAB, r.place) for r in graphcore.read_blocks(path, sizes)
+    ]
 
 
 @pytest.fixture
@@ -42,8 +44,8 @@ def unpacked(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
 
 
 def test_the_published_sizes() -> None:
-    assert Sizes().record_bytes("unpacked") == 4 * (3 * 512 + 3 * 76 + 1) == 7060
-    assert Sizes().record_bytes("packed") == 4 * (4 * 512 + 3 * 79 + 3 * 3) == 9176
+    assert RecordSizes().record_bytes("unpacked") == 4 * (3 * 512 + 3 * 76 + 1) == 7060
+    assert RecordSizes().record_bytes("packed") == 4 * (4 * 512 + 3 * 79 + 3 * 3) == 9176
 
 
 def test_both_kinds_are_read(
@@ -88,7 +90,7 @@ def test_a_size_that_fits_neither(packed: Path) -> None:
     said = f"{len(content) - 4} bytes are not a whole number.* 796 bytes .packed. nor of 568"
     with pytest.raises(InputError, match=said):
         read(packed)
-    assert Sizes(40, 7, 3).record_bytes("packed") == 796
+    assert RecordSizes(40, 7, 3).record_bytes("packed") == 796
 
 
 def test_the_sizes_that_would_fit_are_told(
@@ -100,16 +102,16 @@ def test_the_sizes_that_would_fit_are_told(
     path.write_bytes(b"".join(map(record_files.words, content)))
     said = "could be unpacked with --max-length 128 --max-predictions 20"
     with pytest.raises(InputError, match=said) as caught:
-        read(path, Sizes())
+        read(path, RecordSizes())
     assert str(caught.value).count(f"{said.removeprefix('could be ')} ") == 1
     content = (record_files.ten_arrays([one], 128, 20, 2) for one in made)
     path.write_bytes(b"".join(map(record_files.words, content)))
     said = "could be packed with --max-length 128 --max-predictions 20 --max-sequences-per-pack 2"
     with pytest.raises(InputError, match=said):
-        read(path, Sizes())
+        read(path, RecordSizes())
     path.write_bytes(b"words and words" * 10)
     with pytest.raises(InputError, match="no usual sizes fit"):
-        read(path, Sizes())
+        read(path, RecordSizes())
 
 
 def test_a_bad_record_is_named(unpacked: Path) -> None:
@@ -126,5 +128,5 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(InputError, match="is empty"):
         read(tmp_path / "empty")
-    with pytest.raises(InputError, match="numbers of 1 and above"):
-        Sizes(0, 1, 1)
+    with pytest.raises(InputError, match="must be 1 or more"):
+        RecordSizes(0, 1, 1)

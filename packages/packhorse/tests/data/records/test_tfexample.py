@@ -12,28 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse import wire
-from packhorse.data.records import tfexample
-from packhorse.data.records.tfexample import numbers
-from packhorse.data.records.tfrecord import Run
+from packhorse.data.records import tfrecord
+from packhorse.data.records.tfrecord import TFRecordBlock, read_features
 from packhorse.errors import InputError
 
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 FIGURES = st.one_of(st.integers(0, 300), INT64)
 
 
-def run_of(*records: bytes) -> Run:
+def run_of(*records: bytes) -> TFRecordBlock:
     offsets = np.cumsum([0, *(len(record) + 16 for record in records)])[:-1]
-    return Run(Path("some.tfrecord"), 0, tuple(offsets.tolist()), records)
+    return TFRecordBlock(Path("some.tfrecord"), 0, tuple(offsets.tolist()), records)
 
 
 def read(records: Sequence[bytes], *wanted: str) -> dict[str, list]:
-    return {name: array.tolist() for name, array in numbers(run_of(*records), wanted).items()}
+    return {name: array.tolist() for name, array in read_features(run_of(*records), wanted).items()}
 
 
 def goes_in_step(records: Sequence[bytes], *wanted: str) -> bool:
     try:
-        tfexample._in_step(records, wanted)
-    except tfexample._Irregular:
+        tfrecord._in_step(records, wanted)
+    except tfrecord._Irregular:
         return False
     return True
 
@@ -58,7 +57,7 @@ def test_what_tensorflow_wrote(tf: ModuleType, rng: np.random.Generator) -> None
         many.append((values, example.SerializeToString()))
     records = [record for _, record in many]
     assert goes_in_step(records, "small", "tokens")  # or the fast way is never gone
-    found = numbers(run_of(*records), ("small", "tokens", "any", "weights"))
+    found = read_features(run_of(*records), ("small", "tokens", "any", "weights"))
     for name, array in found.items():
         assert np.array_equal(array, [values[name] for values, _ in many])
     assert found["small"].dtype == found["tokens"].dtype == np.int32
@@ -87,7 +86,7 @@ def test_features_in_any_order_and_more_of_them(record_files: ModuleType) -> Non
     records = [record_files.example(row), record_files.example(turned)]
     assert goes_in_step(records, "a", "b")
     assert read(records, "b", "a") == {"a": [row["a"]] * 2, "b": [row["b"]] * 2}
-    assert tfexample.names(run_of(*records)) == {"a", "b", "more"}
+    assert tfrecord.feature_names(run_of(*records)) == {"a", "b", "more"}
 
 
 def test_a_name_is_not_its_beginning(record_files: ModuleType) -> None:

@@ -79,12 +79,12 @@ def test_runs_are_cut_by_count_and_by_bytes(
     path = record_files.write(tmp_path / "records", records)
     monkeypatch.setattr(tfrecord, "RUN_RECORDS", 3)
     monkeypatch.setattr(tfrecord, "RUN_BYTES", 100)
-    runs = list(tfrecord.runs(path))
+    runs = list(tfrecord.read_blocks(path))
     assert [record for run in runs for record in run.data] == records
     assert [run.first for run in runs] == np.cumsum([0, *(len(r.data) for r in runs)])[:-1].tolist()
     assert {len(run.data) for run in runs} == {3, 2, 1}
     assert all(sum(map(len, run.data)) <= 100 for run in runs)
-    assert "record 4 (byte " in runs[1].where(1)
+    assert "record 4 (byte " in runs[1].place(1)
 
 
 def lied(length: int) -> bytes:

@@ -115,7 +115,7 @@ def test_offsets_that_point_anywhere_are_found(tmp_path: Path) -> None:
         list(chunks([source]))
     chunk = next(chunks(find([write(tmp_path / "b.arrow", {"text": pa.array(TEXTS)})])))
     (tmp_path / "b.arrow").write_bytes(path.read_bytes())
-    assert "rows 0 to 49 are lost" in read(chunk)[1].bad[0].why
+    assert "rows 0 to 49 are lost" in read(chunk)[1].bad[0].reason
 
 
 def test_a_file_that_lost_rows_meanwhile(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_text_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
     (chunk,) = chunks(find([path]))
     documents, tally = read(chunk)
     assert [document.sentences[0] for document in documents] == ["One is good.", "So is this."]
-    assert tally.bad[0].where.endswith("row 1") and "not UTF-8" in tally.bad[0].why
+    assert tally.bad[0].place.endswith("row 1") and "not UTF-8" in tally.bad[0].reason
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from packhorse.data.sources import documents
-from packhorse.data.sources.documents import Document, Tally, chunks, find, read
+from packhorse.data.sources import documents, files
+from packhorse.data.sources.chunking import chunks
+from packhorse.data.sources.documents import Document, ReadTally, read
+from packhorse.data.sources.files import find
 from packhorse.errors import InputError
 
 NAMES = b'<mediawiki><siteinfo><namespace key="6" case="x">Datei</namespace></siteinfo>\n'
@@ -44,8 +46,8 @@ def doc(text: str, title: str = "T") -> bytes:
     return f'<doc id="1" url="u" title="{title}">\n{title}\n\n{text}\n\n</doc>\n'.encode()
 
 
-def read_all(path: Path, size: int = 1 << 22, **options: str) -> tuple[list[Document], Tally]:
-    found, total = [], Tally()
+def read_all(path: Path, size: int = 1 << 22, **options: str) -> tuple[list[Document], ReadTally]:
+    found, total = [], ReadTally()
     for chunk in chunks(find([path], **options), size):
         some, tally = read(chunk)
         found += some
@@ -79,7 +81,7 @@ def test_every_cut_gives_the_same_documents(tmp_path: Path, name: str, size: int
     assert [one.text_md5 for one in found] == [
         hashlib.md5("\n".join(sentences).encode()).hexdigest() for sentences in SENTENCES
     ]
-    assert tally == Tally(40, sum(len(sentence) for one in SENTENCES for sentence in one))
+    assert tally == ReadTally(40, sum(len(sentence) for one in SENTENCES for sentence in one))
 
 
 def test_another_process_reads_a_chunk_alike(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_what_a_dump_holds_beside_articles_is_counted(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_bytes(dump(pages))
     found, tally = read_all(tmp_path / "a.xml")
     assert [(one.name, one.sentences) for one in found] == [("T", ["One."]), ("Zwei", ["Two."])]
-    assert tally == Tally(2, 8, redirects=2, not_articles=1, empty=1)
+    assert tally == ReadTally(2, 8, redirects=2, not_articles=1, empty=1)
 
 
 DAMAGE = {
@@ -131,8 +133,8 @@ def test_a_bad_page_is_told_and_costs_no_other(
     found, tally = read_all(path, size)
     assert [one.sentences for one in found] == SENTENCES[:5] + SENTENCES[6:]
     assert len(tally.bad) == 1
-    assert why in tally.bad[0].why
-    assert str(path) in tally.bad[0].where and "byte" in tally.bad[0].where
+    assert why in tally.bad[0].reason
+    assert str(path) in tally.bad[0].place and "byte" in tally.bad[0].place
 
 
 @pytest.mark.parametrize("size", [1, 1500, 1 << 22])
@@ -145,7 +147,7 @@ def test_a_dump_that_is_cut_is_told(tmp_path: Path, at: str, size: int) -> None:
         found, tally = read_all(tmp_path / name, size)
         assert [one.sentences for one in found] == SENTENCES[: len(found)]
         assert len(found) == (19 if at == "in a page" else 20)
-        assert [bad.why.endswith(("cut here", "it is cut")) for bad in tally.bad] == [True]
+        assert [bad.reason.endswith(("cut here", "it is cut")) for bad in tally.bad] == [True]
 
 
 @pytest.mark.parametrize("size", [1, 600, 1 << 22])
@@ -157,7 +159,7 @@ def test_a_damaged_stream_loses_its_pages_and_no_others(tmp_path: Path, size: in
     found, tally = read_all(tmp_path / "a.xml.bz2", size)
     assert [one.sentences for one in found] == SENTENCES[:8] + SENTENCES[12:]
     place = sum(map(len, streams[:4]))
-    assert [f"to byte {place}" in bad.why for bad in tally.bad] == [True]
+    assert [f"to byte {place}" in bad.reason for bad in tally.bad] == [True]
 
 
 def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
     (tmp_path / "part-0.bz2").write_bytes(packed)
     found, tally = read_all(tmp_path / "part-0.bz2")
     assert [one.sentences for one in found] == [["One.", "Two."]]
-    assert [f"is cut at byte {len(packed)}" in bad.why for bad in tally.bad] == [True]
+    assert [f"is cut at byte {len(packed)}" in bad.reason for bad in tally.bad] == [True]
 
 
 def test_streams_that_cut_pages_after_good_beginnings_are_told(tmp_path: Path) -> None:
@@ -176,7 +178,7 @@ def test_streams_that_cut_pages_after_good_beginnings_are_told(tmp_path: Path) -
     found, tally = read_all(tmp_path / "a.xml.bz2", 1)
     assert len(found) == 39
     cut, rest = tally.bad
-    assert "has no end" in cut.why and "in no page" in rest.why
+    assert "has no end" in cut.reason and "in no page" in rest.reason
 
 
 def test_wikiextractor_drops_the_title_and_what_was_overlooked(tmp_path: Path) -> None:
@@ -194,7 +196,7 @@ def test_wikiextractor_damage(tmp_path: Path) -> None:
     (tmp_path / "wiki_00").write_bytes(doc("One.") + b"stray\n" + bad + doc("Two.") + cut)
     found, tally = read_all(tmp_path / "wiki_00")
     assert [one.sentences for one in found] == [["One."], ["Two."]]
-    assert [one.why for one in tally.bad] == [
+    assert [one.reason for one in tally.bad] == [
         "7 bytes that are in no <doc>",
         "not UTF-8 (byte 34)",
         "a <doc> without </doc>: the file is cut here",
@@ -258,8 +260,10 @@ def test_bad_lines_of_json(tmp_path: Path) -> None:
         "surrogates",
         "not JSON",
     ]
-    assert [reason in bad.why for reason, bad in zip(reasons, tally.bad, strict=True)] == [True] * 6
-    assert tally.bad[0].where.endswith(f"byte {len(lines[0]) + 2}")
+    assert [reason in bad.reason for reason, bad in zip(reasons, tally.bad, strict=True)] == [
+        True
+    ] * 6
+    assert tally.bad[0].place.endswith(f"byte {len(lines[0]) + 2}")
 
 
 def test_bad_cells_of_parquet(tmp_path: Path) -> None:
@@ -269,7 +273,7 @@ def test_bad_cells_of_parquet(tmp_path: Path) -> None:
     found, tally = read_all(tmp_path / "a.parquet")
     assert [one.sentences for one in found] == [["One."], ["Two.", "Three."]]
     assert tally.empty == 1
-    assert [(bad.where[-5:], bad.why) for bad in tally.bad] == [("row 2", "not UTF-8 (byte 0)")]
+    assert [(bad.place[-5:], bad.reason) for bad in tally.bad] == [("row 2", "not UTF-8 (byte 0)")]
 
 
 def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
@@ -282,7 +286,7 @@ def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
     path.write_bytes(data)
     found, tally = read_all(path)
     assert len(found) == 2000
-    assert [(bad.where, bad.why[:27]) for bad in tally.bad] == [
+    assert [(bad.place, bad.reason[:27]) for bad in tally.bad] == [
         (str(path), "rows 1000 to 1999 are lost:")
     ]
 
@@ -304,9 +308,9 @@ def test_a_flipped_letter_of_parquet_is_told(tmp_path: Path, size: int) -> None:
     path.write_bytes(path.read_bytes().replace(b"number 900 is", b"number 9Q0 is"))
     found, tally = read_all(path, size)
     (bad,) = tally.bad
-    first = int(bad.why.split()[1])
+    first = int(bad.reason.split()[1])
     assert 0 < first <= 900
-    assert f"rows {first} to 999 are lost: " in bad.why
+    assert f"rows {first} to 999 are lost: " in bad.reason
     assert [one.sentences for one in found] == [
         [f"Row number {i} is here."] for i in [*range(first), *range(1000, 2000)]
     ]
@@ -328,7 +332,7 @@ def test_a_bomb_among_streams_of_pages_is_left_out(tmp_path: Path) -> None:
     path.write_bytes(b"".join([*streams[:-1], bomb, bomb, bomb]))
     found, tally = read_all(path)
     assert [one.sentences for one in found] == [["One."], ["Two."]]
-    assert any("more than 100 times its size" in bad.why for bad in tally.bad)
+    assert any("more than 100 times its size" in bad.reason for bad in tally.bad)
 
 
 def test_pages_of_one_chunk_have_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +340,7 @@ def test_pages_of_one_chunk_have_a_limit(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "dump.xml.bz2"
     path.write_bytes(b"".join(multistream([page("One. " * 50) for _ in range(40)])))
     _, tally = read_all(path)
-    assert any("pack it in more streams" in bad.why for bad in tally.bad)
+    assert any("pack it in more streams" in bad.reason for bad in tally.bad)
 
 
 def test_rows_that_repeat_one_text_have_a_limit(
@@ -350,7 +354,7 @@ def test_rows_that_repeat_one_text_have_a_limit(
     found, tally = read_all(path)
     assert sum(len(one.sentences) for one in found) * len("A sentence.") < 1 << 20
     (bad,) = tally.bad
-    assert "rows 87 to 2999 are lost" in bad.why and "smaller ones" in bad.why
+    assert "rows 87 to 2999 are lost" in bad.reason and "smaller ones" in bad.reason
 
 
 def test_a_file_that_shrank_is_an_error(tmp_path: Path) -> None:
@@ -396,7 +400,7 @@ def test_mlperfs_files_and_list(shared_data: Path) -> None:
     listed = (shared_data / "packing" / "mlperf_bert_eval.md5").read_text().split()
     nothing = hashlib.md5(b"").hexdigest()
     assert listed.count(nothing) == 60, "MLPerf picked empty articles too; none is ever a document"
-    found, total = [], Tally()
+    found, total = [], ReadTally()
     for path in sorted((shared_data / "wiki").glob("mlperf_wiki_*")):
         some, tally = read_all(path, 1 << 18)
         found, total = found + some, total + tally
@@ -415,4 +419,4 @@ def test_wikitext(shared_data: Path) -> None:
 
 
 def test_the_kinds_are_all_read() -> None:
-    assert set(documents._READERS) == set(documents.KINDS) - {"parquet", "arrow"}
+    assert set(documents._READERS) == set(files.KINDS) - {"parquet", "arrow"}

@@ -133,7 +133,7 @@ def test_a_column_must_be_there(tmp_path: Path) -> None:
             InputError, match="no column 'text'; name one with --column: 'head', 'body'"
         ):
             find([path])
-    with pytest.raises(InputError, match="none of the sources"):
+    with pytest.raises(InputError, match="--column needs a jsonl"):
         find([write(tmp_path / "a.txt", b"Text.")], column="body")
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packhorse.data.sources import markup, wiki
+from packhorse.data.sources import wiki
 
 CASES = {
     "'''Ants''' are ''social'' [[insect|insects]].": ["Ants are social insects."],
@@ -68,12 +68,12 @@ UNBALANCED = {
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("wikitext", CASES)
 def test_what_stays(wikitext: str, fast: bool) -> None:
-    assert markup.paragraphs(wikitext, fast=fast) == CASES[wikitext]
+    assert wiki.paragraphs(wikitext, fast=fast) == CASES[wikitext]
 
 
 @pytest.mark.parametrize("wikitext", UNBALANCED)
 def test_what_is_never_closed_is_text_without_its_bracket(wikitext: str) -> None:
-    assert markup.paragraphs(wikitext) == UNBALANCED[wikitext]
+    assert wiki.paragraphs(wikitext) == UNBALANCED[wikitext]
 
 
 def test_wikiextractors_text_is_tidied_as_a_dumps_is() -> None:
@@ -82,18 +82,18 @@ def test_wikiextractors_text_is_tidied_as_a_dumps_is() -> None:
         "A cent (Unicode &#162) is &#xA2; or &cent; at AT&T.\n"
         'One<ref name="x">gone</ref> <b>line</b>.<br>\n'
     )
-    assert markup.extracted_paragraphs(text) == [
+    assert wiki.extracted_paragraphs(text) == [
         "Ants, or bees (Latin:), live.",
         "A cent (Unicode ¢) is ¢ or ¢ at AT&T.",
         "One line.",
     ]
-    assert markup.paragraphs("Ants ({{t}}) , a &#162 (Latin: {{t}}).") == ["Ants, a ¢ (Latin:)."]
+    assert wiki.paragraphs("Ants ({{t}}) , a &#162 (Latin: {{t}}).") == ["Ants, a ¢ (Latin:)."]
 
 
 def test_namespaces_of_another_language_are_hidden() -> None:
-    hidden = markup.HIDDEN | {"datei"}
-    assert markup.paragraphs("[[Datei:a.jpg|mini|Bild]] Text.", hidden) == ["Text."]
-    assert markup.paragraphs("[[Datei:a.jpg|mini|Bild]] Text.") == ["mini|Bild Text."]
+    hidden = wiki.HIDDEN | {"datei"}
+    assert wiki.paragraphs("[[Datei:a.jpg|mini|Bild]] Text.", hidden) == ["Text."]
+    assert wiki.paragraphs("[[Datei:a.jpg|mini|Bild]] Text.") == ["mini|Bild Text."]
 
 
 VANDALISM = [
@@ -105,7 +105,7 @@ VANDALISM = [
 @pytest.mark.parametrize("piece", VANDALISM)
 def test_a_vandal_does_not_stop_the_build(piece: str) -> None:
     """Unclosed brackets by the thousand; the parser alone takes minutes for some of these."""
-    text = markup.paragraphs(piece * 5000)
+    text = wiki.paragraphs(piece * 5000)
     assert not any("[[" in line or "{{" in line for line in text)
 
 
@@ -128,7 +128,7 @@ words = st.sampled_from(
 @settings(max_examples=150)
 @given(st.lists(st.recursive(words, nested, max_leaves=8), max_size=4).map(" ".join))
 def test_markup_that_nests_well_reads_alike_both_ways(wikitext: str) -> None:
-    assert markup.paragraphs(wikitext) == markup.paragraphs(wikitext, fast=False)
+    assert wiki.paragraphs(wikitext) == wiki.paragraphs(wikitext, fast=False)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ MARKUP = re.compile(r"\[\[|\]\]|\{\{|\}\}|<ref|</|\|-|&nbsp;|&amp;|'''|^\s*[*#:;
 
 
 def test_no_markup_is_left_of_real_articles(articles: list[wiki.Page]) -> None:
-    cleaned = "\n".join(line for page in articles for line in markup.paragraphs(page.wikitext))
+    cleaned = "\n".join(line for page in articles for line in wiki.paragraphs(page.wikitext))
     assert len(cleaned) > 2_500_000
     assert MARKUP.findall(cleaned) == []
     raw = "\n".join(page.wikitext for page in articles)
@@ -155,12 +155,12 @@ def test_real_articles_read_alike_both_ways(articles: list[wiki.Page]) -> None:
     few = [page for page in articles if len(page.wikitext) < 60_000][:30]
     assert len(few) == 30
     for page in few:
-        fast = markup.paragraphs(page.wikitext)
-        assert fast == markup.paragraphs(page.wikitext, fast=False), page.title
+        fast = wiki.paragraphs(page.wikitext)
+        assert fast == wiki.paragraphs(page.wikitext, fast=False), page.title
 
 
 @pytest.mark.slow
 def test_all_real_articles_read_alike_both_ways(articles: list[wiki.Page]) -> None:
     for page in articles:
-        fast = markup.paragraphs(page.wikitext)
-        assert fast == markup.paragraphs(page.wikitext, fast=False), page.title
+        fast = wiki.paragraphs(page.wikitext)
+        assert fast == wiki.paragraphs(page.wikitext, fast=False), page.title

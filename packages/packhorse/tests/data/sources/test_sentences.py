@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.data.sources.sentences import LONGEST_WORD, split
+from packhorse.data.sources.documents import LONGEST_WORD, split_sentences
 
 GOLD = [
     ["Dr. Smith arrived at 5 p.m. on Monday.", "He left at once."],
@@ -57,14 +57,14 @@ KNOWN_WRONG = 4
 
 
 def test_hard_cases() -> None:
-    right = [cases for cases in GOLD if split(" ".join(cases)) == cases]
+    right = [cases for cases in GOLD if split_sentences(" ".join(cases)) == cases]
     wrong = [cases for cases in GOLD if cases not in right]
     assert len(GOLD) == 40
     assert wrong == GOLD[-KNOWN_WRONG:]
 
 
 def test_a_blank_line_ends_a_sentence_and_a_line_end_does_not() -> None:
-    assert split("A heading\n\nIt is one\nsentence.  It\tis two. \n \n") == [
+    assert split_sentences("A heading\n\nIt is one\nsentence.  It\tis two. \n \n") == [
         "A heading",
         "It is one sentence.",
         "It is two.",
@@ -73,7 +73,7 @@ def test_a_blank_line_ends_a_sentence_and_a_line_end_does_not() -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n \n", "\u00a0\u2003"])
 def test_nothing_has_no_sentences(text: str) -> None:
-    assert split(text) == []
+    assert split_sentences(text) == []
 
 
 def without_space(text: str) -> str:
@@ -82,14 +82,14 @@ def without_space(text: str) -> str:
 
 @given(st.text(alphabet=st.sampled_from("aB1.!?\"'()[] \n\t\u00a0…—,;ßŻ漢"), max_size=200))
 def test_only_white_space_is_lost(text: str) -> None:
-    sentences = split(text)
+    sentences = split_sentences(text)
     assert without_space("".join(sentences)) == without_space(text)
     assert all(sentence == " ".join(sentence.split()) and sentence for sentence in sentences)
 
 
 def test_long_runs_without_a_space_are_kept_and_not_looked_into() -> None:
     run = "!" * 200_000  # minutes, if the splitter saw it
-    assert split(f"One. Two {run} {run} three. Four.") == [
+    assert split_sentences(f"One. Two {run} {run} three. Four.") == [
         "One.",
         "Two",
         run,
@@ -98,15 +98,15 @@ def test_long_runs_without_a_space_are_kept_and_not_looked_into() -> None:
         "Four.",
     ]
     at_the_bound = "x" * LONGEST_WORD
-    assert split(f"{at_the_bound} ends. So.") == [f"{at_the_bound} ends.", "So."]
+    assert split_sentences(f"{at_the_bound} ends. So.") == [f"{at_the_bound} ends.", "So."]
 
 
 def test_a_text_is_split_alike_whatever_came_before() -> None:
     """The splitter remembers what it decided; that must not show."""
     texts = [" ".join(cases) for cases in GOLD]
-    first = [split(text) for text in texts]
+    first = [split_sentences(text) for text in texts]
     order = list(range(len(texts)))
     random.Random(1).shuffle(order)
-    again = {i: split(texts[i] * 50 if i % 2 else texts[i]) for i in order}
-    assert [split(text) for text in texts] == first
+    again = {i: split_sentences(texts[i] * 50 if i % 2 else texts[i]) for i in order}
+    assert [split_sentences(text) for text in texts] == first
     assert all(again[i] == first[i] for i in order if i % 2 == 0)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from packhorse.data.tasks.retrieval import of_questions, read_collection
-from packhorse.data.tasks.squad import Gold, Question
+from packhorse.data.tasks.retrieval import from_questions, read_collection
+from packhorse.data.tasks.squad import Gold, SquadQuestion
 from packhorse.errors import InputError
 
 HEADER = "query-id\tcorpus-id\tscore\n"
@@ -33,7 +33,7 @@ def test_as_beir_lays_it_out(beir: Path) -> None:
     found = read_collection(beir)
     assert found.documents == {"1": "Mules carry sacks", "2": 'a "horse"', "3": ""}
     assert found.queries == {"a": "who carries?"}  # one without a judgement cannot be scored
-    assert found.judgements == {"a": {"1": 2, "2": 0}}
+    assert found.judgments == {"a": {"1": 2, "2": 0}}
 
 
 def test_the_split(beir: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_split(beir: Path) -> None:
         ("qrels/test.tsv", HEADER + "z\t1\t1\n", r"line 2: 'z' is not in .*queries\.jsonl"),
         ("qrels/test.tsv", HEADER + "a\t1\tyes\n", "'yes' is not a whole number"),
         ("qrels/test.tsv", "q\td\ts\na\t1\t1\n", "no column 'query-id'; BEIR has"),
-        ("qrels/test.tsv", HEADER, "holds no judgements"),
+        ("qrels/test.tsv", HEADER, "holds no judgments"),
         ("corpus.jsonl", "", "corpus.jsonl holds no texts"),
         ("corpus.jsonl", '{"_id": "1"}', "line 1: 'text' is missing"),
         ("corpus.jsonl", '{"_id": 1, "text": "x"}', "'_id' is 1, not a text"),
@@ -74,20 +74,22 @@ def test_a_missing_file_is_named(beir: Path) -> None:
 
 
 def test_questions_look_for_their_paragraphs() -> None:
-    def asked(id: str, context: str, impossible: bool = False) -> Question:
-        return Question(id, f"{id}?", context, () if impossible else (Gold("x", 0),), impossible)
+    def asked(id: str, context: str, impossible: bool = False) -> SquadQuestion:
+        return SquadQuestion(
+            id, f"{id}?", context, () if impossible else (Gold("x", 0),), impossible
+        )
 
     every = [asked("a", "one"), asked("b", "two"), asked("c", "one"), asked("d", "three", True)]
-    found = of_questions(every)
+    found = from_questions(every)
     assert list(found.documents.values()) == ["one", "two", "three"]
     assert found.queries == {"a": "a?", "b": "b?", "c": "c?"}
-    assert [found.documents[next(iter(found.judgements[id]))] for id in "abc"] == [
+    assert [found.documents[next(iter(found.judgments[id]))] for id in "abc"] == [
         *("one", "two", "one")
     ]
     kept = found.first(2)
-    assert list(kept.queries) == list(kept.judgements) == ["a", "b"] and len(kept.documents) == 3
+    assert list(kept.queries) == list(kept.judgments) == ["a", "b"] and len(kept.documents) == 3
     with pytest.raises(InputError, match="no question with an answer"):
-        of_questions(every[3:])
+        from_questions(every[3:])
 
 
 def test_the_real_squad(shared_data: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from packhorse.data.tasks.retrieval_score import averages, measures
+from packhorse.data.tasks.retrieval import averages, measures
 
 THEIRS = {
     "ndcg@10": "ndcg_cut_10",

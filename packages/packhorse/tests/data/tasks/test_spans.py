@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from packhorse.data.tasks.spans import NOT_HERE, Report, span_task
-from packhorse.data.tasks.squad import Gold, Question, read_squad
-from packhorse.data.tasks.targets import Example, Loader, Span
+from packhorse.data.tasks.squad import Gold, SquadQuestion, read_squad
+from packhorse.data.tasks.targets import (
+    NO_ANSWER,
+    Span,
+    SpanReport,
+    TaskExample,
+    TaskLoader,
+    span_task,
+)
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
@@ -27,12 +33,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def ask(*answers: str, context: str = CONTEXT, shift: int = 0, id: str = "q") -> Question:
+def ask(*answers: str, context: str = CONTEXT, shift: int = 0, id: str = "q") -> SquadQuestion:
     golds = tuple(Gold(text, context.index(text) + shift) for text in answers)
-    return Question(id, "who?", context, golds, impossible=not answers)
+    return SquadQuestion(id, "who?", context, golds, impossible=not answers)
 
 
-def taught(example: Example, context: str) -> str:
+def taught(example: TaskExample, context: str) -> str:
     """What the target says, as characters of the context."""
     window, span = example.sequences[0], example.target
     assert isinstance(window, Encoding) and isinstance(span, Span)
@@ -45,13 +51,13 @@ def test_the_tokens_of_an_answer(tokenizer: Tokenizer) -> None:
         task, report = span_task([ask(answer)], tokenizer, 64)
         (example,) = task.examples
         assert taught(example, CONTEXT) == answer.strip()
-        assert report == Report(1, 1, 1, (), {}) and task.problem == "span"
+        assert report == SpanReport(1, 1, 1, (), {}) and task.problem == "span"
 
 
 def test_only_a_window_with_the_whole_answer_learns_it(tokenizer: Tokenizer) -> None:
     task, report = span_task([ask("a horse,")], tokenizer, 12, 4)
     said = [
-        None if example.target == NOT_HERE else taught(example, CONTEXT)
+        None if example.target == NO_ANSWER else taught(example, CONTEXT)
         for example in task.examples
     ]
     answer = {WORDS.index(word) for word in ("a", "horse", ",")}
@@ -65,7 +71,7 @@ def test_only_a_window_with_the_whole_answer_learns_it(tokenizer: Tokenizer) -> 
 def test_an_impossible_question_has_no_answer_anywhere(tokenizer: Tokenizer) -> None:
     task, report = span_task([ask()], tokenizer, 12, 4)
     assert {example.target for example in task.examples} == {Span(0, 0)}
-    assert report == Report(1, len(task.examples), 0, (), {}) and report.windows > 1
+    assert report == SpanReport(1, len(task.examples), 0, (), {}) and report.windows > 1
     assert {e.sequences[0].ids[0] for e in task.examples} == {tokenizer.cls_id}
 
 
@@ -97,13 +103,13 @@ def test_what_cannot_be_taught_is_left_out_by_name(tokenizer: Tokenizer) -> None
     assert [e.target for e in task.examples] == [e.target for e in alone.examples]
     # A second answer saves a question whose first is misplaced.
     both = ask("a horse", "two mules")
-    moved = Question("q", "who?", CONTEXT, (Gold("a horse", 3), both.answers[1]))
+    moved = SquadQuestion("q", "who?", CONTEXT, (Gold("a horse", 3), both.answers[1]))
     task, report = span_task([moved], tokenizer, 64)
     assert taught(task.examples[0], CONTEXT) == "two mules" and not report.dropped
 
 
 def test_a_question_too_long_is_named(tokenizer: Tokenizer) -> None:
-    long = Question("q9", "who " * 20, CONTEXT, (Gold("horse", 28),))
+    long = SquadQuestion("q9", "who " * 20, CONTEXT, (Gold("horse", 28),))
     with pytest.raises(InputError, match="among the questions q to q9: the first text of pair 1"):
         span_task([ask("horse"), long], tokenizer, 16)
 
@@ -117,14 +123,17 @@ def test_the_real_development_set(every: int, shared_data: Path) -> None:
     task, report = span_task(questions, tokenizer, 384, 128)
     assert (report.questions, report.dropped) == (10_570 // every, {})
     _check(questions, task.examples, report, tokenizer)
-    for batch in Loader(task, tokens=16_384, epochs=1):
+    for batch in TaskLoader(task, tokens=16_384, epochs=1):
         first, last = batch.targets.T
         starts = batch.packed.starts
         assert ((starts <= first) & (first <= last) & (last < starts + batch.packed.lengths)).all()
 
 
 def _check(
-    questions: list[Question], examples: list[Example], report: Report, tokenizer: Tokenizer
+    questions: list[SquadQuestion],
+    examples: list[TaskExample],
+    report: SpanReport,
+    tokenizer: Tokenizer,
 ) -> None:
     """Every question is taught an answer that people gave, by its characters and its tokens."""
     rest, exact, answered = iter(examples), 0, 0
@@ -132,7 +141,7 @@ def _check(
     for question, parts in zip(questions, windows, strict=True):
         mine = [next(rest) for _ in parts]
         golds = {gold.text.strip() for gold in question.answers}
-        here = [example for example in mine if example.target != NOT_HERE]
+        here = [example for example in mine if example.target != NO_ANSWER]
         answered += len(here)
         exact += bool(here) and all(taught(each, question.context) in golds for each in here)
         for each in here[:1]:

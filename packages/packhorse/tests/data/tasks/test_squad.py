@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from packhorse.data.tasks import squad
 from packhorse.data.tasks.squad import (
     Gold,
-    Question,
+    SquadQuestion,
     read_predictions,
     read_squad,
     write_predictions,
@@ -54,8 +54,8 @@ def test_both_versions_by_what_they_hold(tmp_path: Path) -> None:
     path = tmp_path / "anything"
     path.write_text(json.dumps(document(V1, V2)))
     first, second = read_squad(path)
-    assert first == Question("q1", "Who?", CONTEXT, (Gold("a 🐎", 26),) * 2)
-    assert second == Question("q2", "Why?", CONTEXT, (), impossible=True)
+    assert first == SquadQuestion("q1", "Who?", CONTEXT, (Gold("a 🐎", 26),) * 2)
+    assert second == SquadQuestion("q2", "Why?", CONTEXT, (), impossible=True)
     assert first.misplaced() == []
 
 

@@ -10,23 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.data.tasks.squad import Gold, Question
-from packhorse.data.tasks.squad_score import (
+from packhorse.data.tasks.squad import (
+    Gold,
     Mark,
+    SquadQuestion,
     best_threshold,
     f1,
     mark,
     marks,
-    normalise,
+    normalize_answer,
     score,
 )
 
 TEXTS = st.text("aAnthe .,!'-\t\n0é茶🐎İ", max_size=12) | st.text(max_size=12)
 
 
-def ask(id: str, *golds: str) -> Question:
+def ask(id: str, *golds: str) -> SquadQuestion:
     answers = tuple(Gold(gold, 0) for gold in golds)
-    return Question(id, "?", "context", answers, impossible=not golds)
+    return SquadQuestion(id, "?", "context", answers, impossible=not golds)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def ask(id: str, *golds: str) -> Question:
     ],
 )
 def test_normalisation(text: str, normal: str) -> None:
-    assert normalise(text) == normal
+    assert normalize_answer(text) == normal
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,9 @@ def test_f1_is_the_overlap_of_two_bags(left: list[str], right: list[str]) -> Non
 def test_an_exact_match_has_all_the_words(prediction: str, golds: list[str]) -> None:
     found = mark(prediction, golds, v2=True)
     assert found.exact_match in (0, 1) and found.exact_match <= found.f1 <= 1
-    assert found == mark(normalise(prediction), golds, v2=True)
+    assert found == mark(normalize_answer(prediction), golds, v2=True)
     more = mark(prediction, [*golds, prediction], v2=True)
-    assert more == (1, 1) or (not normalise(prediction) and more == found)
+    assert more == (1, 1) or (not normalize_answer(prediction) and more == found)
 
 
 def test_means_and_their_parts() -> None:

@@ -17,9 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse.data.tasks import targets
-from packhorse.data.tasks.labelled import Labelled, read_labelled
-from packhorse.data.tasks.targets import Batch, Example, Loader, Span, Task, contrastive_task
-from packhorse.data.tasks.targets import labelled_task as labelled
+from packhorse.data.tasks.labeled import LabeledTexts, read_labeled
+from packhorse.data.tasks.targets import (
+    Span,
+    TaskBatch,
+    TaskExample,
+    TaskLoader,
+    TrainingTask,
+    contrastive_task,
+)
+from packhorse.data.tasks.targets import labeled_task as labelled
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
@@ -39,25 +46,25 @@ def sequence(length: int, first: int = 7) -> Encoding:
     return Encoding(ids, np.zeros(length, np.uint8), offsets, special, (slice(0, length),))
 
 
-def numbered(count: int, seed: int = 0, longest: int = 9) -> Task:
+def numbered(count: int, seed: int = 0, longest: int = 9) -> TrainingTask:
     """Example i has i as every token and as its target."""
     lengths = np.random.default_rng(seed).integers(1, longest + 1, count)
-    examples = [Example((sequence(int(n), i),), i) for i, n in enumerate(lengths)]
-    return Task(examples, "single_label", tuple(map(str, range(count))))
+    examples = [TaskExample((sequence(int(n), i),), i) for i, n in enumerate(lengths)]
+    return TrainingTask(examples, "single_label", tuple(map(str, range(count))))
 
 
-def parts(batch: Batch) -> list[list[int]]:
+def parts(batch: TaskBatch) -> list[list[int]]:
     """The tokens of each of the caller's sequences."""
     return [ids.tolist() for ids in batch.packed.split(batch.packed.ids)]
 
 
-def seen(loader: Loader, count: int | None = None) -> list[tuple[int, ...]]:
+def seen(loader: TaskLoader, count: int | None = None) -> list[tuple[int, ...]]:
     return [batch.numbers for batch in islice(loader, count)]
 
 
 def test_labels_follow_their_sequences() -> None:
     task = numbered(50)
-    for batch in Loader(task, examples=8, epochs=1):
+    for batch in TaskLoader(task, examples=8, epochs=1):
         assert parts(batch) == [task.examples[i].sequences[0].ids.tolist() for i in batch.numbers]
         assert batch.targets.tolist() == [ids[0] for ids in parts(batch)] == list(batch.numbers)
         assert batch.targets.dtype == torch.int64
@@ -66,9 +73,9 @@ def test_labels_follow_their_sequences() -> None:
 
 def test_every_kind_of_target() -> None:
     def targets(problem: Any, *given: Any, labels: int = 0, sequences: int = 1) -> torch.Tensor:
-        examples = [Example((sequence(4),) * sequences, each) for each in given]
-        task = Task(examples, problem, tuple(map(str, range(labels))))
-        (batch,) = Loader(task, examples=len(given), shuffle=False, epochs=1)
+        examples = [TaskExample((sequence(4),) * sequences, each) for each in given]
+        task = TrainingTask(examples, problem, tuple(map(str, range(labels))))
+        (batch,) = TaskLoader(task, examples=len(given), shuffle=False, epochs=1)
         return batch.targets
 
     several = targets("multi_label", (0, 2), (), labels=3)
@@ -82,13 +89,13 @@ def test_every_kind_of_target() -> None:
 
 
 def test_ends_of_spans_are_tokens_of_the_flat_batch() -> None:
-    def example(length: int, start: int, end: int) -> Example:
+    def example(length: int, start: int, end: int) -> TaskExample:
         found = sequence(length)
         found.ids[[start, end]] = 1, 2
-        return Example((found,), Span(start, end))
+        return TaskExample((found,), Span(start, end))
 
-    task = Task([example(n, n // 3, n - 1) for n in range(2, 30)], "span")
-    for batch in Loader(task, examples=5, epochs=1):
+    task = TrainingTask([example(n, n // 3, n - 1) for n in range(2, 30)], "span")
+    for batch in TaskLoader(task, examples=5, epochs=1):
         starts, ends = batch.targets.T
         assert set(batch.packed.ids[starts].tolist()) == {1}
         assert set(batch.packed.ids[ends].tolist()) == {2}
@@ -101,11 +108,11 @@ def test_ends_of_spans_are_tokens_of_the_flat_batch() -> None:
 
 def test_a_pair_stays_together(tokenizer: Tokenizer) -> None:
     texts: list[Any] = [(f"w{i}", f"w{i} w{i + 1}") for i in range(30)]
-    scored = Labelled(texts, [i / 30 for i in range(30)], ("score",), "regression")
+    scored = LabeledTexts(texts, [i / 30 for i in range(30)], ("score",), "regression")
     task = labelled(scored, tokenizer, apart=True)
     assert task.problem == "similarity" and len(task.examples[0].sequences) == 2
     for rank in range(2):
-        for batch in Loader(task, examples=7, epochs=1, rank=rank, world=2):
+        for batch in TaskLoader(task, examples=7, epochs=1, rank=rank, world=2):
             both = parts(batch)
             assert len(both) == 2 * len(batch.numbers)
             for i, number in enumerate(batch.numbers):
@@ -115,7 +122,7 @@ def test_a_pair_stays_together(tokenizer: Tokenizer) -> None:
     alike = contrastive_task(texts, tokenizer)
     assert alike.problem == "contrastive" and len(alike.examples[0].sequences) == 2
     for wrong, message in (
-        (replace(scored, problem="single_label"), "likeness is learned from scores"),
+        (replace(scored, problem="single_label"), "similarity is learned from scores"),
         (replace(scored, texts=["alone"] * 30), "text 0 is not a pair"),
     ):
         with pytest.raises(InputError, match=message):
@@ -124,9 +131,9 @@ def test_a_pair_stays_together(tokenizer: Tokenizer) -> None:
 
 def test_a_pair_in_one_sequence(tokenizer: Tokenizer) -> None:
     task = labelled(
-        Labelled([("w1", "w2"), ("w3", "w4 w5")], [1, 0], ("a", "b"), "single_label"), tokenizer
+        LabeledTexts([("w1", "w2"), ("w3", "w4 w5")], [1, 0], ("a", "b"), "single_label"), tokenizer
     )
-    (batch,) = Loader(task, examples=2, shuffle=False, epochs=1)
+    (batch,) = TaskLoader(task, examples=2, shuffle=False, epochs=1)
     assert [tokenizer.decode(ids, skip_special=False) for ids in parts(batch)] == [
         "[CLS] w1 [SEP] w2 [SEP]",
         "[CLS] w3 [SEP] w4 w5 [SEP]",
@@ -137,27 +144,27 @@ def test_a_pair_in_one_sequence(tokenizer: Tokenizer) -> None:
 
 def test_what_is_cut_is_counted(tokenizer: Tokenizer) -> None:
     texts: list[Any] = ["w1", "w1 w2 w3 w4", "w1 w2 w3"]
-    task = labelled(Labelled(texts, [0, 1, 0], ("a", "b"), "single_label"), tokenizer, 4)
+    task = labelled(LabeledTexts(texts, [0, 1, 0], ("a", "b"), "single_label"), tokenizer, 4)
     assert task.truncated == 2 and max(len(e.sequences[0].ids) for e in task.examples) == 4
 
 
 def test_epochs_are_whole_and_differ() -> None:
     task = numbered(50)
-    batches = seen(Loader(task, examples=10, epochs=3))
+    batches = seen(TaskLoader(task, examples=10, epochs=3))
     epochs = [sum(batches[i : i + 5], ()) for i in (0, 5, 10)]
     assert all(sorted(epoch) == [*range(50)] for epoch in epochs)
     assert len(set(epochs)) == 3 and epochs[0] != tuple(range(50))
-    assert batches == seen(Loader(task, examples=10), 15)
-    assert batches != seen(Loader(task, examples=10, seed=1), 15)
-    straight = seen(Loader(task, examples=10, epochs=1, shuffle=False))
+    assert batches == seen(TaskLoader(task, examples=10), 15)
+    assert batches != seen(TaskLoader(task, examples=10, seed=1), 15)
+    straight = seen(TaskLoader(task, examples=10, epochs=1, shuffle=False))
     assert sum(straight, ()) == tuple(range(50))
 
 
 def test_batches_are_full_and_the_last_is_what_is_left() -> None:
     task = numbered(23)
-    sizes = [len(numbers) for numbers in seen(Loader(task, examples=5, epochs=2))]
+    sizes = [len(numbers) for numbers in seen(TaskLoader(task, examples=5, epochs=2))]
     assert sizes == [5] * 9 + [1]
-    dropped = seen(Loader(task, examples=5, epochs=2, drop_last=True))
+    dropped = seen(TaskLoader(task, examples=5, epochs=2, drop_last=True))
     assert [len(numbers) for numbers in dropped] == [5] * 8
     for epoch in (dropped[:4], dropped[4:]):
         assert len(set(sum(epoch, ()))) == 20  # within an epoch none comes twice
@@ -166,7 +173,7 @@ def test_batches_are_full_and_the_last_is_what_is_left() -> None:
 
 @given(st.integers(1, 60), st.integers(9, 200), st.integers(0, 3))
 def test_a_budget_of_tokens_is_kept_and_used(count: int, tokens: int, seed: int) -> None:
-    batches = list(Loader(numbered(count, seed), tokens=tokens, seed=seed, epochs=2))
+    batches = list(TaskLoader(numbered(count, seed), tokens=tokens, seed=seed, epochs=2))
     assert Counter(n for batch in batches for n in batch.numbers) == dict.fromkeys(range(count), 2)
     assert all(batch.tokens <= tokens for batch in batches)
     for batch, following in pairwise(batches):
@@ -179,9 +186,9 @@ def test_the_batch_does_not_depend_on_the_ranks(
     size: dict[str, int], world: int, steps: int
 ) -> None:
     task = numbered(40)
-    alone = list(Loader(task, **size, epochs=3))
+    alone = list(TaskLoader(task, **size, epochs=3))
     ranks = [
-        list(Loader(task, **size, epochs=3, rank=rank, world=world, parts=steps))
+        list(TaskLoader(task, **size, epochs=3, rank=rank, world=world, parts=steps))
         for rank in range(world)
     ]
     assert {len(rank) for rank in ranks} == {steps * len(alone)}
@@ -196,41 +203,43 @@ def test_the_batch_does_not_depend_on_the_ranks(
 
 def test_a_rank_without_examples_has_something_to_run(make_model) -> None:
     task = numbered(3)
-    batches = [next(iter(Loader(task, examples=3, rank=rank, world=4))) for rank in range(4)]
+    batches = [next(iter(TaskLoader(task, examples=3, rank=rank, world=4))) for rank in range(4)]
     empty = next(batch for batch in batches if not batch.numbers)
     assert empty.targets.shape == (0,) and empty.tokens == 0 and empty.total == 3
     model = make_model(torch.float32)
     hidden = model.bert(empty.packed)
     assert empty.packed.pick(model.heads["classify"](hidden, empty.packed)).shape == (0, 3)
     assert empty.packed.split(hidden) == []
-    several = Task([Example((sequence(2),), (0,))], "multi_label", ("a", "b"))
-    spans = Task([Example((sequence(2),), Span(0, 1))], "span")
+    several = TrainingTask([TaskExample((sequence(2),), (0,))], "multi_label", ("a", "b"))
+    spans = TrainingTask([TaskExample((sequence(2),), Span(0, 1))], "span")
     for other in (several, spans):
-        shares = [next(iter(Loader(other, examples=1, rank=rank, world=2))) for rank in range(2)]
+        shares = [
+            next(iter(TaskLoader(other, examples=1, rank=rank, world=2))) for rank in range(2)
+        ]
         assert sorted(tuple(share.targets.shape) for share in shares) == [(0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("size", [{"examples": 7}, {"tokens": 40}])
 def test_a_cursor_goes_on_exactly_at_any_batch(size: dict[str, int]) -> None:
     task = numbered(30)
-    whole = list(Loader(task, **size, epochs=3, seed=5))
+    whole = list(TaskLoader(task, **size, epochs=3, seed=5))
     for done, batch in enumerate(whole, 1):
         cursor = json.loads(json.dumps(batch.cursor))
-        rest = list(Loader(task, **size, epochs=3, seed=5, cursor=cursor))
+        rest = list(TaskLoader(task, **size, epochs=3, seed=5, cursor=cursor))
         assert [b.numbers for b in rest] == [b.numbers for b in whole[done:]]
         assert [b.cursor for b in rest] == [b.cursor for b in whole[done:]]
 
 
 def test_a_cursor_may_go_on_with_other_ranks_and_sizes() -> None:
     task = numbered(30)
-    stream = sum(seen(Loader(task, examples=1), 90), ())
-    first = list(islice(Loader(task, examples=6, rank=1, world=2, parts=2), 4))
+    stream = sum(seen(TaskLoader(task, examples=1), 90), ())
+    first = list(islice(TaskLoader(task, examples=6, rank=1, world=2, parts=2), 4))
     assert first[0].cursor["batch"] == 0  # a step begun is done again
-    rest = seen(Loader(task, examples=4, cursor=first[3].cursor), 3)
+    rest = seen(TaskLoader(task, examples=4, cursor=first[3].cursor), 3)
     assert sum(rest, ()) == stream[12:24]
 
 
-def relabelled(task: Task) -> Task:
+def relabelled(task: TrainingTask) -> TrainingTask:
     """The same sequences, one with another target."""
     first = replace(task.examples[0], target=29)
     return replace(task, examples=[first, *task.examples[1:]])
@@ -238,9 +247,9 @@ def relabelled(task: Task) -> Task:
 
 def test_bad_cursors() -> None:
     task = numbered(30)
-    cursor = next(iter(Loader(task, examples=6, seed=3))).cursor
+    cursor = next(iter(TaskLoader(task, examples=6, seed=3))).cursor
     for other, message in (
-        (Loader(task, examples=6, seed=3), None),
+        (TaskLoader(task, examples=6, seed=3), None),
         ({"seed": 4}, "another seed .3, now 4"),
         ({"shuffle": False}, "another shuffle"),
         ({"task": numbered(30, seed=1)}, "another set"),
@@ -252,10 +261,10 @@ def test_bad_cursors() -> None:
     ):
         options: Any = {"task": task, "examples": 6, "seed": 3, "cursor": cursor}
         if message is None:
-            Loader(**options)  # the control: nothing is wrong with it
+            TaskLoader(**options)  # the control: nothing is wrong with it
             continue
         with pytest.raises(InputError, match=message):
-            Loader(**options | other)
+            TaskLoader(**options | other)
 
 
 def test_a_fingerprint_is_of_the_content() -> None:
@@ -265,8 +274,8 @@ def test_a_fingerprint_is_of_the_content() -> None:
         examples = []
         for texts, target in rows:
             sequences = [replace(sequence(len(ids)), ids=np.int32(ids)) for ids in texts]
-            examples.append(Example(tuple(sequences), target))
-        return Task(examples, problem, ("a", "b")).fingerprint
+            examples.append(TaskExample(tuple(sequences), target))
+        return TrainingTask(examples, problem, ("a", "b")).fingerprint
 
     rows: list[tuple[list[list[int]], Any]] = [([[7, 8], [9]], 0.5), ([[7, 7, 7]], 1.0)]
     others = {
@@ -280,11 +289,16 @@ def test_a_fingerprint_is_of_the_content() -> None:
     }
     assert others.pop("the same") == made(rows)
     assert made(rows) not in others.values() and len(set(others.values())) == len(others)
-    types = Task([Example((replace(sequence(2), types=np.uint8([0, 1])),), 1)], "regression")
-    assert types.fingerprint != Task([Example((sequence(2),), 1)], "regression").fingerprint
+    types = TrainingTask(
+        [TaskExample((replace(sequence(2), types=np.uint8([0, 1])),), 1)], "regression"
+    )
+    assert (
+        types.fingerprint
+        != TrainingTask([TaskExample((sequence(2),), 1)], "regression").fingerprint
+    )
     task = numbered(30)
     assert replace(task, labels=task.labels[::-1]).fingerprint != task.fingerprint
-    halves = Task(task.examples[:15] + task.examples[15:], task.problem, task.labels)
+    halves = TrainingTask(task.examples[:15] + task.examples[15:], task.problem, task.labels)
     assert halves.fingerprint == task.fingerprint
 
 
@@ -298,9 +312,9 @@ def test_examples_beyond_the_first_thousands_count(monkeypatch: pytest.MonkeyPat
 def test_a_cursor_from_before_is_taken() -> None:
     """Version 0.1 told examples apart by a sum of their lengths."""
     task = numbered(30)
-    cursor = next(iter(Loader(task, examples=6, seed=3))).cursor
+    cursor = next(iter(TaskLoader(task, examples=6, seed=3))).cursor
     old = f"{zlib.crc32(np.array([len(e.sequences[0].ids) for e in task.examples])):08x}"
-    gone_on = next(iter(Loader(task, examples=6, seed=3, cursor={**cursor, "set": old})))
+    gone_on = next(iter(TaskLoader(task, examples=6, seed=3, cursor={**cursor, "set": old})))
     assert gone_on.cursor["set"] == task.fingerprint != old
 
 
@@ -308,7 +322,7 @@ def test_a_cursor_from_before_is_taken() -> None:
     ("options", "message"),
     [
         ({}, "in examples or in tokens"),
-        ({"examples": 4, "tokens": 4}, "one of the two"),
+        ({"examples": 4, "tokens": 4}, "either in examples or in tokens"),
         ({"examples": 0}, "examples must be at least 1"),
         ({"tokens": 8}, r"example \d+ has 9 tokens, more than a batch of 8; raise tokens"),
         ({"tokens": 99, "drop_last": True}, "drop_last is for batches of a number"),
@@ -317,13 +331,16 @@ def test_a_cursor_from_before_is_taken() -> None:
         ({"examples": 4, "parts": 0}, "parts must be at least 1"),
         ({"examples": 4, "seed": -1}, "seed must be at least 0"),
         ({"examples": 4, "epochs": 0}, "epochs must be at least 1"),
-        ({"examples": 4, "task": Task([], "regression")}, "0 examples are not one batch"),
-        ({"examples": 1, "task": Task([Example((sequence(0),), 1)], "span")}, "without tokens"),
+        ({"examples": 4, "task": TrainingTask([], "regression")}, "0 examples are not one batch"),
+        (
+            {"examples": 1, "task": TrainingTask([TaskExample((sequence(0),), 1)], "span")},
+            "without tokens",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Loader(**{"task": numbered(30)} | options)
+        TaskLoader(**{"task": numbered(30)} | options)
 
 
 def test_glue_from_file_to_batches(shared_data: Path) -> None:
@@ -333,9 +350,9 @@ def test_glue_from_file_to_batches(shared_data: Path) -> None:
         *(("SST-2-test.tsv", False), ("CoLA-dev.tsv", False)),
         *(("msr-para-val.tsv", False), ("stsb-en-dev.csv", True)),
     ):
-        found = read_labelled(glue / name)
+        found = read_labeled(glue / name)
         task = labelled(found, tokenizer, 128, apart=apart)
-        batches = list(Loader(task, examples=32, epochs=1))
+        batches = list(TaskLoader(task, examples=32, epochs=1))
         told = {n: t for b in batches for n, t in zip(b.numbers, b.targets.tolist(), strict=True)}
         assert [told[i] for i in range(len(found.texts))] == pytest.approx(found.targets)
         text = found.texts[batches[3].numbers[5]]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import packhorse
-from packhorse.data.tasks.squad import Gold, Question, read_squad
+from packhorse.data.tasks.squad import Gold, SquadQuestion, read_squad
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer
@@ -55,7 +55,7 @@ class Oracle:
         pieces = np.split(ids, packed.cu_seqlens.numpy()[1:-1])
         return [torch.tensor(np.concatenate([self.known[piece.tobytes()] for piece in pieces]))]
 
-    def learn(self, question: Question, windows: Sequence[Encoding], rng: Any) -> None:
+    def learn(self, question: SquadQuestion, windows: Sequence[Encoding], rng: Any) -> None:
         shortest = sorted(question.answers, key=lambda gold: len(gold.text))
         golds = [(gold.start, gold.start + len(gold.text)) for gold in shortest]
         for window in windows:
@@ -79,7 +79,7 @@ def whole_context(window: Encoding, side: int) -> np.ndarray:
     return places
 
 
-def knowing(encoder: Encoder, questions: Sequence[Question], max_length: int, stride: int):
+def knowing(encoder: Encoder, questions: Sequence[SquadQuestion], max_length: int, stride: int):
     """The encoder with an oracle for these questions in place of its model."""
     pairs = [(question.question, question.context) for question in questions]
     oracle, rng = Oracle({}), np.random.default_rng(0)
@@ -145,8 +145,8 @@ def test_the_oracle_on_every_question(shared_data: Path, minilm_encoder: Encoder
 
 def test_questions_without_an_answer(minilm_encoder: Encoder) -> None:
     context = "The mule carries sacks to the market. " * 12
-    can = Question("can", "What is carried?", context, (Gold("sacks", 17),))
-    cannot = Question("cannot", "Who drinks tea?", context, (), impossible=True)
+    can = SquadQuestion("can", "What is carried?", context, (Gold("sacks", 17),))
+    cannot = SquadQuestion("cannot", "Who drinks tea?", context, (), impossible=True)
     knows, _, groups = knowing(minilm_encoder, [can, cannot], 64, 20)
     assert min(map(len, groups)) > 2
     replies = ask(knows, [can, cannot], max_length=64, stride=20, top_k=3)
@@ -176,7 +176,7 @@ def test_a_reply_without_spans_is_no_answer() -> None:
 
 
 def test_a_question_that_does_not_fit_is_named(minilm_encoder: Encoder) -> None:
-    long = Question("long", "why " * 100, "because", (Gold("because", 0),))
+    long = SquadQuestion("long", "why " * 100, "because", (Gold("because", 0),))
     knows = replace(minilm_encoder, heads=("span",))
     with pytest.raises(InputError, match=r"among the questions long to long: .*no room"):
         ask(knows, [long], max_length=64)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from packhorse.data.tasks.glue_score import f1_macro
-from packhorse.data.tasks.labelled import Labelled
+from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.errors import InputError, MissingExtra
 from packhorse.runtime.evaluation.classification import draws, judge, probe
 
@@ -26,9 +26,9 @@ def says(rows: np.ndarray) -> Read:
     return read
 
 
-def labelled(targets: Sequence[Any], labels: int, problem: Any = "single_label") -> Labelled:
+def labelled(targets: Sequence[Any], labels: int, problem: Any = "single_label") -> LabeledTexts:
     names = tuple(map(str, range(labels)))
-    return Labelled([str(i) for i in range(len(targets))], list(targets), names, problem)
+    return LabeledTexts([str(i) for i in range(len(targets))], list(targets), names, problem)
 
 
 def test_a_head_of_two_labels() -> None:
@@ -66,7 +66,7 @@ def test_the_probe_learns_what_is_there(rng: np.random.Generator) -> None:
     nothing = probe(says(rng.normal(size=(120, 3)).astype(np.float32)), rows, rows)
     assert nothing["accuracy"] < 0.6
     with pytest.raises(InputError, match="vectors are of single texts"):
-        probe(says(apart), rows, Labelled([("a", "b")], [0], ("0", "1"), "single_label"))
+        probe(says(apart), rows, LabeledTexts([("a", "b")], [0], ("0", "1"), "single_label"))
 
 
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
-"""Named arrays and a few facts in one file: what a build puts down on its way.
+"""Files of named arrays and a few facts: the intermediate files of a corpus build.
 
-One Arrow IPC file of a single row, a list column for each array, the facts as JSON in its metadata.
-It is written whole or not at all, the same arrays give the same bytes, and reading maps the file.
-Its last four bytes are the crc32c of all before them. A process checks that once for each file, for
-a shard is filled from many parts and a part goes into many shards: a worker reads each part once
-more than it must, at gigabytes a second, and no flipped bit is packed.
+One Arrow IPC file of a single row, with one list column per array and the facts as JSON in its
+metadata. It is written whole or not at all, the same arrays give the same bytes, and reading maps
+the file. Its last four bytes are the crc32c of all before them. A process checks that once per
+file, because a shard is filled from many parts and a part goes into many shards: a worker reads
+each part one time more than necessary, at gigabytes per second, and no flipped bit gets packed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from packhorse.atomic import new_file
-from packhorse.errors import InputError, MissingExtra
+from packhorse.data.output import import_pyarrow
+from packhorse.errors import InputError
 from packhorse.wire import crc32c
 
 FACTS = b"packhorse"
@@ -28,50 +29,51 @@ CRC = Struct("<I")
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> None:
-    """Put one-dimensional arrays and JSON-able facts into the file `path`."""
-    pa = _arrow()
+    """Write one-dimensional arrays and facts that JSON can hold."""
+    pa = import_pyarrow()
     columns = []
     for array in arrays.values():
-        ends = np.array([0, len(array)], np.int64)
-        columns.append(pa.LargeListArray.from_arrays(_flat(pa, ends), _flat(pa, array)))
-    told = {FACTS: json.dumps(facts, sort_keys=True).encode()}
+        bounds = np.array([0, len(array)], np.int64)
+        columns.append(pa.LargeListArray.from_arrays(_to_arrow(pa, bounds), _to_arrow(pa, array)))
+    metadata = {FACTS: json.dumps(facts, sort_keys=True).encode()}
     fields = [pa.field(name, column.type) for name, column in zip(arrays, columns, strict=True)]
-    schema = pa.schema(fields, metadata=told)
+    schema = pa.schema(fields, metadata=metadata)
     with new_file(path) as file:
-        summed = _Summed(file)
-        with pa.ipc.new_file(pa.PythonFile(summed, "w"), schema) as writer:
+        checksummed = _ChecksummedFile(file)
+        with pa.ipc.new_file(pa.PythonFile(checksummed, "w"), schema) as writer:
             writer.write_batch(pa.record_batch(columns, schema=schema))
-        file.write(CRC.pack(summed.crc))
+        file.write(CRC.pack(checksummed.crc))
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The arrays of the file, mapped, and its facts."""
-    pa = _arrow()
+    """The arrays of a file, as views of the mapped file, and its facts."""
+    pa = import_pyarrow()
     try:
-        # The map lives as long as an array that shows a part of it.
+        # The map lives as long as any array that is a view of it.
         whole = pa.memory_map(str(path)).read_buffer()
-        state = path.stat()
-        if not _sound(path, (state.st_ino, state.st_size, state.st_mtime_ns)):
+        status = path.stat()
+        if not _is_intact(path, (status.st_ino, status.st_size, status.st_mtime_ns)):
             raise ValueError("its checksum is wrong")
         reader = pa.ipc.open_file(pa.BufferReader(whole.slice(0, whole.size - CRC.size)))
         batch = reader.get_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(
-            f"{path} is damaged: {error}; remove it and run the same command to go on"
+            f"{path} is damaged: {error}; remove it and run the same command to continue"
         ) from error
     arrays = {
-        name: _mapped(batch.column(place).values) for place, name in enumerate(batch.schema.names)
+        name: _to_numpy(batch.column(index).values) for index, name in enumerate(batch.schema.names)
     }
     return arrays, json.loads(reader.schema.metadata[FACTS])
 
 
-class _Summed:
-    """A file whose bytes are summed up on their way."""
+class _ChecksummedFile:
+    """A file that computes the checksum of all bytes written to it."""
 
-    closed = False  # Arrow asks
+    closed = False  # read by Arrow
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.crc = file, 0
+        self.file = file
+        self.crc = 0
 
     def write(self, data: Any) -> int:
         self.crc = crc32c(data, self.crc)
@@ -81,12 +83,12 @@ class _Summed:
         self.file.flush()
 
     def close(self) -> None:
-        """The file is closed by who opened it."""
+        """Do nothing: the caller closes the file."""
 
 
 @lru_cache(maxsize=1 << 16)
-def _sound(path: Path, state: tuple[int, ...]) -> bool:
-    """Whether the file holds what was written; asked anew when it is another (`state`)."""
+def _is_intact(path: Path, identity: tuple[int, ...]) -> bool:
+    """Whether the checksum is right; `identity` makes the cache miss if the file has changed."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if len(data) <= CRC.size:
             return False
@@ -97,24 +99,14 @@ def _sound(path: Path, state: tuple[int, ...]) -> bool:
             body.release()
 
 
-def _mapped(values: Any) -> np.ndarray:
+def _to_numpy(values: Any) -> np.ndarray:
     dtype = np.dtype(str(values.type))
-    return (
-        np.frombuffer(values.buffers()[1], dtype, len(values))
-        if len(values)
-        else np.zeros(0, dtype)
-    )
+    if not len(values):
+        return np.zeros(0, dtype)
+    return np.frombuffer(values.buffers()[1], dtype, len(values))
 
 
-def _flat(pa: Any, array: np.ndarray) -> Any:
-    """As Arrow's, from its memory: `pa.array` would import pandas first, if that is installed."""
+def _to_arrow(pa: Any, array: np.ndarray) -> Any:
+    """An Arrow array in numpy's memory; `pa.array` would import pandas, if that is installed."""
     memory = pa.py_buffer(np.ascontiguousarray(array))
     return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, memory])
-
-
-def _arrow() -> Any:
-    try:
-        import pyarrow.ipc
-    except ImportError as error:
-        raise MissingExtra("pyarrow", "data") from error
-    return pyarrow

@@ -1,371 +1,565 @@
-"""Sources to packed shards: the driver of the corpus builder.
+"""The corpus builder: sources of text to packed shards for pretraining.
 
-    build(Config((Path("enwiki.xml.bz2"),), Path("corpus"), Path("vocab.txt")))
+    build(BuildOptions((Path("enwiki.xml.bz2"),), Path("corpus"), Path("vocab.txt")))
 
-Chunks of the sources become parts (`parts.work`), parts become groups with a plan, groups become
-shards (`planning`), and with a manifest OUT is whole. Each step is a plain function that makes one
-file, whole or not at all, from what lies on the disk; this module only says which are to be called
-and leaves the calling to an engine. So a build can be killed anywhere and run again, on any number
-of workers, and the result is the same, byte for byte. The price is disk: parts and shards are there
-together at the end, about twice the size of the result.
+Sources are cut into chunks, chunks into pieces, and each piece becomes one part: a file of training
+sequences, made by a worker (`make_part`). The rest is the corpus `driver`'s work. A part depends on
+the bytes and the number of its piece, the recipe and the tokenizer, never on who makes it or when.
+Small files share a piece, because a document takes its random next sentences from the others in it.
 
-Input that cannot be used is counted, and more of it than `max_bad` ends the build: nothing is
+Held-out documents are stored in the parts as tokens. Their sequences are made at the end, from all
+of them together: the few in one piece would get each other for every random next sentence. They
+have static masks and no duplicates whatever the recipe says, so that every evaluation is the same.
+
+Input that cannot be used is counted, and more than `max_bad` of it ends the build: nothing is
 dropped silently.
 """
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from packhorse.atomic import new_file
-from packhorse.data.corpus import fingerprint
+import numpy as np
+
+from packhorse.data.corpus import arrays, workfolder
 from packhorse.data.corpus.cluster import ray_cluster
-from packhorse.data.corpus.parts import (
-    EVAL_PART,
-    HASHES,
+from packhorse.data.corpus.driver import (
+    GROUP,
     TOKENIZER,
-    Found,
-    Piece,
-    counts,
-    eval_folder,
-    found_in,
-    make_eval,
-    part_path,
-    pieces,
-    read_hashes,
-    special_tokens,
-    work,
+    CorpusJob,
+    CorpusResult,
+    DatasetSplit,
+    PartTask,
+    copy_file,
+    cut_shards,
+    gather,
+    make_groups,
+    plan_rows,
+    read_parts,
+    run_job,
+    sequence_arrays,
+    write_dataset,
 )
-from packhorse.data.corpus.planning import GROUP, grouped, pack, plan_group
-from packhorse.data.corpus.workers import GO_ON, Engine, Run, local
-from packhorse.data.corpus.workfolder import claim, publish, refuse_depth, refuse_inside
-from packhorse.data.packed.manifest import Manifest, ShardInfo, read_manifest, write_manifest
-from packhorse.data.packed.masking import Recipe, specials_of
-from packhorse.data.packed.packs import Layout
-from packhorse.data.packed.shards import SHARD_BYTES, rows_a_shard, shard_name
-from packhorse.data.sources.chunking import BZ2_RATIO
-from packhorse.data.sources.documents import CHUNK_BYTES, Chunk, Source, chunks, find
+from packhorse.data.corpus.workers import Engine, RunTasks, local
+from packhorse.data.packed.examples import Sequences, TokenizedDocuments, make, tokenize
+from packhorse.data.packed.masking import Recipe, Specials, specials_of
+from packhorse.data.packed.packs import RowLayout
+from packhorse.data.packed.shards import SHARD_BYTES, rows_per_shard
+from packhorse.data.sources.chunking import BZ2_RATIO, CHUNK_BYTES, Chunk, chunks
+from packhorse.data.sources.documents import Document, ReadTally, read
+from packhorse.data.sources.files import SourceFile, find
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens import files as tokenizer_files
+from packhorse.tokens.bulk import Bulk
 
 ENGINES = ("local", "ray")
-EVAL_COUNT = 10_000  # MLPerf's
+EVAL_COUNT = 10_000  # as in MLPerf
+HASHES = "eval.md5"  # in the work folder
+EVAL_PART = "part.arrow"
+TRAIN, EVAL = 0, 1  # first number of the seeds
+BAD_PLACES_SHOWN = 5
+BLOCK_TOKENS = 1 << 22  # tokens of held-out documents made into sequences together
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """What to build, of what, and how."""
+class BuildOptions:
+    """What to build, from what, and how."""
 
     sources: tuple[Path, ...]
     out: Path
     tokenizer: Path  # vocab.txt, tokenizer.json, or a folder with one of them
     recipe: Recipe = Recipe()  # noqa: RUF009 (frozen)
-    max_per_pack: int | None = 3  # sequences a row; None: as many as fit
-    kind: str | None = None  # of the sources; None: told by each
+    max_per_pack: int | None = 3  # sequences per row; None: as many as fit
+    kind: str | None = None  # of all sources; None: detected for each file
     column: str | None = None
     eval_hashes: Path | None = None
     eval_count: int = EVAL_COUNT
     max_bad: int = 0
     chunk_bytes: int = CHUNK_BYTES
     shard_bytes: int = SHARD_BYTES
-    group: int = GROUP  # sequences that are planned together, about
+    group: int = GROUP  # sequences planned together, about
     overwrite: bool = False
     engine: str = "local"  # or "ray"
-    workers: int | None = None  # None: one for each core
-    ray_address: str | None = None  # of a cluster; None: Ray is started here
+    workers: int | None = None  # None: one per core
+    ray_address: str | None = None  # of a running cluster; None: start Ray on this machine
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a build is; `done` and `total` are bytes of the sources, then plans, then shards."""
+class CorpusCounts:
+    """How much was read, and how many sequences it gave."""
 
-    stage: str  # "reading", "planning", "writing"
+    documents: int = 0
+    held_out: int = 0  # of the documents
+    redirects: int = 0
+    not_articles: int = 0
+    empty: int = 0
+    bad: int = 0
+    sentences: int = 0
+    characters: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    places: tuple[tuple[str, str], ...] = ()  # the first bad ones: place and reason
+
+    def __add__(self, addend: CorpusCounts) -> CorpusCounts:
+        numbers = addend.numbers()
+        sums = {name: value + numbers[name] for name, value in self.numbers().items()}
+        places = (*self.places, *addend.places)[:BAD_PLACES_SHOWN]
+        return CorpusCounts(**sums, places=places)
+
+    def numbers(self) -> dict[str, int]:
+        """The counts by name, without the places."""
+        return {name: value for name, value in asdict(self).items() if name != "places"}
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusProgress:
+    """How far a build is; `done` and `total` count bytes read, then plans, then shards."""
+
+    stage: str  # "reading", "planning train", "writing train" …
     done: int
     total: int
-    found: Found
+    found: CorpusCounts
     megabytes_per_second: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """What a build made."""
-
-    train: Manifest
-    eval: Manifest | None
-    already: bool = False  # by an earlier run, of the same
+Watch = Callable[[CorpusProgress], None]
 
 
-Watch = Callable[[Progress], None]
+def build(options: BuildOptions, watch: Watch = lambda progress: None) -> CorpusResult:
+    """Build the datasets, or finish an interrupted build; `watch` receives the progress."""
+    sources = _find_sources(options)
+    stamps = workfolder.file_stamps(sources)
+    made_by = _made_by(options, workfolder.fingerprint_sources(sources, stamps))
+    held_out = made_by["eval"]
+    job = CorpusJob(
+        out=options.out,
+        made_by=made_by,
+        # The number of held-out sequences does not change the parts, so a build can be continued
+        # with another number.
+        begun_by=made_by | {"eval": held_out and {**held_out, "count": None}},
+        stamps=stamps,
+        overwrite=options.overwrite,
+        tokenizer=options.tokenizer,
+        has_eval=options.eval_hashes is not None,
+        engine=lambda folder: _engine(options, folder, sources),
+    )
+
+    def make(folder: Path, run: RunTasks) -> Path:
+        return _make(_BuildStep(options, made_by, folder, run, watch), sources)
+
+    return run_job(job, make)
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
-    """What every step of one build needs."""
-
-    config: Config
-    made_by: dict[str, Any]
-    folder: Path
-    run: Run
-    watch: Watch
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The parts of one of the two datasets."""
-
-    name: str
-    home: Path  # where it is made
-    parts: Sequence[Path]
-    found: Sequence[Found]
-    recipe: Recipe
-    facts: dict[str, int]
-
-
-def build(config: Config, watch: Watch = lambda progress: None) -> Built:
-    """Build the dataset, or the rest of it; `watch` is told how far it is."""
-    sources = _sources(config)
-    stamps = fingerprint.stamps(sources)
-    made_by = _made_by(config, fingerprint.of_sources(sources, stamps))
-    begun_by = _begun_by(made_by)
-    with claim(config.out, made_by, config.overwrite, begun_by, stamps) as folder:
-        if folder is not None:
-            folder = folder.absolute()  # for who works elsewhere
-            with _kept(), _engine(config, folder, sources) as run:
-                _make(_Site(config, made_by, folder, run, watch), sources)
-                publish(folder, config.out, eval_folder(folder, config.eval_count))
-        eval = read_manifest(config.out / "eval") if config.eval_hashes else None
-        return Built(read_manifest(config.out / "train"), eval, already=folder is None)
-
-
-def _sources(config: Config) -> list[Source]:
-    """The files to read; what cannot be meant is refused before anything is made."""
-    if config.engine not in ENGINES:
-        raise InputError(f"there is no engine {config.engine!r}; use {' or '.join(ENGINES)}")
-    if config.ray_address and config.engine != "ray":
-        raise InputError("--ray-address is for --engine ray")
-    least = dict.fromkeys(("eval_count", "chunk_bytes", "shard_bytes", "group"), 1)
-    for name, bound in (least | {"max_bad": 0}).items():
-        if getattr(config, name) < bound:
-            raise InputError(f"{name} is {getattr(config, name)}; it must be {bound} or more")
-    refuse_depth(config.max_per_pack)
-    refuse_inside(config.out, config.sources)
-    sources, out = find(config.sources, config.kind, config.column), config.out.resolve()
-    for source in sources:
-        if source.path.resolve().is_relative_to(out):
-            raise InputError(f"{source.path} lies in {config.out}; build into another folder")
+def _find_sources(options: BuildOptions) -> list[SourceFile]:
+    """Find the files to read; refuse options that make no sense before anything is written."""
+    if options.engine not in ENGINES:
+        raise InputError(f"there is no engine {options.engine!r}; use {' or '.join(ENGINES)}")
+    if options.ray_address and options.engine != "ray":
+        raise InputError("--ray-address needs --engine ray")
+    least = {"eval_count": 1, "chunk_bytes": 1, "shard_bytes": 1, "group": 1, "max_bad": 0}
+    for name, bound in least.items():
+        if getattr(options, name) < bound:
+            raise InputError(f"{name} is {getattr(options, name)}; it must be {bound} or more")
+    workfolder.check_depth(options.max_per_pack)
+    workfolder.check_outside_sources(options.out, options.sources)
+    sources = find(options.sources, options.kind, options.column)
+    workfolder.check_sources_outside(options.out, [source.path for source in sources])
     return [replace(source, path=source.path.absolute()) for source in sources]
 
 
-def _engine(config: Config, folder: Path, sources: Sequence[Source]) -> Engine:
-    if config.engine == "local":
-        return local(config.workers)
+def _engine(options: BuildOptions, folder: Path, sources: Sequence[SourceFile]) -> Engine:
+    if options.engine == "local":
+        return local(options.workers)
     reads = {source.path: source.size for source in sources}
-    return ray_cluster(folder, reads, config.ray_address, config.workers)
+    return ray_cluster(folder, reads, options.ray_address, options.workers)
 
 
-def _made_by(config: Config, sources: dict[str, object]) -> dict[str, Any]:
-    """All that decides the result."""
-    specials = specials_of(Tokenizer.load(config.tokenizer))
-    if config.recipe.whole_words and specials.continues is None:
-        raise InputError(f"{config.tokenizer} has no ## pieces, so whole_words means nothing")
+def _made_by(options: BuildOptions, sources: dict[str, object]) -> dict[str, Any]:
+    """Everything that decides the bytes of the result."""
+    specials = specials_of(Tokenizer.load(options.tokenizer))
+    if options.recipe.whole_words and specials.continues is None:
+        raise InputError(
+            f"{options.tokenizer} has no ## pieces, which whole_words needs; leave whole_words out"
+        )
     held_out = None
-    if config.eval_hashes:
+    if options.eval_hashes:
         held_out = {
-            "hashes": len(read_hashes(config.eval_hashes)),
-            "count": config.eval_count,
-            "sha256": fingerprint.of_files([config.eval_hashes]),
+            "hashes": len(read_hashes(options.eval_hashes)),
+            "count": options.eval_count,
+            "sha256": workfolder.hash_files([options.eval_hashes]),
         }
+    tokenizer = tokenizer_files.all_files(options.tokenizer)
     return {
         "sources": sources,
-        "tokenizer": fingerprint.of_files(tokenizer_files.all_files(config.tokenizer).values()),
-        "recipe": asdict(config.recipe),
-        "max_per_pack": config.max_per_pack,
+        "tokenizer": workfolder.hash_files(tokenizer.values()),
+        "recipe": asdict(options.recipe),
+        "max_per_pack": options.max_per_pack,
         "eval": held_out,
-        "chunk_bytes": config.chunk_bytes,
-        "shard_bytes": config.shard_bytes,
-        "group": config.group,
-        "versions": fingerprint.of_libraries(),
+        "chunk_bytes": options.chunk_bytes,
+        "shard_bytes": options.shard_bytes,
+        "group": options.group,
+        "versions": workfolder.library_versions(),
     }
 
 
-def _begun_by(made_by: dict[str, Any]) -> dict[str, Any]:
-    """What decides the parts: how many held-out sequences are wanted can be changed on the way."""
-    held_out = made_by["eval"]
-    return made_by | {"eval": held_out and {**held_out, "count": None}}
+@dataclass(frozen=True, slots=True)
+class _BuildStep:
+    """What the steps of one build share."""
+
+    options: BuildOptions
+    made_by: dict[str, Any]
+    folder: Path
+    run: RunTasks
+    watch: Watch
 
 
-def _make(site: _Site, sources: Sequence[Source]) -> None:
-    """Everything into the work folder."""
-    config, folder = site.config, site.folder
-    for name, path in tokenizer_files.all_files(config.tokenizer).items():
-        _copy(path, folder / TOKENIZER / name)
-    if config.eval_hashes:
-        _copy(config.eval_hashes, folder / HASHES)
-    found = _read(site, sources)
-    total = sum(found, Found())
+def _make(step: _BuildStep, sources: Sequence[SourceFile]) -> Path:
+    """Make both datasets in the work folder; return the folder that holds `eval`."""
+    options = step.options
+    folder = step.folder
+    if options.eval_hashes:
+        copy_file(options.eval_hashes, folder / HASHES)
+    counts = _read_sources(step, sources)
+    total = sum(counts, CorpusCounts())
     if not total.sequences:
         raise InputError(
             f"nothing to learn from in the sources: {total.documents:,} documents, of which"
             f" {total.held_out:,} are held out; {total.redirects:,} redirects,"
             f" {total.not_articles:,} pages that are no articles, {total.empty:,} without text"
         )
-    parts = [part_path(folder, number) for number in range(len(found))]
-    if config.eval_hashes:
-        _refuse_unmatched(config.eval_hashes, total)
-        home = eval_folder(folder, config.eval_count)
-        home.mkdir(exist_ok=True)
-        recipe = replace(config.recipe, static_masks=True)
-        held = [*site.run(make_eval, [(parts, config.eval_count, recipe, folder)])]
+    parts = [part_path(folder, number) for number in range(len(counts))]
+    eval_home = eval_folder(folder, options.eval_count)
+    if options.eval_hashes:
+        _check_held_out(options.eval_hashes, total)
+        eval_home.mkdir(exist_ok=True)
+        recipe = replace(options.recipe, static_masks=True)
+        held_out = [*step.run(make_eval, [(parts, options.eval_count, recipe, folder)])]
         facts = {"documents": total.held_out}
-        _pack(site, _Split("eval", home, [home / EVAL_PART], held, recipe, facts))
-    _pack(site, _Split("train", folder, parts, found, config.recipe, counts(total)))
+        _make_split(step, "eval", eval_home, [eval_home / EVAL_PART], held_out, recipe, facts)
+    _make_split(step, "train", folder, parts, counts, options.recipe, total.numbers())
+    return eval_home
 
 
-def _refuse_unmatched(hashes: Path, total: Found) -> None:
+def _check_held_out(hashes: Path, total: CorpusCounts) -> None:
     if not total.held_out:
         raise InputError(
-            f"none of the {len(read_hashes(hashes)):,} hashes of {hashes} is that of one of the"
-            f" {total.documents:,} documents; a hash fits only the very text that it was made of"
-            " (MLPerf's list fits MLPerf's own text alone); leave --eval-hashes out, or name hashes"
-            " of these documents"
+            f"none of the {len(read_hashes(hashes)):,} hashes in {hashes} matches any of the"
+            f" {total.documents:,} documents; a hash matches only the exact text it was made from"
+            " (MLPerf's list matches only MLPerf's own text); leave --eval-hashes out, or name"
+            " hashes of these documents"
         )
 
 
-def _read(site: _Site, sources: Sequence[Source]) -> list[Found]:
-    """What the parts hold, in their order."""
-    found: dict[int, Found] = {}
-    total, size = Found(), sum(source.size for source in sources)
-    start, done, fresh = time.perf_counter(), 0, 0
+def _read_sources(step: _BuildStep, sources: Sequence[SourceFile]) -> list[CorpusCounts]:
+    """Make all parts that are missing; return the counts of every part, in order."""
+    total_bytes = sum(source.size for source in sources)
+    by_number: dict[int, CorpusCounts] = {}
+    total = CorpusCounts()
+    start = time.perf_counter()
+    done = done_now = 0
 
-    def take(part: _Part) -> None:
-        nonlocal total, done, fresh
-        found[part.number] = part.found
-        total += part.found
-        done, fresh = done + part.bytes, fresh + part.made_now * part.bytes
-        speed = fresh / 1e6 / (time.perf_counter() - start)
-        site.watch(Progress("reading", done, size, total, speed))
-        if total.bad > site.config.max_bad:
-            _refuse_bad(sum((found[number] for number in sorted(found)), Found()), done < size)
+    def on_result(number: int, task: PartTask, counts: CorpusCounts) -> None:
+        nonlocal total, done, done_now
+        by_number[number] = counts
+        total += counts
+        done += task.size
+        if task.finished is None:
+            done_now += task.size
+        speed = done_now / 1e6 / (time.perf_counter() - start)
+        step.watch(CorpusProgress("reading", done, total_bytes, total, speed))
+        if total.bad > step.options.max_bad:
+            in_order = [by_number[number] for number in sorted(by_number)]
+            _refuse_bad(sum(in_order, CorpusCounts()), finished=done >= total_bytes)
 
-    asked: deque[tuple[int, int]] = deque()
-    for each in site.run(work, _missing(site, sources, asked, take)):
-        take(_Part(*asked.popleft(), each, True))
-    return [found[number] for number in range(len(found))]
-
-
-class _Part(NamedTuple):
-    number: int
-    bytes: int  # of the sources
-    found: Found
-    made_now: bool
+    return read_parts(step.run, make_part, _part_tasks(step, sources), on_result)
 
 
-def _missing(
-    site: _Site,
-    sources: Sequence[Source],
-    asked: deque[tuple[int, int]],
-    take: Callable[[_Part], None],
-) -> Iterator[tuple[Piece, Recipe, Path]]:
-    """The pieces whose part is to be made; one that is there is taken at once, not in its turn."""
-    config, left = site.config, {}
-    for piece in pieces(chunks(sources, config.chunk_bytes), config.chunk_bytes):
-        path = part_path(site.folder, piece.number)
-        size = sum(_bytes_of(chunk, left, config.chunk_bytes) for chunk in piece.chunks)
-        if path.exists():
-            take(_Part(piece.number, size, found_in(path), False))
-        else:
-            asked.append((piece.number, size))
-            yield piece, config.recipe, site.folder
+def _part_tasks(step: _BuildStep, sources: Sequence[SourceFile]) -> Iterator[PartTask]:
+    size = step.options.chunk_bytes
+    remaining: dict[Path, int] = {}
+    for piece in pieces(chunks(sources, size), size):
+        path = part_path(step.folder, piece.number)
+        yield PartTask(
+            sum(_source_bytes(chunk, remaining, size) for chunk in piece.chunks),
+            (piece, step.options.recipe, step.folder),
+            counts_in(path) if path.exists() else None,
+        )
 
 
-def _bytes_of(chunk: Chunk, left: dict[Path, int], size: int) -> int:
-    """What a chunk is of the sources: guessed if it counts otherwise, made good by the last."""
-    have = left.setdefault(chunk.source.path, chunk.source.size)
-    guess = chunk.end - chunk.begin
+def _source_bytes(chunk: Chunk, remaining: dict[Path, int], size: int) -> int:
+    """Bytes of the source that a chunk stands for, so that all chunks sum to the file's size.
+
+    Chunks that count rows or unpacked bytes get an estimate; the last one gets what remains.
+    """
+    available = remaining.setdefault(chunk.source.path, chunk.source.size)
+    estimate = chunk.end - chunk.begin
     if chunk.counts_rows:
-        guess = size
+        estimate = size
     elif chunk.data is not None:
-        guess //= BZ2_RATIO
-    taken = have if chunk.last else min(guess, have)
-    left[chunk.source.path] -= taken
+        estimate //= BZ2_RATIO
+    taken = available if chunk.last else min(estimate, available)
+    remaining[chunk.source.path] -= taken
     return taken
 
 
-def _refuse_bad(found: Found, so_far: bool) -> None:
-    """Nothing is dropped silently."""
-    places = "; ".join(f"{where}: {why}" for where, why in found.places)
-    more = f"; and {found.bad - len(found.places):,} more" * (found.bad > len(found.places))
+def _refuse_bad(counts: CorpusCounts, finished: bool) -> None:
+    """End the build: more documents are bad than the user allowed."""
+    places = "; ".join(f"{place}: {reason}" for place, reason in counts.places)
+    if counts.bad > len(counts.places):
+        places += f"; and {counts.bad - len(counts.places):,} more"
+    so_far = "" if finished else " so far"
     raise InputError(
-        f"{found.bad:,} documents or places{' so far' * so_far} cannot be used: {places}{more};"
-        f" mend them, or pass --max-bad {found.bad} (or more) to leave them out"
+        f"{counts.bad:,} documents or places{so_far} cannot be used: {places};"
+        f" repair them, or pass --max-bad {counts.bad} (or more) to skip them"
     )
 
 
-def _pack(site: _Site, split: _Split) -> None:
-    """Parts into the dataset of that name."""
-    specials, longest = special_tokens(site.folder), split.recipe.max_length
-    depth, static = site.config.max_per_pack, split.recipe.static_masks
-    layout = Layout(longest, specials.vocab_size, depth, static, split.recipe.next_sentence)
-    groups = grouped(
-        split.parts,
-        [each.sequences for each in split.found],
-        lambda number: split.home / f"{split.name}-plan-{number:05d}.arrow",
-        split.recipe.seed,
-        site.config.group,
+def _make_split(
+    step: _BuildStep,
+    name: str,
+    home: Path,
+    parts: Sequence[Path],
+    counts: Sequence[CorpusCounts],
+    recipe: Recipe,
+    facts: dict[str, int],
+) -> None:
+    """Pack parts into the dataset of that name."""
+    options = step.options
+    total = sum(counts, CorpusCounts())
+
+    def report(stage: str) -> Callable[[int, int], None]:
+        return lambda done, all: step.watch(CorpusProgress(f"{stage} {name}", done, all, total))
+
+    groups = make_groups(
+        parts,
+        [part.sequences for part in counts],
+        lambda number: home / f"{name}-plan-{number:05d}.arrow",
+        recipe.seed,
+        options.group,
     )
-    items = ((group, longest, depth) for group in groups)
-    plans = _watched(site, "planning", split, site.run(plan_group, items), len(groups))
-    histogram = tuple(map(sum, zip(*(plan["histogram"] for plan in plans), strict=True)))
-    size = rows_a_shard(layout, site.config.shard_bytes)
-    pieces = [
-        (group, range(begin, min(begin + size, plan["rows"])))
-        for group, plan in zip(groups, plans, strict=True)
-        for begin in range(0, plan["rows"], size)
-    ]
-    target = split.home / split.name
-    target.mkdir(exist_ok=True)
-    items = (
-        (*piece, layout, target / shard_name(n), split.home / f"{split.name}-{n:05d}.json")
-        for n, piece in enumerate(pieces)
+    plans = plan_rows(step.run, groups, recipe.max_length, options.max_per_pack, report("planning"))
+    specials = special_tokens(step.folder)
+    layout = RowLayout(
+        recipe.max_length,
+        specials.vocab_size,
+        options.max_per_pack,
+        recipe.static_masks,
+        recipe.next_sentence,
     )
-    infos: list[ShardInfo] = _watched(site, "writing", split, site.run(pack, items), len(pieces))
-    bound = sum(plan["lower_bound"] for plan in plans)
-    config = {"made_by": site.made_by, "found": split.facts, "lower_bound": bound}
-    told = layout, specials, histogram, tuple(infos), config, split.recipe
-    write_manifest(target, Manifest(*told))
+    rows_in_shard = rows_per_shard(layout, options.shard_bytes)
+    split = DatasetSplit(
+        name=name,
+        home=home,
+        layout=layout,
+        specials=specials,
+        # Each group by itself: no shard spans two groups, so a worker needs the parts of one.
+        shards=[
+            shard
+            for group, plan in plans
+            for shard in cut_shards([(group, plan["rows"])], rows_in_shard)
+        ],
+        config={
+            "made_by": step.made_by,
+            "found": facts,
+            "lower_bound": sum(plan["lower_bound"] for _, plan in plans),
+        },
+        masking=recipe,
+    )
+    write_dataset(step.run, split, report("writing"))
 
 
-def _watched(
-    site: _Site, stage: str, split: _Split, results: Iterator[Any], total: int
-) -> list[Any]:
-    """All results; whoever watches sees them come."""
-    done, found = [], sum(split.found, Found())
-    for result in results:
-        done.append(result)
-        site.watch(Progress(f"{stage} {split.name}", len(done), total, found))
-    return done
+# Pieces and parts --------------------------------------------------------------------------------
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    with source.open("rb") as there, new_file(target) as file:
-        shutil.copyfileobj(there, file)
+@dataclass(frozen=True, slots=True)
+class CorpusPiece:
+    """The chunks that become one part."""
+
+    number: int
+    chunks: tuple[Chunk, ...]
 
 
-@contextmanager
-def _kept() -> Iterator[None]:
-    """Where the disk was the trouble, say that nothing is lost."""
+def pieces(chunks: Iterable[Chunk], size: int) -> Iterator[CorpusPiece]:
+    """Group consecutive chunks, about `size` bytes of text in each piece."""
+    waiting: list[Chunk] = []
+    waiting_bytes = 0
+    number = 0
+    for chunk in chunks:
+        waiting.append(chunk)
+        waiting_bytes += _text_bytes(chunk, size)
+        if waiting_bytes >= size:
+            yield CorpusPiece(number, tuple(waiting))
+            waiting = []
+            waiting_bytes = 0
+            number += 1
+    if waiting:
+        yield CorpusPiece(number, tuple(waiting))
+
+
+def _text_bytes(chunk: Chunk, size: int) -> int:
+    """About how much text a chunk holds."""
+    if chunk.counts_rows:
+        return size
+    packed = chunk.source.compressed and chunk.data is None
+    return (chunk.end - chunk.begin) * (BZ2_RATIO if packed else 1)
+
+
+def part_path(folder: Path, number: int) -> Path:
+    """The file of the part with this number."""
+    return folder / f"part-{number:05d}.arrow"
+
+
+def make_part(piece: CorpusPiece, recipe: Recipe, folder: Path) -> CorpusCounts:
+    """Make the part of a piece, unless it exists; return its counts."""
+    path = part_path(folder, piece.number)
+    if not path.exists():
+        _write_part(piece, recipe, folder, path)
+    return counts_in(path)
+
+
+def counts_in(path: Path) -> CorpusCounts:
+    """The counts that a part stores about itself."""
+    facts = arrays.read(path)[1]
+    places = tuple((place, reason) for place, reason in facts.pop("places"))
+    return CorpusCounts(places=places, **facts)
+
+
+def _write_part(piece: CorpusPiece, recipe: Recipe, folder: Path, path: Path) -> None:
+    bulk, specials = _tools(folder)
+    documents: list[Document] = []
+    tally = ReadTally()
+    for chunk in piece.chunks:
+        chunk_documents, chunk_tally = read(chunk)
+        documents += chunk_documents
+        tally += chunk_tally
+    hashes = _hashes(folder / HASHES)
+    train = [document for document in documents if document.text_md5 not in hashes]
+    held_out = [document for document in documents if document.text_md5 in hashes]
+    tokenized = tokenize(bulk, [document.sentences for document in train])
+    sequences = make(tokenized, recipe, specials, (TRAIN, piece.number))
+    counts = CorpusCounts(
+        documents=tally.documents,
+        held_out=len(held_out),
+        redirects=tally.redirects,
+        not_articles=tally.not_articles,
+        empty=tally.empty,
+        bad=len(tally.bad),
+        sentences=sum(len(document.sentences) for document in documents),
+        characters=tally.characters,
+        sequences=len(sequences.lengths),
+        tokens=len(sequences.ids),
+        places=tuple((bad.place, bad.reason) for bad in tally.bad[:BAD_PLACES_SHOWN]),
+    )
+    eval_tokens = tokenize(bulk, [document.sentences for document in held_out])
+    eval_arrays = {f"eval_{name}": array for name, array in asdict(eval_tokens).items()}
+    arrays.write(path, sequence_arrays(sequences) | eval_arrays, asdict(counts))
+
+
+# Held-out documents ------------------------------------------------------------------------------
+
+
+def eval_folder(folder: Path, count: int) -> Path:
+    """The folder for everything that depends on the number of held-out sequences."""
+    return folder / f"eval-of-{count}"
+
+
+def make_eval(parts: Sequence[Path], count: int, recipe: Recipe, folder: Path) -> CorpusCounts:
+    """Make one part of exactly `count` held-out sequences, spread evenly over all of them."""
+    home = eval_folder(folder, count)
+    path = home / EVAL_PART
+    if not path.exists():
+        _, specials = _tools(folder)
+        recipe = replace(recipe, static_masks=True, duplicates=1)
+        drafts: list[Path] = []
+        sizes: list[int] = []
+        for number, block in enumerate(_held_out_blocks(parts)):
+            sequences = make(block, recipe, specials, (EVAL, number))
+            draft = home / f"eval-block-{number:05d}.arrow"
+            arrays.write(draft, sequence_arrays(sequences), {})
+            drafts.append(draft)
+            sizes.append(len(sequences.lengths))
+        chosen = _choose_evenly(drafts, sizes, count)
+        arrays.write(path, sequence_arrays(chosen), asdict(CorpusCounts(sequences=count)))
+    return counts_in(path)
+
+
+def _choose_evenly(drafts: Sequence[Path], sizes: Sequence[int], count: int) -> Sequences:
+    total = sum(sizes)
+    if total < count:
+        raise InputError(
+            f"the documents of --eval-hashes make {total:,} sequences, but --eval-count is"
+            f" {count:,}; pass --eval-count {total} or less, which continues this build, or name"
+            " the hashes of more documents of these sources"
+        )
+    return gather(drafts, sizes, np.arange(count, dtype=np.int64) * total // count)
+
+
+def _held_out_blocks(parts: Iterable[Path]) -> Iterator[TokenizedDocuments]:
+    """The held-out documents of all parts, about `BLOCK_TOKENS` at a time."""
+    names = [field.name for field in fields(TokenizedDocuments)]
+    waiting: list[TokenizedDocuments] = []
+    for part in parts:
+        stored = arrays.read(part)[0]
+        documents = TokenizedDocuments(**{name: stored[f"eval_{name}"].copy() for name in names})
+        if len(documents.ids):
+            waiting.append(documents)
+        if sum(len(block.ids) for block in waiting) >= BLOCK_TOKENS:
+            yield _join_documents(waiting)
+            waiting = []
+    if waiting:
+        yield _join_documents(waiting)
+
+
+def _join_documents(blocks: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
+    return TokenizedDocuments(
+        np.concatenate([block.ids for block in blocks]),
+        _join_bounds([block.sentences for block in blocks]),
+        _join_bounds([block.documents for block in blocks]),
+    )
+
+
+def _join_bounds(bounds: Sequence[np.ndarray]) -> np.ndarray:
+    """The bounds of things that are laid end to end, from the bounds within each array."""
+    sizes = np.concatenate([np.diff(block) for block in bounds])
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def read_hashes(path: Path) -> frozenset[str]:
+    """The md5 of each held-out document: the first word of each line, as md5sum writes them."""
     try:
-        yield
-    except InputError as error:
-        if not isinstance(error.__cause__, OSError) or GO_ON in str(error):
-            raise
-        raise InputError(f"{error}; {GO_ON}") from error
+        words = [line.split()[0].lower() for line in path.read_text("ascii").splitlines() if line]
+    except (OSError, ValueError, IndexError) as error:
+        raise InputError(f"{path} is not a list of md5 hashes: {error}") from error
+    for number, word in enumerate(words, 1):
+        if len(word) != 2 * hashlib.md5().digest_size or not set(word) <= set("0123456789abcdef"):
+            raise InputError(f"{path}: line {number} is {word!r:.40}, which is not an md5 hash")
+    if not words:
+        raise InputError(f"{path} holds no md5 hash")
+    return frozenset(words)
+
+
+# Cached per process: a worker makes many parts with the same files. One entry suffices, because a
+# worker has one work folder at a time.
+
+
+@lru_cache(maxsize=1)
+def _hashes(path: Path) -> frozenset[str]:
+    return read_hashes(path) if path.exists() else frozenset()
+
+
+@lru_cache(maxsize=1)
+def _tools(folder: Path) -> tuple[Bulk, Specials]:
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    return Bulk(tokenizer), specials_of(tokenizer)
+
+
+def special_tokens(folder: Path) -> Specials:
+    """The special tokens of the work folder's tokenizer."""
+    return _tools(folder)[1]

@@ -1,13 +1,14 @@
-"""Engines: the same work over many items, here on the cores of one machine.
+"""Engines run a function over many items in parallel; this one on the cores of one machine.
 
-An engine is a context manager that gives a `Run`: a function and its items in, results out, in the
-order of the items. The local one keeps at most two items a worker in flight, so memory does not
-grow with the number of items. Its processes are spawned, never forked (a fork copies the locks of
-threads it does not copy), and each holds one end of a pipe whose other end only this process has:
-when that closes, because the work is over, was interrupted or this process was killed, they end at
-once. A worker that is killed ends the build with an error; what was done is on the disk.
+An engine is a context manager that yields a `RunTasks`: a function and its items in, results out,
+in the order of the items. The local engine keeps at most two items per worker in flight, so memory
+does not grow with the number of items. Its processes are spawned, never forked (a fork copies the
+locks of threads that it does not copy). Each holds one end of a pipe whose other end only this
+process has: when that closes, because the work is over, was interrupted or this process was killed,
+the workers end at once. A worker that is killed ends the build with an error; finished files stay
+on disk.
 
-One worker needs no process: the work is then done here.
+A single worker needs no process: its work is done in this one.
 """
 
 from __future__ import annotations
@@ -28,65 +29,65 @@ from packhorse.errors import InputError, PackhorseError
 
 T = TypeVar("T")
 
-AHEAD = 2  # items in flight for each worker: one that it does, one that waits
+AHEAD = 2  # items in flight per worker: one in work, one that waits
 GO_ON = "what is done is kept: run the same command to go on"
 
 
-class Run(Protocol):
-    """`function(*item)` for each item; the results in the order of the items."""
+class RunTasks(Protocol):
+    """Calls `function(*item)` for each item; yields results in the order of the items."""
 
     def __call__(
         self, function: Callable[..., T], items: Iterable[tuple[Any, ...]]
     ) -> Iterator[T]: ...
 
 
-Engine = AbstractContextManager[Run]
+Engine = AbstractContextManager[RunTasks]
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """The number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def local(workers: int | None = None) -> Iterator[Run]:
-    """An engine of so many processes; by default one for each core."""
+def local(workers: int | None = None) -> Iterator[RunTasks]:
+    """An engine of `workers` processes; by default one per core."""
     workers = cores() if workers is None else workers
     if workers < 1:
-        raise InputError(f"{workers} workers cannot work; use 1 or more")
+        raise InputError(f"workers is {workers}; it must be 1 or more")
     if workers == 1:
-        with _one_thread():
-            yield _here
+        with _single_threaded():
+            yield _run_here
         return
     spawn = multiprocessing.get_context("spawn")
-    theirs, ours = spawn.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, spawn, _begin, (theirs,))
-    with _tidy_when_terminated(), ours, theirs, pool:
+    worker_end, driver_end = spawn.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(workers, spawn, _start_worker, (worker_end,))
+    with _exit_on_sigterm(), driver_end, worker_end, pool:
         try:
-            yield lambda function, items: _pooled(pool, AHEAD * workers, function, items)
+            yield lambda function, items: _run_in_pool(pool, AHEAD * workers, function, items)
         except BaseException:
-            ours.close()  # what they are at is not waited for
+            driver_end.close()  # ends the workers: their current items are not waited for
             raise
 
 
-def _here(function: Callable[..., T], items: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+def _run_here(function: Callable[..., T], items: Iterable[tuple[Any, ...]]) -> Iterator[T]:
     return (function(*item) for item in items)
 
 
-def _pooled(
+def _run_in_pool(
     pool: ProcessPoolExecutor,
-    most: int,
+    most_in_flight: int,
     function: Callable[..., T],
     items: Iterable[tuple[Any, ...]],
 ) -> Iterator[T]:
-    flying: deque[Future[T]] = deque()
+    in_flight: deque[Future[T]] = deque()
     try:
         for item in items:
-            flying.append(pool.submit(call, function, item))
-            if len(flying) >= most:
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
+            in_flight.append(pool.submit(call, function, item))
+            if len(in_flight) >= most_in_flight:
+                yield in_flight.popleft().result()
+        while in_flight:
+            yield in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise InputError(
             f"a worker process died, killed or out of memory; {GO_ON}, with fewer --workers if"
@@ -95,34 +96,35 @@ def _pooled(
 
 
 def call(function: Callable[..., T], item: tuple[Any, ...]) -> T:
-    """In a worker: the function, its errors fit to travel."""
+    """Call the function in a worker; raise errors that can be sent between processes."""
     try:
         return function(*item)
-    except PackhorseError as error:  # not every kind survives the way between processes
-        disk = isinstance(error.__cause__, OSError)
-        raise InputError(f"{error}; {GO_ON}" if disk else str(error)) from None
+    except PackhorseError as error:  # not every kind survives pickling
+        is_disk_error = isinstance(error.__cause__, OSError)
+        raise InputError(f"{error}; {GO_ON}" if is_disk_error else str(error)) from None
 
 
-def _begin(theirs: Connection) -> None:
-    """In a new worker: one thread, deaf to Ctrl-C, and no life after its master's."""
+def _start_worker(worker_end: Connection) -> None:
+    """Prepare a new worker: one thread, no reaction to Ctrl-C, ends with the driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with, args=(theirs,), daemon=True).start()
+    threading.Thread(target=_end_with_driver, args=(worker_end,), daemon=True).start()
 
 
-def _end_with(theirs: Connection) -> None:
+def _end_with_driver(worker_end: Connection) -> None:
+    """Wait until the driver's end of the pipe closes."""
     try:
-        theirs.recv_bytes()
+        worker_end.recv_bytes()
     except (EOFError, OSError):
         os._exit(1)
 
 
 @contextmanager
-def _tidy_when_terminated() -> Iterator[None]:
-    """SIGTERM as an exception: ended at once, Python complains of semaphores that are left."""
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield  # whoever uses this has its own way
+def _exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the pool is closed and leaks no semaphores."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield  # the application handles the signal itself
         return
 
     def end(number: int, frame: object) -> None:
@@ -136,8 +138,8 @@ def _tidy_when_terminated() -> Iterator[None]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
-    """One worker is one core: the tokenizer would take them all."""
+def _single_threaded() -> Iterator[None]:
+    """Restrict the tokenizer to one core, as one worker is expected to use."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -1,8 +1,7 @@
-"""Packed rows as arrays: what a row knows, in which types, and what every row must keep to.
+"""Packed rows as arrays: their columns, dtypes, and the checks that every row must pass.
 
-Rows are laid end to end, so that a million of them are a handful of arrays and no question about
-them needs a loop. They are checked before they are written and when they are verified, by the same
-questions.
+Rows are laid end to end, so that a million of them are a handful of arrays and no check of them
+needs a loop. The same checks run before rows are written and when they are verified.
 
 Shapes: R rows, S sequences, T tokens, M masked tokens.
 """
@@ -24,14 +23,14 @@ MASK_COLUMNS = ("masked_counts", "masked_positions", "masked_ids")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What every row of a dataset keeps to."""
+class RowLayout:
+    """The limits and properties that all rows of a dataset share."""
 
     capacity: int
     vocab_size: int
     max_per_pack: int | None = None  # None: as many as fit
     static_masks: bool = False
-    next_sentence: bool = True  # False: sequences are of one segment, their labels mean nothing
+    next_sentence: bool = True  # False: sequences have one segment, and their labels no meaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,21 @@ class Rows:
     ids: np.ndarray  # [T]
     lengths: np.ndarray  # [S]
     first: np.ndarray  # [S]
-    random_next: np.ndarray  # [S] 1: the second segment is from elsewhere
-    offsets: np.ndarray  # [R+1] the sequence each row begins with, and the end
+    random_next: np.ndarray  # [S] 1: the second segment is from another document
+    offsets: np.ndarray  # [R+1] the sequence that each row begins with, and the end
     masked_counts: np.ndarray | None = None  # [S]
     masked_positions: np.ndarray | None = None  # [M] within the row
     masked_ids: np.ndarray | None = None  # [M] the tokens that stood there
 
     @classmethod
     def of(cls, sequences: Sequences, offsets: np.ndarray) -> Rows:
-        """Sequences that lie in the order of their rows; `offsets` as an `Assignment` has them."""
+        """Rows from sequences in the order of their rows; `offsets` as in an `Assignment`."""
         s = sequences
         rows = cls(s.ids, s.lengths, s.first, s.random_next, offsets)
         return rows if s.masked is None else rows.masked(s.ids, s.masked)
 
     def masked(self, ids: np.ndarray, masks: Masks) -> Rows:
-        """The same rows with these masks, and `ids` as a model is to see them."""
+        """The same rows with these masks, and `ids` as a model should see them."""
         begins = begins_in_row(self.lengths, self.offsets)
         return replace(
             self,
@@ -84,14 +83,15 @@ class Rows:
         return Rows(offsets=self.offsets[begin : end + 1] - self.offsets[begin], **columns)
 
     def bounds(self) -> dict[str, np.ndarray]:
-        """Where each row begins in each column, and the end: [R+1]."""
-        found: dict[str, np.ndarray] = {name: self.offsets for name in SEQUENCE_COLUMNS}
-        found["ids"] = cumulative(self.lengths)[self.offsets]
+        """For each column [R+1]: the begin of each row in it, and the end."""
+        bounds: dict[str, np.ndarray] = {name: self.offsets for name in SEQUENCE_COLUMNS}
+        bounds["ids"] = cumulative(self.lengths)[self.offsets]
         if self.masked_counts is not None:
-            found["masked_counts"] = self.offsets
             masks = cumulative(self.masked_counts)[self.offsets]
-            found |= {"masked_positions": masks, "masked_ids": masks}
-        return found
+            bounds["masked_counts"] = self.offsets
+            bounds["masked_positions"] = masks
+            bounds["masked_ids"] = masks
+        return bounds
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -99,20 +99,22 @@ class Rows:
 
 def columns_of(static_masks: bool) -> tuple[str, ...]:
     """The columns of a shard, in order."""
-    return ("ids", *SEQUENCE_COLUMNS, *(MASK_COLUMNS if static_masks else ()))
+    columns = ("ids", *SEQUENCE_COLUMNS)
+    return columns + MASK_COLUMNS if static_masks else columns
 
 
-def dtypes_of(layout: Layout) -> dict[str, np.dtype]:
-    """The narrowest type for each column."""
+def dtypes_of(layout: RowLayout) -> dict[str, np.dtype]:
+    """The narrowest dtype for each column."""
     token = np.min_scalar_type(layout.vocab_size - 1)
-    place = np.min_scalar_type(layout.capacity)
-    kinds = {"ids": token, "random_next": np.dtype(np.uint8), "masked_ids": token}
-    return {name: kinds.get(name, place) for name in columns_of(layout.static_masks)}
+    position = np.min_scalar_type(layout.capacity)
+    special = {"ids": token, "random_next": np.dtype(np.uint8), "masked_ids": token}
+    return {name: special.get(name, position) for name in columns_of(layout.static_masks)}
 
 
-def troubles(rows: Rows, layout: Layout) -> Iterator[str]:
-    """What is wrong with the rows; each question is safe to ask if those before found nothing."""
-    offsets, lengths = rows.offsets, rows.lengths.astype(np.int64)
+def row_problems(rows: Rows, layout: RowLayout) -> Iterator[str]:
+    """What is wrong with the rows; a check may rely on those before it."""
+    offsets = rows.offsets
+    lengths = rows.lengths.astype(np.int64)
     in_row = np.diff(offsets)
     if not len(in_row) or offsets[0] != 0 or offsets[-1] != len(lengths) or in_row.min() < 1:
         yield "its rows do not hold its sequences, each row at least one"
@@ -133,11 +135,13 @@ def troubles(rows: Rows, layout: Layout) -> Iterator[str]:
     elif rows.ids.min() < 0 or rows.ids.max() >= layout.vocab_size:
         yield f"token ids outside the vocabulary of {layout.vocab_size}"
     else:
-        yield from _mask_troubles(rows, layout)
+        yield from _mask_problems(rows, layout)
 
 
-def _mask_troubles(rows: Rows, layout: Layout) -> Iterator[str]:
-    counts, positions, ids = rows.masked_counts, rows.masked_positions, rows.masked_ids
+def _mask_problems(rows: Rows, layout: RowLayout) -> Iterator[str]:
+    counts = rows.masked_counts
+    positions = rows.masked_positions
+    ids = rows.masked_ids
     if counts is None or positions is None or ids is None:
         if layout.static_masks:
             yield "it has no masks, but they are to be static"
@@ -156,17 +160,17 @@ def _mask_troubles(rows: Rows, layout: Layout) -> Iterator[str]:
 
 
 def begins_in_row(lengths: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """[S] where each sequence begins in its row."""
+    """[S] the position of each sequence in its row."""
     begins = cumulative(lengths)
     return begins[:-1] - np.repeat(begins[offsets[:-1]], np.diff(offsets))
 
 
 def cumulative(counts: np.ndarray | Sequence[int]) -> np.ndarray:
-    """0, and the sum up to each count."""
+    """0, and the sums up to each count."""
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def runs(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """start, start+1 … for as many as each size says, one run behind the other."""
+def index_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """start, start+1 … for each start, as many as its size, one run after the other."""
     begins = cumulative(sizes)
     return np.repeat(starts - begins[:-1], sizes) + np.arange(begins[-1])

@@ -1,16 +1,18 @@
-"""Records of fixed width, as the programs of BERT, MLPerf and Graphcore write them, to sequences.
+"""Sequences from records of fixed width, as the programs of BERT, MLPerf and Graphcore write them.
 
-A record is a row of tokens with a few arrays beside it. Three forms are known, and all are one
-thing: each place of the row says to which sequence it belongs (its *owner*: 1, 2 …, 0 for padding)
-and at which position of it, each masked token names its place, and so does each next-sentence
-label. An unpacked record has one owner and its positions are its places; where [CLS] tokens were
-moved to the end of the row, for a pooler that takes a slice, their positions still say 0. So no
-form needs code of its own: tokens are put where owner and position send them, and the record is
-good if that fills every place exactly once.
+A record is a row of tokens with a few more arrays. Three forms are known, and all are special cases
+of one: each slot of the row has the number of its sequence (its *owner*: 1, 2 …, 0 for padding) and
+the position in it; each masked token has its slot, and so has each next-sentence label. An unpacked
+record has one owner, and its positions are its slots. Where [CLS] tokens were moved to the end of
+the row, for a pooler that takes a slice, their positions are still 0. So no form needs code of its
+own: tokens go to where owner and position send them, and the record is valid if that fills every
+place exactly once.
 
-Nothing is mended: what contradicts itself, or could not be said in a shard (a token that is masked
-twice, words in the padding, three segments), is refused with the record's number. All records of a
-run are done at once. Shapes: n records, W tokens a row, M masks, K sequences a row at most.
+Nothing is repaired: a record that contradicts itself, or that a shard could not represent (a token
+that is masked twice, words in the padding, three segments), is refused with its number. All records
+of a block are processed at once.
+
+Shapes: n records, W tokens per row, M masks, K sequences per row at most.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from packhorse.data.packed.masking import Masks, Specials, narrow
 from packhorse.data.packed.packs import cumulative
 from packhorse.errors import InputError
 
-WIDEST = 0xFFFF  # tokens of a record: lengths and positions are uint16 everywhere
+WIDEST = 0xFFFF  # tokens per record: lengths and positions are stored as uint16
 TOKEN_ROLES = ("ids", "owner", "types", "positions")  # [n, W]
 MASK_ROLES = ("masked_at", "masked_ids", "masked_owner")  # [n, M]
 LABEL_ROLES = ("labels", "present", "cls_at")  # [n, K]
@@ -49,7 +51,7 @@ CLS_LAST = UNPACKED | {
     "masked_owner": "masked_lm_mask",
     "present": "next_sentence_mask",
 }
-# The features of each form, and the one that only this form has; the first that fits is taken.
+# The feature that only this form has, and the names of all by role; the first match is used.
 FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "packed, [CLS] last": (
         "packed_position_ids",
@@ -63,63 +65,65 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "unpacked": ("input_ids", UNPACKED),
 }
 
-Where = Callable[[int], str]
+PlaceOf = Callable[[int], str]  # how messages name a record, from its index
 
 
 @dataclass(frozen=True, slots=True)
 class Unpacked:
-    """The sequences of some records, in the order of their rows."""
+    """The sequences of records, in the order of their rows."""
 
     sequences: Sequences
     offsets: np.ndarray  # [rows+1] the sequence each row begins with, and the end
-    records: np.ndarray  # [S] the record each sequence is from
-    empty: int  # records without any sequence, which have no row
+    records: np.ndarray  # [S] the record that each sequence is from
+    empty: int  # records without any sequence, which make no row
 
 
-def unpack(columns: Mapping[str, np.ndarray], vocab_size: int, where: Where) -> Unpacked:
-    """The sequences of n records, whose arrays are given by their roles.
+def unpack(columns: Mapping[str, np.ndarray], vocab_size: int, place: PlaceOf) -> Unpacked:
+    """Extract the sequences of n records from their arrays, which are keyed by role.
 
-    `positions` are missing where records hold one sequence each, and `cls_at` as well where the
-    [CLS] tokens are the last of the row. `where` names a record in a message.
+    `positions` is absent if records hold one sequence each, and `cls_at` if the [CLS] tokens are
+    the last of the row. `place` names a record in messages.
     """
-    found = _checked(_completed(columns, where), vocab_size, where)
-    tokens = _Tokens.of(found, where)
-    empty = np.count_nonzero(np.diff(tokens.offsets) == 0)
-    if empty and "positions" not in columns:
-        refuse(np.diff(tokens.offsets) == 0, where, "its input_mask is 0 throughout")
+    checked = _checked(_completed(columns, place), vocab_size, place)
+    tokens = _TokenPlacement.of(checked, place)
+    empty = np.diff(tokens.offsets) == 0
+    if "positions" not in columns:  # an unpacked record must hold a sequence
+        refuse(empty, place, "its input_mask is 0 throughout")
     return Unpacked(
-        sequences=_sequences(found, tokens, vocab_size, where),
+        sequences=_sequences(checked, tokens, vocab_size, place),
         offsets=np.unique(tokens.offsets),
         records=tokens.records,
-        empty=int(empty),
+        empty=int(np.count_nonzero(empty)),
     )
 
 
-def _completed(columns: Mapping[str, np.ndarray], where: Where) -> dict[str, np.ndarray]:
-    """All roles, those left out as their form means them, and the widths compared."""
-    found = dict(columns)
-    (n, width), slots = found["ids"].shape, found["labels"].shape[1]
+def _completed(columns: Mapping[str, np.ndarray], place: PlaceOf) -> dict[str, np.ndarray]:
+    """Add the arrays that a form leaves out, and check that widths agree."""
+    completed = dict(columns)
+    n, width = columns["ids"].shape
+    slots = columns["labels"].shape[1]
     if "positions" not in columns:
-        found["positions"] = np.broadcast_to(np.arange(width), (n, width))
-        found["present"] = np.ones((n, slots), np.int64)
-        found["cls_at"] = np.zeros((n, slots), np.int64)
+        completed["positions"] = np.broadcast_to(np.arange(width), (n, width))
+        completed["present"] = np.ones((n, slots), np.int64)
+        completed["cls_at"] = np.zeros((n, slots), np.int64)
     elif "cls_at" not in columns:
-        found["cls_at"] = np.broadcast_to(np.arange(width - slots, width), (n, slots))
+        completed["cls_at"] = np.broadcast_to(np.arange(width - slots, width), (n, slots))
     for roles in (TOKEN_ROLES, MASK_ROLES, LABEL_ROLES):
-        widths = {role: found[role].shape[1] for role in roles}
+        widths = {role: completed[role].shape[1] for role in roles}
         if len(set(widths.values())) > 1 or not widths[roles[0]]:
-            raise InputError(f"{where(0)}: its arrays do not have one width: {widths}")
+            raise InputError(f"{place(0)}: its arrays do not have one width: {widths}")
     if slots > width or width > WIDEST:
-        raise InputError(f"{where(0)}: {slots} sequences and {width} tokens a row are not read")
-    return {role: np.ascontiguousarray(array) for role, array in found.items()}
+        raise InputError(f"{place(0)}: {slots} sequences and {width} tokens per row are too many")
+    return {role: np.ascontiguousarray(array) for role, array in completed.items()}
 
 
 def _checked(
-    columns: dict[str, np.ndarray], vocab_size: int, where: Where
+    columns: dict[str, np.ndarray], vocab_size: int, place: PlaceOf
 ) -> dict[str, np.ndarray]:
-    """The same as whole numbers, each in its range, so that one may index with them."""
-    width, slots = columns["ids"].shape[1], columns["labels"].shape[1]
-    most = {
+    """Check that all numbers are whole and in range, so that they can be used as indices."""
+    width = columns["ids"].shape[1]
+    slots = columns["labels"].shape[1]
+    limits = {
         "ids": (vocab_size - 1, "a token is not of the vocabulary"),
         "masked_ids": (vocab_size - 1, "a masked token is not of the vocabulary"),
         "owner": (slots, "input_mask"),
@@ -131,153 +135,176 @@ def _checked(
         "present": (1, "next_sentence_weights"),
         "cls_at": (width - 1, "next_sentence_positions"),
     }
-    found = {}
-    for role, (highest, what) in most.items():
+    checked: dict[str, np.ndarray] = {}
+    for role, (highest, message) in limits.items():
         array = columns[role]
-        good = (array >= 0) & (array <= highest)  # what is not a number is not good
+        good = (array >= 0) & (array <= highest)  # False for NaN
         if array.dtype.kind == "f":
             good &= array == np.floor(array)
         if not good.all():
-            refuse(~good, where, f"{what}: {array[~good][0]}, not a whole number up to {highest}")
-        found[role] = array.astype(np.int64) if array.dtype.kind == "f" else array
-    padding = found["owner"] == 0
-    refuse(padding & (found["ids"] != 0), where, "its padding is not empty: it holds token ids")
-    refuse(padding & (found["types"] != 0), where, "its padding is not empty: it holds segment ids")
-    return found
+            refuse(
+                ~good, place, f"{message}: {array[~good][0]}, not a whole number up to {highest}"
+            )
+        checked[role] = array.astype(np.int64) if array.dtype.kind == "f" else array
+    padding = checked["owner"] == 0
+    for role, message in (("ids", "token ids"), ("types", "segment ids")):
+        refuse(
+            padding & (checked[role] != 0),
+            place,
+            f"its padding is not empty: it holds {message}",
+        )
+    return checked
 
 
 @dataclass(frozen=True, slots=True)
-class _Tokens:
-    """Where the tokens of n records go."""
+class _TokenPlacement:
+    """Which token of the records goes to which place of the sequences."""
 
-    offsets: np.ndarray  # [n+1] the sequence each record begins with
-    records: np.ndarray  # [S] the record each sequence is from
+    offsets: np.ndarray  # [n+1] the sequence that each record begins with
+    records: np.ndarray  # [S] the record that each sequence is from
     lengths: np.ndarray  # [S]
     begins: np.ndarray  # [S]
-    at: np.ndarray  # [T] places in the records' arrays, flat
-    to: np.ndarray  # [T] and in the sequences laid end to end
+    source: np.ndarray  # [T] indices into the records' arrays, flattened
+    target: np.ndarray  # [T] indices into the sequences laid end to end
 
     @classmethod
-    def of(cls, found: dict[str, np.ndarray], where: Where) -> _Tokens:
-        owner = found["owner"]
+    def of(cls, columns: dict[str, np.ndarray], place: PlaceOf) -> _TokenPlacement:
+        owner = columns["owner"]
         counts = owner.max(axis=1)
-        offsets, records = cumulative(counts), np.repeat(np.arange(len(owner)), counts)
-        at = np.flatnonzero(owner)
-        sequence = offsets[at // owner.shape[1]] + owner.ravel()[at] - 1
+        offsets = cumulative(counts)
+        records = np.repeat(np.arange(len(owner)), counts)
+        source = np.flatnonzero(owner)
+        sequence = offsets[source // owner.shape[1]] + owner.ravel()[source] - 1
         lengths = np.bincount(sequence, minlength=len(records))
-        refuse(lengths == 0, where, "a sequence without tokens between two others", records)
+        refuse(lengths == 0, place, "a sequence without tokens between two others", records)
         begins = cumulative(lengths)[:-1]
-        to = begins[sequence] + found["positions"].ravel()[at]
-        filled = np.zeros(len(at) + owner.shape[1], bool)  # a wrong position may lead beyond
-        filled[to] = True
-        gaps = ~filled[: len(at)]
+        target = begins[sequence] + columns["positions"].ravel()[source]
+        # Larger by one row, because a wrong position may lead beyond the last token.
+        filled = np.zeros(len(source) + owner.shape[1], bool)
+        filled[target] = True
+        gaps = ~filled[: len(source)]
         refuse(
             gaps,
-            where,
+            place,
             "the tokens of a sequence are not in one piece (input_mask and positions)",
             np.repeat(records, lengths),
         )
-        return cls(offsets, records, lengths, begins, at, to)
+        return cls(offsets, records, lengths, begins, source, target)
 
 
 def _sequences(
-    found: dict[str, np.ndarray], tokens: _Tokens, vocab_size: int, where: Where
+    columns: dict[str, np.ndarray], tokens: _TokenPlacement, vocab_size: int, place: PlaceOf
 ) -> Sequences:
-    longest, most = found["ids"].shape[1], vocab_size - 1
-    ids = np.empty(len(tokens.at), np.uint16 if most <= 0xFFFF else np.uint32)
-    ids[tokens.to] = found["ids"].ravel()[tokens.at]
+    longest = columns["ids"].shape[1]
+    ids = np.empty(len(tokens.source), np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+    ids[tokens.target] = columns["ids"].ravel()[tokens.source]
     return Sequences(
         ids=ids,
         lengths=narrow(tokens.lengths, longest),
-        first=narrow(_first(found["types"], tokens, where), longest),
-        random_next=_labels(found, tokens, where),
-        masked=_masks(found, tokens, vocab_size, where),
+        first=narrow(_first(columns["types"], tokens, place), longest),
+        random_next=_labels(columns, tokens, place),
+        masked=_masks(columns, tokens, vocab_size, place),
     )
 
 
-def _first(types: np.ndarray, tokens: _Tokens, where: Where) -> np.ndarray:
-    """[S] the tokens of each sequence's first segment."""
+def _first(types: np.ndarray, tokens: _TokenPlacement, place: PlaceOf) -> np.ndarray:
+    """[S] how many tokens the first segment of each sequence has."""
     if not len(tokens.lengths):
         return tokens.lengths
-    laid = np.empty(len(tokens.at), np.int64)
-    laid[tokens.to] = types.ravel()[tokens.at]
+    laid = np.empty(len(tokens.source), np.int64)
+    laid[tokens.target] = types.ravel()[tokens.source]
     first = tokens.lengths - np.add.reduceat(laid, tokens.begins)
     within = np.arange(len(laid)) - np.repeat(tokens.begins, tokens.lengths)
     wrong = laid != (within >= np.repeat(first, tokens.lengths))
     wrong |= np.repeat(first == 0, tokens.lengths)
-    say = "its segment ids are not 0 and then 1 in each sequence"
-    refuse(wrong, where, say, np.repeat(tokens.records, tokens.lengths))
+    message = "its segment ids are not 0 and then 1 in each sequence"
+    refuse(wrong, place, message, np.repeat(tokens.records, tokens.lengths))
     return first
 
 
-def _labels(found: dict[str, np.ndarray], tokens: _Tokens, where: Where) -> np.ndarray:
-    """[S] whether the second segment is from elsewhere."""
-    slot = np.flatnonzero(found["present"])
-    record = slot // found["present"].shape[1]
-    place = record * found["ids"].shape[1] + found["cls_at"].ravel()[slot]
-    owner = found["owner"].ravel()[place]
-    astray = (owner == 0) | (found["positions"].ravel()[place] != 0)
-    refuse(astray, where, "a next-sentence label that does not point at a first token", record)
+def _labels(columns: dict[str, np.ndarray], tokens: _TokenPlacement, place: PlaceOf) -> np.ndarray:
+    """[S] whether the second segment is from another document."""
+    slot = np.flatnonzero(columns["present"])
+    record = slot // columns["present"].shape[1]
+    token = record * columns["ids"].shape[1] + columns["cls_at"].ravel()[slot]
+    owner = columns["owner"].ravel()[token]
+    misplaced = (owner == 0) | (columns["positions"].ravel()[token] != 0)
+    refuse(misplaced, place, "a next-sentence label that does not point at a first token", record)
     sequence = tokens.offsets[record] + owner - 1
-    times = np.bincount(sequence, minlength=len(tokens.lengths))
-    refuse(times != 1, where, "a sequence without one next-sentence label", tokens.records)
-    labels = np.zeros(len(times), bool)
-    labels[sequence] = found["labels"].ravel()[slot] == 1
+    label_counts = np.bincount(sequence, minlength=len(tokens.lengths))
+    refuse(label_counts != 1, place, "a sequence without one next-sentence label", tokens.records)
+    labels = np.zeros(len(label_counts), bool)
+    labels[sequence] = columns["labels"].ravel()[slot] == 1
     return labels
 
 
-def _masks(found: dict[str, np.ndarray], tokens: _Tokens, vocab_size: int, where: Where) -> Masks:
-    longest = found["ids"].shape[1]
-    slot = np.flatnonzero(found["masked_owner"])
-    record = slot // found["masked_owner"].shape[1]
-    place = record * longest + found["masked_at"].ravel()[slot]
-    owner = found["owner"].ravel()[place]
-    strange = owner != found["masked_owner"].ravel()[slot]
-    refuse(strange, where, "a masked token outside its sequence", record)
+def _masks(
+    columns: dict[str, np.ndarray], tokens: _TokenPlacement, vocab_size: int, place: PlaceOf
+) -> Masks:
+    longest = columns["ids"].shape[1]
+    slot = np.flatnonzero(columns["masked_owner"])
+    record = slot // columns["masked_owner"].shape[1]
+    token = record * longest + columns["masked_at"].ravel()[slot]
+    owner = columns["owner"].ravel()[token]
+    misplaced = owner != columns["masked_owner"].ravel()[slot]
+    refuse(misplaced, place, "a masked token outside its sequence", record)
     sequence = tokens.offsets[record] + owner - 1
-    position = found["positions"].ravel()[place]
+    position = columns["positions"].ravel()[token]
     laid = tokens.begins[sequence] + position
     order = np.argsort(laid, kind="stable")  # nearly always sorted already
     twice = np.diff(laid[order], prepend=-1) == 0
-    refuse(twice, where, "a token that is masked twice", record[order])
+    refuse(twice, place, "a token that is masked twice", record[order])
     return Masks(
         positions=narrow(position[order], longest),
-        ids=narrow(found["masked_ids"].ravel()[slot][order], vocab_size - 1),
+        ids=narrow(columns["masked_ids"].ravel()[slot][order], vocab_size - 1),
         counts=narrow(np.bincount(sequence, minlength=len(tokens.lengths)), longest),
     )
 
 
-def guess(found: Unpacked, vocab_size: int) -> Specials:
-    """The special tokens, from sequences alone: what begins and ends them, and what hides words."""
-    s, masks = found.sequences, found.sequences.masked
+def guess(unpacked: Unpacked, vocab_size: int) -> Specials:
+    """Guess the special tokens: those that begin and end sequences, and the most frequent mask."""
+    s = unpacked.sequences
+    masks = s.masked
     begins = cumulative(s.lengths)
     hidden = np.zeros(0, np.int64)
     if masks is not None:
         hidden = s.ids[np.repeat(begins[:-1], masks.counts) + masks.positions]
     counts = np.bincount(hidden, minlength=1)
     if 2 * counts.max() <= len(hidden):
-        raise InputError("cannot tell which token is [MASK] from these records; pass --tokenizer")
-    cls, sep = int(s.ids[0]), int(s.ids[begins[1] - 1])
+        raise InputError("cannot tell from these records which token is [MASK]; pass --tokenizer")
+    cls = int(s.ids[0])
+    sep = int(s.ids[begins[1] - 1])
     return Specials(cls, sep, mask=int(counts.argmax()), pad=0, vocab_size=vocab_size)
 
 
-def check_specials(found: Unpacked, specials: Specials, where: Where) -> None:
-    """Sequences must begin with [CLS] and each segment end with [SEP]; others are misread."""
-    s = found.sequences
+def check_specials(unpacked: Unpacked, specials: Specials, place: PlaceOf) -> None:
+    """Check that sequences begin with [CLS] and segments end with [SEP]."""
+    s = unpacked.sequences
     begins = cumulative(s.lengths)
     wrong = s.ids[begins[:-1]] != specials.cls
     refuse(
-        wrong, where, f"a sequence that does not begin with [CLS] ({specials.cls})", found.records
+        wrong,
+        place,
+        f"a sequence that does not begin with [CLS] ({specials.cls})",
+        unpacked.records,
     )
     for ends in (begins[:-1] + s.first, begins[1:]):
         wrong = s.ids[ends - 1] != specials.sep
         refuse(
-            wrong, where, f"a segment that does not end with [SEP] ({specials.sep})", found.records
+            wrong,
+            place,
+            f"a segment that does not end with [SEP] ({specials.sep})",
+            unpacked.records,
         )
 
 
-def refuse(bad: np.ndarray, where: Where, what: str, records: np.ndarray | None = None) -> None:
-    """Name the first record that is bad: a row of `bad`, or the one that `records` gives for it."""
+def refuse(
+    bad: np.ndarray, place: PlaceOf, message: str, records: np.ndarray | None = None
+) -> None:
+    """Raise an error for the first record that is bad.
+
+    A row of `bad` is a record, or belongs to the record that `records` has for it.
+    """
     if bad.any():
         row = int(bad.reshape(len(bad), -1).any(axis=1).argmax())
-        raise InputError(f"{where(row if records is None else int(records[row]))}: {what}")
+        raise InputError(f"{place(row if records is None else int(records[row]))}: {message}")

@@ -1,11 +1,11 @@
-"""Files of prepared pretraining records, TFRecords or Graphcore's, as sequences that were checked.
+"""Files of prepared pretraining records, TFRecords or Graphcore's, read as verified sequences.
 
     for source in find([Path("tfrecords")], None):
-        for batch in read(source, Sizes(), specials): ...
+        for batch in read(source, RecordSizes(), specials): ...
 
-What a file is, is found by its content: a TFRecord vouches for its first record by a checksum, and
-whatever does not is taken for Graphcore's headerless words, which are then held against the sizes
-they must have. Within a file all records have one form and one width.
+The format is detected from the content: a TFRecord begins with a valid checksum, and any other file
+is read as Graphcore's headerless words, whose sizes must then fit. Within a file all records have
+one form and one width.
 """
 
 from __future__ import annotations
@@ -17,112 +17,118 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.data.packed.masking import Specials
-from packhorse.data.records import fixed_width, graphcore, tfexample, tfrecord
-from packhorse.data.records.graphcore import Sizes
-from packhorse.data.sources.files import Source
+from packhorse.data.records import fixed_width, graphcore, tfrecord
+from packhorse.data.records.graphcore import RecordSizes
+from packhorse.data.sources.files import SourceFile
 from packhorse.errors import InputError
 
 FORMATS = ("tfrecord", "graphcore")
-BESIDE = (".index",)  # Graphcore's places of records, which a TFRecord does not need
+COMPANIONS = (".index",)  # Graphcore's offsets of records, which are not needed
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The sequences of some consecutive records of a file."""
+class RecordBatch:
+    """The sequences of consecutive records of a file."""
 
     unpacked: fixed_width.Unpacked
-    packed: bool  # whether records may hold several sequences, in which case they are rows
-    width: int  # tokens a record may have
+    packed: bool  # records may hold several sequences; then each is a row
+    width: int  # tokens that fit into a record
     records: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Records by their roles, whatever they were read from."""
+class _RecordBlock:
+    """Columns of records by their role, whatever the format of the file."""
 
     columns: dict[str, np.ndarray]
-    where: fixed_width.Where
+    place: fixed_width.PlaceOf
 
 
-def find(paths: Sequence[Path], format: str | None) -> list[Source]:
-    """The files that are named, and those in the folders that are, in the order of their names.
+def find(paths: Sequence[Path], format: str | None) -> list[SourceFile]:
+    """The files that are named, and those in named folders, sorted by name.
 
-    In a folder, what is hidden or only about others is left out: `.x`, `_SUCCESS`, `x.index`.
+    In a folder, hidden and auxiliary files are left out: `.x`, `_SUCCESS`, `x.index`.
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"there is no format {format!r}; use {' or '.join(FORMATS)}")
-    found: dict[Path, Source] = {}
+    sources: dict[Path, SourceFile] = {}
     for path in paths:
         for file in _files(path):
-            if file.resolve() in found:
+            if file.resolve() in sources:
                 raise InputError(f"{file} is named twice; its sequences would be doubled")
             size = file.stat().st_size
             if not size:
                 raise InputError(f"{file} is empty; copy it again, or leave it out")
             kind = format or ("tfrecord" if tfrecord.sniff(file) else "graphcore")
-            found[file.resolve()] = Source(file, kind, size)
-    if not found:
+            sources[file.resolve()] = SourceFile(file, kind, size)
+    if not sources:
         raise InputError("no files in " + " and ".join(map(str, paths)))
-    return [*found.values()]
+    return [*sources.values()]
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         inside = (file for file in path.rglob("*") if file.is_file())
-        return sorted(f for f in inside if f.name[0] not in "._" and f.suffix not in BESIDE)
+        return sorted(f for f in inside if f.name[0] not in "._" and f.suffix not in COMPANIONS)
     if not path.is_file():
         raise InputError(f"{path} is no file and no folder")
     return [path]
 
 
-def read(source: Source, sizes: Sizes, specials: Specials) -> Iterator[Batch]:
-    """Every record of a file, in order; whatever is wrong with one is said with its number."""
-    for run, batch in _unpacked(source, sizes, specials.vocab_size):
-        fixed_width.check_specials(batch.unpacked, specials, run.where)
+def read(source: SourceFile, sizes: RecordSizes, specials: Specials) -> Iterator[RecordBatch]:
+    """All records of a file, in order; errors name the record."""
+    for block, batch in _unpacked(source, sizes, specials.vocab_size):
+        fixed_width.check_specials(batch.unpacked, specials, block.place)
         yield batch
 
 
-def guess(source: Source, sizes: Sizes, vocab_size: int) -> Specials:
-    """The special tokens, from the first records of a file."""
+def guess(source: SourceFile, sizes: RecordSizes, vocab_size: int) -> Specials:
+    """Guess the special tokens from the first records of a file."""
     for _, batch in _unpacked(source, sizes, vocab_size):
         if len(batch.unpacked.records):
             return fixed_width.guess(batch.unpacked, vocab_size)
     raise InputError(f"{source.path} holds no sequence")
 
 
-def _unpacked(source: Source, sizes: Sizes, vocab_size: int) -> Iterator[tuple[_Run, Batch]]:
+def _unpacked(
+    source: SourceFile, sizes: RecordSizes, vocab_size: int
+) -> Iterator[tuple[_RecordBlock, RecordBatch]]:
     widths: dict[str, int] = {}
-    for run in _runs(source, sizes):
-        here = {role: array.shape[1] for role, array in run.columns.items()}
-        if (widths := widths or here) != here:
-            raise InputError(f"{run.where(0)}: other widths than before: {here}, not {widths}")
-        unpacked = fixed_width.unpack(run.columns, vocab_size, run.where)
-        count, width = run.columns["ids"].shape
-        yield run, Batch(unpacked, "positions" in run.columns, width, count)
+    for block in _blocks(source, sizes):
+        block_widths = {role: array.shape[1] for role, array in block.columns.items()}
+        widths = widths or block_widths
+        if block_widths != widths:
+            raise InputError(
+                f"{block.place(0)}: other widths than before: {block_widths}, not {widths}"
+            )
+        unpacked = fixed_width.unpack(block.columns, vocab_size, block.place)
+        count, width = block.columns["ids"].shape
+        yield block, RecordBatch(unpacked, "positions" in block.columns, width, count)
 
 
-def _runs(source: Source, sizes: Sizes) -> Iterator[_Run]:
+def _blocks(source: SourceFile, sizes: RecordSizes) -> Iterator[_RecordBlock]:
     if source.kind == "tfrecord":
-        return _tfrecord_runs(source.path)
-    return (_Run(run.columns, run.where) for run in graphcore.runs(source.path, sizes))
+        return _tfrecord_blocks(source.path)
+    blocks = graphcore.read_blocks(source.path, sizes)
+    return (_RecordBlock(block.columns, block.place) for block in blocks)
 
 
-def _tfrecord_runs(path: Path) -> Iterator[_Run]:
+def _tfrecord_blocks(path: Path) -> Iterator[_RecordBlock]:
     names: dict[str, str] = {}
-    for run in tfrecord.runs(path):
-        names = names or _features(run)
-        table = tfexample.numbers(run, [*names.values()])
-        yield _Run({role: table[name] for role, name in names.items()}, run.where)
+    for block in tfrecord.read_blocks(path):
+        names = names or _features(block)
+        table = tfrecord.read_features(block, [*names.values()])
+        yield _RecordBlock({role: table[name] for role, name in names.items()}, block.place)
 
 
-def _features(run: tfrecord.Run) -> dict[str, str]:
-    """The features of the form that a file is in, by their roles."""
-    there = tfexample.names(run)
+def _features(block: tfrecord.TFRecordBlock) -> dict[str, str]:
+    """The names of the features in this file, by their roles."""
+    available = tfrecord.feature_names(block)
     for key, names in fixed_width.FORMS.values():
-        if key in there:
+        if key in available:
             return names
     known = ", ".join(key for key, _ in fixed_width.FORMS.values())
     raise InputError(
-        f"{run.where(0)}: not a record for BERT's pretraining: it has none of {known}, but "
-        + (", ".join(sorted(there)[:12]) or "no numbers at all")
+        f"{block.place(0)}: not a record for BERT's pretraining: it has none of {known}, but "
+        + (", ".join(sorted(available)[:12]) or "no numbers at all")
     )

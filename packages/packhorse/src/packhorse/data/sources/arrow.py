@@ -1,9 +1,9 @@
-"""Texts of Arrow streams, the files in a folder that `datasets` saved, row by row.
+"""Texts of Arrow streams, row by row; a folder that `datasets` saved consists of such files.
 
-A stream has no table of contents, but it is mapped: to pass over a batch costs its header alone, so
-a worker enters a file anywhere at no cost worth counting, and `datasets` is not needed. Offsets are
-checked before a text is touched, because a damaged one could point anywhere; text that is not
-UTF-8 is left to the reader of documents, which knows the row.
+A stream has no table of contents, but it is mapped: skipping a batch costs no more than its header,
+so a worker can start anywhere in a file, and `datasets` is not needed. Offsets are checked before a
+text is touched, because a damaged one could point anywhere. Text that is not UTF-8 is reported by
+the reader of documents, which knows the row.
 
 Follows Apache Arrow's IPC streaming format.
 """
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 MAGIC = b"\xff\xff\xff\xff"  # the mark before a message's length; a stream begins with one
 
 
-def opened(path: Path) -> tuple[pa.Schema, int]:
-    """The columns and the number of rows; every batch is passed over, so a cut file is told."""
+def schema_and_rows(path: Path) -> tuple[pa.Schema, int]:
+    """The schema and the number of rows; all batches are visited, so that a cut file is noticed."""
     try:
         import pyarrow as pa
     except ImportError as error:
@@ -40,9 +40,10 @@ def opened(path: Path) -> tuple[pa.Schema, int]:
 
 
 def _is_compressed(message: pa.Message) -> bool:
-    """Would reading it unpack anything? `datasets` packs nothing, and the size is not bounded.
+    """Whether the message is compressed; such data is refused, because its size is not bounded.
 
-    pyarrow does not tell, so the field is looked for in the message (a FlatBuffer of Message.fbs).
+    pyarrow does not expose the field, so it is looked up in the message, a FlatBuffer of
+    Message.fbs. `datasets` compresses nothing.
     """
     if message.type not in ("record batch", "dictionary"):
         return False
@@ -54,17 +55,17 @@ def _is_compressed(message: pa.Message) -> bool:
 
 
 def _child(data: bytes, table: int, number: int) -> int:
-    """Where the table begins that is field `number` of a FlatBuffer's table; 0 if it has none."""
+    """The position of the table in field `number` of a FlatBuffer's table; 0 if it is absent."""
     vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     size = int.from_bytes(data[vtable : vtable + 2], "little")
     slot = 4 + 2 * number
     offset = int.from_bytes(data[vtable + slot : vtable + slot + 2], "little") if slot < size else 0
-    at = table + offset
-    return at + int.from_bytes(data[at : at + 4], "little") if offset else 0
+    field = table + offset
+    return field + int.from_bytes(data[field : field + 4], "little") if offset else 0
 
 
 def lengths(path: Path, column: str) -> Iterator[int]:
-    """The bytes of each row's text; the texts themselves stay on the disk."""
+    """The length of each row's text in bytes; the texts themselves are not read."""
     import pyarrow as pa
     from pyarrow import compute
 
@@ -79,20 +80,23 @@ def lengths(path: Path, column: str) -> Iterator[int]:
 
 def texts_between(path: Path, column: str, begin: int, end: int) -> Iterator[bytes | None]:
     """The texts of rows `begin` to `end`."""
-    row = 0
+    first = 0  # row of the batch
     for texts in _columns(path, column):
-        row, before = row + len(texts), row
-        if row > begin:
-            wanted = texts[max(0, begin - before) : end - before]
-            wanted.validate(full=True)
-            yield from wanted.to_pylist()
-        if row >= end:
+        last = first + len(texts)
+        if last > begin:
+            selected = texts[max(0, begin - first) : end - first]
+            selected.validate(full=True)
+            yield from selected.to_pylist()
+        if last >= end:
             return
-    raise InputError(f"{path} is not what it was when the build began; leave sources alone")
+        first = last
+    raise InputError(
+        f"{path} is not what it was when the build began; do not change sources during a build"
+    )
 
 
 def _columns(path: Path, column: str) -> Iterator[Any]:
-    """The column of each batch, as bytes; nothing of it is read yet."""
+    """The column of each batch, as binary values; not read from disk yet."""
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:

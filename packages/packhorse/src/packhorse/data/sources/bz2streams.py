@@ -1,16 +1,16 @@
-"""A .bz2 file stream by stream, and what can be saved of a damaged one.
+"""Reads .bz2 files stream by stream, and recovers what is intact in a damaged one.
 
-A bz2 file is one stream or several, each with its own beginning (`BZh`, level, block magic) on a
-byte, so a file of many streams can be read by many workers. MediaWiki's multistream dumps are such:
-a hundred pages a stream. A single stream can only be read from its start.
+A bz2 file is one stream or several. Each begins on a byte boundary with its own header (`BZh`,
+level, block magic), so a file of many streams can be read by many workers. MediaWiki's multistream
+dumps have a hundred pages per stream. A single stream can only be read from its start.
 
-The decoder is fed little by little, because a block's checksum is known only when all of it has
-been written out: this way the text of a damaged block is lost inside the call that fails, and
-nothing that was not verified is ever given. The rest of that stream is lost as well (its blocks lie
-on bits, not bytes); reading goes on at the next stream. Follows the format as bzip2 1.0.8 has it.
+The decoder is fed little by little, because a block's checksum is known only when the whole block
+has been decoded: this way the text of a damaged block is lost inside the call that fails, and no
+text is returned that was not verified. The rest of that stream is lost as well (its blocks begin on
+bits, not bytes); reading continues at the next stream. Follows the format of bzip2 1.0.8.
 
-What a file unpacks to is bounded: `RATIO` bytes of text for each packed one, and `BURST` bytes more
-at a time. A block of 45 bytes can hold 46 MB, so that a file made for it would fill any memory.
+The size of the unpacked text is limited to `RATIO` bytes per packed byte, plus `BURST` bytes. A
+block of 45 bytes can hold 46 MB, so a malicious file could fill any memory.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ _START = re.compile(rb"BZh[1-9](?:1AY&SY|\x17rE8P\x90)")
 _START_BYTES = 10
 
 
-def starts(path: Path, at: int = 0, end: int | None = None) -> Iterator[int]:
-    """Where streams begin, from byte `at` to about byte `end`."""
+def starts(path: Path, begin: int = 0, end: int | None = None) -> Iterator[int]:
+    """The positions at which streams begin, from byte `begin` to about byte `end`."""
     with path.open("rb") as file:
-        file.seek(at)
-        before = b""
-        while (end is None or at < end) and (block := file.read(BLOCK_BYTES)):
-            window = before + block
-            for found in _START.finditer(window):
-                yield at - len(before) + found.start()
-            at += len(block)
-            # No start fits into what is kept, so none is found twice.
-            before = window[1 - _START_BYTES :]
+        file.seek(begin)
+        position = begin
+        tail = b""  # of the block before: a start may lie across two blocks
+        while (end is None or position < end) and (block := file.read(BLOCK_BYTES)):
+            window = tail + block
+            for match in _START.finditer(window):
+                yield position - len(tail) + match.start()
+            position += len(block)
+            # One byte too short for a start, so none is reported twice.
+            tail = window[1 - _START_BYTES :]
 
 
 def unpacked(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tuple[bytes, str]]:
-    """The text of the streams in a byte range, in pieces; beside them, what is wrong.
+    """Decompress the streams in a byte range, in pieces.
 
-    A piece is text and an empty string, or nothing and a complaint that names the byte.
+    Yields (text, ""), or (b"", problem) where data is damaged; the problem names the byte.
     """
     end = path.stat().st_size if end is None else end
     allowance = _Allowance()
@@ -63,51 +64,53 @@ def unpacked(path: Path, begin: int = 0, end: int | None = None) -> Iterator[tup
 
 
 class _Allowance:
-    """The bytes of text that may still come: a bucket that packed bytes refill."""
+    """How many bytes of text may still be unpacked: a bucket that packed bytes refill."""
 
     def __init__(self) -> None:
-        self.left = BURST
+        self.available = BURST
 
     def refill(self, packed: int) -> None:
-        self.left = min(BURST, self.left + RATIO * packed)
+        self.available = min(BURST, self.available + RATIO * packed)
 
     def spend(self, text: int) -> bool:
-        """Is there enough left?"""
-        self.left -= text
-        return self.left >= 0
+        """Take that many bytes; False if there were not enough."""
+        self.available -= text
+        return self.available >= 0
 
 
 def _one_stream(
     file: BinaryIO, path: Path, begin: int, end: int, allowance: _Allowance
 ) -> Generator[tuple[bytes, str], None, int]:
-    """One stream's text; returns where the next one begins."""
-    decoder, at, sound = bz2.BZ2Decompressor(), begin, begin
+    """Decompress one stream; return the position of the next one."""
+    decoder = bz2.BZ2Decompressor()
+    position = begin
+    intact = begin  # up to here everything was decoded
     file.seek(begin)
-    while not decoder.eof and at < end:
-        fed = file.read(min(FED_BYTES, end - at))
+    while not decoder.eof and position < end:
+        fed = file.read(min(FED_BYTES, end - position))
         if not fed:
             break
         allowance.refill(len(fed))
         try:
-            text = _text(decoder, fed, allowance)
+            text = _decompress(decoder, fed, allowance)
         except OSError:
-            after = next((start for start in starts(path, begin + 1) if start < end), end)
-            yield b"", f"damaged bz2 data, lost from byte {sound} to byte {after}"
-            return after
+            following = next((start for start in starts(path, begin + 1) if start < end), end)
+            yield b"", f"damaged bz2 data, lost from byte {intact} to byte {following}"
+            return following
         if text is None:
-            yield b"", f"from byte {at} on {TOO_MUCH}"
+            yield b"", f"from byte {position} on {TOO_MUCH}"
             return end
         if text:
-            sound = at  # the block that is lost next begins in what was fed last
+            intact = position  # the next block begins in the bytes fed last
             yield text, ""
-        at += len(fed)
+        position += len(fed)
     if not decoder.eof:
-        yield b"", f"the bz2 stream from byte {begin} is cut at byte {at}"
-    return at - len(decoder.unused_data)
+        yield b"", f"the bz2 stream from byte {begin} is cut at byte {position}"
+    return position - len(decoder.unused_data)
 
 
-def _text(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: _Allowance) -> bytes | None:
-    """What the fed bytes unpack to, piece by piece; None where that is more than is allowed."""
+def _decompress(decoder: bz2.BZ2Decompressor, fed: bytes, allowance: _Allowance) -> bytes | None:
+    """The text that these bytes unpack to; None if it is more than the allowance."""
     pieces = [decoder.decompress(fed, PIECE_BYTES)]
     while allowance.spend(len(pieces[-1])):
         if decoder.eof or decoder.needs_input:

@@ -1,18 +1,24 @@
-"""Documents from files of any kind, in sentences: what the corpus builder's workers begin with.
+"""Documents in sentences, from files of any kind: the first step of the corpus builder's workers.
 
     for chunk in chunks(find([Path("enwiki.xml.bz2")])):     # cheap and lazy, in the driver
         documents, tally = read(chunk)                       # the work, in any process
 
 `read` is a function of the chunk alone, so it runs in a process pool or a Ray task as it is. A bad
-document is never raised and never dropped in silence: it is counted, with its place and the reason,
-and so is damage of the file itself; what else can be read is kept. The driver decides how much is
-too much.
+document neither raises nor disappears: it is counted, with its place and the reason, and so is
+damage of the file itself; everything else that can be read is kept. The driver decides how much bad
+input is too much.
 
 `text_md5` is what MLPerf BERT's list of evaluation articles holds: the md5 of an article's
-sentences, one a line, without white space behind the last. Files in MLPerf's own form (`part-*`,
-`eval.txt`) match it to the byte; there an odd line end before an article is part of it, as MLPerf's
-split leaves it. Articles from a dump or from WikiExtractor match only where their clean-up and
-sentences are those of MLPerf's NLTK, so for them the list finds few or none.
+sentences, one per line, without white space after the last. Files in MLPerf's own form (`part-*`,
+`eval.txt`) match it to the byte; there an odd line end before an article is part of it, because
+MLPerf's script splits at pairs of line ends. Articles from a dump or from WikiExtractor match only
+where cleaning and sentence splitting agree with MLPerf's NLTK, so for them the list matches few or
+none.
+
+Sentences are split by nupunkt: the Punkt algorithm (Kiss and Strunk 2006) with a model of English
+that comes with the package, in pure Python. It was chosen over blingfire and syntok after measuring
+all three (docs/decisions.md). Only the positions it reports are used, never its strings, so that no
+character but white space can be lost.
 """
 
 from __future__ import annotations
@@ -23,38 +29,28 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import fields as fields_of
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from packhorse.data.sources import arrow, bz2streams, markup, sentences, wiki
+from packhorse.data.sources import arrow, bz2streams, wiki
 from packhorse.data.sources.chunking import (
-    CHUNK_BYTES,
     LONGEST_DOCUMENT,
     Chunk,
-    chunks,
     lost_rows,
-    opened_table,
+    open_parquet,
     texts_of_group,
 )
-from packhorse.data.sources.files import KINDS, Source, find
-from packhorse.errors import InputError
+from packhorse.errors import InputError, MissingExtra
 
-__all__ = [
-    "CHUNK_BYTES",
-    "KINDS",
-    "Bad",
-    "Chunk",
-    "Document",
-    "Source",
-    "Tally",
-    "chunks",
-    "find",
-    "read",
-]
+# Why a document was passed over.
+REDIRECT = wiki.REDIRECT
+NOT_AN_ARTICLE = wiki.NOT_AN_ARTICLE
+EMPTY = "empty"
 
-REDIRECT, NOT_AN_ARTICLE, EMPTY = wiki.REDIRECT, wiki.NOT_AN_ARTICLE, "empty"
+LONGEST_WORD = 1000  # characters; nupunkt's time grows with the square of a word's length
 
+_BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"^[ \t]*= .* =[ \t\r]*$", re.MULTILINE)
 _TITLE_LINE = re.compile(rb"^[ \t]*= [^=\n]+ =[ \t\r]*$", re.MULTILINE)
 _LINE_ENDS = re.compile(rb"[\r\n]*")
@@ -72,48 +68,48 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """What could not be read, and why."""
+class BadDocument:
+    """A place that could not be read, and the reason."""
 
-    where: str
-    why: str
+    place: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
-    """What was found and what became of it; tallies of chunks add up to the build's."""
+class ReadTally:
+    """How many documents were read or passed over; tallies of chunks can be added."""
 
     documents: int = 0
     characters: int = 0  # of their sentences
     redirects: int = 0
     not_articles: int = 0  # pages of other namespaces
     empty: int = 0
-    bad: tuple[Bad, ...] = ()
+    bad: tuple[BadDocument, ...] = ()
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, addend: ReadTally) -> ReadTally:
         names = [field.name for field in fields_of(self)]
-        return Tally(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return ReadTally(**{name: getattr(self, name) + getattr(addend, name) for name in names})
 
 
-Found = Document | Bad | str  # a string says why a document was passed over
+ReadOutcome = Document | BadDocument | str  # a string is the reason to pass a document over
 
 
-def read(chunk: Chunk) -> tuple[list[Document], Tally]:
-    """The chunk's documents, unpacked, cleaned and split; and the count of everything in it."""
+def read(chunk: Chunk) -> tuple[list[Document], ReadTally]:
+    """Unpack, clean and split the chunk's documents; count everything in it."""
     if chunk.counts_rows:
-        found: list[Found] = [*_table(chunk)]
+        outcomes: list[ReadOutcome] = [*_table(chunk)]
     else:
         data, problems = _load(chunk)
-        damage = [Bad(str(chunk.source.path), problem) for problem in problems]
-        found = [*damage, *_READERS[chunk.source.kind](data, chunk)]
-    documents = [one for one in found if isinstance(one, Document)]
-    return documents, Tally(
+        damage = [BadDocument(str(chunk.source.path), problem) for problem in problems]
+        outcomes = [*damage, *_READERS[chunk.source.kind](data, chunk)]
+    documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+    return documents, ReadTally(
         documents=len(documents),
-        characters=sum(len(sentence) for one in documents for sentence in one.sentences),
-        redirects=found.count(REDIRECT),
-        not_articles=found.count(NOT_AN_ARTICLE),
-        empty=found.count(EMPTY),
-        bad=tuple(one for one in found if isinstance(one, Bad)),
+        characters=sum(len(sentence) for doc in documents for sentence in doc.sentences),
+        redirects=outcomes.count(REDIRECT),
+        not_articles=outcomes.count(NOT_AN_ARTICLE),
+        empty=outcomes.count(EMPTY),
+        bad=tuple(outcome for outcome in outcomes if isinstance(outcome, BadDocument)),
     )
 
 
@@ -124,20 +120,23 @@ def _load(chunk: Chunk) -> tuple[bytes, list[str]]:
     path = chunk.source.path
     try:
         if chunk.source.compressed:
-            return _unpacked(path, chunk.begin, chunk.end)
+            return _unpack(path, chunk.begin, chunk.end)
         with path.open("rb") as file:
             file.seek(chunk.begin)
             data = file.read(chunk.end - chunk.begin)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     if len(data) < chunk.end - chunk.begin:
-        raise InputError(f"{path} is shorter than when the build began; leave sources as they are")
+        raise InputError(
+            f"{path} is shorter than when the build began; do not change sources during a build"
+        )
     return data, []
 
 
-def _unpacked(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
-    """The text of packed bytes, no more of it than one document may have, and what is wrong."""
-    text, problems = bytearray(), list[str]()
+def _unpack(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
+    """The text of packed bytes, at most as long as one document may be, and what is wrong."""
+    text = bytearray()
+    problems: list[str] = []
     for piece, problem in bz2streams.unpacked(path, begin, end):
         if len(text) + len(piece) > LONGEST_DOCUMENT:
             problems.append(
@@ -146,52 +145,66 @@ def _unpacked(path: Path, begin: int, end: int) -> tuple[bytes, list[str]]:
             )
             break
         text += piece
-        problems += [problem] if problem else []
+        if problem:
+            problems.append(problem)
     return bytes(text), problems
 
 
-def _place(chunk: Chunk, at: int) -> str:
-    """How messages name byte `at` of the chunk's text."""
+def _place(chunk: Chunk, offset: int) -> str:
+    """How messages name a byte of the chunk's text."""
     if chunk.data is not None:
-        return f"{chunk.source.path}, byte {chunk.begin + at} of its text"
+        return f"{chunk.source.path}, byte {chunk.begin + offset} of its text"
     if chunk.source.compressed:
-        return f"{chunk.source.path}, byte {at} of the text packed from byte {chunk.begin}"
-    return f"{chunk.source.path}, byte {chunk.begin + at}"
+        return f"{chunk.source.path}, byte {offset} of the text packed from byte {chunk.begin}"
+    return f"{chunk.source.path}, byte {chunk.begin + offset}"
 
 
-def _tried(where: str, make: Callable[..., Document | str], *arguments: Any) -> Found:
-    """What `make` makes of a document, or why it cannot."""
+def _try_document(place: str, make: Callable[..., Document | str], *arguments: Any) -> ReadOutcome:
+    """The document that `make` returns, or the reason why it cannot."""
     try:
         return make(*arguments)
     except ValueError as error:
-        return Bad(where, str(error))
+        return BadDocument(place, str(error))
 
 
 def _document(name: str, paragraphs: Iterable[str]) -> Document | str:
-    found = [sentence for paragraph in paragraphs for sentence in sentences.split(paragraph)]
-    return Document(name, found, _md5("\n".join(found))) if found else EMPTY
+    sentences = [sentence for text in paragraphs for sentence in split_sentences(text)]
+    return Document(name, sentences, _md5("\n".join(sentences))) if sentences else EMPTY
 
 
 def _md5(article: str) -> str:
     return hashlib.md5(article.rstrip().encode("utf-8"), usedforsecurity=False).hexdigest()
 
 
-def _mediawiki(data: bytes, chunk: Chunk) -> Iterator[Found]:
-    ended = not chunk.last
+def _decode(text: bytes) -> str:
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start})") from error
+
+
+# Formats of text ---------------------------------------------------------------------------------
+
+
+def _mediawiki(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
+    end_seen = not chunk.last
     for element in wiki.elements(data, wiki.PAGE):
-        body, where = data[element.begin : element.end], _place(chunk, element.begin)
-        header = chunk.begin == 0 and element.begin == 0
+        body = data[element.begin : element.end]
+        place = _place(chunk, element.begin)
+        is_header = chunk.begin == 0 and element.begin == 0
         if element.state == wiki.WHOLE:
-            yield _tried(where, _article, body, chunk.source.hidden)
+            yield _try_document(place, _article, body, chunk.source.hidden)
         elif element.state == wiki.UNCLOSED:
-            yield Bad(where, f"the page {_title_of(body)!r} has no end: the dump is cut here")
-            ended = ended or element.end == len(data)
+            title = _title_of(body)
+            yield BadDocument(place, f"the page {title!r} has no end: the dump is cut here")
+            end_seen = end_seen or element.end == len(data)
         elif chunk.last and body.strip() == b"</mediawiki>":
-            ended = True
-        elif not header:
-            yield Bad(where, f"{len(body)} bytes that are in no page")
-    if not ended:
-        yield Bad(_place(chunk, len(data)), "the dump ends without </mediawiki>: it is cut")
+            end_seen = True
+        elif not is_header:
+            yield BadDocument(place, f"{len(body)} bytes that are in no page")
+    if not end_seen:
+        place = _place(chunk, len(data))
+        yield BadDocument(place, "the dump ends without </mediawiki>: it is cut")
 
 
 def _title_of(page: bytes) -> str:
@@ -201,73 +214,75 @@ def _title_of(page: bytes) -> str:
 
 def _article(element: bytes, hidden: frozenset[str]) -> Document | str:
     page = wiki.page(element)
-    return page.skipped or _document(page.title, markup.paragraphs(page.wikitext, hidden))
+    return page.skipped or _document(page.title, wiki.paragraphs(page.wikitext, hidden))
 
 
-def _wikiextractor(data: bytes, chunk: Chunk) -> Iterator[Found]:
+def _wikiextractor(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
     for element in wiki.elements(data, wiki.DOC):
-        body, where = data[element.begin : element.end], _place(chunk, element.begin)
+        body = data[element.begin : element.end]
+        place = _place(chunk, element.begin)
         if element.state == wiki.WHOLE:
-            yield _tried(where, _extracted, body)
+            yield _try_document(place, _extracted, body)
         elif element.state == wiki.UNCLOSED:
-            yield Bad(where, "a <doc> without </doc>: the file is cut here")
+            yield BadDocument(place, "a <doc> without </doc>: the file is cut here")
         else:
-            yield Bad(where, f"{len(body)} bytes that are in no <doc>")
+            yield BadDocument(place, f"{len(body)} bytes that are in no <doc>")
 
 
 def _extracted(element: bytes) -> Document | str:
     title, text = wiki.extracted(element)
-    return _document(title, markup.extracted_paragraphs(text))
+    return _document(title, wiki.extracted_paragraphs(text))
 
 
-def _sentence_lines(data: bytes, chunk: Chunk) -> Iterator[Found]:
-    """Articles as MLPerf's scripts tell them apart: by two line ends, counted from the left."""
-    at = 0
-    while at < len(data):
-        leading = _LINE_ENDS.match(data, at)
-        begin = leading.end() if leading else at
-        odd = data.count(b"\n", at, begin) % 2
+def _sentence_lines(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
+    """Articles as MLPerf's scripts separate them: by two line ends, counted from the left."""
+    position = 0
+    while position < len(data):
+        leading = _LINE_ENDS.match(data, position)
+        begin = leading.end() if leading else position
+        odd_line_end = data.count(b"\n", position, begin) % 2 == 1
         separator = _BETWEEN_ARTICLES.search(data, begin)
         body = data[begin : separator.start() if separator else len(data)]
         if body.strip():
-            where = _place(chunk, begin)
-            yield _tried(where, _of_lines, where, body, odd)
-        at = separator.end() if separator else len(data)
+            place = _place(chunk, begin)
+            yield _try_document(place, _article_of_lines, place, body, odd_line_end)
+        position = separator.end() if separator else len(data)
 
 
-def _of_lines(where: str, body: bytes, odd: int) -> Document:
-    text = _decoded(body)
+def _article_of_lines(place: str, body: bytes, odd_line_end: bool) -> Document:
+    text = _decode(body)
     lines = [line.strip() for line in text.split("\n")]
-    return Document(where, [line for line in lines if line], _md5("\n" * odd + text))
+    hashed = f"\n{text}" if odd_line_end else text
+    return Document(place, [line for line in lines if line], _md5(hashed))
 
 
-def _text(data: bytes, chunk: Chunk) -> Iterator[Found]:
-    begins = [0, *(found.start() for found in _TITLE_LINE.finditer(data)), len(data)]
-    for begin, end in pairwise(begins):
+def _text(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
+    titles = [title.start() for title in _TITLE_LINE.finditer(data)]
+    for begin, end in pairwise([0, *titles, len(data)]):
         if data[begin:end].strip():
-            where = _place(chunk, begin)
-            yield _tried(where, _plain, where, data[begin:end])
+            place = _place(chunk, begin)
+            yield _try_document(place, _plain, place, data[begin:end])
 
 
-def _plain(where: str, body: bytes) -> Document | str:
-    text = _decoded(body)
-    first = text.lstrip().partition("\n")[0]
-    name = first.strip(" =\r") if _TITLE_LINE.match(body) else where
+def _plain(place: str, body: bytes) -> Document | str:
+    text = _decode(body)
+    first_line = text.lstrip().partition("\n")[0]
+    name = first_line.strip(" =\r") if _TITLE_LINE.match(body) else place
     return _document(name, [_HEADING.sub("\n\n", text)])
 
 
-def _jsonl(data: bytes, chunk: Chunk) -> Iterator[Found]:
-    at = 0
+def _jsonl(data: bytes, chunk: Chunk) -> Iterator[ReadOutcome]:
+    offset = 0
     for line in data.split(b"\n"):
         if line.strip():
-            where = _place(chunk, at)
-            yield _tried(where, _of_json, where, line, chunk.source.column)
-        at += len(line) + 1
+            place = _place(chunk, offset)
+            yield _try_document(place, _json_document, place, line, chunk.source.column)
+        offset += len(line) + 1
 
 
-def _of_json(where: str, line: bytes, column: str) -> Document | str:
+def _json_document(place: str, line: bytes, column: str) -> Document | str:
     try:
-        value = json.loads(_decoded(line))
+        value = json.loads(_decode(line))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if isinstance(value, dict):
@@ -276,33 +291,39 @@ def _of_json(where: str, line: bytes, column: str) -> Document | str:
         value = value[column]
     if not isinstance(value, str | None):
         raise ValueError(f"not text but {type(value).__name__}: {value!r:.40}")
-    return _document(where, (value or "").split("\n"))
+    return _document(place, (value or "").split("\n"))
 
 
-def _decoded(text: bytes) -> str:
-    try:
-        return text.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start})") from error
+_READERS: dict[str, Callable[[bytes, Chunk], Iterator[ReadOutcome]]] = {
+    "mediawiki": _mediawiki,
+    "wikiextractor": _wikiextractor,
+    "sentences": _sentence_lines,
+    "text": _text,
+    "jsonl": _jsonl,
+}
 
 
-def _table(chunk: Chunk) -> Iterator[Found]:
-    """The chunk's rows, brought along or read from the file; damage costs the chunk's rest."""
+# Tables ------------------------------------------------------------------------------------------
+
+
+def _table(chunk: Chunk) -> Iterator[ReadOutcome]:
+    """The chunk's rows, which it carries or names; after damage its remaining rows are lost."""
     import pyarrow as pa
 
-    path, row = chunk.source.path, chunk.begin
+    path = chunk.source.path
+    row = chunk.begin
     try:
         for text in _rows(chunk) if chunk.cells is None else chunk.cells:
-            where = f"{path}, row {row}"
-            yield _tried(where, _of_cell, where, text)
+            place = f"{path}, row {row}"
+            yield _try_document(place, _cell_document, place, text)
             row += 1
     except (pa.ArrowException, OSError) as error:
-        yield Bad(str(path), lost_rows(row, chunk.end, error))
-    yield from (Bad(str(path), problem) for problem in chunk.problems)
+        yield BadDocument(str(path), lost_rows(row, chunk.end, error))
+    yield from (BadDocument(str(path), problem) for problem in chunk.problems)
 
 
-def _of_cell(where: str, text: bytes | None) -> Document | str:
-    return _document(where, _decoded(text or b"").split("\n"))
+def _cell_document(place: str, text: bytes | None) -> Document | str:
+    return _document(place, _decode(text or b"").split("\n"))
 
 
 def _rows(chunk: Chunk) -> Iterator[bytes | None]:
@@ -317,14 +338,17 @@ def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
 
     path = chunk.source.path
     try:
-        file = opened_table(path)
+        file = open_parquet(path)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     with file:
         counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
         ends = [*accumulate(counts)]
         if chunk.end not in ends or counts[ends.index(chunk.end)] != chunk.end - chunk.begin:
-            raise InputError(f"{path} is not what it was when the build began; leave sources alone")
+            raise InputError(
+                f"{path} is not what it was when the build began; do not change sources during a"
+                " build"
+            )
         size = 0
         for text in texts_of_group(path, file, ends.index(chunk.end), chunk.source.column):
             size += len(text or b"")
@@ -336,10 +360,31 @@ def _row_group(chunk: Chunk) -> Iterator[bytes | None]:
             yield text
 
 
-_READERS: dict[str, Callable[[bytes, Chunk], Iterator[Found]]] = {
-    "mediawiki": _mediawiki,
-    "wikiextractor": _wikiextractor,
-    "sentences": _sentence_lines,
-    "text": _text,
-    "jsonl": _jsonl,
-}
+# Sentences ---------------------------------------------------------------------------------------
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences, each on one line with single spaces; a blank line always ends one."""
+    sentences: list[str] = []
+    for paragraph in _BLANK_LINE.split(text):
+        words = paragraph.split()
+        if max(map(len, words), default=0) <= LONGEST_WORD:
+            sentences += _punkt_sentences(" ".join(words))
+            continue
+        # A run of characters this long is no sentence; it stands alone, unseen by the splitter.
+        for too_long, run in groupby(words, key=lambda word: len(word) > LONGEST_WORD):
+            group = list(run)
+            sentences += group if too_long else _punkt_sentences(" ".join(group))
+    return sentences
+
+
+def _punkt_sentences(text: str) -> Iterator[str]:
+    try:
+        import nupunkt
+    except ImportError as error:
+        raise MissingExtra("nupunkt", "data") from error
+
+    starts = [start for start, _ in nupunkt.sent_spans(text)][1:]
+    for start, end in zip([0, *starts], [*starts, len(text)], strict=True):
+        if sentence := text[start:end].strip():
+            yield sentence

@@ -1,105 +1,126 @@
-"""Collections to search: documents, queries, and which documents answer which query.
+"""Retrieval: collections of documents and queries, and the measures of a ranking.
 
-A folder is read as BEIR lays it out: `corpus.jsonl` (_id, title, text), `queries.jsonl` (_id, text)
-and `qrels/SPLIT.tsv` (query-id, corpus-id, score). A file is SQuAD, made into such a collection: a
-question looks for its paragraph among all of them. Documents are held whole, since each of them is
-encoded anyway.
+A folder has BEIR's layout: `corpus.jsonl` (_id, title, text), `queries.jsonl` (_id, text) and
+`qrels/SPLIT.tsv` (query-id, corpus-id, score). A file is SQuAD, turned into such a collection: each
+question looks for its paragraph among all paragraphs. All documents are kept in memory, since each
+of them is encoded anyway. A judgment about an unknown document or query is refused: it would count
+as never found, and a score that is too low looks like any other.
 
-A judgement about a document or a query that is not there is refused: it would count as never found,
-and a score that is too low looks like any other.
+The measures are those of trec_eval, and so of pytrec_eval, BEIR and MTEB. A document with a grade
+above 0 is relevant. The gain in nDCG is the grade itself and its discount log2(rank + 1); the ideal
+ranking has all judged documents, retrieved or not. For average precision, relevant documents that
+were not retrieved add nothing. A query without relevant documents has 0 everywhere. The reciprocal
+rank is cut at 10, as in BEIR and MS MARCO; trec_eval does not cut it.
 
-Thakur et al., "BEIR" (2021).
+Thakur et al., "BEIR" (2021); Järvelin and Kekäläinen (2002);
+https://github.com/usnistgov/trec_eval.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packhorse.data.tables.reading import Form, Row, read_rows
-from packhorse.data.tasks.squad import Question, read_squad
+import numpy as np
+
+from packhorse.data.tables import CsvFormat, TableRow, read_rows
+from packhorse.data.tasks.squad import SquadQuestion, read_squad
 from packhorse.errors import InputError
 
-CORPUS, QUERIES, JUDGEMENTS = "corpus.jsonl", "queries.jsonl", "qrels"
+CORPUS = "corpus.jsonl"
+QUERIES = "queries.jsonl"
+JUDGMENTS = "qrels"
 COLUMNS = ("query-id", "corpus-id", "score")
-USUAL = "test"  # the split, where there are several
+DEFAULT_SPLIT = "test"  # if there are several
+
+DEPTH = 1000  # documents of a ranking that count, as is customary
+CUT = 10
+RECALLS = (1, 10, 100)
+
+
+# Collections -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Texts by their ids; every query has judgements, a grade a document (0: not an answer)."""
+    """Texts by id; every query has judgments, one grade per document (0: not relevant)."""
 
     documents: dict[str, str]
     queries: dict[str, str]
-    judgements: dict[str, dict[str, int]]
+    judgments: dict[str, dict[str, int]]
 
     def first(self, queries: int | None) -> Collection:
-        """With so many queries only, among all documents."""
-        kept = dict(list(self.queries.items())[:queries])
-        return Collection(self.documents, kept, {id: self.judgements[id] for id in kept})
+        """The collection with only the first queries, but all documents."""
+        selected = dict(list(self.queries.items())[:queries])
+        judgments = {id: self.judgments[id] for id in selected}
+        return Collection(self.documents, selected, judgments)
 
 
 def read_collection(path: str | Path, split: str | None = None) -> Collection:
-    """BEIR's folder, with the judgements of `split` (its only one, or test), or a SQuAD file."""
+    """Read BEIR's folder with the judgments of `split` (its only one, or test), or a SQuAD file."""
     folder = Path(path)
     if folder.is_dir():
-        return _beir(folder, split)
+        return _read_beir(folder, split)
     if split is not None:
-        raise InputError(f"{path}: a file has no splits; they are of a folder as BEIR lays it out")
-    return of_questions(read_squad(path), str(path))
+        raise InputError(f"{path}: a file has no splits; only a folder in BEIR's layout has")
+    return from_questions(read_squad(path), str(path))
 
 
-def of_questions(questions: Iterable[Question], name: str = "SQuAD") -> Collection:
-    """Each answerable question looks for its paragraph among those of all."""
-    documents: dict[str, str] = {}  # ids by text, until it is complete
-    queries, judgements = {}, {}
-    for each in questions:
-        place = documents.setdefault(each.context, f"paragraph-{len(documents)}")
-        if not each.impossible:
-            queries[each.id], judgements[each.id] = each.question, {place: 1}
+def from_questions(questions: Iterable[SquadQuestion], name: str = "SQuAD") -> Collection:
+    """A collection in which each answerable question looks for its paragraph."""
+    ids: dict[str, str] = {}  # of paragraphs, by their text
+    queries: dict[str, str] = {}
+    judgments: dict[str, dict[str, int]] = {}
+    for question in questions:
+        paragraph = ids.setdefault(question.context, f"paragraph-{len(ids)}")
+        if not question.impossible:
+            queries[question.id] = question.question
+            judgments[question.id] = {paragraph: 1}
     if not queries:
         raise InputError(f"{name}: there is no question with an answer in it")
-    return Collection({id: text for text, id in documents.items()}, queries, judgements)
+    return Collection({id: text for text, id in ids.items()}, queries, judgments)
 
 
-def _beir(folder: Path, split: str | None) -> Collection:
-    documents = dict(_texts(folder / CORPUS, titled=True))
-    queries = dict(_texts(folder / QUERIES))
-    place = _split(folder, split)
-    judgements: dict[str, dict[str, int]] = {}
-    for row in read_rows(place, lambda have, where: COLUMNS, Form(quotes=False)):
-        query, document, grade = _judgement(row)
-        for id, known, home in ((query, queries, QUERIES), (document, documents, CORPUS)):
-            if id not in known:
-                raise InputError(f"{row.where}: {id!r:.80} is not in {folder / home}")
-        judgements.setdefault(query, {})[document] = grade
-    if not judgements:
-        raise InputError(f"{place} holds no judgements")
-    asked = {id: text for id, text in queries.items() if id in judgements}
-    return Collection(documents, asked, {id: judgements[id] for id in asked})
+def _read_beir(folder: Path, split: str | None) -> Collection:
+    documents = dict(_read_texts(folder / CORPUS, titled=True))
+    queries = dict(_read_texts(folder / QUERIES))
+    path = _judgments_path(folder, split)
+    judgments: dict[str, dict[str, int]] = {}
+    for row in read_rows(path, lambda available, place: COLUMNS, CsvFormat(quotes=False)):
+        query, document, grade = _judgment(row)
+        if query not in queries:
+            raise InputError(f"{row.place}: {query!r:.80} is not in {folder / QUERIES}")
+        if document not in documents:
+            raise InputError(f"{row.place}: {document!r:.80} is not in {folder / CORPUS}")
+        judgments.setdefault(query, {})[document] = grade
+    if not judgments:
+        raise InputError(f"{path} holds no judgments")
+    judged = {id: text for id, text in queries.items() if id in judgments}
+    return Collection(documents, judged, {id: judgments[id] for id in judged})
 
 
-def _split(folder: Path, split: str | None) -> Path:
-    """The file of judgements that is meant."""
-    found = {path.stem: path for path in sorted((folder / JUDGEMENTS).glob("*.tsv"))}
-    wanted = split or (next(iter(found)) if len(found) == 1 else USUAL)
-    if wanted not in found:
-        have = ", ".join(found) or "none"
-        raise InputError(f"{folder / JUDGEMENTS}: no {wanted}.tsv; splits that are there: {have}")
-    return found[wanted]
+def _judgments_path(folder: Path, split: str | None) -> Path:
+    splits = {path.stem: path for path in sorted((folder / JUDGMENTS).glob("*.tsv"))}
+    if split is None:
+        split = next(iter(splits)) if len(splits) == 1 else DEFAULT_SPLIT
+    if split not in splits:
+        names = ", ".join(splits) or "none"
+        raise InputError(f"{folder / JUDGMENTS}: no {split}.tsv; splits that are there: {names}")
+    return splits[split]
 
 
-def _texts(path: Path, titled: bool = False) -> Iterator[tuple[str, str]]:
-    """Ids and texts; the title, where there is one, goes before the text."""
+def _read_texts(path: Path, titled: bool = False) -> Iterator[tuple[str, str]]:
+    """Ids and texts; the title, if there is one, is put before the text."""
     seen: set[str] = set()
-    for row in read_rows(path, lambda have, where: have):
+    for row in read_rows(path, lambda available, place: available):
         if not row.cells:
             continue
-        id, text = _cell(row, "_id"), _cell(row, "text")
+        id = _text_cell(row, "_id")
+        text = _text_cell(row, "text")
         if id in seen:
-            raise InputError(f"{row.where}: two have the id {id!r:.80}")
+            raise InputError(f"{row.place}: two have the id {id!r:.80}")
         seen.add(id)
         title = row.cells.get("title") if titled else None
         yield id, f"{title} {text}".strip() if isinstance(title, str) else text
@@ -107,19 +128,54 @@ def _texts(path: Path, titled: bool = False) -> Iterator[tuple[str, str]]:
         raise InputError(f"{path} holds no texts")
 
 
-def _cell(row: Row, name: str) -> str:
-    found: Any = row.cells.get(name)
-    if not isinstance(found, str):
-        have = "is missing" if found is None else f"is {found!r:.40}, not a text"
-        raise InputError(f"{row.where}: {name!r} {have}; BEIR has it in every line")
-    return found
+def _text_cell(row: TableRow, name: str) -> str:
+    cell: Any = row.cells.get(name)
+    if not isinstance(cell, str):
+        problem = "is missing" if cell is None else f"is {cell!r:.40}, not a text"
+        raise InputError(f"{row.place}: {name!r} {problem}; BEIR has it in every line")
+    return cell
 
 
-def _judgement(row: Row) -> tuple[str, str, int]:
+def _judgment(row: TableRow) -> tuple[str, str, int]:
     if missing := [name for name in COLUMNS if name not in row.cells]:
-        raise InputError(f"{row.where}: no column {missing[0]!r}; BEIR has {', '.join(COLUMNS)}")
+        raise InputError(f"{row.place}: no column {missing[0]!r}; BEIR has {', '.join(COLUMNS)}")
     query, document, grade = (str(row.cells[name]) for name in COLUMNS)
     try:
         return query, document, int(grade)
     except ValueError as error:
-        raise InputError(f"{row.where}: the score {grade!r:.40} is not a whole number") from error
+        raise InputError(f"{row.place}: the score {grade!r:.40} is not a whole number") from error
+
+
+# Measures ----------------------------------------------------------------------------------------
+
+
+def measures(ranking: Sequence[str], grades: Mapping[str, int]) -> dict[str, float]:
+    """The measures of one query, from its ranked documents, best first, and its judgments."""
+    gains = np.array([max(grades.get(id, 0), 0) for id in ranking], np.float64)
+    ideal = -np.sort(-np.array([max(grade, 0) for grade in grades.values()], np.float64))
+    relevant = int((ideal > 0).sum())
+    hits = gains > 0
+    precisions = hits.cumsum() / np.arange(1, len(hits) + 1)
+    values = {
+        f"ndcg@{CUT}": _share(_discounted(gains), _discounted(ideal)),
+        "map": _share(float(precisions[hits].sum()), relevant),
+        f"mrr@{CUT}": 1 / (1 + int(hits[:CUT].argmax())) if hits[:CUT].any() else 0.0,
+    }
+    for k in RECALLS:
+        values[f"recall@{k}"] = _share(int(hits[:k].sum()), relevant)
+    return values
+
+
+def averages(queries: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each measure over all queries."""
+    rows = list(queries)
+    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+
+
+def _discounted(gains: np.ndarray) -> float:
+    best = gains[:CUT]
+    return float((best / np.log2(np.arange(2, len(best) + 2))).sum())
+
+
+def _share(part: float, whole: float) -> float:
+    return float(part / whole) if whole else 0.0

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from packhorse.data.tasks.squad import Question
-from packhorse.data.tasks.squad_score import (
+from packhorse.data.tasks.squad import (
     Mark,
     Score,
+    SquadQuestion,
     Threshold,
     best_threshold,
     is_v2,
@@ -55,7 +55,7 @@ class Report:
 
 def ask(
     encoder: Encoder,
-    questions: Sequence[Question],
+    questions: Sequence[SquadQuestion],
     *,
     top_k: int = 1,
     max_length: int | None = None,
@@ -103,7 +103,10 @@ def _log(share: float) -> float:
 
 
 def judge(
-    questions: Sequence[Question], replies: Sequence[Reply], no_answer: float | None, top_k: int = 1
+    questions: Sequence[SquadQuestion],
+    replies: Sequence[Reply],
+    no_answer: float | None,
+    top_k: int = 1,
 ) -> Report:
     """Score the replies, leaving unanswered what `no_answer` says (None: nothing)."""
     ids = [question.id for question in questions]
@@ -118,7 +121,7 @@ def judge(
     )
 
 
-def _best(questions: Sequence[Question], replies: Sequence[Reply]) -> dict[str, Threshold]:
+def _best(questions: Sequence[SquadQuestion], replies: Sequence[Reply]) -> dict[str, Threshold]:
     pairs = zip(questions, replies, strict=True)
     answered = marks(questions, {question.id: reply.texts()[:1] for question, reply in pairs})
     impossible = [question.impossible for question in questions]

@@ -17,7 +17,7 @@ from collections import Counter
 import numpy as np
 
 from packhorse.data.tasks import glue_score
-from packhorse.data.tasks.labelled import Labelled
+from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.errors import InputError, MissingExtra
 from packhorse.runtime.encoder import Progress
 from packhorse.runtime.evaluation.reading import Read
@@ -25,7 +25,7 @@ from packhorse.runtime.evaluation.reading import Read
 ROUNDS, SAMPLES, SEED, STEPS = 10, 8, 42, 100  # MTEB's
 
 
-def judge(read: Read, rows: Labelled, progress: Progress | None = None) -> dict[str, float]:
+def judge(read: Read, rows: LabeledTexts, progress: Progress | None = None) -> dict[str, float]:
     """GLUE's measures of a head whose logits `read` gives."""
     logits = read(rows.texts, progress=progress)
     if rows.problem == "regression":
@@ -38,7 +38,7 @@ def judge(read: Read, rows: Labelled, progress: Progress | None = None) -> dict[
 
 
 def probe(
-    read: Read, train: Labelled, rows: Labelled, progress: Progress | None = None
+    read: Read, train: LabeledTexts, rows: LabeledTexts, progress: Progress | None = None
 ) -> dict[str, float]:
     """Accuracy and F1 of what can be learned from the vectors that `read` gives."""
     if not all(isinstance(text, str) for text in [*train.texts, *rows.texts]):
@@ -73,7 +73,7 @@ def draws(labels: np.ndarray) -> list[np.ndarray]:
     return drawn
 
 
-def _flags(rows: Labelled) -> np.ndarray:
+def _flags(rows: LabeledTexts) -> np.ndarray:
     """[rows, labels]: 1 where one holds."""
     flags = np.zeros((len(rows.targets), len(rows.labels)), np.int64)
     for row, target in enumerate(rows.targets):

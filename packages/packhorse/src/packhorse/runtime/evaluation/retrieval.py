@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from packhorse.data.tasks.retrieval import Collection
-from packhorse.data.tasks.retrieval_score import DEPTH, averages, measures
+from packhorse.data.tasks.retrieval import DEPTH, Collection, averages, measures
 from packhorse.runtime.encoder import Progress
 from packhorse.runtime.evaluation.reading import Read
 
@@ -43,7 +42,7 @@ def judge(
         documents, queries = _normalised(documents), _normalised(queries)
     rankings = search(queries, documents, ids, DEPTH + skip_same_id)
     return averages(
-        measures(_without(ranking, id if skip_same_id else None), collection.judgements[id])
+        measures(_without(ranking, id if skip_same_id else None), collection.judgments[id])
         for id, ranking in zip(asked, rankings, strict=True)
     )
 

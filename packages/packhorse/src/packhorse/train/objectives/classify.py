@@ -26,7 +26,7 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.tasks.targets import Batch
+    from packhorse.data.tasks.targets import TaskBatch
 
 Problem = Literal["single_label", "multi_label", "regression"]
 
@@ -48,13 +48,13 @@ class Classify:
         """What the model must have."""
         return ("classify",)
 
-    def weigh(self, batch: Batch) -> Tensor:
+    def weigh(self, batch: TaskBatch) -> Tensor:
         """[1]: sequences; of several labels, all labels of all sequences."""
         targets = batch.targets
         return targets.new_full((1,), targets.numel(), dtype=torch.int64)
 
     def loss(
-        self, model: nn.Module, batch: Batch, totals: Tensor | None = None
+        self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
         logits, weights = self._logits(model, batch), self.weigh(batch)
@@ -69,7 +69,7 @@ class Classify:
         return loss, Stats.of(batch.packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
         """Loss and GLUE's measures over all batches of all ranks."""
         with evaluating(model):
@@ -83,7 +83,7 @@ class Classify:
         measured = glue_score.measured(self.problem, *both, logits.shape[1])
         return {"loss": loss, **measured, "sequences": float(len(targets))}
 
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _logits(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """[N, C]."""
         (logits,) = model(batch.packed, *self.heads)
         mine = wide(batch.packed.pick(logits))
@@ -95,7 +95,9 @@ class Classify:
             raise InputError(f"there are {labels} labels; the model's head has {outputs}")
         return mine
 
-    def _with_another(self, model: nn.Module, batch: Batch, first: Tensor, error: Tensor) -> Tensor:
+    def _with_another(
+        self, model: nn.Module, batch: TaskBatch, first: Tensor, error: Tensor
+    ) -> Tensor:
         """The mean of two answers' errors, and how far they are apart."""
         second, expected = self._logits(model, batch), EXPECTED[self.problem]
         errors = (error + ERRORS[self.problem](second, batch.targets)) / 2

@@ -27,7 +27,7 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.packed.loader import Batch
+    from packhorse.data.packed.loader import PretrainingBatch
 
 Average = Literal["token", "sequence"]
 
@@ -49,7 +49,7 @@ class Pretrain:
         """What the model must have."""
         return ("mlm", "nsp") if self.next_sentence else ("mlm",)
 
-    def weigh(self, batch: Batch) -> Tensor:
+    def weigh(self, batch: PretrainingBatch) -> Tensor:
         """[parts]: masked tokens, or sequences that have any; and sequences."""
         at, sequences = batch.masked_at, len(batch.packed.places)
         words = _sequences_with_masks(batch) if self.average == "sequence" else len(at)
@@ -59,7 +59,7 @@ class Pretrain:
         return counts
 
     def loss(
-        self, model: nn.Module, batch: Batch, totals: Tensor | None = None
+        self, model: nn.Module, batch: PretrainingBatch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
         words, *follows = model(batch.packed, *self.heads, at=batch.masked_at)
@@ -82,7 +82,7 @@ class Pretrain:
         return loss, Stats.of(batch.packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[PretrainingBatch], gather: Gather = alone
     ) -> dict[str, float]:
         """Loss and accuracies over all batches of all ranks, and how many sequences they held."""
         with evaluating(model):
@@ -96,18 +96,18 @@ class Pretrain:
         return {"loss": loss, **means, "sequences": float(total.sequences)}
 
 
-def _shares(batch: Batch, dtype: torch.dtype) -> Tensor:
+def _shares(batch: PretrainingBatch, dtype: torch.dtype) -> Tensor:
     """[M]: the part that each masked token is of those of its sequence."""
     owner = _owners(batch)
     counts = owner.new_zeros(len(batch.packed)).index_add(0, owner, torch.ones_like(owner))
     return 1 / counts[owner].to(dtype)
 
 
-def _sequences_with_masks(batch: Batch) -> Tensor:
+def _sequences_with_masks(batch: PretrainingBatch) -> Tensor:
     holds = torch.zeros(len(batch.packed), dtype=torch.bool, device=batch.masked_at.device)
     return holds.index_fill(0, _owners(batch), True).sum()
 
 
-def _owners(batch: Batch) -> Tensor:
+def _owners(batch: PretrainingBatch) -> Tensor:
     """[M]: the sequence slot of each masked token."""
     return torch.searchsorted(batch.packed.cu_seqlens, batch.masked_at.contiguous(), right=True) - 1

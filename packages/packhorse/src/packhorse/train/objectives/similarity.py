@@ -26,7 +26,7 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.tasks.targets import Batch
+    from packhorse.data.tasks.targets import TaskBatch
 
 NOTHING = "there is nothing to evaluate on: no pair was given"
 
@@ -40,12 +40,12 @@ class Similarity:
         """What the model must have."""
         return ("embed",)
 
-    def weigh(self, batch: Batch) -> Tensor:
+    def weigh(self, batch: TaskBatch) -> Tensor:
         """[1]: pairs."""
         return _pairs(batch)
 
     def loss(
-        self, model: nn.Module, batch: Batch, totals: Tensor | None = None
+        self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
         cosines = _cosines(model, batch)
@@ -53,7 +53,7 @@ class Similarity:
         return _share(batch, totals, loss=total)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
         """Loss and correlations over all batches of all ranks."""
         with evaluating(model):
@@ -85,12 +85,12 @@ class Contrastive:
         """What the model must have."""
         return ("embed",)
 
-    def weigh(self, batch: Batch) -> Tensor:
+    def weigh(self, batch: TaskBatch) -> Tensor:
         """[1]: pairs."""
         return _pairs(batch)
 
     def loss(
-        self, model: nn.Module, batch: Batch, totals: Tensor | None = None
+        self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
         first, second = _vectors(model, batch)
@@ -102,7 +102,7 @@ class Contrastive:
         return _share(batch, totals, loss=total, accuracy=right)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
         """Loss, and how often a text's own partner is the nearest in its batch."""
         with evaluating(model):
@@ -113,11 +113,11 @@ class Contrastive:
         return {**total.means(), "pairs": total.sequences / 2}
 
 
-def _pairs(batch: Batch) -> Tensor:
+def _pairs(batch: TaskBatch) -> Tensor:
     return batch.targets.new_full((1,), len(batch.targets), dtype=torch.int64)
 
 
-def _share(batch: Batch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor, Stats]:
+def _share(batch: TaskBatch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor, Stats]:
     """The batch's share of the step's loss, and its figures, of sums over its pairs."""
     pairs = _pairs(batch)
     loss = divided(sums["loss"][None], pairs if totals is None else totals)
@@ -125,12 +125,12 @@ def _share(batch: Batch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor,
     return loss, Stats.of(batch.packed, batch.tokens, **figures)
 
 
-def _vectors(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def _vectors(model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor]:
     """[N, E] each: of the first texts and of the second."""
     (vectors,) = model(batch.packed, "embed")
     mine = wide(batch.packed.pick(vectors))
     return mine[::2], mine[1::2]
 
 
-def _cosines(model: nn.Module, batch: Batch) -> Tensor:
+def _cosines(model: nn.Module, batch: TaskBatch) -> Tensor:
     return F.cosine_similarity(*_vectors(model, batch))

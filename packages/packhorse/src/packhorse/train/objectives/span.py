@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import results
-from packhorse.data.tasks.squad_score import is_v2, marks, score
+from packhorse.data.tasks.squad import is_v2, marks, score
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
 
 if TYPE_CHECKING:
-    from packhorse.data.tasks.squad import Question
-    from packhorse.data.tasks.targets import Batch, Task
+    from packhorse.data.tasks.squad import SquadQuestion
+    from packhorse.data.tasks.targets import TaskBatch, TrainingTask
     from packhorse.tokens import Encoding, Tokenizer
 
 NOTHING = "there is nothing to evaluate on: no window was given"
@@ -40,19 +40,19 @@ NOTHING = "there is nothing to evaluate on: no window was given"
 class Asked:
     """Questions and the windows of each: what a model is scored on."""
 
-    questions: Sequence[Question]
+    questions: Sequence[SquadQuestion]
     windows: Sequence[Sequence[Encoding]]
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """Every window as an example, in order; what they are taught is not looked at."""
-        from packhorse.data.tasks.targets import Example, Span, Task
+        from packhorse.data.tasks.targets import Span, TaskExample, TrainingTask
 
         flat = [window for each in self.windows for window in each]
-        return Task([Example((window,), Span(0, 0)) for window in flat], "span")
+        return TrainingTask([TaskExample((window,), Span(0, 0)) for window in flat], "span")
 
 
 def asked(
-    questions: Sequence[Question],
+    questions: Sequence[SquadQuestion],
     tokenizer: Tokenizer,
     max_length: int | None = None,
     stride: int | None = None,
@@ -74,12 +74,12 @@ class SpanEnds:
         """What the model must have."""
         return ("span",)
 
-    def weigh(self, batch: Batch) -> Tensor:
+    def weigh(self, batch: TaskBatch) -> Tensor:
         """[1]: windows."""
         return batch.targets.new_full((1,), len(batch.targets))
 
     def loss(
-        self, model: nn.Module, batch: Batch, totals: Tensor | None = None
+        self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
     ) -> tuple[Tensor, Stats]:
         """The batch's share of the step's loss, and its figures."""
         weights, packed = self.weigh(batch), batch.packed
@@ -94,7 +94,7 @@ class SpanEnds:
         return loss, Stats.of(packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Batch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
         """Exact match and F1, in percent; without questions, loss and right pairs of ends."""
         if self.asked is not None:
@@ -107,7 +107,7 @@ class SpanEnds:
         return {**total.means(), "windows": float(total.sequences)}
 
     def _score(
-        self, asked: Asked, model: nn.Module, batches: Iterable[Batch], gather: Gather
+        self, asked: Asked, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather
     ) -> dict[str, float]:
         with evaluating(model):
             found = gather([pair for batch in batches for pair in _numbered(model, batch)])
@@ -147,7 +147,7 @@ def _norms(logits: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
     return mine, mine + packed.pick(sums).log()
 
 
-def _numbered(model: nn.Module, batch: Batch) -> list[tuple[int, np.ndarray]]:
+def _numbered(model: nn.Module, batch: TaskBatch) -> list[tuple[int, np.ndarray]]:
     """The number of each window and its logits, [n, 2]."""
     (logits,) = model(batch.packed, "span")
     pieces = batch.packed.split(wide(logits).cpu())

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from packhorse.data.tables import reading
-from packhorse.data.tables.texts import Record, read_texts
+from packhorse.data import tables
+from packhorse.data.tables import Record, read_texts, rows_per_read
 from packhorse.errors import InputError, MissingExtra
 
 TEXTS = ["first", "zweiter, mit Komma", 'third "quoted"', "四"]
@@ -187,7 +187,7 @@ def test_csv_gives_back_what_was_written(tmp_path_factory, rows: list[tuple[str,
 def test_a_parquet_column_is_not_unpacked_without_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 1 << 20)
     path = tmp_path / "a.parquet"
     table = pa.table({"text": ["a" * 1_000_000] * 4, "id": ["b"] * 4})
     parquet.write_table(table, path, compression="zstd", use_dictionary=False)
@@ -197,5 +197,5 @@ def test_a_parquet_column_is_not_unpacked_without_bound(
     # In a dictionary a text is there once, and every row of a batch would hold it.
     parquet.write_table(table, path, compression="none", use_dictionary=True)
     group = parquet.ParquetFile(path).metadata.row_group(0)
-    assert reading.rows_a_read(path, group, ["text"], 1024) == 1
-    assert reading.rows_a_read(path, group, ["id"], 1024) == 1024
+    assert rows_per_read(path, group, ["text"], 1024) == 1
+    assert rows_per_read(path, group, ["id"], 1024) == 1024

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
+from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
 from packhorse.errors import InputError
 
 Columns = dict[str, list[Any]]
@@ -41,9 +41,9 @@ def write(path: Path, columns: Columns) -> Path:
     return path
 
 
-def values(*labels: Any, problem: Any = None, known: Any = (), **layout: Any) -> Labelled:
+def values(*labels: Any, problem: Any = None, known: Any = (), **layout: Any) -> LabeledTexts:
     rows = [{"text": f"text {i}", "label": label} for i, label in enumerate(labels)]
-    return read_labelled(rows, Layout(**layout), problem=problem, labels=known)
+    return read_labeled(rows, TableLayout(**layout), problem=problem, labels=known)
 
 
 def spoken(pairs: list[Any]) -> set[str]:
@@ -62,7 +62,7 @@ GLUE = {  # rows, and how often each label
 
 @pytest.mark.parametrize("name", GLUE)
 def test_glue_as_it_is_handed_around(name: str, shared_data: Path) -> None:
-    found = read_labelled(shared_data / "glue" / name)
+    found = read_labeled(shared_data / "glue" / name)
     rows, counts = GLUE[name]
     assert len(found.texts) == len(found.targets) == rows
     assert Counter(found.targets) == counts
@@ -72,10 +72,10 @@ def test_glue_as_it_is_handed_around(name: str, shared_data: Path) -> None:
 
 def test_glue_the_texts(shared_data: Path) -> None:
     glue = shared_data / "glue"
-    assert read_labelled(glue / "SST-2-dev.tsv").texts[1] == "well-conceived "
-    cola = read_labelled(glue / "CoLA-val.tsv")
+    assert read_labeled(glue / "SST-2-dev.tsv").texts[1] == "well-conceived "
+    cola = read_labeled(glue / "CoLA-val.tsv")
     assert (cola.texts[2], cola.targets[2]) == ("The car honked down the road.", 0)
-    first, second = read_labelled(glue / "msr-para-train.tsv").texts[0]
+    first, second = read_labeled(glue / "msr-para-train.tsv").texts[0]
     assert first.startswith('Amrozi accused his brother, whom he called "the witness", of')
     assert second.startswith('Referring to him as only "the witness", Amrozi')
 
@@ -84,25 +84,25 @@ def test_a_quote_of_mrpc_is_not_one_of_csv(shared_data: Path) -> None:
     path = shared_data / "glue" / "msr-para-val.tsv"
     raw = path.read_text("utf-8-sig").splitlines()[1:]
     plain = {cell for line in raw for cell in line.split("\t") if '"' in cell}
-    assert plain and spoken(read_labelled(path).texts) == plain
+    assert plain and spoken(read_labeled(path).texts) == plain
     with pytest.raises(InputError, match="not csv"):
-        read_labelled(path, Layout(quotes=True))
+        read_labeled(path, TableLayout(quotes=True))
 
 
 def test_stsb_is_scores(shared_data: Path) -> None:
     path = shared_data / "glue" / "stsb-en-dev.csv"
-    found = read_labelled(path)
+    found = read_labeled(path)
     assert (len(found.texts), found.problem, found.labels) == (1_500, "regression", ("score",))
     assert found.texts[1][0] == "A young child is riding a horse." and found.targets[1] == 4.75
-    scaled = read_labelled(path, Layout(scale=(0, 5)))
+    scaled = read_labeled(path, TableLayout(scale=(0, 5)))
     assert np.allclose(np.multiply(scaled.targets, 5), found.targets)
     assert (min(scaled.targets), max(scaled.targets)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_every_format(suffix: str, tmp_path: Path) -> None:
-    found = read_labelled(write(tmp_path / f"set{suffix}", ROWS))
-    assert found == Labelled(ROWS["text"], [1, 0, 1], ("0", "1"), "single_label")
+    found = read_labeled(write(tmp_path / f"set{suffix}", ROWS))
+    assert found == LabeledTexts(ROWS["text"], [1, 0, 1], ("0", "1"), "single_label")
 
 
 @pytest.mark.parametrize(
@@ -117,25 +117,25 @@ def test_every_format(suffix: str, tmp_path: Path) -> None:
 def test_columns_known_by_name(columns: tuple[str, str, str], tmp_path: Path) -> None:
     a, b, label = columns
     path = write(tmp_path / "set.tsv", {"idx": [0, 1], label: ["x", "y"], b: ["2", "4"], a: [1, 3]})
-    found = read_labelled(path)
+    found = read_labeled(path)
     assert (found.texts, found.labels) == ([("1", "2"), ("3", "4")], ("x", "y"))
 
 
 def test_columns_by_option(tmp_path: Path) -> None:
     path = write(tmp_path / "set.csv", {"title": ["a", "b"], "body": ["c", "d"], "stars": [5, 1]})
-    found = read_labelled(path, Layout(text=("title", "body"), label=("stars",)))
-    assert found == Labelled([("a", "c"), ("b", "d")], [1, 0], ("1", "5"), "single_label")
+    found = read_labeled(path, TableLayout(text=("title", "body"), label=("stars",)))
+    assert found == LabeledTexts([("a", "c"), ("b", "d")], [1, 0], ("1", "5"), "single_label")
     (tmp_path / "bare.csv").write_text("5,fine\n1,poor\n")
-    bare = read_labelled(tmp_path / "bare.csv", Layout(header=("label", "text")))
+    bare = read_labeled(tmp_path / "bare.csv", TableLayout(header=("label", "text")))
     assert (bare.texts, bare.targets) == (["fine", "poor"], [1, 0])
 
 
 def test_a_tsv_may_have_quotes(tmp_path: Path) -> None:
     path = tmp_path / "set.tsv"
     path.write_text('text\tlabel\n"one\ttab"\ta\ntwo\tb\n')
-    assert read_labelled(path, Layout(quotes=True)).texts == ["one\ttab", "two"]
+    assert read_labeled(path, TableLayout(quotes=True)).texts == ["one\ttab", "two"]
     with pytest.raises(InputError, match=r"line 2: 3 cells, but 2 columns \(quotes count as text"):
-        read_labelled(path)
+        read_labeled(path)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +169,13 @@ def test_the_problem_may_be_told() -> None:
 
 def test_flags_in_columns_of_their_own(tmp_path: Path) -> None:
     columns = {"text": ["x", "y"], "rude": [1, 0], "loud": [1, 1]}
-    layout = Layout(label=("rude", "loud"))
+    layout = TableLayout(label=("rude", "loud"))
     for suffix in (".csv", ".parquet"):
-        found = read_labelled(write(tmp_path / f"set{suffix}", columns), layout)
+        found = read_labeled(write(tmp_path / f"set{suffix}", columns), layout)
         assert (found.labels, found.targets) == (("rude", "loud"), [(0, 1), (1,)])
     columns["loud"] = [1, 2]
     with pytest.raises(InputError, match="line 3: column 'loud' is '2', neither 0 nor 1"):
-        read_labelled(write(tmp_path / "set.csv", columns), layout)
+        read_labeled(write(tmp_path / "set.csv", columns), layout)
 
 
 def test_a_development_set_uses_the_numbers_of_its_training_set() -> None:
@@ -241,12 +241,12 @@ BAD: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
 def test_bad_rows(case: str) -> None:
     rows, layout, message = BAD[case]
     with pytest.raises(InputError) as caught:
-        read_labelled(rows, Layout(**layout))
+        read_labeled(rows, TableLayout(**layout))
     assert message in str(caught.value)
 
 
 def test_bad_options(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="unknown problem 'ranking'; there are single_label"):
+    with pytest.raises(InputError, match="unknown problem 'ranking'; known are single_label"):
         values(1, 2, problem="ranking")
     with pytest.raises(InputError, match="not a list; if they are one text"):
         values("a,b", problem="multi_label")
@@ -255,15 +255,15 @@ def test_bad_options(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="two labels have one name"):
         values("a", known=("a", "a"))
     with pytest.raises(InputError, match="two for a pair"):
-        Layout(text=("a", "b", "c"))
+        TableLayout(text=("a", "b", "c"))
     with pytest.raises(InputError, match="does not rise"):
-        Layout(scale=(5, 0))
+        TableLayout(scale=(5, 0))
     (tmp_path / "gap.jsonl").write_text('{"text": "x", "label": 1}\n\n')
     with pytest.raises(InputError, match=r"gap\.jsonl, line 2: an empty line"):
-        read_labelled(tmp_path / "gap.jsonl")
+        read_labeled(tmp_path / "gap.jsonl")
     (tmp_path / "test.tsv").write_text("index\tsentence\n0\tunlabelled\n")
     with pytest.raises(InputError, match="test set that has none: 'index', 'sentence'"):
-        read_labelled(tmp_path / "test.tsv")
+        read_labeled(tmp_path / "test.tsv")
 
 
 def dataset(datasets: Any, labels: list[int], names: list[str]) -> Any:
@@ -280,21 +280,21 @@ def dataset(datasets: Any, labels: list[int], names: list[str]) -> Any:
 
 def test_a_dataset_names_its_labels(datasets: Any, tmp_path: Path) -> None:
     made = dataset(datasets, [2, 0, 2], ["no", "maybe", "yes"])
-    want = Labelled(["s0", "s1", "s2"], [2, 0, 2], ("no", "maybe", "yes"), "single_label")
-    assert read_labelled(made) == want
-    assert read_labelled(made.with_format("numpy")) == want
-    assert read_labelled(made.to_iterable_dataset()) == want
+    want = LabeledTexts(["s0", "s1", "s2"], [2, 0, 2], ("no", "maybe", "yes"), "single_label")
+    assert read_labeled(made) == want
+    assert read_labeled(made.with_format("numpy")) == want
+    assert read_labeled(made.to_iterable_dataset()) == want
     made.save_to_disk(tmp_path / "saved")
-    assert read_labelled(tmp_path / "saved") == read_labelled(str(tmp_path / "saved")) == want
+    assert read_labeled(tmp_path / "saved") == read_labeled(str(tmp_path / "saved")) == want
     # A model may number the same names otherwise.
-    assert read_labelled(made, labels=("yes", "no", "maybe")).targets == [0, 1, 0]
-    assert read_labelled(made.select([2, 1])).texts == ["s2", "s1"]
+    assert read_labeled(made, labels=("yes", "no", "maybe")).targets == [0, 1, 0]
+    assert read_labeled(made.select([2, 1])).texts == ["s2", "s1"]
 
 
 def test_a_dataset_of_many_rows_comes_in_its_order(datasets: Any) -> None:
     scores = np.linspace(0, 1, 2500)
     made = datasets.Dataset.from_dict({"text": [str(x) for x in scores], "score": scores})
-    found = read_labelled(made.shuffle(seed=1))
+    found = read_labeled(made.shuffle(seed=1))
     assert [float(text) for text in found.texts] == found.targets != sorted(scores)
     assert sorted(found.targets) == sorted(scores)
 
@@ -303,18 +303,18 @@ def test_a_dataset_with_several_labels(datasets: Any) -> None:
     kind = datasets.List(datasets.ClassLabel(names=["joy", "fear", "awe"]))
     features = datasets.Features({"text": datasets.Value("string"), "labels": kind})
     rows = {"text": ["x", "y"], "labels": [[2, 0], []]}
-    found = read_labelled(datasets.Dataset.from_dict(rows, features=features))
+    found = read_labeled(datasets.Dataset.from_dict(rows, features=features))
     assert (found.labels, found.targets) == (("joy", "fear", "awe"), [(0, 2), ()])
 
 
 def test_a_dataset_that_cannot_be_used(datasets: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"row 1: no label \(-1\); the dataset has 'no', 'yes'"):
-        read_labelled(dataset(datasets, [0, -1], ["no", "yes"]))
+        read_labeled(dataset(datasets, [0, -1], ["no", "yes"]))
     splits = dict.fromkeys(("train", "test"), dataset(datasets, [0], ["a", "b"]))
     with pytest.raises(InputError, match="these are splits, not rows; pass one of them: train"):
-        read_labelled(datasets.DatasetDict(splits))
+        read_labeled(datasets.DatasetDict(splits))
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "all")
-    assert read_labelled(tmp_path / "all" / "train").labels == ("a", "b")
+    assert read_labeled(tmp_path / "all" / "train").labels == ("a", "b")
     dataset(datasets, [0, -1], ["no", "yes"]).save_to_disk(tmp_path / "bad")
     with pytest.raises(InputError, match="bad, row 1: no label"):
-        read_labelled(tmp_path / "bad")
+        read_labeled(tmp_path / "bad")

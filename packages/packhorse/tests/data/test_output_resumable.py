@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from packhorse.data.output.resumable import ResumableFile
+from packhorse.data.output import ResumableFile
 from packhorse.errors import InputError
 
 ROWS = 7

@@ -10,10 +10,16 @@ from typing import Any
 
 import pytest
 
-from packhorse.data.tables import saved
-from packhorse.data.tables.reading import read_rows
-from packhorse.data.tables.texts import Record, as_texts, read_texts
-from packhorse.data.tasks.squad import Gold, Question, read_squad
+from packhorse.data.tables import (
+    SPLITS,
+    STATE,
+    Record,
+    arrow_files,
+    as_texts,
+    read_rows,
+    read_texts,
+)
+from packhorse.data.tasks.squad import Gold, SquadQuestion, read_squad
 from packhorse.errors import InputError, MissingExtra
 
 TEXTS = ["one", "zwei", "四", "four"]
@@ -78,8 +84,8 @@ def test_a_split_is_a_folder_and_the_only_one_is_meant(home: Path) -> None:
     with pytest.raises(InputError, match=r"holds splits; name one.*splits/test, .*splits/train$"):
         texts(home / "splits")
     (empty := home / "none").mkdir()
-    shutil.copy(home / "splits" / saved.SPLITS, empty)
-    with pytest.raises(InputError, match="tells of splits, and there is none"):
+    shutil.copy(home / "splits" / SPLITS, empty)
+    with pytest.raises(InputError, match="lists splits, but there are none"):
         texts(empty)
 
 
@@ -109,19 +115,19 @@ def test_all_columns_of_all_rows(home: Path) -> None:
     assert [row.cells for row in rows] == [
         {"body": text, "label": label} for text, label in zip(TEXTS, LABELS, strict=True)
     ]
-    assert rows[3].where == f"{home / 'table'}, row 3"
+    assert rows[3].place == f"{home / 'table'}, row 3"
 
 
 def test_arrow_files_in_their_order(home: Path) -> None:
     names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    assert saved.arrow_files(home / "table") == [home / "table" / name for name in names]
+    assert arrow_files(home / "table") == [home / "table" / name for name in names]
 
 
 LAST = "data-00001-of-00002.arrow"
 DAMAGE: dict[str, tuple[Callable[[Path], object], bool]] = {  # and whether `state.json` shows it
-    "state.json cut": (lambda folder: (folder / saved.STATE).write_text("{"), True),
-    "state.json of something else": (lambda folder: (folder / saved.STATE).write_text("{}"), True),
-    "state.json is a list": (lambda folder: (folder / saved.STATE).write_text("[]"), True),
+    "state.json cut": (lambda folder: (folder / STATE).write_text("{"), True),
+    "state.json of something else": (lambda folder: (folder / STATE).write_text("{}"), True),
+    "state.json is a list": (lambda folder: (folder / STATE).write_text("[]"), True),
     "no rows": (lambda folder: (folder / LAST).unlink(), True),
     "no features": (lambda folder: (folder / "dataset_info.json").unlink(), False),
     "odd features": (
@@ -148,19 +154,19 @@ def test_a_damaged_folder_is_one_line(case: str, home: Path, tmp_path: Path) -> 
         texts(folder)
     assert "\n" not in str(caught.value)
     if in_state:
-        with pytest.raises(InputError, match=r"harmed.*(not as `datasets` writes|is not there)"):
-            saved.arrow_files(folder)
+        with pytest.raises(InputError, match=r"harmed.*(not as `datasets` writes|does not exist)"):
+            arrow_files(folder)
     else:
-        saved.arrow_files(folder)
+        arrow_files(folder)
 
 
 def test_names_outside_the_folder_are_refused(home: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(home / "table", tmp_path / "sly"))
     outside = f"../{folder.name}/{LAST}"
-    state = (folder / saved.STATE).read_text().replace(LAST, outside)
-    (folder / saved.STATE).write_text(state)
-    with pytest.raises(InputError, match="is not there"):
-        saved.arrow_files(folder)
+    state = (folder / STATE).read_text().replace(LAST, outside)
+    (folder / STATE).write_text(state)
+    with pytest.raises(InputError, match="does not exist"):
+        arrow_files(folder)
 
 
 def test_any_other_folder_is_told(tmp_path: Path) -> None:
@@ -193,9 +199,9 @@ def test_questions_as_the_hub_has_them(datasets: Any, tmp_path: Path) -> None:
     mule, oats = SQUAD["context"][1:]
     assert list(read_squad(made)) == list(read_squad(tmp_path / "squad"))
     assert list(read_squad(made)) == [
-        Question("q1", "What eats?", mule, (Gold("A mule", 0), Gold("mule", 2)), False, 0),
-        Question("q2", "Why?", mule, (), True, 0),
-        Question("q3", "What are oats?", oats, (Gold("grass", 9),), False, 1),
+        SquadQuestion("q1", "What eats?", mule, (Gold("A mule", 0), Gold("mule", 2)), False, 0),
+        SquadQuestion("q2", "Why?", mule, (), True, 0),
+        SquadQuestion("q3", "What are oats?", oats, (Gold("grass", 9),), False, 1),
     ]
 
 

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 
 from packhorse.data.corpus import arrays
-from packhorse.data.corpus.planning import columns, gather, grouped, pack, plan_group
+from packhorse.data.corpus.driver import (
+    RowRange,
+    gather,
+    make_groups,
+    plan_group,
+    sequence_arrays,
+    write_rows,
+)
 from packhorse.data.packed.examples import Sequences
 from packhorse.data.packed.masking import Masks
-from packhorse.data.packed.packs import Layout
+from packhorse.data.packed.packs import RowLayout
 from packhorse.errors import InputError
 
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
@@ -54,7 +61,7 @@ def parts(request, rng, tmp_path: Path) -> list[tuple[Path, Sequences]]:
     for number, size in enumerate([7, 0, 31, 1, 20]):
         sequences = part(rng, size, request.param)
         path = tmp_path / f"part-{number}.arrow"
-        arrays.write(path, columns(sequences), {})
+        arrays.write(path, sequence_arrays(sequences), {})
         made.append((path, sequences))
     return made
 
@@ -74,16 +81,18 @@ def test_packed_rows_hold_each_sequence_once(parts, tmp_path: Path) -> None:
     paths = [path for path, _ in parts]
     counts = [len(sequences.lengths) for _, sequences in parts]
     static = parts[0][1].masked is not None
-    (group,) = grouped(paths, counts, lambda n: tmp_path / f"plan-{n}.arrow", 5, 1000)
+    (group,) = make_groups(paths, counts, lambda n: tmp_path / f"plan-{n}.arrow", 5, 1000)
     facts = plan_group(group, 64, 3)
     assert plan_group(group, 64, 3) == facts  # read, not made
-    layout = Layout(64, 1000, 3, static)
+    layout = RowLayout(64, 1000, 3, static)
     half = facts["rows"] // 2
     seen = []
     for number, rows in enumerate((range(half), range(half, facts["rows"]))):
         names = tmp_path / f"shard-{number}.arrow", tmp_path / f"receipt-{number}.json"
-        info = pack(group, rows, layout, *names)
-        assert info.rows == len(rows) and pack(group, rows, layout, *names) == info
+        written = write_rows([RowRange(group, rows)], layout, *names)
+        info = written.info
+        assert info.rows == len(rows)
+        assert write_rows([RowRange(group, rows)], layout, *names) == written
         seen.append(info)
     assert sum(info.sequences for info in seen) == facts["sequences"] == 59
     assert sum(info.tokens for info in seen) == facts["tokens"]
@@ -94,7 +103,7 @@ def test_packed_rows_hold_each_sequence_once(parts, tmp_path: Path) -> None:
 def test_groups_are_runs_of_about_equal_size(most: int, tmp_path: Path, rng) -> None:
     counts = [*rng.integers(0, 6, 50).tolist(), 0]
     paths = [tmp_path / str(number) for number in range(51)]
-    found = grouped(paths, counts, lambda n: tmp_path / f"plan-{n}", 1, most)
+    found = make_groups(paths, counts, lambda n: tmp_path / f"plan-{n}", 1, most)
     inside = [path for group in found for path in group.parts]
     assert inside == [path for path, count in zip(paths, counts, strict=True) if count]
     assert [sum(g.counts) for g in found] and max(sum(g.counts) for g in found) <= most + 6
@@ -107,7 +116,9 @@ def test_the_seed_of_a_group_decides_its_rows(parts, tmp_path: Path) -> None:
     counts = [len(sequences.lengths) for _, sequences in parts]
     made = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        (group,) = grouped(paths, counts, lambda n, name=name: tmp_path / f"{name}-{n}", seed, 99)
+        (group,) = make_groups(
+            paths, counts, lambda n, name=name: tmp_path / f"{name}-{n}", seed, 99
+        )
         plan_group(group, 64, None)
         made.append(group.plan.read_bytes())
     assert made[0] == made[1] != made[2]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.data.output.rows import FORMATS, format_of, to_plain
+from packhorse.data.output import FORMATS, format_of, to_plain
 from packhorse.errors import InputError, MissingExtra
 
 
@@ -49,7 +49,7 @@ def test_formats_are_named_by_suffix(tmp_path: Path) -> None:
     assert format_of(tmp_path / "a.NPY", vectors) is FORMATS[".npy"]
     with pytest.raises(InputError, match=r"as \.csv; use one of \.npy, \.jsonl, \.parquet"):
         format_of(tmp_path / "a.csv", vectors)
-    with pytest.raises(InputError, match="npy holds one vector a text"):
+    with pytest.raises(InputError, match="npy holds one vector per text"):
         format_of(tmp_path / "a.npy", words)
 
 

@@ -1,0 +1,412 @@
+"""Files of results: npy, jsonl and parquet, written in chunks and resumable after a kill.
+
+A format turns rows (plain dicts, each with an `id`) into bytes that are valid as soon as they are
+on disk, and makes the finished file from them at the end. npy and jsonl can be appended to.
+parquet has its index at the end and cannot, so its rows are first an Arrow stream, whose messages
+can be appended one by one, and are rewritten once. npy has no room for ids, so they go to a second
+file next to it.
+
+`ResumableFile` appends rows to `FILE.partial`. Only when they are on disk does a small
+`FILE.partial.json` say so; it is replaced as a whole, which a kill cannot tear. Bytes in the
+partial file beyond what it states are the torn end of a chunk: they are cut off and that chunk is
+done again. The finished file gets its name last, so a file of that name is always complete. Chunks
+are cut at the same rows however often the work was interrupted, hence the result is the same, byte
+for byte. The cost is one fsync per chunk. A lock keeps two processes apart; the kernel releases it
+when its holder dies.
+
+Follows the npy format 1.0, JSON Lines, and Arrow's IPC streaming format.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+from packhorse.atomic import lock, sync
+from packhorse.errors import InputError, MissingExtra
+
+Row = dict[str, Any]
+# The columns by name: str, int, float, "float32", [the type of items], {the columns of a struct}.
+Shape = Mapping[str, Any]
+
+AGAIN = "pass --overwrite to begin again"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How rows become a file, or a file and companions such as the ids of npy."""
+
+    companions: tuple[str, ...]  # suffixes of further files, added to the name the user gave
+    head: Callable[[Sequence[Row], Shape], Sequence[bytes]]  # per file, from the first rows
+    body: Callable[[Sequence[Row], bytes], Sequence[bytes]]  # per file; takes the first one's head
+    finish: Callable[
+        [BinaryIO, int, Path], None
+    ]  # partial file, number of rows, path to rewrite to
+
+
+def format_of(path: Path, shape: Shape) -> Format:
+    """The format for the file's suffix; refused if it cannot hold such rows."""
+    suffix = path.suffix.lower()
+    if suffix not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise InputError(f"{path}: cannot write results as {suffix or 'this'}; use one of {known}")
+    if suffix == ".npy" and set(shape) != {"vector"}:
+        raise InputError(f"{path}: npy holds one vector per text, these are not; write .jsonl")
+    if suffix == ".parquet":
+        import_pyarrow()
+    return FORMATS[suffix]
+
+
+def to_plain(value: Any) -> Any:
+    """The value as JSON can hold it: arrays become lists, NaN and infinities become null.
+
+    Numbers of a float32 array get the nine digits that distinguish any two of them, not seventeen.
+    """
+    if hasattr(value, "tolist"):
+        digits = 9 if str(value.dtype) == "float32" else 17
+        return _rounded(value.tolist(), digits)
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item, digits) for item in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+
+
+def _json_line(value: Any) -> str:
+    return json.dumps(to_plain(value), ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def _jsonl_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+    return [b""]
+
+
+def _jsonl_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
+    return ["".join(map(_json_line, rows)).encode()]
+
+
+def _finish_nothing(partial: BinaryIO, rows: int, whole: Path) -> None:
+    """Nothing to do: the partial file is complete as it is."""
+
+
+def _npy_header(width: int, rows: int) -> bytes:
+    """A header that has the same length for any number of rows, so it can be replaced."""
+    import numpy as np
+
+    buffer = io.BytesIO()
+    description = {"descr": "<f4", "fortran_order": False, "shape": (rows, width)}
+    np.lib.format.write_array_header_1_0(buffer, description)
+    return buffer.getvalue()
+
+
+def _npy_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+    return [_npy_header(len(rows[0]["vector"]), 0), b""]
+
+
+def _npy_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
+    import numpy as np
+
+    vectors = np.stack([row["vector"] for row in rows])
+    ids = "".join(_json_line(row["id"]) for row in rows)
+    return [vectors.astype("<f4").tobytes(), ids.encode()]
+
+
+def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
+    import numpy as np
+
+    partial.seek(0)
+    np.lib.format.read_magic(partial)
+    (_, width), _, _ = np.lib.format.read_array_header_1_0(partial)
+    partial.seek(0)
+    partial.write(_npy_header(width, rows))
+
+
+def _parquet_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+    pa = import_pyarrow()
+    fields = {"id": pa.int64() if all(map(_has_integer_id, rows)) else pa.string()}
+    fields |= {name: _arrow_type(kind) for name, kind in shape.items()}
+    return [pa.schema(fields).serialize().to_pybytes()]
+
+
+def _has_integer_id(row: Row) -> bool:
+    return isinstance(row["id"], int) and abs(row["id"]) < 1 << 63
+
+
+def _parquet_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
+    pa = import_pyarrow()
+    schema = pa.ipc.read_schema(pa.py_buffer(head))
+    ids_are_text = schema.field("id").type == pa.string()
+    plain_rows = []
+    for row in rows:
+        if not (ids_are_text or _has_integer_id(row)):
+            raise InputError(
+                f"the id {row['id']!r:.40} is not a whole number, but those before it are;"
+                " write .jsonl"
+            )
+        plain_row = _flat(row)
+        if ids_are_text:
+            plain_row["id"] = str(row["id"])
+        plain_rows.append(plain_row)
+    return [pa.RecordBatch.from_pylist(plain_rows, schema=schema).serialize().to_pybytes()]
+
+
+def _flat(row: Row) -> Row:
+    """Arrow takes arrays of one dimension, so one of two becomes a list of them."""
+    return {name: list(x) if getattr(x, "ndim", 1) > 1 else x for name, x in row.items()}
+
+
+def _parquet_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
+    """Rewrite the stream, batch by batch, as a parquet file at `whole`."""
+    pa = import_pyarrow()
+    from pyarrow import parquet
+
+    with (
+        pa.OSFile(partial.name) as source,
+        pa.ipc.open_stream(source) as stream,
+        parquet.ParquetWriter(whole, stream.schema) as writer,
+    ):
+        for batch in stream:
+            writer.write_batch(batch)
+
+
+def _arrow_type(kind: Any) -> Any:
+    pa = import_pyarrow()
+    if isinstance(kind, list):
+        return pa.list_(_arrow_type(kind[0]))
+    if isinstance(kind, Mapping):
+        return pa.struct({name: _arrow_type(item) for name, item in kind.items()})
+    return {str: pa.string(), int: pa.int64(), float: pa.float64(), "float32": pa.float32()}[kind]
+
+
+def import_pyarrow() -> Any:
+    """Import pyarrow; the error names the extra to install."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+    except ImportError as error:
+        raise MissingExtra("pyarrow", "data") from error
+    return pyarrow
+
+
+FORMATS = {
+    ".npy": Format((".ids.jsonl",), _npy_head, _npy_body, _npy_finish),
+    ".jsonl": Format((), _jsonl_head, _jsonl_body, _finish_nothing),
+    ".parquet": Format((), _parquet_head, _parquet_body, _parquet_finish),
+}
+
+
+@dataclass
+class _State:
+    """What the partial files are known to hold."""
+
+    made_by: dict[str, Any]
+    consumed: int = 0  # texts of the input whose results are on disk
+    rows: int = 0
+    numbered: bool = True  # ids are 0, 1, 2 …, so npy needs no file of ids
+    head: int = 0  # bytes before the first row
+    sizes: tuple[int, ...] = ()  # bytes of each file; none before the first row
+
+
+@final
+class ResumableFile:
+    """Rows on their way to `path`; `consumed` says where in the input to continue."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        shape: Shape,
+        made_by: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+    ) -> None:
+        """Begin the file, or continue an unfinished one that has the same `made_by`.
+
+        made_by: everything that decides the rows. overwrite: replace a finished file, or unfinished
+        work with another `made_by`.
+        """
+        self.path = Path(path)
+        self._shape = shape
+        self._format = format_of(self.path, shape)
+        self._state = _State(json.loads(json.dumps(made_by)))
+        self._head = b""
+        self._files: list[BinaryIO] = []
+        self._owned = False  # until we hold the lock, the partial files may be another process's
+        try:
+            with self._disk_errors():
+                self._refuse_existing(overwrite)
+                self._open()
+                # Again, because another process may have finished it while we waited.
+                self._refuse_existing(overwrite)
+                self._resume(overwrite)
+                self._owned = True
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def consumed(self) -> int:
+        """How many texts of the input have their results on disk."""
+        return self._state.consumed
+
+    @property
+    def rows(self) -> int:
+        """How many rows are on disk."""
+        return self._state.rows
+
+    def append(self, rows: Sequence[Row], consumed: int) -> None:
+        """Write rows durably, together with how much of the input they account for."""
+        with self._disk_errors():
+            if rows:
+                self._write(rows)
+            self._state.consumed = consumed
+            self._save()
+
+    def finish(self) -> None:
+        """Complete the file and give it its name."""
+        if not self._state.sizes:
+            raise InputError(f"{self.path}: there are no results to write")
+        whole = Path(f"{self.path}.whole")
+        partials = self._partials()
+        with self._disk_errors():
+            whole.unlink(missing_ok=True)  # left by a kill, or foreign: not these rows
+            self._format.finish(self._files[0], self._state.rows, whole)
+            self._sync()
+            self.path.unlink(missing_ok=True)  # an old file must never have new ids next to it
+            for partial, companion in zip(partials[1:], self._companions(), strict=True):
+                if self._state.numbered:
+                    companion.unlink(missing_ok=True)
+                else:
+                    partial.replace(companion)
+            rewritten = whole if whole.exists() else partials[0]
+            sync(rewritten)
+            rewritten.replace(self.path)
+            for leftover in (*partials, self._state_path()):
+                leftover.unlink(missing_ok=True)
+            sync(self.path.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Release the files; what was appended stays and can be continued."""
+        for file in self._files:
+            file.close()
+            if self._owned and not self._state.sizes:
+                Path(file.name).unlink(missing_ok=True)
+        self._files = []
+
+    def _open(self) -> None:
+        partials = self._partials()
+        for partial, companion in zip(partials[1:], self._companions(), strict=True):
+            # `finish` renames the companion before the file itself. A kill in between leaves the
+            # companion and the state, but neither file: undo the renaming.
+            unfinished = self._state_path().exists() and not self.path.exists()
+            if unfinished and companion.exists() and not partial.exists():
+                companion.replace(partial)
+        for partial in partials:
+            partial.touch()
+            self._files.append(partial.open("r+b"))
+        lock(self._files[0], self.path)
+        if not os.path.samestat(os.fstat(self._files[0].fileno()), partials[0].stat()):
+            raise InputError(f"{self.path} was finished by another process just now")
+
+    def _write(self, rows: Sequence[Row]) -> None:
+        state = self._state
+        heads: Sequence[bytes] = [b"" for _ in self._files]
+        if not state.sizes:  # nothing is written yet
+            heads = self._format.head(rows, self._shape)
+            self._head = heads[0]
+        bodies = self._format.body(rows, self._head)
+        for file, head, body in zip(self._files, heads, bodies, strict=True):
+            file.seek(0, os.SEEK_END)
+            file.write(head + body)
+        self._sync()
+        state.sizes = tuple(file.tell() for file in self._files)
+        state.head = len(self._head)
+        numbers = range(state.rows, state.rows + len(rows))
+        state.numbered &= all(row["id"] == i for row, i in zip(rows, numbers, strict=True))
+        state.rows += len(rows)
+
+    def _sync(self) -> None:
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _save(self) -> None:
+        draft = Path(f"{self._state_path()}.new")
+        draft.write_text(json.dumps(asdict(self._state)), "utf-8")
+        sync(draft)
+        draft.replace(self._state_path())
+        sync(self.path.parent)
+
+    def _resume(self, overwrite: bool) -> None:
+        """Continue the work of an earlier run; what it wrote beyond its state is cut off."""
+        new_state = self._state
+        try:
+            self._state = self._read_state() or new_state
+        except InputError:
+            if not overwrite:
+                raise
+            self._state_path().unlink()
+        for file, size in zip(self._files, self._state.sizes or (0, 0), strict=False):
+            file.truncate(size)
+        self._head = self._files[0].read(self._state.head)
+
+    def _read_state(self) -> _State | None:
+        """The state that an earlier run with the same `made_by` left; None if there is none."""
+        path = self._state_path()
+        if not path.exists():
+            return None
+        try:
+            state = _State(**json.loads(path.read_text("utf-8")))
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path} is damaged; {AGAIN}") from error
+        made_by = self._state.made_by
+        for key in (*made_by, *state.made_by):
+            then = state.made_by.get(key)
+            now = made_by.get(key)
+            if then != now:
+                raise InputError(
+                    f"{self._partials()[0]} was begun with another {key} "
+                    f"({then!r:.60}, now {now!r:.60}); {AGAIN}"
+                )
+        for file, size in zip(self._files, state.sizes, strict=False):
+            if os.fstat(file.fileno()).st_size < size:
+                raise InputError(f"{file.name} is shorter than it was left; {AGAIN}")
+        return state
+
+    def _refuse_existing(self, overwrite: bool) -> None:
+        if self.path.is_dir():
+            raise InputError(f"{self.path} is a folder; name a file")
+        if self.path.exists() and not overwrite:
+            raise InputError(f"{self.path} exists already; {AGAIN}")
+
+    def _partials(self) -> list[Path]:
+        return [Path(f"{self.path}{suffix}.partial") for suffix in ("", *self._format.companions)]
+
+    def _companions(self) -> list[Path]:
+        return [Path(f"{self.path}{suffix}") for suffix in self._format.companions]
+
+    def _state_path(self) -> Path:
+        return Path(f"{self.path}.partial.json")
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Turn errors of the disk into a message that names the file."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            raise InputError(f"{self.path} cannot be written: {reason}") from error

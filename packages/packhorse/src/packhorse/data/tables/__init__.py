@@ -1,1 +1,0 @@
-"""Rows of a table, wherever it lies, and the texts in them: what every command is fed."""
