@@ -57,7 +57,7 @@ from packhorse.data.sources.files import SourceFile, find
 from packhorse.errors import InputError
 from packhorse.tokens import Tokenizer
 from packhorse.tokens import files as tokenizer_files
-from packhorse.tokens.bulk import Bulk
+from packhorse.tokens.bulk import BulkTokenizer
 
 ENGINES = ("local", "ray")
 EVAL_COUNT = 10_000  # as in MLPerf
@@ -555,9 +555,9 @@ def _hashes(path: Path) -> frozenset[str]:
 
 
 @lru_cache(maxsize=1)
-def _tools(folder: Path) -> tuple[Bulk, Specials]:
+def _tools(folder: Path) -> tuple[BulkTokenizer, Specials]:
     tokenizer = Tokenizer.load(folder / TOKENIZER)
-    return Bulk(tokenizer), specials_of(tokenizer)
+    return BulkTokenizer(tokenizer), specials_of(tokenizer)
 
 
 def special_tokens(folder: Path) -> Specials:

@@ -40,7 +40,7 @@ from packhorse.data.packed.masking import Recipe, Specials
 from packhorse.data.packed.packs import RowLayout, Rows, cumulative, index_ranges
 from packhorse.data.packed.shards import shard_name, write_shard
 from packhorse.errors import InputError
-from packhorse.packing.histogram import Plan, assign, histogram_of, verify
+from packhorse.packing.histogram import PackingPlan, assign, histogram_of, verify
 from packhorse.packing.optimum import optimum
 from packhorse.tokens import files as tokenizer_files
 
@@ -254,13 +254,13 @@ def plan_group(group: PartGroup, capacity: int, max_per_pack: int | None) -> dic
     return facts
 
 
-def _pack_lengths(counts: np.ndarray, capacity: int, max_per_pack: int | None) -> Plan:
+def _pack_lengths(counts: np.ndarray, capacity: int, max_per_pack: int | None) -> PackingPlan:
     shortest = int(np.flatnonzero(counts)[0]) + 1
     depth = min(max_per_pack or capacity, capacity // shortest)
     packs, bound, complete = optimum(counts, capacity, depth)
     verify(packs, counts, capacity, depth)
     histogram = tuple(counts.tolist())
-    return Plan(capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete)
+    return PackingPlan(capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete)
 
 
 def _derive_seed(*numbers: int) -> int:

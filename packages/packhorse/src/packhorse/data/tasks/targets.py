@@ -406,7 +406,7 @@ class TaskLoader:
         tokens = int(self._lengths[numbers].sum())
         return TaskBatch(packed, targets, tuple(numbers.tolist()), total, tokens, cursor)
 
-    def _pack(self, sequences: Sequence[Tokens]) -> Packed:
+    def _pack(self, sequences: Sequence[TokenSequence]) -> Packed:
         if not self.row:
             return Packed.build(sequences)
         rows = Packed.rows(sequences, [[i] for i in range(len(sequences))], self.row)
