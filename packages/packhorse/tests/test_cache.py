@@ -40,7 +40,7 @@ def test_it_is_made_for_the_user_alone_whatever_the_umask(root: Path) -> None:
         folder = private_folder("native")
     finally:
         os.umask(before)
-    assert [mode(each) for each in (root.parent, root, folder)] == [0o700] * 3
+    assert [mode(item) for item in (root.parent, root, folder)] == [0o700] * 3
 
 
 @pytest.mark.parametrize("open_to", [0o777, 0o770, 0o720, 0o702])
@@ -59,11 +59,11 @@ def test_a_folder_above_it_that_others_can_write_is_refused(root: Path) -> None:
 
 
 def test_links_are_followed_and_what_they_pass_is_looked_at(root: Path, tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared, separate = tmp_path / "shared", tmp_path / "own"
     (shared / "inner").mkdir(parents=True)
-    own.mkdir()
+    separate.mkdir()
     root.parent.mkdir()
-    root.symlink_to(own)
+    root.symlink_to(separate)
     assert cache_folder() == root
     root.unlink()
     root.symlink_to("../shared/inner")
@@ -71,7 +71,7 @@ def test_links_are_followed_and_what_they_pass_is_looked_at(root: Path, tmp_path
     shared.chmod(0o777)
     assert f"{shared} has mode 777" in refusal()
     # A link in a folder that others write: it leads to a good one today.
-    (shared / "link").symlink_to(own)
+    (shared / "link").symlink_to(separate)
     root.unlink()
     root.symlink_to(shared / "link")
     assert f"{shared} has mode 777" in refusal()
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_what_was_planted_before_a_folder_was_closed_is_thrown_away(root: Path) -> None:
     folder = private_folder("native")
     (folder / "ours.so").write_text("ours")
-    assert [each.name for each in private_folder("native").iterdir()] == ["ours.so"]
+    assert [item.name for item in private_folder("native").iterdir()] == ["ours.so"]
     for planted in (0o777, 0o755):
         folder.chmod(planted)
         (folder / "planted.so").write_text("planted")
@@ -98,7 +98,7 @@ def test_what_was_planted_before_a_folder_was_closed_is_thrown_away(root: Path) 
     folder.rmdir()
     folder.symlink_to(root.parent)
     assert not private_folder("native").is_symlink()
-    assert [each.name for each in root.iterdir()] == ["native"]
+    assert [item.name for item in root.iterdir()] == ["native"]
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root gives files")

@@ -25,12 +25,16 @@ def test_what_is_told_comes_back_as_it_was() -> None:
         "array": (7, np.arange(4, dtype=np.float32)[::2]),
         "plain": [None, True, -1, 0.1, float("inf"), "é", [], (), {}],
     }
-    found = decode(encode(value))
-    for one, other in zip(value["tensors"], found["tensors"], strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-    assert isinstance(found["array"][1], np.ndarray) and isinstance(found["array"], tuple)
-    assert (found["array"][0], found["array"][1].tolist()) == (7, [0.0, 2.0])
-    assert found["plain"] == value["plain"] and type(found["plain"][-2]) is tuple
+    result = decode(encode(value))
+    for single, another in zip(value["tensors"], result["tensors"], strict=True):
+        assert (
+            single.dtype == another.dtype
+            and single.shape == another.shape
+            and torch.equal(single, another)
+        )
+    assert isinstance(result["array"][1], np.ndarray) and isinstance(result["array"], tuple)
+    assert (result["array"][0], result["array"][1].tolist()) == (7, [0.0, 2.0])
+    assert result["plain"] == value["plain"] and type(result["plain"][-2]) is tuple
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, [Path()], b"bytes"])
@@ -42,24 +46,24 @@ def test_nothing_else_is_told(value: Any) -> None:
 def test_small_tensors_are_added_together() -> None:
     tensors = [torch.full((n,), float(n)) for n in (3, 5, 40, 2, 2)]
     tensors += [torch.ones(2, 3, dtype=torch.float64).T, torch.ones(1, dtype=torch.float64)]
-    wanted, calls = [2 * tensor for tensor in tensors], []
+    expected, calls = [2 * tensor for tensor in tensors], []
 
-    def add(mine: torch.Tensor) -> torch.Tensor:
-        calls.append(mine.numel())
-        return 2 * mine
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor.numel())
+        return 2 * tensor
 
     add_in_buckets(tensors, add, size=64)
     assert calls == [8, 40, 4, 7]
-    assert all(map(torch.equal, tensors, wanted))
+    assert all(map(torch.equal, tensors, expected))
 
 
 def test_alone_everything_is_what_it_is() -> None:
     assert team_from_environment({}) == team_from_environment({"RANK": "0"}) == Team()
-    mine = torch.ones(2)
+    tensor = torch.ones(2)
     with dist.joined(torch.device("cpu")) as team:
-        assert team.add(mine) is mine
+        assert team.add(tensor) is tensor
         assert (team.gather(b"me"), team.broadcast(b"me")) == ([b"me"], b"me")
-        team.share([mine])
+        team.share([tensor])
         team.wait()
     assert not torch.distributed.is_initialized()
 

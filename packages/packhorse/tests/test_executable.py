@@ -121,16 +121,16 @@ def test_a_replay_waits_for_the_copy_of_the_one_before(monkeypatch) -> None:
         call(2)
         graphs.turn.awaited.set()  # it did not have to wait
 
-    other = threading.Thread(target=second)
+    another = threading.Thread(target=second)
 
     def between() -> None:
         device.after_replay = lambda: None
-        other.start()
+        another.start()
         assert graphs.turn.awaited.wait(60)
 
     device.after_replay = between
     call(1)
-    other.join(60)
+    another.join(60)
     assert answers == {1: 10.0, 2: 20.0}
     assert device.calls == ["wait", "replay", "record"] * 2
 
@@ -155,8 +155,8 @@ def test_a_bucket_runs_while_another_thread_compiles(rng, monkeypatch) -> None:
     packed = make_packed([20, 30], rng)
     (expected,) = backend(packed, ["hidden"])
     monkeypatch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
-    (found,) = backend(packed, ["hidden"])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    (result,) = backend(packed, ["hidden"])
+    torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_threads_compile_and_run_buckets_at_once(rng) -> None:
         differences = []
         for place in range(3 * len(packs)):
             which = (number + place) % len(packs)
-            (found,) = backend(packs[which], ["hidden"])
-            differences.append(float((found - expected[which]).abs().max()))
+            (result,) = backend(packs[which], ["hidden"])
+            differences.append(float((result - expected[which]).abs().max()))
         return max(differences)
 
     with ThreadPoolExecutor(4) as pool:
@@ -193,8 +193,8 @@ def test_bucket_sizes_waste_at_most_a_fifth(tokens: int) -> None:
 
 @pytest.mark.parametrize("largest", [1, 64, 65, 1000, 16384])
 def test_every_bucket_is_listed_once(largest: int) -> None:
-    found = list(executable.sizes(largest))
-    assert found == sorted({executable.round_up(size) for size in range(1, largest + 1)})
+    result = list(executable.sizes(largest))
+    assert result == sorted({executable.round_up(size) for size in range(1, largest + 1)})
 
 
 def test_a_batch_fits_its_own_bucket(rng) -> None:
@@ -251,15 +251,15 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PACKHORSE_CACHE": str(tmp_path / "cache")}
 
     def run() -> dict:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", FIRST_RESULT],
             env=environment,
             capture_output=True,
             text=True,
             timeout=240,
         )
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        assert completed.returncode == 0, completed.stderr
+        return json.loads(completed.stdout.splitlines()[-1])
 
     cold, warm = run(), run()
     assert cold["misses"] > 0, "the control: the first process must have compiled something"

@@ -83,8 +83,8 @@ def test_ranks_meet_tell_each_other_and_part(
     (line,) = out.splitlines()  # of rank 0 alone
     rank, seen, environ = json.loads(line)
     assert rank == 0 and err.count("a note") == 1
-    wanted = [[2**54 + 1, 2], [0.1 + 1.1], [[], [0, 1, 2]], "from 0", "", [0.0] * 4]
-    assert seen == [wanted, wanted]
+    expected = [[2**54 + 1, 2], [0.1 + 1.1], [[], [0, 1, 2]], "from 0", "", [0.0] * 4]
+    assert seen == [expected, expected]
     assert environ["GONE"] is None and environ["OMP_NUM_THREADS"] == "1"
     loopback = LOOPBACK.get(sys.platform)
     assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == loopback
@@ -188,9 +188,9 @@ def test_a_killed_rank_ends_the_others_and_is_named(script: Any, capfd: Any) -> 
         except RankLost as error:
             end(error)
     """)
-    said = []
-    assert launch(2, command, report=said.append) == 128 + signal.SIGKILL
-    (line,) = said
+    messages = []
+    assert launch(2, command, report=messages.append) == 128 + signal.SIGKILL
+    (line,) = messages
     assert line.startswith("rank 1 was killed by SIGKILL")
 
 
@@ -207,9 +207,9 @@ def test_what_a_rank_said_before_it_ended_is_shown(script: Any, tmp_path: Path) 
         """,
         header="",
     )
-    said = []
-    assert launch(2, command, report=said.append) == 2
-    (line,) = said
+    messages = []
+    assert launch(2, command, report=messages.append) == 2
+    (line,) = messages
     assert line.startswith("rank 1 ended with exit code 2")
     assert line.endswith("packhorse: the file is missing")
     await_end([int((tmp_path / "own").read_text())])  # what ranks started ends with them

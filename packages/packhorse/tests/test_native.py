@@ -180,8 +180,8 @@ def test_the_compiler_is_told_no_secrets(
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("CPATH", "kept-value")
     load(source)
-    told = log.read_text()
-    assert "hidden-value" not in told and "kept-value" in told
+    environment = log.read_text()
+    assert "hidden-value" not in environment and "kept-value" in environment
 
 
 def test_a_damaged_library_is_named(source: Path, cache: Path) -> None:

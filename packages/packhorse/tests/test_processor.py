@@ -66,24 +66,24 @@ def held_to() -> str:
 
 def report(program: str, *arguments: object, **environment: str) -> dict:
     """What a fresh process prints last, as JSON, and its errors."""
-    ours = {VARIABLE, *CPU_LEVELS["avx2"].switches}
-    clean = {key: value for key, value in os.environ.items() if key not in ours}
+    variables = {VARIABLE, *CPU_LEVELS["avx2"].switches}
+    clean = {key: value for key, value in os.environ.items() if key not in variables}
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=clean | environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1]) | {"stderr": completed.stderr}
 
 
 def test_features_are_those_that_the_kernel_lists() -> None:
     listed, rungs = kernel_flags(), list(CPU_LEVELS)
     below = {CPU_LEVELS[key].adds for key in rungs[: rungs.index(held_to()) + 1]}
     expected = {name for name, needs in FLAGS.items() if needs <= listed and name in below}
-    found = features()
-    assert set(found.names()) - {"bf16"} == expected
-    assert found.bf16 == bool(expected & {"avx512_bf16", "amx"})
-    assert device.fast_bf16(torch.device("cpu")) == found.bf16
+    result = features()
+    assert set(result.names()) - {"bf16"} == expected
+    assert result.bf16 == bool(expected & {"avx512_bf16", "amx"})
+    assert device.fast_bf16(torch.device("cpu")) == result.bf16
 
 
 @on_x86
@@ -177,7 +177,11 @@ def test_a_switch_of_atens_own_counts(machine, monkeypatch) -> None:
     ("machine_name", "value", "message"),
     [
         ("x86_64", "sse9", "PACKHORSE_CPU is 'sse9'; choose one of avx2, avx512, vnni, bf16, amx"),
-        ("aarch64", "avx2", "PACKHORSE_CPU is 'avx2', which x86 processors have, and this one is"),
+        (
+            "aarch64",
+            "avx2",
+            "PACKHORSE_CPU is 'avx2', which only x86 processors have, and this one is",
+        ),
     ],
 )
 def test_what_cannot_be_pretended_is_refused(machine_name, value, message, monkeypatch) -> None:
@@ -210,12 +214,12 @@ def test_without_the_variable_nothing_is_set(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("by", ["ours", pytest.param("theirs", marks=pytest.mark.slow)])
 def test_a_model_in_bf16_on_a_processor_without(by: str, minilm: Path) -> None:
     """The switch of ours, and those that torch and oneDNN document themselves."""
-    theirs = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    found = report(ENCODE, minilm, **{VARIABLE: "avx2"} if by == "ours" else theirs)
-    assert found["torch"] == "AVX2" and not found["onednn"]
-    assert found["features"] == ["avx2"]
-    assert min(found["cosines"]) > 0.999
-    doctor = found["doctor"]
+    expected = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    result = report(ENCODE, minilm, **{VARIABLE: "avx2"} if by == "ours" else expected)
+    assert result["torch"] == "AVX2" and not result["onednn"]
+    assert result["features"] == ["avx2"]
+    assert min(result["cosines"]) > 0.999
+    doctor = result["doctor"]
     assert doctor["machine"]["cpu features"] == ["avx2"]
     rows = [row for row in doctor["kernels"] if row["dtype"] == "bf16" and row["runs"]]
     assert rows and all("no bf16" in row["why"] and "fp32" in row["fix"] for row in rows)
@@ -225,6 +229,6 @@ def test_a_model_in_bf16_on_a_processor_without(by: str, minilm: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", [key for key in CPU_LEVELS if key != "avx2"])
 def test_a_model_in_bf16_on_every_rung(rung: str, minilm: Path) -> None:
-    found = report(ENCODE, minilm, **{VARIABLE: rung})
-    assert min(found["cosines"]) > 0.999
-    assert ("bf16" in found["features"]) <= (rung in ("bf16", "amx"))
+    result = report(ENCODE, minilm, **{VARIABLE: rung})
+    assert min(result["cosines"]) > 0.999
+    assert ("bf16" in result["features"]) <= (rung in ("bf16", "amx"))

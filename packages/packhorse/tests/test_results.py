@@ -63,20 +63,20 @@ def test_a_span_never_ends_before_it_starts_nor_leaves_the_context() -> None:
 def test_no_span_is_longer_than_allowed() -> None:
     context = " ".join(str(i) for i in range(50))
     window = make_encoding(context)
-    found = results.answers(
+    result = results.answers(
         [span_logits(len(window), 2, 48)], [window], context, top_k=100, longest=5
     )
-    assert max(len(a.text.split()) for a in found) == 5
+    assert max(len(a.text.split()) for a in result) == 5
 
 
 def test_windows_compete_and_the_same_span_counts_once() -> None:
     context = "one two three"
     window = make_encoding(context)
     weak, strong = span_logits(len(window), 2, 2, 3.0), span_logits(len(window), 2, 2, 9.0)
-    found = results.answers([weak, strong], [window, window], context, top_k=5)
-    assert found[0].text == "two"
-    assert len({(a.start, a.end) for a in found}) == len(found)
-    assert found[0].score == results.answers([strong], [window], context)[0].score
+    result = results.answers([weak, strong], [window, window], context, top_k=5)
+    assert result[0].text == "two"
+    assert len({(a.start, a.end) for a in result}) == len(result)
+    assert result[0].score == results.answers([strong], [window], context)[0].score
 
 
 def in_windows(
@@ -104,7 +104,7 @@ def in_windows(
 
 def span_by_span(logits, windows, longest: int) -> dict[tuple[int, int], float]:
     """Every span of every window, the plain way."""
-    found: dict[tuple[int, int], float] = {}
+    result: dict[tuple[int, int], float] = {}
     for scores, window in zip(logits, windows, strict=True):
         context = range(window.spans[-1].start, window.spans[-1].stop)
         for i in context:
@@ -112,8 +112,8 @@ def span_by_span(logits, windows, longest: int) -> dict[tuple[int, int], float]:
                 place = int(window.offsets[i, 0]), int(window.offsets[j, 1])
                 value = float(scores[i, 0]) + float(scores[j, 1])
                 if i <= j < i + longest:
-                    found[place] = max(found.get(place, -np.inf), value)
-    return found
+                    result[place] = max(result.get(place, -np.inf), value)
+    return result
 
 
 @given(
@@ -137,11 +137,11 @@ def test_any_windows_give_what_a_plain_loop_finds(
     expected = span_by_span(logits, windows, longest)
     order = sorted(expected, key=lambda place: (-expected[place], place))[:top_k]
     powers = {place: np.exp(value) for place, value in expected.items()}
-    found = results.answers(logits, windows, context, top_k, longest)
-    assert [(a.start, a.end) for a in found] == order
-    assert all(a.text == context[a.start : a.end] for a in found)
+    result = results.answers(logits, windows, context, top_k, longest)
+    assert [(a.start, a.end) for a in result] == order
+    assert all(a.text == context[a.start : a.end] for a in result)
     shares = [powers[place] / sum(powers.values()) for place in order]
-    assert [a.score for a in found] == pytest.approx(shares)
+    assert [a.score for a in result] == pytest.approx(shares)
 
 
 @given(st.integers(1, 8), st.integers(0, 99))
@@ -153,11 +153,11 @@ def test_many_windows_are_one_where_each_answer_fits_in_one(longest: int, seed: 
     stride = longest - 1  # the least that cuts no answer
     parts = in_windows(window, logits, stride + int(rng.integers(1, 9)), stride)
     everything = (context, 10_000, longest)
-    found = results.answers(*parts, *everything)
+    result = results.answers(*parts, *everything)
     alone = results.answers([logits], [window], *everything)
-    assert [(a.start, a.end) for a in found] == [(a.start, a.end) for a in alone]
-    assert [a.score for a in found] == pytest.approx([a.score for a in alone])
-    assert sum(a.score for a in found) == pytest.approx(1)
+    assert [(a.start, a.end) for a in result] == [(a.start, a.end) for a in alone]
+    assert [a.score for a in result] == pytest.approx([a.score for a in alone])
+    assert sum(a.score for a in result) == pytest.approx(1)
 
 
 def test_a_lost_window_is_a_lost_answer() -> None:
@@ -183,8 +183,8 @@ def test_no_answer_is_what_all_windows_say() -> None:
     none, first = results.answers(*both, top_k=2, no_answer=-6.1)
     assert none == results.Answer("", 0, 0, none.score) and first.text == "two"
     assert np.log(none.score / first.score) == pytest.approx(-6)
-    every = results.answers(*both, top_k=99, no_answer=-np.inf)
-    assert len(every) == 7 and sum(a.score for a in every) == pytest.approx(1)
+    items = results.answers(*both, top_k=99, no_answer=-np.inf)
+    assert len(items) == 7 and sum(a.score for a in items) == pytest.approx(1)
     assert results.answers([does_not], [window], context, no_answer=0.0)[0].text == ""
     assert results.answers([does_not], [window], context)[0].text == "one"
 
@@ -199,9 +199,9 @@ def test_masks_overflow_and_what_is_not_a_number() -> None:
     assert (only.text, only.score) == ("three", 1.0)
     broken = span_logits(len(window), 2, 3)
     broken[1, 0] = broken[4, 1] = np.nan
-    found = results.answers([broken], [window], context, top_k=99)
-    assert found[0].text == "two three" and all(0 <= a.score <= 1 for a in found)
-    assert not any(a.text.startswith("one") or a.text.endswith("four") for a in found)
+    result = results.answers([broken], [window], context, top_k=99)
+    assert result[0].text == "two three" and all(0 <= a.score <= 1 for a in result)
+    assert not any(a.text.startswith("one") or a.text.endswith("four") for a in result)
     halves = np.full((len(window), 2), -60000, np.float16)
     halves[2, 0], halves[3, 1] = 60000, np.inf  # their sum is beyond a half
     (best,) = results.answers([halves], [window], context)
@@ -215,9 +215,9 @@ def test_tokens_of_one_character_are_one_answer() -> None:
     window = replace(window, offsets=offsets)
     logits = np.zeros((7, 2))
     logits[2:5] = 5.0
-    found = results.answers([logits], [window], context, top_k=6)
-    assert found[0].text == "\N{HORSE FACE}"
-    assert sorted((a.start, a.end) for a in found) == [
+    result = results.answers([logits], [window], context, top_k=6)
+    assert result[0].text == "\N{HORSE FACE}"
+    assert sorted((a.start, a.end) for a in result) == [
         *((0, 1), (0, 3), (0, 5), (2, 3), (2, 5), (4, 5))
     ]
 
@@ -256,9 +256,9 @@ def test_classification() -> None:
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=9))
 def test_ranking_is_a_sorted_permutation(scores: list[float]) -> None:
     documents = [f"document {i}" for i in range(len(scores))]
-    found = results.ranked(np.array(scores), documents)
-    assert sorted(r.index for r in found) == list(range(len(scores)))
-    assert [r.score for r in found] == sorted(scores, reverse=True)
+    result = results.ranked(np.array(scores), documents)
+    assert sorted(r.index for r in result) == list(range(len(scores)))
+    assert [r.score for r in result] == sorted(scores, reverse=True)
     ties = [r.index for r in results.ranked(np.zeros(len(scores)), documents)]
     assert ties == list(range(len(scores)))
 
@@ -270,18 +270,18 @@ def test_entities_join_their_pieces() -> None:
     words = encoding.spans[-1]
     logits = np.full((len(encoding), 4), -4.0)
     logits[np.arange(words.start, words.stop), [1, 2, 0, 1, 0, 3]] = 4.0
-    found = results.entities(logits, encoding, text, labels)
+    result = results.entities(logits, encoding, text, labels)
     expected = [("PER", "Ada Lovelace"), ("PER", "Charles"), ("LOC", "London")]
-    assert [(e.label, e.text) for e in found] == expected
-    assert all(text[e.start : e.end] == e.text for e in found)
+    assert [(e.label, e.text) for e in result] == expected
+    assert all(text[e.start : e.end] == e.text for e in result)
 
 
 def test_a_joined_entity_is_as_sure_as_its_tokens_on_average() -> None:
     text = "Ada King Lovelace met"
     logits = np.log([[0.5, 0.5], [0.1, 0.9], [0.4, 0.6], [0.3, 0.7], [0.8, 0.2], [0.5, 0.5]])
-    (found,) = results.entities(logits, make_encoding(text), text, ("O", "I-PER"))
-    assert (found.text, found.start, found.end) == ("Ada King Lovelace", 0, 17)
-    assert found.score == pytest.approx((0.9 + 0.6 + 0.7) / 3)
+    (result,) = results.entities(logits, make_encoding(text), text, ("O", "I-PER"))
+    assert (result.text, result.start, result.end) == ("Ada King Lovelace", 0, 17)
+    assert result.score == pytest.approx((0.9 + 0.6 + 0.7) / 3)
 
 
 def test_two_entities_side_by_side_stay_two() -> None:
@@ -289,8 +289,8 @@ def test_two_entities_side_by_side_stay_two() -> None:
     encoding = make_encoding(text)
     logits = np.full((4, 2), -4.0)
     logits[[1, 2], 1] = 4.0  # B-PER, B-PER
-    found = results.entities(logits, encoding, text, ("O", "B-PER"))
-    assert [e.text for e in found] == ["Ada", "Charles"]
+    result = results.entities(logits, encoding, text, ("O", "B-PER"))
+    assert [e.text for e in result] == ["Ada", "Charles"]
     joined = results.entities(logits, encoding, text, ("O", "I-PER"))
     assert [e.text for e in joined] == ["Ada Charles"]
 

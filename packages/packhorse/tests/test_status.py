@@ -41,26 +41,26 @@ def test_said_read_and_withdrawn() -> None:
     status.publish("runner-1", {"requests": 1, "model": "ŧiny"})
     status.publish("runner-2", {})
     status.publish("runner-1", {"requests": 2})
-    first, second = sorted(status.read(), key=lambda said: said.name)
+    first, second = sorted(status.read(), key=lambda published: published.name)
     assert (first.pid, first.name, first.figures) == (os.getpid(), "runner-1", {"requests": 2})
     assert second.name == "runner-2" and second.time >= first.time - 1
     status.withdraw("runner-1")
     status.withdraw("runner-1")
-    assert [said.name for said in status.read()] == ["runner-2"]
+    assert [published.name for published in status.read()] == ["runner-2"]
 
 
 def test_other_processes_are_seen_while_they_live(home: Path) -> None:
-    other = speak("status.publish('trainer', {'step': 7})")
+    another = speak("status.publish('trainer', {'step': 7})")
     try:
         status.publish("here", {})
-        assert {(said.pid, said.name) for said in status.read()} == {
-            (other.pid, "trainer"),
+        assert {(published.pid, published.name) for published in status.read()} == {
+            (another.pid, "trainer"),
             (os.getpid(), "here"),
         }
     finally:
-        other.kill()
-    other.communicate()
-    assert [said.name for said in status.read()] == ["here"]
+        another.kill()
+    another.communicate()
+    assert [published.name for published in status.read()] == ["here"]
     assert len(list(home.iterdir())) == 1, "what the dead left is tidied away"
 
 
@@ -68,8 +68,8 @@ def test_other_processes_are_seen_while_they_live(home: Path) -> None:
 def test_a_number_used_again_is_another_process(home: Path) -> None:
     status.publish("mine", {})
     (path,) = home.iterdir()
-    said = json.loads(path.read_text())
-    path.write_text(json.dumps(said | {"born": said["born"] - 1}))
+    published = json.loads(path.read_text())
+    path.write_text(json.dumps(published | {"born": published["born"] - 1}))
     assert status.read() == []
     zombie = speak("status.publish('trainer', {})")
     zombie.kill()
@@ -113,7 +113,7 @@ def test_the_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_rubbish_is_passed_over(home: Path) -> None:
     status.publish("good", {})
     (good,) = home.iterdir()
-    said = json.loads(good.read_text())
+    published = json.loads(good.read_text())
     for i, text in enumerate(
         [
             "",
@@ -121,12 +121,12 @@ def test_rubbish_is_passed_over(home: Path) -> None:
             "[]",
             "null",
             "[" * 100_000,
-            json.dumps(said)[:-9],
-            json.dumps(said | {"pid": "1"}),
-            json.dumps(said | {"pid": -1}),
-            json.dumps(said | {"pid": 1 << 80}),
-            json.dumps({key: said[key] for key in said if key != "figures"}),
-            json.dumps(said | {"figures": {"x": "y" * status.MAX_FILE_BYTES}}),
+            json.dumps(published)[:-9],
+            json.dumps(published | {"pid": "1"}),
+            json.dumps(published | {"pid": -1}),
+            json.dumps(published | {"pid": 1 << 80}),
+            json.dumps({key: published[key] for key in published if key != "figures"}),
+            json.dumps(published | {"figures": {"x": "y" * status.MAX_FILE_BYTES}}),
         ]
     ):
         (home / f"{i}.rubbish.json").write_text(text)
@@ -134,7 +134,7 @@ def test_rubbish_is_passed_over(home: Path) -> None:
     (home / "folder.json").mkdir()
     if hasattr(os, "mkfifo"):
         os.mkfifo(home / "pipe.json")  # would be waited for
-    assert [found.name for found in status.read()] == ["good"]
+    assert [result.name for result in status.read()] == ["good"]
 
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", "a b", "x" * 65, "é", ".\n"])
@@ -153,38 +153,38 @@ def test_figures_must_be_numbers_that_json_knows() -> None:
 def test_a_reader_never_sees_half_of_it() -> None:
     """Written and read as fast as possible: always there, always whole."""
     status.publish("busy", {"a": 0, "b": 0})
-    done = threading.Event()
+    completed = threading.Event()
 
     def write() -> None:
         for i in range(300):
             status.publish("busy", {"a": i, "b": i, "filler": "x" * (i * 37 % 4000)})
-        done.set()
+        completed.set()
 
     writer = threading.Thread(target=write)
     writer.start()
-    while not done.is_set():
-        (said,) = status.read()
-        assert said.figures["a"] == said.figures["b"]
+    while not completed.is_set():
+        (published,) = status.read()
+        assert published.figures["a"] == published.figures["b"]
     writer.join()
 
 
 def said_last() -> dict[str, object]:
-    (said,) = status.read()
-    return said.figures
+    (published,) = status.read()
+    return published.figures
 
 
 def test_one_who_speaks_writes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as one likes, a word a second; how fast it goes is told from what is counted."""
     clock = iter([100.0, 100.5, 102.0])
-    with status.publishing("work", {"does": "reading"}) as say:
+    with status.publishing("work", {"does": "reading"}) as report:
         # A clock of its own: the threads of this process go on by the real one.
         now = SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
         monkeypatch.setattr(status, "time", now)
-        say({"documents": 10, "loss": float("nan")})
+        report({"documents": 10, "loss": float("nan")})
         assert said_last() == {"does": "reading", "documents": 10, "loss": None}
-        say({"documents": 11})
+        report({"documents": 11})
         assert said_last()["documents"] == 10, "too soon"
-        say({"documents": 30, "does": "writing"})
+        report({"documents": 30, "does": "writing"})
         assert said_last() == {"does": "writing", "documents": 30, "documents_per_second": 10.0}
     assert status.read() == []
 
@@ -194,7 +194,7 @@ def test_work_goes_on_where_nobody_can_look(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "file"))
-    with status.publishing("work", {}) as say:
-        say({"done": 1})
-    with pytest.raises(ZeroDivisionError), status.publishing("work", {}) as say:
-        say({"done": 1 // 0})
+    with status.publishing("work", {}) as report:
+        report({"done": 1})
+    with pytest.raises(ZeroDivisionError), status.publishing("work", {}) as report:
+        report({"done": 1 // 0})

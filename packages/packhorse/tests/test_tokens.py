@@ -54,17 +54,17 @@ def reference(minilm: Path):
 def train(kind: str) -> tk.Tokenizer:
     """A small tokenizer of each family, made as its well-known member is."""
     if kind == "wordpiece":
-        made = tk.Tokenizer(tk.models.WordPiece(unk_token="[UNK]"))
-        made.normalizer = tk.normalizers.BertNormalizer(lowercase=True)
-        made.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+        built = tk.Tokenizer(tk.models.WordPiece(unk_token="[UNK]"))
+        built.normalizer = tk.normalizers.BertNormalizer(lowercase=True)
+        built.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
         special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
         trainer = tk.trainers.WordPieceTrainer(
             vocab_size=300, special_tokens=special, show_progress=False
         )
     elif kind == "bytelevel":
-        made = tk.Tokenizer(tk.models.BPE())
-        made.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = tk.decoders.ByteLevel()
+        built = tk.Tokenizer(tk.models.BPE())
+        built.pre_tokenizer = tk.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        built.decoder = tk.decoders.ByteLevel()
         trainer = tk.trainers.BpeTrainer(
             vocab_size=400,
             show_progress=False,
@@ -72,53 +72,53 @@ def train(kind: str) -> tk.Tokenizer:
             initial_alphabet=tk.pre_tokenizers.ByteLevel.alphabet(),
         )
     else:
-        made = tk.Tokenizer(tk.models.Unigram())
-        made.normalizer = tk.normalizers.Sequence(
+        built = tk.Tokenizer(tk.models.Unigram())
+        built.normalizer = tk.normalizers.Sequence(
             [tk.normalizers.NFKC(), tk.normalizers.Replace(tk.Regex(" {2,}"), " ")]
         )
-        made.pre_tokenizer = tk.pre_tokenizers.Metaspace()
-        made.decoder = tk.decoders.Metaspace()
+        built.pre_tokenizer = tk.pre_tokenizers.Metaspace()
+        built.decoder = tk.decoders.Metaspace()
         special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
         trainer = tk.trainers.UnigramTrainer(
             vocab_size=200, special_tokens=special, unk_token="<unk>", show_progress=False
         )
-    made.train_from_iterator([*TEXTS, ENGLISH.upper()] * 3, trainer)
+    built.train_from_iterator([*TEXTS, ENGLISH.upper()] * 3, trainer)
     if kind == "bytelevel":
-        made.post_processor = tk.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+        built.post_processor = tk.processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     elif kind == "unigram":  # XLNet's odd one: specials at the end, a type of its own
-        made.post_processor = tk.processors.TemplateProcessing(
+        built.post_processor = tk.processors.TemplateProcessing(
             single="$A:0 </s>:0 <s>:2",
             pair="$A:0 </s>:0 $B:1 </s>:1 <s>:2",
             special_tokens=[("<s>", 0), ("</s>", 2)],
         )
-    made.enable_truncation(5)
-    made.enable_padding(length=9)
-    return made
+    built.enable_truncation(5)
+    built.enable_padding(length=9)
+    return built
 
 
 @pytest.fixture(scope="module", params=["wordpiece", "bytelevel", "unigram"])
 def family(request, tmp_path_factory) -> tuple[tk.Tokenizer, Tokenizer]:
     path = tmp_path_factory.mktemp(request.param) / "tokenizer.json"
-    made = train(request.param)
-    made.save(str(path))
-    made.no_truncation()
-    made.no_padding()
+    built = train(request.param)
+    built.save(str(path))
+    built.no_truncation()
+    built.no_padding()
     if request.param == "wordpiece":  # the file has no post-processor: BERT's is expected
-        made.post_processor = tk.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    return made, Tokenizer.load(path)
+        built.post_processor = tk.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return built, Tokenizer.load(path)
 
 
-def same(ours: Encoding, ids, types, offsets, special) -> bool:
+def same(actual: Encoding, ids, types, offsets, special) -> bool:
     """Bit for bit what the other library says."""
-    assert (ours.ids.dtype, ours.types.dtype) == (np.int32, np.uint8)
-    assert (ours.offsets.dtype, ours.special.dtype) == (np.int32, np.bool_)
-    assert ours.ids.tolist() == ids and ours.types.tolist() == types
-    assert ours.special.tolist() == [bool(each) for each in special]
-    assert ours.offsets.tolist() == [list(each) for each in offsets]
-    inside = np.ones(len(ours), bool)
-    for span in ours.spans:
+    assert (actual.ids.dtype, actual.types.dtype) == (np.int32, np.uint8)
+    assert (actual.offsets.dtype, actual.special.dtype) == (np.int32, np.bool_)
+    assert actual.ids.tolist() == ids and actual.types.tolist() == types
+    assert actual.special.tolist() == [bool(item) for item in special]
+    assert actual.offsets.tolist() == [list(item) for item in offsets]
+    inside = np.ones(len(actual), bool)
+    for span in actual.spans:
         inside[span] = False
-    assert (inside == ours.special).all()
+    assert (inside == actual.special).all()
     return True
 
 
@@ -126,18 +126,18 @@ def of_transformers(reference, text: Any, **options: Any) -> tuple:
     both = text if isinstance(text, tuple) else (text,)
     names = ("input_ids", "token_type_ids", "offset_mapping", "special_tokens_mask")
     flags = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-    made = reference(*both, **flags, **options)
-    return tuple(made[name] for name in names)
+    built = reference(*both, **flags, **options)
+    return tuple(built[name] for name in names)
 
 
 @pytest.mark.parametrize("max_length", [512, 17, 16, 4])
 def test_equals_transformers(bert: Tokenizer, reference, max_length: int) -> None:
     texts = [*TEXTS, *PAIRS]
-    for text, ours in zip(texts, bert.encode(texts, max_length), strict=True):
-        theirs = of_transformers(reference, text, truncation=True, max_length=max_length)
-        assert same(ours, *theirs)
+    for text, actual in zip(texts, bert.encode(texts, max_length), strict=True):
+        expected = of_transformers(reference, text, truncation=True, max_length=max_length)
+        assert same(actual, *expected)
         whole = of_transformers(reference, text)[0]
-        assert ours.truncated == len(whole) - len(ours)  # counted exactly where nothing was cut
+        assert actual.truncated == len(whole) - len(actual)  # counted exactly where nothing was cut
 
 
 LONG = [
@@ -153,9 +153,9 @@ LONG = [
 
 @pytest.mark.parametrize("max_length", [12, 129, 200])
 def test_equals_transformers_where_characters_were_cut(bert, reference, max_length: int) -> None:
-    for text, ours in zip(LONG, bert.encode(LONG, max_length), strict=True):
-        theirs = of_transformers(reference, text, truncation=True, max_length=max_length)
-        assert same(ours, *theirs) and ours.truncated > 0
+    for text, actual in zip(LONG, bert.encode(LONG, max_length), strict=True):
+        expected = of_transformers(reference, text, truncation=True, max_length=max_length)
+        assert same(actual, *expected) and actual.truncated > 0
 
 
 @pytest.mark.parametrize("max_length", [100, 129])
@@ -164,60 +164,64 @@ def test_long_pairs_equal_transformers(bert, reference, max_length: int) -> None
     long = [text[:2000] for text in LONG]
     pairs = [(a, b) for a in long[:3] for b in (*long[1:4], ENGLISH * 9, "short")]
     pairs += [(b, a) for a, b in pairs]
-    for pair, ours in zip(pairs, bert.encode(pairs, max_length), strict=True):
-        theirs = of_transformers(reference, pair, truncation=True, max_length=max_length)
-        assert ours.truncated > 0
+    for pair, actual in zip(pairs, bert.encode(pairs, max_length), strict=True):
+        expected = of_transformers(reference, pair, truncation=True, max_length=max_length)
+        assert actual.truncated > 0
         if min(map(len, pair)) == 2000 and max_length % 2 == 0:
             # Which of two cut texts is the longer, and gets the odd token, nobody has counted.
-            assert len(ours) == max_length and abs(int(ours.types.sum()) - sum(theirs[1])) <= 1
+            assert (
+                len(actual) == max_length and abs(int(actual.types.sum()) - sum(expected[1])) <= 1
+            )
         else:
-            assert same(ours, *theirs)
+            assert same(actual, *expected)
 
 
 def test_only_second_equals_transformers(bert: Tokenizer, reference) -> None:
     pairs = [("a short question?", ENGLISH * n) for n in (1, 2, 500)]
-    for pair, ours in zip(pairs, bert.encode(pairs, 20, "only_second"), strict=True):
-        theirs = of_transformers(reference, pair, truncation="only_second", max_length=20)
-        assert same(ours, *theirs)
+    for pair, actual in zip(pairs, bert.encode(pairs, 20, "only_second"), strict=True):
+        expected = of_transformers(reference, pair, truncation="only_second", max_length=20)
+        assert same(actual, *expected)
 
 
 @pytest.mark.parametrize("case", [(TEXTS[3], 8, 0), (TEXTS[3], 8, 5), (PAIRS[3], 45, 9)])
 def test_windows_equal_transformers(bert: Tokenizer, reference, case) -> None:
     text, max_length, stride = case
-    found = bert.windows([text], max_length, stride)[0]
+    result = bert.windows([text], max_length, stride)[0]
     options = {"truncation": "only_second" if isinstance(text, tuple) else True, "stride": stride}
     columns = of_transformers(
         reference, text, max_length=max_length, return_overflowing_tokens=True, **options
     )
-    assert len(found) == len(columns[0])
-    assert all(same(*each) for each in zip(found, *columns, strict=True))
+    assert len(result) == len(columns[0])
+    assert all(same(*item) for item in zip(result, *columns, strict=True))
 
 
 def test_equals_the_library(family: tuple[tk.Tokenizer, Tokenizer]) -> None:
     """Every family, with its own template; what the file says of truncation and padding is off."""
-    library, ours = family
+    library, actual = family
     for text in [*TEXTS, *PAIRS]:
-        made = library.encode(*(text if isinstance(text, tuple) else (text,)))
-        found = ours.encode([text])[0]
-        assert same(found, made.ids, made.type_ids, made.offsets, made.special_tokens_mask)
-        assert found.truncated == 0
-    assert ours.specials_per(False) == library.num_special_tokens_to_add(False)
-    assert ours.specials_per(True) == library.num_special_tokens_to_add(True)
-    assert ours.vocab_size == library.get_vocab_size()
-    known = ours.encode(["the lazy dog"])[0]
-    assert ours.decode(known.ids) == library.decode(known.ids.tolist())
-    assert [ours.id(ours.token(i)) for i in range(ours.vocab_size)] == list(range(ours.vocab_size))
+        built = library.encode(*(text if isinstance(text, tuple) else (text,)))
+        result = actual.encode([text])[0]
+        assert same(result, built.ids, built.type_ids, built.offsets, built.special_tokens_mask)
+        assert result.truncated == 0
+    assert actual.specials_per(False) == library.num_special_tokens_to_add(False)
+    assert actual.specials_per(True) == library.num_special_tokens_to_add(True)
+    assert actual.vocab_size == library.get_vocab_size()
+    known = actual.encode(["the lazy dog"])[0]
+    assert actual.decode(known.ids) == library.decode(known.ids.tolist())
+    assert [actual.id(actual.token(i)) for i in range(actual.vocab_size)] == list(
+        range(actual.vocab_size)
+    )
 
 
 def test_a_cut_changes_no_token(family: tuple[tk.Tokenizer, Tokenizer]) -> None:
-    library, ours = family
+    library, actual = family
     for text in [ENGLISH * 300, "字符" * 9000, "ab" * 9000, (ENGLISH + "\n") * 300]:
         whole = library.encode(text, add_special_tokens=False)
-        found = ours.encode([text], 40)[0]
-        kept = found.ids[found.spans[0]].tolist()
-        assert kept == whole.ids[: len(kept)] and found.truncated > 0
+        result = actual.encode([text], 40)[0]
+        remaining = result.ids[result.spans[0]].tolist()
+        assert remaining == whole.ids[: len(remaining)] and result.truncated > 0
         if len(whole) >= 37:
-            assert len(found) == 40
+            assert len(result) == 40
 
 
 def test_control_a_careless_cut_changes_tokens(bert: Tokenizer, monkeypatch) -> None:
@@ -226,8 +230,8 @@ def test_control_a_careless_cut_changes_tokens(bert: Tokenizer, monkeypatch) -> 
     whole = bert.encode([text], NO_CUT)[0].ids[1:-1].tolist()
 
     def wrong() -> bool:
-        kept = [bert.encode([text], n)[0].ids[1:-1].tolist() for n in range(3, 500, 7)]
-        return any(each != whole[: len(each)] for each in kept)
+        remaining = [bert.encode([text], n)[0].ids[1:-1].tolist() for n in range(3, 500, 7)]
+        return any(item != whole[: len(item)] for item in remaining)
 
     assert not wrong()
     monkeypatch.setattr(module, "DISTRUST", 0)
@@ -271,8 +275,8 @@ def test_vocab_txt_equals_tokenizer_json(minilm: Path, bert: Tokenizer, tmp_path
         for a, b in zip(old.encode([*TEXTS, *PAIRS]), bert.encode([*TEXTS, *PAIRS]), strict=True):
             assert same(a, b.ids.tolist(), b.types.tolist(), b.offsets.tolist(), b.special)
         assert (old.cls_id, old.sep_id, old.pad_id, old.mask_id) == (101, 102, 0, 103)
-        found = bert.encode([ENGLISH])[0].ids
-        assert old.decode(found) == bert.decode(found)
+        result = bert.encode([ENGLISH])[0].ids
+        assert old.decode(result) == bert.decode(result)
 
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "fox", "##es"]
@@ -295,21 +299,21 @@ def write(folder: Path, lines: list[str], config: dict | None = None) -> Path:
     ],
 )
 def test_case_of_a_vocab_txt(tmp_path: Path, words, config, expected) -> None:
-    made = Tokenizer.load(write(tmp_path, VOCABULARY + words, config))
-    assert [made.token(i) for i in made.encode(["The foxes"])[0].ids[1:-1]] == expected
+    built = Tokenizer.load(write(tmp_path, VOCABULARY + words, config))
+    assert [built.token(i) for i in built.encode(["The foxes"])[0].ids[1:-1]] == expected
 
 
 def test_special_tokens_by_other_names(tmp_path: Path) -> None:
     names = {"cls_token": "<a>", "sep_token": {"content": "<b>"}, "model_max_length": 10**30}
-    made = Tokenizer.load(write(tmp_path, ["[PAD]", "[UNK]", "<a>", "<b>", "fox"], names))
-    assert made.encode(["fox"])[0].ids.tolist() == [2, 4, 3]
-    assert (made.cls_id, made.sep_id, made.mask_id, made.max_length) == (2, 3, None, None)
+    built = Tokenizer.load(write(tmp_path, ["[PAD]", "[UNK]", "<a>", "<b>", "fox"], names))
+    assert built.encode(["fox"])[0].ids.tolist() == [2, 4, 3]
+    assert (built.cls_id, built.sep_id, built.mask_id, built.max_length) == (2, 3, None, None)
 
 
 def test_max_length_of_folder_and_of_caller(minilm: Path, bert: Tokenizer) -> None:
     assert bert.max_length == 512
     small = Tokenizer.load(minilm, max_length=6)
-    assert [len(each) for each in small.encode([ENGLISH, (ENGLISH, ENGLISH)])] == [6, 6]
+    assert [len(item) for item in small.encode([ENGLISH, (ENGLISH, ENGLISH)])] == [6, 6]
     assert len(small.encode([ENGLISH], 9)[0]) == 9
     assert len(small.windows([ENGLISH])[0]) > 4
 
@@ -318,17 +322,19 @@ def test_max_length_of_folder_and_of_caller(minilm: Path, bert: Tokenizer) -> No
 @given(st.text(max_size=80), st.text(max_size=80), st.integers(4, 30), st.integers(0, 12))
 def test_windows_hold_the_whole_text(bert: Tokenizer, question, text, max_length, stride) -> None:
     whole = bert.encode([(question, text)], NO_CUT)[0]
-    asked, body = (whole.ids[span] for span in whole.spans)
-    assume(len(asked) + 3 + stride < max_length)
-    found = bert.windows([(question, text)], max_length, stride)[0]
+    question_ids, body = (whole.ids[span] for span in whole.spans)
+    assume(len(question_ids) + 3 + stride < max_length)
+    result = bert.windows([(question, text)], max_length, stride)[0]
     here = slice(0)
-    for i, window in enumerate(found):
+    for i, window in enumerate(result):
         first, second = window.spans
         here = slice(window.start, window.start + second.stop - second.start)
-        assert (window.ids[first] == asked).all() and (window.ids[second] == body[here]).all()
+        assert (window.ids[first] == question_ids).all() and (
+            window.ids[second] == body[here]
+        ).all()
         assert (window.offsets[second] == whole.offsets[whole.spans[1]][here]).all()
-        assert window.start == i * (max_length - 3 - len(asked) - stride)
-        assert len(window) == max_length or i == len(found) - 1
+        assert window.start == i * (max_length - 3 - len(question_ids) - stride)
+        assert len(window) == max_length or i == len(result) - 1
         assert window.truncated == 0
     assert here.stop == len(body), "the last window ends where the text ends"
 
@@ -337,24 +343,24 @@ def test_windows_hold_the_whole_text(bert: Tokenizer, question, text, max_length
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 @example("İ ǅ ﬁ ½ ﷺ Å e\u0301 \U0001d518 \0 가 ΐ")
 def test_offsets_are_code_points_of_the_original(bert: Tokenizer, text: str) -> None:
-    found = bert.encode([text])[0]
-    assert fits(bert, found, text, found.offsets)
+    result = bert.encode([text])[0]
+    assert fits(bert, result, text, result.offsets)
 
 
 def test_control_other_offsets_do_not_fit(bert: Tokenizer) -> None:
-    """UTF-8 bytes, or offsets of the normalised text, would be found out."""
+    """UTF-8 bytes, or offsets of the normalized text, would be found out."""
     text = "İé ﬁne \U0001d518 foxes"
-    found = bert.encode([text])[0]
+    result = bert.encode([text])[0]
     starts = np.array([len(text[:i].encode()) for i in range(len(text) + 1)])
-    assert fits(bert, found, text, found.offsets)
-    assert not fits(bert, found, text, found.offsets + 1)
-    assert not fits(bert, found, text, starts[found.offsets])
+    assert fits(bert, result, text, result.offsets)
+    assert not fits(bert, result, text, result.offsets + 1)
+    assert not fits(bert, result, text, starts[result.offsets])
 
 
-def fits(bert: Tokenizer, found: Encoding, text: str, offsets: np.ndarray) -> bool:
+def fits(bert: Tokenizer, result: Encoding, text: str, offsets: np.ndarray) -> bool:
     """Every token can be read where its offsets point, and none lies before the one before."""
     last = 0
-    for id, (begin, end) in zip(found.ids[1:-1], offsets[1:-1], strict=True):
+    for id, (begin, end) in zip(result.ids[1:-1], offsets[1:-1], strict=True):
         token = bert.token(int(id)).removeprefix("##")
         if not last <= begin < end <= len(text):
             return False
@@ -366,9 +372,9 @@ def fits(bert: Tokenizer, found: Encoding, text: str, offsets: np.ndarray) -> bo
 
 
 def plain(text: str) -> str:
-    """BERT's normalisation, as its paper's code has it: lower case, no marks, no control signs."""
-    kept = [c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Cn", "Co")]
-    apart = unicodedata.normalize("NFD", "".join(kept))
+    """BERT's normalization, as its paper's code has it: lower case, no marks, no control signs."""
+    remaining = [c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Cn", "Co")]
+    apart = unicodedata.normalize("NFD", "".join(remaining))
     bare = "".join(c for c in apart if unicodedata.category(c) != "Mn").lower()
     return "".join(c for c in bare if unicodedata.category(c) != "Mn")
 
@@ -377,46 +383,48 @@ def plain(text: str) -> str:
 @given(st.text(max_size=30), st.integers(1, 400), st.integers(3, 40))
 def test_truncation_keeps_the_beginning(bert: Tokenizer, text, times, max_length) -> None:
     whole = bert.encode([text * times], NO_CUT)[0].ids[1:-1]
-    found = bert.encode([text * times], max_length)[0]
-    kept = found.ids[1:-1]
-    assert (kept == whole[: len(kept)]).all()
-    assert len(kept) == min(len(whole), max_length - 2)
-    assert (found.truncated > 0) >= (len(kept) < len(whole))
+    result = bert.encode([text * times], max_length)[0]
+    remaining = result.ids[1:-1]
+    assert (remaining == whole[: len(remaining)]).all()
+    assert len(remaining) == min(len(whole), max_length - 2)
+    assert (result.truncated > 0) >= (len(remaining) < len(whole))
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=30), st.integers(1, 60), st.integers(3, 40))
 def test_truncation_on_the_left_keeps_the_end(bert: Tokenizer, text, times, max_length) -> None:
     whole = bert.encode([text * times], NO_CUT)[0]
-    found = bert.encode([text * times], max_length, "truncate_left")[0]
-    kept = min(len(whole), max_length) - 2
-    assert found.ids.tolist() == [101, *whole.ids[1:-1][len(whole) - 2 - kept :], 102]
-    assert found.offsets[1:-1].tolist() == whole.offsets[1:-1][len(whole) - 2 - kept :].tolist()
-    assert found.truncated == len(whole) - len(found)
+    result = bert.encode([text * times], max_length, "truncate_left")[0]
+    remaining = min(len(whole), max_length) - 2
+    assert result.ids.tolist() == [101, *whole.ids[1:-1][len(whole) - 2 - remaining :], 102]
+    assert (
+        result.offsets[1:-1].tolist() == whole.offsets[1:-1][len(whole) - 2 - remaining :].tolist()
+    )
+    assert result.truncated == len(whole) - len(result)
 
 
 def test_truncation_of_a_pair_on_the_left(bert: Tokenizer) -> None:
     first, second = "fox dog " * 4, "the quick brown fox jumps over the lazy dog"
-    kept = bert.encode([(first, second)], 13, "truncate_left")[0]
-    assert bert.decode(kept.ids[kept.spans[0]]) == "dog fox dog fox dog"
-    assert bert.decode(kept.ids[kept.spans[1]]) == "jumps over the lazy dog"
+    remaining = bert.encode([(first, second)], 13, "truncate_left")[0]
+    assert bert.decode(remaining.ids[remaining.spans[0]]) == "dog fox dog fox dog"
+    assert bert.decode(remaining.ids[remaining.spans[1]]) == "jumps over the lazy dog"
 
 
 def test_the_library_is_asked_no_more_than_it_must(bert: Tokenizer, monkeypatch) -> None:
     """Short texts once; a long one of long words again, with a larger budget, and then no more."""
-    asked: list[int] = []
+    calls: list[int] = []
     call = Tokenizer._call
 
     def counted(self: Tokenizer, parts: list[str], owners: list[int]) -> list[Any]:
-        asked.append(len(parts))
+        calls.append(len(parts))
         return call(self, parts, owners)
 
     monkeypatch.setattr(Tokenizer, "_call", counted)
     bert.encode(["fox", "a dog"], 16)
-    assert asked == [2]
-    asked.clear()
+    assert calls == [2]
+    calls.clear()
     bert.encode(["fox", "\u0301" * 900 + "fox " * 100], 16)
-    assert asked == [2, 1]
+    assert calls == [2, 1]
 
 
 def test_unicode_at_length(bert: Tokenizer) -> None:
@@ -481,13 +489,13 @@ def test_a_panic_names_its_text_and_spares_nobody_else(bert: Tokenizer) -> None:
     """The library's panic is a BaseException; here a real one, from a pattern `load` refuses."""
     evil = tk.Tokenizer.from_str(bert._library.to_str())
     evil.normalizer = tk.normalizers.Replace(tk.Regex("(a+)+$"), "x")
-    made = dataclasses.replace(bert, _library=evil)
+    built = dataclasses.replace(bert, _library=evil)
     with pytest.raises(BaseException, match="retry-limit") as direct:
         evil.encode("a" * 40 + "b")
     assert not isinstance(direct.value, Exception)
     with pytest.raises(InputError, match="text 1 cannot be tokenized"):
-        made.encode(["fox", "a" * 40 + "b", "dog"])
-    assert made.encode(["fox"])[0].ids.tolist() == bert.encode(["fox"])[0].ids.tolist()
+        built.encode(["fox", "a" * 40 + "b", "dog"])
+    assert built.encode(["fox"])[0].ids.tolist() == bert.encode(["fox"])[0].ids.tolist()
     for passing in (KeyboardInterrupt, SystemExit, MemoryError):
         with pytest.raises(passing), files.wrap_errors(InputError, "not this"):
             raise passing
@@ -601,7 +609,7 @@ BAD_FILES = {
                 "special_tokens": {},
             }
         ),
-        "not once in the template",
+        "template does not have each text once",
     ),
 }
 

@@ -33,23 +33,23 @@ def test_numbers_as_protobuf_writes_them(number: int) -> None:
 def test_a_message_of_texts_and_numbers(name: str, texts: list[str], numbers: list[int]) -> None:
     kind = theirs("descriptor").FileDescriptorProto
     written = kind(name=name, dependency=texts, public_dependency=numbers).SerializeToString()
-    ours = wire.write_field(1, name)
-    ours += b"".join(wire.write_field(3, text) for text in texts)
-    ours += b"".join(wire.write_field(10, number) for number in numbers)
-    assert ours == written
-    found = list(wire.fields(memoryview(b"..." + written), 3))
-    assert wire.text(b"..." + written, found[0]) == name
-    assert [wire.text(b"..." + written, field) for field in found if field.number == 3] == texts
-    assert [field.value for field in found if field.number == 10] == numbers
+    actual = wire.write_field(1, name)
+    actual += b"".join(wire.write_field(3, text) for text in texts)
+    actual += b"".join(wire.write_field(10, number) for number in numbers)
+    assert actual == written
+    result = list(wire.fields(memoryview(b"..." + written), 3))
+    assert wire.text(b"..." + written, result[0]) == name
+    assert [wire.text(b"..." + written, field) for field in result if field.number == 3] == texts
+    assert [field.value for field in result if field.number == 10] == numbers
 
 
 def test_fixed_widths_and_packed_numbers() -> None:
-    one = theirs("wrappers").FloatValue(value=1.0).SerializeToString()
-    (four,) = wire.fields(one)
+    single = theirs("wrappers").FloatValue(value=1.0).SerializeToString()
+    (four,) = wire.fields(single)
     (eight,) = wire.fields(theirs("wrappers").DoubleValue(value=1.0).SerializeToString())
     assert four == Field(1, FIXED32, 0x3F800000, 1, 5)
     assert eight == Field(1, FIXED64, 0x3FF << 52, 1, 9)
-    assert wire.write_fixed32(1, 0x3F800000) == one
+    assert wire.write_fixed32(1, 0x3F800000) == single
     place = theirs("descriptor").SourceCodeInfo.Location(path=[0, 1, 300, 70_000])
     packed = place.SerializeToString()
     (path,) = wire.fields(packed)

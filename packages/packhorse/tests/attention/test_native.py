@@ -72,9 +72,9 @@ def assert_close(qkv: list[Tensor], packed: Packed) -> None:
     if out.dtype == torch.float32:
         assert (out - truth).abs().max() < 1e-5
         return
-    ours, theirs = ((x.double() - truth).abs() for x in (out, run(Reference(), qkv, packed)))
-    assert ours.max() <= 1.5 * theirs.max()
-    assert ours.mean() <= 1.1 * theirs.mean()
+    actual, expected = ((x.double() - truth).abs() for x in (out, run(Reference(), qkv, packed)))
+    assert actual.max() <= 1.5 * expected.max()
+    assert actual.mean() <= 1.1 * expected.mean()
 
 
 @pytest.fixture
@@ -162,19 +162,19 @@ def test_exponentials_are_accurate_down_to_the_smallest():
 
 @needs_native
 @pytest.mark.parametrize("dtype", BOTH)
-def test_a_neighbour_changes_no_bit(dtype: torch.dtype):
-    packed, own = batch((17, 140, 33)), slice(17, 157)
+def test_a_neighbor_changes_no_bit(dtype: torch.dtype):
+    packed, separate = batch((17, 140, 33)), slice(17, 157)
     qkv = draw(190, 3, 32, dtype)
-    before = run(Native(), qkv, packed)[own]
+    before = run(Native(), qkv, packed)[separate]
     for x in qkv:
         x[:17], x[157:] = 1e30, float("nan")
-    assert torch.equal(run(Native(), qkv, packed)[own], before)
-    alone = run(Native(), [x[own] for x in qkv], batch((140,)))
+    assert torch.equal(run(Native(), qkv, packed)[separate], before)
+    alone = run(Native(), [x[separate] for x in qkv], batch((140,)))
     assert torch.equal(alone, before)
 
 
 @needs_native
-def test_without_the_boundary_the_neighbour_is_seen():
+def test_without_the_boundary_the_neighbor_is_seen():
     qkv = draw(190, 3, 32, torch.float32)
     before = run(Native(), qkv, batch((17, 140, 33)))
     assert not torch.allclose(run(Native(), qkv, batch((190,)))[17:157], before[17:157], atol=1e-2)
@@ -188,15 +188,15 @@ def test_without_the_boundary_the_neighbour_is_seen():
 def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(
     dtype: torch.dtype, which: int, value: float, length: int
 ):
-    packed, own = batch((20, length, 20)), slice(20, 20 + length)
+    packed, separate = batch((20, length, 20)), slice(20, 20 + length)
     qkv = draw(40 + length, 2, 32, dtype)
     clean = run(Native(), qkv, packed)
     for token in (21, 19 + length):  # in the first block of keys and in the last
         dirty = [x.clone() for x in qkv]
         dirty[which][token, 1, 5] = value
         out = run(Native(), dirty, packed)
-        truth = exact([x[own] for x in dirty], batch((length,)))
-        assert torch.equal(out[own].isfinite(), truth.isfinite())
+        truth = exact([x[separate] for x in dirty], batch((length,)))
+        assert torch.equal(out[separate].isfinite(), truth.isfinite())
         assert not truth.isfinite().all()
         assert torch.equal(out[:20], clean[:20]) and torch.equal(out[-20:], clean[-20:])
         assert torch.equal(out[:, 0], clean[:, 0])
@@ -232,8 +232,8 @@ def test_callers_on_several_threads_do_not_disturb_each_other():
     inputs = [draw(160, 4, 32, torch.float32) for _ in range(8)]
     expected = [run(Native(), qkv, packed) for qkv in inputs]
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda qkv: run(Native(), qkv, packed), inputs * 4))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected * 4, strict=True))
+        result = list(pool.map(lambda qkv: run(Native(), qkv, packed), inputs * 4))
+    assert all(torch.equal(a, b) for a, b in zip(result, expected * 4, strict=True))
 
 
 def test_the_plan_covers_every_row_once_and_puts_the_costliest_first():
@@ -315,9 +315,11 @@ def test_threads_with_small_stacks():
     """256 KiB for threads of Python's and of OpenMP's; a stack that overflows ends the process."""
     environment = {**os.environ, "OMP_STACKSIZE": "256k", "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-c", SMALL_STACKS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    count, difference = done.stdout.split()
+    completed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert completed.returncode == 0, (completed.returncode, completed.stderr)
+    count, difference = completed.stdout.split()
     assert int(count) == 12 and float(difference) < 0.05
 
 
@@ -366,9 +368,9 @@ def test_serves_inference_on_cpus_only():
 @needs_linux
 def test_without_a_working_compiler_it_says_so(rebuilt: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CC", "/bin/false")
-    said = native.obstacle()
-    assert said == "the C compiler /bin/false failed: exit status 1; set CC to one that works"
-    assert said == Native.serves.refusal(torch.device("cpu"), torch.float32, False)
+    reason = native.obstacle()
+    assert reason == "the C compiler /bin/false failed: exit status 1; set CC to one that works"
+    assert reason == Native.serves.refusal(torch.device("cpu"), torch.float32, False)
     with pytest.raises(KernelError, match="use 'bucketed'"):
         run(Native(), draw(4, 1, 8, torch.float32), batch((4,)))
     assert not rebuilt.exists() or not list(rebuilt.iterdir())
@@ -383,11 +385,11 @@ def test_a_choice_that_lost_the_kernel_says_so_once(
     cpu = torch.device("cpu")
     with pytest.warns(
         RuntimeWarning, match=r"C kernels: CC names /no/such/cc.*install gcc"
-    ) as told:
+    ) as caught:
         for dtype in (*BOTH, torch.float32):
             assert attention.pick(cpu, dtype).name == "bucketed"
         attention.pick(cpu, torch.float32, backward=True)
-    assert len(told) == 1
+    assert len(caught) == 1
     compiled._warn_once.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

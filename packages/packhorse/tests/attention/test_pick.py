@@ -16,8 +16,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def test_every_kernel_of_the_table_is_there() -> None:
     for name in KERNELS:
-        found = attention.kernel(name)
-        assert isinstance(found.serves, KernelSupport)
+        result = attention.kernel(name)
+        assert isinstance(result.serves, KernelSupport)
 
 
 def test_the_choice_serves_and_says_why() -> None:
@@ -49,12 +49,12 @@ def test_a_kernel_without_backward_is_refused_for_training() -> None:
 
 
 def test_obstacles_are_asked_last() -> None:
-    asked = []
+    calls = []
     support = KernelSupport(
-        devices=frozenset({"cuda"}), obstacle=lambda device: asked.append(1) or "no compiler"
+        devices=frozenset({"cuda"}), obstacle=lambda device: calls.append(1) or "no compiler"
     )
     assert support.refusal(CPU, torch.float32, False) == "it runs on cuda, not on cpu"
-    assert not asked
+    assert not calls
     assert support.refusal(CUDA, torch.float32, False) == "no compiler"
 
 

@@ -34,8 +34,8 @@ SCOPES = {
 
 
 def make_packed(rows: bool = False) -> Packed:
-    made = [Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
-    return Packed.rows(made, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(made)
+    built = [Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
+    return Packed.rows(built, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(built)
 
 
 def loop(qkv: Tensor, packed: Packed, scope: AttentionScope) -> Tensor:
@@ -80,10 +80,10 @@ def test_every_kernel_knows_how_far_a_token_sees(kernel: str, scope: str, expect
     if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
         pytest.skip(refusal)
     rows = attention.kernel(kernel).serves.rows
-    found = run(kernel, random_qkv(rows), SCOPES[scope]).double()
-    torch.testing.assert_close(found, expected[scope, rows], atol=1e-5, rtol=1e-5)
-    for other in set(SCOPES) - {scope}:  # the control: none is taken for another
-        assert not torch.allclose(found, expected[other, rows], atol=1e-3)
+    result = run(kernel, random_qkv(rows), SCOPES[scope]).double()
+    torch.testing.assert_close(result, expected[scope, rows], atol=1e-5, rtol=1e-5)
+    for another in set(SCOPES) - {scope}:  # the control: none is taken for another
+        assert not torch.allclose(result, expected[another, rows], atol=1e-3)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -91,12 +91,12 @@ def test_no_scope_lets_a_neighbor_through(kernel: str) -> None:
     if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
         pytest.skip(refusal)
     qkv = random_qkv(attention.kernel(kernel).serves.rows)
-    other = qkv.clone()
-    other[5:45] = float("nan")  # the second sequence, in rows too
-    mine = torch.ones(len(qkv), dtype=torch.bool)
-    mine[5:45] = False
-    found, spoilt = run(kernel, qkv, SCOPES["both"]), run(kernel, other, SCOPES["both"])
-    assert torch.equal(found[mine], spoilt[mine]) and spoilt[5:45].isnan().all()
+    another = qkv.clone()
+    another[5:45] = float("nan")  # the second sequence, in rows too
+    mask = torch.ones(len(qkv), dtype=torch.bool)
+    mask[5:45] = False
+    result, spoilt = run(kernel, qkv, SCOPES["both"]), run(kernel, another, SCOPES["both"])
+    assert torch.equal(result[mask], spoilt[mask]) and spoilt[5:45].isnan().all()
 
 
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name != "native"])
@@ -104,14 +104,17 @@ def test_gradients_flow_to_queries_and_to_the_bias(kernel: str) -> None:
     """Sequences of unlike lengths fill up groups; a slot of filler must not spoil a gradient."""
     rows = attention.kernel(kernel).serves.rows
     packed, weight = make_packed(rows), random_qkv(rows, 1)[:, 0].double()
-    found = []
-    for attend in (lambda *given: run(kernel, *given), lambda q, scope: loop(q, packed, scope)):
+    result = []
+    for attend in (
+        lambda *arguments: run(kernel, *arguments),
+        lambda q, scope: loop(q, packed, scope),
+    ):
         qkv = random_qkv(rows).double().requires_grad_()
         bias = BIAS.double().requires_grad_()
         total = (attend(qkv, AttentionScope(6, bias)) * weight).sum()
-        found.append(torch.autograd.grad(total, (qkv, bias)))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=1e-9)
+        result.append(torch.autograd.grad(total, (qkv, bias)))
+    for actual, reference in zip(*result, strict=True):
+        torch.testing.assert_close(actual, reference, atol=1e-9, rtol=1e-9)
 
 
 def test_half_precision_stays_close() -> None:
@@ -120,8 +123,8 @@ def test_half_precision_stays_close() -> None:
     for kernel in ("native", "bucketed", "reference"):
         if attention.kernel(kernel).serves.refusal(CPU, torch.bfloat16):
             continue
-        found = run(kernel, qkv.bfloat16(), SCOPES["near"])
-        assert float((found.float() - wide).abs().max()) < 0.05, kernel
+        result = run(kernel, qkv.bfloat16(), SCOPES["near"])
+        assert float((result.float() - wide).abs().max()) < 0.05, kernel
 
 
 def test_those_that_do_not_know_it_say_so() -> None:

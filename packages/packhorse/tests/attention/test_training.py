@@ -24,8 +24,8 @@ LENGTHS = (5, 30, 1, 16, 9)
 
 def make_packed(seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
-    made = [Made(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
-    return Packed.rows(made, [[0, 1], [2, 3, 4]], 40)
+    built = [Made(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
+    return Packed.rows(built, [[0, 1], [2, 3, 4]], 40)
 
 
 def run(kernel: str, v: Tensor, rate: float, seed: int) -> Tensor:
@@ -53,19 +53,21 @@ def test_probabilities_are_dropped_and_the_rest_scaled_up(kernel: str) -> None:
     assert torch.equal(draws[3], run(kernel, ones, 0.25, 3)) and not draws[3].allclose(draws[4])
     # A sequence of one token keeps all or nothing of it.
     alone = draws[:, 40].flatten()
-    kept = float((alone > 0).float().mean())
-    assert alone.unique().tolist() == [0.0, pytest.approx(4 / 3)] and 0.65 < kept < 0.85
+    fraction = float((alone > 0).float().mean())
+    assert alone.unique().tolist() == [0.0, pytest.approx(4 / 3)] and 0.65 < fraction < 0.85
     assert float((draws[:, :75].mean((0, 2, 3)) - 1).abs().max()) < 0.15
 
 
 @pytest.mark.parametrize("kernel", DROPPING)
-def test_dropout_lets_no_neighbour_through(kernel: str) -> None:
+def test_dropout_lets_no_neighbor_through(kernel: str) -> None:
     values = torch.randn(80, 2, 4)
     others = values.clone()
     others[5:35] = torch.randn(30, 2, 4)
-    mine = [slice(0, 5), slice(40, 66)]
+    unchanged = [slice(0, 5), slice(40, 66)]
     a, b = run(kernel, values, 0.5, 1), run(kernel, others, 0.5, 1)
-    assert all(torch.equal(a[part], b[part]) for part in mine) and not torch.equal(a[5:35], b[5:35])
+    assert all(torch.equal(a[part], b[part]) for part in unchanged) and not torch.equal(
+        a[5:35], b[5:35]
+    )
 
 
 @pytest.mark.parametrize(("kernel", "instead"), [("varlen", "bucketed"), ("native", "reference")])
@@ -124,9 +126,9 @@ def test_what_compiles_its_backward_says_so(kernel: str) -> None:
         with pytest.raises(RuntimeError, match="no autograd formula"):
             step(x, plan).sum().backward()
         return
-    (found,) = torch.autograd.grad((step(x, plan) * weight).sum(), x)
+    (result,) = torch.autograd.grad((step(x, plan) * weight).sum(), x)
     (expected,) = torch.autograd.grad((layer(x, plan) * weight).sum(), x)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_compiled_kernel_never_forgets_to_drop() -> None:

@@ -28,21 +28,21 @@ BIG = {"width": 128, "heads": 4, "positions": 512, "std": 0.1}
 @pytest.fixture(autouse=True)
 def _full_precision() -> Any:
     """fp32 products in fp32: TF32 would hide differences under its own."""
-    kept = torch.backends.cuda.matmul.fp32_precision
+    previous = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.fp32_precision = kept
+    torch.backends.cuda.matmul.fp32_precision = previous
 
 
 def make_packed(lengths: list[int], seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
-    made = [proof.Made(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
-    return Packed.build(made)
+    built = [proof.Made(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
+    return Packed.build(built)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("kernel", [name for name in attention.KERNELS if name != "native"])
-def test_no_result_depends_on_neighbours(make_model, kernel: str, dtype: torch.dtype) -> None:
+def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dtype) -> None:
     if kernel in ("fused", "varlen") and dtype not in HALF:
         with pytest.raises(KernelError, match="not in fp32"):
             attention.pick(CUDA, dtype, name=kernel)
@@ -79,11 +79,11 @@ def test_half_precision_lies_by_float64(dtype: torch.dtype, kernel: str, head_si
         return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
     exact = run("reference", torch.float64)
-    theirs, ours = run("reference", dtype), run(kernel, dtype)
-    assert len(ours) == 4
-    for name, truth, a, b in zip(("out", "dq", "dk", "dv"), exact, ours, theirs, strict=True):
-        mine, other = ((x.double() - truth).norm() / truth.norm() for x in (a, b))
-        assert float(mine) <= 1.5 * float(other) + 1e-3, name
+    expected, actual = run("reference", dtype), run(kernel, dtype)
+    assert len(actual) == 4
+    for name, truth, a, b in zip(("out", "dq", "dk", "dv"), exact, actual, expected, strict=True):
+        error, baseline = ((x.double() - truth).norm() / truth.norm() for x in (a, b))
+        assert float(error) <= 1.5 * float(baseline) + 1e-3, name
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
@@ -124,8 +124,8 @@ def test_training_step_matches_reference(make_model, kernel: str) -> None:
             [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
         )
 
-    truth, found = gradients("reference", torch.float32), gradients(kernel, torch.bfloat16)
-    assert torch.cosine_similarity(truth, found, dim=0) > 0.999
+    truth, result = gradients("reference", torch.float32), gradients(kernel, torch.bfloat16)
+    assert torch.cosine_similarity(truth, result, dim=0) > 0.999
 
 
 def test_embeddings_of_minilm(minilm) -> None:
@@ -134,8 +134,8 @@ def test_embeddings_of_minilm(minilm) -> None:
     texts = ["A man is eating food.", "Someone eats a meal.", "The stock market crashed today."] * 5
     exact = packhorse.load(minilm, device="cpu", dtype="fp32").embed(texts)
     for graphs in (False, True):
-        found = packhorse.load(minilm, device="cuda", graphs=graphs).embed(texts)
-        assert (exact * found).sum(1).min() >= 0.9995
+        result = packhorse.load(minilm, device="cuda", graphs=graphs).embed(texts)
+        assert (exact * result).sum(1).min() >= 0.9995
     wide = packhorse.load(minilm, device="cuda", dtype="fp32").embed(texts)
     assert np.abs(exact - wide).max() <= 1e-5
 
@@ -150,29 +150,31 @@ def test_a_kernel_that_plans_on_the_host_is_compiled_but_not_recorded(make_model
         assert float((a - b).abs().max()) <= 1e-4 * float(a.abs().max())
 
 
-def fused_gradient(lengths: list[int], seed: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the sequence `own` comes to and its gradient, among neighbours drawn from the seed."""
+def fused_gradient(lengths: list[int], seed: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the sequence `index` comes to and its gradient, among neighbors drawn from the seed."""
     packed, chosen = make_packed(lengths).to(CUDA), attention.kernel("fused")
-    begin, end = packed.cu_seqlens[own : own + 2].tolist()
+    begin, end = packed.cu_seqlens[index : index + 2].tolist()
     drawn = torch.Generator("cuda").manual_seed(seed)
     shape = (len(packed.ids), 3, 4, 64)
     qkv = torch.randn(shape, generator=drawn, device=CUDA, dtype=torch.bfloat16)
-    own_values = torch.Generator("cuda").manual_seed(99)
-    mine = torch.randn((end - begin, *shape[1:]), generator=own_values, device=CUDA)
-    qkv[begin:end] = mine.bfloat16()
+    generator = torch.Generator("cuda").manual_seed(99)
+    values = torch.randn((end - begin, *shape[1:]), generator=generator, device=CUDA)
+    qkv[begin:end] = values.bfloat16()
     out = chosen(qkv.requires_grad_(), chosen.plan(packed))
     (out * qkv.detach()[:, 0]).sum().backward()
     assert qkv.grad is not None
     return out.detach()[begin:end], qkv.grad[begin:end]
 
 
-def test_fused_is_the_same_to_the_bit_whatever_the_neighbours() -> None:
-    first = fused_gradient([70, 300, 5], seed=1, own=1)
-    for lengths, seed, own in (([70, 300, 5], 2, 1), ([1, 1, 512, 300], 3, 3), ([300], 4, 0)):
-        again = fused_gradient(lengths, seed, own)
+def test_fused_is_the_same_to_the_bit_whatever_the_neighbors() -> None:
+    first = fused_gradient([70, 300, 5], seed=1, index=1)
+    for lengths, seed, separate in (([70, 300, 5], 2, 1), ([1, 1, 512, 300], 3, 3), ([300], 4, 0)):
+        again = fused_gradient(lengths, seed, separate)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    other = fused_gradient([70, 301, 5], seed=1, own=1)  # control: a token more is another sequence
-    assert not torch.equal(first[0], other[0][:300])
+    another = fused_gradient(
+        [70, 301, 5], seed=1, index=1
+    )  # control: a token more is another sequence
+    assert not torch.equal(first[0], another[0][:300])
 
 
 def test_words_are_scored_alike_when_the_vocabulary_is_filled_up(make_model) -> None:

@@ -32,9 +32,9 @@ def drawn(seed: int, heads: int, begin: int, length: int) -> Tensor:
     """What the kernel draws for each pair of tokens of a sequence, in [0, 1): [H, L, L]."""
     head = mixed(torch.arange(heads, device=CUDA) + 0x9E3779B9 & 0xFFFFFFFF)[:, None]
     tokens = torch.arange(begin, begin + length, device=CUDA)
-    asking = mixed(mixed(seed & 0xFFFFFFFF ^ head) ^ tokens)
-    asked = mixed(mixed(seed >> 32 & 0xFFFFFFFF ^ head) ^ tokens)
-    return (mixed(asking[:, :, None] ^ asked[:, None, :]) >> 1) / (1 << 31)
+    query_hash = mixed(mixed(seed & 0xFFFFFFFF ^ head) ^ tokens)
+    key_hash = mixed(mixed(seed >> 32 & 0xFFFFFFFF ^ head) ^ tokens)
+    return (mixed(query_hash[:, :, None] ^ key_hash[:, None, :]) >> 1) / (1 << 31)
 
 
 def by_hand(qkv: Tensor, seed: int) -> Tensor:
@@ -43,18 +43,18 @@ def by_hand(qkv: Tensor, seed: int) -> Tensor:
     for length in LENGTHS:
         q, k, v = qkv[begin : begin + length].permute(1, 2, 0, 3)  # each [H, L, D]
         shares = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).softmax(-1)
-        kept = drawn(seed, q.shape[0], begin, length) >= RATE
-        outs.append((shares * kept / (1 - RATE) @ v).transpose(0, 1))
+        keep = drawn(seed, q.shape[0], begin, length) >= RATE
+        outs.append((shares * keep / (1 - RATE) @ v).transpose(0, 1))
         begin += length
     return torch.cat(outs)
 
 
 def inputs(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
-    made = torch.randn(
+    built = torch.randn(
         (sum(LENGTHS), 4, 4, width), generator=generator, device=CUDA, dtype=torch.float64
     )
-    return made[:, :3].to(dtype), made[:, 3].to(dtype)
+    return built[:, :3].to(dtype), built[:, 3].to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -67,16 +67,16 @@ def test_out_and_gradients_are_those_by_hand(width: int, dtype: torch.dtype) -> 
     qkv, weight = inputs(width, dtype)
     number = 0x1234_5678_9ABC_DEF0
     seed = torch.tensor([number], device=CUDA)
-    mine = qkv.clone().requires_grad_()
-    out = attend(mine, plan.cu_seqlens, plan.order, plan.max_seqlen, seed, RATE)[0]
+    leaf = qkv.clone().requires_grad_()
+    out = attend(leaf, plan.cu_seqlens, plan.order, plan.max_seqlen, seed, RATE)[0]
     (out * weight).sum().backward()
 
     def away(number: int) -> tuple[float, float]:
-        theirs = qkv.double().requires_grad_()
-        exact = by_hand(theirs, number)
+        expected = qkv.double().requires_grad_()
+        exact = by_hand(expected, number)
         (exact * weight.double()).sum().backward()
-        assert mine.grad is not None and theirs.grad is not None
-        pairs = (out, exact), (mine.grad, theirs.grad)
+        assert leaf.grad is not None and expected.grad is not None
+        pairs = (out, exact), (leaf.grad, expected.grad)
         first, second = (float(((a.double() - b).norm() / b.norm()).detach()) for a, b in pairs)
         return first, second
 
@@ -97,8 +97,8 @@ def test_as_many_are_dropped_as_asked_for_and_none_is_like_another() -> None:
         lost.roll(1, 2),
         lost.transpose(1, 2) * ~torch.eye(512, dtype=torch.bool, device=CUDA),
     ]
-    for other in others:
-        assert abs(float((lost * other).mean())) / 0.09 < 0.005
+    for another in others:
+        assert abs(float((lost * another).mean())) / 0.09 < 0.005
     for axis in (1, 2):  # each row and column loses its tenth: 51 of 512, give or take 7
         assert float((first < 0.1).double().sum(axis).std()) == pytest.approx(6.8, abs=0.5)
 
@@ -126,11 +126,11 @@ def test_a_graph_draws_anew_whenever_it_is_replayed() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = kernel(qkv, plan)
-    found = []
+    result = []
     for _ in range(2):
         graph.replay()
-        found.append(out.clone())
-    assert not torch.equal(*found)
+        result.append(out.clone())
+    assert not torch.equal(*result)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

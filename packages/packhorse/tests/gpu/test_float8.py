@@ -28,18 +28,18 @@ KERNEL = 0.005  # the same, by sums in tensor cores and by bf16
 
 @pytest.fixture(autouse=True)
 def _full_precision():
-    kept = torch.backends.cuda.matmul.fp32_precision
+    previous = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.fp32_precision = kept
+    torch.backends.cuda.matmul.fp32_precision = previous
 
 
 def drawn(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device="cuda") * scale).bfloat16()
 
 
-def far(found: Tensor, truth: Tensor) -> float:
-    gap = (found.float() - truth.float()).norm() / truth.float().norm()
+def far(result: Tensor, truth: Tensor) -> float:
+    gap = (result.float() - truth.float()).norm() / truth.float().norm()
     return float(gap.nan_to_num(torch.inf, torch.inf))
 
 
@@ -66,10 +66,10 @@ def test_forward_and_input_gradient_are_the_references(
         (out.detach(), reference(x.detach(), weight, bias)),
         (x.grad, reference(gradient, weight.t())),
     ]
-    for found, truth in pairs:
-        assert far(found, truth) < KERNEL
+    for result, truth in pairs:
+        assert far(result, truth) < KERNEL
         # Of each row by itself: a kernel that mixed up scales would fail in the small ones.
-        rows = (found.float() - truth).norm(dim=1) / truth.norm(dim=1)
+        rows = (result.float() - truth).norm(dim=1) / truth.norm(dim=1)
         assert float(rows.max()) < 4 * KERNEL
     wrong = reference(x.detach().roll(1, 0), weight, bias)
     assert far(out.detach(), wrong) > BOUND
@@ -78,14 +78,14 @@ def test_forward_and_input_gradient_are_the_references(
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 def test_the_weights_gradient_is_that_of_bf16(inputs: int, outputs: int) -> None:
     x, gradient = drawn(2048, inputs), drawn(2048, outputs)
-    found = []
+    result = []
     for linear in (F.linear, float8.linear):
         held = [x, drawn(outputs, inputs, scale=0.02), drawn(outputs)]
         x, weight, bias = (tensor.detach().requires_grad_() for tensor in held)
         linear(x, weight, bias).backward(gradient)
-        found.append((weight.grad, bias.grad))
-    for ours, theirs in zip(*found, strict=True):
-        assert ours is not None and theirs is not None and torch.equal(ours, theirs)
+        result.append((weight.grad, bias.grad))
+    for actual, expected in zip(*result, strict=True):
+        assert actual is not None and expected is not None and torch.equal(actual, expected)
 
 
 def in_float8(layer: BertLayer) -> BertLayer:
@@ -103,8 +103,8 @@ def learned(layer: BertLayer, x: Tensor, gradient: Tensor, packed: Packed) -> li
     layer.zero_grad(set_to_none=True)
     out = layer(held, layer.attention.kernel.plan(packed))
     out.backward(gradient)
-    every = [held.grad, *(p.grad for p in layer.parameters())]
-    return [out.detach(), *(g.clone() for g in every if g is not None)]
+    items = [held.grad, *(p.grad for p in layer.parameters())]
+    return [out.detach(), *(g.clone() for g in items if g is not None)]
 
 
 # torch.compile's own, about torch.jit and functions that its tracer makes instances of.
@@ -120,7 +120,7 @@ def test_a_layer_compiles_whole_and_stays_what_it_is() -> None:
     layer.compile(fullgraph=True, dynamic=False)
     compiled = learned(layer, x, gradient, packed)
     assert len(plain) == len(compiled) == 2 + len(list(layer.parameters()))
-    for ours, eager, theirs in zip(compiled, plain, half, strict=True):
+    for actual, eager, expected in zip(compiled, plain, half, strict=True):
         # A compiler keeps digits between fused steps, so some numbers are rounded the other way.
-        assert far(ours, eager) < BOUND
-        assert far(ours, theirs) < 2 * BOUND and far(eager, theirs) < 2 * BOUND
+        assert far(actual, eager) < BOUND
+        assert far(actual, expected) < 2 * BOUND and far(eager, expected) < 2 * BOUND

@@ -1,4 +1,4 @@
-"""`invariant=True` on CUDA: the same bits whatever the neighbours, the place and the batch.
+"""`invariant=True` on CUDA: the same bits whatever the neighbors, the place and the batch.
 
 Skipped where there is no NVIDIA GPU.
 """
@@ -48,14 +48,14 @@ def rows_of(backend: TorchBackend, sequences: Sequence[Made], heads: Sequence[st
 def differing(backend: TorchBackend, rng: np.random.Generator) -> int:
     """Sequences that became something else among others than alone."""
     heads = ("hidden", "raw", *backend.model.heads)
-    own, wrong = [*made_up(rng, 7), Made(np.array([3]), np.array([0]))], 0
-    alone = [rows_of(backend, [sequence], heads)[0] for sequence in own]
+    separate, wrong = [*made_up(rng, 7), Made(np.array([3]), np.array([0]))], 0
+    alone = [rows_of(backend, [sequence], heads)[0] for sequence in separate]
     for number in range(12):
         others = made_up(rng, int(rng.integers(0, 120)))
         place = (0, len(others), len(others) // 2)[number % 3]
-        found = rows_of(backend, [*others[:place], *own, *others[place:]], heads)
-        mine = found[place : place + len(own)]
-        wrong += sum(a != b for a, b in zip(alone, mine, strict=True))
+        result = rows_of(backend, [*others[:place], *separate, *others[place:]], heads)
+        own_rows = result[place : place + len(separate)]
+        wrong += sum(a != b for a, b in zip(alone, own_rows, strict=True))
     return wrong
 
 
@@ -87,13 +87,13 @@ def test_minilm_alone_among_others_and_through_a_runner(encoder: Encoder, rng) -
     texts = texts_of(rng, 600)
     vectors = encoder.embed(texts)
     for _ in range(8):
-        some = rng.permutation(len(texts))[: rng.integers(1, 300)]
-        assert encoder.embed([texts[i] for i in some]).tobytes() == vectors[some].tobytes()
+        selected = rng.permutation(len(texts))[: rng.integers(1, 300)]
+        assert encoder.embed([texts[i] for i in selected]).tobytes() == vectors[selected].tobytes()
     for i in range(40):
         assert encoder.embed([texts[i]]).tobytes() == vectors[i].tobytes()
     with packhorse.PackRunner(encoder, timeout=0.001, publish=False) as runner:
-        for found, vector in zip(runner.run(texts), vectors, strict=True):
-            assert found.tobytes() == vector.tobytes()
+        for result, vector in zip(runner.run(texts), vectors, strict=True):
+            assert result.tobytes() == vector.tobytes()
 
 
 def test_the_reference_serves_where_the_fastest_lays_sequences_together() -> None:

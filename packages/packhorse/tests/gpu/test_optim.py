@@ -69,8 +69,8 @@ def test_stacked_tensors_are_updated_as_if_they_stood_alone(
         return drawn.to(dtype)
 
     whole = [nn.Parameter(draw(shape)) for shape in shapes]
-    apart = [nn.Parameter(part.clone()) for each in whole for part in each.detach().chunk(3)]
-    joined = [nn.Parameter(each.detach().clone()) for each in whole]
+    apart = [nn.Parameter(part.clone()) for item in whole for part in item.detach().chunk(3)]
+    joined = [nn.Parameter(item.detach().clone()) for item in whole]
     options = {"master_weights": True, "foreach": foreach}
     first, second, control = (
         LAMB(held, 0.02, stacked=count, **options)
@@ -81,7 +81,7 @@ def test_stacked_tensors_are_updated_as_if_they_stood_alone(
         for held in (whole, joined):
             for parameter, gradient in zip(held, gradients, strict=True):
                 parameter.grad = gradient.clone()
-        pieces = [piece.clone() for each in gradients for piece in each.chunk(3)]
+        pieces = [piece.clone() for item in gradients for piece in item.chunk(3)]
         for parameter, gradient in zip(apart, pieces, strict=True):
             parameter.grad = gradient
         for optimizer in (first, second, control):

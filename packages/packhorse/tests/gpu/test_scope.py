@@ -47,10 +47,10 @@ def test_windows_and_biases(kernel: str, biased: bool, dtype: torch.dtype) -> No
     if refusal := serves.refusal(CUDA, dtype, True, WIDTH, windows=True, biases=biased):
         pytest.skip(refusal)
     exact = learned("reference", torch.float32, biased, 20)
-    found = learned(kernel, dtype, biased, 20)
+    result = learned(kernel, dtype, biased, 20)
     limit = 0.03 if dtype == torch.bfloat16 else 1e-3
-    for ours, theirs in zip(found, exact, strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) < limit
+    for actual, expected in zip(result, exact, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < limit
     control = learned(kernel, dtype, biased, None)
     assert float((control[0] - exact[0]).norm() / exact[0].norm()) > 0.1, "a window ignored shows"
 

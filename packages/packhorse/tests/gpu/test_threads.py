@@ -69,8 +69,8 @@ def test_callers_get_their_own_results(make_model, streams: str) -> None:
     expected = [eager(packed, ["hidden"])[0].float().cpu() for packed in packs]
     graphs = TorchBackend(model, CUDA, graphs=True)
 
-    def distance(found: torch.Tensor, which: int) -> float:
-        return float((found - expected[which]).norm() / expected[which].norm())
+    def distance(result: torch.Tensor, which: int) -> float:
+        return float((result - expected[which]).norm() / expected[which].norm())
 
     # One batch's results are this far from those of another of its shape; rounding is far below.
     apart = min(distance(expected[i + len(shapes)], i) for i in range(len(packs) - len(shapes)))
@@ -83,8 +83,8 @@ def test_callers_get_their_own_results(make_model, streams: str) -> None:
         with torch.cuda.stream(torch.cuda.Stream()) if streams != "one" else nullcontext():
             for _ in range(CALLS):
                 which = chance.randrange(len(packs))
-                found = graphs(packs[which], ["hidden"])[0].float().cpu()
-                wrong += distance(found, which) >= apart / 3
+                result = graphs(packs[which], ["hidden"])[0].float().cpu()
+                wrong += distance(result, which) >= apart / 3
         return wrong
 
     assert at_once(work) == 0
@@ -99,11 +99,11 @@ def test_runners_beside_embed(minilm: Path) -> None:
     vectors = plain.embed(texts)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
 
-    def wrong(indices: list[int], found: list[np.ndarray]) -> int:
+    def wrong(indices: list[int], result: list[np.ndarray]) -> int:
         """How many are nearer to another text than to their own, or far from it."""
-        likeness = np.stack(found) @ vectors.T / np.linalg.norm(found, axis=1)[:, None]
-        own = likeness[np.arange(len(indices)), indices]
-        return int(((own < 0.99) | (own < likeness.max(1) - 1e-3)).sum())
+        likeness = np.stack(result) @ vectors.T / np.linalg.norm(result, axis=1)[:, None]
+        separate = likeness[np.arange(len(indices)), indices]
+        return int(((separate < 0.99) | (separate < likeness.max(1) - 1e-3)).sum())
 
     options = {"rows": 8, "capacity": 64, "timeout": 0.0, "publish": False}
     with PackRunner(graphs, **options) as first, PackRunner(graphs, **options) as second:
@@ -112,9 +112,9 @@ def test_runners_beside_embed(minilm: Path) -> None:
             chance, mistakes = random.Random(number), 0
             for _ in range(CALLS // 8):
                 indices = [chance.randrange(len(texts)) for _ in range(32)]
-                asked = [texts[i] for i in indices]
+                requests = [texts[i] for i in indices]
                 ask = (first.run, second.run, graphs.embed, graphs.embed)[number]
-                mistakes += wrong(indices, list(ask(asked)))
+                mistakes += wrong(indices, list(ask(requests)))
             return mistakes
 
         assert at_once(work) == 0

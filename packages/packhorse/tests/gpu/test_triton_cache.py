@@ -27,11 +27,14 @@ torch.cuda.synchronize()
 
 
 def test_the_fused_kernel_is_kept_in_a_private_folder(tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    told = {"PACKHORSE_CACHE": str(own), "TRITON_CACHE_DIR": str(shared)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env={**os.environ, **told}, capture_output=True, text=True
+    shared, separate = tmp_path / "shared", tmp_path / "own"
+    options = {"PACKHORSE_CACHE": str(separate), "TRITON_CACHE_DIR": str(shared)}
+    completed = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **options},
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert list((own / "triton").iterdir()) and not shared.exists()
-    assert (own / "triton").stat().st_mode & 0o777 == 0o700
+    assert completed.returncode == 0, completed.stderr
+    assert list((separate / "triton").iterdir()) and not shared.exists()
+    assert (separate / "triton").stat().st_mode & 0o777 == 0o700

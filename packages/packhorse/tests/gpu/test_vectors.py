@@ -37,10 +37,10 @@ class Made:
 @pytest.fixture(autouse=True)
 def _full_precision():
     """fp32 products in fp32: TF32 would hide differences under its own."""
-    kept = torch.backends.cuda.matmul.fp32_precision
+    previous = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     yield
-    torch.backends.cuda.matmul.fp32_precision = kept
+    torch.backends.cuda.matmul.fp32_precision = previous
 
 
 def make_packed(prompt: int) -> Packed:
@@ -66,11 +66,11 @@ def make(make_model, dtype: torch.dtype, activation: str = "PReLU") -> Model:
     return Model(bert, {"embed": head}).to(dtype).eval()
 
 
-def backend(model: Model, device: torch.device, **how) -> TorchBackend:
+def backend(model: Model, device: torch.device, **mode) -> TorchBackend:
     dtype = next(model.parameters()).dtype
-    pick = invariant.pick if how.get("fixed") else attention.pick
+    pick = invariant.pick if mode.get("fixed") else attention.pick
     model.bert.use(pick(device, dtype, **model.bert.config.needs).kernel)
-    return TorchBackend(model, device, **how)
+    return TorchBackend(model, device, **mode)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -78,28 +78,28 @@ def backend(model: Model, device: torch.device, **how) -> TorchBackend:
 @pytest.mark.parametrize("prompt", [0, 3])
 def test_vectors_are_those_of_the_cpu(make_model, prompt: int, dtype, graphs: bool) -> None:
     packed = make_packed(prompt)
-    (wanted,) = backend(make(make_model, torch.float32), CPU)(packed, ["embed"])
+    (expected,) = backend(make(make_model, torch.float32), CPU)(packed, ["embed"])
     runs = backend(make(make_model, dtype), CUDA, graphs=graphs)
     for _ in range(2):  # the second replays what the first recorded
-        (found,) = runs(packed, ["embed"])
-        assert float((found.cpu() - wanted).abs().max()) <= LIMITS[dtype]
+        (result,) = runs(packed, ["embed"])
+        assert float((result.cpu() - expected).abs().max()) <= LIMITS[dtype]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(make_model, activation: str) -> None:
     packed = make_packed(0)
-    (wanted,) = backend(make(make_model, torch.float32, activation), CPU)(packed, ["embed"])
-    (found,) = backend(make(make_model, torch.float32, activation), CUDA)(packed, ["embed"])
-    assert float((found.cpu() - wanted).abs().max()) <= LIMITS[torch.float32]
+    (expected,) = backend(make(make_model, torch.float32, activation), CPU)(packed, ["embed"])
+    (result,) = backend(make(make_model, torch.float32, activation), CUDA)(packed, ["embed"])
+    assert float((result.cpu() - expected).abs().max()) <= LIMITS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_invariant_vectors_are_the_same_alone(make_model, dtype) -> None:
     runs = backend(make(make_model, dtype), CUDA, fixed=512)
     random = np.random.default_rng(0)
-    made = [Made(x, x * 0, 3) for x in (random.integers(0, 97, n) for n in LENGTHS)]
-    (together,) = runs(Packed.build(made), ["embed"])
-    alone = torch.cat([runs(Packed.build([sequence]), ["embed"])[0] for sequence in made])
+    built = [Made(x, x * 0, 3) for x in (random.integers(0, 97, n) for n in LENGTHS)]
+    (together,) = runs(Packed.build(built), ["embed"])
+    alone = torch.cat([runs(Packed.build([sequence]), ["embed"])[0] for sequence in built])
     assert torch.equal(together, alone)
 
 

@@ -30,15 +30,15 @@ def as_torch_records(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[No
 
 def overwritten(record: Any) -> int:
     """Bytes of other tensors that replays of a graph with split sums changed."""
-    left, right = (torch.randn(64, 65536, device="cuda") for _ in range(2))
+    left_matrix, right_matrix = (torch.randn(64, 65536, device="cuda") for _ in range(2))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        expected = left @ right.T  # makes the stream's workspace
+        expected = left_matrix @ right_matrix.T  # makes the stream's workspace
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with record(graph, stream=stream):
-        product = left @ right.T
+        product = left_matrix @ right_matrix.T
     torch._C._cuda_clearCublasWorkspaces()  # as torch.compile does around captures of its own
     with torch.cuda.stream(stream):
         others = [
@@ -51,7 +51,7 @@ def overwritten(record: Any) -> int:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(product, expected)
-    return sum(int((other != SENTINEL).sum()) for other in others)
+    return sum(int((another != SENTINEL).sum()) for another in others)
 
 
 def test_a_graph_keeps_its_workspace() -> None:

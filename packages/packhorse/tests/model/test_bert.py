@@ -40,9 +40,9 @@ def test_positions_after_padding_where_rows_or_buckets_are_filled_up() -> None:
     expected = [loop(ids, 0) for ids in SEQUENCES]
     whole = make_packed()
     for packed in (whole.pad(32, 16), Packed.rows(made(), [[0, 1], [2, 3]], 9)):
-        found = positions_after_padding(packed, 1)
-        assert [piece.tolist() for piece in packed.split(found)] == expected
-        assert int(found.max()) <= packed.max_seqlen
+        result = positions_after_padding(packed, 1)
+        assert [piece.tolist() for piece in packed.split(result)] == expected
+        assert int(result.max()) <= packed.max_seqlen
 
 
 def made() -> list[Made]:
@@ -57,29 +57,29 @@ def embed(packed: Packed, **axes: int) -> tuple[BertEmbeddings, Tensor]:
 
 def test_a_text_without_the_padding_word_starts_at_the_offset() -> None:
     packed = make_packed(([5, 6, 7], [8, 9]))
-    module, found = embed(packed, position_offset=3)
+    module, result = embed(packed, position_offset=3)
     assert module.positions.weight.shape == (11, 6)
     words, types = module.words(packed.ids), module.types
     assert types is not None
     expected = words + types.weight[0] + module.positions.weight[[3, 4, 5, 3, 4]]
-    torch.testing.assert_close(found, module.norm(expected))
+    torch.testing.assert_close(result, module.norm(expected))
 
 
 def test_no_types_and_one_type() -> None:
-    module, found = embed(make_packed(kind=1), type_vocab_size=0)
-    assert module.types is None and torch.isfinite(found).all()
-    module, found = embed(make_packed(kind=1), type_vocab_size=1)
-    torch.testing.assert_close(module(make_packed(kind=0)), found)
-    module, found = embed(make_packed(kind=1), type_vocab_size=2)
-    assert not torch.equal(module(make_packed(kind=0)), found)
+    module, result = embed(make_packed(kind=1), type_vocab_size=0)
+    assert module.types is None and torch.isfinite(result).all()
+    module, result = embed(make_packed(kind=1), type_vocab_size=1)
+    torch.testing.assert_close(module(make_packed(kind=0)), result)
+    module, result = embed(make_packed(kind=1), type_vocab_size=2)
+    assert not torch.equal(module(make_packed(kind=0)), result)
 
 
 def test_narrow_embeddings_are_projected() -> None:
-    module, found = embed(make_packed(), embedding_size=4)
-    assert module.words.weight.shape == (10, 4) and found.shape == (12, 6)
+    module, result = embed(make_packed(), embedding_size=4)
+    assert module.words.weight.shape == (10, 4) and result.shape == (12, 6)
     narrow = BertEmbeddings(BertConfig(10, 4, 1, 1, 8, max_positions=8)).eval()
     narrow.load_state_dict({k: v for k, v in module.state_dict().items() if "project" not in k})
-    torch.testing.assert_close(module.project(narrow(make_packed())), found)
+    torch.testing.assert_close(module.project(narrow(make_packed())), result)
 
 
 def test_what_is_not_said_is_as_in_bert() -> None:

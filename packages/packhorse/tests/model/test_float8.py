@@ -40,9 +40,9 @@ def drawn(*shape: int, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).bfloat16()
 
 
-def far(found: Tensor, truth: Tensor) -> float:
+def far(result: Tensor, truth: Tensor) -> float:
     """How far apart, of the norm; all of it where something is no number."""
-    gap = (found.double() - truth.double()).norm() / truth.double().norm()
+    gap = (result.double() - truth.double()).norm() / truth.double().norm()
     return float(gap.nan_to_num(torch.inf, torch.inf))
 
 
@@ -65,8 +65,8 @@ def learned(product: Product, x: Tensor, weight: Tensor, bias: Tensor) -> list[T
 def test_the_product_is_that_of_rounded_numbers(scale: float) -> None:
     x, weight, bias = drawn(TOKENS, NARROW, scale=scale), drawn(WIDE, NARROW), drawn(WIDE)
     assert far(float8.product(x, weight), reference(x, weight)) < ROUNDED
-    found, truth = float8.product(x, weight, bias), reference(x, weight, bias)
-    assert far(found, truth) < ROUNDED
+    result, truth = float8.product(x, weight, bias), reference(x, weight, bias)
+    assert far(result, truth) < ROUNDED
     assert far(float8.product(x, weight), (x.double() @ weight.double().t())) > 2 * ROUNDED
 
 
@@ -98,16 +98,16 @@ def test_each_row_has_its_own_scale(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.to(float8.E4M3).contiguous(), torch.ones(len(x), 1)
 
     monkeypatch.setattr(float8, "quantized", unscaled)
-    found = errors()
-    assert found[0] > BOUND and found[-1] > BOUND  # too small for float8, and too large
+    result = errors()
+    assert result[0] > BOUND and result[-1] > BOUND  # too small for float8, and too large
 
 
 def test_rows_of_nothing_and_of_no_numbers() -> None:
     x = drawn(4, 16)
     x[1], x[2, 3], x[3] = 0, torch.inf, 1e-38
-    found = float8.product(x, drawn(16, 16))
-    assert found[0].isfinite().all() and found[3].isfinite().all()
-    assert (found[1] == 0).all() and not found[2].isfinite().any()
+    result = float8.product(x, drawn(16, 16))
+    assert result[0].isfinite().all() and result[3].isfinite().all()
+    assert (result[1] == 0).all() and not result[2].isfinite().any()
 
 
 def test_a_gradient_that_is_one_number_spread_out() -> None:
@@ -119,13 +119,13 @@ def test_a_gradient_that_is_one_number_spread_out() -> None:
 
 def test_the_model_keeps_names_and_parameters_and_evaluates_as_before(make_model) -> None:
     model, packed = make_model(torch.bfloat16), make_packed()
-    kept, before = dict(model.named_parameters()), model(packed, "hidden", "mlm")
+    previous, before = dict(model.named_parameters()), model(packed, "hidden", "mlm")
     assert float8.use(model.bert) == []
     assert [type(m) for m in model.modules()].count(float8.Float8Linear) == 8  # four a layer
     now = dict(model.named_parameters())
-    assert list(now) == list(kept) and all(now[name] is kept[name] for name in kept)
-    for was, found in zip(before, model.eval()(packed, "hidden", "mlm"), strict=True):
-        assert torch.equal(was, found)
+    assert list(now) == list(previous) and all(now[name] is previous[name] for name in previous)
+    for was, result in zip(before, model.eval()(packed, "hidden", "mlm"), strict=True):
+        assert torch.equal(was, result)
     for layer in model.train().bert.layers:
         layer.dropout.p = 0.0
     model.bert.embed.dropout.p = 0.0
@@ -155,8 +155,8 @@ def test_a_layer_is_traced_whole(make_model) -> None:
     half = learned_of(layer, x)
     layer.dense = float8.Float8Linear(layer.dense)
     traced = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=False)
-    plain, found = learned_of(layer, x), learned_of(traced, x)
-    assert all(map(torch.equal, plain, found))
+    plain, result = learned_of(layer, x), learned_of(traced, x)
+    assert all(map(torch.equal, plain, result))
     assert not any(map(torch.equal, plain, half))
 
 

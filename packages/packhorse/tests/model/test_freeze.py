@@ -41,10 +41,10 @@ WIDTHS = (1, 7, 16, 32, 63, 65, 384, 1024)
 
 
 def norm(width: int, dtype: torch.dtype) -> AddNorm:
-    made = AddNorm(width, 1e-12)
-    torch.nn.init.normal_(made.weight, 1, 0.3)
-    torch.nn.init.normal_(made.bias)
-    return made.to(dtype)
+    built = AddNorm(width, 1e-12)
+    torch.nn.init.normal_(built.weight, 1, 0.3)
+    torch.nn.init.normal_(built.bias)
+    return built.to(dtype)
 
 
 def draw(rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
@@ -58,12 +58,12 @@ def exact(norm: AddNorm, x: Tensor, residual: Tensor) -> Tensor:
 
 def assert_close(width: int, rows: int, dtype: torch.dtype) -> None:
     """Against float64: fp32 within 1e-5; bf16 no further away than torch's own."""
-    made, inputs = norm(width, dtype), draw(rows, width, dtype)
+    built, inputs = norm(width, dtype), draw(rows, width, dtype)
     with torch.inference_mode():
-        out, theirs, truth = FrozenAddNorm(made)(*inputs), made(*inputs), exact(made, *inputs)
+        out, expected, truth = FrozenAddNorm(built)(*inputs), built(*inputs), exact(built, *inputs)
     assert out.dtype == dtype and out.shape == (rows, width)
     if dtype == torch.bfloat16:
-        assert (out - truth).abs().max() <= (theirs - truth).abs().max()
+        assert (out - truth).abs().max() <= (expected - truth).abs().max()
     elif width > 1:
         torch.testing.assert_close(out, truth.float(), rtol=1e-5, atol=1e-5)
 
@@ -128,7 +128,7 @@ def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_bf16_without_hardware_is_the_exact_product_rounded(layer, bias, no_bf16: None) -> None:
-    """Against float64: the nearest bf16, but where the sum of fp32 rounds to its neighbour."""
+    """Against float64: the nearest bf16, but where the sum of fp32 rounds to its neighbor."""
     linear = torch.nn.Linear(96, 80, bias=bias).bfloat16()
     x = torch.randn(200, 96).bfloat16()
     weight, shift = linear.weight.double(), linear.bias.double() if bias else None
@@ -164,7 +164,7 @@ def test_layers_are_left_alone_where_the_processor_multiplies(monkeypatch) -> No
     monkeypatch.setattr(freezing, "features", lambda: Features(bf16=True))
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 8))
     widen(layer)
-    assert [type(each) for each in layer] == [torch.nn.Linear] * 2
+    assert [type(item) for item in layer] == [torch.nn.Linear] * 2
 
 
 def test_double_is_left_alone() -> None:
@@ -185,10 +185,10 @@ def test_sum_and_norm_at_every_width(width: int, dtype: torch.dtype) -> None:
 @needs_native
 def test_a_row_of_equal_numbers_is_the_bias() -> None:
     for width in WIDTHS:
-        made = norm(width, torch.float32)
+        built = norm(width, torch.float32)
         x = torch.full((3, width), 2.0)
         with torch.inference_mode():
-            torch.testing.assert_close(FrozenAddNorm(made)(x, x), made.bias.expand(3, -1))
+            torch.testing.assert_close(FrozenAddNorm(built)(x, x), built.bias.expand(3, -1))
 
 
 @needs_native
@@ -208,13 +208,13 @@ def test_every_number_of_rows_and_threads_gives_the_same_bits(dtype, threads) ->
 @pytest.mark.parametrize("width", [7, 384])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, width: int, value: float) -> None:
-    made, (x, residual) = norm(width, dtype), draw(70, width, dtype)
-    frozen = FrozenAddNorm(made)
+    built, (x, residual) = norm(width, dtype), draw(70, width, dtype)
+    frozen = FrozenAddNorm(built)
     clean = frozen(x, residual)
     x[34, width - 1], residual[69, 0] = value, value
     out, sick = frozen(x, residual), torch.zeros(70, dtype=torch.bool)
     sick[[34, 69]] = True
-    assert out[sick].isnan().all() and made(x, residual)[sick].isnan().all()
+    assert out[sick].isnan().all() and built(x, residual)[sick].isnan().all()
     assert torch.equal(out[~sick], clean[~sick])
 
 
@@ -233,11 +233,11 @@ def test_rows_that_lie_apart(dtype: torch.dtype) -> None:
 def test_refuses_what_c_would_read_astray() -> None:
     frozen, (x, residual) = FrozenAddNorm(norm(24, torch.float32)), draw(5, 24, torch.float32)
     wrong = (residual[:4], residual[:, :23], residual[None], residual.bfloat16(), x.to("meta"))
-    for other in wrong:
+    for another in wrong:
         with pytest.raises(KernelError, match="takes two tensors"):
-            frozen(x, other)
+            frozen(x, another)
         with pytest.raises(KernelError, match="takes two tensors"):
-            frozen(other, x)
+            frozen(another, x)
 
 
 @needs_native

@@ -13,11 +13,11 @@ from packhorse.runtime.proof import Made
 
 def test_heads_of_sequences_see_all_tokens_beside_heads_of_some(make_model, rng) -> None:
     model = make_model(torch.float64)
-    made = [Made(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
-    packed, at = Packed.build(made), torch.tensor([2, 8, 20, 21])
+    built = [Made(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
+    packed, at = Packed.build(built), torch.tensor([2, 8, 20, 21])
     names = ("hidden", "mlm", "tokens", "nsp", "embed", "classify", "span", "pooled")
-    whole, some = model(packed, *names), model(packed, *names, at=at)
-    for name, all_of_it, part in zip(names, whole, some, strict=True):
+    whole, selected = model(packed, *names), model(packed, *names, at=at)
+    for name, all_of_it, part in zip(names, whole, selected, strict=True):
         per_token = name in ("hidden", "mlm", "tokens", "span")
         torch.testing.assert_close(part, all_of_it[at] if per_token else all_of_it)
 

@@ -59,10 +59,10 @@ def test_poolings_are_their_loops(mode: str, spare: int, prompts: tuple[int, ...
     packed = make_packed(prompts, spare)
     assert (packed.prompt_lengths is None) == (not any(prompts))
     hidden = torch.randn(len(packed.ids), 6)
-    found = packed.pick(pool(mode, hidden, packed))
+    result = packed.pick(pool(mode, hidden, packed))
     pieces = zip(packed.split(hidden), prompts, strict=True)
     expected = torch.stack([by_loop(mode, piece, prompt) for piece, prompt in pieces])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("prompts", [(0, 0, 0, 0), PROMPTS], ids=["whole", "prompts"])
@@ -70,15 +70,15 @@ def test_poolings_are_their_loops(mode: str, spare: int, prompts: tuple[int, ...
 def test_nothing_reaches_another_sequence(mode: str, prompts: tuple[int, ...]) -> None:
     packed = make_packed(prompts, spare=12)
     hidden = torch.randn(len(packed.ids), 6, requires_grad=True)
-    found = pool(mode, hidden, packed)
-    found[2].sum().backward()
+    result = pool(mode, hidden, packed)
+    result[2].sum().backward()
     grad = hidden.grad
     assert grad is not None and grad[4 + prompts[2] : 12].abs().sum() > 0
     assert grad[: 4 + prompts[2]].abs().sum() == 0 and grad[12:].abs().sum() == 0
     with torch.no_grad():
         hidden[:4] = torch.nan
         hidden[12:] = torch.inf
-        assert torch.equal(pool(mode, hidden, packed)[2], found[2])
+        assert torch.equal(pool(mode, hidden, packed)[2], result[2])
 
 
 def test_a_prompt_is_no_longer_than_its_sequence() -> None:

@@ -45,18 +45,18 @@ def make_packed(*lengths: int) -> Packed:
 def test_buckets_are_those_of_mpnet() -> None:
     modeling = pytest.importorskip("transformers.models.mpnet.modeling_mpnet")
     distances = torch.arange(-400, 401)
-    theirs = modeling.MPNetEncoder.relative_position_bucket(distances)
-    assert [relative_position_bucket(d, 32) for d in distances.tolist()] == theirs.tolist()
+    expected = modeling.MPNetEncoder.relative_position_bucket(distances)
+    assert [relative_position_bucket(d, 32) for d in distances.tolist()] == expected.tolist()
     assert len({relative_position_bucket(d, 32) for d in range(91, 400)}) == 1, "all beyond are one"
 
 
 def test_distances_are_rows_of_the_table() -> None:
     module = RelativePositionBias(32, 2)
-    found = module()
+    result = module()
     for distance in (-MAX_DISTANCE, -9, -1, 0, 1, 30, MAX_DISTANCE):
         expected = module.table.weight[relative_position_bucket(distance, 32)]
-        assert torch.equal(found[:, distance + MAX_DISTANCE], expected)
-    found.sum().backward()
+        assert torch.equal(result[:, distance + MAX_DISTANCE], expected)
+    result.sum().backward()
     assert module.table.weight.grad is not None and module.table.weight.grad[0].sum() == 2
 
 
@@ -107,11 +107,11 @@ def test_a_window_wide_enough_is_none() -> None:
 def test_kernels_are_exchanged_under_their_turning() -> None:
     bert = Bert(config(**MODERN), attention.kernel("reference")).eval()
     before = bert(make_packed(5, 20, 1))
-    other = attention.kernel("bucketed")
-    bert.use(other)
-    assert bert.kernel is other and bert.get_submodule(
+    another = attention.kernel("bucketed")
+    bert.use(another)
+    assert bert.kernel is another and bert.get_submodule(
         "layers.0.attention"
-    ).kernel == RotaryAttention(other)
+    ).kernel == RotaryAttention(another)
     torch.testing.assert_close(bert(make_packed(5, 20, 1)), before, atol=1e-5, rtol=1e-5)
 
 

@@ -15,15 +15,19 @@ def names(model: nn.Module, group: dict) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in held}
 
 
-def test_berts_biases_and_normalisations_stand_apart(make_model) -> None:
+def test_berts_biases_and_normalizations_stand_apart(make_model) -> None:
     model = make_model(torch.float32)
     decayed, excluded, stacked = parameter_groups(model, 0.01)
-    every = dict(model.named_parameters())
-    assert names(model, stacked) == {name for name in every if name.endswith("qkv.weight")} != set()
+    parameters = dict(model.named_parameters())
+    assert (
+        names(model, stacked)
+        == {name for name in parameters if name.endswith("qkv.weight")}
+        != set()
+    )
     assert (stacked["stacked"], stacked["weight_decay"], stacked["adapt"]) == (3, 0.01, True)
-    assert names(model, decayed) | names(model, excluded) | names(model, stacked) == set(every)
-    assert all(every[name].ndim == 2 for name in names(model, decayed))
-    assert all(every[name].ndim == 1 for name in names(model, excluded))
+    assert names(model, decayed) | names(model, excluded) | names(model, stacked) == set(parameters)
+    assert all(parameters[name].ndim == 2 for name in names(model, decayed))
+    assert all(parameters[name].ndim == 1 for name in names(model, excluded))
     assert any(name.endswith("attention_norm.weight") for name in names(model, excluded))
     assert (decayed["weight_decay"], decayed["adapt"]) == (0.01, True)
     assert (excluded["weight_decay"], excluded["adapt"]) == (0.0, False)
@@ -44,14 +48,14 @@ class RootNorm(nn.RMSNorm):
 
 
 class Scale(RootNorm):
-    """A normalisation by its bases alone."""
+    """A normalization by its bases alone."""
 
 
 class NormLinear(nn.Linear):
-    """Named after a normalisation, but none."""
+    """Named after a normalization, but none."""
 
 
-def test_a_normalisation_is_known_by_its_class() -> None:
+def test_a_normalization_is_known_by_its_class() -> None:
     model = nn.ModuleDict(
         {
             "conv": nn.Conv2d(2, 3, 1),
@@ -89,8 +93,8 @@ def test_excluded_parameters_take_adams_step_in_lamb() -> None:
     twin.load_state_dict(model.state_dict())
     lamb = LAMB(parameter_groups(model, 0.1), 0.01, eps=1e-8)
     adamw = torch.optim.AdamW(parameter_groups(twin, 0.1), 0.01)
-    for optimizer, one in ((lamb, model), (adamw, twin)):
-        for parameter in one.parameters():
+    for optimizer, single in ((lamb, model), (adamw, twin)):
+        for parameter in single.parameters():
             parameter.grad = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
         optimizer.step()
     torch.testing.assert_close(model.bias, twin.bias)

@@ -88,13 +88,13 @@ def test_stacked_tensors_are_updated_as_if_they_stood_alone(
     To rounding: on a CPU the numbers at the end of a tensor go through other instructions.
     """
     whole = parameters(dtype, STACKED)
-    apart = [nn.Parameter(part.clone()) for each in whole for part in each.detach().chunk(3)]
+    apart = [nn.Parameter(part.clone()) for item in whole for part in item.detach().chunk(3)]
     options = {"master_weights": True, "foreach": foreach, "clamp": (0.1, 9.0)}
     first, second = LAMB(whole, 0.02, stacked=3, **options), LAMB(apart, 0.02, **options)
     for step in range(3):
         for parameter, gradient in zip(whole, tensors(step, STACKED, torch.float32), strict=True):
             parameter.grad = gradient.to(dtype)
-        pieces = [piece for each in whole if each.grad is not None for piece in each.grad.chunk(3)]
+        pieces = [piece for item in whole if item.grad is not None for piece in item.grad.chunk(3)]
         for parameter, gradient in zip(apart, pieces, strict=True):
             parameter.grad = gradient.clone()
         first.step()
@@ -113,8 +113,8 @@ def test_stacked_tensors_are_updated_as_if_they_stood_alone(
 
 def test_without_stacking_the_parts_share_a_ratio() -> None:
     """The control: the same tensors, taken as one."""
-    one, three = (LAMB(parameters(shapes=STACKED), 0.02, stacked=count) for count in (1, 3))
-    assert not torch.equal(run(one, range(1))[1], run(three, range(1))[1])
+    single, three = (LAMB(parameters(shapes=STACKED), 0.02, stacked=count) for count in (1, 3))
+    assert not torch.equal(run(single, range(1))[1], run(three, range(1))[1])
     plain, adam = (
         LAMB(parameters(shapes=STACKED), 0.02, stacked=count, adapt=False) for count in (1, 3)
     )
@@ -205,9 +205,9 @@ def test_memory_in_another_order_is_updated_rightly() -> None:
 
 
 def test_without_adaptation_and_decay_it_is_adam() -> None:
-    mine = run(LAMB(parameters(), 0.01, eps=1e-8, weight_decay=0.0, adapt=False), range(6))
-    theirs = run(torch.optim.Adam(parameters(), 0.01), range(6))  # pyright: ignore[reportArgumentType]
-    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    actual = run(LAMB(parameters(), 0.01, eps=1e-8, weight_decay=0.0, adapt=False), range(6))
+    expected = run(torch.optim.Adam(parameters(), 0.01), range(6))  # pyright: ignore[reportArgumentType]
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -244,16 +244,16 @@ def test_the_weights_length_can_be_bounded() -> None:
 
 
 def test_groups_differ_and_options_may_change() -> None:
-    one, two = parameters(shapes=[(3,), (3,)])
-    optimizer = LAMB([{"params": [one], "lr": 0.0}, {"params": [two]}], 0.1)
-    started = [one.detach().clone(), two.detach().clone()]
+    single, second = parameters(shapes=[(3,), (3,)])
+    optimizer = LAMB([{"params": [single], "lr": 0.0}, {"params": [second]}], 0.1)
+    started = [single.detach().clone(), second.detach().clone()]
     run(optimizer, range(1))
-    assert torch.equal(one.detach(), started[0])
-    assert not torch.equal(two.detach(), started[1])
+    assert torch.equal(single.detach(), started[0])
+    assert not torch.equal(second.detach(), started[1])
     optimizer.param_groups[1]["lr"] = 0.0
-    before = two.detach().clone()
+    before = second.detach().clone()
     run(optimizer, range(1))
-    assert torch.equal(two.detach(), before)
+    assert torch.equal(second.detach(), before)
 
 
 def test_a_parameter_without_gradient_waits_and_keeps_its_own_age() -> None:
@@ -286,15 +286,17 @@ def test_half_precision_has_fp32_state_and_with_masters_loses_nothing(foreach: b
 
 
 def test_small_steps_add_up_only_in_master_weights() -> None:
-    kept, lost = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
-    for parameter, master in ((kept, True), (lost, False)):
+    with_master, without = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+    for parameter, master in ((with_master, True), (without, False)):
         optimizer = LAMB([parameter], 1e-4, weight_decay=0.0, master_weights=master)
         for _ in range(100):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
         assert optimizer.state[parameter]["m"].dtype == torch.float32
-    assert torch.equal(lost.detach(), torch.ones_like(lost)), "bf16 cannot see one ten-thousandth"
-    torch.testing.assert_close(kept.detach().float(), torch.full((4,), 0.99), rtol=0, atol=0.004)
+    assert torch.equal(without.detach(), torch.ones_like(without)), "bf16 cannot represent 0.9999"
+    torch.testing.assert_close(
+        with_master.detach().float(), torch.full((4,), 0.99), rtol=0, atol=0.004
+    )
 
 
 def copies(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -343,12 +345,12 @@ def test_state_of_another_optimizer_or_model_is_refused_and_nothing_changes() ->
     before = {name: value.clone() for name, value in optimizer.state[held[0]].items()}
     adam = torch.optim.Adam(copies(held))
     run(adam, range(1))  # pyright: ignore[reportArgumentType]
-    other = LAMB(parameters(torch.float32, [(4,)]))
-    run(other, range(1))
+    another = LAMB(parameters(torch.float32, [(4,)]))
+    run(another, range(1))
     with pytest.raises(InputError, match="no 'm'"):
         optimizer.load_state_dict(adam.state_dict())
     with pytest.raises(InputError, match=r"shape \[4\], the parameter \[3\]"):
-        optimizer.load_state_dict(other.state_dict())
+        optimizer.load_state_dict(another.state_dict())
     with pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(LAMB(parameters(torch.float32, [(3,), (3,)])).state_dict())
     assert all(torch.equal(before[name], optimizer.state[held[0]][name]) for name in before)
@@ -371,10 +373,10 @@ def test_slots_of_a_checkpoint_are_put_in_place() -> None:
     slots = {kind: {n: optimizer.state[p][kind].clone() for n, p in named.items()} for kind in "mv"}
     twin = Regression()
     twin.load_state_dict(model.state_dict())
-    other = LAMB(parameter_groups(twin, 0.01), 0.01)
-    load_slots(other, twin.named_parameters(), slots, step=3)
-    assert all(map(torch.equal, run(other, range(3, 5)), run(optimizer, range(3, 5))))
-    assert {int(state["step"]) for state in other.state.values()} == {5}
+    another = LAMB(parameter_groups(twin, 0.01), 0.01)
+    load_slots(another, twin.named_parameters(), slots, step=3)
+    assert all(map(torch.equal, run(another, range(3, 5)), run(optimizer, range(3, 5))))
+    assert {int(state["step"]) for state in another.state.values()} == {5}
 
 
 def test_slots_that_do_not_fit_are_refused() -> None:
@@ -387,12 +389,12 @@ def test_slots_that_do_not_fit_are_refused() -> None:
     less = {name: tensor for name, tensor in full.items() if name != "out.bias"}
     more = {**full, "pooler.weight": torch.zeros(1)}
     wrong = {**full, "out.bias": torch.zeros(2)}
-    for m, v, why in (
+    for m, v, reason in (
         (less, full, r"'m' .*out\.bias"),
         (full, more, r"'v' .*pooler\.weight"),
         (wrong, full, r"'m' of out\.bias has shape \[2\]"),
     ):
-        with pytest.raises(InputError, match=why):
+        with pytest.raises(InputError, match=reason):
             load_slots(optimizer, model.named_parameters(), {"m": m, "v": v}, 7)
     with pytest.raises(InputError, match="'v'"):
         load_slots(optimizer, model.named_parameters(), {"m": full}, 7)

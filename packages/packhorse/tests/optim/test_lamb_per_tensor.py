@@ -2,7 +2,7 @@
 
 The oracle is You et al. 2019, algorithm 2, written down once for one tensor, over the parameters of
 transformers' BertForPreTraining, where query, key and value are three. What MLPerf's reference
-leaves out is left out: biases and normalisations neither decay nor have a ratio. Gradients are that
+leaves out is left out: biases and normalizations neither decay nor have a ratio. Gradients are that
 model's own, by its own loss. Ours goes in and out by its checkpoints, so that no table of names
 stands in this test.
 """
@@ -117,8 +117,8 @@ def by_the_paper(
             ratio = torch.tensor(1.0)
             if adapt_excluded or not _is_excluded(name):
                 together = _together(name) if joined else [name]
-                length = torch.cat([w[each].flatten() for each in together]).norm()
-                ratio = length / torch.cat([direction[each].flatten() for each in together]).norm()
+                length = torch.cat([w[item].flatten() for item in together]).norm()
+                ratio = length / torch.cat([direction[item].flatten() for item in together]).norm()
             moved[name] = w[name] - RATE * ratio * direction[name]
         w = moved
     return w
@@ -130,13 +130,13 @@ def _is_excluded(name: str) -> bool:
 
 def _together(name: str) -> list[str]:
     part = next((part for part in JOINED if f".{part}." in name), None)
-    return [name.replace(part, other) for other in JOINED] if part else [name]
+    return [name.replace(part, another) for another in JOINED] if part else [name]
 
 
 def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensors:
     """The same by our model and LAMB: what transformers reads of the result."""
-    made = checkpoint.load(bert.folder)
-    model = made.model.train()
+    built = checkpoint.load(bert.folder)
+    model = built.model.train()
     settings = Settings(
         optimizer="lamb",
         learning_rate=RATE,
@@ -158,7 +158,7 @@ def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensor
         for name, gradient in gradients.items():
             named[name].grad = gradient.clone()
         optimizer.step()
-    checkpoint.write(out, in_full(made, optimizer))
+    checkpoint.write(out, in_full(built, optimizer))
     return _read(out)
 
 
@@ -171,12 +171,12 @@ def _read(folder: Path) -> Tensors:
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
 
-def worst(bert: Bert, found: Tensors, wanted: Tensors) -> tuple[float, str]:
+def worst(bert: Bert, result: Tensors, expected: Tensors) -> tuple[float, str]:
     """The tensor that is furthest off, as a share of how far the oracle moved it."""
-    assert found.keys() == wanted.keys()
+    assert result.keys() == expected.keys()
     return max(
-        (float((found[n] - wanted[n]).norm() / (wanted[n] - bert.weights[n]).norm()), n)
-        for n in wanted
+        (float((result[n] - expected[n]).norm() / (expected[n] - bert.weights[n]).norm()), n)
+        for n in expected
     )
 
 
@@ -196,15 +196,15 @@ def test_each_tensor_of_transformers_moves_as_the_paper_says(
     bert: Bert, options: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = {key: options[key] for key in ("corrected", "adapt_excluded") if key in options}
-    found = ours(bert, tmp_path / "out", **options)
-    off, name = worst(bert, found, by_the_paper(bert, **oracle))
+    result = ours(bert, tmp_path / "out", **options)
+    off, name = worst(bert, result, by_the_paper(bert, **oracle))
     assert off < EXACT, f"{name} is off by {off:.2g} of its movement"
-    control, name = worst(bert, found, by_the_paper(bert, **oracle, joined=True))
+    control, name = worst(bert, result, by_the_paper(bert, **oracle, joined=True))
     assert control > 0.1 and any(f".{part}." in name for part in JOINED)
 
 
 def test_without_split_qkv_the_three_have_one_ratio(bert: Bert, tmp_path: Path) -> None:
     """As Graphcore's POD64 was trained: the oracle's formula over the three as one tensor."""
-    found = ours(bert, tmp_path / "out", split_qkv=False)
-    assert worst(bert, found, by_the_paper(bert, joined=True))[0] < EXACT
-    assert worst(bert, found, by_the_paper(bert))[0] > 0.1
+    result = ours(bert, tmp_path / "out", split_qkv=False)
+    assert worst(bert, result, by_the_paper(bert, joined=True))[0] < EXACT
+    assert worst(bert, result, by_the_paper(bert))[0] > 0.1

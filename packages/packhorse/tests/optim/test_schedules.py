@@ -61,21 +61,21 @@ def test_under_lambda_lr_a_resumed_run_has_the_same_rates(name: str) -> None:
         return optimizer, LambdaLR(optimizer, schedule)
 
     def rates(optimizer: torch.optim.Optimizer, scheduler: LambdaLR, steps: int) -> list[float]:
-        found = []
+        result = []
         for _ in range(steps):
-            found.append(optimizer.param_groups[0]["lr"])
+            result.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
-        return found
+        return result
 
     whole = rates(*start(), 12)
     assert whole == [2.0 * schedule(step) for step in range(12)]
     optimizer, scheduler = start()
     begun = rates(optimizer, scheduler, 5)
-    resumed, other = start()
-    other.load_state_dict(scheduler.state_dict())
+    resumed, another = start()
+    another.load_state_dict(scheduler.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
-    assert begun + rates(resumed, other, 7) == whole
+    assert begun + rates(resumed, another, 7) == whole
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def test_ragged_lays_sequences_end_to_end(lengths: list[int]) -> None:
     assert len(packed.ids) == sum(lengths)
     assert packed.lengths.tolist() == lengths
     assert packed.max_seqlen == max(lengths)
-    for piece, where, sequence in zip(
+    for piece, location, sequence in zip(
         packed.split(packed.ids), packed.split(packed.positions), sequences, strict=True
     ):
         assert piece.tolist() == sequence.ids.tolist()
-        assert where.tolist() == list(range(len(sequence.ids)))
+        assert location.tolist() == list(range(len(sequence.ids)))
 
 
 @given(LENGTHS, st.integers(0, 90), st.integers(0, 5))

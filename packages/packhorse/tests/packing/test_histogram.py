@@ -17,14 +17,19 @@ lengths_lists = st.lists(st.integers(1, 24), min_size=1, max_size=60)
 
 
 def test_a_plan_and_its_figures():
-    made = plan([0, 0, 1, 0, 2, 0, 1, 1], capacity=10, max_per_pack=2)
-    assert dict(made.packs) == {(5, 5): 1, (7, 3): 1, (8,): 1}
-    assert (made.sequences, made.tokens, made.pack_count, made.max_depth) == (5, 28, 3, 2)
-    assert made.efficiency == pytest.approx(28 / 30)
-    assert made.factor == pytest.approx(5 / 3)
-    assert made.lower_bound == 3
-    assert made.histogram == (0, 0, 1, 0, 2, 0, 1, 1, 0, 0)
-    assert "histogram" not in repr(made) and made.seconds > 0
+    packing = plan([0, 0, 1, 0, 2, 0, 1, 1], capacity=10, max_per_pack=2)
+    assert dict(packing.packs) == {(5, 5): 1, (7, 3): 1, (8,): 1}
+    assert (packing.sequences, packing.tokens, packing.pack_count, packing.max_depth) == (
+        5,
+        28,
+        3,
+        2,
+    )
+    assert packing.efficiency == pytest.approx(28 / 30)
+    assert packing.factor == pytest.approx(5 / 3)
+    assert packing.lower_bound == 3
+    assert packing.histogram == (0, 0, 1, 0, 2, 0, 1, 1, 0, 0)
+    assert "histogram" not in repr(packing) and packing.seconds > 0
 
 
 @given(lengths=lengths_lists, depth=st.none() | st.integers(1, 30))
@@ -33,13 +38,13 @@ def test_every_algorithm_packs_and_none_beats_the_optimum(lengths, depth):
     counts = histogram_of(lengths, 24)
     plans = {name: plan(counts, 24, depth, name) for name in ALGORITHMS if name != "nnlshp"}
     plans["nnlshp"] = plan(counts, 24, min(depth or 4, 4), "nnlshp")
-    for name, made in plans.items():
-        verify(list(made.packs), counts, 24, made.max_per_pack or 24)
-        assert made.lower_bound <= made.pack_count
-        assert made.sequences == len(lengths) and made.tokens == sum(lengths)
-        if made.max_per_pack == depth:
-            assert plans["optimum"].pack_count <= made.pack_count, name
-            assert made.lower_bound <= plans["optimum"].lower_bound, name
+    for name, packing in plans.items():
+        verify(list(packing.packs), counts, 24, packing.max_per_pack or 24)
+        assert packing.lower_bound <= packing.pack_count
+        assert packing.sequences == len(lengths) and packing.tokens == sum(lengths)
+        if packing.max_per_pack == depth:
+            assert plans["optimum"].pack_count <= packing.pack_count, name
+            assert packing.lower_bound <= plans["optimum"].lower_bound, name
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -69,28 +74,28 @@ def test_verify_sees_a_broken_plan(broken, word):
 @given(lengths=lengths_lists, depth=st.none() | st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=40)
 def test_assign_gives_every_sequence_one_place_in_the_plan(lengths, depth, seed):
-    made = plan(histogram_of(lengths, 24), 24, depth)
-    packs = assign(made, lengths, seed)
+    packing = plan(histogram_of(lengths, 24), 24, depth)
+    packs = assign(packing, lengths, seed)
     assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
-    found = Counter(tuple(lengths[index] for index in pack) for pack in packs)
+    result = Counter(tuple(lengths[index] for index in pack) for pack in packs)
     planned = Counter()
-    for held, count in made.packs:
+    for held, count in packing.packs:
         planned[held] += count
-    assert found == planned
-    assert len(packs) == made.pack_count
+    assert result == planned
+    assert len(packs) == packing.pack_count
     assert [pack.tolist() for pack in packs] == [packs[i].tolist() for i in range(len(packs))]
 
 
 def test_assign_is_seeded(rng):
     lengths = rng.integers(1, 65, 2000)
-    made = plan(histogram_of(lengths, 64), 64)
-    first, again, other = (
-        assign(made, lengths, 1),
-        assign(made, lengths, 1),
-        assign(made, lengths, 2),
+    packing = plan(histogram_of(lengths, 64), 64)
+    first, again, another = (
+        assign(packing, lengths, 1),
+        assign(packing, lengths, 1),
+        assign(packing, lengths, 2),
     )
     assert (first.indices == again.indices).all() and (first.offsets == again.offsets).all()
-    assert (first.indices != other.indices).mean() > 0.5
+    assert (first.indices != another.indices).mean() > 0.5
     order = [sum(lengths[pack]) for pack in first]
     assert order != sorted(order) and order != sorted(order, reverse=True)
     assert first[-1].tolist() == first[len(first) - 1].tolist()
@@ -107,9 +112,9 @@ def test_assign_takes_a_million(rng):
 
 @pytest.mark.parametrize("lengths", [[3, 3], [3, 3, 5, 5, 5], [3, 3, 4, 5]])
 def test_assign_refuses_other_lengths(lengths):
-    made = plan(histogram_of([3, 3, 5, 5]), 10)
+    packing = plan(histogram_of([3, 3, 5, 5]), 10)
     with pytest.raises(InputError, match="plan again with histogram_of"):
-        assign(made, lengths)
+        assign(packing, lengths)
 
 
 def test_histogram_of_counts():

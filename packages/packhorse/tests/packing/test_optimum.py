@@ -40,8 +40,8 @@ def fewest_packs(lengths, capacity, depth):
         for index, length in enumerate(rest):
             if more and length <= room:
                 skipped, later = rest[:index], rest[index + 1 :]
-                for left in after_one_pack(later, room - length, more - 1):
-                    yield skipped + left
+                for remaining in after_one_pack(later, room - length, more - 1):
+                    yield skipped + remaining
 
     return solve(tuple(sorted(lengths, reverse=True)))
 
@@ -90,13 +90,13 @@ def test_a_bound_from_worths_too_high_would_be_seen():
 def test_price_finds_the_worthiest_strategy(lengths, depth, data):
     stock = CuttingStock(np.array(sorted(lengths, reverse=True)), 15, depth)
     worth = np.array([data.draw(st.integers(0, 20)) / 16 for _ in lengths])
-    worthiest, found = price(stock, worth)
-    every = list(strategies_of(stock.lengths, 15, depth))
-    assert worthiest == pytest.approx(max(worth[list(slots)].sum() for slots in every))
-    for index, row in enumerate(found):
+    worthiest, result = price(stock, worth)
+    strategies = list(strategies_of(stock.lengths, 15, depth))
+    assert worthiest == pytest.approx(max(worth[list(slots)].sum() for slots in strategies))
+    for index, row in enumerate(result):
         slots = sorted(int(part) for part in row if part < len(worth))
-        assert tuple(slots) in every and index in slots
-        with_it = [worth[list(other)].sum() for other in every if index in other]
+        assert tuple(slots) in strategies and index in slots
+        with_it = [worth[list(another)].sum() for another in strategies if index in another]
         assert worth[slots].sum() == pytest.approx(max(with_it))
 
 
@@ -109,11 +109,11 @@ def test_the_relaxation_is_solved_as_if_all_strategies_were_listed(histogram, de
     stock = CuttingStock(classes(histogram), 16, depth)
     demand = stock.demand(histogram)
     slots, uses, worth, _ = relax(stock, demand, ENOUGH)
-    every = list(strategies_of(stock.lengths, 16, depth))
-    matrix = np.zeros((len(demand), len(every)))
-    for column, strategy in enumerate(every):
+    strategies = list(strategies_of(stock.lengths, 16, depth))
+    matrix = np.zeros((len(demand), len(strategies)))
+    for column, strategy in enumerate(strategies):
         np.add.at(matrix[:, column], list(strategy), 1)
-    answer = linprog(np.ones(len(every)), A_ub=-matrix, b_ub=-demand)
+    answer = linprog(np.ones(len(strategies)), A_ub=-matrix, b_ub=-demand)
     # The loop may stop as soon as rounding up closes the gap.
     assert answer.fun - 1e-6 <= uses.sum() <= max(np.ceil(demand @ worth), answer.fun) + 1e-3
     assert demand @ worth <= answer.fun * (1 + 1e-9)

@@ -84,13 +84,13 @@ def test_places_every_sequence_once(algorithm, histogram, depth):
 )
 def test_fill_places_as_many_as_can_be(slots, histogram, width):
     strategies = [(tuple(slots[i : i + width]), 1) for i in range(0, len(slots), width)]
-    packs, left = fill(strategies, histogram, shorter=True)
+    packs, remaining = fill(strategies, histogram, shorter=True)
     waiting = sorted(np.repeat(np.arange(1, 10), histogram))
     most = 0
     for slot in sorted(slots):  # the shortest slots with the shortest sequences: plainly the most
         if most < len(waiting) and waiting[most] <= slot:
             most += 1
-    assert histogram.sum() - left.sum() == most == sum(len(held) * n for held, n in packs)
+    assert histogram.sum() - remaining.sum() == most == sum(len(held) * n for held, n in packs)
     assert all(n > 0 and held for held, n in packs)
 
 
@@ -100,9 +100,9 @@ def test_fill_places_as_many_as_can_be(slots, histogram, width):
     histogram=st.lists(st.integers(0, 30), min_size=9, max_size=9).filter(any).map(np.array),
 )
 def test_fill_without_shorter_keeps_to_the_length(slots, uses, histogram):
-    packs, left = fill([(slots, uses)], histogram, shorter=False)
+    packs, remaining = fill([(slots, uses)], histogram, shorter=False)
     offered = uses * np.bincount(slots, minlength=10)[1:]
-    assert (histogram - left == np.minimum(offered, histogram)).all()
+    assert (histogram - remaining == np.minimum(offered, histogram)).all()
     assert total(packs) <= uses
 
 

@@ -46,11 +46,11 @@ def saved(library: tk.Tokenizer, folder: Path) -> Tokenizer:
 
 def word_piece(lowercase: bool = True) -> tk.Tokenizer:
     vocabulary = {word: number for number, word in enumerate(VOCABULARY)}
-    made = tk.Tokenizer(tk.models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.normalizer = tk.normalizers.BertNormalizer(lowercase=lowercase)
-    made.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
-    made.add_special_tokens(SPECIAL)
-    return made
+    built = tk.Tokenizer(tk.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    built.normalizer = tk.normalizers.BertNormalizer(lowercase=lowercase)
+    built.pre_tokenizer = tk.pre_tokenizers.BertPreTokenizer()
+    built.add_special_tokens(SPECIAL)
+    return built
 
 
 def by_library(library: tk.Tokenizer, texts: list[str]) -> list[list[int]]:
@@ -58,8 +58,8 @@ def by_library(library: tk.Tokenizer, texts: list[str]) -> list[list[int]]:
     return [e.ids for e in library.encode_batch(texts, add_special_tokens=False)]
 
 
-def parts(found: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
-    ids, bounds = found
+def parts(result: tuple[np.ndarray, np.ndarray]) -> list[list[int]]:
+    ids, bounds = result
     assert bounds[0] == 0 and bounds[-1] == len(ids)
     return [part.tolist() for part in np.split(ids, bounds[1:-1])] if len(bounds) > 1 else []
 

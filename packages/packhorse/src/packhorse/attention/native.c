@@ -1,17 +1,17 @@
 /* Attention over packed sequences for CPUs, forward only. native.py compiles this file at first
  * use: for floats, and where the CPU multiplies bf16, once more with BF16=1.
  *
- * A work item is one head of up to CHUNK query rows of one sequence. It is told where its sequence
- * begins and ends and reads nothing beyond, so sequences cannot meet. Keys come in blocks, with a
- * running maximum and sum (Milakov and Gimelshein 2018): scores stay in the first-level cache, and
- * any length does with fixed buffers.
+ * A work item is one head of up to CHUNK query rows of one sequence. It gets the bounds of its
+ * sequence and reads nothing beyond, so sequences cannot mix. Keys are processed in blocks, with a
+ * running maximum and sum (online softmax, Milakov and Gimelshein 2018): scores stay in the
+ * first-level cache, and fixed buffers serve for any length.
  *
  * Queries lie across the lanes of a vector and keys one after another in memory, so scores are
  * computed transposed, [key][query]. The softmax then needs no reduction across lanes, and keys
- * need no mask; the price is to transpose queries on the way in and results on the way out.
+ * need no mask; the cost is to transpose queries on the way in and results on the way out.
  *
- * What is multiplied are 32-bit words along the reduction: a float, or a pair of bf16 neighbours
- * that VDPBF16PS multiplies and adds at once. Beyond packing, the two differ in nothing else.
+ * Products work on 32-bit words along the reduction: a float, or a pair of adjacent bf16 numbers
+ * that VDPBF16PS multiplies and adds at once. Apart from packing, the two are the same code.
  */
 
 #include <float.h>
@@ -31,13 +31,13 @@
 #define TILE 4
 #endif
 
-/* native.py sets CHUNK, a multiple of GROUP, and WIDEST, the largest head it lets pass */
-#define KEYS 128            /* keys of a block */
+/* native.py sets CHUNK, a multiple of GROUP, and WIDEST, the largest head width it accepts */
+#define KEYS 128            /* keys per block */
 #define GROUP (2 * LANES)   /* queries computed at once, in one or two vectors */
 #define PER_WORD (1 + BF16) /* numbers in a word */
 
 #define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline)) /* inlined, one hot loop takes another's registers */
+#define APART static __attribute__((noinline)) /* inlined, hot loops would compete for registers */
 #define UNROLL _Pragma("GCC unroll 16")
 #define EACH_IN_TILE UNROLL for (int i = 0; i < TILE; i++) UNROLL for (int j = 0; j < vecs; j++)
 
@@ -55,17 +55,17 @@ typedef struct {
     const number *q, *k, *v; /* [T, H, D], tokens `*_step` numbers apart */
     number *out;             /* [T, H, D], contiguous */
     const int32_t *chunks;   /* [items, 3]: first token and length of a sequence, first query row */
-    const float *table;      /* NULL, or what a score gains: heads lie `t_step` apart, and a key as
-                                far as its query is at `longest` - 1, those before it follow */
+    const float *table;      /* NULL, or the bias by distance: heads are `t_step` apart; distance 0
+                                is at `longest` - 1, and keys before the query follow */
     long items, heads, width, q_step, k_step, v_step, t_step;
-    long longest, window;    /* tokens of the longest sequence; seen to either side */
-    float scale;             /* of scores, times log2 e: what follows takes powers of two */
-    float unit;              /* of the table, in scores before they are scaled */
+    long longest, window;    /* tokens of the longest sequence; tokens visible on either side */
+    float scale;             /* of scores, times log2 e, because exponentials are powers of two */
+    float unit;              /* of the table, in units of scores before they are scaled */
     atomic_long next;        /* the first work item that no thread has taken */
 } Job;
 
-typedef struct { /* one thread's own; rows lie as tightly as the width of a head allows */
-    long width, words, columns; /* of a head; in words; rounded up to a tile */
+typedef struct { /* one per thread; rows are packed as tightly as the head width allows */
+    long width, words, columns; /* of a head: numbers; words; numbers rounded up to a tile */
     float scale, unit;
     _Alignas(64) word q[CHUNK * WIDEST];        /* [group][word][query] */
     _Alignas(64) word k[KEYS * WIDEST + LANES]; /* [key][word] */
@@ -84,7 +84,7 @@ INLINE void store(void *to, vec x) { *(unaligned_vec *)to = x; }
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec splat_word(word x) { return (vec)((ivec){0} + (int32_t)x); }
 
-INLINE vec larger(vec a, vec b) { /* may lose a NaN in `a`, never one in `b` */
+INLINE vec larger(vec a, vec b) { /* a NaN in `a` may be lost, one in `b` never is */
 #if AVX512
     return (vec)_mm512_max_ps((__m512)a, (__m512)b);
 #else
@@ -107,7 +107,8 @@ INLINE vec power_of_two(vec x) {
 #if AVX512
     vec f = (vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
 #else
-    const float magic = 12582912.0f + 127.0f; /* adding it leaves the biased exponent in low bits */
+    const float magic = 12582912.0f + 127.0f; /* 1.5 · 2^23: adding it rounds to an integer, and
+                                                 leaves the biased exponent in the low bits */
     x = larger(splat(-126.75f), x);           /* there the biased exponent is 0, and so is 2^x */
     vec shifted = (x - 0.5f) + magic, f = x - (shifted - magic);
 #endif
@@ -150,7 +151,7 @@ INLINE void transpose(vec rows[LANES]) {
 #endif
 }
 
-/* Words w, w + 1 … of the `words` that a head has, then zeros; reads nothing beyond. */
+/* Words w, w + 1 … of a head of `words` words, then zeros; reads nothing beyond the head. */
 INLINE vec read_words(const number *head, long w, long words) {
     word some[LANES] = {0};
     if (words - w >= LANES) return load(head + w * PER_WORD);
@@ -168,7 +169,7 @@ INLINE void write_numbers(number *to, vec x, long n) {
     n >= LANES ? memcpy(to, row, sizeof row) : memcpy(to, row, n * sizeof *row);
 }
 
-/* ---- packing: what a work item reads, in the order it needs it ---- */
+/* ---- packing: the inputs of a work item, in the order in which it reads them ---- */
 
 APART void pack_queries(Scratch *t, const number *q, long step, long rows) {
     for (long row = 0; row < rows; row += LANES)
@@ -184,17 +185,17 @@ APART void pack_queries(Scratch *t, const number *q, long step, long rows) {
 }
 
 INLINE void pack_row(word *to, const number *head, long words) {
-    for (long w = 0; w < words; w += LANES) /* what runs over, the next row writes over */
+    for (long w = 0; w < words; w += LANES) /* the overrun is overwritten by the next row */
         store(to + w, read_words(head, w, words));
 }
 
-/* The last key is repeated to fill a tile: that changes no maximum, and nothing else is kept. */
+/* The last key is repeated to fill a tile: that changes no maximum, and its scores are ignored. */
 APART void pack_keys(Scratch *t, const number *k, long step, long keys) {
     for (long key = 0; key % TILE || key < keys; key++)
         pack_row(t->k + key * t->words, k + least(key, keys - 1) * step, t->words);
 }
 
-/* Columns from `width` on hold what was there before: they are computed but never written out. */
+/* Columns from `width` on hold stale data: they are computed but never written out. */
 APART void pack_values(Scratch *t, const number *v, long step, long keys) {
     const long width = t->width;
     word *restrict to = t->v;
@@ -228,7 +229,7 @@ APART void score(Scratch *t, const word *q, long keys, vec *most, int vecs) {
         vecs == 2 ? score_tile(t, q, key, most, 2) : score_tile(t, q, key, most, 1);
 }
 
-/* What scores gain for their distance; `table` is where the first query meets the first key. */
+/* Add the bias by distance to the scores; `table` points at first query minus first key. */
 APART void gain(Scratch *t, const float *table, long keys, vec *most, int vecs) {
     for (long key = 0; key < keys; key++, table--)
         for (int j = 0; j < vecs; j++) {
@@ -239,8 +240,8 @@ APART void gain(Scratch *t, const float *table, long keys, vec *most, int vecs) 
         }
 }
 
-/* Turns scores into exponentials, in place; pairs close up to half the rows. Returns their sum:
- * where a score is NaN so is the sum, whatever became of the maximum. */
+/* Turn scores into exponentials, in place; bf16 pairs take half the rows. Returns their sum, which
+ * is NaN if a score is, even if the maximum lost the NaN. */
 APART vec exponentials(word *s, long keys, vec most, float scale) {
     vec sum = {0};
     for (long key = 0; key < keys; key += PER_WORD) {
@@ -338,8 +339,8 @@ static int has_key;
 
 static void make_key(void) { has_key = !pthread_key_create(&key, free); }
 
-/* Half a megabyte, for which a thread's stack may be too small. A thread keeps it until it ends:
- * what is allocated for each call anew may cost page faults each time. NULL: there is no memory. */
+/* Half a megabyte, for which a thread's stack may be too small. A thread keeps it until it ends,
+ * because a new allocation per call may cost page faults each time. NULL: out of memory. */
 static Scratch *own_scratch(void) {
     pthread_once(&once, make_key);
     if (!has_key) return NULL;
@@ -356,7 +357,7 @@ static Scratch *own_scratch(void) {
 static void work(void *shared) {
     Job *job = shared;
     Scratch *t = own_scratch();
-    if (!t) return; /* the other threads do its share */
+    if (!t) return; /* the other threads do the work */
     t->width = job->width;
     t->words = job->width / PER_WORD;
     t->columns = (job->width + TILE - 1) / TILE * TILE;
@@ -369,7 +370,7 @@ static void work(void *shared) {
 /* GOMP_parallel of the OpenMP library that torch uses, so that both share one pool of threads */
 typedef void Parallel(void (*body)(void *), void *shared, unsigned threads, unsigned flags);
 
-/* Returns 0, or 1 where no thread had memory: then nothing was computed. */
+/* Returns 0, or 1 if no thread had memory: then nothing was computed. */
 int packhorse_attend(const number *q, const number *k, const number *v, number *out,
                      const int32_t *chunks, const float *table, long items, long heads, long width,
                      long q_step, long k_step, long v_step, long t_step, long longest, long window,

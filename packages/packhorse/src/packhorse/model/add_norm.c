@@ -1,10 +1,10 @@
-/* LayerNorm (Ba et al. 2016) of x + residual, forward only. freeze.py has this file compiled at
- * first use: for floats, and once more with BF16=1.
+/* LayerNorm (Ba et al. 2016) of x + residual, forward only. freeze.py compiles this file at first
+ * use: for floats, and once more with BF16=1.
  *
  * A row, which is a token, is read once and written once. In between x + residual stays in the
- * first-level cache as floats, from which come the mean and then the variance about that mean. Only
- * the result is rounded. A row is one thread's work and is summed in one order, so the number of
- * threads changes no bit.
+ * first-level cache as floats, from which the mean and then the variance are computed (two passes:
+ * E[x²] − E[x]² would cancel). Only the result is rounded. One thread computes a row in a fixed
+ * order, so the result does not depend on the number of threads.
  */
 
 #include <math.h>
@@ -20,7 +20,8 @@
 #define LANES 8
 #endif
 
-/* freeze.py sets BLOCK. Its vectors are summed apart: one sum would wait for each addition. */
+/* freeze.py sets BLOCK. Its vectors are summed separately: the additions of a single sum would wait
+ * for each other. */
 #define VECTORS (BLOCK / LANES)
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_VECTOR _Pragma("GCC unroll 16") for (int j = 0; j < VECTORS; j++)
@@ -65,7 +66,7 @@ INLINE vec read(const number *from) {
 INLINE void write(number *to, vec x) {
 #if BF16 && __AVX512BF16__
     _mm256_storeu_si256((void *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#elif BF16 /* to the nearest, ties to even; a NaN may not be carried over into another value */
+#elif BF16 /* to nearest, ties to even; the carry must not turn a NaN into infinity or zero */
     words bits = (words)x, nan = (words)(x != x);
     bits = ((bits + 0x7fff + (bits >> 16 & 1)) & ~nan) | (nan & 0x7fc00000);
     halves rounded = __builtin_convertvector(bits >> 16, halves);
@@ -107,7 +108,7 @@ static void add_norm(const Job *job, long row, float *sum) {
     number *out = job->out + row * width, last[2][BLOCK] = {0};
     vec sums[VECTORS] = {0}, squares[VECTORS] = {0};
     for (long i = 0; i < whole; i += BLOCK) add(sum + i, sums, x + i, residual + i);
-    if (rest) { /* what follows a row is another's: never read, never written */
+    if (rest) { /* the next row may belong to another thread: never read or write beyond this one */
         memcpy(last[0], x + whole, rest * sizeof *x);
         memcpy(last[1], residual + whole, rest * sizeof *x);
         add(sum + whole, sums, last[0], last[1]);
