@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from packhorse import wire
-from packhorse.checkpoint.tensorflow import tf1, tf1_write
+from packhorse.checkpoint.tensorflow import tf1
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.reports.random_model import CONFIGS
@@ -115,7 +115,7 @@ def write(folder: Path, config: BertConfig) -> tuple[Path, dict[str, Shape]]:
         name: noise[: _count(shape)].reshape(shape) for name, shape in shapes.items()
     }
     prefix = folder / "bert_model.ckpt"
-    tf1_write.write(prefix, tensors)
+    tf1.write(prefix, tensors)
     with _data(prefix).open("rb+") as file:
         os.fsync(file.fileno())  # else the disk is busy with it while we measure
     return prefix, shapes

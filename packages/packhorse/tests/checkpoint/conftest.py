@@ -90,7 +90,7 @@ def packed(sequences: list[SimpleNamespace]) -> Packed:
 
 
 @pytest.fixture(scope="session")
-def theirs(sequences: list[SimpleNamespace]) -> Callable[[Any, str], torch.Tensor]:
+def reference_run(sequences: list[SimpleNamespace]) -> Callable[[Any, str], torch.Tensor]:
     """An output of a transformers model, one sequence at a time, laid end to end."""
 
     def run(model: Any, output: str) -> torch.Tensor:
@@ -114,8 +114,12 @@ def tokenizer() -> Callable[[Path], None]:
 
     def put(folder: Path, **settings: Any) -> None:
         (folder / "vocab.txt").write_text("\n".join(WORDS))
-        said = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "model_max_length": 24}
-        (folder / "tokenizer_config.json").write_text(json.dumps(said | settings))
+        defaults = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": True,
+            "model_max_length": 24,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(defaults | settings))
 
     return put
 

@@ -72,7 +72,7 @@ def inside() -> None:
     for kind in MODELS:
         model = make(kind)
         save_weights(model, kind)
-        rows += [(name, kind, how) for name, how in export(model, kind).items()]
+        rows += [(name, kind, variant) for name, variant in export(model, kind).items()]
     write_readme(rows)
 
 
@@ -143,14 +143,16 @@ def export_transformers(model: Any, kind: str, to: Path) -> None:
 
 
 def derive(model: Any, plain: Path) -> dict[str, str]:
-    """What is made of an export: weights tied, halved, quantised in three ways."""
+    """What is made of an export: weights tied, halved, quantized in three ways."""
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers.float16 import convert_float_to_float16
     from optimum.onnx import remove_duplicate_weights_from_tied_info
 
     tied = [["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"]]
-    to = {how: plain.with_stem(f"{plain.stem}-{how}") for how in ("tied", "half", "int8")}
+    to = {
+        variant: plain.with_stem(f"{plain.stem}-{variant}") for variant in ("tied", "half", "int8")
+    }
     remove_duplicate_weights_from_tied_info(onnx.load(plain), model, tied, str(to["tied"]))
     onnx.save(convert_float_to_float16(onnx.load(plain)), to["half"])
     quantize_dynamic(plain, to["int8"])
@@ -193,7 +195,9 @@ def quantize(plain: Path, to: Path) -> None:
 
 def write_readme(rows: list[tuple[str, str, str]]) -> None:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
-    table = "\n".join(f"| `{name}` | `{kind}.safetensors` | {how} |" for name, kind, how in rows)
+    table = "\n".join(
+        f"| `{name}` | `{kind}.safetensors` | {variant} |" for name, kind, variant in rows
+    )
     text = f"""# Exports by other programs
 
 Tiny random models, written by `tests/checkpoint/make_exports.py` with {versions}; the weights of

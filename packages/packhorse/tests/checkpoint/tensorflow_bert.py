@@ -85,8 +85,8 @@ def build(
         shape = (full["vocab_size"], full["hidden_size"])
         words = maker.variable("bert/embeddings/word_embeddings", *shape, partitions=partitions)
         hidden = _encoder(maker, words, *inputs.values())
-        found = _heads(maker, hidden, words, heads, labels)
-        outputs = {name: tf.identity(value, name) for name, value in found.items()}
+        result = _heads(maker, hidden, words, heads, labels)
+        outputs = {name: tf.identity(value, name) for name, value in result.items()}
         others = _slots(maker, slots, step)
         session = tf.compat.v1.Session(graph=graph)
         _initialise(tf, session, maker.weights | others)
@@ -228,18 +228,18 @@ def _layer(maker: _Maker, x: Any, unseen: Any, name: str) -> Any:
     return maker.norm(down + x, f"{name}/output/LayerNorm")
 
 
-def _attend(maker: _Maker, x: Any, unseen: Any, name: str, heads: int, each: int) -> Any:
+def _attend(maker: _Maker, x: Any, unseen: Any, name: str, heads: int, width: int) -> Any:
     tf, shape = maker.tf, maker.tf.shape(x)
 
     def divided(part: str) -> Any:
-        made = maker.dense(x, f"{name}/{part}", heads * each)
-        return tf.transpose(tf.reshape(made, [shape[0], shape[1], heads, each]), [0, 2, 1, 3])
+        built = maker.dense(x, f"{name}/{part}", heads * width)
+        return tf.transpose(tf.reshape(built, [shape[0], shape[1], heads, width]), [0, 2, 1, 3])
 
     query, key, value = map(divided, ("query", "key", "value"))
-    scores = tf.matmul(query, key, transpose_b=True) * (1 / math.sqrt(each))
+    scores = tf.matmul(query, key, transpose_b=True) * (1 / math.sqrt(width))
     context = tf.matmul(tf.nn.softmax(scores + unseen), value)
-    joined = tf.reshape(tf.transpose(context, [0, 2, 1, 3]), [shape[0], shape[1], heads * each])
-    return tf.ensure_shape(joined, [None, None, heads * each])
+    joined = tf.reshape(tf.transpose(context, [0, 2, 1, 3]), [shape[0], shape[1], heads * width])
+    return tf.ensure_shape(joined, [None, None, heads * width])
 
 
 def _heads(
@@ -247,7 +247,7 @@ def _heads(
 ) -> dict[str, Any]:
     tf, width = maker.tf, maker.config["hidden_size"]
     pooled = tf.tanh(maker.dense(hidden[:, 0], "bert/pooler/dense", width))
-    found = {"hidden": hidden, "pooled": pooled}
+    result = {"hidden": hidden, "pooled": pooled}
 
     def scores(x: Any, name: str, count: int) -> Any:
         weights = maker.variable(f"{name}output_weights", count, width)
@@ -255,14 +255,14 @@ def _heads(
         return tf.nn.bias_add(tf.tensordot(x, tf.transpose(weights), 1), bias)
 
     if "mlm" in heads:
-        found["mlm"] = _mlm(maker, hidden, words)
+        result["mlm"] = _mlm(maker, hidden, words)
     if "nsp" in heads:
-        found["nsp"] = scores(pooled, "cls/seq_relationship/", 2)
+        result["nsp"] = scores(pooled, "cls/seq_relationship/", 2)
     if "squad" in heads:
-        found["squad"] = scores(hidden, "cls/squad/", 2)
+        result["squad"] = scores(hidden, "cls/squad/", 2)
     if "classifier" in heads:
-        found["classifier"] = scores(pooled, "", labels)
-    return {OUTPUTS[head]: value for head, value in found.items()}
+        result["classifier"] = scores(pooled, "", labels)
+    return {OUTPUTS[head]: value for head, value in result.items()}
 
 
 def _mlm(maker: _Maker, hidden: Any, words: Any) -> Any:
@@ -275,14 +275,14 @@ def _mlm(maker: _Maker, hidden: Any, words: Any) -> Any:
 
 def _slots(maker: _Maker, kind: str | None, step: int | None) -> dict[str, np.ndarray]:
     """Variables beside the weights, as an optimizer would have left them."""
-    made: dict[str, np.ndarray] = {}
+    built: dict[str, np.ndarray] = {}
     for weight, value in maker.weights.items():
         for suffix in SLOTS[kind] if kind else ():
-            made[weight + suffix] = maker.rng.random(value.shape).astype(maker.dtype)
+            built[weight + suffix] = maker.rng.random(value.shape).astype(maker.dtype)
     if step is not None:
-        made["global_step"] = np.asarray(step, np.int64)
+        built["global_step"] = np.asarray(step, np.int64)
     v1 = maker.tf.compat.v1
-    for name, value in made.items():
+    for name, value in built.items():
         v1.get_variable(
             name,
             value.shape,
@@ -291,7 +291,7 @@ def _slots(maker: _Maker, kind: str | None, step: int | None) -> dict[str, np.nd
             trainable=False,
             use_resource=maker.resource,
         )
-    return made
+    return built
 
 
 def _initialise(tf: ModuleType, session: Any, values: Mapping[str, np.ndarray]) -> None:

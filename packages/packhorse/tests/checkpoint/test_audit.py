@@ -73,8 +73,8 @@ def save_once(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def audit(first: Path, second: Path, **given: Any) -> list[list[str]]:
-    arguments = [sys.executable, "-c", AUDITED, str(first), str(second), json.dumps(given)]
+def audit(first: Path, second: Path, **options: Any) -> list[list[str]]:
+    arguments = [sys.executable, "-c", AUDITED, str(first), str(second), json.dumps(options)]
     ran = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
@@ -82,25 +82,25 @@ def audit(first: Path, second: Path, **given: Any) -> list[list[str]]:
 
 def strange(seen: list[list[str]], folder: Path) -> list[list[str]]:
     """Events that are not the opening of one of the folder's own files, or of what is open."""
-    own = str(folder.resolve())
+    local = str(folder.resolve())
     return [
-        [event, what]
-        for event, what in seen
-        if not (event == "open" and (what.startswith(own) or what.isdigit()))
+        [event, label]
+        for event, label in seen
+        if not (event == "open" and (label.startswith(local) or label.isdigit()))
     ]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_only_the_folders_own_files(format: str, models: dict[str, Path], tmp_path: Path) -> None:
-    other = shutil.copytree(models[format], tmp_path / "other")
-    seen = audit(other, models[format])
+    second = shutil.copytree(models[format], tmp_path / "other")
+    seen = audit(second, models[format])
     assert any(event == "open" for event, _ in seen)
     assert strange(seen, models[format]) == []
 
 
 def test_the_hook_sees_a_file_from_elsewhere(models: dict[str, Path], tmp_path: Path) -> None:
     """The control: a configuration that lies elsewhere, which the user may pass, shows up."""
-    other = shutil.copytree(models["hf"], tmp_path / "other")
+    second = shutil.copytree(models["hf"], tmp_path / "other")
     elsewhere = shutil.copy(models["hf"] / "config.json", tmp_path / "config.json")
-    seen = audit(other, models["hf"], config=str(elsewhere))
+    seen = audit(second, models["hf"], config=str(elsewhere))
     assert ["open", str(elsewhere)] in strange(seen, models["hf"])

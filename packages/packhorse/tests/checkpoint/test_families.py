@@ -58,7 +58,7 @@ USUAL = Sizes()
 def make(transformers: ModuleType, family: str, ending: str, sizes: Sizes = USUAL) -> Any:
     """A random model of transformers, in float64."""
     rows = max(sizes.lengths) + (0 if family in ("DistilBert", "Electra") else sizes.pad + 1)
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "hidden_size": sizes.heads * sizes.head_size,
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
@@ -70,15 +70,15 @@ def make(transformers: ModuleType, family: str, ending: str, sizes: Sizes = USUA
     }
     if family == "DistilBert":
         keys = ("dim", "n_layers", "n_heads", "hidden_dim", "activation")
-        said = dict(zip(keys, said.values(), strict=False))
+        settings = dict(zip(keys, settings.values(), strict=False))
     if family == "Electra":
-        said["embedding_size"] = sizes.embedding
+        settings["embedding_size"] = sizes.embedding
     labels = {} if ending == "ForQuestionAnswering" else {"num_labels": 3}
     config = getattr(transformers, f"{family}Config")(
         vocab_size=50,
         max_position_embeddings=rows,
         tie_word_embeddings=sizes.tied,
-        **said,
+        **settings,
         **labels,
     )
     torch.manual_seed(sizes.seed)
@@ -124,13 +124,13 @@ def run_padded(
         n = len(sequence.ids)
         ids[row, :n], types[row, :n] = torch.tensor(sequence.ids), torch.tensor(sequence.types)
         mask[row, :n] = 1
-    given = {"input_ids": ids, "attention_mask": mask}
+    options = {"input_ids": ids, "attention_mask": mask}
     if hasattr(model.config, "type_vocab_size"):
-        given["token_type_ids"] = types
+        options["token_type_ids"] = types
     with torch.inference_mode():
-        found = model(**given)
+        result = model(**options)
     names = output if isinstance(output, tuple) else (output,)
-    whole = torch.stack([found[name] for name in names], -1)
+    whole = torch.stack([result[name] for name in names], -1)
     whole = whole if isinstance(output, tuple) else whole[..., 0]
     return whole if per_sequence else whole[mask.bool()]
 
@@ -224,13 +224,13 @@ def test_transformers_loads_what_we_write(
         assert torch.equal(model.state_dict()[name], again.state_dict()[name]), name
     unlike = {k for k, v in model.config.to_dict().items() if again.config.to_dict()[k] != v}
     assert unlike <= {"_name_or_path", "dtype", "problem_type"}
-    mine = checkpoint.load(tmp_path / "ours", dtype=torch.float64)
-    assert mine.config == loaded.config and mine.labels == loaded.labels
+    actual = checkpoint.load(tmp_path / "ours", dtype=torch.float64)
+    assert actual.config == loaded.config and actual.labels == loaded.labels
     for name, tensor in loaded.model.state_dict().items():
-        assert torch.equal(tensor, mine.model.state_dict()[name]), name
-    if "mlm" in mine.model.heads:
-        words = mine.model.bert.embed.words.weight
-        assert (mine.model.heads["mlm"].decoder.weight is words) == tied
+        assert torch.equal(tensor, actual.model.state_dict()[name]), name
+    if "mlm" in actual.model.heads:
+        words = actual.model.bert.embed.words.weight
+        assert (actual.model.heads["mlm"].decoder.weight is words) == tied
 
 
 # ---- what a file may call its tensors ----
@@ -560,16 +560,16 @@ def byte_level(folder: Path) -> None:
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ"]
     vocabulary = {word: number for number, word in enumerate([*special, *letters, "Ġh", "or"])}
-    made = Tokenizer(models.BPE(vocabulary, [("Ġ", "h"), ("o", "r")]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    made.add_special_tokens(special)
-    made.save(str(folder / "tokenizer.json"))
+    built = Tokenizer(models.BPE(vocabulary, [("Ġ", "h"), ("o", "r")]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    built.add_special_tokens(special)
+    built.save(str(folder / "tokenizer.json"))
     names = {"bos": "<s>", "cls": "<s>", "sep": "</s>", "pad": "<pad>", "mask": "<mask>"}
-    said = {f"{role}_token": token for role, token in names.items()} | {"model_max_length": 512}
-    said["tokenizer_class"] = "PreTrainedTokenizerFast"
-    (folder / "tokenizer_config.json").write_text(json.dumps(said))
+    settings = {f"{role}_token": token for role, token in names.items()} | {"model_max_length": 512}
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 TEXTS = ["a horse", "pack", "the <pad> word", "a b c d e f g h i j k l m n o p", "horse " * 9]
@@ -621,9 +621,9 @@ def test_sentence_transformers(family: str, transformers: ModuleType, tmp_path: 
     folder = saved(make(transformers, family, "Model").float(), tmp_path / "theirs")
     byte_level(folder)
     parts = [modules.Transformer(str(folder), max_seq_length=20), modules.Pooling(32)]
-    theirs = library.SentenceTransformer(modules=[*parts, modules.Normalize()], device="cpu")
-    theirs.save(str(tmp_path / "layout"))
-    want = theirs.encode(TEXTS, show_progress_bar=False)
+    reference = library.SentenceTransformer(modules=[*parts, modules.Normalize()], device="cpu")
+    reference.save(str(tmp_path / "layout"))
+    want = reference.encode(TEXTS, show_progress_bar=False)
     encoder = packhorse.load(tmp_path / "layout", device="cpu")
     with pytest.warns(UserWarning, match="cut to 20 tokens"):
         assert_close(encoder.embed(TEXTS), want, atol=1e-5, rtol=0)

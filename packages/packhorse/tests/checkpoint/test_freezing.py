@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from packhorse.checkpoint.tensorflow import freezing, frozen
-from packhorse.checkpoint.tensorflow.freezing import Frozen, freeze
+from packhorse.checkpoint.tensorflow.freezing import FreezeSummary, freeze
 from packhorse.errors import CheckpointError, InputError, PackhorseError
 
 
@@ -49,20 +49,24 @@ def test_as_tensorflow_freezes(
     built = tf_bert.build(tf, {"num_hidden_layers": 1}, **settings)
     prefix = tf_bert.save(tf, built, tmp_path / "model.ckpt")
     names = outputs or list(built.outputs)
-    theirs = tf_bert.freeze(tf, built, tmp_path / "theirs.pb", names)
-    ours = tmp_path / "ours.pb"
-    done = freeze(tmp_path / "model.ckpt.meta", prefix, [f"{name}:0" for name in names], ours)
-    want, found = parse(tf, theirs), parse(tf, ours)
-    assert shape_of(found) == shape_of(want) and found.versions == want.versions
+    reference = tf_bert.freeze(tf, built, tmp_path / "theirs.pb", names)
+    target = tmp_path / "ours.pb"
+    completed = freeze(
+        tmp_path / "model.ckpt.meta", prefix, [f"{name}:0" for name in names], target
+    )
+    want, result = parse(tf, reference), parse(tf, target)
+    assert shape_of(result) == shape_of(want) and result.versions == want.versions
     before = len(built.graph.get_operations())
-    kept = len(frozen.read(ours).tensors)
-    assert done == Frozen(done.nodes_before, len(found.node), kept, ours.stat().st_size)
-    assert done.nodes_before >= before and sorted(tmp_path.glob("*.pb")) == [ours, theirs]
+    remaining = len(frozen.read(target).tensors)
+    assert completed == FreezeSummary(
+        completed.nodes_before, len(result.node), remaining, target.stat().st_size
+    )
+    assert completed.nodes_before >= before and sorted(tmp_path.glob("*.pb")) == [target, reference]
     batch = tf_bert.batch(built.config)
-    pairs = [tf_bert.run_frozen(tf, path, names, batch) for path in (theirs, ours)]
-    for one, other, name in zip(*pairs, names, strict=True):
-        assert one.tobytes() == other.tobytes(), name
-    values = [frozen.read(path).tensors for path in (theirs, ours)]
+    pairs = [tf_bert.run_frozen(tf, path, names, batch) for path in (reference, target)]
+    for item, second, name in zip(*pairs, names, strict=True):
+        assert item.tobytes() == second.tobytes(), name
+    values = [frozen.read(path).tensors for path in (reference, target)]
     assert values[0].keys() == values[1].keys()
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
 
@@ -71,13 +75,13 @@ def test_another_checkpoint_gives_other_outputs(
     tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
 ) -> None:
     """The control of the test above: outputs do depend on the values that are folded in."""
-    one, two = (tf_bert.build(tf, {"num_hidden_layers": 1}, seed=seed) for seed in (0, 1))
-    prefixes = [tf_bert.save(tf, b, tmp_path / str(n) / "m") for n, b in enumerate((one, two))]
+    item, two = (tf_bert.build(tf, {"num_hidden_layers": 1}, seed=seed) for seed in (0, 1))
+    prefixes = [tf_bert.save(tf, b, tmp_path / str(n) / "m") for n, b in enumerate((item, two))]
     freeze(tmp_path / "0" / "m.meta", prefixes[1], ["pooled_output"], tmp_path / "mixed.pb")
-    batch = tf_bert.batch(one.config)
-    [found] = tf_bert.run_frozen(tf, tmp_path / "mixed.pb", ["pooled_output"], batch)
-    assert np.array_equal(found, tf_bert.run(tf, two, *batch)["pooled_output"])
-    assert not np.allclose(found, tf_bert.run(tf, one, *batch)["pooled_output"])
+    batch = tf_bert.batch(item.config)
+    [result] = tf_bert.run_frozen(tf, tmp_path / "mixed.pb", ["pooled_output"], batch)
+    assert np.array_equal(result, tf_bert.run(tf, two, *batch)["pooled_output"])
+    assert not np.allclose(result, tf_bert.run(tf, item, *batch)["pooled_output"])
 
 
 class Case:
@@ -87,11 +91,11 @@ class Case:
         self.tf, self.v1, self.folder = tf, tf.compat.v1, folder
         self.graph = tf.Graph()
         with self.graph.as_default():
-            made = make()
+            built = make()
             self.session = self.v1.Session(graph=self.graph)
             self.session.run(self.v1.global_variables_initializer())
-            named = {key: made[key] for key in saver.get("names", ())}
-            self.output = (made["output"] if isinstance(made, dict) else made).op.name
+            named = {key: built[key] for key in saver.get("names", ())}
+            self.output = (built["output"] if isinstance(built, dict) else built).op.name
             self.v1.train.Saver(named or None).save(self.session, str(folder / "m"))
 
     def freeze(self, **settings: Any) -> Path:
@@ -105,13 +109,13 @@ class Case:
             return session.run(f"{self.output}:0")
 
     def same(self) -> bool:
-        theirs = self.v1.graph_util.convert_variables_to_constants(
+        reference = self.v1.graph_util.convert_variables_to_constants(
             self.session, self.graph.as_graph_def(), [self.output]
         )
-        ours = parse(self.tf, self.freeze())
+        loaded = parse(self.tf, self.freeze())
         # TensorFlow also keeps what a node was only to be near.
-        assert shape_of(ours).items() <= shape_of(theirs).items()
-        return np.array_equal(self.run(theirs), self.run(ours))
+        assert shape_of(loaded).items() <= shape_of(reference).items()
+        return np.array_equal(self.run(reference), self.run(loaded))
 
 
 @pytest.fixture
@@ -154,9 +158,9 @@ def test_loops_and_branches_of_tensorflow_1(
         branch = tf.compat.v1.cond(tf.reduce_sum(v) > 1.0, lambda: v + w, lambda: v - w)
         return tf.compat.v1.while_loop(lambda x: tf.reduce_sum(x) < 99.0, lambda x: x * w, [branch])
 
-    one = case(make)
-    assert {"Switch", "Enter"} <= {node.op for node in parse(tf, one.freeze()).node}
-    assert one.same()
+    item = case(make)
+    assert {"Switch", "Enter"} <= {node.op for node in parse(tf, item.freeze()).node}
+    assert item.same()
 
 
 def test_functions_come_along(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -166,9 +170,9 @@ def test_functions_come_along(case: Any, variable: Any, tf: ModuleType) -> None:
         data = tf.data.Dataset.range(5).map(lambda x: tf.cast(x, tf.float32) * 0.5).skip(3)
         return variable("v", [1, 2]) * tf.compat.v1.data.make_one_shot_iterator(data).get_next()
 
-    one = case(make)
-    assert parse(tf, one.freeze()).library.function
-    assert one.same()
+    item = case(make)
+    assert parse(tf, item.freeze()).library.function
+    assert item.same()
 
 
 def test_functions_that_nothing_calls_do_not(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -176,9 +180,9 @@ def test_functions_that_nothing_calls_do_not(case: Any, variable: Any, tf: Modul
         tf.compat.v1.data.make_one_shot_iterator(tf.data.Dataset.range(5)).get_next()
         return variable("v", [1, 2]) + 1.0
 
-    one = case(make)
-    assert one.graph.as_graph_def().library.function
-    assert not parse(tf, one.freeze()).library.function
+    item = case(make)
+    assert item.graph.as_graph_def().library.function
+    assert not parse(tf, item.freeze()).library.function
 
 
 def test_gathering_from_a_resource(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -196,9 +200,9 @@ def test_the_step_is_a_variable_too(dtype: str, case: Any, variable: Any, tf: Mo
         step = tf.compat.v1.get_variable("global_step", initializer=np.array(7, dtype))
         return variable("v", [1, 2]) * tf.cast(step, tf.float32)
 
-    one = case(make)
-    assert one.same()
-    [step] = [node for node in parse(tf, one.freeze()).node if node.name == "global_step"]
+    item = case(make)
+    assert item.same()
+    [step] = [node for node in parse(tf, item.freeze()).node if node.name == "global_step"]
     value = tf.make_ndarray(step.attr["value"].tensor)
     assert (value.dtype, value) == (np.dtype(dtype), 7)
 
@@ -215,20 +219,20 @@ def test_so_is_the_state_of_an_optimizer(
             state = adam._get_beta_accumulators()[0] if kind == "power" else adam.get_slot(v, kind)
         return state + v
 
-    one = case(make)
-    assert one.same()
+    item = case(make)
+    assert item.same()
     assert np.array_equal(
-        one.run(parse(tf, one.freeze())), np.add([1, 2], 0.75 * (kind == "power"))
+        item.run(parse(tf, item.freeze())), np.add([1, 2], 0.75 * (kind == "power"))
     )
 
 
 @pytest.mark.parametrize("name", ["", "m.index", "m.data-00000-of-00001", "checkpoint"])
 def test_every_way_to_name_the_checkpoint(name: str, case: Any, variable: Any) -> None:
     """The graph beside it is found as well."""
-    one = case(lambda: variable("v", [1, 2]) + 1.0)
-    expected = one.freeze().read_bytes()
-    target = one.folder / "new.pb"
-    freeze(None, one.folder / name, [one.output], target)
+    item = case(lambda: variable("v", [1, 2]) + 1.0)
+    expected = item.freeze().read_bytes()
+    target = item.folder / "new.pb"
+    freeze(None, item.folder / name, [item.output], target)
     assert target.read_bytes() == expected
 
 
@@ -240,12 +244,12 @@ def test_devices_and_neighbours(case: Any, variable: Any, tf: ModuleType) -> Non
             with tf.compat.v1.colocate_with(v), tf.compat.v1.colocate_with(gone):
                 return v + 1.0
 
-    one = case(make)
-    plain, cleared = (parse(tf, one.freeze(clear_devices=clear)) for clear in (False, True))
+    item = case(make)
+    plain, cleared = (parse(tf, item.freeze(clear_devices=clear)) for clear in (False, True))
     assert any(node.device for node in plain.node)
     assert not any(node.device for node in cleared.node)
     assert not any("_class" in node.attr for node in plain.node)
-    assert np.array_equal(one.run(plain), [2, 3]) and np.array_equal(one.run(cleared), [2, 3])
+    assert np.array_equal(item.run(plain), [2, 3]) and np.array_equal(item.run(cleared), [2, 3])
 
 
 def test_what_cannot_be_frozen(tmp_path: Path, tf: ModuleType, variable: Any) -> None:
@@ -277,9 +281,9 @@ def test_what_cannot_be_frozen(tmp_path: Path, tf: ModuleType, variable: Any) ->
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        one = Case(tf, folder, make)
+        item = Case(tf, folder, make)
         with pytest.raises(CheckpointError, match=message):
-            one.freeze()
+            item.freeze()
         assert not (folder / "ours.pb").exists()
 
 
@@ -293,15 +297,15 @@ def saved(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> Path:
 
 def test_mistakes_are_named(saved: Path, tf: ModuleType, tf_bert: ModuleType) -> None:
     meta, target = saved.with_name("model.ckpt.meta"), saved.with_name("new.pb")
-    other = tf_bert.build(tf, {"num_hidden_layers": 1, "hidden_size": 16}, heads=())
-    small = tf_bert.save(tf, other, saved.parent / "small" / "m")
+    second = tf_bert.build(tf, {"num_hidden_layers": 1, "hidden_size": 16}, heads=())
+    small = tf_bert.save(tf, second, saved.parent / "small" / "m")
     only = Case(tf, saved.parent / "theirs", lambda: tf.compat.v1.get_variable("v", [1]) + 1.0)
     mistakes: list[tuple[type[Exception], tuple[Any, ...], str]] = [
         (InputError, (meta, saved, ["nsp_logit"], target), "no node 'nsp_logit'.*nsp_logits"),
         (InputError, (meta, saved, ["kernel:0"], target), "did you mean bert/.*/kernel"),
         (InputError, (meta, saved, ["€"], target), "none has a name like it"),
         (InputError, (meta, saved, [" "], target), "name the nodes"),
-        (InputError, (meta, saved, ["nsp_logits"], meta), "is read from"),
+        (InputError, (meta, saved, ["nsp_logits"], meta), "is one of the files that are read"),
         (
             CheckpointError,
             (meta, only.folder / "m", ["nsp_logits"], target),
@@ -345,17 +349,17 @@ def test_nothing_is_left_behind(saved: Path, monkeypatch: pytest.MonkeyPatch) ->
     target = saved.with_name("new.pb")
     target.write_bytes(b"old")
     before = sorted(saved.parent.iterdir())
-    told = []
+    reported = []
 
-    def stop(done: int, total: int) -> None:
-        told.append(done / total)
-        if done > total / 2:
+    def stop(completed: int, total: int) -> None:
+        reported.append(completed / total)
+        if completed > total / 2:
             raise KeyboardInterrupt
 
     arguments = (saved.with_name("model.ckpt.meta"), saved, ["nsp_logits"], target)
     with pytest.raises(KeyboardInterrupt):
         freeze(*arguments, progress=stop)
-    assert 0.5 < told[-1] < 0.9 and told == sorted(told)
+    assert 0.5 < reported[-1] < 0.9 and reported == sorted(reported)
     monkeypatch.setattr(freezing, "SIZE_LIMIT", 50_000)
     with pytest.raises(CheckpointError, match=r"would have \d+ bytes, and protobuf allows 50000"):
         freeze(*arguments)

@@ -18,11 +18,11 @@ from packhorse.wire import write_field as field
 from packhorse.wire import write_fixed32, write_varint
 
 
-def same(found: dict[str, torch.Tensor], weights: dict[str, np.ndarray]) -> bool:
+def same(result: dict[str, torch.Tensor], weights: dict[str, np.ndarray]) -> bool:
     """The same names, shapes, dtypes and bits."""
-    assert found.keys() == weights.keys()
+    assert result.keys() == weights.keys()
     return all(
-        found[name].numpy().dtype == value.dtype and np.array_equal(found[name].numpy(), value)
+        result[name].numpy().dtype == value.dtype and np.array_equal(result[name].numpy(), value)
         for name, value in weights.items()
     )
 
@@ -42,11 +42,11 @@ def test_what_tensorflow_1_freezes(
 ) -> None:
     built = tf_bert.build(tf, **settings)
     path = tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
-    found = frozen.read(path)
-    assert found.format == "frozen" and found.folder == tmp_path and found.files == (path,)
-    assert same(found.tensors, built.weights)
-    assert found.config is None and not found.slots and found.step is None
-    assert len(found.notes) == 1 and "constants that are no weights" in found.notes[0]
+    result = frozen.read(path)
+    assert result.format == "frozen" and result.folder == tmp_path and result.files == (path,)
+    assert same(result.tensors, built.weights)
+    assert result.config is None and not result.slots and result.step is None
+    assert len(result.notes) == 1 and "constants that are no weights" in result.notes[0]
     assert frozen.sniff(path)
 
 
@@ -64,8 +64,8 @@ def test_an_import_keeps_its_prefix(tf: ModuleType, tf_bert: ModuleType, tmp_pat
         definition = tf.compat.v1.GraphDef.FromString((tmp_path / "frozen.pb").read_bytes())
         tf.import_graph_def(definition)
     (tmp_path / "imported.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    found = frozen.read(tmp_path / "imported.pb").tensors
-    assert same(found, {f"import/{name}": value for name, value in built.weights.items()})
+    result = frozen.read(tmp_path / "imported.pb").tensors
+    assert same(result, {f"import/{name}": value for name, value in built.weights.items()})
 
 
 @pytest.mark.parametrize("resource", [False, True])
@@ -85,8 +85,8 @@ def test_what_tensorflow_2_freezes_of_tensorflow_1(
 def freeze_v2(function: Any, folder: Path) -> Path:
     from tensorflow.python.framework import convert_to_constants
 
-    made = convert_to_constants.convert_variables_to_constants_v2(function)
-    (folder / "frozen.pb").write_bytes(made.graph.as_graph_def().SerializeToString())
+    built = convert_to_constants.convert_variables_to_constants_v2(function)
+    (folder / "frozen.pb").write_bytes(built.graph.as_graph_def().SerializeToString())
     return folder / "frozen.pb"
 
 
@@ -109,27 +109,27 @@ def test_what_tensorflow_2_freezes(tf: ModuleType, tmp_path: Path) -> None:
                 x, mean, variance, held["norm/beta"], held["norm/gamma"], 1e-12
             )
 
-    found = frozen.read(freeze_v2(run.get_concrete_function(), tmp_path))
+    result = frozen.read(freeze_v2(run.get_concrete_function(), tmp_path))
     values["Gather/resource"] = values.pop("words")  # nothing says what it was called
-    assert same(found.tensors, values)
-    assert any("4 weights are called after what reads them" in note for note in found.notes)
+    assert same(result.tensors, values)
+    assert any("4 weights are called after what reads them" in note for note in result.notes)
 
 
 def graph(tf: ModuleType, path: Path, *nodes: tuple[str, str, list[str], Any]) -> frozen.Contents:
     """What is read of a graph of these nodes: name, operation, inputs, the value of a Const."""
-    made = tf.compat.v1.GraphDef()
+    built = tf.compat.v1.GraphDef()
     for name, op, inputs, value in nodes:
-        node = made.node.add(name=name, op=op, input=inputs)
+        node = built.node.add(name=name, op=op, input=inputs)
         if value is not None:
             node.attr["dtype"].type = tf.as_dtype(value.dtype).as_datatype_enum
             node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
-    (path / "graph.pb").write_bytes(made.SerializeToString())
+    (path / "graph.pb").write_bytes(built.SerializeToString())
     return frozen.read(path / "graph.pb")
 
 
 def test_names(tf: ModuleType, tmp_path: Path) -> None:
     ones = np.ones((2, 3), "f4")
-    found = graph(
+    result = graph(
         tf,
         tmp_path,
         ("a/kernel", "Const", [], ones),
@@ -152,7 +152,7 @@ def test_names(tf: ModuleType, tmp_path: Path) -> None:
         ("counts", "Const", [], np.arange(3)),
         ("names", "Const", [], np.array(["a", "b"])),
     )
-    assert {name: float(value.flatten()[0]) for name, value in found.tensors.items()} == {
+    assert {name: float(value.flatten()[0]) for name, value in result.tensors.items()} == {
         "a/kernel": 1,
         "b/kernel": 2,
         "c/kernel": 3,
@@ -161,7 +161,7 @@ def test_names(tf: ModuleType, tmp_path: Path) -> None:
         "d/MatMul_1/ReadVariableOp/resource": 6,
         "e/beta": 7,
     }
-    assert found.notes == (
+    assert result.notes == (
         "4 constants that are no weights (numbers, shapes, texts) are left out",
         "2 weights are called after what reads them, as b/kernel_const is b/kernel",
     )
@@ -231,8 +231,8 @@ def test_listed_values(number: int, way: str, count: int, tf: ModuleType) -> Non
     parts = written(number, values[:count], way) if count else b""
     proto = field(1, number) + shape + parts
     want = tf.make_ndarray(type(tf.make_tensor_proto(0)).FromString(proto))
-    found = read_tensor(number, shape, parts)
-    assert found.dtype == dtype and found.shape == want.shape and bits(found) == bits(want)
+    result = read_tensor(number, shape, parts)
+    assert result.dtype == dtype and result.shape == want.shape and bits(result) == bits(want)
 
 
 @pytest.mark.parametrize("number", graphdef.DTYPES)
@@ -246,8 +246,8 @@ def test_content(number: int, shape: tuple[int, ...], tf: ModuleType) -> None:
     as_bytes.tensor_content = want.tobytes()
     for proto in (as_it_likes, as_bytes):
         value = field(8, proto.SerializeToString())
-        found = graphdef.read(io.BytesIO(value), graphdef.stored(value, (0, len(value)), number))
-        assert found.shape == want.shape and bits(found.reshape(-1)) == bits(want)
+        result = graphdef.read(io.BytesIO(value), graphdef.stored(value, (0, len(value)), number))
+        assert result.shape == want.shape and bits(result.reshape(-1)) == bits(want)
 
 
 @pytest.mark.parametrize("number", [1, 14, 19, 9])
@@ -259,31 +259,31 @@ def test_more_values_than_a_window(number: int, tf: ModuleType) -> None:
     values = (rng.integers(0, top, 150_000) >> rng.integers(0, 9, 150_000)).tolist()
     content = packed(values, 4 if place == 5 else None)
     assert len(content) > graphdef.WINDOW
-    found = read_tensor(number, field(2, field(2, field(1, len(values)))), field(place, content))
+    result = read_tensor(number, field(2, field(2, field(1, len(values)))), field(place, content))
     kind = {2: torch.uint16, 4: torch.uint32, 8: torch.int64}[dtype.itemsize]
-    assert found.view(kind).tolist() == values
+    assert result.view(kind).tolist() == values
 
 
 def test_the_layout_is_tensorflows(tf: ModuleType) -> None:
     """The messages and their fields, as TensorFlow's own descriptors have them."""
     checked: set[str] = set()
 
-    def compare(message: str, theirs: Any) -> None:
-        if theirs.full_name in checked:
+    def compare(message: str, descriptor: Any) -> None:
+        if descriptor.full_name in checked:
             return
-        checked.add(theirs.full_name)
-        fields = {one.number: one for one in theirs.fields}
-        for number, one in fields.items():
-            said = graphdef.SCHEMA[message].get(number)
-            if one.message_type is not None:
-                compare(str(said), one.message_type)
-            elif one.type == one.TYPE_STRING:
-                assert said == graphdef.TEXT, (message, number)
-            elif not one.is_repeated or one.type == one.TYPE_BYTES:
-                assert said is None, (message, number)
+        checked.add(descriptor.full_name)
+        fields = {item.number: item for item in descriptor.fields}
+        for number, item in fields.items():
+            text = graphdef.SCHEMA[message].get(number)
+            if item.message_type is not None:
+                compare(str(text), item.message_type)
+            elif item.type == item.TYPE_STRING:
+                assert text == graphdef.TEXT, (message, number)
+            elif not item.is_repeated or item.type == item.TYPE_BYTES:
+                assert text is None, (message, number)
             else:
-                fixed = {one.TYPE_FLOAT: "4", one.TYPE_DOUBLE: "8", one.TYPE_FIXED64: "8"}
-                assert said == fixed.get(one.type, graphdef.NUMBERS), (message, number)
+                fixed = {item.TYPE_FLOAT: "4", item.TYPE_DOUBLE: "8", item.TYPE_FIXED64: "8"}
+                assert text == fixed.get(item.type, graphdef.VARINTS), (message, number)
         assert graphdef.SCHEMA[message].keys() <= fields.keys()
 
     compare("GraphDef", tf.compat.v1.GraphDef.DESCRIPTOR)
@@ -295,8 +295,8 @@ def test_sniffing(tf: ModuleType, tf_bert: ModuleType, tmp_path: Path) -> None:
     prefix = tf_bert.save(tf, built, tmp_path / "model.ckpt")
     tf_bert.freeze(tf, built, tmp_path / "frozen.pb")
     tf.io.write_graph(built.graph, str(tmp_path), "graph.pbtxt")
-    found = {path.name for path in tmp_path.iterdir() if frozen.sniff(path)}
-    assert found == {"frozen.pb"}
+    result = {path.name for path in tmp_path.iterdir() if frozen.sniff(path)}
+    assert result == {"frozen.pb"}
     assert not frozen.sniff(tmp_path) and not frozen.sniff(prefix)
 
 
@@ -318,12 +318,12 @@ tensors = frozen.read(Path(sys.argv[1])).tensors
 assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors.values())
 print(peak() - before, sum(tensor.nbytes for tensor in tensors.values()))
 """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path / "graph.pb")],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    grown, weights = map(int, done.stdout.split())
+    assert completed.returncode == 0, completed.stderr
+    grown, weights = map(int, completed.stdout.split())
     assert weights == 160_000_000 and grown < weights + (64 << 20)

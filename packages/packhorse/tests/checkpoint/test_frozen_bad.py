@@ -27,7 +27,7 @@ FLOAT, DOUBLE, INT32, STRING, QINT8, BFLOAT16, HALF = 1, 2, 3, 7, 11, 14, 19
 
 def node(name: str, op: str, *inputs: str, more: bytes = b"", **attributes: bytes) -> bytes:
     """A node, as the field of a graph."""
-    parts = [field(1, name), field(2, op), *(field(3, one) for one in inputs)]
+    parts = [field(1, name), field(2, op), *(field(3, item) for item in inputs)]
     parts += [field(5, field(1, key) + field(2, value)) for key, value in attributes.items()]
     return field(1, b"".join(parts) + more)
 
@@ -50,7 +50,7 @@ def floats(*values: float) -> bytes:
 
 def function(name: str, *nodes: bytes) -> bytes:
     """A library of one function."""
-    inside = b"".join(b"\x1a" + one[1:] for one in nodes)  # field 3 there, field 1 in a graph
+    inside = b"".join(b"\x1a" + item[1:] for item in nodes)  # field 3 there, field 1 in a graph
     return field(2, field(1, field(1, field(1, name)) + inside))
 
 
@@ -120,13 +120,13 @@ BAD: dict[str, tuple[bytes, str]] = {
     "input of no UTF-8": (GOOD + node("x", "X", more=field(3, b"\xff")), "not UTF-8"),
     "two nodes of one name": (GOOD + WEIGHT, "two nodes called 'w'"),
     "node without a name": (GOOD + node("", "Const"), "a node without a name"),
-    "input that is not there": (GOOD + node("x", "X", "y:1"), "'x': byte .* takes from 'y'"),
-    "missing weight": (READ, "'w/read': byte .* takes from 'w', which is not there"),
+    "input that is not there": (GOOD + node("x", "X", "y:1"), "'x': byte .* reads 'y'"),
+    "missing weight": (READ, "'w/read': byte .* reads 'w', which does not exist"),
     "circle": (
         GOOD + node("a", "Identity", "b") + node("b", "Identity", "a"),
-        "in a circle",
+        "form a cycle",
     ),
-    "circle of one": (GOOD + node("a", "Identity", "a"), "in a circle"),
+    "circle of one": (GOOD + node("a", "Identity", "a"), "form a cycle"),
     "not frozen": (GOOD + VARIABLE, "not frozen: 'v' and 0 more.*packhorse freeze"),
     "handle": (GOOD + node("h", "VarHandleOp"), "not frozen: 'h'"),
     "no weights": (node("x", "Placeholder") + VERSIONS, "no weights"),
@@ -176,7 +176,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "dtype that disagrees": (const("c", FLOAT, shape(1), said=HALF), "dtype 1, the node says 19"),
     "no dtype": (node("c", "Const", value=field(8, field(1, FLOAT))), "dtype 0 is not read"),
     "dtype beyond 32 bits": (const("c", (1 << 32) + 1, shape(1)), "dtype 4294967297 is not read"),
-    "quantised": (const("c", QINT8, shape(4)), "'c': byte .* dtype 11 is not read"),
+    "quantized": (const("c", QINT8, shape(4)), "'c': byte .* dtype 11 is not read"),
     "no value": (node("c", "Const", dtype=field(6, FLOAT)), "holds no tensor"),
     "value of another kind": (
         node("c", "Const", dtype=field(6, FLOAT), value=field(2, "x")),
@@ -230,12 +230,12 @@ for path in Path(sys.argv[1]).glob("[0-9]*.pb"):
     sys.exit(f"{path} was read")
 print(peak() - before)
 """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     largest = max(len(content) for content, _ in BAD.values())
-    assert int(done.stdout) * 1024 < largest + (64 << 20)
+    assert int(completed.stdout) * 1024 < largest + (64 << 20)
 
 
 def test_places_that_are_no_file(tmp_path: Path) -> None:
@@ -266,8 +266,8 @@ def agrees(tf: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable
     path = tmp_path_factory.mktemp("mutants") / "frozen.pb"
 
     def reference(content: bytes) -> dict[str, np.ndarray]:
-        found = tf.compat.v1.GraphDef.FromString(content)
-        tensors = [(n.name, n.attr["value"].tensor) for n in found.node if n.op == "Const"]
+        result = tf.compat.v1.GraphDef.FromString(content)
+        tensors = [(n.name, n.attr["value"].tensor) for n in result.node if n.op == "Const"]
         return {
             name: tf.make_ndarray(tensor)
             for name, tensor in tensors
@@ -277,16 +277,16 @@ def agrees(tf: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def agrees(content: bytes) -> bool:
         path.write_bytes(content)
         try:
-            found = frozen.read(path).tensors
+            result = frozen.read(path).tensors
         except CheckpointError:
             return False
         want = reference(content)  # what protobuf refuses must have been refused
-        plain = {name for name in want if not frozen.AUTOMATIC.fullmatch(name)}
-        assert plain <= found.keys() and len(found) <= len(want)
-        for name, tensor in found.items():
+        plain = {name for name in want if not frozen.GENERATED.fullmatch(name)}
+        assert plain <= result.keys() and len(result) <= len(want)
+        for name, tensor in result.items():
             same = [want[name]] if name in want else list(want.values())
-            ours = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-            assert any(x.shape == tensor.shape and x.tobytes() == ours for x in same), name
+            loaded = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert any(x.shape == tensor.shape and x.tobytes() == loaded for x in same), name
         return True
 
     return agrees

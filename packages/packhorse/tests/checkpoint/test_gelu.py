@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from packhorse import checkpoint
-from packhorse.checkpoint import Checkpoint
-from packhorse.checkpoint.activation import GeluWarning
+from packhorse.checkpoint import Checkpoint, gelu
 from packhorse.checkpoint.inspection import inspect
-from packhorse.checkpoint.tensorflow import freezing, gelu, graphdef
+from packhorse.checkpoint.tensorflow import freezing, graphdef
 from packhorse.errors import CheckpointError, InputError
 from packhorse.packing.batch import Packed
 
@@ -32,15 +31,15 @@ OTHER = {"erf": "tanh", "tanh": "erf"}
 @pytest.fixture(scope="module")
 def model(tf: ModuleType, tf_bert: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By form: the files that TensorFlow wrote of a model, and what it computes."""
-    made: dict[str, SimpleNamespace] = {}
+    created: dict[str, SimpleNamespace] = {}
 
     def model(form: str) -> SimpleNamespace:
-        if form not in made:
+        if form not in created:
             built = tf_bert.build(tf, {"hidden_act": FORMS[form]})
             built.config["hidden_act"] = "gelu"
             folder = tmp_path_factory.mktemp(form)
             batch = tf_bert.batch(built.config)
-            made[form] = SimpleNamespace(
+            created[form] = SimpleNamespace(
                 folder=folder,
                 meta=tf_bert.save(tf, built, folder / "model.ckpt"),
                 frozen=tf_bert.freeze(tf, built, folder / "frozen.pb"),
@@ -48,7 +47,7 @@ def model(tf: ModuleType, tf_bert: ModuleType, tmp_path_factory: pytest.TempPath
                 outputs=tf_bert.run(tf, built, *batch),
                 weights=built.weights,
             )
-        return made[form]
+        return created[form]
 
     return model
 
@@ -67,48 +66,52 @@ def bare(model: Callable[[str], SimpleNamespace], tmp_path: Path) -> Callable[[s
     return bare
 
 
-def difference(ours: Checkpoint, theirs: SimpleNamespace) -> float:
+def difference(loaded: Checkpoint, reference: SimpleNamespace) -> float:
     """The largest difference of hidden states and word scores."""
-    ids, mask, segments = theirs.batch
+    ids, mask, segments = reference.batch
     sequences = [
         SimpleNamespace(ids=i[:n], types=s[:n])
         for i, s, n in zip(ids, segments, mask.sum(1), strict=True)
     ]
     with torch.no_grad():
-        found = ours.model(Packed.build(sequences), "hidden", "mlm")
-    wanted = [theirs.outputs[name][mask.astype(bool)] for name in ("sequence_output", "mlm_logits")]
-    return max(float(np.abs(a.numpy() - b).max()) for a, b in zip(found, wanted, strict=True))
+        result = loaded.model(Packed.build(sequences), "hidden", "mlm")
+    expected = [
+        reference.outputs[name][mask.astype(bool)] for name in ("sequence_output", "mlm_logits")
+    ]
+    return max(float(np.abs(a.numpy() - b).max()) for a, b in zip(result, expected, strict=True))
 
 
-@pytest.mark.parametrize("where", ["meta", "frozen"])
+@pytest.mark.parametrize("location", ["meta", "frozen"])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_graph_says_which(form: str, where: str, model: Callable) -> None:
-    theirs = model(form)
-    path = getattr(theirs, where)
-    ours = checkpoint.load(path)
-    assert difference(ours, theirs) <= 1e-5
-    name = "model.ckpt.meta" if where == "meta" else "frozen.pb"
-    assert (ours.gelu.form, ours.gelu.why) == (form, f"the nodes of {name} compute it so")
+def test_the_graph_says_which(form: str, location: str, model: Callable) -> None:
+    reference = model(form)
+    path = getattr(reference, location)
+    loaded = checkpoint.load(path)
+    assert difference(loaded, reference) <= 1e-5
+    name = "model.ckpt.meta" if location == "meta" else "frozen.pb"
+    assert (loaded.gelu.form, loaded.gelu.reason) == (form, f"the nodes of {name} compute it so")
     # The control: the other form, which the user may insist on.
     wrong = checkpoint.load(path, gelu=OTHER[form])
-    assert difference(wrong, theirs) > 1e-4
-    assert f"although {name} computes it by {form}" in wrong.gelu.why
+    assert difference(wrong, reference) > 1e-4
+    assert f"although {name} computes it by {form}" in wrong.gelu.reason
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bare_checkpoint_is_exact_and_says_so_once(
     form: str, bare: Callable, model: Callable
 ) -> None:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
-        ours = checkpoint.load(bare(form))
-    assert [one.category for one in told] == [GeluWarning]
+        loaded = checkpoint.load(bare(form))
+    assert [item.category for item in reported] == [gelu.GeluWarning]
     for part in ("transformers does", "February 2019", "--gelu tanh (gelu='tanh')", "--gelu erf"):
-        assert part in str(told[0].message)
-    assert ours.gelu.form == "erf" and ours.raw["hidden_act"] == "gelu"
-    assert (difference(ours, model(form)) <= 1e-5) == (form == "erf")
-    said = checkpoint.load(bare(form).parent, gelu=form)  # without a warning, which is an error
-    assert difference(said, model(form)) <= 1e-5 and said.gelu.why == "--gelu (gelu=) says so"
+        assert part in str(reported[0].message)
+    assert loaded.gelu.form == "erf" and loaded.raw["hidden_act"] == "gelu"
+    assert (difference(loaded, model(form)) <= 1e-5) == (form == "erf")
+    message = checkpoint.load(bare(form).parent, gelu=form)  # without a warning, which is an error
+    assert (
+        difference(message, model(form)) <= 1e-5 and message.gelu.reason == "--gelu (gelu=) says so"
+    )
 
 
 def test_a_configuration_of_transformers_is_clear(bare: Callable) -> None:
@@ -116,10 +119,10 @@ def test_a_configuration_of_transformers_is_clear(bare: Callable) -> None:
     prefix = bare("erf")
     place = prefix.with_name("bert_config.json")
     raw = json.loads(place.read_text())
-    for said, form in {"gelu": "erf", "gelu_new": "tanh"}.items():
-        place.write_text(json.dumps(raw | {"model_type": "bert", "hidden_act": said}))
-        ours = checkpoint.load(prefix)
-        assert ours.gelu.form == form and f"hidden_act '{said}'" in ours.gelu.why
+    for settings, form in {"gelu": "erf", "gelu_new": "tanh"}.items():
+        place.write_text(json.dumps(raw | {"model_type": "bert", "hidden_act": settings}))
+        loaded = checkpoint.load(prefix)
+        assert loaded.gelu.form == form and f"hidden_act '{settings}'" in loaded.gelu.reason
     place.write_text(json.dumps(raw | {"hidden_act": "relu"}))
     assert checkpoint.load(prefix).gelu.form == ""
     with pytest.raises(InputError, match="the configuration says hidden_act 'relu'"):
@@ -127,7 +130,7 @@ def test_a_configuration_of_transformers_is_clear(bare: Callable) -> None:
     with pytest.raises(InputError, match="is 'fast'; it is erf or tanh"):
         checkpoint.load(prefix, gelu="fast")
     place.unlink()
-    with pytest.warns(GeluWarning):
+    with pytest.warns(gelu.GeluWarning):
         checkpoint.load(prefix, heads=4)
 
 
@@ -135,33 +138,33 @@ def test_conversions_keep_the_form(
     model: Callable, transformers: ModuleType, tmp_path: Path
 ) -> None:
     """Through Hugging Face, TensorFlow, ONNX and a graph frozen here."""
-    theirs = model("tanh")
-    folder = checkpoint.write(tmp_path / "hf", checkpoint.load(theirs.meta), to="hf")
+    reference = model("tanh")
+    folder = checkpoint.write(tmp_path / "hf", checkpoint.load(reference.meta), to="hf")
     assert json.loads((folder / "config.json").read_text())["hidden_act"] == "gelu_new"
-    ids, mask, segments = (torch.from_numpy(x.astype(np.int64)) for x in theirs.batch)
-    other = transformers.BertForPreTraining.from_pretrained(folder).eval()
+    ids, mask, segments = (torch.from_numpy(x.astype(np.int64)) for x in reference.batch)
+    second = transformers.BertForPreTraining.from_pretrained(folder).eval()
     with torch.no_grad():
-        scores = other(input_ids=ids, attention_mask=mask, token_type_ids=segments)
+        scores = second(input_ids=ids, attention_mask=mask, token_type_ids=segments)
     real = mask.bool().numpy()
-    wanted = theirs.outputs["mlm_logits"][real]
-    assert np.abs(scores.prediction_logits.numpy()[real] - wanted).max() <= 1e-5
+    expected = reference.outputs["mlm_logits"][real]
+    assert np.abs(scores.prediction_logits.numpy()[real] - expected).max() <= 1e-5
     path = folder
     for to in ("tf1", "onnx", "hf"):
         path = checkpoint.write(tmp_path / f"to-{to}", checkpoint.load(path), to=to)
-        ours = checkpoint.load(path)
-        assert ours.gelu.form == "tanh" and difference(ours, theirs) <= 1e-5
+        loaded = checkpoint.load(path)
+        assert loaded.gelu.form == "tanh" and difference(loaded, reference) <= 1e-5
     outputs = ["sequence_output", "mlm_logits"]
-    freezing.freeze(None, theirs.meta, outputs, tmp_path / "frozen.pb")
-    ours = checkpoint.load(tmp_path / "frozen.pb", config=theirs.folder / "bert_config.json")
-    assert ours.gelu.form == "tanh" and difference(ours, theirs) <= 1e-5
+    freezing.freeze(None, reference.meta, outputs, tmp_path / "frozen.pb")
+    loaded = checkpoint.load(tmp_path / "frozen.pb", config=reference.folder / "bert_config.json")
+    assert loaded.gelu.form == "tanh" and difference(loaded, reference) <= 1e-5
 
 
 def test_inspection_prints_it_and_why(model: Callable, bare: Callable) -> None:
-    found = inspect(model("tanh").frozen)
-    assert (found.gelu, found.gelu_reason) == ("tanh", "the nodes of frozen.pb compute it so")
-    assert found.config["activation"] == "gelu_tanh"
+    result = inspect(model("tanh").frozen)
+    assert (result.gelu, result.gelu_reason) == ("tanh", "the nodes of frozen.pb compute it so")
+    assert result.config["activation"] == "gelu_tanh"
     assert inspect(bare("tanh"), gelu="erf").gelu == "erf"
-    with pytest.warns(GeluWarning):
+    with pytest.warns(gelu.GeluWarning):
         assert "transformers reads it so" in inspect(bare("erf").parent).gelu_reason
 
 
@@ -169,9 +172,9 @@ def test_a_damaged_graph_is_told(bare: Callable, model: Callable) -> None:
     prefix = bare("tanh")
     whole = (model("tanh").folder / "model.ckpt.meta").read_bytes()
     prefix.with_name("model.ckpt.meta").write_bytes(whole[: len(whole) // 2])
-    with pytest.warns(GeluWarning):
-        ours = checkpoint.load(prefix)
-    assert any("model.ckpt.meta is not read" in note for note in ours.notes)
+    with pytest.warns(gelu.GeluWarning):
+        loaded = checkpoint.load(prefix)
+    assert any("model.ckpt.meta is not read" in note for note in loaded.notes)
 
 
 def forms(tf: ModuleType, folder: Path, compute: Callable[[Any], Any], dtype: str) -> frozenset:
@@ -181,7 +184,7 @@ def forms(tf: ModuleType, folder: Path, compute: Callable[[Any], Any], dtype: st
     path.write_bytes(function.graph.as_graph_def().SerializeToString())
     data = memoryview(path.read_bytes())
     with path.open("rb") as file:
-        return gelu.of_nodes(data, graphdef.nodes(data, 0, len(data)), file)
+        return gelu.forms_in_nodes(data, graphdef.nodes(data, 0, len(data)), file)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -119,27 +119,27 @@ def test_good_files_of_every_dtype(tmp_path: Path) -> None:
     }
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.zeros(3, 0), "é": torch.ones(1)}
     save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
-    found = safetensors.read_tensors(tmp_path, "x.safetensors")
-    assert found.keys() == tensors.keys()
+    result = safetensors.read_tensors(tmp_path, "x.safetensors")
+    assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name
 
 
 def agrees(folder: Path, content: bytes) -> bool:
     """Refused, or read as the library reads it; True when it was read."""
     (folder / "x.safetensors").write_bytes(content)
     try:
-        found = safetensors.read_tensors(folder, "x.safetensors")
+        result = safetensors.read_tensors(folder, "x.safetensors")
     except CheckpointError:
         return False
     try:
         want = load_file(folder / "x.safetensors")
     except SafetensorError as error:
         raise AssertionError("read what the library refuses") from error
-    assert found.keys() == want.keys()
+    assert result.keys() == want.keys()
     for name, tensor in want.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert found[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
+        assert result[name].dtype == tensor.dtype and result[name].shape == tensor.shape
+        assert result[name].numpy(force=True).tobytes() == tensor.numpy(force=True).tobytes()
     return True
 
 
@@ -183,11 +183,11 @@ def test_shards(total: Any, format: str, tmp_path: Path) -> None:
     kind = hf.KINDS[format]
     home = sharded(tmp_path, kind.suffix)
     write_index(tmp_path, home, kind.index, metadata={"total_size": total})
-    found = hf.read(tmp_path)
-    assert (found.format, found.folder, found.notes) == (format, tmp_path, ())
-    assert found.config == {"model_type": "bert"} and found.tensors.keys() == {"a", "b", "c"}
-    assert found.files == tuple(tmp_path / f"{name}{kind.suffix}" for name in ("one", "two"))
-    assert torch.equal(found.tensors["b"], torch.zeros(3))
+    result = hf.read(tmp_path)
+    assert (result.format, result.folder, result.notes) == (format, tmp_path, ())
+    assert result.config == {"model_type": "bert"} and result.tensors.keys() == {"a", "b", "c"}
+    assert result.files == tuple(tmp_path / f"{name}{kind.suffix}" for name in ("one", "two"))
+    assert torch.equal(result.tensors["b"], torch.zeros(3))
     assert hf.sniff(tmp_path) == hf.format_of(tmp_path) == format
 
 
@@ -305,9 +305,9 @@ def test_no_configuration(tmp_path: Path) -> None:
     write(tmp_path / hf.WEIGHTS, {"a": torch.ones(2)})
     assert hf.read(tmp_path).config is None
     (tmp_path / "config.json").write_text("[]")
-    for found in (hf.read(tmp_path), hf.read_file(tmp_path / hf.WEIGHTS)):
-        assert found.config is None
-        assert found.notes == (f"left out: {tmp_path / 'config.json'} holds no JSON object",)
+    for result in (hf.read(tmp_path), hf.read_file(tmp_path / hf.WEIGHTS)):
+        assert result.config is None
+        assert result.notes == (f"left out: {tmp_path / 'config.json'} holds no JSON object",)
 
 
 def test_two_kinds_in_one_folder(tmp_path: Path) -> None:
@@ -315,9 +315,9 @@ def test_two_kinds_in_one_folder(tmp_path: Path) -> None:
     assert hf.read(tmp_path).format == "torch"
     home = sharded(tmp_path)
     write_index(tmp_path, home)
-    found = hf.read(tmp_path)
-    assert found.format == "safetensors" and torch.equal(found.tensors["a"], torch.ones(2))
-    assert found.notes == ("both .safetensors and .bin are there; took .safetensors",)
+    result = hf.read(tmp_path)
+    assert result.format == "safetensors" and torch.equal(result.tensors["a"], torch.ones(2))
+    assert result.notes == ("both .safetensors and .bin are there; took .safetensors",)
 
 
 def test_files_alone(tmp_path: Path) -> None:
@@ -325,10 +325,10 @@ def test_files_alone(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(3)}
     for saver, format in ((save_file, "safetensors"), (torch.save, "torch")):
         saver(tensors, tmp_path / "weights")
-        found = hf.read_file(tmp_path / "weights")
-        assert found.format == hf.sniff(tmp_path / "weights") == format
-        assert (found.config, found.files) == (None, (tmp_path / "weights",))
-        assert torch.equal(found.tensors["a"], tensors["a"])
+        result = hf.read_file(tmp_path / "weights")
+        assert result.format == hf.sniff(tmp_path / "weights") == format
+        assert (result.config, result.files) == (None, (tmp_path / "weights",))
+        assert torch.equal(result.tensors["a"], tensors["a"])
     torch.save({"model": tensors, "epoch": 1}, tmp_path / "weights.safetensors")
     assert hf.read_file(tmp_path / "weights.safetensors").notes == (
         "weights.safetensors: left out epoch",
@@ -357,20 +357,22 @@ def test_what_transformers_reads(
 ) -> None:
     """A sharded `.bin` of a real model, as transformers wrote them up to release 4."""
     model, folder = save("BertForMaskedLM")
-    found = hf.read(folder).tensors
-    names = sorted(found)
+    result = hf.read(folder).tensors
+    names = sorted(result)
     half = {"one.bin": names[: len(names) // 2], "two.bin": names[len(names) // 2 :]}
     for shard, part in half.items():
-        torch.save({name: found[name] for name in part}, folder / shard)
+        torch.save({name: result[name] for name in part}, folder / shard)
     home = {name: shard for shard, part in half.items() for name in part}
     write_index(folder, home, "pytorch_model.bin.index.json", metadata={"total_size": 1})
     (folder / hf.WEIGHTS).unlink()
     torn = hf.read(folder)
-    assert torn.format == "torch" and all(torch.equal(found[n], torn.tensors[n]) for n in names)
-    theirs = transformers.BertForMaskedLM.from_pretrained(folder).state_dict()
-    assert torn.tensors.keys() <= theirs.keys() and hf.read_weights(folder).keys() == found.keys()
-    assert all(torch.equal(theirs[name], tensor) for name, tensor in torn.tensors.items())
-    assert all(torch.equal(model.state_dict()[name], theirs[name]) for name in theirs)
+    assert torn.format == "torch" and all(torch.equal(result[n], torn.tensors[n]) for n in names)
+    reference = transformers.BertForMaskedLM.from_pretrained(folder).state_dict()
+    assert (
+        torn.tensors.keys() <= reference.keys() and hf.read_weights(folder).keys() == result.keys()
+    )
+    assert all(torch.equal(reference[name], tensor) for name, tensor in torn.tensors.items())
+    assert all(torch.equal(model.state_dict()[name], reference[name]) for name in reference)
 
 
 def test_hard_links_are_files(tmp_path: Path) -> None:

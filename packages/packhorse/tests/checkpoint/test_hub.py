@@ -124,19 +124,19 @@ def stub(model: Path) -> Iterator[Hub]:
 
 def ask(cache: Path, *names: str, **environment: str) -> list[list[Any]]:
     """What a fresh process makes of these names; the hub's client reads the environment once."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+    remaining = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     settings = {"HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1"}
     settings["PACKHORSE_CACHE"] = str(cache / "packhorse")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", ASK, *names],
-        env=kept | settings | environment,
+        env=remaining | settings | environment,
         cwd=cache,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr
+    return [json.loads(line) for line in completed.stdout.splitlines()]
 
 
 def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
@@ -159,15 +159,17 @@ def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
     calls = len(stub.asked)
     again, newest = ask(cache, "org/tiny", "org/tiny@main", **online)
     assert again == good and newest[1] == good[1]
-    asked = [path for path, _ in stub.asked[calls:] if path == "api/models/org/tiny/revision/main"]
-    assert len(asked) == 1, "what is whole is not asked for again, a branch that is named is"
+    requested = [
+        path for path, _ in stub.asked[calls:] if path == "api/models/org/tiny/revision/main"
+    ]
+    assert len(requested) == 1, "what is whole is not asked for again, a branch that is named is"
     calls = len(stub.asked)
-    again, tagged, other = ask(
+    again, tagged, second = ask(
         cache, *names[:2], "org/other@v2", HF_ENDPOINT=stub.url, HF_HUB_OFFLINE="1"
     )
     assert again == good and tagged[0]
-    assert not other[0] and "HF_HUB_OFFLINE is set" in other[1]
-    assert "`hf download org/other --revision v2`" in other[1]
+    assert not second[0] and "HF_HUB_OFFLINE is set" in second[1]
+    assert "`hf download org/other --revision v2`" in second[1]
     assert len(stub.asked) == calls
 
     stub.server.shutdown()
@@ -250,8 +252,8 @@ def test_what_is_no_name(name: str | Path) -> None:
 def test_a_mistyped_path_is_no_hub_id(
     name: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(hub, "_fetch", lambda name, *_: asked.append(name) or tmp_path)
+    requested: list[str] = []
+    monkeypatch.setattr(hub, "_fetch", lambda name, *_: requested.append(name) or tmp_path)
     monkeypatch.chdir(tmp_path)
     for folder in ("lone", "uncased_L-12"):
         (tmp_path / folder).mkdir()
@@ -262,11 +264,11 @@ def test_a_mistyped_path_is_no_hub_id(
     with pytest.raises(CheckpointError) as refused:
         hub.resolve(name)
     assert str(refused.value).startswith(f"there is no {file} in the folder {folder}{meant}; if it")
-    assert not asked
+    assert not requested
     # What is meant for the hub gets there: with a revision, or where no folder has such a name.
     hub.resolve(f"{name}@main")
     hub.resolve(f"other/{file}")
-    assert set(asked) == {name, f"other/{file}"}
+    assert set(requested) == {name, f"other/{file}"}
 
 
 def test_the_embedded_model_beside_a_folder_of_its_organisation(
@@ -319,17 +321,19 @@ def test_embedded_weights_are_verified(
 
 def test_a_module_that_was_saved_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As sentence-transformers 2 saved dense layers, beside a transformer in safetensors."""
-    asked: list[list[str]] = []
-    monkeypatch.setattr(hub, "_fetch", lambda _, __, patterns: asked.append(patterns) or tmp_path)
+    requested: list[list[str]] = []
+    monkeypatch.setattr(
+        hub, "_fetch", lambda _, __, patterns: requested.append(patterns) or tmp_path
+    )
     for name in ("config.json", "model.safetensors", "1_Pooling/config.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     hub.resolve("org/name")
-    assert asked == [hub.PATTERNS]  # nothing is missing
+    assert requested == [hub.PATTERNS]  # nothing is missing
     (tmp_path / "2_Dense").mkdir()
     (tmp_path / "2_Dense" / "config.json").touch()
     hub.resolve("org/name")
-    assert asked[1:] == [hub.PATTERNS, [*hub.PATTERNS, "[0-9]_*/pytorch_model.bin"]]
+    assert requested[1:] == [hub.PATTERNS, [*hub.PATTERNS, "[0-9]_*/pytorch_model.bin"]]
     (tmp_path / "2_Dense" / "model.safetensors").touch()
     hub.resolve("org/name")
-    assert asked[3:] == [hub.PATTERNS]
+    assert requested[3:] == [hub.PATTERNS]

@@ -49,10 +49,12 @@ def save(tf: ModuleType, tf_bert: ModuleType, weights: dict, tmp_path: Path) -> 
 
 
 def test_training_state_is_skipped_and_told(save: Callable, weights: dict) -> None:
-    ours = checkpoint.load(save(STATE))
-    said = "training state skipped: good_steps, loss_scale, loss_scale_optimizer/current_loss_scale"
-    assert said in ours.notes and "optimizer state left out: 1 beta1_power" in ours.notes
-    words = ours.model.state_dict()["bert.embed.words.weight"].numpy()
+    loaded = checkpoint.load(save(STATE))
+    message = (
+        "training state skipped: good_steps, loss_scale, loss_scale_optimizer/current_loss_scale"
+    )
+    assert message in loaded.notes and "optimizer state left out: 1 beta1_power" in loaded.notes
+    words = loaded.model.state_dict()["bert.embed.words.weight"].numpy()
     assert np.array_equal(words, weights["bert/embeddings/word_embeddings"])
     assert checkpoint.read(save(STATE)).step == 900
 
@@ -70,14 +72,14 @@ def test_the_user_may_ignore_the_rest(save: Callable, weights: dict) -> None:
         checkpoint.load(path)
     with pytest.raises(CheckpointError, match=r"2 unknown \((ema/rate, queue|queue, ema/rate)\)"):
         checkpoint.load(path, ignore=["teacher/*"])
-    ours = checkpoint.load(path, ignore=["teacher/*", "queue", "ema/*"])
+    loaded = checkpoint.load(path, ignore=["teacher/*", "queue", "ema/*"])
     alone = checkpoint.load(save({}))
     for name, tensor in alone.model.state_dict().items():
-        assert torch.equal(ours.model.state_dict()[name], tensor), name
-    (note,) = (note for note in ours.notes if note.startswith("ignored: "))
+        assert torch.equal(loaded.model.state_dict()[name], tensor), name
+    (note,) = (note for note in loaded.notes if note.startswith("ignored: "))
     assert f"{len(teacher) + 2} tensors" in note and "teacher/bert/" in note
-    other = checkpoint.load(save(teacher), ignore=["bert/*", "cls/*"])
-    words = other.model.state_dict()["bert.embed.words.weight"]
+    second = checkpoint.load(save(teacher), ignore=["bert/*", "cls/*"])
+    words = second.model.state_dict()["bert.embed.words.weight"]
     assert torch.equal(words, alone.model.state_dict()["bert.embed.words.weight"] + 1)
 
 
@@ -89,16 +91,16 @@ NEEDED = [
 ]
 
 
-@pytest.mark.parametrize("given", [{}, {"heads": 4}], ids=["configured", "inferred"])
+@pytest.mark.parametrize("options", [{}, {"heads": 4}], ids=["configured", "inferred"])
 @pytest.mark.parametrize(("pattern", "named"), NEEDED)
 def test_a_weight_that_is_needed_is_not_ignored(
-    pattern: str, named: str, given: dict[str, Any], save: Callable
+    pattern: str, named: str, options: dict[str, Any], save: Callable
 ) -> None:
     path = save({})
-    if given:  # the shapes must not make a smaller model of what is left
+    if options:  # the shapes must not make a smaller model of what is left
         path.with_name("bert_config.json").unlink()
     with pytest.raises((InputError, CheckpointError)) as raised:
-        checkpoint.load(path, ignore=[pattern], gelu="erf", **given)
+        checkpoint.load(path, ignore=[pattern], gelu="erf", **options)
     assert f"--ignore {pattern} (ignore=) matches" in str(raised.value)
     assert named in str(raised.value) and "which the model needs" in str(raised.value)
 
@@ -106,5 +108,5 @@ def test_a_weight_that_is_needed_is_not_ignored(
 def test_a_head_may_be_ignored_but_not_all(save: Callable) -> None:
     with pytest.raises(InputError, match=r"--ignore \* \(ignore=\) leaves no tensor"):
         checkpoint.load(save({}), ignore=["*"])
-    ours = checkpoint.load(save({}), ignore=["cls/*"])
-    assert "mlm" in checkpoint.load(save({})).model.heads and "mlm" not in ours.model.heads
+    loaded = checkpoint.load(save({}), ignore=["cls/*"])
+    assert "mlm" in checkpoint.load(save({})).model.heads and "mlm" not in loaded.model.heads

@@ -47,31 +47,33 @@ def edit(folder: Path, change: Callable[[Tensors], object] | None = None, **conf
     return folder
 
 
-def same(model: Any, folder: Path, packed: Packed, theirs: Run) -> None:
+def same(model: Any, folder: Path, packed: Packed, reference_run: Run) -> None:
     """Every output that transformers has for a model is ours too."""
     loaded = checkpoint.load(folder).model
     for head, output in OUTPUTS[type(model).__name__].items():
         with torch.inference_mode():
             (got,) = loaded(packed, head)
-        want = theirs(model, output)
+        want = reference_run(model, output)
         if head == "span":
-            want = torch.stack([want, theirs(model, "end_logits")], dim=1)
+            want = torch.stack([want, reference_run(model, "end_logits")], dim=1)
         assert_close(got, want, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_every_class_of_transformers(kind: str, save: Save, theirs: Run, packed: Packed) -> None:
+def test_every_class_of_transformers(
+    kind: str, save: Save, reference_run: Run, packed: Packed
+) -> None:
     model, folder = save(kind)
-    same(model, folder, packed, theirs)
+    same(model, folder, packed, reference_run)
     edit(folder, lambda t: [t[n].add_(1e-3) for n in t if n.endswith("embeddings.LayerNorm.bias")])
     with pytest.raises(AssertionError):
-        same(model, folder, packed, theirs)
+        same(model, folder, packed, reference_run)
 
 
 @pytest.mark.parametrize("act", ["gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh"])
-def test_activations(act: str, save: Save, theirs: Run, packed: Packed) -> None:
+def test_activations(act: str, save: Save, reference_run: Run, packed: Packed) -> None:
     model, folder = save("BertForMaskedLM", hidden_act=act)
-    same(model, folder, packed, theirs)
+    same(model, folder, packed, reference_run)
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
@@ -92,17 +94,17 @@ def test_transformers_loads_what_we_write(
 
 
 def test_shards_both_ways(
-    save: Save, theirs: Run, packed: Packed, transformers: ModuleType, tmp_path: Path
+    save: Save, reference_run: Run, packed: Packed, transformers: ModuleType, tmp_path: Path
 ) -> None:
     model, folder = save("BertForMaskedLM", shard="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    same(model, folder, packed, theirs)
+    same(model, folder, packed, reference_run)
     loaded = checkpoint.load(folder)
     checkpoint.write(tmp_path / "ours", loaded, max_shard_bytes=20_000)
     assert len(list((tmp_path / "ours").glob("model-*-of-*.safetensors"))) > 2
-    same(model, tmp_path / "ours", packed, theirs)
+    same(model, tmp_path / "ours", packed, reference_run)
     again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "ours")
-    assert_close(theirs(again, "logits"), theirs(model, "logits"), atol=1e-6, rtol=0)
+    assert_close(reference_run(again, "logits"), reference_run(model, "logits"), atol=1e-6, rtol=0)
 
 
 def old_spelling(tensors: Tensors) -> None:
@@ -133,27 +135,32 @@ SPELLINGS: dict[str, Callable[[Tensors], object]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_spellings(spelling: str, save: Save, theirs: Run, packed: Packed) -> None:
+def test_spellings(spelling: str, save: Save, reference_run: Run, packed: Packed) -> None:
     model, folder = save("BertForMaskedLM")
     edit(folder, SPELLINGS[spelling])
-    same(model, folder, packed, theirs)
+    same(model, folder, packed, reference_run)
     loaded = checkpoint.load(folder)
     assert loaded.model.heads["mlm"].decoder.weight is loaded.model.bert.embed.words.weight
     harmless = {"position_ids": 1, "both names of the bias": 1, "what is left of another head": 1}
     assert len(loaded.report.unexpected) == harmless.get(spelling, 0)
 
 
-@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("settings", [True, False])
 def test_scores_that_are_not_the_embeddings(
-    said: bool, save: Save, theirs: Run, packed: Packed, transformers: ModuleType, tmp_path: Path
+    settings: bool,
+    save: Save,
+    reference_run: Run,
+    packed: Packed,
+    transformers: ModuleType,
+    tmp_path: Path,
 ) -> None:
     """Whatever `tie_word_embeddings` says: the file has both, and they differ."""
     model, folder = save("BertForMaskedLM", tie_word_embeddings=False)
-    edit(folder, tie_word_embeddings=said)
-    same(model, folder, packed, theirs)
+    edit(folder, tie_word_embeddings=settings)
+    same(model, folder, packed, reference_run)
     checkpoint.write(tmp_path / "ours", checkpoint.load(folder))
     again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "ours")
-    assert_close(theirs(again, "logits"), theirs(model, "logits"), atol=1e-6, rtol=0)
+    assert_close(reference_run(again, "logits"), reference_run(model, "logits"), atol=1e-6, rtol=0)
 
 
 def test_heads_share_one_pooler(save: Save) -> None:
@@ -173,22 +180,24 @@ def test_a_token_classifier_may_keep_a_pooler(save: Save) -> None:
     assert list(checkpoint.load(folder).model.heads) == ["pooled", "tokens"]
 
 
-def test_vectors_of_a_plain_encoder_are_means(save: Save, theirs: Run, packed: Packed) -> None:
+def test_vectors_of_a_plain_encoder_are_means(
+    save: Save, reference_run: Run, packed: Packed
+) -> None:
     model, folder = save("BertModel")
-    states = packed.split(theirs(model, "last_hidden_state"))
+    states = packed.split(reference_run(model, "last_hidden_state"))
     (got,) = checkpoint.load(folder).model(packed, "embed")
     assert_close(got, torch.stack([s.mean(0) for s in states]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float64])
-def test_dtypes(stored: torch.dtype, asked: torch.dtype, save: Save) -> None:
+@pytest.mark.parametrize("requested", [torch.float32, torch.bfloat16, torch.float64])
+def test_dtypes(stored: torch.dtype, requested: torch.dtype, save: Save) -> None:
     _, folder = save("BertModel")
     edit(folder, lambda t: t.update({name: tensor.to(stored) for name, tensor in t.items()}))
-    loaded = checkpoint.load(folder, dtype=asked).model
-    assert {parameter.dtype for parameter in loaded.parameters()} == {asked}
+    loaded = checkpoint.load(folder, dtype=requested).model
+    assert {parameter.dtype for parameter in loaded.parameters()} == {requested}
     words = load_file(folder / "model.safetensors")["embeddings.word_embeddings.weight"]
-    assert torch.equal(loaded.bert.embed.words.weight, words.to(asked))
+    assert torch.equal(loaded.bert.embed.words.weight, words.to(requested))
     assert not loaded.training
 
 
@@ -220,7 +229,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], str]] = {
         lambda t: [t.pop(n) for n in list(t) if ".layer." in n],
         r"32 missing \(bert\.encoder.*, …\)",
     ),
-    "quantised": (
+    "quantized": (
         lambda t: t.update({"qa_outputs.bias": torch.zeros(2, dtype=torch.int8)}),
         r"qa_outputs\.bias holds torch\.int8",
     ),
@@ -401,11 +410,11 @@ def test_labels_and_problems(save: Save) -> None:
 def test_the_longest_sequence(save: Save, tokenizer: Callable[..., None]) -> None:
     _, folder = save("BertModel")
     assert checkpoint.load(folder).max_length == 24
-    for said, length in ((10**30, 24), (512, 24), (16, 16), (None, 24)):
-        tokenizer(folder, model_max_length=said)
+    for settings, length in ((10**30, 24), (512, 24), (16, 16), (None, 24)):
+        tokenizer(folder, model_max_length=settings)
         assert checkpoint.load(folder).max_length == length
     tokenizer(folder, model_max_length=0)
-    with pytest.raises(CheckpointError, match="maximal length 0"):
+    with pytest.raises(CheckpointError, match="maximum length 0"):
         checkpoint.load(folder)
 
 
@@ -417,15 +426,15 @@ def test_a_written_folder_is_whole(
     (folder / "model_notes.txt").write_text("not part of the model")
     loaded = checkpoint.load(folder)
     assert checkpoint.write(tmp_path / "new" / "one", loaded) == tmp_path / "new" / "one"
-    found = {path.name for path in (tmp_path / "new" / "one").iterdir()}
-    assert found == {"config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"}
+    result = {path.name for path in (tmp_path / "new" / "one").iterdir()}
+    assert result == {"config.json", "model.safetensors", "tokenizer_config.json", "vocab.txt"}
     assert len({path.stat().st_mode for path in (tmp_path / "new" / "one").iterdir()}) == 1
     raw = json.loads((tmp_path / "new" / "one" / "config.json").read_text())
     assert raw["my_own_key"] == "kept" and raw["architectures"] == ["BertModel"]
     with pytest.raises(InputError, match="not empty"):
         checkpoint.write(tmp_path / "new" / "one", loaded)
     checkpoint.write(folder, loaded, overwrite=True)  # onto itself, tokenizer and all
-    assert checkpoint.load(folder).report == checkpoint.Report()
+    assert checkpoint.load(folder).report == checkpoint.LoadReport()
     assert not [path for path in tmp_path.rglob(".*")]
 
 
@@ -456,10 +465,10 @@ def test_minilm_against_transformers(minilm: Path, transformers: ModuleType) -> 
         def __init__(self, ids: torch.Tensor) -> None:
             self.ids, self.types = ids, torch.zeros_like(ids)
 
-    theirs = transformers.BertModel.from_pretrained(minilm).eval()
+    reference = transformers.BertModel.from_pretrained(minilm).eval()
     with torch.inference_mode():
         hidden, vectors = loaded.model(Packed.build([Row(i) for i in ids]), "hidden", "embed")
-        want = torch.cat([theirs(i[None]).last_hidden_state[0] for i in ids])
+        want = torch.cat([reference(i[None]).last_hidden_state[0] for i in ids])
     assert_close(hidden, want, atol=1e-5, rtol=0)
     means = torch.stack([piece.mean(0) for piece in want.split([3, 17, 128])])
     assert_close(vectors, torch.nn.functional.normalize(means), atol=1e-5, rtol=0)
@@ -485,10 +494,10 @@ def test_half_precision_takes_twice_its_file(save: Save, tmp_path: Path) -> None
         folders[name] = tmp_path / name
     size = (folders["large"] / "model.safetensors").stat().st_size
     assert size > 100_000_000
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-c", HALF, str(folders["small"]), str(folders["large"])],
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stderr
-    assert int(told.stdout) < 2 * size + (64 << 20)
+    assert reported.returncode == 0, reported.stderr
+    assert int(reported.stdout) < 2 * size + (64 << 20)

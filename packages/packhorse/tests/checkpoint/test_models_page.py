@@ -28,15 +28,15 @@ def test_the_page_is_what_the_script_writes(models: ModuleType) -> None:
 
 
 def test_every_family_and_every_gap_has_a_model(models: ModuleType) -> None:
-    found = list(models.rows())
-    assert len(found) >= 50 and len({name for _, name, *_ in found}) == len(found)
-    assert {raw["model_type"] for _, _, raw, good, _ in found if good} == set(FAMILIES)
-    assert {models.lacking(raw) for _, _, raw, good, _ in found if not good} == set(models.MISSING)
+    result = list(models.rows())
+    assert len(result) >= 50 and len({name for _, name, *_ in result}) == len(result)
+    assert {raw["model_type"] for _, _, raw, good, _ in result if good} == set(FAMILIES)
+    assert {models.lacking(raw) for _, _, raw, good, _ in result if not good} == set(models.MISSING)
 
 
 def test_a_verdict_is_the_check_of_the_loader(models: ModuleType) -> None:
     """The control: one field more, and a model that works does not."""
     assert models.verdict(models.modernbert()) == (True, "")
-    good, why = models.verdict(models.modernbert() | {"rope_scaling": {"factor": 2.0}})
-    assert not good and "rotary positions" in why
+    good, reason = models.verdict(models.modernbert() | {"rope_scaling": {"factor": 2.0}})
+    assert not good and "rotary positions" in reason
     assert not models.verdict(models.bert(is_decoder=True))[0]

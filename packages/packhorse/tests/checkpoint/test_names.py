@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from packhorse import checkpoint
 from packhorse.checkpoint import hf, names
-from packhorse.checkpoint.names.families import FAMILIES
+from packhorse.checkpoint.names.families import FAMILIES, modules_of
 from packhorse.errors import CheckpointError, InputError
 
 KINDS = [name for name in names.BERT.architectures if name != "BertModel"]
@@ -54,29 +54,29 @@ def test_sources() -> None:
 
 def test_canonical_names_keep_their_spelling() -> None:
     tensors = {name: torch.zeros(1) for name in ("embeddings.LayerNorm.gamma", "own.weight")}
-    found = names.canonical({}, tensors)
+    result = names.canonical({}, tensors)
     assert tensors == {}  # moved, so that they are not held twice
-    assert found.spelling == {
+    assert result.in_file == {
         "bert.embeddings.LayerNorm.weight": "embeddings.LayerNorm.gamma",
         "own.weight": "own.weight",
     }
-    assert found.spell("bert.pooler.dense.bias") == "pooler.dense.bias"
+    assert result.name_in_file("bert.pooler.dense.bias") == "pooler.dense.bias"
     prefixed = names.canonical({}, {"bert.pooler.dense.weight": torch.zeros(1)})
-    assert prefixed.spell("bert.pooler.dense.bias") == "bert.pooler.dense.bias"
+    assert prefixed.name_in_file("bert.pooler.dense.bias") == "bert.pooler.dense.bias"
 
 
 def test_old_files_do_not_name_their_family(save: Callable[..., tuple[Any, Path]]) -> None:
     _, folder = save("BertModel")
     read = hf.read(folder)
     raw = {k: v for k, v in (read.config or {}).items() if k != "model_type"}
-    found = names.canonical(raw, read.tensors)
-    assert found.family is names.BERT and names.config(found).layers == 2
+    result = names.canonical(raw, read.tensors)
+    assert result.family is names.BERT and names.config(result).layers == 2
 
 
 def test_what_is_called_otherwise_in_the_file() -> None:
     tensors = {"bert.pooler.dense.weight": torch.zeros(1)}
-    found = names.canonical({}, tensors, {"bert.pooler.dense.weight": "bert/pooler/dense/kernel"})
-    assert found.spell("bert.pooler.dense.weight") == "bert/pooler/dense/kernel"
+    result = names.canonical({}, tensors, {"bert.pooler.dense.weight": "bert/pooler/dense/kernel"})
+    assert result.name_in_file("bert.pooler.dense.weight") == "bert/pooler/dense/kernel"
 
 
 def test_an_encoder_alone_under_its_prefix(save: Callable[..., tuple[Any, Path]]) -> None:
@@ -93,8 +93,8 @@ def test_an_encoder_alone_under_its_prefix(save: Callable[..., tuple[Any, Path]]
 def test_every_table_is_whole(kind: str) -> None:
     """Each of our modules has one foreign name of its own, but those that are shared on purpose."""
     family = FAMILIES[kind]
-    every = [part for entry in names.table(family).values() for part in names.parts(entry)]
-    shared = {name for name in every if every.count(name) > 1}
+    entries = [part for entry in names.table(family).values() for part in modules_of(entry)]
+    shared = {name for name in entries if entries.count(name) > 1}
     allowed = {f"{family.prefix}pooler.dense", "classifier"}
     assert shared <= allowed | ({"head.dense", "head.norm"} if family.heads_by_class else set())
     assert {head for heads in family.architectures.values() for head in heads} <= set(family.heads)
@@ -117,7 +117,7 @@ ROBERTA = {
 WORDS, POSITIONS = (f"roberta.embeddings.{n}_embeddings.weight" for n in ("word", "position"))
 
 
-def made(**raw: Any) -> names.Found:
+def made(**raw: Any) -> names.CanonicalCheckpoint:
     tensors = {
         WORDS: torch.randn(50, 8),
         POSITIONS: torch.randn(22, 8),
@@ -127,62 +127,66 @@ def made(**raw: Any) -> names.Found:
     return names.canonical({**ROBERTA, **raw}, tensors)
 
 
-@pytest.mark.parametrize(("size", "how"), [(64, "padded with zeros"), (40, "cropped")])
-def test_another_vocabulary(size: int, how: str) -> None:
-    found = made()
-    before = dict(found.tensors)
+@pytest.mark.parametrize(("size", "variant"), [(64, "padded with zeros"), (40, "cropped")])
+def test_another_vocabulary(size: int, variant: str) -> None:
+    result = made()
+    before = dict(result.tensors)
     with pytest.warns(names.ResizeWarning) as warned:
-        resized = names.resize(found, vocab_size=size)
+        resized = names.resize(result, vocab_size=size)
     changed = {WORDS, "lm_head.decoder.weight", "lm_head.bias"}
     assert str(warned[0].message).split("; ") == [
-        f"{name}: {how} from 50 rows to {size}"
+        f"{name}: {variant} from 50 rows to {size}"
         for name in (WORDS, "lm_head.decoder.weight", "lm_head.bias")
     ]
     assert names.config(resized).vocab_size == size == resized.raw["vocab_size"]
-    assert {resized.spell(name) for name in before if len(resized.tensors[name]) == size} == changed
+    resized_names = [name for name in before if len(resized.tensors[name]) == size]
+    assert {resized.name_in_file(name) for name in resized_names} == changed
     for name, tensor in resized.tensors.items():
-        kept = min(len(tensor), len(before[name]))
-        assert torch.equal(tensor[:kept], before[name][:kept]) and not tensor[kept:].any()
+        remaining = min(len(tensor), len(before[name]))
+        assert (
+            torch.equal(tensor[:remaining], before[name][:remaining])
+            and not tensor[remaining:].any()
+        )
 
 
 def test_fewer_positions() -> None:
     """A count of those that can be used: the rows before the first stay."""
-    found = made()
-    table = found.tensors[POSITIONS]
+    result = made()
+    table = result.tensors[POSITIONS]
     with pytest.warns(names.ResizeWarning, match=f"{POSITIONS}: cropped from 22 rows to 14"):
-        found = names.resize(found, max_positions=12)
-    assert names.config(found).max_positions == 12
-    assert torch.equal(found.tensors[POSITIONS], table[:14])
+        result = names.resize(result, max_positions=12)
+    assert names.config(result).max_positions == 12
+    assert torch.equal(result.tensors[POSITIONS], table[:14])
 
 
 def test_more_positions_only_if_repeated() -> None:
-    found = made()
-    table = found.tensors[POSITIONS]
+    result = made()
+    table = result.tensors[POSITIONS]
     with pytest.raises(InputError, match=f"{POSITIONS} holds 20 positions, not 45.*repeat_positi"):
-        names.resize(found, max_positions=45, vocab_size=9)
-    assert len(found.tensors[WORDS]) == 50  # all or nothing
-    assert found.tensors[POSITIONS] is table and found.raw["max_position_embeddings"] == 22
+        names.resize(result, max_positions=45, vocab_size=9)
+    assert len(result.tensors[WORDS]) == 50  # all or nothing
+    assert result.tensors[POSITIONS] is table and result.raw["max_position_embeddings"] == 22
     with pytest.warns(names.ResizeWarning, match=f"{POSITIONS}: repeated from 22 rows to 47"):
-        found = names.resize(found, max_positions=45, repeat_positions=True)
-    assert names.config(found).max_positions == 45
-    assert torch.equal(found.tensors[POSITIONS], torch.cat([table, table[2:], table[2:7]]))
+        result = names.resize(result, max_positions=45, repeat_positions=True)
+    assert names.config(result).max_positions == 45
+    assert torch.equal(result.tensors[POSITIONS], torch.cat([table, table[2:], table[2:7]]))
 
 
 def test_the_same_size_is_no_change(recwarn: pytest.WarningsRecorder) -> None:
-    found = made()
-    before = dict(found.tensors)
-    same = names.resize(found, vocab_size=50, max_positions=20)
-    assert same.raw == found.raw and all(same.tensors[n] is t for n, t in before.items())
+    result = made()
+    before = dict(result.tensors)
+    same = names.resize(result, vocab_size=50, max_positions=20)
+    assert same.raw == result.raw and all(same.tensors[n] is t for n, t in before.items())
     assert not recwarn.list
 
 
 def test_sizes_that_are_none() -> None:
-    for said in ({"vocab_size": 0}, {"max_positions": -1}):
+    for settings in ({"vocab_size": 0}, {"max_positions": -1}):
         with pytest.raises(InputError, match="must be at least 1"):
-            names.resize(made(), **said)
-    for said in ({"vocab_size": 10**12}, {"max_positions": 10**12}):
+            names.resize(made(), **settings)
+    for settings in ({"vocab_size": 10**12}, {"max_positions": 10**12}):
         with pytest.raises(CheckpointError, match="not a count"):
-            names.resize(made(), **said, repeat_positions=True)
+            names.resize(made(), **settings, repeat_positions=True)
     hollow = made(pad_token_id=20, max_position_embeddings=40)
     hollow.tensors[POSITIONS] = torch.zeros(3, 8)  # fewer than there are before the first position
     assert (

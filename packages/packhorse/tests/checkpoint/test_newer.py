@@ -48,7 +48,7 @@ OTHER = {  # the same models off their usual place on the axes
 Tensors = dict[str, torch.Tensor]
 
 
-def make(transformers: ModuleType, family: str, ending: str, seed: int = 3, **said: Any) -> Any:
+def make(transformers: ModuleType, family: str, ending: str, seed: int = 3, **settings: Any) -> Any:
     """A random model, in fp32: transformers turns queries in no more."""
     special = dict.fromkeys(("bos_token_id", "cls_token_id"), 0)
     special |= dict.fromkeys(("eos_token_id", "sep_token_id"), 2)
@@ -63,7 +63,7 @@ def make(transformers: ModuleType, family: str, ending: str, seed: int = 3, **sa
         **(special | {"local_attention": 9} if family == "ModernBert" else {}),
         **({} if ending == "ForQuestionAnswering" else {"num_labels": 3}),
     }
-    config = getattr(transformers, f"{family}Config")(**usual | said)
+    config = getattr(transformers, f"{family}Config")(**usual | settings)
     torch.manual_seed(seed)
     model = getattr(transformers, family + ending)(config).eval()
     with torch.no_grad():  # zeros and ones would hide a bias or a norm that went astray
@@ -72,10 +72,10 @@ def make(transformers: ModuleType, family: str, ending: str, seed: int = 3, **sa
     return model
 
 
-def edit(folder: Path, *gone: str, **said: Any) -> Path:
+def edit(folder: Path, *gone: str, **settings: Any) -> Path:
     path = folder / "config.json"
     raw = {k: v for k, v in json.loads(path.read_text()).items() if k not in gone}
-    path.write_text(json.dumps(raw | said))
+    path.write_text(json.dumps(raw | settings))
     return folder
 
 
@@ -87,14 +87,14 @@ def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[Made]:
 
 def run_padded(model: Any, output: Any, per_sequence: bool = False) -> torch.Tensor:
     """The output of a padded batch, what is padding cut away, laid end to end."""
-    every = sequences()
-    ids = torch.full((len(every), max(LENGTHS)), 1)
+    entries = sequences()
+    ids = torch.full((len(entries), max(LENGTHS)), 1)
     mask = torch.zeros_like(ids)
-    for row, one in enumerate(every):
-        ids[row, : len(one.ids)] = torch.from_numpy(one.ids)
-        mask[row, : len(one.ids)] = 1
-    found = model(input_ids=ids, attention_mask=mask)
-    parts = [found[name] for name in ([output] if isinstance(output, str) else output)]
+    for row, item in enumerate(entries):
+        ids[row, : len(item.ids)] = torch.from_numpy(item.ids)
+        mask[row, : len(item.ids)] = 1
+    result = model(input_ids=ids, attention_mask=mask)
+    parts = [result[name] for name in ([output] if isinstance(output, str) else output)]
     whole = parts[0] if isinstance(output, str) else torch.stack(parts, -1)
     return whole if per_sequence else whole[mask.bool()]
 
@@ -109,13 +109,13 @@ def outputs_of(ending: str, heads: Any) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def same(model: Any, ours: Any, ending: str, kernels: list[str]) -> None:
-    for head, output in outputs_of(ending, ours.heads).items():
+def same(model: Any, loaded: Any, ending: str, kernels: list[str]) -> None:
+    for head, output in outputs_of(ending, loaded.heads).items():
         want = run_padded(model, output, head in ("pooled", "classify"))
         for kernel in kernels:
             if attention.kernel(kernel).serves.refusal(torch.device("cpu"), torch.float32):
                 continue
-            assert_close(run_packed(ours, kernel, head), want, atol=1e-5, rtol=1e-5)
+            assert_close(run_packed(loaded, kernel, head), want, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,11 +123,11 @@ def same(model: Any, ours: Any, ending: str, kernels: list[str]) -> None:
 def test_every_class_on_and_off_the_usual_axes(
     family: str, ending: str, transformers: ModuleType, tmp_path: Path
 ) -> None:
-    for number, said in enumerate(({}, OTHER[family])):
-        model = make(transformers, family, ending, **said)
+    for number, settings in enumerate(({}, OTHER[family])):
+        model = make(transformers, family, ending, **settings)
         model.save_pretrained(tmp_path / str(number))
-        ours = checkpoint.load(tmp_path / str(number)).model
-        same(model, ours, ending, KERNELS if ending == "Model" else ["bucketed"])
+        loaded = checkpoint.load(tmp_path / str(number)).model
+        same(model, loaded, ending, KERNELS if ending == "Model" else ["bucketed"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,18 +138,18 @@ def test_the_comparison_can_fail(family: str, transformers: ModuleType, tmp_path
     same(model, checkpoint.load(tmp_path).model, "Model", ["reference"])
     if family == "ModernBert":
         wrong = [{"local_attention": 10_000}, {"local_attention": 10}, {"local_rope_theta": 9e3}]
-        for said in wrong:
-            ours = checkpoint.load(edit(tmp_path, "rope_parameters", **said)).model
+        for settings in wrong:
+            loaded = checkpoint.load(edit(tmp_path, "rope_parameters", **settings)).model
             with pytest.raises(AssertionError):
-                same(model, ours, "Model", ["reference"])
+                same(model, loaded, "Model", ["reference"])
             edit(tmp_path, "local_rope_theta", local_attention=9)
         return
     for rows in (slice(None), 31, 15, 0):
-        ours = checkpoint.load(tmp_path).model
+        loaded = checkpoint.load(tmp_path).model
         with torch.no_grad():
-            ours.get_parameter("bert.distances.table.weight")[rows] = 0
+            loaded.get_parameter("bert.distances.table.weight")[rows] = 0
         with pytest.raises(AssertionError):
-            same(model, ours, "Model", ["reference"])
+            same(model, loaded, "Model", ["reference"])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,10 +167,10 @@ def test_gradients_are_theirs(family: str, transformers: ModuleType, tmp_path: P
         learned = {n: p.grad for n, p in loaded.model.named_parameters() if p.grad is not None}
         assert len(learned) >= len([n for n in yours if "attn" not in n or "Wqkv" in n]) - 1
         for name, grad in learned.items():
-            theirs = torch.cat([yours[part] for part in names.sources(name, table)])
+            reference = torch.cat([yours[part] for part in names.sources(name, table)])
             if ".embed." in name and grad.ndim == 2:  # transformers never learns the padding word
-                grad[1] = theirs[1] = 0
-            error = float((grad - theirs).norm() / theirs.norm().clamp(min=1e-3))
+                grad[1] = reference[1] = 0
+            error = float((grad - reference).norm() / reference.norm().clamp(min=1e-3))
             assert error < 1e-4, f"{name} under {kernel}: {error:.1e}"
 
 
@@ -182,15 +182,15 @@ def test_packed_is_as_alone(
     if refusal := attention.kernel(kernel).serves.refusal(torch.device("cpu"), torch.float32):
         pytest.skip(refusal)
     make(transformers, family, "Model").save_pretrained(tmp_path)
-    ours = checkpoint.load(tmp_path, kernel=attention.kernel(kernel)).model
-    every = sequences((30, 7, 100, 1))
+    loaded = checkpoint.load(tmp_path, kernel=attention.kernel(kernel)).model
+    entries = sequences((30, 7, 100, 1))
     rows = kernel == "mask"
-    packed = Packed.rows(every, [[0, 2], [1, 3]], 140) if rows else Packed.build(every)
+    packed = Packed.rows(entries, [[0, 2], [1, 3]], 140) if rows else Packed.build(entries)
     with torch.inference_mode():
-        together = packed.split(ours(packed, "hidden")[0])
-        ours.bert.use(attention.kernel("reference"))
-        for one, found in zip(every, together, strict=True):
-            assert_close(found, ours(Packed.build([one]), "hidden")[0], atol=1e-5, rtol=1e-5)
+        together = packed.split(loaded(packed, "hidden")[0])
+        loaded.bert.use(attention.kernel("reference"))
+        for item, result in zip(entries, together, strict=True):
+            assert_close(result, loaded(Packed.build([item]), "hidden")[0], atol=1e-5, rtol=1e-5)
 
 
 # ---- what files say ----
@@ -206,8 +206,8 @@ def test_both_spellings_of_layers_and_angles(transformers: ModuleType, tmp_path:
     assert checkpoint.load(tmp_path).config == new.config
     assert new.config.local_layers == (1, 2, 4) and new.config.window == 4
     edit(tmp_path, global_attn_every_n_layers=1, max_position_embeddings=8192)
-    every = checkpoint.load(tmp_path)
-    assert every.config.local_layers == () and every.max_length == 8192
+    entries = checkpoint.load(tmp_path)
+    assert entries.config.local_layers == () and entries.max_length == 8192
 
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -258,10 +258,10 @@ def test_other_refusals(transformers: ModuleType, tmp_path: Path, modern: Path) 
     make(transformers, "ModernBert", "ForTokenClassification").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="architectures is missing"):
         checkpoint.load(edit(tmp_path, "architectures"))
-    ours = checkpoint.load(modern).model
-    ours.bert.use(attention.kernel("fused"))
+    loaded = checkpoint.load(modern).model
+    loaded.bert.use(attention.kernel("fused"))
     with pytest.raises(KernelError, match="'fused' cannot run this model"):
-        ours(Packed.build(sequences()), "hidden")
+        loaded(Packed.build(sequences()), "hidden")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -315,14 +315,14 @@ def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
+    built = Tokenizer(models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="<unk>"))
+    built.pre_tokenizer = pre_tokenizers.Whitespace()
+    built.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     special = dict(cls_token="<s>", sep_token="</s>", pad_token="<pad>", mask_token="<mask>")
     PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", model_max_length=128, **special
+        tokenizer_object=built, unk_token="<unk>", model_max_length=128, **special
     ).save_pretrained(folder)
 
 
@@ -335,11 +335,11 @@ def test_vectors_of_a_folder_are_those_of_transformers(
     write_tokenizer(tmp_path)
     texts = ["horse", "pack a horse " * 12, "b c d", "z " * 60]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    given = tokenizer(texts, padding=True, return_tensors="pt")
-    given.pop("token_type_ids", None)
+    options = tokenizer(texts, padding=True, return_tensors="pt")
+    options.pop("token_type_ids", None)
     with torch.inference_mode():
-        states = model(**given).last_hidden_state
-    mask = given["attention_mask"].unsqueeze(-1)
+        states = model(**options).last_hidden_state
+    mask = options["attention_mask"].unsqueeze(-1)
     want = (states * mask).sum(1) / mask.sum(1)
     encoder = packhorse.load(tmp_path, device="cpu")
     assert encoder.max_length == 128

@@ -42,13 +42,13 @@ def save(
 
 def node(op: str, inputs: str, output: str, name: str = "", scope: str = "", **more: Any):
     """A node; `scope` as torch's newer exporter writes it."""
-    made = helper.make_node(op, inputs.split(), [output], name=name, **more)
+    built = helper.make_node(op, inputs.split(), [output], name=name, **more)
     if scope:
         modules = scope.split(".")
         names = ["", *(".".join(modules[: n + 1]) for n in range(len(modules))), "linear_3"]
-        made.metadata_props.add(key="namespace", value="of no interest")
-        made.metadata_props.add(key=SCOPES, value=str(names))
-    return made
+        built.metadata_props.add(key="namespace", value="of no interest")
+        built.metadata_props.add(key=SCOPES, value=str(names))
+    return built
 
 
 def read(folder: Path, nodes: Sequence[NodeProto], tensors: dict[str, Any]) -> Contents:
@@ -70,9 +70,9 @@ def test_floats(kind: str, raw: bool, tmp_path: Path) -> None:
         else helper.make_tensor("a.weight", TensorProto.DataType.Value(kind), (2, 4), values)
     )
     assert tensor.HasField("raw_data") == raw
-    found = reader.read(save(tmp_path, [], [tensor])).tensors["a.weight"]
-    assert found.shape == (2, 4)
-    assert found.view(torch.uint8).numpy().tobytes() == numpy_helper.to_array(tensor).tobytes()
+    result = reader.read(save(tmp_path, [], [tensor])).tensors["a.weight"]
+    assert result.shape == (2, 4)
+    assert result.view(torch.uint8).numpy().tobytes() == numpy_helper.to_array(tensor).tobytes()
 
 
 QUANTISED = ("INT8", "UINT8", "INT16", "UINT16", "INT32")
@@ -81,7 +81,7 @@ QUANTISED = ("INT8", "UINT8", "INT16", "UINT16", "INT32")
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("channels", [None, 0, 1, -1])
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_dequantised_as_onnx_does(
+def test_dequantized_as_onnx_does(
     kind: str, channels: int | None, raw: bool, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     dtype = helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(kind))
@@ -104,18 +104,18 @@ def test_dequantised_as_onnx_does(
     path = save(
         tmp_path, [node("DequantizeLinear", "a.weight_quantized s z", "y", **axis)], tensors
     )
-    found = reader.read(path)
-    assert "1 tensors were dequantised to float32" in found.notes
+    result = reader.read(path)
+    assert "1 tensors were dequantized to float32" in result.notes
     want = ReferenceEvaluator(onnx.load(path)).run(None, {"x": W})[0]
-    assert found.tensors.keys() == {"a.weight"} and same(found.tensors["a.weight"], want)
+    assert result.tensors.keys() == {"a.weight"} and same(result.tensors["a.weight"], want)
 
 
 def test_long_varints(tmp_path: Path) -> None:
     """More numbers than a chunk holds, of one, two and three bytes."""
     values = (np.arange(700_000) % 40_000).astype(np.uint16).view(np.float16)
     tensor = helper.make_tensor("a.weight", TensorProto.FLOAT16, values.shape, values)
-    found = reader.read(save(tmp_path, [], [tensor])).tensors["a.weight"]
-    assert found.view(torch.uint8).numpy().tobytes() == values.tobytes()
+    result = reader.read(save(tmp_path, [], [tensor])).tensors["a.weight"]
+    assert result.view(torch.uint8).numpy().tobytes() == values.tobytes()
 
 
 def test_external_data(tmp_path: Path) -> None:
@@ -127,9 +127,9 @@ def test_external_data(tmp_path: Path) -> None:
         copy = onnx.ModelProto()
         copy.CopyFrom(model)
         onnx.save(copy, path, save_as_external_data=True, location=location, size_threshold=0)
-        found = reader.read(path)
-        assert found.files == (path, tmp_path / location)
-        assert all(same(found.tensors[name], array) for name, array in tensors.items())
+        result = reader.read(path)
+        assert result.files == (path, tmp_path / location)
+        assert all(same(result.tensors[name], array) for name, array in tensors.items())
         (tmp_path / location).unlink()
 
 
@@ -166,10 +166,10 @@ def test_what_steers_the_graph_is_left_out(tmp_path: Path) -> None:
         "texts": np.array(["a", "b"], object),
         "mystery": B,
     }
-    found = read(tmp_path, nodes, tensors)
-    assert found.tensors.keys() == {"a.weight", "classifier.bias", "e.weight", "mystery"}
-    assert found.notes == ("5 constants that only steer the graph were left out",)
-    assert found.format == "onnx" and found.folder == tmp_path and found.config is None
+    result = read(tmp_path, nodes, tensors)
+    assert result.tensors.keys() == {"a.weight", "classifier.bias", "e.weight", "mystery"}
+    assert result.notes == ("5 constants that only steer the graph were left out",)
+    assert result.format == "onnx" and result.folder == tmp_path and result.config is None
 
 
 LINEAR: dict[str, tuple[list[NodeProto], dict[str, Array], str]] = {
@@ -238,11 +238,11 @@ LINEAR: dict[str, tuple[list[NodeProto], dict[str, Array], str]] = {
 def test_linear(case: str, tmp_path: Path) -> None:
     """All compute x W + b with W [3, 4]: torch's weight is its transposition."""
     nodes, tensors, module = LINEAR[case]
-    found = read(tmp_path, nodes, tensors).tensors
-    assert same(found[f"{module}.weight"].float(), W.T)
-    assert f"{module}.bias" not in found or same(found[f"{module}.bias"], B)
+    result = read(tmp_path, nodes, tensors).tensors
+    assert same(result[f"{module}.weight"].float(), W.T)
+    assert f"{module}.bias" not in result or same(result[f"{module}.bias"], B)
     biased = any(len(array.shape) == 1 for array in tensors.values())
-    assert (f"{module}.bias" in found) == biased
+    assert (f"{module}.bias" in result) == biased
 
 
 def test_a_shared_bias_tells_nothing(tmp_path: Path) -> None:
@@ -253,8 +253,8 @@ def test_a_shared_bias_tells_nothing(tmp_path: Path) -> None:
         node("MatMul", "x v2", "c"),
         node("Add", "c m.bias", "d"),
     ]
-    found = read(tmp_path, nodes, {"v1": W, "v2": W + 1, "m.bias": B}).tensors
-    assert found.keys() == {"v1", "v2", "m.bias"} and same(found["v1"], W)
+    result = read(tmp_path, nodes, {"v1": W, "v2": W + 1, "m.bias": B}).tensors
+    assert result.keys() == {"v1", "v2", "m.bias"} and same(result["v1"], W)
 
 
 def test_equal_tensors_that_share_a_name(tmp_path: Path) -> None:
@@ -266,12 +266,12 @@ def test_equal_tensors_that_share_a_name(tmp_path: Path) -> None:
         node("MatMul", "b v", "c", scope="m.dense"),
         node("Add", "c n.bias", "y", scope="m.dense"),
     ]
-    found = read(tmp_path, nodes, {"n.weight": B + 1, "n.bias": B, "v": W}).tensors
+    result = read(tmp_path, nodes, {"n.weight": B + 1, "n.bias": B, "v": W}).tensors
     names = {"n.weight", "n.bias", "m.n.weight", "m.n.bias", "m.dense.weight", "m.dense.bias"}
-    assert found.keys() == names
-    assert same(found["m.n.weight"], B + 1) and same(found["m.dense.bias"], B)
-    places = {tensor.data_ptr() for tensor in found.values()}
-    assert len(places) == len(found)
+    assert result.keys() == names
+    assert same(result["m.n.weight"], B + 1) and same(result["m.dense.bias"], B)
+    places = {tensor.data_ptr() for tensor in result.values()}
+    assert len(places) == len(result)
 
 
 def test_tied_words(tmp_path: Path) -> None:
@@ -282,9 +282,9 @@ def test_tied_words(tmp_path: Path) -> None:
         node("Transpose", "head.weight", "t", perm=[1, 0]),
         node("MatMul", "a t", "y", "/head/MatMul"),
     ]
-    found = read(tmp_path, nodes, {"head.weight": W}).tensors
-    assert found.keys() == {"head.weight", "m.words.weight"}
-    assert same(found["head.weight"], W) and same(found["m.words.weight"], W)
+    result = read(tmp_path, nodes, {"head.weight": W}).tensors
+    assert result.keys() == {"head.weight", "m.words.weight"}
+    assert same(result["head.weight"], W) and same(result["m.words.weight"], W)
 
 
 def test_norms_and_embeddings_by_module(tmp_path: Path) -> None:
@@ -297,10 +297,10 @@ def test_norms_and_embeddings_by_module(tmp_path: Path) -> None:
         node("Gather", "x ids", "e", axis=1),
     ]
     tensors = {"v1": W, "v2": B, "v3": B + 1, "v4": B + 2, "v5": B + 3}
-    found = read(tmp_path, nodes, tensors).tensors
+    result = read(tmp_path, nodes, tensors).tensors
     names = ("m.words.weight", "m.norm.weight", "m.norm.bias", "m.old.weight", "m.old.bias")
-    assert found.keys() == set(names)
-    assert all(same(found[name], tensors[f"v{n}"]) for n, name in enumerate(names, 1))
+    assert result.keys() == set(names)
+    assert all(same(result[name], tensors[f"v{n}"]) for n, name in enumerate(names, 1))
 
 
 def test_two_candidates_for_a_name(tmp_path: Path) -> None:
@@ -328,10 +328,10 @@ def test_integer_products(
     ]
     tensors = {"w_quantized": values, "z": zero, "s": scale, "m.bias": B}
     path = save(tmp_path, nodes, tensors)
-    found = reader.read(path).tensors
-    assert found.keys() == {"m.weight", "m.bias"}
+    result = reader.read(path).tensors
+    assert result.keys() == {"m.weight", "m.bias"}
     want = (values.astype(np.float32) - zero) * scale
-    assert same(found["m.weight"], want.T)
+    assert same(result["m.weight"], want.T)
     # What the weights mean: close to what the graph computes.
     x = rng.random((5, 3)).astype(np.float32)
     got = x @ want + B
@@ -340,7 +340,7 @@ def test_integer_products(
     )
 
 
-def test_quantised_embeddings(tmp_path: Path) -> None:
+def test_quantized_embeddings(tmp_path: Path) -> None:
     values = np.arange(12, dtype=np.uint8).reshape(3, 4)
     nodes = [
         node("Cast", "x", "ids", to=7),
@@ -348,12 +348,12 @@ def test_quantised_embeddings(tmp_path: Path) -> None:
         node("DequantizeLinear", "g s z", "y"),
     ]
     tensors = {"m.weight_quantized": values, "s": np.float32(0.25), "z": np.uint8(3)}
-    found = read(tmp_path, nodes, tensors).tensors
-    assert found.keys() == {"m.weight"}
-    assert same(found["m.weight"], (values.astype(np.float32) - 3) / 4)
+    result = read(tmp_path, nodes, tensors).tensors
+    assert result.keys() == {"m.weight"}
+    assert same(result["m.weight"], (values.astype(np.float32) - 3) / 4)
 
 
-def test_quantised_by_a_product(tmp_path: Path) -> None:
+def test_quantized_by_a_product(tmp_path: Path) -> None:
     """int8, cast and multiplied with a scale that has as many axes."""
     values = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
     scale = np.array([[1.0], [2.0], [4.0]], np.float32)
@@ -363,15 +363,15 @@ def test_quantised_by_a_product(tmp_path: Path) -> None:
         node("MatMul", "x w", "t"),
         node("Add", "t m.bias", "y"),
     ]
-    found = read(tmp_path, nodes, {"q": values, "s": scale, "m.bias": B}).tensors
-    assert found.keys() == {"m.weight", "m.bias"}
-    assert same(found["m.weight"], (values * scale).T)
+    result = read(tmp_path, nodes, {"q": values, "s": scale, "m.bias": B}).tensors
+    assert result.keys() == {"m.weight", "m.bias"}
+    assert same(result["m.weight"], (values * scale).T)
 
 
 def test_half_precision_stays(tmp_path: Path) -> None:
     tensors = {"m.weight": W.astype(np.float16)}
-    found = read(tmp_path, [node("MatMul", "x m.weight", "y")], tensors).tensors
-    assert found["m.weight"].dtype == torch.float16
+    result = read(tmp_path, [node("MatMul", "x m.weight", "y")], tensors).tensors
+    assert result["m.weight"].dtype == torch.float16
 
 
 def test_sniff(tmp_path: Path) -> None:

@@ -66,21 +66,21 @@ def model(*graph: tuple[int, bytes]) -> bytes:
     return message((1, 8), (2, "test"), (7, message(*graph)), (8, message((1, ""), (2, 17))))
 
 
-def one(*more: tuple[int, Any], **said: Any) -> bytes:
+def one(*more: tuple[int, Any], **settings: Any) -> bytes:
     """A model with one tensor."""
-    return model((5, tensor(*more, **said)))
+    return model((5, tensor(*more, **settings)))
 
 
-def external(*pairs: tuple[str, str], **said: Any) -> bytes:
+def external(*pairs: tuple[str, str], **settings: Any) -> bytes:
     entries = [(13, message((1, key), (2, value))) for key, value in pairs]
-    return one(*entries, (14, 1), **{"raw": None, **said})
+    return one(*entries, (14, 1), **{"raw": None, **settings})
 
 
 def packed(number: int, values: Iterable[int]) -> tuple[int, bytes]:
     return number, b"".join(map(write_varint, values))
 
 
-def dequantised(scale: list[int], numbers: bytes, kind: int = INT8, **more: Any) -> bytes:
+def dequantized(scale: list[int], numbers: bytes, kind: int = INT8, **more: Any) -> bytes:
     """An int8 tensor with a scale of some shape."""
     fields = [(5, attribute(key, (3, value))) for key, value in more.items()]
     return model(
@@ -174,33 +174,33 @@ BAD: dict[str, tuple[bytes, str]] = {
     "many fields": (model((1, b"\x38\x01" * 1_100_000)), "more than 1000000 fields"),
     "an attribute twice": (
         model((5, tensor()), (1, node("Gemm", "xa", "y", *[(5, attribute("transB", (3, 1)))] * 2))),
-        "'transB' of '' has no one value",
+        "'transB' of '' does not have exactly one value",
     ),
     "an attribute of another kind": (
         model((5, tensor()), (1, node("Gather", [A, "x"], "y", (5, attribute("axis", (8, 1)))))),
-        "'axis' of '' has no one value",
+        "'axis' of '' does not have exactly one value",
     ),
     "an attribute without a value": (
         model((5, tensor()), (1, node("Gather", [A, "x"], "y", (5, attribute("axis"))))),
-        "'axis' of '' has no one value",
+        "'axis' of '' does not have exactly one value",
     ),
     "fused": (
         model((5, tensor()), (1, node("Attention", ["x", A], ["y"], (3, "fused")))),
         "'fused' is a Attention.* before it was optimised",
     ),
-    "blocks of int8": (dequantised([2, 1], bytes(8), block_size=2), "in a way that is not read"),
+    "blocks of int8": (dequantized([2, 1], bytes(8), block_size=2), "in a way that is not read"),
     "a scale that does not fit": (
-        dequantised([5], bytes(20)),
+        dequantized([5], bytes(20)),
         r"shape \[5\] does not fit \[2, 3\]",
     ),
-    "a scale along no axis": (dequantised([3], bytes(12), axis=7), "does not fit"),
+    "a scale along no axis": (dequantized([3], bytes(12), axis=7), "does not fit"),
     "a float with a scale": (
         model(
             (5, tensor()),
             (5, tensor(name="s", dims=(), raw=bytes(4))),
             (1, node("DequantizeLinear", [A, "s"], ["y"])),
         ),
-        "has a scale, but is not quantised",
+        "has a scale, but is not quantized",
     ),
     "two scales": (
         model(
@@ -211,7 +211,7 @@ BAD: dict[str, tuple[bytes, str]] = {
                 for n in range(2)
             ),
         ),
-        "dequantised in two ways",
+        "dequantized in two ways",
     ),
     "a scale of a scale": (
         model(
@@ -220,7 +220,7 @@ BAD: dict[str, tuple[bytes, str]] = {
             (1, node("DequantizeLinear", ["a.weight_quantized", "s0"], ["b"])),
             (1, node("DequantizeLinear", ["b", "s1"], ["c"])),
         ),
-        "dequantised twice",
+        "dequantized twice",
     ),
     "a zero point that is computed": (
         model(
@@ -367,8 +367,8 @@ def test_fine_files(case: str, folder: Path) -> None:
     os.link(folder / "w", folder / "hard")
     (folder / "inside").symlink_to(folder / "w")
     (folder / "model.onnx").write_bytes(FINE[case])
-    found = reader.read(folder / "model.onnx").tensors
-    assert found.keys() == {A} and found[A].numpy().tobytes() == NUMBERS
+    result = reader.read(folder / "model.onnx").tensors
+    assert result.keys() == {A} and result[A].numpy().tobytes() == NUMBERS
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def seed() -> bytes:
     return model(
         (1, node("Transpose", ["m.a.weight"], ["t"], (5, attribute("perm", (8, 1), (8, 0))))),
         (1, node("MatMul", ["x", "t"], ["y"], (3, "/m/a/MatMul"))),
-        (1, node("MatMul", ["y", "v"], ["z"], (9, message((1, reader.SCOPES), (2, scopes))))),
+        (1, node("MatMul", ["y", "v"], ["z"], (9, message((1, reader.NAME_SCOPES), (2, scopes))))),
         (1, node("Add", ["z", "m.b.bias"], ["u"])),
         (1, node("Constant", [], ["c.bias"], (5, attribute("value", (5, tensor(name="q")))))),
         (1, node("DequantizeLinear", ["d.weight_quantized", "s"], ["w"])),
@@ -400,17 +400,17 @@ def seed() -> bytes:
 SEED = seed()
 
 
-def theirs(content: bytes) -> dict[str, onnx.TensorProto]:
+def read_with_onnx(content: bytes) -> dict[str, onnx.TensorProto]:
     """Every tensor of the graph as the onnx package reads it."""
     try:
         graph = onnx.ModelProto.FromString(content).graph
     except DecodeError:  # in a part that is not looked at here: inner graphs, types, versions
         return initializers(content)
     constants = {
-        made.output[0] if made.output else "": said.t
-        for made in graph.node
-        for said in made.attribute
-        if made.op_type == "Constant" and said.name == "value"
+        built.output[0] if built.output else "": settings.t
+        for built in graph.node
+        for settings in built.attribute
+        if built.op_type == "Constant" and settings.name == "value"
     }
     return {t.name: t for t in graph.initializer} | constants
 
@@ -435,29 +435,29 @@ def agrees(folder: Path, content: bytes) -> bool:
         weights = reader.read(path).tensors
     except CheckpointError:
         return False
-    want = theirs(content)
+    want = read_with_onnx(content)
     with ExitStack() as stack:
-        data = onnx_data.File(stack.enter_context(path.open("rb")))
+        data = onnx_data.MessageFile(stack.enter_context(path.open("rb")))
         graph = reader.read_graph(data)
-        loader = onnx_data.Loader(data, folder, stack)
+        loader = onnx_data.TensorLoader(data, folder, stack)
         constants = [node.attributes.get("value") for node in graph.nodes if node.op == "Constant"]
         for stored in (*graph.initializers.values(), *filter(None, constants)):
             try:
-                found = loader.read(stored) if stored.at else None
+                result = loader.read(stored) if stored.location else None
             except CheckpointError:  # not a weight, and so left out unread
                 assert stored.name not in weights
                 continue
-            if found is not None and (stored.name in want or stored.name in graph.initializers):
+            if result is not None and (stored.name in want or stored.name in graph.initializers):
                 array = numpy_helper.to_array(want[stored.name], str(folder))
-                assert tuple(found.shape) == array.shape
-                assert found.reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
+                assert tuple(result.shape) == array.shape
+                assert result.reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
     return True
 
 
 def test_the_seed_is_good(tmp_path: Path) -> None:
     assert agrees(tmp_path, SEED)
-    found = reader.read(tmp_path / "model.onnx").tensors
-    assert found.keys() == {"m.a.weight", "m.b.weight", "m.b.bias", "c.bias", "d.weight"}
+    result = reader.read(tmp_path / "model.onnx").tensors
+    assert result.keys() == {"m.a.weight", "m.b.weight", "m.b.bias", "c.bias", "d.weight"}
 
 
 def test_truncations(tmp_path: Path) -> None:
@@ -478,10 +478,10 @@ def test_bit_flips(flips: int, tmp_path: Path) -> None:
 
 
 def mutated(content: bytes, edits: list[tuple[str, float, float, bytes]]) -> bytes:
-    for how, begin, end, new in edits:
+    for variant, begin, end, new in edits:
         first, last = sorted((int(begin * len(content)), int(end * len(content))))
         old = {"replace": b"", "repeat": content[first:last] * 2, "insert": content[first:last]}
-        content = content[:first] + old[how] + new + content[last:]
+        content = content[:first] + old[variant] + new + content[last:]
     return content
 
 
@@ -543,8 +543,8 @@ def odd_nodes(draw: st.DrawFn) -> bytes:
     op = draw(st.sampled_from(list(OPS)))
     inputs = draw(st.lists(st.sampled_from(VALUES), max_size=4))
     outputs = draw(st.lists(st.sampled_from(VALUES[5:]), max_size=2, unique=True))
-    said = [(name, draw(ATTRIBUTES[name])) for name in OPS[op] if draw(st.booleans())]
-    fields: list[tuple[int, Any]] = [(5, attribute(name, *value)) for name, value in said if value]
+    text = [(name, draw(ATTRIBUTES[name])) for name in OPS[op] if draw(st.booleans())]
+    fields: list[tuple[int, Any]] = [(5, attribute(name, *value)) for name, value in text if value]
     if draw(st.booleans()):
         fields.append((3, draw(st.sampled_from(["/m/MatMul", "/m/n/Add", "/", "//", "MatMul"]))))
     return node(op, inputs, outputs, *fields)
@@ -567,7 +567,7 @@ def test_odd_graphs(count: int, tmp_path: Path) -> None:
     @settings(max_examples=count)
     @given(st.lists(odd_nodes(), max_size=6), st.sets(st.sampled_from(STORED), min_size=1))
     def check(nodes: list[bytes], tensors: set[bytes]) -> None:
-        content = model(*((1, made) for made in nodes), *((5, one) for one in sorted(tensors)))
+        content = model(*((1, built) for built in nodes), *((5, one) for one in sorted(tensors)))
         read.append(agrees(tmp_path, content))
 
     check()
@@ -617,8 +617,8 @@ def test_files_memory_and_nothing_else(folder: Path) -> None:
     paths.append(folder / "large.onnx")
     paths[-1].write_bytes(model((5, large), *names, turned))
     command = [sys.executable, "-c", CONFINED, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    *opened, risen = done.stdout.splitlines()
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    *opened, risen = completed.stdout.splitlines()
     assert size <= int(risen) <= size + (64 << 20)
     real = os.path.realpath(folder)
     assert {path for path in opened if not path.startswith(real)} == set()

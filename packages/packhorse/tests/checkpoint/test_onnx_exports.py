@@ -77,13 +77,13 @@ def export(model: nn.Module, to: Path, dynamo: bool) -> None:
         )
 
 
-def differences(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
+def differences(result: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
     """Names that are wrong, and tensors of which no name is there; tied ones have several."""
     names = defaultdict(list)
     for name, tensor in want.items():
         names[tensor.data_ptr()].append(name)
-    wrong = [n for n, tensor in found.items() if n not in want or not torch.equal(tensor, want[n])]
-    return wrong + [group[0] for group in names.values() if not set(group) & found.keys()]
+    wrong = [n for n, tensor in result.items() if n not in want or not torch.equal(tensor, want[n])]
+    return wrong + [group[0] for group in names.values() if not set(group) & result.keys()]
 
 
 KINDS = {
@@ -111,10 +111,10 @@ def test_torch(
     whole = Inner(model) if kind == "BertModel" else model
     export(whole, tmp_path / "model.onnx", dynamo)
     assert reader.sniff(tmp_path / "model.onnx")
-    found = reader.read(tmp_path / "model.onnx").tensors
-    assert differences(found, whole.state_dict()) == []
+    result = reader.read(tmp_path / "model.onnx").tensors
+    assert differences(result, whole.state_dict()) == []
     # The comparison can fail.
-    turned = {name: t.t() if t.shape == (32, 32) else t for name, t in found.items()}
+    turned = {name: t.t() if t.shape == (32, 32) else t for name, t in result.items()}
     assert len(differences(turned, whole.state_dict())) >= 8
 
 
@@ -136,8 +136,8 @@ CHANGED = "-(half|int8|uint8-channels|qdq)$"
 def weights(export: str) -> dict[str, Tensor]:
     """What was exported."""
     kind = re.sub(f"{CHANGED}|-tied$", "", export).partition("-")[2]
-    found = load_file(EXPORTS / f"{kind}.safetensors")
-    return {name: tensor for name, tensor in found.items() if not name.endswith("position_ids")}
+    result = load_file(EXPORTS / f"{kind}.safetensors")
+    return {name: tensor for name, tensor in result.items() if not name.endswith("position_ids")}
 
 
 def test_exports_are_there() -> None:
@@ -148,27 +148,27 @@ def test_exports_are_there() -> None:
 
 @pytest.mark.parametrize("export", [name for name in exports() if name not in exports(CHANGED)])
 def test_optimum_and_transformers(export: str) -> None:
-    found, want = reader.read(EXPORTS / f"{export}.onnx"), weights(export)
+    result, want = reader.read(EXPORTS / f"{export}.onnx"), weights(export)
     if export == "optimum-bert":  # of the hidden states alone
         want = {name: tensor for name, tensor in want.items() if "pooler" not in name}
-    assert found.tensors.keys() == want.keys()
-    assert all(torch.equal(tensor, want[name]) for name, tensor in found.tensors.items())
+    assert result.tensors.keys() == want.keys()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in result.tensors.items())
 
 
 def test_half_precision() -> None:
-    found, want = (
+    result, want = (
         reader.read(EXPORTS / "optimum-bert-mlm-half.onnx").tensors,
         weights("optimum-bert-mlm"),
     )
-    assert found.keys() == want.keys()
-    assert all(torch.equal(tensor, want[name].half()) for name, tensor in found.items())
+    assert result.keys() == want.keys()
+    assert all(torch.equal(tensor, want[name].half()) for name, tensor in result.items())
 
 
 @pytest.mark.parametrize("export", exports("-(int8|uint8-channels|qdq)$"))
-def test_quantised(export: str) -> None:
+def test_quantized(export: str) -> None:
     contents, want = reader.read(EXPORTS / f"{export}.onnx"), weights(export)
     assert contents.tensors.keys() == want.keys()
-    assert any("dequantised" in note for note in contents.notes)
+    assert any("dequantized" in note for note in contents.notes)
     for name, tensor in contents.tensors.items():
         assert tensor.dtype == torch.float32 and tensor.shape == want[name].shape
         step = 2 * want[name].abs().max() / 254  # of eight bits around zero
@@ -188,19 +188,19 @@ def int8_minilm() -> Path:
 def test_another_exporters_int8_embeds(int8_minilm: Path, minilm: Path) -> None:
     files: dict[str, Any] = {"config": minilm / "config.json", "vocab": minilm / "vocab.txt"}
     texts = ["A man is eating food.", "Nobody could say why the market had crashed.", "Hay"]
-    found, want = (
+    result, want = (
         torch.from_numpy(model.embed(texts))
         for model in (packhorse.load(int8_minilm, **files), packhorse.load(minilm))
     )
-    assert cosine_similarity(found, want).min() >= 0.98
-    assert cosine_similarity(found, want.roll(1, 0)).max() < 0.5  # of other texts
+    assert cosine_similarity(result, want).min() >= 0.98
+    assert cosine_similarity(result, want.roll(1, 0)).max() < 0.5  # of other texts
 
 
 def test_another_exporters_int8(int8_minilm: Path, minilm: Path) -> None:
     contents = reader.read(int8_minilm)
-    found = {name.removeprefix("inner."): t for name, t in contents.tensors.items()}
+    result = {name.removeprefix("inner."): t for name, t in contents.tensors.items()}
     want = load_file(minilm / "model.safetensors")
-    assert found.keys() == {n for n in want if not re.search(r"pooler|position_ids", n)}
-    assert sum(name.endswith("query.weight") for name in found) == 6
-    for name, tensor in found.items():
+    assert result.keys() == {n for n in want if not re.search(r"pooler|position_ids", n)}
+    assert sum(name.endswith("query.weight") for name in result) == 6
+    for name, tensor in result.items():
         assert cosine_similarity(tensor.flatten(), want[name].flatten(), 0) > 0.999, name

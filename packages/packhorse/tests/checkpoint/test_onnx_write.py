@@ -105,9 +105,9 @@ def run(path: Path, padded: dict[str, np.ndarray]) -> dict[str, Tensor]:
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), options)
     fed = {i.name: padded[i.name] for i in session.get_inputs()}
-    found = session.run(None, fed)
+    loaded = session.run(None, fed)
     result = {
-        o.name: torch.from_numpy(a) for o, a in zip(session.get_outputs(), found, strict=True)
+        o.name: torch.from_numpy(a) for o, a in zip(session.get_outputs(), loaded, strict=True)
     }
     seen = torch.from_numpy(padded["attention_mask"]).bool()
     return {name: x[seen] if x.shape[:2] == seen.shape else x for name, x in result.items()}
@@ -125,13 +125,13 @@ def outputs(model: Model) -> dict[str, tuple[str, Any]]:
     return result | {("logits" if len(scored) == 1 else pair[h]): (h, ...) for h in scored}
 
 
-def compare(model: Model, packed: Packed, found: dict[str, Tensor], bound: float = 1e-5) -> None:
-    wanted = outputs(model)
-    assert found.keys() == wanted.keys()
-    for name, (head, part) in wanted.items():
+def compare(model: Model, packed: Packed, result: dict[str, Tensor], bound: float = 1e-5) -> None:
+    expected = outputs(model)
+    assert result.keys() == expected.keys()
+    for name, (head, part) in expected.items():
         with torch.no_grad():
-            ours = model(packed, head)[0][part]
-        assert_close(found[name], ours, atol=bound, rtol=bound, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            loaded = model(packed, head)[0][part]
+        assert_close(result[name], loaded, atol=bound, rtol=bound, msg=lambda m: f"{name}: {m}")  # noqa: B023
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -142,9 +142,9 @@ def test_onnx_runtime_and_back(case: str, tmp_path: Path, rng: np.random.Generat
     onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
     packed, padded = batch(rng)
     compare(model, packed, run(tmp_path / "model.onnx", padded))
-    found = reader.read(tmp_path / "model.onnx").tensors
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    result = reader.read(tmp_path / "model.onnx").tensors
+    assert result.keys() == tensors.keys()
+    assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
 
 
 def test_every_head_at_once(make_model: Any, tmp_path: Path, rng: np.random.Generator) -> None:
@@ -158,12 +158,12 @@ def test_every_head_at_once(make_model: Any, tmp_path: Path, rng: np.random.Gene
             }
     onnx_export.write(tmp_path / "model.onnx", model, state)
     packed, padded = batch(rng)
-    found = run(tmp_path / "model.onnx", padded)
-    assert found.keys() >= {"prediction_logits", "classify_logits", "tokens_logits", "end_logits"}
+    result = run(tmp_path / "model.onnx", padded)
+    assert result.keys() >= {"prediction_logits", "classify_logits", "tokens_logits", "end_logits"}
     with torch.no_grad():
         labels, scores = model(packed, "classify", "tokens")
-    assert_close(found["classify_logits"], labels, atol=1e-5, rtol=1e-5)
-    assert_close(found["tokens_logits"], scores, atol=1e-5, rtol=1e-5)
+    assert_close(result["classify_logits"], labels, atol=1e-5, rtol=1e-5)
+    assert_close(result["tokens_logits"], scores, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_is_not_seen(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -171,13 +171,13 @@ def test_padding_is_not_seen(tmp_path: Path, rng: np.random.Generator) -> None:
     onnx_export.write(tmp_path / "model.onnx", model, tensors)
     _, padded = batch(rng)
     before = run(tmp_path / "model.onnx", padded)
-    other = dict(padded)
-    other["input_ids"] = np.where(padded["attention_mask"] == 1, padded["input_ids"], 42)
-    after = run(tmp_path / "model.onnx", other)
+    second = dict(padded)
+    second["input_ids"] = np.where(padded["attention_mask"] == 1, padded["input_ids"], 42)
+    after = run(tmp_path / "model.onnx", second)
     assert all(torch.equal(before[name], after[name]) for name in before)
     # Without the mask it is seen.
-    other["attention_mask"] = np.ones_like(padded["attention_mask"])
-    assert not torch.allclose(before["logits"], run(tmp_path / "model.onnx", other)["logits"])
+    second["attention_mask"] = np.ones_like(padded["attention_mask"])
+    assert not torch.allclose(before["logits"], run(tmp_path / "model.onnx", second)["logits"])
 
 
 def test_a_row_of_padding(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -185,8 +185,8 @@ def test_a_row_of_padding(tmp_path: Path, rng: np.random.Generator) -> None:
     onnx_export.write(tmp_path / "model.onnx", model, tensors)
     _, padded = batch(rng)
     padded["attention_mask"][1] = 0
-    found = run(tmp_path / "model.onnx", padded)
-    assert found["logits"].shape == (4, 3) and all(x.isfinite().all() for x in found.values())
+    result = run(tmp_path / "model.onnx", padded)
+    assert result["logits"].shape == (4, 3) and all(x.isfinite().all() for x in result.values())
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2)])
@@ -204,10 +204,10 @@ def test_weights_beside_the_model(tmp_path: Path, rng: np.random.Generator) -> N
     assert (tmp_path / "model.onnx").stat().st_size < 60_000
     packed, padded = batch(rng)
     compare(model, packed, run(tmp_path / "model.onnx", padded))
-    found = reader.read(tmp_path / "model.onnx")
-    assert found.files == (tmp_path / "model.onnx", tmp_path / "model.onnx.data")
-    assert found.tensors.keys() == tensors.keys()
-    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+    result = reader.read(tmp_path / "model.onnx")
+    assert result.files == (tmp_path / "model.onnx", tmp_path / "model.onnx.data")
+    assert result.tensors.keys() == tensors.keys()
+    assert all(torch.equal(result.tensors[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("case", ["classify", "pretraining", "roberta", "electra", "gelu_tanh"])
@@ -215,8 +215,8 @@ def test_half_precision(case: str, tmp_path: Path, rng: np.random.Generator) -> 
     model, tensors = make(CASES[case], torch.float16)
     onnx_export.write(tmp_path / "model.onnx", model, tensors)
     onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
-    found = reader.read(tmp_path / "model.onnx").tensors
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    result = reader.read(tmp_path / "model.onnx").tensors
+    assert all(torch.equal(result[name], tensor) for name, tensor in tensors.items())
     packed, padded = batch(rng)
     compare(model, packed, run(tmp_path / "model.onnx", padded), bound=0.02)
 
@@ -244,9 +244,9 @@ def test_onnx_runtime_can_fuse(tmp_path: Path) -> None:
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.log_severity_level = 3  # it warns that such a file is for this machine
     onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), options)
-    left = Counter(node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node)
-    assert left["SkipLayerNormalization"] == 4 and left["BiasGelu"] == 2
-    assert "Erf" not in left and left["LayerNormalization"] == 1  # that of the embeddings
+    remaining = Counter(node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node)
+    assert remaining["SkipLayerNormalization"] == 4 and remaining["BiasGelu"] == 2
+    assert "Erf" not in remaining and remaining["LayerNormalization"] == 1  # that of the embeddings
 
 
 def test_several_precisions_are_refused(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from packhorse import checkpoint
-from packhorse.checkpoint import files, refusals, sources
-from packhorse.checkpoint.tensorflow import tf1_write
+from packhorse.checkpoint import files, sources
+from packhorse.checkpoint.tensorflow import tf1
 from packhorse.errors import CheckpointError, InputError
 
 INDEX, DATA = "m.ckpt.index", "m.ckpt.data-00000-of-00001"
@@ -29,7 +29,7 @@ def bundle(tmp_path: Path) -> Path:
     """The folder of a TensorFlow checkpoint, without a pointer to it, as they are published."""
     folder = tmp_path / "bundle"
     folder.mkdir()
-    tf1_write.write(folder / "m.ckpt", {"v": torch.arange(6.0), "w": torch.ones(2, 3)})
+    tf1.write(folder / "m.ckpt", {"v": torch.arange(6.0), "w": torch.ones(2, 3)})
     (folder / "checkpoint").unlink()
     assert checkpoint.read(folder).tensors.keys() == {"v", "w"}  # whole, as yet
     return folder
@@ -56,9 +56,9 @@ def test_a_damaged_index_is_named(case: str, name: str, bundle: Path) -> None:
     index.write_bytes(DAMAGE[case](index.read_bytes()))
     (bundle / "other.pb").write_bytes(b"")  # which is not taken in its stead
     size = index.stat().st_size
-    said = refused(bundle / name)
-    assert said.startswith(f"{index} is damaged or no index of a TensorFlow checkpoint")
-    assert f"{size} bytes" in said
+    message = refused(bundle / name)
+    assert message.startswith(f"{index} is damaged or no index of a TensorFlow checkpoint")
+    assert f"{size} bytes" in message
 
 
 @pytest.mark.parametrize("name", ["", "m.ckpt", DATA])
@@ -114,9 +114,9 @@ def test_weights_of_other_programs(name: str, tmp_path: Path) -> None:
     write(tmp_path / name)
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path / name, tmp_path):
-        said = refused(path)
-        assert said.startswith(f"{tmp_path / name} ")
-        assert line.format(file=tmp_path / name, folder=tmp_path) in said
+        message = refused(path)
+        assert message.startswith(f"{tmp_path / name} ")
+        assert line.format(file=tmp_path / name, folder=tmp_path) in message
 
 
 def test_they_are_known_by_their_bytes(tmp_path: Path) -> None:
@@ -125,11 +125,12 @@ def test_they_are_known_by_their_bytes(tmp_path: Path) -> None:
         if name != "flax_model.msgpack":
             write(tmp_path / name)
             (tmp_path / name).rename(tmp_path / "thing")
-            assert (refusals.of_file(tmp_path / "thing") or "").startswith(f"{tmp_path / 'thing'} ")
+            message = sources.foreign_file(tmp_path / "thing") or ""
+            assert message.startswith(f"{tmp_path / 'thing'} ")
             (tmp_path / name).write_bytes(b"something else")
             assert "is no checkpoint that is known here" in refused(tmp_path / name)
     torch.save({"a.npy": torch.ones(2)}, tmp_path / "weights")
-    assert refusals.of_file(tmp_path / "weights") is None
+    assert sources.foreign_file(tmp_path / "weights") is None
 
 
 def test_the_line_for_arrays_converts_them(tmp_path: Path) -> None:
@@ -155,10 +156,10 @@ def test_an_object_checkpoint_of_tensorflow_2(tf: Any, tmp_path: Path) -> None:
     setattr(module, "layer_with_weights-0", layer)
     tf.train.Checkpoint(encoder=module).write(str(tmp_path / "garden"))
     tf.train.Checkpoint(encoder=named).write(str(tmp_path / "named"))
-    said = refused(tmp_path / "garden")
-    assert "encoder/layer_with_weights-0/kernel" in said
-    assert "convert_bert_original_tf2_checkpoint_to_pytorch" in said
-    assert f"--tf_checkpoint_path {tmp_path / 'garden'} " in said
+    message = refused(tmp_path / "garden")
+    assert "encoder/layer_with_weights-0/kernel" in message
+    assert "convert_bert_original_tf2_checkpoint_to_pytorch" in message
+    assert f"--tf_checkpoint_path {tmp_path / 'garden'} " in message
     assert checkpoint.read(tmp_path / "named").tensors.keys() == {"encoder/kernel"}
 
 
@@ -166,9 +167,9 @@ def test_an_object_checkpoint_of_tensorflow_2(tf: Any, tmp_path: Path) -> None:
 def test_what_is_not_known(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "thing.dat"
     path.write_bytes(content)
-    said = refused(path)
-    assert said.startswith(f"{path} ({len(content)} bytes) is no checkpoint that is known here")
-    assert all(format in said for format in sources.FORMATS.values())
+    message = refused(path)
+    assert message.startswith(f"{path} ({len(content)} bytes) is no checkpoint that is known here")
+    assert all(format in message for format in sources.FORMATS.values())
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
@@ -176,18 +177,19 @@ def test_the_index_of_shards_means_its_folder(kind: str, save: Any) -> None:
     _, folder = save("BertModel", shard="20KB")
     index = folder / f"{kind}.index.json"
     if kind == "pytorch_model.bin":
-        said = json.loads((folder / "model.safetensors.index.json").read_text())
+        settings = json.loads((folder / "model.safetensors.index.json").read_text())
         (folder / "model.safetensors.index.json").unlink()
         home = {
-            name: shard.replace("safetensors", "bin") for name, shard in said["weight_map"].items()
+            name: shard.replace("safetensors", "bin")
+            for name, shard in settings["weight_map"].items()
         }
         for shard in folder.glob("*.safetensors"):
             torch.save(load_file(shard), shard.with_suffix(".bin"))
             shard.unlink()
         index.write_text(json.dumps({"weight_map": home}))
     assert len(list(folder.glob("*-of-*"))) > 1
-    whole, found = checkpoint.read(folder), checkpoint.read(index)
-    assert found.tensors.keys() == whole.tensors.keys() and found.files == whole.files
+    whole, result = checkpoint.read(folder), checkpoint.read(index)
+    assert result.tensors.keys() == whole.tensors.keys() and result.files == whole.files
     shutil.copy(index, folder / "other.json")
     assert "is no checkpoint that is known here" in refused(folder / "other.json")
 

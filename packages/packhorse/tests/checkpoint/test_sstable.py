@@ -44,9 +44,9 @@ def handle(offset: int, size: int) -> bytes:
 def table(blocks: list[bytes], keys: list[bytes], index: bytes | None = None) -> bytes:
     """Blocks under these separators, and what stands around them."""
     content, listed = b"", []
-    for one, key in zip(blocks, keys, strict=True):
-        listed.append((0, key, handle(len(content), len(one) - sstable.TRAILER)))
-        content += one
+    for item, key in zip(blocks, keys, strict=True):
+        listed.append((0, key, handle(len(content), len(item) - sstable.TRAILER)))
+        content += item
     empty = block([])
     if index is None:
         places = [0]
@@ -142,7 +142,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     ),
     "a separator too small": (
         table([block(ENTRIES)], [b"bert"]),
-        "keys that are not where the index says",
+        "keys outside the range that the index states",
     ),
     "a separator too large": (
         table([block(ENTRIES), SECOND], [b"dense", b"x"]),
@@ -209,8 +209,8 @@ def test_a_mutation_under_a_good_checksum_is_refused_or_sorted(data: st.DataObje
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = read(table([sealed(bytes(content))], [b"\xff" * 30]))
+        result = read(table([sealed(bytes(content))], [b"\xff" * 30]))
     except CheckpointError:
         return
-    keys = [key for key, _ in found]
+    keys = [key for key, _ in result]
     assert keys == sorted(set(keys))

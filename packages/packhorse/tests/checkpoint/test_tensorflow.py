@@ -60,27 +60,27 @@ def complaint(config: str | None, prefix: str | None, frozen: str | None) -> str
 
 
 @pytest.fixture(scope="session", autouse=True)  # so before TensorFlow is even loaded
-def own(request: pytest.FixtureRequest) -> bool:
+def user_files(request: pytest.FixtureRequest) -> bool:
     """Are there files of the user? One line and the end if they are not what was asked for."""
     paths = [request.config.getoption(f"--{name}-path") for name in ("config", "chkpt", "frozen")]
-    if said := complaint(*paths):
-        pytest.exit(said, returncode=pytest.ExitCode.USAGE_ERROR)
+    if message := complaint(*paths):
+        pytest.exit(message, returncode=pytest.ExitCode.USAGE_ERROR)
     return any(paths)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def task(request: pytest.FixtureRequest, own: bool) -> str:
+def task(request: pytest.FixtureRequest, user_files: bool) -> str:
     option = request.config.getoption
-    if own and request.param != option("--chkpt-task"):
+    if user_files and request.param != option("--chkpt-task"):
         pytest.skip(f"your files are for {option('--chkpt-task')}")
     return request.param
 
 
 @pytest.fixture(scope="module")
-def written(task: str, own: bool, request, tf, tf_bert, tmp_path_factory) -> SimpleNamespace:
+def written(task: str, user_files: bool, request, tf, tf_bert, tmp_path_factory) -> SimpleNamespace:
     """The user's files, or those that TensorFlow writes."""
     option = request.config.getoption
-    if not own:
+    if not user_files:
         folder = tmp_path_factory.mktemp("tensorflow")
         built = tf_bert.build(tf, heads=HEADS[task], slots="lamb", step=28252)
         prefix = tf_bert.save(tf, built, folder / "model.ckpt", step=28252)
@@ -117,8 +117,8 @@ READERS = {"chkpt": ("prefix", read_checkpoint), "frozen": ("frozen", read_froze
 @pytest.fixture(scope="module", params=["chkpt", "frozen"])
 def case(request, tf, transformers, written, config, task) -> SimpleNamespace:
     """Our model, transformers' over the values that TensorFlow read, and these values."""
-    where, reader = READERS[request.param]
-    path = getattr(written, where)
+    location, reader = READERS[request.param]
+    path = getattr(written, location)
     if path is None:
         pytest.skip(f"no --{request.param}-path was given")
     try:
@@ -127,16 +127,25 @@ def case(request, tf, transformers, written, config, task) -> SimpleNamespace:
     except Exception as error:
         if written.built is not None:
             raise
-        why = f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
-        said = f"TensorFlow finds no BERT for {task} (--chkpt-task) of this configuration in it"
-        pytest.exit(f"--{request.param}-path {path}: {said}: {why}", pytest.ExitCode.USAGE_ERROR)
-    ours = checkpoint.load(path, config=written.config, vocab=None)
+        reason = (
+            f"it has no {error}" if isinstance(error, KeyError) else str(error).partition("\n")[0]
+        )
+        message = f"TensorFlow finds no BERT for {task} (--chkpt-task) of this configuration in it"
+        pytest.exit(
+            f"--{request.param}-path {path}: {message}: {reason}", pytest.ExitCode.USAGE_ERROR
+        )
+    loaded = checkpoint.load(path, config=written.config, vocab=None)
     return SimpleNamespace(
-        ours=ours, theirs=theirs(transformers, config, task, values), values=values, path=path
+        ours=loaded,
+        theirs=reference_model(transformers, config, task, values),
+        values=values,
+        path=path,
     )
 
 
-def theirs(transformers: Any, config: dict[str, Any], task: str, values: dict[str, np.ndarray]):
+def reference_model(
+    transformers: Any, config: dict[str, Any], task: str, values: dict[str, np.ndarray]
+):
     """transformers' model, filled name by name."""
     known = {k: v for k, v in config.items() if k not in ("directionality",) and "pooler_" not in k}
     model = getattr(transformers, KINDS[task])(transformers.BertConfig(**known)).eval()
@@ -145,8 +154,8 @@ def theirs(transformers: Any, config: dict[str, Any], task: str, values: dict[st
         state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
         state["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
     missing = model.load_state_dict(state, strict=False)
-    left = [name for name in missing.missing_keys if "position_ids" not in name]
-    assert not missing.unexpected_keys and not left, missing
+    remaining = [name for name in missing.missing_keys if "position_ids" not in name]
+    assert not missing.unexpected_keys and not remaining, missing
     return model
 
 
@@ -197,8 +206,8 @@ def assert_same_weights(case: SimpleNamespace, config: dict[str, Any], task: str
         state["bert.embed.words.weight"].numpy(), expected["bert.embeddings.word_embeddings.weight"]
     )
     # A pooler may be there that the task has no use for.
-    every = [*expected.values(), *(value.T for value in case.values.values())]
-    held = {hash(np.ascontiguousarray(value).tobytes()) for value in every}
+    entries = [*expected.values(), *(value.T for value in case.values.values())]
+    held = {hash(np.ascontiguousarray(value).tobytes()) for value in entries}
     for name, tensor in state.items():  # each of ours is one of theirs, or three joined
         if "qkv" not in name:
             assert hash(tensor.contiguous().numpy().tobytes()) in held, name
@@ -215,18 +224,18 @@ def test_load(case: SimpleNamespace, config: dict[str, Any], task: str) -> None:
     heads = ("hidden", *OURS[task])
     packed = Packed.build(sequences)
     with torch.no_grad():
-        hidden, *found = case.ours.model(packed, *heads)
+        hidden, *result = case.ours.model(packed, *heads)
         for n, sequence in enumerate(sequences):
             ids, types = (torch.tensor(x)[None] for x in (sequence.ids, sequence.types))
             out = case.theirs(input_ids=ids, token_type_ids=types, output_hidden_states=True)
             begin, end = packed.cu_seqlens[n : n + 2].tolist()
             close(hidden[begin:end], out.hidden_states[-1][0])
             if task == "SQUAD":
-                close(found[0][begin:end, 0], out.start_logits[0])
-                close(found[0][begin:end, 1], out.end_logits[0])
+                close(result[0][begin:end, 0], out.start_logits[0])
+                close(result[0][begin:end, 1], out.end_logits[0])
             else:
-                close(found[0][begin:end], out.prediction_logits[0])
-                close(found[1][n], out.seq_relationship_logits[0])
+                close(result[0][begin:end], out.prediction_logits[0])
+                close(result[1][n], out.seq_relationship_logits[0])
     assert_same_weights(case, config, task)
 
 
@@ -247,14 +256,14 @@ def test_outputs_are_those_of_the_graph(case, written, tf, tf_bert, task) -> Non
     ]
     packed = Packed.build(sequences)
     with torch.no_grad():
-        hidden, *found = case.ours.model(packed, "hidden", *OURS[task])
+        hidden, *result = case.ours.model(packed, "hidden", *OURS[task])
     real = mask.astype(bool)
     close(hidden, torch.from_numpy(expected["sequence_output"][real]))
     if task == "SQUAD":
-        close(found[0], torch.from_numpy(expected["squad_logits"][real]))
+        close(result[0], torch.from_numpy(expected["squad_logits"][real]))
     else:
-        close(found[0], torch.from_numpy(expected["mlm_logits"][real]))
-        close(found[1], torch.from_numpy(expected["nsp_logits"]))
+        close(result[0], torch.from_numpy(expected["mlm_logits"][real]))
+        close(result[1], torch.from_numpy(expected["nsp_logits"]))
 
 
 def test_a_weight_that_is_off_by_one_bit_is_seen(case, config, task) -> None:
@@ -297,10 +306,10 @@ def files_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_paths_are_told_at_once(case: str, files_of_a_user: None) -> None:
-    given, expected = WRONG[case]
-    said = complaint(*(given.get(name) for name in ("config", "chkpt", "frozen")))
-    assert bool(said) == (case not in RUN[1:]) and "\n" not in said
-    assert expected in said or not said
+    options, expected = WRONG[case]
+    message = complaint(*(options.get(name) for name in ("config", "chkpt", "frozen")))
+    assert bool(message) == (case not in RUN[1:]) and "\n" not in message
+    assert expected in message or not message
     assert not complaint("c.json", "m", "m.index")  # there, whatever they hold
 
 
@@ -310,13 +319,13 @@ def test_wrong_paths_are_told_at_once(case: str, files_of_a_user: None) -> None:
     [case if case == RUN[1] else pytest.param(case, marks=pytest.mark.slow) for case in RUN],
 )
 def test_wrong_paths_are_one_line(case: str, files_of_a_user: None) -> None:
-    given, expected = WRONG[case]
-    flags = [word for name, path in given.items() for word in (f"--{name}-path", path)]
+    options, expected = WRONG[case]
+    flags = [word for name, path in options.items() for word in (f"--{name}-path", path)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [f"{__file__}::test_load", f"--rootdir={Path(__file__).resolve().parents[4]}"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout
-    assert expected in done.stdout.splitlines()[-1] and "Traceback" not in done.stdout
+    command += [f"{__file__}::test_load", f"--rootdir={Path(__file__).parents[4]}"]
+    completed = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=240)
+    assert completed.returncode == pytest.ExitCode.USAGE_ERROR, completed.stdout
+    assert expected in completed.stdout.splitlines()[-1] and "Traceback" not in completed.stdout
 
 
 def test_the_vocabulary_is_cropped_on_request_only(case, written, config) -> None:

@@ -16,16 +16,16 @@ from packhorse.checkpoint.tensorflow import tf1, tf1_index
 from packhorse.errors import CheckpointError
 
 
-def theirs(tf: Any, path: Path) -> dict[str, np.ndarray]:
+def read_with_tensorflow(tf: Any, path: Path) -> dict[str, np.ndarray]:
     reader = tf.train.load_checkpoint(str(path))
     return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
 
 
-def same(ours: torch.Tensor, want: np.ndarray) -> bool:
+def same(loaded: torch.Tensor, want: np.ndarray) -> bool:
     return (
-        tuple(ours.shape) == want.shape
-        and str(ours.dtype).removeprefix("torch.") == want.dtype.name
-        and ours.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == want.tobytes()
+        tuple(loaded.shape) == want.shape
+        and str(loaded.dtype).removeprefix("torch.") == want.dtype.name
+        and loaded.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() == want.tobytes()
     )
 
 
@@ -77,21 +77,21 @@ def trained(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_real_one(tf: Any, shared_data: Path) -> None:
     prefix = shared_data / "tf1" / "keras_bert_tiny" / "bert_model.ckpt"
-    want = theirs(tf, prefix)
+    want = read_with_tensorflow(tf, prefix)
     contents = tf1.read(prefix, slots=True)
     assert (contents.format, contents.step, contents.notes) == ("tf1", 20, ())
-    found = everything(contents)
+    result = everything(contents)
     spelled = {name.replace("/adam_", ":"): value for name, value in want.items()}
     assert spelled.pop("global_step") == 20
-    assert len(want) == 139 and found.keys() == spelled.keys()
-    assert all(same(found[name], value) for name, value in spelled.items())
+    assert len(want) == 139 and result.keys() == spelled.keys()
+    assert all(same(result[name], value) for name, value in spelled.items())
     alone = tf1.read(prefix)
     assert len(alone.tensors) == 46 and not alone.slots and alone.step == 20
     assert alone.notes == ("optimizer state left out: 46 adam_m, 46 adam_v",)
 
 
 def test_shards_slices_and_slots(tf: Any, trained: Path) -> None:
-    want = theirs(tf, trained)
+    want = read_with_tensorflow(tf, trained)
     contents = tf1.read(trained, slots=True)
     assert len(contents.files) == 4 and contents.step == 2
     assert contents.tensors.keys() == {"v0", "v1", "rows", "columns", "cube"}
@@ -110,18 +110,18 @@ def test_every_dtype(tf: Any, tmp_path: Path) -> None:
     }
     tensors |= {"bool": numbers > 2, "scalar": 1.5, "empty": tf.zeros((3, 0)), "é": [1]}
     save(tf, tmp_path / "x", tensors)
-    found = tf1.read(tmp_path / "x").tensors
-    want = theirs(tf, tmp_path / "x")
-    assert found.keys() == want.keys() and len(found) == len(tf1_index.DTYPES) + 3
-    assert all(same(found[name], value) for name, value in want.items())
+    result = tf1.read(tmp_path / "x").tensors
+    want = read_with_tensorflow(tf, tmp_path / "x")
+    assert result.keys() == want.keys() and len(result) == len(tf1_index.DTYPES) + 3
+    assert all(same(result[name], value) for name, value in want.items())
 
 
 def test_an_index_of_many_blocks(tf: Any, tmp_path: Path, rng: np.random.Generator) -> None:
     names = [bytes(rng.integers(97, 123, 100).astype(np.uint8)).decode() for _ in range(5_000)]
     save(tf, tmp_path / "x", {name: number for number, name in enumerate(names)})
     assert (tmp_path / "x.index").stat().st_size > 2 << 18  # TensorFlow's blocks have 2**18 bytes
-    found = tf1.read(tmp_path / "x").tensors
-    assert {name: int(value) for name, value in found.items()} == {
+    result = tf1.read(tmp_path / "x").tensors
+    assert {name: int(value) for name, value in result.items()} == {
         name: number for number, name in enumerate(names)
     }
 
@@ -156,9 +156,9 @@ def test_slices(
     order = np.argsort(rng.random(len(parts)))  # TensorFlow writes them in any order
     shuffled = {f"w#{n}": tensors[f"w#{n}"] for n in order}
     save(tf, tmp_path / "x", {**shuffled, "z": 1}, [*(spelled[n] for n in order), ""])
-    found = tf1.read(tmp_path / "x").tensors
-    assert np.array_equal(found["w"].numpy(), whole)
-    assert not whole.size or np.array_equal(theirs(tf, tmp_path / "x")["w"], whole)
+    result = tf1.read(tmp_path / "x").tensors
+    assert np.array_equal(result["w"].numpy(), whole)
+    assert not whole.size or np.array_equal(read_with_tensorflow(tf, tmp_path / "x")["w"], whole)
 
 
 def test_slices_along_two_axes_are_refused(tf: Any, tmp_path: Path) -> None:
@@ -205,20 +205,26 @@ def test_what_is_not_asked_for_is_not_read(tf: Any, tmp_path: Path) -> None:
 
 
 def test_slots_are_known_by_their_weights(tf: Any, tmp_path: Path) -> None:
-    one, two = np.ones(2, np.float32), np.ones(3, np.float32)
-    tensors: dict[str, Any] = {"a": one, "a/LAMB": one + 1, "a/LAMB_1": one + 2, "a/Adam": two}
-    tensors |= {"b/Momentum": one, "Adam": one, "c": two, "c/Momentum": two + 1, "global_step": two}
+    item, two = np.ones(2, np.float32), np.ones(3, np.float32)
+    tensors: dict[str, Any] = {"a": item, "a/LAMB": item + 1, "a/LAMB_1": item + 2, "a/Adam": two}
+    tensors |= {
+        "b/Momentum": item,
+        "Adam": item,
+        "c": two,
+        "c/Momentum": two + 1,
+        "global_step": two,
+    }
     save(tf, tmp_path / "x", tensors)
     contents = tf1.read(tmp_path / "x", slots=True)
     # "a/Adam" is of another shape than "a", there is no "b", and a step of three is none.
     assert contents.tensors.keys() == {"a", "a/Adam", "b/Momentum", "Adam", "c", "global_step"}
     assert contents.step is None
     assert contents.slots["m"].keys() == {"a", "c"} and contents.slots["v"].keys() == {"a"}
-    assert same(contents.slots["m"]["a"], one + 1) and same(contents.slots["v"]["a"], one + 2)
+    assert same(contents.slots["m"]["a"], item + 1) and same(contents.slots["v"]["a"], item + 2)
     assert tf1.read(tmp_path / "x").notes == (
         "optimizer state left out: 1 LAMB, 1 LAMB_1, 1 Momentum",
     )
-    save(tf, tmp_path / "y", {"a": one, "a/Adam": one, "a/LAMB": one})
+    save(tf, tmp_path / "y", {"a": item, "a/Adam": item, "a/LAMB": item})
     with pytest.raises(CheckpointError, match="'a' has slots of two optimizers"):
         tf1.read(tmp_path / "y", slots=True)
     assert tf1.read(tmp_path / "y").tensors.keys() == {"a"}
@@ -228,12 +234,12 @@ def test_memory_is_the_tensors_own(tf: Any, tmp_path: Path) -> None:
     """Large or small, it can be written to and outlives the file."""
     tensors = {"small": np.ones(8, np.float32), "large": np.ones((1024, 1024), np.float32)}
     save(tf, tmp_path / "x", tensors)
-    found = tf1.read(tmp_path / "x").tensors
+    result = tf1.read(tmp_path / "x").tensors
     os.truncate(tmp_path / "x.data-00000-of-00001", 0)
-    for tensor in found.values():
+    for tensor in result.values():
         tensor.add_(1)
         assert tensor.eq(2).all() and tensor.data_ptr() % 64 == 0
-    assert same(found["large"], tensors["large"] + 1)
+    assert same(result["large"], tensors["large"] + 1)
 
 
 @pytest.fixture
@@ -241,12 +247,12 @@ def folder(tf: Any, tmp_path: Path) -> Path:
     """A model of two shards, as training leaves it."""
     save(tf, tmp_path / "a", {"v": [1.0]})
     save(tf, tmp_path / "b", {"w": [2.0]})
-    made = tmp_path / "model"
+    built = tmp_path / "model"
     merge = [str(tmp_path / "a"), str(tmp_path / "b")]
     tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=merge, destination_prefix=str(made / "m.ckpt-5")
+        checkpoint_prefixes=merge, destination_prefix=str(built / "m.ckpt-5")
     )
-    return made
+    return built
 
 
 ENDINGS = ("", ".index", ".data-00000-of-00002", ".data-00001-of-00002")
@@ -311,10 +317,10 @@ ASTRAY = {
 @pytest.mark.parametrize("case", ASTRAY)
 def test_pointers_that_lead_astray(case: str, folder: Path) -> None:
     """There is a checkpoint wherever they point: it is not the lack of one that is refused."""
-    for other in (folder.parent / "other", folder / "sub"):
-        shutil.copytree(folder, other)
-    said, message = ASTRAY[case]
-    line = said.replace("{}", str(folder.parent / "other"))
+    for second in (folder.parent / "other", folder / "sub"):
+        shutil.copytree(folder, second)
+    settings, message = ASTRAY[case]
+    line = settings.replace("{}", str(folder.parent / "other"))
     (folder / "checkpoint").write_text(f'model_checkpoint_path: "{line}"\n')
     for path in (folder, folder / "checkpoint"):
         with pytest.raises(CheckpointError, match=message) as caught:

@@ -35,7 +35,7 @@ def shape(*sizes: int) -> bytes:
 
 def extents(*pairs: tuple[int, int] | None) -> bytes:
     spelled = (b"" if p is None else write_field(1, p[0]) + write_field(2, p[1]) for p in pairs)
-    return b"".join(write_field(1, one) for one in spelled)
+    return b"".join(write_field(1, item) for item in spelled)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Tensor:
             + write_field(4, self.offset)
             + write_field(5, size)
             + write_fixed32(6, crc)
-            + b"".join(write_field(7, one) for one in self.slices)
+            + b"".join(write_field(7, item) for item in self.slices)
             + self.more
         )
 
@@ -110,8 +110,8 @@ LOOSE = slice_key("b", ((0, 3),))
 
 def sliced(*slices: bytes, **parts: Any) -> Bundle:
     """The partitioned variable alone, differently cut; parts are the sizes of its slices."""
-    made = replace(GOOD, tensors={"c": replace(C, slices=slices)})
-    return replace(made, slices=parts["entries"]) if parts else made
+    built = replace(GOOD, tensors={"c": replace(C, slices=slices)})
+    return replace(built, slices=parts["entries"]) if parts else built
 
 
 def named(tensors: dict[str, Tensor]) -> Bundle:
@@ -145,11 +145,11 @@ BAD: dict[str, tuple[Bundle, str]] = {
     "a shape that is a number": (GOOD.change("a", more=write_field(2, 1)), "'a': byte .* field 2"),
     "a group": (GOOD.change("a", more=b"\x43\x44"), "'a': byte .*: wire type 3"),
     "unknown dtype": (GOOD.change("a", dtype=99), "'a': byte .*: TensorFlow's data type 99"),
-    "quantised": (GOOD.change("a", dtype=11), "TensorFlow's data type 11 is not read"),
+    "quantized": (GOOD.change("a", dtype=11), "TensorFlow's data type 11 is not read"),
     "no dtype": (GOOD.change("a", dtype=0), "TensorFlow's data type 0 is not read"),
-    "dtype of another size": (GOOD.change("a", dtype=2), "16 bytes, but .* ask for 32"),
+    "dtype of another size": (GOOD.change("a", dtype=2), "16 bytes, but .* need 32"),
     "negative dimension": (GOOD.change("a", sizes=(-2, -2), size=16), r"the shape \[-2, -2\]"),
-    "shape overflows": (GOOD.change("a", sizes=(1 << 62, 1 << 62), size=16), "ask for 8507"),
+    "shape overflows": (GOOD.change("a", sizes=(1 << 62, 1 << 62), size=16), "need 8507"),
     "shape wraps to 0": (GOOD.change("a", sizes=(1 << 32, 1 << 32), size=0), "0 bytes, but"),
     "a thousand dimensions": (GOOD.change("a", sizes=(1,) * 1000, size=4), "the shape"),
     "unknown rank": (GOOD.change("a", shape_more=write_field(3, 1)), "'a': byte .*: the shape"),
@@ -181,7 +181,7 @@ BAD: dict[str, tuple[Bundle, str]] = {
     ),
     "a slice of no tensor": (
         replace(GOOD, slices=GOOD.slices | {LOOSE: Tensor((3,), 16)}),
-        "a slice of a tensor that does not list it",
+        "a slice that no tensor lists",
     ),
     "a slice that is missing": (
         replace(GOOD, slices={FIRST: GOOD.slices[FIRST]}),
@@ -253,8 +253,8 @@ BAD: dict[str, tuple[Bundle, str]] = {
 
 def test_the_good_one(tf: Any, tmp_path: Path) -> None:
     assert agrees(tf, GOOD.write(tmp_path))
-    found = tf1.read(tmp_path).tensors
-    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+    result = tf1.read(tmp_path).tensors
+    assert {name: tensor.tolist() for name, tensor in result.items()} == {
         "a": [[0, 1], [2, 3]],
         "b": [4, 5, 6],
         "c": [7, 8, 9, 10, 11],
@@ -275,14 +275,14 @@ def test_bad_bundles(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [7, 20, 21])
 def test_what_is_no_tensor_is_left_out(code: int, tmp_path: Path) -> None:
     """Strings, resources, variants; those that keep a checkpoint's books are not worth a word."""
-    other = Tensor((3,), 16, size=5, dtype=code)
-    made = replace(GOOD, tensors={"a": A, "b": other}, slices={})
-    contents = tf1.read(made.write(tmp_path))
+    second = Tensor((3,), 16, size=5, dtype=code)
+    built = replace(GOOD, tensors={"a": A, "b": second}, slices={})
+    contents = tf1.read(built.write(tmp_path))
     assert contents.tensors.keys() == {"a"}
     assert contents.notes == ("1 entries that are no numbers left out: b",)
-    made = replace(made, tensors={"a": A, "_CHECKPOINTABLE_OBJECT_GRAPH": other})
-    assert tf1.read(made.write(tmp_path)).notes == ()
-    beyond = replace(made, tensors={"a": A, "b": replace(other, size=500)})
+    built = replace(built, tensors={"a": A, "_CHECKPOINTABLE_OBJECT_GRAPH": second})
+    assert tf1.read(built.write(tmp_path)).notes == ()
+    beyond = replace(built, tensors={"a": A, "b": replace(second, size=500)})
     with pytest.raises(CheckpointError, match="'b' is at bytes 16 to 516"):
         tf1.read(beyond.write(tmp_path))
 
@@ -342,7 +342,7 @@ def test_a_v1_checkpoint(tf: Any, tmp_path: Path) -> None:
         tf1.read(tmp_path / "renamed")
 
 
-def theirs(tf: Any, prefix: Path) -> dict[str, np.ndarray]:
+def read_with_tensorflow(tf: Any, prefix: Path) -> dict[str, np.ndarray]:
     reader = tf.train.load_checkpoint(str(prefix))
     kinds = reader.get_variable_to_dtype_map()
     others = (tf.string, tf.resource, tf.variant)
@@ -356,7 +356,7 @@ def agrees(tf: Any, prefix: Path) -> bool:
     except CheckpointError:
         return False
     try:
-        want = theirs(tf, prefix)
+        want = read_with_tensorflow(tf, prefix)
     except (tf.errors.OpError, RuntimeError, ValueError) as error:
         raise AssertionError("read what TensorFlow refuses") from error
     assert contents.tensors.keys() == want.keys() - {"global_step"}

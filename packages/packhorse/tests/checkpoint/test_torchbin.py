@@ -19,7 +19,7 @@ from packhorse.checkpoint import pickled, torchbin
 from packhorse.errors import CheckpointError
 
 NUMBERS = torch.arange(24.0).reshape(4, 6)
-DTYPES = [kind.dtype for kind in pickled.GLOBALS.values() if isinstance(kind, pickled._Kind)]
+DTYPES = [kind.dtype for kind in pickled.GLOBALS.values() if isinstance(kind, pickled._StorageType)]
 
 
 def model() -> nn.Module:
@@ -62,21 +62,21 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
-def same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert found.keys() == want.keys()
+def same(result: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert result.keys() == want.keys()
     for name, tensor in want.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor)]
+        assert result[name].dtype == tensor.dtype and result[name].shape == tensor.shape, name
+        bits = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (result[name], tensor)]
         assert torch.equal(*bits), name
-        assert not found[name].requires_grad
+        assert not result[name].requires_grad
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_as_torch_reads_it(state: str, tmp_path: Path) -> None:
     path = write(tmp_path, STATES[state]())
-    found, notes = torchbin.read(tmp_path, "x.bin")
-    same(found, load(path))
-    assert notes == () and torchbin.read_tensors(tmp_path, "x.bin").keys() == found.keys()
+    result, notes = torchbin.read(tmp_path, "x.bin")
+    same(result, load(path))
+    assert notes == () and torchbin.read_tensors(tmp_path, "x.bin").keys() == result.keys()
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -89,15 +89,15 @@ def test_protocols(protocol: int, tmp_path: Path) -> None:
 
 def test_what_is_shared_stays_shared(tmp_path: Path) -> None:
     write(tmp_path, STATES["views"]() | {"tied": NUMBERS})
-    found = torchbin.read_tensors(tmp_path, "x.bin")
+    result = torchbin.read_tensors(tmp_path, "x.bin")
     of_numbers = ("all", "tied", "transposed", "row", "column", "steps", "diagonal")
-    assert len({found[name].untyped_storage().data_ptr() for name in of_numbers}) == 1
-    found["all"][2, 3] = -1
-    assert found["row"][3] == found["column"][2] == found["transposed"][3, 2] == -1
-    assert found["windows"].untyped_storage().data_ptr() != found["all"].data_ptr()
+    assert len({result[name].untyped_storage().data_ptr() for name in of_numbers}) == 1
+    result["all"][2, 3] = -1
+    assert result["row"][3] == result["column"][2] == result["transposed"][3, 2] == -1
+    assert result["windows"].untyped_storage().data_ptr() != result["all"].data_ptr()
     write(tmp_path, {"a": NUMBERS, "b": NUMBERS.clone()})
-    found = torchbin.read_tensors(tmp_path, "x.bin")
-    assert found["a"].data_ptr() != found["b"].data_ptr()
+    result = torchbin.read_tensors(tmp_path, "x.bin")
+    assert result["a"].data_ptr() != result["b"].data_ptr()
 
 
 def trained() -> dict[str, Any]:
@@ -114,8 +114,8 @@ def test_models_among_other_things(wrapper: str, tmp_path: Path) -> None:
     saved = trained()
     saved = {"epoch": 3, wrapper: saved["model"], "optimizer": saved["optimizer"], "lr": None}
     write(tmp_path, saved | {"seed": 1 << 70, "step": torch.tensor(7), 5: [1.5, (True, ())]})
-    found, notes = torchbin.read(tmp_path, "x.bin")
-    same(found, saved[wrapper])
+    result, notes = torchbin.read(tmp_path, "x.bin")
+    same(result, saved[wrapper])
     assert notes == ("x.bin: left out epoch, optimizer, lr, seed, step, 5",)
 
 
@@ -135,8 +135,8 @@ def test_only_the_model_is_read(tmp_path: Path) -> None:
 def test_what_is_no_tensor_is_left_out(tmp_path: Path) -> None:
     state = OrderedDict({"a": torch.ones(2), "step": 5, "_extra_state": None, "names": ["x"]})
     write(tmp_path, state)
-    found, notes = torchbin.read(tmp_path, "x.bin")
-    assert found.keys() == {"a"} and notes == ("x.bin: left out step, _extra_state, names",)
+    result, notes = torchbin.read(tmp_path, "x.bin")
+    assert result.keys() == {"a"} and notes == ("x.bin: left out step, _extra_state, names",)
     write(tmp_path, {f"n{n}": n for n in range(30)} | {"a": torch.ones(1)})
     [note] = torchbin.read(tmp_path, "x.bin")[1]
     assert "n19" in note and "n20" not in note and note.endswith("…")
@@ -196,8 +196,8 @@ for read in sys.argv[1:]:
 def watch(*reads: str) -> list[list[tuple[str, str]]]:
     """What Python's own audit reports during each of these expressions."""
     command = [sys.executable, "-c", WATCHED, *reads]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [ast.literal_eval(line) for line in completed.stdout.splitlines()]
 
 
 class Touch:

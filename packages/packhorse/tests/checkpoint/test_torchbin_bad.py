@@ -49,7 +49,7 @@ def archive(records: list[Record], **end: Any) -> bytes:
     """A zip archive; `end` overrules its last bytes, `zip64` adds the large form of them."""
     content, directory = bytearray(), bytearray()
     for record in records:
-        said = {
+        settings = {
             "flags": 0,
             "method": 0,
             "crc": zlib.crc32(record.data),
@@ -58,17 +58,17 @@ def archive(records: list[Record], **end: Any) -> bytes:
             "attributes": 0,
             "extra": b"",
         } | record.says
-        said.setdefault("packed", said["size"])
+        settings.setdefault("packed", settings["size"])
         name = record.name.encode("utf-8", "surrogateescape")
-        local = said.get("local", name)
-        numbers = (said["crc"], said["packed"], said["size"])
-        kinds = (said["flags"], said["method"])
+        local = settings.get("local", name)
+        numbers = (settings["crc"], settings["packed"], settings["size"])
+        kinds = (settings["flags"], settings["method"])
         if "begin" not in record.says:
             content += header(local, *kinds, *numbers) + record.data
-        lengths = (len(name), len(said["extra"]), 0, 0, 0)
+        lengths = (len(name), len(settings["extra"]), 0, 0, 0)
         directory += struct.pack("<4s6H3L", b"PK\1\2", 0, 0, *kinds, 0, 0, *numbers)
-        directory += struct.pack("<5H2L", *lengths, said["attributes"], said["begin"])
-        directory += name + said["extra"]
+        directory += struct.pack("<5H2L", *lengths, settings["attributes"], settings["begin"])
+        directory += name + settings["extra"]
     place = end.get("place", len(content))
     count, size = end.get("count", len(records)), end.get("size", len(directory))
     content += directory
@@ -86,9 +86,9 @@ def archive(records: list[Record], **end: Any) -> bytes:
 
 def torch_file(program: bytes, *storages: bytes, **records: bytes) -> bytes:
     """What torch.save would write around a pickle and its storages."""
-    every = {"data.pkl": program, "byteorder": b"little"}
-    every |= {f"data/{n}": storage for n, storage in enumerate(storages)} | {"version": b"3\n"}
-    return archive([Record(f"x/{name}", data) for name, data in (every | records).items()])
+    entries = {"data.pkl": program, "byteorder": b"little"}
+    entries |= {f"data/{n}": storage for n, storage in enumerate(storages)} | {"version": b"3\n"}
+    return archive([Record(f"x/{name}", data) for name, data in (entries | records).items()])
 
 
 # ---- a pickle, as wrong as need be ---------------------------------------------------------------
@@ -244,7 +244,7 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "a call of a kind": (calling(b"torch\nFloatStorage"), "REDUCE.*a name is called"),
     "a call of a text": (holding(op("eval") + b")R"), "REDUCE, after 'a': a str is called"),
     "a call with a list": (calling(b"collections\nOrderedDict", b"]"), "called with a list"),
-    "an OrderedDict of pairs": (calling(b"collections\nOrderedDict", b"]\x85"), "is made of"),
+    "an OrderedDict of pairs": (calling(b"collections\nOrderedDict", b"]\x85"), "is created with"),
     "a module": (
         saved(lambda: torch.nn.Linear(2, 2)),
         r"modules\.linear\.Linear' stands",
@@ -318,23 +318,23 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "no pickle": (torch_file(b"\xff" * 9), "byte 0, 0xff: this operation"),
     "SETITEM on a tensor": (holding(tensor() + op("x") + b"Ns"), "SETITEM, .*works on a tensor"),
     "SETITEMS on a list": (torch_file(program(b"](NNu")), "SETITEMS: it works on a list"),
-    "SETITEM on nothing": (torch_file(program(b"NNs")), "SETITEM: it takes more"),
+    "SETITEM on nothing": (torch_file(program(b"NNs")), "SETITEM: it pops more"),
     "SETITEMS of three": (torch_file(program(b"}(NNNu")), "a key has no value"),
     "APPEND on a dictionary": (torch_file(program(b"}Na")), "APPEND: it works on a dictionary"),
     "APPENDS on a tuple": (torch_file(program(b")(NNe")), "APPENDS: it works on a tuple"),
-    "a tuple of what is not there": (torch_file(program(b"N\x86")), "TUPLE2: it takes more"),
-    "a tuple across a mark": (torch_file(program(b"N(N\x86")), "TUPLE2: it takes more"),
+    "a tuple of what is not there": (torch_file(program(b"N\x86")), "TUPLE2: it pops more"),
+    "a tuple across a mark": (torch_file(program(b"N(N\x86")), "TUPLE2: it pops more"),
     "no mark": (torch_file(program(b"Nt")), "TUPLE: there is no mark"),
     "a list as key": (torch_file(program(b"}]Ns")), "SETITEM: a list is a key"),
     # Tensors.
-    "storage too small": (holding(tensor(count=5)), r"'a' lies in x/data/0 of 16 bytes, not of 5"),
-    "storage too large": (holding(tensor((2,), count=2)), "'a' lies in x/data/0 of 16 bytes"),
+    "storage too small": (holding(tensor(count=5)), r"'a' is in x/data/0 of 16 bytes, not of 5"),
+    "storage too large": (holding(tensor((2,), count=2)), "'a' is in x/data/0 of 16 bytes"),
     "storage of another dtype": (holding(tensor(kind=b"torch\nLongStorage")), "not of 4 torch.int"),
     "storage in two ways": (
         holding(tensor(), tensor((2,), kind=b"torch\nDoubleStorage", count=2)),
         "storage 0 is described in two ways",
     ),
-    "no storage": (holding(tensor(key="7")), "'a' lies in data/7, which is not there"),
+    "no storage": (holding(tensor(key="7")), "'a' refers to data/7, which does not exist"),
     "storage elsewhere": (holding(tensor(key="../version")), "BINPERSID.*is no storage"),
     "storage by number": (holding(tensor(key=0)), "describes no storage"),
     "storage of -4": (holding(tensor(count=-4)), "of -4 elements is no storage"),
@@ -355,9 +355,9 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "numbers past 600 bits": (holding(tensor((1, 0), (1 << 600, 1))), "'a' .* beyond its 4"),
     "strides of another rank": (holding(tensor((2, 2), (1,))), "'a': .*2 dimensions and 1 steps"),
     "nine dimensions": (holding(tensor((1,) * 9, (1,) * 9)), "9 dimensions"),
-    "shape of floats": (holding(tensor(shape=(4.0,))), "not made of whole numbers"),
+    "shape of floats": (holding(tensor(shape=(4.0,))), "has numbers that are no integers"),
     "shape is no tuple": (holding(tensor(shape=4)), "describes no tensor"),
-    "shape of truths": (holding(tensor(shape=(True,))), "not made of whole numbers"),
+    "shape of truths": (holding(tensor(shape=(True,))), "has numbers that are no integers"),
     "hooks": (
         holding(tensor(rest=b"\x89" + ORDERED + op("x") + b"Ns")),
         "tensor with hooks",
@@ -379,9 +379,9 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
         "'a': .*complex numb",
     ),
     "sparse": (saved(lambda: {"a": torch.eye(2).to_sparse()}), "after 'a': .*a sparse tensor"),
-    "quantised": (
+    "quantized": (
         saved(lambda: {"a": torch.quantize_per_tensor(FLOATS, 0.1, 0, torch.qint8)}),
-        "after 'a': .*a quantised tensor",
+        "after 'a': .*a quantized tensor",
     ),
     "float8": (saved(lambda: {"a": FLOATS.to(torch.float8_e4m3fn)}), "after 'a': .*float8"),
     "an unsigned tensor": (saved(lambda: {"a": FLOATS.to(torch.uint16)}), "after 'a': .*unsigned"),
@@ -425,15 +425,15 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "patched": (records(data=floats(flags=1 << 5)), "x/data/0 is compressed or encrypted"),
     "overlap": (
         archive([NEST, *GOOD_RECORDS, floats(begin=len(header(b"x/nest", *[0] * 5)))]),
-        r"byte 36: x/data/0 lies on x/nest",
+        r"byte 36: x/data/0 overlaps x/nest",
     ),
     "overlap of two headers": (
         records(data=floats(begin=0)),
-        "header of x/data/0 says something else",
+        "header of x/data/0 differs from the directory",
     ),
     "overlap of all": (
         records(data=Record("x/data/0", FOUR), more=Record("x/data/1", FOUR, {"begin": 0})),
-        "header of x/data/1 says something else",
+        "header of x/data/1 differs from the directory",
     ),
     "a name twice": (records(more=floats()), "'x/data/0' is there twice"),
     "a name in two cases": (records(more=Record("x/DATA/0", FOUR)), "'x/DATA/0' is there twice"),
@@ -471,7 +471,7 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "a large size that is missing": (records(data=floats(size=(1 << 32) - 1)), "place is missing"),
     "a large size": (
         records(data=floats(size=LARGE, extra=struct.pack("<2H2Q", 1, 16, 1 << 60, 1 << 60))),
-        "says something else|has 1152921504606846976 bytes",
+        "differs from the directory|has 1152921504606846976 bytes",
     ),
     "wrong checksum": (records(data=floats(crc=1)), "x/data/0 has the checksum 0x.*damaged"),
     "wrong checksum of the pickle": (records(pickle=pickle_record(crc=1)), r"data\.pkl has the ch"),
@@ -513,8 +513,8 @@ def refused(folder: Path, content: bytes) -> str:
 def test_bad_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content, message = BAD[case]
     monkeypatch.chdir(tmp_path)
-    found = refused(tmp_path, content() if callable(content) else content)
-    assert re.search(message, found), found
+    result = refused(tmp_path, content() if callable(content) else content)
+    assert re.search(message, result), result
     assert not (tmp_path / MARKER).exists()
 
 
@@ -559,11 +559,11 @@ for path in folder.glob("bomb-*"):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells how much memory was taken")
 def test_bombs_take_little_memory(tmp_path: Path) -> None:
-    many = pickled.OPERATION_LIMIT - 9
+    entries = pickled.OPERATION_LIMIT - 9
     wide = "😀".encode()
     bombs = {
-        "dictionaries": b"}" * many,
-        "texts": (b"X\4\0\0\0" + wide) * many,
+        "dictionaries": b"}" * entries,
+        "texts": (b"X\4\0\0\0" + wide) * entries,
         "a text": b"X" + struct.pack("<I", 7 << 20) + wide + b"a" * ((7 << 20) - 4),
         "a line": b"c" + b"a" * 8_000_000 + b"\n\n",
     }
@@ -571,10 +571,10 @@ def test_bombs_take_little_memory(tmp_path: Path) -> None:
     for name, bomb in bombs.items():
         (tmp_path / f"bomb-{name}").write_bytes(torch_file(program(bomb)))
     command = [sys.executable, "-c", GROWN, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.rsplit(" ", 2) for line in completed.stdout.splitlines()]
     assert len(rows) == len(bombs)
-    assert all(int(grown) < int(size) + (64 << 20) for _, size, grown in rows), done.stdout
+    assert all(int(grown) < int(size) + (64 << 20) for _, size, grown in rows), completed.stdout
     assert max(int(grown) for *_, grown in rows) > 10 << 20  # it is measured
 
 
@@ -617,14 +617,14 @@ def agrees(folder: Path, content: bytes) -> bool:
     path = folder / "x.bin"
     path.write_bytes(content)
     try:
-        found = torchbin.read_tensors(folder, "x.bin")
+        result = torchbin.read_tensors(folder, "x.bin")
     except CheckpointError:
         return False
     want = select(reference(path))
-    assert found.keys() == want.keys()
+    assert result.keys() == want.keys()
     for name, tensor in want.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        pair = (found[name].contiguous().view(-1), tensor.detach().contiguous().view(-1))
+        assert (result[name].dtype, result[name].shape) == (tensor.dtype, tensor.shape)
+        pair = (result[name].contiguous().view(-1), tensor.detach().contiguous().view(-1))
         assert torch.equal(*(t.view(torch.uint8) for t in pair))
     return True
 
@@ -693,9 +693,9 @@ def mutate(rng: random.Random, content: bytes) -> bytes:
 def repacked(rng: random.Random, content: bytes) -> bytes:
     """A mutant of the pickle in an archive that is sound around it."""
     with zipfile.ZipFile(io.BytesIO(content)) as file:
-        every = {name: file.read(name) for name in file.namelist()}
-    every["archive/data.pkl"] = mutate(rng, every["archive/data.pkl"])
-    return archive([Record(name, data) for name, data in every.items()])
+        entries = {name: file.read(name) for name in file.namelist()}
+    entries["archive/data.pkl"] = mutate(rng, entries["archive/data.pkl"])
+    return archive([Record(name, data) for name, data in entries.items()])
 
 
 @pytest.mark.parametrize("times", [600, pytest.param(10_000, marks=pytest.mark.slow)])

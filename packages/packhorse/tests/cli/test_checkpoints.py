@@ -187,13 +187,13 @@ def test_mistakes_are_one_line(cli, tiny, tmp_path: Path, arguments: list[str], 
 def bare(tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A TensorFlow checkpoint with Google's own configuration, and two variables too many."""
     from packhorse import checkpoint
-    from packhorse.checkpoint.tensorflow import tf1, tf1_write
+    from packhorse.checkpoint.tensorflow import tf1
 
     folder = tmp_path_factory.mktemp("bare")
     source = checkpoint.write(folder / "source", checkpoint.load(tiny("mlm")), to="tf1")
     tensors = tf1.read(source / "bert_model.ckpt").tensors
     others = {"good_steps": torch.tensor(3), "queue/keys": torch.ones(2, 2)}
-    tf1_write.write(folder / "bert_model.ckpt", tensors | others)
+    tf1.write(folder / "bert_model.ckpt", tensors | others)
     raw = json.loads((source / "bert_config.json").read_text())
     for key in ("model_type", "architectures"):
         del raw[key]

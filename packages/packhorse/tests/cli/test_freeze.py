@@ -83,7 +83,7 @@ def test_the_spellings_of_tensorflow(cli, prefix: Path, tmp_path: Path, binary: 
         ({"--input-meta-graph": "none.meta"}, "there is no none.meta"),
         ({"--input-meta-graph": "{prefix}.index"}, "no graph of a checkpoint"),
         ({"--input-checkpoint": "none"}, "there is no none.meta"),
-        ({"--output-graph": "{prefix}.meta"}, "is read from"),
+        ({"--output-graph": "{prefix}.meta"}, "is one of the files that are read"),
         ({"--output-graph": None}, "--output-graph"),
         ({"--input-graph": "x.pb"}, "--input-graph"),
     ],

@@ -40,7 +40,7 @@ def test_packs_and_explains(cli: Cli, model: Path, tmp_path: Path) -> None:
     )
     assert said.code == 0, said.err
     assert target.is_file() and "nodes became" in said.err
-    for told in ("positions", "Gather", "Softmax", "first token", "one a sequence"):
+    for told in ("positions", "Gather", "Softmax", "first token", "one per sequence"):
         assert told in said.out
     document = said.document
     assert document["mode"] == "mask" and document["shape"] == [4, 32]
@@ -71,7 +71,7 @@ def test_replaces_only_when_told(cli: Cli, model: Path, tmp_path: Path) -> None:
         (("--mode", "mask", "--input-shape", "0,256"), "holds nothing"),
         (("--mode", "mask", "--output", "logits"), "is not NAME=token"),
         (("--mode", "mask", "--output", "logits=both"), "is not NAME=token"),
-        (("--mode", "mask", "--output", "logits=token"), "one a sequence, not one a token"),
+        (("--mode", "mask", "--output", "logits=token"), "per sequence, not per token"),
         (("--mode", "mask", "--output", "scores=token"), "there is no output 'scores'"),
         (("--mode", "guess"), "--mode"),
         ((), "--mode"),

@@ -28,15 +28,15 @@ def read(data: bytes) -> None:
 
     (FOLDER / "x.safetensors").write_bytes(data)
     try:
-        found = safetensors.read_tensors(FOLDER, "x.safetensors")
+        result = safetensors.read_tensors(FOLDER, "x.safetensors")
     except CheckpointError:
         return
     want = load(data)
-    if found.keys() != want.keys():
+    if result.keys() != want.keys():
         raise AssertionError("the library reads other tensors")
     for name, tensor in want.items():
-        one, two = (t.contiguous().view(-1).view(torch.uint8) for t in (found[name], tensor))
-        if found[name].shape != tensor.shape or not torch.equal(one, two):
+        item, two = (t.contiguous().view(-1).view(torch.uint8) for t in (result[name], tensor))
+        if result[name].shape != tensor.shape or not torch.equal(item, two):
             raise AssertionError(f"the library reads another {name!r}")
 
 

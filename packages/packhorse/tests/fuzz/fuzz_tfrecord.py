@@ -45,14 +45,14 @@ def seeds(known: ModuleType) -> list[bytes]:
     import numpy as np
 
     rng = np.random.default_rng(0)
-    made = [known.draw(rng, 6, VOCAB) for _ in range(4)]
-    forms = [known.unpacked(made[0], WIDTH, MASKS)]
-    forms += [form(made[:2], WIDTH, MASKS, MOST) for form in (known.ten_arrays, known.cls_last)]
-    found = [bytes([FRAMED]) + known.example(form, packed) for form in forms for packed in (1, 0)]
+    built = [known.draw(rng, 6, VOCAB) for _ in range(4)]
+    forms = [known.unpacked(built[0], WIDTH, MASKS)]
+    forms += [form(built[:2], WIDTH, MASKS, MOST) for form in (known.ten_arrays, known.cls_last)]
+    result = [bytes([FRAMED]) + known.example(form, packed) for form in forms for packed in (1, 0)]
     for compress in known.COMPRESSIONS.values():
         content = b"".join(known.frame(known.example(form)) for form in forms[:1] * 2)
-        found.append(bytes([AS_IT_IS]) + compress(content))
-    return found + [bytes([WORDS]) + known.words(form) for form in forms[:2]]
+        result.append(bytes([AS_IT_IS]) + compress(content))
+    return result + [bytes([WORDS]) + known.words(form) for form in forms[:2]]
 
 
 def main() -> None:

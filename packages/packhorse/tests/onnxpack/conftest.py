@@ -71,9 +71,9 @@ def _one_thread(threads: Callable[[int], None]) -> None:
 def transformers() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = pytest.importorskip("transformers", reason="transformers is not installed")
-    found.logging.set_verbosity_error()
-    return found
+        result = pytest.importorskip("transformers", reason="transformers is not installed")
+    result.logging.set_verbosity_error()
+    return result
 
 
 @pytest.fixture(scope="session")
@@ -101,9 +101,9 @@ class Called(nn.Module):
         super().__init__()
         self.model, self.names = model, names
 
-    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        found = self.model(**dict(zip(self.names, given, strict=True)))
-        return tuple(found.values()) if hasattr(found, "values") else found
+    def forward(self, *options: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = self.model(**dict(zip(self.names, options, strict=True)))
+        return tuple(result.values()) if hasattr(result, "values") else result
 
 
 def export(
@@ -118,8 +118,8 @@ def export(
 ) -> Path:
     """Write `path` with torch's old exporter, or with the new one."""
     ids = torch.randint(3, WORDS, (2, 7))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": ids * 0}
-    arguments = tuple(given[name] for name in inputs)
+    options = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": ids * 0}
+    arguments = tuple(options[name] for name in inputs)
     names = {"input_names": list(inputs), "output_names": list(outputs), "verbose": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -198,7 +198,7 @@ def sequences() -> list[Tokens]:
 
 
 @pytest.fixture(scope="session")
-def wanted(sequences: list[Tokens]) -> Callable[[Path], Answers]:
+def alone_answers(sequences: list[Tokens]) -> Callable[[Path], Answers]:
     """What a model that is not packed says of each of `sequences`."""
     return cache(lambda path: alone(path, sequences))
 
@@ -208,20 +208,20 @@ def alone(path: Path, sequences: Sequence[Tokens]) -> Answers:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     taken = {value.name for value in session.get_inputs()}
-    found = []
+    result = []
     for tokens in sequences:
-        given = zip(INPUTS, (tokens.ids, np.ones_like(tokens.ids), tokens.types), strict=True)
-        feeds = {name: column[None] for name, column in given if name in taken}
+        options = zip(INPUTS, (tokens.ids, np.ones_like(tokens.ids), tokens.types), strict=True)
+        feeds = {name: column[None] for name, column in options if name in taken}
         results = session.run(names, feeds)
-        found.append({n: np.asarray(r)[0] for n, r in zip(names, results, strict=True)})
-    return found
+        result.append({n: np.asarray(r)[0] for n, r in zip(names, results, strict=True)})
+    return result
 
 
-def far_off(ours: Answers, theirs: Answers) -> float:
+def far_off(loaded: Answers, reference: Answers) -> float:
     """The largest difference."""
-    assert [list(one) for one in ours] == [list(one) for one in theirs]
+    assert [list(item) for item in loaded] == [list(item) for item in reference]
     return max(
         float(np.abs(a[name].astype(np.float64) - b[name]).max())
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in zip(loaded, reference, strict=True)
         for name in a
     )

@@ -25,7 +25,7 @@ from packhorse.onnxpack.facts import Mode
 from .conftest import EXPORTS, INPUTS, LONGEST, OUTPUTS, Answers, Tokens, alone, export, far_off
 
 Exported = Callable[[str], Path]
-Wanted = Callable[[Path], Answers]
+AloneAnswers = Callable[[Path], Answers]
 
 MODES: tuple[Mode, ...] = ("positions", "mask", "repack")
 # Model, attention, exporter, opset; those of SOME in every run, the others in the slow ones.
@@ -46,10 +46,10 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def run(path: Path, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Only what the model takes is fed; all that it gives."""
     opened = session(path)
-    wanted = {value.name for value in opened.get_inputs()}
+    expected = {value.name for value in opened.get_inputs()}
     names = [value.name for value in opened.get_outputs()]
-    found = opened.run(names, {name: x for name, x in feeds.items() if name in wanted})
-    return {name: np.asarray(x) for name, x in zip(names, found, strict=True)}
+    result = opened.run(names, {name: x for name, x in feeds.items() if name in expected})
+    return {name: np.asarray(x) for name, x in zip(names, result, strict=True)}
 
 
 def by_mask(path: Path, sequences: Sequence[Tokens], outputs: dict[str, str]) -> Answers:
@@ -67,8 +67,8 @@ def by_mask(path: Path, sequences: Sequence[Tokens], outputs: dict[str, str]) ->
             starts[index] = row * CAPACITY + at
             at += len(ids)
     lengths = np.array([len(tokens.ids) for tokens in sequences])
-    found = run(path, {**feeds, "first_positions": starts, "sequence_lengths": lengths})
-    return split(found, starts, lengths, outputs, len(ROWS) * CAPACITY)
+    result = run(path, {**feeds, "first_positions": starts, "sequence_lengths": lengths})
+    return split(result, starts, lengths, outputs, len(ROWS) * CAPACITY)
 
 
 def by_lengths(path: Path, sequences: Sequence[Tokens], outputs: dict[str, str]) -> Answers:
@@ -86,26 +86,26 @@ def by_lengths(path: Path, sequences: Sequence[Tokens], outputs: dict[str, str])
         feeds[name] = np.zeros(shape, np.int64)
         feeds[name].reshape(-1)[: len(values)] = values
     assert (starts // shape[1] != (starts + lengths - 1) // shape[1]).any()
-    found = run(path, {**feeds, "unpack_info": np.append(lengths, [0, 0])})
-    return split(found, starts, lengths, outputs, shape[0] * shape[1])
+    result = run(path, {**feeds, "unpack_info": np.append(lengths, [0, 0])})
+    return split(result, starts, lengths, outputs, shape[0] * shape[1])
 
 
 def split(
-    found: dict[str, np.ndarray],
+    result: dict[str, np.ndarray],
     starts: np.ndarray,
     lengths: np.ndarray,
     outputs: dict[str, str],
     tokens: int,
 ) -> Answers:
-    assert all(np.isfinite(values).all() for values in found.values()), "padding gave no numbers"
+    assert all(np.isfinite(values).all() for values in result.values()), "padding gave no numbers"
     answers: Answers = [{} for _ in starts]
-    for name, values in found.items():
+    for name, values in result.items():
         if outputs[name] == "token":
             assert values.shape[0] * values.shape[1] == tokens
             values = values.reshape(tokens, *values.shape[2:])
         for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-            each = values[start : start + length] if outputs[name] == "token" else values[number]
-            answers[number][name] = each
+            item = values[start : start + length] if outputs[name] == "token" else values[number]
+            answers[number][name] = item
     return answers
 
 
@@ -126,11 +126,13 @@ RUN: dict[Mode, Callable[..., Answers]] = {
 }
 
 
-def check(path: Path, target: Path, sequences: list[Tokens], theirs: Answers, mode: Mode) -> None:
+def check(
+    path: Path, target: Path, sequences: list[Tokens], reference: Answers, mode: Mode
+) -> None:
     """Equal to the original; isolated, bit by bit."""
     outputs = onnxpack.pack(path, target, mode).facts.outputs
     before = RUN[mode](target, sequences, outputs)
-    assert far_off(before, theirs) <= 1e-5
+    assert far_off(before, reference) <= 1e-5
     changed = Tokens(sequences[3].ids[::-1].copy(), sequences[3].types)
     after = RUN[mode](target, [*sequences[:3], changed, *sequences[4:]], outputs)
     for number, (a, b) in enumerate(zip(before, after, strict=True)):
@@ -145,11 +147,11 @@ def test_each_sequence_is_answered_as_alone(
     mode: Mode,
     exported: Exported,
     sequences: list[Tokens],
-    wanted: Wanted,
+    alone_answers: AloneAnswers,
     tmp_path: Path,
 ) -> None:
     path = exported(name)
-    check(path, tmp_path / "packed.onnx", sequences, wanted(path), mode)
+    check(path, tmp_path / "packed.onnx", sequences, alone_answers(path), mode)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +159,12 @@ def test_each_sequence_is_answered_as_alone(
 )
 @pytest.mark.parametrize("path", sorted(EXPORTS.glob("*.onnx")), ids=lambda path: path.stem)
 def test_exports_of_other_programs(
-    path: Path, mode: Mode, sequences: list[Tokens], wanted: Wanted, tmp_path: Path
+    path: Path, mode: Mode, sequences: list[Tokens], alone_answers: AloneAnswers, tmp_path: Path
 ) -> None:
     limit = next((limit for mark, limit in LOOSE.items() if mark in path.stem), 1e-5)
     outputs = onnxpack.pack(path, tmp_path / "packed.onnx", mode).facts.outputs
-    found = RUN[mode](tmp_path / "packed.onnx", sequences, outputs)
-    assert far_off(found, wanted(path)) <= limit
+    result = RUN[mode](tmp_path / "packed.onnx", sequences, outputs)
+    assert far_off(result, alone_answers(path)) <= limit
 
 
 def test_there_are_exports_of_other_programs() -> None:
@@ -173,7 +175,7 @@ def test_there_are_exports_of_other_programs() -> None:
 
 @pytest.mark.parametrize("name", ["bert:sdpa", "classify:eager"])
 def test_the_original_mixes_what_shares_a_row(
-    name: str, exported: Exported, sequences: list[Tokens], wanted: Wanted
+    name: str, exported: Exported, sequences: list[Tokens], alone_answers: AloneAnswers
 ) -> None:
     """The control: the same test, of the model as it was."""
     path, members = exported(name), (0, 2, 3)
@@ -181,9 +183,9 @@ def test_the_original_mixes_what_shares_a_row(
         np.concatenate([getattr(sequences[i], part) for i in members])[None]
         for part in ("ids", "types")
     )
-    found = run(path, dict(zip(INPUTS, (ids, np.ones_like(ids), types), strict=True)))
-    for output, alone_ in wanted(path)[0].items():
-        shared = found[output][0] if alone_.ndim == 1 else found[output][0, : len(alone_)]
+    result = run(path, dict(zip(INPUTS, (ids, np.ones_like(ids), types), strict=True)))
+    for output, alone_ in alone_answers(path)[0].items():
+        shared = result[output][0] if alone_.ndim == 1 else result[output][0, : len(alone_)]
         assert np.abs(shared - alone_).max() > 1e-3
 
 
@@ -203,7 +205,7 @@ def test_positions_are_all_that_changes(exported: Exported, tmp_path: Path) -> N
 
 
 def test_a_padded_batch_is_the_case_of_one_sequence_a_row(
-    exported: Exported, sequences: list[Tokens], wanted: Wanted, tmp_path: Path
+    exported: Exported, sequences: list[Tokens], alone_answers: AloneAnswers, tmp_path: Path
 ) -> None:
     path, target = exported("span:sdpa"), tmp_path / "packed.onnx"
     onnxpack.pack(path, target, "mask")
@@ -212,24 +214,24 @@ def test_a_padded_batch_is_the_case_of_one_sequence_a_row(
     for row, tokens in enumerate(sequences):
         for name, column in zip(INPUTS, (tokens.ids, 1, tokens.types), strict=True):
             feeds[name][row, : len(tokens.ids)] = column
-    found = run(target, feeds | {"position_ids": np.tile(np.arange(LONGEST), (shape[0], 1))})
-    ours = [
-        {name: values[row, : len(tokens.ids)] for name, values in found.items()}
+    result = run(target, feeds | {"position_ids": np.tile(np.arange(LONGEST), (shape[0], 1))})
+    loaded = [
+        {name: values[row, : len(tokens.ids)] for name, values in result.items()}
         for row, tokens in enumerate(sequences)
     ]
-    assert far_off(ours, wanted(path)) <= 1e-5
+    assert far_off(loaded, alone_answers(path)) <= 1e-5
 
 
 class Sentence(nn.Module):
     """A head over the hidden states, as sentence-transformers exports it."""
 
-    def __init__(self, model: nn.Module, how: str) -> None:
+    def __init__(self, model: nn.Module, variant: str) -> None:
         super().__init__()
-        self.model, self.how = model, how
+        self.model, self.how = model, variant
 
-    def forward(self, **given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = self.model(**given)[0]
-        mask = given["attention_mask"].unsqueeze(-1).expand(hidden.size()).float()
+    def forward(self, **options: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.model(**options)[0]
+        mask = options["attention_mask"].unsqueeze(-1).expand(hidden.size()).float()
         return hidden, POOLINGS[self.how](hidden, mask)
 
 
@@ -246,43 +248,43 @@ POOLINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def sentence(make: Callable[..., nn.Module], tmp_path_factory: Any) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("sentences")
 
-    def sentence(how: str) -> Path:
-        path = folder / f"{how}.onnx"
+    def sentence(variant: str) -> Path:
+        path = folder / f"{variant}.onnx"
         names = ("token_embeddings", "sentence_embedding")
-        return path if path.exists() else export(Sentence(make("bert"), how), path, names)
+        return path if path.exists() else export(Sentence(make("bert"), variant), path, names)
 
     return sentence
 
 
 @pytest.mark.parametrize("mode", ["mask", "repack"])
-@pytest.mark.parametrize("how", ["mean", "max"])
+@pytest.mark.parametrize("variant", ["mean", "max"])
 def test_sentences_are_pooled_over_their_own_tokens(
-    how: str,
+    variant: str,
     mode: Mode,
     sentence: Callable,
     sequences: list[Tokens],
-    wanted: Wanted,
+    alone_answers: AloneAnswers,
     tmp_path: Path,
 ) -> None:
-    path = sentence(how)
-    check(path, tmp_path / "packed.onnx", sequences, wanted(path), mode)
+    path = sentence(variant)
+    check(path, tmp_path / "packed.onnx", sequences, alone_answers(path), mode)
 
 
 @pytest.mark.parametrize(
-    ("how", "stopped_by"),
+    ("variant", "stopped_by"),
     [("average", "(ReduceMean)"), ("last", "(Gather)"), ("running", "neighbors change")],
 )
 def test_other_heads_are_refused(
-    how: str, stopped_by: str, sentence: Callable, tmp_path: Path
+    variant: str, stopped_by: str, sentence: Callable, tmp_path: Path
 ) -> None:
     """Where the graph does not show it (a sum over all tokens before), the comparison does."""
     with pytest.raises(CheckpointError, match=stopped_by):
-        onnxpack.pack(sentence(how), tmp_path / "packed.onnx", "mask")
+        onnxpack.pack(sentence(variant), tmp_path / "packed.onnx", "mask")
     assert not list(tmp_path.iterdir())
 
 
 def test_fp16_keeps_inputs_and_outputs(
-    exported: Exported, sequences: list[Tokens], wanted: Wanted, tmp_path: Path
+    exported: Exported, sequences: list[Tokens], alone_answers: AloneAnswers, tmp_path: Path
 ) -> None:
     path, target = exported("bert:sdpa"), tmp_path / "half.onnx"
     report = onnxpack.pack(path, target, "mask", precision="fp16")
@@ -290,13 +292,17 @@ def test_fp16_keeps_inputs_and_outputs(
     weights = {t.data_type for t in graph.initializer if len(t.dims) == 2}
     assert weights == {TensorProto.FLOAT16}
     assert {v.type.tensor_type.elem_type for v in graph.output} == {TensorProto.FLOAT}
-    found = by_mask(target, sequences, report.facts.outputs)
-    assert 1e-5 < far_off(found, wanted(path)) <= 5e-2
+    result = by_mask(target, sequences, report.facts.outputs)
+    assert 1e-5 < far_off(result, alone_answers(path)) <= 5e-2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_weights_beside_the_model_stay_beside_it(
-    precision: Any, exported: Exported, sequences: list[Tokens], wanted: Wanted, tmp_path: Path
+    precision: Any,
+    exported: Exported,
+    sequences: list[Tokens],
+    alone_answers: AloneAnswers,
+    tmp_path: Path,
 ) -> None:
     path, source, target = (
         exported("span:sdpa"),
@@ -312,8 +318,8 @@ def test_weights_beside_the_model_stay_beside_it(
     assert sorted(target.parent.iterdir()) == sorted(report.files)
     assert [file.name for file in report.files] == ["p.onnx", "p.onnx.data"]
     shutil.rmtree(source.parent)
-    found = by_lengths(target, sequences, report.facts.outputs)
-    assert far_off(found, wanted(path)) <= (1e-5 if precision == "fp32" else 5e-2)
+    result = by_lengths(target, sequences, report.facts.outputs)
+    assert far_off(result, alone_answers(path)) <= (1e-5 if precision == "fp32" else 5e-2)
 
 
 def test_rows_can_be_fixed(exported: Exported, tmp_path: Path) -> None:
@@ -329,11 +335,11 @@ def test_rows_can_be_fixed(exported: Exported, tmp_path: Path) -> None:
 
 def test_what_was_found_is_told(exported: Exported, tmp_path: Path) -> None:
     report = onnxpack.pack(exported("bert:eager"), tmp_path / "packed.onnx", "repack")
-    told = [(found.what, found.done) for found in report.findings]
-    assert [what for what, _ in told] == [
+    reported = [(result.what, result.done) for result in report.findings]
+    assert [label for label, _ in reported] == [
         *("positions", "head", "attention", "attention", "output", "output"),
     ]
-    assert ("output", "one a token") in told and ("output", "one a sequence") in told
+    assert ("output", "one per token") in reported and ("output", "one per sequence") in reported
     assert "Softmax" in report.findings[2].where and "/Add" in report.findings[2].done
     assert report.facts.heads["hidden"] == ("last_hidden_state",)
     assert report.facts.max_positions == 24 and report.facts.vocab_size == 60
@@ -354,11 +360,11 @@ def test_packhorse_own_export(
 
 
 def test_relative_positions_are_refused_in_repack_mode_alone(
-    exported: Exported, sequences: list[Tokens], wanted: Wanted, tmp_path: Path
+    exported: Exported, sequences: list[Tokens], alone_answers: AloneAnswers, tmp_path: Path
 ) -> None:
     path = exported("mpnet:eager")
-    check(path, tmp_path / "mask.onnx", sequences, wanted(path), "mask")
-    with pytest.raises(CheckpointError, match=r"node '.*Add' \(Add\) gives scores a shift"):
+    check(path, tmp_path / "mask.onnx", sequences, alone_answers(path), "mask")
+    with pytest.raises(CheckpointError, match=r"node '.*Add' \(Add\) adds a bias for positions"):
         onnxpack.pack(path, tmp_path / "repack.onnx", "repack")
 
 
@@ -367,7 +373,7 @@ def test_relative_positions_are_refused_in_repack_mode_alone(
     [
         ({}, CheckpointError, "output 'attentions' is neither"),
         ({"attentions": "token"}, CheckpointError, "neighbors change a text's output 'att"),
-        ({"attentions": "sequence", "states": "sequence"}, InputError, "'states' is one a token"),
+        ({"attentions": "sequence", "states": "sequence"}, InputError, "'states' is per token"),
         ({"nothing": "token"}, InputError, "there is no output 'nothing'; there are: states"),
     ],
 )
@@ -428,7 +434,7 @@ def age(model: onnx.ModelProto) -> None:
 
 
 REFUSED = [
-    (rename_input, "input 'speaker_ids' is none that packing knows"),
+    (rename_input, "input 'speaker_ids' is not one that packing knows"),
     (bake_positions, "found 0 tables that are looked up by position"),
     (multiply_mask, r"node '.*' \(Mul\) joins mask and scores"),
     (age, "opset 10"),
@@ -518,8 +524,8 @@ def test_a_graph_inside_a_node_keeps_what_it_reads(exported: Exported, tmp_path:
             info = helper.make_tensor_value_info(f"{name}_result", TensorProto.FLOAT, None)
             bodies[name] = helper.make_graph([inner], name, [], [info])
         graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
-        made = helper.make_node("If", ["yes"], list(node.output), "choice", **bodies)
-        node.CopyFrom(made)
+        built = helper.make_node("If", ["yes"], list(node.output), "choice", **bodies)
+        node.CopyFrom(built)
 
     path = changed(exported("bert:eager"), tmp_path / "branch.onnx", branch)
     assert onnxpack.pack(path, tmp_path / "packed.onnx", "repack").difference < 1e-5

@@ -45,10 +45,10 @@ def int8(
     """An export (see `exported`), quantized dynamically in one of the ways of QUANTIZERS."""
     folder = tmp_path_factory.mktemp("int8")
 
-    def int8(name: str = "bert:eager", how: str = "weights") -> Path:
-        path = folder / f"{name.replace(':', '-')}-{how}.onnx"
+    def int8(name: str = "bert:eager", variant: str = "weights") -> Path:
+        path = folder / f"{name.replace(':', '-')}-{variant}.onnx"
         if not path.exists():
-            quantize_dynamic(exported(name), path, **QUANTIZERS[how])
+            quantize_dynamic(exported(name), path, **QUANTIZERS[variant])
         return path
 
     return int8
@@ -81,8 +81,8 @@ def together(backend: OnnxBackend, sequences: list[Tokens]) -> list[np.ndarray]:
 
 def neighbors_changed(sequences: list[Tokens]) -> list[Tokens]:
     """The same, but the fourth."""
-    other = Tokens(sequences[3].ids[::-1].copy(), sequences[3].types)
-    return [*sequences[:3], other, *sequences[4:]]
+    second = Tokens(sequences[3].ids[::-1].copy(), sequences[3].types)
+    return [*sequences[:3], second, *sequences[4:]]
 
 
 CASES = [
@@ -103,24 +103,24 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "name", "how"), CASES)
+@pytest.mark.parametrize(("mode", "name", "variant"), CASES)
 def test_a_text_is_rounded_as_it_is_alone(
-    mode: Mode, name: str, how: str, int8: Callable, sequences: list[Tokens], tmp_path: Path
+    mode: Mode, name: str, variant: str, int8: Callable, sequences: list[Tokens], tmp_path: Path
 ) -> None:
-    path, target = int8(name, how), tmp_path / "packed.onnx"
+    path, target = int8(name, variant), tmp_path / "packed.onnx"
     report = onnxpack.pack(path, target, mode)
     kinds = {node.op_type for node in onnx.load(target).graph.node}
     assert "MatMulInteger" in kinds and "DynamicQuantizeLinear" not in kinds
     written = together(OnnxBackend(target, plain=True), sequences)
-    for ours, theirs in zip(written, alone(path, sequences), strict=True):
+    for loaded, reference in zip(written, alone(path, sequences), strict=True):
         # A number in 10,000 may round to the next level; a scale of another text moves them all.
-        assert np.quantile(np.abs(ours - theirs), 0.99) <= 1e-5
+        assert np.quantile(np.abs(loaded - reference), 0.99) <= 1e-5
     backend = OnnxBackend(target)
     before = together(backend, sequences)
     after = together(backend, neighbors_changed(sequences))
     same = [np.array_equal(a, b) for a, b in zip(before, after, strict=True)]
     assert same == [number != 3 for number in range(6)]
-    assert any(found.what == "scale" for found in report.findings)
+    assert any(result.what == "scale" for result in report.findings)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -142,7 +142,7 @@ def round_by_the_batch(model: onnx.ModelProto) -> None:
     norm = next(node for node in graph.node if node.op_type == "LayerNormalization")
     source, norm.output[0] = norm.output[0], "exact"
     graph.initializer.append(numpy_helper.from_array(np.array(100, np.float32), "levels"))
-    made = [
+    built = [
         helper.make_node("Abs", ["exact"], ["sizes"]),
         helper.make_node("ReduceMax", ["sizes"], ["largest"], keepdims=0),
         helper.make_node("Div", ["largest", "levels"], ["step"]),
@@ -151,7 +151,7 @@ def round_by_the_batch(model: onnx.ModelProto) -> None:
         helper.make_node("Mul", ["rounded", "step"], [source]),
     ]
     at = list(graph.node).index(norm) + 1
-    nodes = [*graph.node[:at], *made, *graph.node[at:]]
+    nodes = [*graph.node[:at], *built, *graph.node[at:]]
     del graph.node[:]
     graph.node.extend(nodes)
 
@@ -190,8 +190,8 @@ def test_a_large_difference_is_told(tmp_path: Path) -> None:
     report = onnxpack.pack(path, tmp_path / "packed.onnx", "mask")
     assert report.difference_unfused < 1e-5
     assert bool(report.warning) == (report.difference > 0.05)
-    told = onnxpack.Report(report.facts, (), (1, 1), (), 0.26, 0.0).warning
-    assert "differ from the original's by 0.26 of their size" in told and "fuses" in told
+    reported = onnxpack.PackingReport(report.facts, (), (1, 1), (), 0.26, 0.0).warning
+    assert "differ from the original's by 0.26 of their size" in reported and "fuses" in reported
 
 
 def test_files_whose_neighbors_mix_must_be_packed_again(int8: Callable, tmp_path: Path) -> None:
@@ -202,10 +202,10 @@ def test_files_whose_neighbors_mix_must_be_packed_again(int8: Callable, tmp_path
     )
     with pytest.raises(CheckpointError, match=r"neighbors change its int8 scales.*pack the model"):
         onnxpack.load(old)
-    kept = retold(
+    remaining = retold(
         tmp_path / "packed.onnx", tmp_path / "kept.onnx", lambda facts: facts.update(exact=True)
     )
-    assert onnxpack.load(kept).facts.mode == "mask"
+    assert onnxpack.load(remaining).facts.mode == "mask"
 
 
 @pytest.mark.slow

@@ -49,15 +49,15 @@ def lay(sequences: list[Tokens], mode: Mode) -> Packed:
     return Packed.rows(sequences, PACKS, CAPACITY) if mode == "mask" else Packed.build(sequences)
 
 
-def agrees(backend: OnnxBackend, batch: Packed, theirs: Answers) -> bool:
+def agrees(backend: OnnxBackend, batch: Packed, reference: Answers) -> bool:
     """Does every output equal the original's for each of the caller's sequences?"""
     names = list(backend.facts.outputs)
-    for name, found in zip(names, backend(batch, names), strict=True):
+    for name, result in zip(names, backend(batch, names), strict=True):
         per_token = backend.facts.outputs[name] == "token"
-        assert len(found) == (len(batch.ids) if per_token else len(batch))
-        each = batch.split(found) if per_token else list(batch.pick(found))
-        for ours, wanted in zip(each, theirs, strict=True):
-            if np.abs(ours.numpy() - wanted[name]).max() > 1e-5:
+        assert len(result) == (len(batch.ids) if per_token else len(batch))
+        item = batch.split(result) if per_token else list(batch.pick(result))
+        for loaded, expected in zip(item, reference, strict=True):
+            if np.abs(loaded.numpy() - expected[name]).max() > 1e-5:
                 return False
     return True
 
@@ -72,11 +72,11 @@ def test_a_batch_is_answered_as_the_original_would(
     backends: Backends,
     exported: Exported,
     sequences: list[Tokens],
-    wanted: Callable[[Path], Answers],
+    alone_answers: Callable[[Path], Answers],
 ) -> None:
     """With fixed rows the batch takes several runs."""
     backend, batch = backends(name, mode, shape=shape), lay(sequences, mode)
-    assert agrees(backend, batch, wanted(exported(name)))
+    assert agrees(backend, batch, alone_answers(exported(name)))
 
 
 @pytest.mark.parametrize("mode", ["mask", "repack"])
@@ -87,8 +87,8 @@ def test_sequences_that_are_joined_see_each_other(
     backend, batch = backends("bert:sdpa", mode), lay(sequences, mode)
     (apart,) = backend(batch, ["hidden"])
     bounds = torch.cat([batch.cu_seqlens[:1], batch.cu_seqlens[2:]])
-    own = tuple(i for i in range(len(batch) - 1) if i == 0 or i + 1 in batch.places)
-    (joined,) = backend(replace(batch, cu_seqlens=bounds, places=own), ["hidden"])
+    local = tuple(i for i in range(len(batch) - 1) if i == 0 or i + 1 in batch.places)
+    (joined,) = backend(replace(batch, cu_seqlens=bounds, places=local), ["hidden"])
     changed = (apart - joined).abs().amax(-1) > 1e-3
     real = torch.zeros(len(batch.ids), dtype=torch.bool)
     for place in batch.places:
@@ -98,25 +98,26 @@ def test_sequences_that_are_joined_see_each_other(
 
 
 def test_repacking_takes_any_batch(
-    backends: Backends, exported: Exported, sequences: list[Tokens], wanted: Callable
+    backends: Backends, exported: Exported, sequences: list[Tokens], alone_answers: Callable
 ) -> None:
     """Rows with dummies at their ends, and a bucket with dummies and empty sequences."""
-    backend, theirs = backends("bert:sdpa", "repack"), wanted(exported("bert:sdpa"))
-    assert agrees(backend, lay(sequences, "mask"), theirs)
-    assert agrees(backend, Packed.build(sequences).pad(96, 16), theirs)
+    backend, reference = backends("bert:sdpa", "repack"), alone_answers(exported("bert:sdpa"))
+    assert agrees(backend, lay(sequences, "mask"), reference)
+    assert agrees(backend, Packed.build(sequences).pad(96, 16), reference)
 
 
 def test_heads_are_those_of_an_encoder(
-    backends: Backends, exported: Exported, sequences: list[Tokens], wanted: Callable
+    backends: Backends, exported: Exported, sequences: list[Tokens], alone_answers: Callable
 ) -> None:
     backend, batch = backends("span:sdpa", "repack"), Packed.build(sequences)
     at = torch.tensor([0, 3, 17])
-    spans, some = backend(batch, ["span"])[0], backend(batch, ["span"], at)[0]
-    theirs = [
-        np.stack([a["start_logits"], a["end_logits"]], -1) for a in wanted(exported("span:sdpa"))
+    spans, selected = backend(batch, ["span"])[0], backend(batch, ["span"], at)[0]
+    reference = [
+        np.stack([a["start_logits"], a["end_logits"]], -1)
+        for a in alone_answers(exported("span:sdpa"))
     ]
-    assert np.abs(spans.numpy() - np.concatenate(theirs)).max() <= 1e-5
-    assert torch.equal(some, spans[at])
+    assert np.abs(spans.numpy() - np.concatenate(reference)).max() <= 1e-5
+    assert torch.equal(selected, spans[at])
     classify = backends("classify:eager", "mask")
     assert classify.heads == ("logits", "classify") and classify.width("classify") == 3
     pooled, hidden = backends("bert:sdpa", "repack")(batch, ["pooled", "hidden"], at)
@@ -124,12 +125,12 @@ def test_heads_are_those_of_an_encoder(
 
 
 def test_vectors_are_made_of_hidden_states_here(
-    backends: Backends, exported: Exported, sequences: list[Tokens], wanted: Callable
+    backends: Backends, exported: Exported, sequences: list[Tokens], alone_answers: Callable
 ) -> None:
     path = backends("bert:sdpa", "repack").path
     backend = onnxpack.load(path, heads={"embed": Embed(("mean",), normalise=True)})
     (vectors,) = backend(Packed.build(sequences), ["embed"])
-    means = [a["last_hidden_state"].mean(0) for a in wanted(exported("bert:sdpa"))]
+    means = [a["last_hidden_state"].mean(0) for a in alone_answers(exported("bert:sdpa"))]
     expected = np.stack([mean / np.linalg.norm(mean) for mean in means])
     assert np.abs(vectors.numpy() - expected).max() <= 1e-5
     assert "embed" in backend.heads
@@ -145,8 +146,8 @@ def test_roberta_does_not_count_its_padding_word(
     ids = sequences[3].ids.copy()
     ids[4] = 1
     texts = [*sequences[:3], Tokens(ids, sequences[3].types), *sequences[4:]]
-    theirs = alone(exported("roberta:sdpa"), texts)
-    assert agrees(backends("roberta:sdpa", mode), lay(texts, mode), theirs)
+    reference = alone(exported("roberta:sdpa"), texts)
+    assert agrees(backends("roberta:sdpa", mode), lay(texts, mode), reference)
 
 
 def test_an_encoder_runs_on_it(minilm: Path, tmp_path: Path) -> None:
@@ -163,8 +164,8 @@ def test_an_encoder_runs_on_it(minilm: Path, tmp_path: Path) -> None:
     backend = onnxpack.load(tmp_path / "packed.onnx", heads={"embed": Embed()})
     with_onnx = replace(with_torch, backend=backend, capacity=backend.capacity)
     texts = ["A pack horse carries sacks.", "Mules too.", "word " * 100]
-    found, expected = with_onnx.embed(texts), with_torch.embed(texts)
-    assert np.abs(found - expected).max() <= 1e-5
+    result, expected = with_onnx.embed(texts), with_torch.embed(texts)
+    assert np.abs(result - expected).max() <= 1e-5
 
 
 def test_types_that_are_no_input_do_not_limit_a_row(
@@ -180,14 +181,14 @@ def test_types_that_are_no_input_do_not_limit_a_row(
 
 
 def test_it_may_be_shared_between_threads(
-    backends: Backends, exported: Exported, sequences: list[Tokens], wanted: Callable
+    backends: Backends, exported: Exported, sequences: list[Tokens], alone_answers: Callable
 ) -> None:
-    backend, theirs = backends("bert:sdpa", "repack"), wanted(exported("bert:sdpa"))
+    backend, reference = backends("bert:sdpa", "repack"), alone_answers(exported("bert:sdpa"))
     orders = [list(np.random.default_rng(seed).permutation(len(sequences))) for seed in range(24)]
 
     def ask(order: list[int]) -> bool:
         batch = Packed.build([sequences[i] for i in order])
-        return agrees(backend, batch, [theirs[i] for i in order])
+        return agrees(backend, batch, [reference[i] for i in order])
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(ask, orders))
@@ -212,7 +213,7 @@ BAD: list[tuple[Mode, Any, Callable[[], Packed], Any, str]] = [
     ("repack", None, lambda: Packed.build([one(25)]), InputError, "has 25 tokens, the model 24"),
     ("repack", (1, 8), lambda: Packed.build([one(9)]), InputError, "longer than the model's 8"),
     ("positions", (1, 8), lambda: Packed.build([one(9)]), InputError, "9 tokens, a row 8"),
-    ("repack", None, lambda: Packed.build([one(2, WORDS)]), InputError, "token 60 is none"),
+    ("repack", None, lambda: Packed.build([one(2, WORDS)]), InputError, "token 60 is outside"),
 ]
 
 
@@ -244,8 +245,8 @@ def retold(path: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Pat
     """The model with other facts; `change` may return what is no JSON object at all."""
     model = onnx.load(path)
     (entry,) = (entry for entry in model.metadata_props if entry.key == KEY)
-    said = json.loads(entry.value)
-    entry.value = json.dumps(change(said) or said)
+    settings = json.loads(entry.value)
+    entry.value = json.dumps(change(settings) or settings)
     onnx.save(model, to)
     return to
 
@@ -253,19 +254,19 @@ def retold(path: Path, to: Path, change: Callable[[dict[str, Any]], Any]) -> Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda said: [1], "damaged"),
-        (lambda said: said.pop("heads") and None, "damaged"),
-        (lambda said: said.update(version=99), "of another version"),
-        (lambda said: said.update(mode="guess"), "damaged"),
-        (lambda said: said.update(shape=[0, 4]), "damaged"),
-        (lambda said: said.update(shape=[4]), "damaged"),
-        (lambda said: said.update(vocab_size="many"), "damaged"),
-        (lambda said: said.update(padding=-4), "damaged"),
-        (lambda said: said.update(outputs={"last_hidden_state": "row"}), "damaged"),
-        (lambda said: said.update(heads={"hidden": ["nothing"]}), "damaged"),
-        (lambda said: said["inputs"].update(smell="nose"), "damaged"),
-        (lambda said: said["inputs"].update(ids="ids"), "another model's"),
-        (lambda said: said["outputs"].update(more="token"), "another model's"),
+        (lambda settings: [1], "damaged"),
+        (lambda settings: settings.pop("heads") and None, "damaged"),
+        (lambda settings: settings.update(version=99), "of another version"),
+        (lambda settings: settings.update(mode="guess"), "damaged"),
+        (lambda settings: settings.update(shape=[0, 4]), "damaged"),
+        (lambda settings: settings.update(shape=[4]), "damaged"),
+        (lambda settings: settings.update(vocab_size="many"), "damaged"),
+        (lambda settings: settings.update(padding=-4), "damaged"),
+        (lambda settings: settings.update(outputs={"last_hidden_state": "row"}), "damaged"),
+        (lambda settings: settings.update(heads={"hidden": ["nothing"]}), "damaged"),
+        (lambda settings: settings["inputs"].update(smell="nose"), "damaged"),
+        (lambda settings: settings["inputs"].update(ids="ids"), "another model's"),
+        (lambda settings: settings["outputs"].update(more="token"), "another model's"),
     ],
 )
 def test_damaged_facts_are_refused(

@@ -102,9 +102,9 @@ def test_every_average_lands_where_its_weight_does(
 
 
 def _saved(to: Path, like: Path, tensors: dict[str, np.ndarray]) -> Path:
-    from packhorse.checkpoint.tensorflow import tf1_write
+    from packhorse.checkpoint.tensorflow import tf1
 
-    tf1_write.write(to, {name: torch.from_numpy(np.array(x)) for name, x in tensors.items()})
+    tf1.write(to, {name: torch.from_numpy(np.array(x)) for name, x in tensors.items()})
     (to.parent / "bert_config.json").write_bytes((like.parent / "bert_config.json").read_bytes())
     return to
 

@@ -16,8 +16,7 @@ import torch
 
 from packhorse import attention, checkpoint
 from packhorse.checkpoint.building import build
-from packhorse.checkpoint.sentence import Layout
-from packhorse.checkpoint.sentence_layers import Layer
+from packhorse.checkpoint.sentence import SentenceLayer, SentenceLayout
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 from packhorse.optim import LAMB, parameter_groups
@@ -117,8 +116,8 @@ def test_a_checkpoint_is_a_model_folder(
     shape: dict[str, Any], raw: dict[str, Any], heads: tuple[str, ...], tmp_path: Path
 ) -> None:
     config = BertConfig(30, 8, 2, 2, 12, **SMALL, **shape)
-    vectors = Layout(
-        tmp_path, tmp_path, ("mean",), (Layer("Dense", "2_Dense", 8, 4, True, "Tanh"),)
+    vectors = SentenceLayout(
+        tmp_path, tmp_path, ("mean",), (SentenceLayer("Dense", "2_Dense", 8, 4, True, "Tanh"),)
     )
     tied = raw.get("tie_word_embeddings", True)
 

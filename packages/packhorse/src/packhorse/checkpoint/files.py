@@ -1,11 +1,11 @@
-"""Open what lies in a model's folder and nothing else; write a folder whole or not at all.
+"""Open files of a model's folder and no others; write a folder whole or not at all.
 
-A model folder is a stranger's: its index, its modules.json and its links can name any file of this
-machine. The rule for every reader: a name found in a file is one plain file name, and what it leads
-to, links followed, is a regular file inside the model's folder. The one exception is a snapshot in
-the hub's cache (`models--org--name/snapshots/REVISION`), where each file is by design a link into
-the `blobs` of its repository or of the cache; links that end elsewhere are refused there too. Hard
-links pass: they cannot be told from a copy, and installers such as uv make them.
+A model folder is not trusted: its index, its modules.json and its links can name any file of this
+machine. The rule for every reader: a name in a file must be a plain file name, and it must resolve,
+links followed, to a regular file inside the model's folder. The one exception is a snapshot in the
+hub's cache (`models--org--name/snapshots/REVISION`), where each file is by design a link into the
+`blobs` of its repository or of the cache; links to anywhere else are refused there too. Hard links
+are accepted: they cannot be told from a copy, and installers such as uv make them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from packhorse.errors import CheckpointError, InputError
 
 JSON_LIMIT = 4 << 20  # bytes; the largest index of a real model is under 1 MiB
 
-# Without O_NONBLOCK, opening a FIFO would wait for a writer for ever.
+# O_NOFOLLOW: the path was resolved already, and must not have become a link since. O_NONBLOCK:
+# without it, opening a FIFO would wait for a writer for ever.
 _FLAGS = (
     os.O_RDONLY
     | getattr(os, "O_NOFOLLOW", 0)
@@ -34,19 +35,20 @@ _FLAGS = (
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Where `name` of `folder` really is; refused when that is outside the model's folder."""
-    if name in ("", ".", "..") or any(bad in name for bad in "/\\:\0"):
+    """The real path of `name` in `folder`; raises if that is outside the model's folder."""
+    if name in ("", ".", "..") or any(character in name for character in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
     real = Path(os.path.realpath(folder / name))
     if not any(real.is_relative_to(root) for root in _roots(folder)):
         raise CheckpointError(
             f"{folder / name} is a link to {real}, outside the model's folder; "
-            f"copy the file there, or pass the folder it lies in"
+            f"copy the file there, or pass the folder that it is in"
         )
     return real
 
 
 def _roots(folder: Path) -> list[Path]:
+    """The folders that files of `folder` may be in."""
     real = Path(os.path.realpath(folder))
     for snapshot in (real, *real.parents):
         repository = snapshot.parent.parent
@@ -56,7 +58,7 @@ def _roots(folder: Path) -> list[Path]:
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
-    """The regular file `name` of `folder`, opened for reading."""
+    """Open the regular file `name` of `folder` for reading."""
     path = inside(folder, name)
     try:
         descriptor = os.open(path, _FLAGS)
@@ -71,12 +73,12 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 
 
 def exists(folder: Path, name: str) -> bool:
-    """Is there anything called `name` (a dangling link included, so that it is reported)?"""
+    """Does `name` exist in `folder`? True for a dangling link, so that opening it reports it."""
     return os.path.lexists(folder / name)
 
 
 def read_json(folder: Path, name: str) -> Any:
-    """The JSON document `name` of `folder`."""
+    """Read the JSON document `name` of `folder`."""
     with open_file(folder, name) as file:
         text = file.read(JSON_LIMIT + 1)
     if len(text) > JSON_LIMIT:
@@ -88,26 +90,26 @@ def read_json(folder: Path, name: str) -> Any:
 
 
 def read_object(folder: Path, name: str, *, optional: bool = False) -> dict[str, Any]:
-    """The JSON object `name` of `folder`; empty when it is `optional` and absent."""
+    """Read the JSON object `name` of `folder`; empty if it is `optional` and absent."""
     if optional and not exists(folder, name):
         return {}
-    found = read_json(folder, name)
-    if not isinstance(found, dict):
+    document = read_json(folder, name)
+    if not isinstance(document, dict):
         raise CheckpointError(f"{folder / name} holds no JSON object")
-    return found
+    return document
 
 
 def write_json(folder: Path, name: str, value: Any) -> None:
-    """Write `value` as people like to read it."""
+    """Write `value` as indented JSON."""
     (folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 @contextmanager
 def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to fill, which becomes `folder` when the block ends well and vanishes otherwise.
+    """Yield a draft folder, which becomes `folder` if the block succeeds and is deleted otherwise.
 
     An old folder is moved aside before it is deleted: whenever the process is killed, a folder
-    called `folder` is whole, old or new. (Between two renames it may be absent; then both lie
+    called `folder` is complete, old or new. (Between two renames it may be absent; then both are
     beside it under hidden names.)
     """
     target = Path(os.path.abspath(folder))
@@ -130,7 +132,7 @@ def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _sync(folder: Path) -> None:
-    """Without this a power cut soon after the rename could leave files without their bytes."""
+    """Flush all files: a power cut soon after the rename could else leave them empty."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb+") as file:
@@ -138,6 +140,7 @@ def _sync(folder: Path) -> None:
 
 
 def _swap(draft: Path, target: Path) -> None:
+    """Rename `draft` to `target`, and put an old `target` back if that fails."""
     if not target.exists():
         draft.rename(target)
         return

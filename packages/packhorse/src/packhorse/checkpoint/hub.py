@@ -1,13 +1,13 @@
-"""From what a user calls a model to its files: a path, the embedded model, or a hub id.
+"""Resolve a user's name for a model to its files: a path, the embedded model, or a hub id.
 
-A path that exists wins, and so does the prefix of a TensorFlow checkpoint, which is no file itself.
-A name whose first part is a folder here is taken for a path with a mistake in it, not for an id.
-all-MiniLM-L6-v2 comes next from the package that carries it, if that is installed: its weights are
-those of the hub (their sha256 is checked), it needs no network and so answers before any cache. All
-else is `org/name[@revision]`, fetched by huggingface_hub into the user's own cache, and of it only
-the files that are read here. What was fetched whole is used again without asking the hub; a branch
-or tag that is named (`org/name@main`) is asked for anew. huggingface_hub looks at HF_HOME,
-HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, so it is imported when it is needed.
+An existing path comes first, and so does the prefix of a TensorFlow checkpoint, which is not a file
+itself. A name whose first part is a folder here is reported as a mistyped path, not tried as an id.
+all-MiniLM-L6-v2 comes next, from the package that contains it, if that is installed: its weights
+are those of the hub (their sha256 is checked), and it needs no network. Anything else is
+`org/name[@revision]`, downloaded by huggingface_hub into the user's cache, and only the files that
+are read here. A complete download is used again without asking the hub, but for a branch or tag
+(`org/name@main`) the hub is asked each time. huggingface_hub reads HF_HOME, HF_ENDPOINT and
+HF_HUB_OFFLINE when it is imported, so it is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EMBEDDED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d
 
 HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[^@\s]+))?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")  # a revision that never changes
-PART = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # of a TensorFlow checkpoint
+TF_SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # of TensorFlow checkpoints
 PATTERNS = [
     "config.json",
     "config_sentence_transformers.json",
@@ -50,7 +50,7 @@ PATTERNS = [
     "[0-9]_*/*.safetensors",
     "[0-9]_*/vocab.txt",
 ]
-# Asked for only where a model has no safetensors: most that have them have both.
+# Downloaded only if a model has no safetensors: most models that have those have both.
 TORCH_MODULES = "[0-9]_*/pytorch_model.bin"
 TORCH_PATTERNS = [
     "pytorch_model.bin",
@@ -62,7 +62,7 @@ WEIGHTED = ("_Transformer", "_Dense", "_LayerNorm")  # folders of modules that h
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model, fetched if need be; or the file or prefix that was named."""
+    """The folder of a model, downloaded if necessary; or the file or prefix that was named."""
     if not str(model).strip():
         raise CheckpointError("no model was named; pass a folder or a hub id such as org/name")
     path = _existing(model)
@@ -90,7 +90,7 @@ def resolve(model: str | Path) -> Path:
 
 
 def _lacks_weights(module: Path) -> bool:
-    """Was a module of sentence-transformers saved for torch, beside a transformer that was not?"""
+    """Is this a module of sentence-transformers whose weights exist only as torch's .bin?"""
     weighted = module.name.endswith(WEIGHTED) and (module / "config.json").is_file()
     return weighted and not any(module.glob("*.safetensors"))
 
@@ -103,14 +103,14 @@ def _existing(model: str | Path) -> Path | None:
         return path if path.exists() or index.exists() or any(data) else None
     except ValueError:  # a path without a name, or with a NUL
         return None
-    except (OSError, RuntimeError):  # a name too long, a home that no one has
+    except (OSError, RuntimeError):  # a name too long, an unknown user's home
         return None
 
 
 def _near(path: Path) -> str:
-    """Names like that of a path, in its folder; as a part of an error."""
+    """Similar names in the path's folder, for the end of an error message."""
     try:
-        names = {PART.sub("", one.name) for one in path.expanduser().parent.iterdir()}
+        names = {TF_SUFFIX.sub("", file.name) for file in path.expanduser().parent.iterdir()}
     except (OSError, RuntimeError, ValueError):
         return ""
     near = difflib.get_close_matches(path.name, sorted(names), 3)
@@ -119,11 +119,11 @@ def _near(path: Path) -> str:
 
 
 def embedded() -> Path | None:
-    """The folder of the model that came as a package, its weights verified; None without it."""
-    found = find_spec(EMBEDDED_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    """The folder of the model that is installed as a package, its weights verified; else None."""
+    spec = find_spec(EMBEDDED_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         return None
-    folder = Path(found.submodule_search_locations[0]) / "model"
+    folder = Path(spec.submodule_search_locations[0]) / "model"
     weights = folder / "model.safetensors"
     try:
         state = weights.stat()
@@ -139,8 +139,8 @@ def embedded() -> Path | None:
 
 
 @cache
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """Remembered for as long as the file looks the same."""
+def _sha256(path: Path, size: int, modified: int) -> str:
+    """The digest, cached as long as size and modification time stay the same."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -155,12 +155,13 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         RevisionNotFoundError,
     )
 
-    kept = _kept(repository, revision, patterns)
-    if kept is not None:
-        return kept
-    hub, offline = constants.ENDPOINT, constants.HF_HUB_OFFLINE
+    cached = _cached(repository, revision, patterns)
+    if cached is not None:
+        return cached
+    hub = constants.ENDPOINT
+    offline = constants.HF_HUB_OFFLINE
     name = f"{repository}@{revision}" if revision else repository
-    again = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
+    command = f"hf download {repository}" + (f" --revision {revision}" if revision else "")
     reach = "HF_HUB_OFFLINE is set" if offline else f"{hub} cannot be reached"
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
@@ -168,31 +169,34 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
             _remember(folder, patterns)
         return folder
     except GatedRepoError as error:
-        why = f"is gated: accept its terms at {hub}/{repository}, then set HF_TOKEN"
-        raise CheckpointError(f"{name} {why}") from error
+        raise CheckpointError(
+            f"{name} is gated: accept its terms at {hub}/{repository}, then set HF_TOKEN"
+        ) from error
     except RevisionNotFoundError as error:
         raise CheckpointError(f"{repository} has no revision {revision!r} at {hub}") from error
     except RepositoryNotFoundError as error:
-        why = "if it is private, set HF_TOKEN; if it is a folder, check its path"
-        raise CheckpointError(f"there is no folder {name} and no model at {hub}: {why}") from error
+        raise CheckpointError(
+            f"there is no folder {name} and no model at {hub}: if it is private, set HF_TOKEN; "
+            f"if it is a folder, check its path"
+        ) from error
     except LocalEntryNotFoundError as error:
-        missing = f"is no folder, not (or not whole) in the cache {constants.HF_HUB_CACHE}"
-        how = f"run `{again}` where there is a network, or pass the model's folder"
-        raise CheckpointError(f"{name} {missing}, and {reach}: {how}") from error
+        raise CheckpointError(
+            f"{name} is no folder, not (or not whole) in the cache {constants.HF_HUB_CACHE}, and "
+            f"{reach}: run `{command}` where there is a network, or pass the model's folder"
+        ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id: {error}") from error
-    except Exception as error:  # whatever the network or the disk did, it is one line to the user
-        why = f"{type(error).__name__}: {error}"
+    except Exception as error:  # any failure of network or disk becomes one line for the user
         raise CheckpointError(
-            f"{name} cannot be fetched from {hub}: {why}; try `{again}`"
+            f"{name} cannot be fetched from {hub}: {type(error).__name__}: {error}; try `{command}`"
         ) from error
 
 
-def _kept(repository: str, revision: str | None, patterns: list[str]) -> Path | None:
-    """The snapshot that an earlier run fetched whole and that is whole still, or None.
+def _cached(repository: str, revision: str | None, patterns: list[str]) -> Path | None:
+    """The snapshot that an earlier run downloaded completely and that is still complete, or None.
 
-    The cache alone does not tell: another program may have fetched a part, say without the files
-    that name the pooling.
+    The cache alone does not show that: another program may have downloaded only some files, for
+    example without those that name the pooling.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -200,10 +204,10 @@ def _kept(repository: str, revision: str | None, patterns: list[str]) -> Path | 
     if revision is not None and not COMMIT.fullmatch(revision):
         return None
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository, revision=revision, allow_patterns=patterns, local_files_only=True
         )
-        folder = Path(found)
+        folder = Path(snapshot)
         names = _record(folder, patterns).read_text("utf-8").splitlines()
     except (LocalEntryNotFoundError, HFValidationError, InputError, OSError):
         return None
@@ -211,7 +215,7 @@ def _kept(repository: str, revision: str | None, patterns: list[str]) -> Path | 
 
 
 def _remember(folder: Path, patterns: list[str]) -> None:
-    """Note which files were fetched; where nothing can be written, the hub is asked each time."""
+    """Record which files were downloaded; if that fails, the hub is asked each time."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     with suppress(InputError, OSError):
         record = _record(folder, patterns)
@@ -220,5 +224,6 @@ def _remember(folder: Path, patterns: list[str]) -> None:
 
 
 def _record(folder: Path, patterns: list[str]) -> Path:
+    """The file that lists the names of a complete download."""
     key = repr((str(folder), patterns))
     return cache_folder() / "hub" / hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is in a checkpoint of any format, and whether it would run here."""
+"""Describe a checkpoint of any format: its tensors and files, and whether it would run here."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch import Tensor
 
 from packhorse import wire
 from packhorse.checkpoint import sources
-from packhorse.checkpoint.configuration import Given
-from packhorse.checkpoint.contents import Contents
+from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.checkpoint.loading import Checkpoint, load
 from packhorse.errors import PackhorseError
 from packhorse.model.config import BertConfig
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # called with tensors read so far, and all
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,7 @@ class TensorFacts:
     dtype: str
     values: int
     nonfinite: int
-    crc32c: str  # of its values, row by row, little-endian: the same in every format
+    crc32c: str  # of its values in row-major order, little-endian: the same in every format
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +44,15 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All that `packhorse inspect` shows."""
+    """Everything that `packhorse inspect` shows."""
 
     path: str
     format: str
     runs: bool
-    why_not: str  # empty where it runs
+    why_not: str  # empty if it runs
     family: str
-    config: dict[str, Any]  # sizes and constants; empty where they are not known
-    gelu: str  # erf or tanh; empty where it does not run or has another activation
+    config: dict[str, Any]  # sizes and constants; empty if they are not known
+    gelu: str  # erf or tanh; empty if it does not run or has another activation
     gelu_reason: str
     heads: tuple[str, ...]
     labels: tuple[str, ...]
@@ -61,7 +60,7 @@ class Inspection:
     parameters: int
     nonfinite: int
     step: int | None
-    slots: dict[str, int]  # optimizer state: how many tensors of each kind
+    slots: dict[str, int]  # optimizer state: number of tensors by kind
     files: tuple[FileFacts, ...]
     notes: tuple[str, ...]
     tensors: tuple[TensorFacts, ...] = field(repr=False)
@@ -70,59 +69,61 @@ class Inspection:
 def inspect(
     model: str | Path,
     *,
-    config: Given = None,
+    config: ConfigInput = None,
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Inspection:
-    """Read a checkpoint and say what it holds."""
+    """Read a checkpoint, try to load it, and describe both."""
     source = sources.find(model)
     contents = source.read()
-    advance = progress or (lambda done, total: None)
-    tensors = _tensors(contents.tensors, advance)
-    given = {"config": config, "heads": heads, "gelu": gelu, "ignore": ignore}
-    made, why_not = _try(source, contents, given)
+    tensors = _tensors(contents.tensors, progress or (lambda count, total: None))
+    checkpoint: Checkpoint | None = None
+    why_not = ""
+    try:
+        checkpoint = load(
+            source,
+            contents=contents,
+            config=config,
+            heads=heads,
+            gelu=gelu,
+            ignore=ignore,
+            dtype=None,
+            allow_nonfinite=True,
+        )
+    except PackhorseError as error:
+        why_not = str(error)
     return Inspection(
         path=str(source.path),
         format=source.format,
-        runs=made is not None,
+        runs=checkpoint is not None,
         why_not=why_not,
-        family=str(made.raw.get("model_type") or "bert") if made else "",
-        config=_told(made.config) if made else {},
-        gelu=made.gelu.form if made else "",
-        gelu_reason=made.gelu.why if made else "",
-        heads=tuple(made.model.heads) if made else (),
-        labels=made.labels if made else (),
-        max_length=made.max_length if made else 0,
+        family=str(checkpoint.raw.get("model_type") or "bert") if checkpoint else "",
+        config=_file_config(checkpoint.config) if checkpoint else {},
+        gelu=checkpoint.gelu.form if checkpoint else "",
+        gelu_reason=checkpoint.gelu.reason if checkpoint else "",
+        heads=tuple(checkpoint.model.heads) if checkpoint else (),
+        labels=checkpoint.labels if checkpoint else (),
+        max_length=checkpoint.max_length if checkpoint else 0,
         parameters=sum(facts.values for facts in tensors),
         nonfinite=sum(facts.nonfinite for facts in tensors),
         step=contents.step,
         slots=contents.left_out,
         files=tuple(_file(path) for path in contents.files),
-        notes=made.notes if made else contents.notes,
+        notes=checkpoint.notes if checkpoint else contents.notes,
         tensors=tensors,
     )
 
 
-def _told(config: BertConfig) -> dict[str, Any]:
-    """As the files say it; attention dropout is a setting of training here."""
+def _file_config(config: BertConfig) -> dict[str, Any]:
+    """The fields that files have; attention dropout is a setting of training here."""
     return {name: value for name, value in asdict(config).items() if name != "attention_dropout"}
 
 
-def _try(
-    source: sources.Source, contents: Contents, given: dict[str, Any]
-) -> tuple[Checkpoint | None, str]:
-    try:
-        made = load(source, contents=contents, **given, dtype=None, allow_nonfinite=True)
-    except PackhorseError as error:
-        return None, str(error)
-    return made, ""
-
-
-def _tensors(tensors: Mapping[str, Tensor], advance: Progress) -> tuple[TensorFacts, ...]:
+def _tensors(tensors: Mapping[str, Tensor], progress: Progress) -> tuple[TensorFacts, ...]:
     facts = []
-    for done, (name, tensor) in enumerate(tensors.items(), 1):
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
         finite = tensor.isfinite().sum() if tensor.is_floating_point() else tensor.numel()
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         facts.append(
@@ -135,7 +136,7 @@ def _tensors(tensors: Mapping[str, Tensor], advance: Progress) -> tuple[TensorFa
                 crc32c=f"{wire.crc32c(data.data):08x}",
             )
         )
-        advance(done, len(tensors))
+        progress(number, len(tensors))
     return tuple(facts)
 
 

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format as a model that runs, strictly."""
+"""Load a checkpoint of any format as a model that runs, strictly."""
 
 from __future__ import annotations
 
@@ -12,23 +12,15 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import Kernel
-from packhorse.checkpoint import (
-    activation,
-    configuration,
-    files,
-    hf,
-    ignoring,
-    names,
-    sentence,
-    sources,
-)
-from packhorse.checkpoint.activation import Gelu
-from packhorse.checkpoint.building import build
-from packhorse.checkpoint.configuration import Given
+from packhorse.checkpoint import building, configuration, files, hf, names, sentence, sources
+from packhorse.checkpoint.building import LoadReport
+from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.names import tf1
-from packhorse.checkpoint.placing import Report, insist, place
-from packhorse.checkpoint.sources import Source
+from packhorse.checkpoint.gelu import Gelu
+from packhorse.checkpoint.gelu import choose as choose_gelu
+from packhorse.checkpoint.names import CanonicalCheckpoint, tf1
+from packhorse.checkpoint.sentence import SentenceLayout
+from packhorse.checkpoint.sources import ModelSource
 from packhorse.errors import CheckpointError
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
@@ -37,7 +29,7 @@ from packhorse.tokens import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A model with its weights, and all that its files say about how to use it."""
+    """A model with its weights, and everything its files say about how to use it."""
 
     config: BertConfig
     model: Model = field(repr=False)
@@ -49,37 +41,37 @@ class Checkpoint:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     format: str = "safetensors"
-    notes: tuple[str, ...] = ()  # what its reader had to do or to leave out
-    report: Report = field(default_factory=Report, repr=False)
+    notes: tuple[str, ...] = ()  # what its reader changed or left out
+    report: LoadReport = field(default_factory=LoadReport, repr=False)
     gelu: Gelu = field(default_factory=Gelu)
     raw: dict[str, Any] = field(default_factory=dict, repr=False)  # the configuration as read
-    layout: sentence.Layout | None = field(default=None, repr=False)
+    layout: SentenceLayout | None = field(default=None, repr=False)
 
 
 def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The tokenizer of the model; like its weights, its files are the folder's own."""
-    where = checkpoint.vocabulary
-    if where is None:
+    """Load the model's tokenizer; links that lead out of its folder are refused."""
+    path = checkpoint.vocabulary
+    if path is None:
         raise CheckpointError(
             f"{checkpoint.name} has no tokenizer.json and no vocab.txt beside its weights; "
             f"copy the model's there, or pass --vocab FILE (vocab=)"
         )
-    if where.is_dir():
+    if path.is_dir():
         for name in hf.TOKENIZER:
-            files.inside(where, name)
-    return Tokenizer.load(where, checkpoint.max_length, vocab_size=checkpoint.config.vocab_size)
+            files.inside(path, name)
+    return Tokenizer.load(path, checkpoint.max_length, vocab_size=checkpoint.config.vocab_size)
 
 
 def read(path: str | Path, *, slots: bool = False) -> Contents:
-    """All that a checkpoint holds, under the names it has there; `slots`: the optimizer's too."""
+    """All tensors of a checkpoint under the names in its files; `slots`: the optimizer's too."""
     return sources.find(path).read(slots=slots)
 
 
 def load(
-    model: str | Path | Source,
+    model: str | Path | ModelSource,
     *,
     contents: Contents | None = None,
-    config: Given = None,
+    config: ConfigInput = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
     vocab_size: int | None = None,
@@ -92,7 +84,7 @@ def load(
     dtype: torch.dtype | None = torch.float32,
     allow_nonfinite: bool = False,
 ) -> Checkpoint:
-    """The model of a path or of a hub id `org/name[@revision]`, ready to run.
+    """Load the model of a path or of a hub id `org/name[@revision]`, ready to run.
 
     config, vocab: files to use instead of those beside the weights. heads: attention heads, where
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
@@ -101,107 +93,110 @@ def load(
     tensors that are no part of the model. dtype: None keeps that of the file. contents: what was
     read of it already; its tensors are taken out.
     """
-    source = model if isinstance(model, Source) else sources.find(model)
+    source = model if isinstance(model, ModelSource) else sources.find(model)
     contents = source.read() if contents is None else contents
     try:
-        ignored = ignoring.take_out(contents.tensors, ignore)
-        found, form = _name(source, contents, config, heads, gelu)
-        ignoring.check(ignored, found)
+        ignored = building.drop_ignored(contents.tensors, ignore)
+        canonical, form = _canonical(source, contents, config, heads, gelu)
+        building.check_encoder(ignored, canonical)
         if vocab_size or max_positions:
-            found = names.resize(
-                found,
+            canonical = names.resize(
+                canonical,
                 vocab_size=vocab_size,
                 max_positions=max_positions,
                 repeat_positions=repeat_positions,
             )
-        tied = names.tied(found)
-        where = configuration.vocabulary(source.folder, vocab)
-        checkpoint = _build(found, tied, source.layout, where, kernel)
-        table = names.table(found.family, tied) | (source.layout.table if source.layout else {})
-        report = place(checkpoint.model, found, table, torch.device(device), dtype, ignored)
-        insist("the weights hold", [] if allow_nonfinite else report.blemishes(dtype))
+        tied = names.tied(canonical)
+        vocabulary = configuration.vocabulary(source.folder, vocab)
+        checkpoint = _without_weights(canonical, tied, source.layout, vocabulary, kernel)
+        table = names.table(canonical.family, tied) | (source.layout.table if source.layout else {})
+        report = building.place(
+            checkpoint.model, canonical, table, torch.device(device), dtype, ignored
+        )
+        bad_values = [] if allow_nonfinite else report.bad_values(dtype)
+        building.raise_problems("the weights hold", bad_values)
     except CheckpointError as error:
-        origin = configuration.locate(source.folder, config, _configs(source))
-        said = configuration.explain(error, config, origin)
-        raise CheckpointError(f"{source.path}: {said}") from error.__cause__
-    notes = contents.notes + ignoring.notes(ignored) + _unused(report)
+        config_file = configuration.locate(source.folder, config, _config_names(source))
+        message = configuration.explain(error, config, config_file)
+        raise CheckpointError(f"{source.path}: {message}") from error.__cause__
     return replace(
         checkpoint,
         name=source.name,
         format=source.format,
-        notes=notes,
+        notes=contents.notes + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
     )
 
 
-def _configs(source: Source) -> tuple[str, ...]:
-    hub = source.format in hf.KINDS
-    return configuration.HF_CONFIGS if hub else configuration.CONFIGS
+def _config_names(source: ModelSource) -> tuple[str, ...]:
+    in_hub_format = source.format in hf.KINDS
+    return configuration.HF_CONFIGS if in_hub_format else configuration.CONFIGS
 
 
-def _unused(report: Report) -> tuple[str, ...]:
-    """A note of tensors without use; a table of the numbers from 0 is no news."""
-    left = [name for name in report.unexpected if not name.endswith("position_ids")]
-    shown = ", ".join(left[:8]) + (", …" if len(left) > 8 else "")
-    return (f"not used: {len(left)} tensors ({shown})",) if left else ()
-
-
-def _name(
-    source: Source, contents: Contents, config: Given, heads: int | None, gelu: str | None
-) -> tuple[names.Found, Gelu]:
+def _canonical(
+    source: ModelSource,
+    contents: Contents,
+    config: ConfigInput,
+    heads: int | None,
+    gelu: str | None,
+) -> tuple[CanonicalCheckpoint, Gelu]:
     """The tensors by canonical name, and the GELU; `contents.tensors` is emptied."""
-    tensors, called, foreign = contents.tensors, {}, str
+    tensors = contents.tensors
+    called: dict[str, str] = {}
+    foreign = str
     if contents.format in ("tf1", "frozen"):
         scope = tf1.scope(tensors)
         tensors, called = tf1.from_tensorflow(tensors, scope)
-        foreign = partial(_spell, scope)
-    raw = configuration.find(source.folder, config, heads, tensors, _configs(source))
-    raw, form = activation.choose(raw, contents, gelu)
+        foreign = partial(_variable_name, scope)
+    raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
+    raw, form = choose_gelu(raw, contents, gelu)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
     return names.canonical(raw, tensors, called, foreign), form
 
 
-def _spell(scope: str, name: str) -> str:
-    return scope + tf1.spell_theirs(name)[0]
+def _variable_name(scope: str, name: str) -> str:
+    return scope + tf1.variable_name(name)[0]
 
 
-def _build(
-    found: names.Found,
+def _without_weights(
+    canonical: CanonicalCheckpoint,
     tied: bool,
-    layout: sentence.Layout | None,
+    layout: SentenceLayout | None,
     vocabulary: Path | None,
     kernel: Kernel | None,
 ) -> Checkpoint:
-    """All but the weights: the model is on the `meta` device, where tensors are only shapes."""
-    config, heads = names.config(found), names.heads(found)
-    labels = names.labels(found, heads)
+    """Everything but the weights: the model is on the `meta` device."""
+    config = names.config(canonical)
+    heads = names.heads(canonical)
+    labels = names.labels(canonical, heads)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
-    chosen = kernel or attention.kernel("reference")
+    kernel = kernel or attention.kernel("reference")
     return Checkpoint(
         config=config,
-        model=build(config, chosen, heads, len(labels), tied, layout),
+        model=building.build(config, kernel, heads, len(labels), tied, layout),
         vocabulary=vocabulary,
         name="",
         max_length=_max_length(config, layout, vocabulary),
         labels=labels,
-        problem=names.problem(found.raw, labels),
+        problem=names.problem(canonical.raw, labels),
         prompts=prompts,
         default_prompt=default_prompt,
-        raw=found.raw,
+        raw=canonical.raw,
         layout=layout,
     )
 
 
-def _max_length(config: BertConfig, layout: sentence.Layout | None, vocabulary: Path | None) -> int:
-    """The shortest that the layout, the tokenizer and the table of positions allow."""
+def _max_length(config: BertConfig, layout: SentenceLayout | None, vocabulary: Path | None) -> int:
+    """The smallest of the limits of the layout, the tokenizer and the table of positions."""
     folder = vocabulary if vocabulary is None or vocabulary.is_dir() else vocabulary.parent
-    settings = "tokenizer_config.json"
-    tokenizer = files.read_object(folder, settings, optional=True) if folder else {}
-    said = [layout.max_length if layout else None, tokenizer.get("model_max_length")]
-    limits = [limit for limit in said if limit is not None]
+    settings: dict[str, Any] = {}
+    if folder:
+        settings = files.read_object(folder, "tokenizer_config.json", optional=True)
+    limits = [layout.max_length if layout else None, settings.get("model_max_length")]
+    limits = [limit for limit in limits if limit is not None]
     for limit in limits:
         if type(limit) not in (int, float) or not limit >= 1:
-            raise CheckpointError(f"the maximal length {limit!r} is not a count of tokens")
+            raise CheckpointError(f"the maximum length {limit!r} is not a number of tokens")
     return int(min([config.max_positions, *limits]))

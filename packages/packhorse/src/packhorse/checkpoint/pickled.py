@@ -1,14 +1,15 @@
-"""The pickle inside a torch file, interpreted as data: no name in it ever reaches Python.
+"""Interpret the pickle inside a torch file as data: no name in it is ever looked up in Python.
 
-A pickle is a program for a small stack machine, and a general machine runs what the file says. This
-one knows the operations that dictionaries of tensors are made of and a literal table of names. A
-name stands for a function or a value of ours: no module is imported, no attribute looked up. What
-comes out are descriptions (`Pairs`, `View`, `Storage`) for `torchbin` to check and to fill. Numbers
-and texts may be anything; how many there are is bounded. Nothing recurses, and nothing but texts is
-hashed, so that time stays in proportion to the bytes.
+A pickle is a program for a small stack machine, and Python's unpickler runs whatever it says. This
+interpreter knows only the operations that describe dictionaries of tensors, and a literal table of
+names (`GLOBALS`). A name stands for a function or a value of this module: no module is imported, no
+attribute looked up. The results are descriptions (`Pairs`, `View`, `Storage`) that `torchbin`
+checks and fills. Numbers and texts may have any value; their number is bounded. Nothing recurses,
+and nothing but texts is hashed, so that time stays proportional to the bytes.
 
-The operations and their arguments are documented in Python's `pickletools`, which here only names
-those that are refused; its own reader interprets escapes where the format has none.
+The operations and their arguments are documented in Python's `pickletools`, which here only
+supplies the names of those that are refused; its own reader interprets escapes where the format has
+none.
 """
 
 from __future__ import annotations
@@ -17,20 +18,23 @@ import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
 
 from packhorse.errors import CheckpointError
 
-OPERATION_LIMIT = 500_000  # ten thousand parameters take 410,000
+OPERATION_LIMIT = 500_000  # bounds time and stack; ten thousand parameters take 410,000
 TENSOR_LIMIT = 10_000  # BERT-Large has 400, with Adam's state 1,200
-RANK_LIMIT = 8
-PROTOCOLS = range(2, 6)  # torch writes 2, others on request; they differ in what we refuse
+RANK_LIMIT = 8  # dimensions of a tensor
+PROTOCOLS = range(2, 6)  # torch writes 2, others on request; later ones add what is refused here
+TEXT_SHOWN = 120  # characters of a file's text in a message
+KEY_DIGITS = 20  # of a storage's key, which is a number
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dictionary, as the pairs that were put into it."""
+    """A dictionary as the list of its items: keys of the file are never hashed."""
 
     __slots__ = ("ordered",)
 
@@ -40,7 +44,7 @@ class Pairs(list[tuple[Any, Any]]):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Numbers that one or more tensors look at: the record `data/KEY` of the archive."""
+    """Numbers that one or more tensors share: the record `data/KEY` of the archive."""
 
     key: str
     dtype: torch.dtype
@@ -49,21 +53,23 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A tensor: which elements of its storage it shows."""
+    """A tensor: the elements of a storage that it shows."""
 
     storage: Storage
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    place: int  # in the pickle, for those that have no name
+    offset_in_pickle: int  # for messages about tensors without a name
 
 
 @dataclass(slots=True)
 class _Machine:
+    """The state of the interpreter."""
+
     data: bytes
-    next: int = 0  # byte to read
-    place: int = 0  # of the operation
-    frame: int = 0  # its end
+    next: int = 0  # offset of the byte to read next
+    operation: int = 0  # offset of the current operation
+    frame_end: int = 0
     stack: list[Any] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     memo: list[Any] = field(default_factory=list)
@@ -71,75 +77,82 @@ class _Machine:
     views: list[View] = field(default_factory=list)
 
     def take(self, count: int) -> bytes:
-        start, self.next = self.next, self.next + count
+        """The next bytes of the pickle."""
+        start = self.next
+        self.next += count
         if self.next > len(self.data):
             raise CheckpointError("the pickle ends here")
         return self.data[start : self.next]
 
     def take_line(self) -> str:
+        """The next bytes up to a newline, without it."""
         end = self.data.find(b"\n", self.next)
         if end < 0:
             raise CheckpointError("the pickle ends here")
         return self.take(end + 1 - self.next)[:-1].decode("ascii", "backslashreplace")
 
     def pop(self, count: int) -> list[Any]:
+        """Values from the top of the stack, none of them below the last mark."""
         floor = self.marks[-1] if self.marks else 0
         start = len(self.stack) - count
         if start < floor:
-            raise CheckpointError("it takes more than there is")
-        taken = self.stack[start:]
+            raise CheckpointError("it pops more values than the stack has")
+        values = self.stack[start:]
         del self.stack[start:]
-        return taken
+        return values
 
     def pop_to_mark(self) -> list[Any]:
+        """The values above the last mark, which is removed."""
         if not self.marks:
             raise CheckpointError("there is no mark")
         return self.pop(len(self.stack) - self.marks.pop())
 
     def top(self, kind: type) -> Any:
-        """What lies on top, which must be of this kind."""
+        """The value on top of the stack, which must be of this type and stays there."""
         [value] = self.pop(1)
         self.stack.append(value)
         if type(value) is not kind:
-            raise CheckpointError(f"it works on {_told(value)}")
+            raise CheckpointError(f"it works on {_describe(value)}")
         return value
 
     def near(self) -> str:
-        """The text that was read last, which is mostly the name of the tensor in the making."""
+        """The last text on the stack, which is mostly the name of the current tensor."""
         texts = (v for v in reversed(self.stack) if type(v) is str and v != "storage")
         return f", after {brief(text)}" if (text := next(texts, None)) else ""
 
 
 def brief(text: str) -> str:
-    """A text of a file for a message: quoted, and not without end."""
-    return repr(text if len(text) <= 120 else text[:120] + "…")
+    """A text of a file for a message: quoted and truncated."""
+    return repr(text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + "…")
 
 
-def _told(value: Any) -> str:
-    """What a value is, without printing a stranger's structure."""
-    kinds = {Pairs: "a dictionary", View: "a tensor", _Function: "a name", _Kind: "a name"}
+def _describe(value: Any) -> str:
+    """The kind of a value for a message; the value itself may be huge."""
+    kinds = {Pairs: "a dictionary", View: "a tensor", _Function: "a name", _StorageType: "a name"}
     return kinds.get(type(value), f"a {type(value).__name__.lower()}")
 
 
 def read(data: bytes) -> tuple[Any, list[View]]:
-    """What a pickle describes, and every tensor in it."""
-    machine, name = _Machine(data), "PROTO"
+    """The object that a pickle describes, and all tensors in it."""
+    machine = _Machine(data)
+    name = "PROTO"
     try:
         for number in range(OPERATION_LIMIT):
-            machine.place, code = machine.next, machine.take(1)[0]
+            machine.operation = machine.next
+            code = machine.take(1)[0]
             name = NAMES.get(code, f"{code:#04x}")
             if (name == "PROTO") != (number == 0) or name not in OPERATIONS:
                 raise CheckpointError("this operation is not one that describes tensors")
-            argument, work = OPERATIONS[name]
-            work(machine, argument(machine) if argument else None)
-            if machine.place < machine.frame < machine.next:
-                raise CheckpointError(f"it crosses the end of its frame, byte {machine.frame}")
+            argument, run = OPERATIONS[name]
+            run(machine, argument(machine) if argument else None)
+            if machine.operation < machine.frame_end < machine.next:
+                raise CheckpointError(f"it crosses the end of its frame, byte {machine.frame_end}")
             if name == "STOP":
                 return _result(machine), machine.views
         raise CheckpointError(f"there are more than {OPERATION_LIMIT} operations")
     except CheckpointError as error:
-        place = f"data.pkl, byte {machine.place}, {name}{machine.near()}"
-        raise CheckpointError(f"{place}: {error}") from None
+        context = f"data.pkl, byte {machine.operation}, {name}{machine.near()}"
+        raise CheckpointError(f"{context}: {error}") from None
 
 
 def _result(machine: _Machine) -> Any:
@@ -187,10 +200,13 @@ def _protocol(machine: _Machine, version: int) -> None:
 
 
 def _frame(machine: _Machine, size: int) -> None:
-    """How much to read ahead. It is all here already, but readers that do so must agree with us."""
-    if machine.place < machine.frame or machine.next + size > len(machine.data):
+    """Check the bounds of a frame, which says how much to read ahead.
+
+    All of it is in memory already, but readers that do read ahead must see the same operations.
+    """
+    if machine.operation < machine.frame_end or machine.next + size > len(machine.data):
         raise CheckpointError(f"a frame of {size} bytes does not fit here")
-    machine.frame = machine.next + size
+    machine.frame_end = machine.next + size
 
 
 def _mark(machine: _Machine, _: None) -> None:
@@ -205,14 +221,15 @@ def _extend(machine: _Machine, items: list[Any]) -> None:
     machine.top(list).extend(items)
 
 
-def _put(machine: _Machine, items: list[Any]) -> None:
+def _set_items(machine: _Machine, items: list[Any]) -> None:
     target = machine.top(Pairs)
-    keys, values = items[::2], items[1::2]
+    keys = items[::2]
+    values = items[1::2]
     if len(keys) != len(values):
         raise CheckpointError("a key has no value")
     for key in keys:
         if key is not None and type(key) not in (str, int, float, bool):
-            raise CheckpointError(f"{_told(key)} is a key")
+            raise CheckpointError(f"{_describe(key)} is a key")
     target.extend(zip(keys, values, strict=True))
 
 
@@ -220,13 +237,13 @@ _UNSET = object()
 
 
 def _memoize(machine: _Machine, number: int | None) -> None:
-    # A list, since in a dictionary numbers can be chosen to collide.
+    # A list, since the file could choose numbers that collide in a dictionary.
     number = len(machine.memo) if number is None else number
     if number >= OPERATION_LIMIT:
         raise CheckpointError(f"memo {number} is out of bounds")
     [value] = machine.pop(1)
     machine.stack.append(value)
-    machine.memo.extend([_UNSET] * (number + 1 - len(machine.memo)))
+    machine.memo.extend(repeat(_UNSET, number + 1 - len(machine.memo)))
     machine.memo[number] = value
 
 
@@ -238,9 +255,9 @@ def _recall(machine: _Machine, number: int) -> None:
 
 def _global(machine: _Machine, name: str) -> None:
     if name not in GLOBALS:
-        what = REFUSED.get(name, "Python code, which is never run")
+        meaning = REFUSED.get(name, "Python code, which is never run")
         raise CheckpointError(
-            f"{brief(name.replace(' ', '.'))} stands for {what}; save plain tensors alone, "
+            f"{brief(name.replace(' ', '.'))} stands for {meaning}; save plain tensors alone, "
             f"as in torch.save(model.state_dict(), …)"
         )
     machine.stack.append(GLOBALS[name])
@@ -256,12 +273,12 @@ def _stack_global(machine: _Machine, _: None) -> None:
 def _reduce(machine: _Machine, _: None) -> None:
     function, arguments = machine.pop(2)
     if type(function) is not _Function or type(arguments) is not tuple:
-        raise CheckpointError(f"{_told(function)} is called with {_told(arguments)}")
+        raise CheckpointError(f"{_describe(function)} is called with {_describe(arguments)}")
     machine.stack.append(function.call(machine, arguments))
 
 
 def _build(machine: _Machine, _: None) -> None:
-    """A state dict carries its modules' versions as an attribute, which says nothing of tensors."""
+    """Ignore a state dict's `_metadata`, the versions of its modules; refuse other attributes."""
     [state] = machine.pop(1)
     target = machine.top(Pairs)
     if not target.ordered or type(state) is not Pairs or [k for k, _ in state] != ["_metadata"]:
@@ -269,11 +286,14 @@ def _build(machine: _Machine, _: None) -> None:
 
 
 def _storage(machine: _Machine, _: None) -> None:
+    """A persistent id: ("storage", type, key, device, number of elements)."""
     [fields] = machine.pop(1)
-    if type(fields) is not tuple or [type(f) for f in fields] != [str, _Kind, str, str, int]:
+    if type(fields) is not tuple or [type(f) for f in fields] != [str, _StorageType, str, str, int]:
         raise CheckpointError("it describes no storage")
     tag, kind, key, _device, count = fields
-    if tag != "storage" or not (key.isascii() and key.isdigit() and len(key) <= 20) or count < 0:
+    # The key becomes a part of a record's name, `data/KEY`.
+    is_number = key.isascii() and key.isdigit() and len(key) <= KEY_DIGITS
+    if tag != "storage" or not is_number or count < 0:
         raise CheckpointError(f"{brief(tag)} {brief(key)} of {count} elements is no storage")
     storage = machine.storages.setdefault(key, Storage(key, kind.dtype, count))
     if (storage.dtype, storage.count) != (kind.dtype, count):
@@ -283,33 +303,33 @@ def _storage(machine: _Machine, _: None) -> None:
 
 def _ordered(machine: _Machine, arguments: tuple[Any, ...]) -> Pairs:
     if arguments:
-        raise CheckpointError("an OrderedDict is made of something")
+        raise CheckpointError("an OrderedDict is created with arguments")
     return Pairs(ordered=True)
 
 
 def _view(machine: _Machine, arguments: tuple[Any, ...]) -> View:
-    """Storage, offset, shape, stride, whether trained, hooks."""
+    """_rebuild_tensor_v2(storage, offset, shape, stride, requires_grad, hooks)."""
     if len(arguments) == 7:
         raise CheckpointError("a conjugated or negated tensor is not read; save .clone() of it")
     if [type(a) for a in arguments] != [Storage, int, tuple, tuple, bool, Pairs]:
         raise CheckpointError("it describes no tensor")
-    storage, offset, shape, stride, trained, hooks = arguments
-    if hooks or (trained and not storage.dtype.is_floating_point):
+    storage, offset, shape, stride, requires_grad, hooks = arguments
+    if hooks or (requires_grad and not storage.dtype.is_floating_point):
         raise CheckpointError("it describes a tensor with hooks, or integers that are trained")
-    # Counted first: one long tuple could be the shape of every tensor.
+    # Before its numbers are looked at, since one long tuple could be the shape of every tensor.
     if len(shape) != len(stride) or len(shape) > RANK_LIMIT:
         raise CheckpointError(f"the tensor has {len(shape)} dimensions and {len(stride)} steps")
     if any(type(number) is not int for number in (*shape, *stride)):
-        raise CheckpointError("the tensor's shape or stride is not made of whole numbers")
+        raise CheckpointError("the tensor's shape or stride has numbers that are no integers")
     if len(machine.views) == TENSOR_LIMIT:
         raise CheckpointError(f"there are more than {TENSOR_LIMIT} tensors")
-    view = View(storage, offset, shape, stride, machine.place)
+    view = View(storage, offset, shape, stride, machine.operation)
     machine.views.append(view)
     return view
 
 
 def _parameter(machine: _Machine, arguments: tuple[Any, ...]) -> View:
-    """A tensor, whether trained, hooks."""
+    """_rebuild_parameter(tensor, requires_grad, hooks)."""
     if [type(a) for a in arguments] != [View, bool, Pairs] or arguments[2]:
         raise CheckpointError("it describes no parameter")
     if arguments[1] and not arguments[0].storage.dtype.is_floating_point:
@@ -319,41 +339,44 @@ def _parameter(machine: _Machine, arguments: tuple[Any, ...]) -> View:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
+    """A function of this module that a name in a pickle stands for."""
+
     call: Callable[[_Machine, tuple[Any, ...]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind of storage."""
+class _StorageType:
+    """A class of torch's storages, which stands for a dtype."""
 
     dtype: torch.dtype
 
 
-GLOBALS: dict[str, _Function | _Kind] = {
+# "module name" as in the pickle → its meaning here. Nothing else has one.
+GLOBALS: dict[str, _Function | _StorageType] = {
     "collections OrderedDict": _Function(_ordered),
     "torch._utils _rebuild_tensor_v2": _Function(_view),
     "torch._utils _rebuild_parameter": _Function(_parameter),
-    "torch DoubleStorage": _Kind(torch.float64),
-    "torch FloatStorage": _Kind(torch.float32),
-    "torch HalfStorage": _Kind(torch.float16),
-    "torch BFloat16Storage": _Kind(torch.bfloat16),
-    "torch LongStorage": _Kind(torch.int64),
-    "torch IntStorage": _Kind(torch.int32),
-    "torch ShortStorage": _Kind(torch.int16),
-    "torch CharStorage": _Kind(torch.int8),
-    "torch ByteStorage": _Kind(torch.uint8),
-    "torch BoolStorage": _Kind(torch.bool),
+    "torch DoubleStorage": _StorageType(torch.float64),
+    "torch FloatStorage": _StorageType(torch.float32),
+    "torch HalfStorage": _StorageType(torch.float16),
+    "torch BFloat16Storage": _StorageType(torch.bfloat16),
+    "torch LongStorage": _StorageType(torch.int64),
+    "torch IntStorage": _StorageType(torch.int32),
+    "torch ShortStorage": _StorageType(torch.int16),
+    "torch CharStorage": _StorageType(torch.int8),
+    "torch ByteStorage": _StorageType(torch.uint8),
+    "torch BoolStorage": _StorageType(torch.bool),
 }
-REFUSED = {
+REFUSED = {  # names that are refused, and their meaning for the message
     "torch._utils _rebuild_tensor_v3": "a tensor of float8 or of unsigned integers",
     "torch._utils _rebuild_sparse_tensor": "a sparse tensor",
-    "torch._utils _rebuild_qtensor": "a quantised tensor",
+    "torch._utils _rebuild_qtensor": "a quantized tensor",
     "torch._utils _rebuild_meta_tensor_no_storage": "a tensor without values",
     "torch ComplexFloatStorage": "complex numbers",
     "torch ComplexDoubleStorage": "complex numbers",
-    "torch QInt8Storage": "quantised numbers",
-    "torch QUInt8Storage": "quantised numbers",
-    "torch QInt32Storage": "quantised numbers",
+    "torch QInt8Storage": "quantized numbers",
+    "torch QUInt8Storage": "quantized numbers",
+    "torch QInt32Storage": "quantized numbers",
 }
 
 NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
@@ -383,8 +406,8 @@ OPERATIONS: dict[str, tuple[Argument | None, Operation]] = {
     "MARK": (None, _mark),
     "APPEND": (None, lambda machine, _: _extend(machine, machine.pop(1))),
     "APPENDS": (None, lambda machine, _: _extend(machine, machine.pop_to_mark())),
-    "SETITEM": (None, lambda machine, _: _put(machine, machine.pop(2))),
-    "SETITEMS": (None, lambda machine, _: _put(machine, machine.pop_to_mark())),
+    "SETITEM": (None, lambda machine, _: _set_items(machine, machine.pop(2))),
+    "SETITEMS": (None, lambda machine, _: _set_items(machine, machine.pop_to_mark())),
     "BINPUT": (_number("<B"), _memoize),
     "LONG_BINPUT": (_number("<I"), _memoize),
     "MEMOIZE": (None, _memoize),

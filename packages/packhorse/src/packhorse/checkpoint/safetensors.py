@@ -1,10 +1,10 @@
-"""The safetensors file: 8 bytes of length, a JSON header, the numbers.
+"""Read safetensors files: 8 bytes with the length of a JSON header, the header, the numbers.
 
-It is read here rather than by its library, which is used to write it and, in the tests, as the
-reference: a header must be bounded and free of duplicates before it is believed, the file that was
-checked must be the one that is read, and weights belong in memory of their own, where truncating
-the file cannot end the process. The reader accepts a part of what the library accepts, and then the
-same tensors.
+Not by the safetensors library, which only writes files here and is the reference in the tests: the
+header must be bounded and free of duplicates before it is used, the file that was checked must be
+the one that is read, and weights must be in memory of their own, because truncating a mapped file
+kills the process. This reader accepts a subset of the files that the library accepts, and returns
+the same tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from torch import Tensor
 from packhorse.checkpoint import files
 from packhorse.errors import CheckpointError
 
-HEADER_LIMIT = 4 << 20  # bytes; that of ten thousand tensors has 1 MB
+HEADER_LIMIT = 4 << 20  # bytes; a header of ten thousand tensors has 1 MB
+RANK_LIMIT = 8  # dimensions in `shape`
+MESSAGE_LIMIT = 1_000  # characters of an error, which quotes names and numbers of the file
 TENSOR_LIMIT = 10_000  # BERT-Large has 400
 DTYPES = {
     "F64": torch.float64,
@@ -40,7 +42,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _HeaderEntry:
     """One tensor of a header."""
 
     name: str
@@ -57,14 +59,14 @@ def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
             start, entries = _read_header(file)
             return {entry.name: _read_tensor(file, start, entry) for entry in entries}
         except CheckpointError as error:
-            message = str(error)[:1_000]  # names and numbers are the file's, and may have no end
+            message = str(error)[:MESSAGE_LIMIT]
             raise CheckpointError(f"{folder / name}: {message}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
 
 
-def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
-    """Where the bytes begin, and the tensors in the order of their bytes."""
+def _read_header(file: BinaryIO) -> tuple[int, list[_HeaderEntry]]:
+    """The offset of the first tensor's bytes, and the tensors in the order of their bytes."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -73,17 +75,18 @@ def _read_header(file: BinaryIO) -> tuple[int, list[_Entry]]:
     if length > HEADER_LIMIT:
         raise CheckpointError(f"the header has {length} bytes, more than {HEADER_LIMIT}")
     entries = _parse_header(file.read(length))
-    place = 0
+    # The format allows neither gaps nor overlaps, so tensors cannot take more than the file's size.
+    expected = 0
     for entry in entries:
-        if entry.begin != place:
-            raise CheckpointError(f"{entry.name!r} begins at byte {entry.begin}, not {place}")
-        place = entry.end
+        if entry.begin != expected:
+            raise CheckpointError(f"{entry.name!r} begins at byte {entry.begin}, not {expected}")
+        expected = entry.end
     _check_size(entries, 8 + length, size)
     return 8 + length, entries
 
 
-def _check_size(entries: list[_Entry], start: int, size: int) -> None:
-    """The file ends where its last tensor does."""
+def _check_size(entries: list[_HeaderEntry], start: int, size: int) -> None:
+    """Raise unless the file ends where its last tensor does."""
     needed = start + (entries[-1].end if entries else 0)
     if size < needed:
         cut = next(entry for entry in entries if start + entry.end > size)
@@ -95,12 +98,16 @@ def _check_size(entries: list[_Entry], start: int, size: int) -> None:
         raise CheckpointError(f"the last tensor ends at byte {needed}, the file at byte {size}")
 
 
-def _parse_header(text: bytes) -> list[_Entry]:
-    # Counted before parsing: a million entries would cost gigabytes to find out about. A tensor has
-    # four colons and, of eight dimensions, twelve commas; names and metadata may have some more.
-    limits = {b"{": TENSOR_LIMIT + 2, b"[": 2 * TENSOR_LIMIT, b":": 8 * TENSOR_LIMIT}
-    limits |= {b",": 32 * TENSOR_LIMIT}
-    if any(text.count(mark) > limit for mark, limit in limits.items()):
+def _parse_header(text: bytes) -> list[_HeaderEntry]:
+    # Counted before parsing, since a million entries would take gigabytes as objects. An entry has
+    # four colons and, with eight dimensions, twelve commas; names and metadata may have more.
+    limits = {
+        b"{": TENSOR_LIMIT + 2,
+        b"[": 2 * TENSOR_LIMIT,
+        b":": 8 * TENSOR_LIMIT,
+        b",": 32 * TENSOR_LIMIT,
+    }
+    if any(text.count(character) > limit for character, limit in limits.items()):
         raise CheckpointError(f"the header lists more than {TENSOR_LIMIT} tensors")
     if not text.startswith(b"{"):
         raise CheckpointError("the header is no JSON object")
@@ -123,13 +130,20 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _parse_entry(name: str, fields: Any) -> _Entry:
+def _parse_entry(name: str, fields: Any) -> _HeaderEntry:
     if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{name!r} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype = fields["dtype"]
+    shape = fields["shape"]
+    offsets = fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{name!r} has the dtype {dtype!r}; known are {', '.join(DTYPES)}")
-    if not (_counts(shape) and _counts(offsets) and len(shape) <= 8 and len(offsets) == 2):
+    if not (
+        _are_counts(shape)
+        and _are_counts(offsets)
+        and len(shape) <= RANK_LIMIT
+        and len(offsets) == 2
+    ):
         raise CheckpointError(
             f"{name!r} has the shape {shape!r} at {offsets!r}, which are no counts"
         )
@@ -137,25 +151,26 @@ def _parse_entry(name: str, fields: Any) -> _Entry:
     expected = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != expected:
         raise CheckpointError(f"{name!r} has {end - begin} bytes, its shape and dtype {expected}")
-    return _Entry(name, DTYPES[dtype], tuple(shape), begin, end)
+    return _HeaderEntry(name, DTYPES[dtype], tuple(shape), begin, end)
 
 
-def _counts(values: Any) -> bool:
+def _are_counts(values: Any) -> bool:
+    # `type(...) is int`, because JSON's true and false are bools, which are ints to isinstance.
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _read_tensor(file: BinaryIO, start: int, entry: _Entry) -> Tensor:
+def _read_tensor(file: BinaryIO, start: int, entry: _HeaderEntry) -> Tensor:
     data = read_bytes(file, start + entry.begin, entry.end - entry.begin, entry.name)
     return data.view(entry.dtype).reshape(entry.shape)
 
 
-def read_bytes(file: BinaryIO, place: int, size: int, name: str) -> Tensor:
-    """Bytes of a file, in memory of their own; `name` is for the error."""
+def read_bytes(file: BinaryIO, offset: int, size: int, name: str) -> Tensor:
+    """Read bytes of a file into new memory; `name` is for the error."""
     try:
         data = torch.empty(size, dtype=torch.uint8)
-    except RuntimeError as error:  # files with holes can be larger than memory
+    except RuntimeError as error:  # a sparse file can be larger than memory
         raise CheckpointError(f"{name!r}: there is no memory for its {size} bytes") from error
-    file.seek(place)
+    file.seek(offset)
     if size and file.readinto(data.numpy()) != size:  # pyright: ignore
         raise CheckpointError(f"{name!r} ends before its last byte")
     return data

@@ -1,11 +1,12 @@
-"""The sentence-transformers layout around a Hugging Face folder: which head makes the vectors.
+"""The sentence-transformers layout around a Hugging Face folder: which head computes the vectors.
 
-`modules.json` lists modules that run one after the other; here they are one `Embed` head: a
-transformer, its pooling, and any number of dense layers, norms, dropouts and normalisations. A
-transformer alone is a cross-encoder. Another module, another order or a setting that would change
-the vectors is refused by name, never skipped. No code that a file names is imported: a class of
-sentence-transformers or torch stands for itself by its name. Files are written as release 2 wrote
-them, which every later release reads.
+`modules.json` lists modules that run one after the other; here they become one `Embed` head: a
+transformer, its pooling, and any number of dense layers, norms, dropouts and normalizations, each
+in a folder with a `config.json` and, for dense layers and norms, a file of weights. A transformer
+alone is a cross-encoder. Another module, another order or a setting that would change the vectors
+is refused by name, never skipped. No code that a file names is imported: the classes of
+sentence-transformers and torch are recognized by their dotted names. Files are written as release 2
+wrote them, which every later release reads.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from packhorse.checkpoint import files, hf
-from packhorse.checkpoint import sentence_layers as layers
-from packhorse.checkpoint.sentence_layers import Layer
 from packhorse.errors import CheckpointError
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed
 from packhorse.model.pooling import POOLINGS
-from packhorse.model.vectors import width_after
+from packhorse.model.vectors import ACTIVATIONS, Dense, UnitLength, VectorNorm, width_after
 
-MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
-# Named after the family, since the first release; only the first is still written.
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+# Named after the family since the first release; only the first name is still written.
 TRANSFORMER_SETTINGS = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
 )
-KINDS = ("Transformer", "Pooling", *layers.KINDS)
-ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(layers.KINDS)}))*)?")
+LAYER_KINDS = ("Dense", "LayerNorm", "Dropout", "Normalize")
+KINDS = ("Transformer", "Pooling", *LAYER_KINDS)
+WEIGHTED = ("Dense", "LayerNorm")  # kinds of layers that have a file of weights
+ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
+WIDTH_LIMIT = 65_536  # numbers in a vector: in_features, out_features and dimension are a file's
+INSTEAD = "encode with sentence-transformers itself, or load a model without it"
 
-# Several poolings stand side by side in this order, unless `pooling_mode` lists them in another.
+# Several poolings are concatenated in this order, unless `pooling_mode` lists them in another.
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -45,7 +49,7 @@ POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# Settings that would change the vectors, with the one value (or none) under which they do not.
+# Settings that would change the vectors, and the one value (besides none) that runs here.
 TRANSFORMER_DEFAULTS = {
     "transformer_task": "feature-extraction",
     "module_output_name": "token_embeddings",
@@ -53,38 +57,74 @@ TRANSFORMER_DEFAULTS = {
     "document_length": None,
     "query_expansion": None,
 }
+# A module of sentence-transformers may read and write other features; here there is only one.
+FEATURE_DEFAULTS = {
+    "module_input_name": "sentence_embedding",
+    "module_output_name": "sentence_embedding",
+}
+# The modules in which torch defines its activations, and the one that re-exports them.
+TORCH = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
+# Our submodules with weights → those of sentence-transformers.
+WEIGHTS = {
+    "linear": "linear",
+    "residual": "residual",
+    "activation": "activation_function",
+    "norm": "norm",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What the files around the transformer say."""
+class SentenceLayer:
+    """A module after the pooling: its kind, its folder and the settings of its config.json."""
+
+    kind: str  # one of LAYER_KINDS
+    folder: str
+    inputs: int = 0  # width; 0: any
+    outputs: int = 0
+    bias: bool = True
+    activation: str = "Identity"
+    residual: bool = False
+    dropout: float = 0.0
+
+    def build(self) -> nn.Module:
+        """The layer, without its weights."""
+        if self.kind == "Dense":
+            return Dense(self.inputs, self.outputs, self.bias, self.activation, self.residual)
+        if self.kind == "LayerNorm":
+            return VectorNorm(self.inputs)
+        return nn.Dropout(self.dropout) if self.kind == "Dropout" else UnitLength()
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceLayout:
+    """The settings in the files around the transformer."""
 
     root: Path
-    transformer: Path
-    pooling: tuple[str, ...] = ()  # none: a cross-encoder
+    transformer: Path  # folder of the transformer
+    pooling: tuple[str, ...] = ()  # empty: a cross-encoder
     include_prompt: bool = True
-    layers: tuple[Layer, ...] = ()
-    normalise: bool = False
+    layers: tuple[SentenceLayer, ...] = ()
+    normalize: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     transformer_settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def max_length(self) -> Any:
-        """The longest sequence the model was trained for, if it says so."""
+        """The longest sequence the model was trained for, as the file has it; None if absent."""
         return self.transformer_settings.get("max_seq_length")
 
     @property
     def table(self) -> dict[str, str]:
-        """The templates of the layers' weights, to go with those of the family."""
+        """The templates of the layers' weights, to be used with those of the family."""
         return {
-            f"heads.embed.stages.{number}.{ours}": f"{layer.folder}/{theirs}"
+            f"heads.embed.stages.{number}.{name}": f"{layer.folder}/{foreign}"
             for number, layer in enumerate(self.layers)
-            for ours, theirs in layers.WEIGHTS.items()
+            for name, foreign in WEIGHTS.items()
         }
 
 
-def read(folder: Path) -> Layout | None:
-    """The layout of a folder that has one."""
+def read(folder: Path) -> SentenceLayout | None:
+    """The layout of a folder; None if it has no modules.json."""
     if not files.exists(folder, MODULES):
         return None
     modules = _read_modules(folder)
@@ -93,45 +133,47 @@ def read(folder: Path) -> Layout | None:
         raise CheckpointError(f"{folder / MODULES}: {', '.join(kinds)} do not run in this order")
     path = modules[0][1]
     transformer = files.inside(folder, path) if path else folder
-    settings = next((n for n in TRANSFORMER_SETTINGS if files.exists(transformer, n)), None)
-    pooling, include_prompt = ((), True)
+    settings = next(
+        (name for name in TRANSFORMER_SETTINGS if files.exists(transformer, name)), None
+    )
+    pooling: tuple[str, ...] = ()
+    include_prompt = True
     if len(modules) > 1:
         pooling, include_prompt = _read_pooling(folder, modules[1][1])
-    normalise = kinds[-1] == "Normalize"
-    between = modules[2:-1] if normalise else modules[2:]
-    if normalise:
-        layers.read(folder, *modules[-1])  # its settings may be such that do not run
-    layout = Layout(
+    normalize = kinds[-1] == "Normalize"
+    between = modules[2:-1] if normalize else modules[2:]
+    if normalize:
+        _read_layer(folder, *modules[-1])  # only to check its settings
+    layout = SentenceLayout(
         root=folder,
         transformer=transformer,
         pooling=pooling,
         include_prompt=include_prompt,
-        layers=tuple(layers.read(folder, kind, path) for kind, path in between),
-        normalise=normalise,
+        layers=tuple(_read_layer(folder, kind, path) for kind, path in between),
+        normalize=normalize,
         settings=files.read_object(folder, SETTINGS, optional=True),
         transformer_settings=files.read_object(transformer, settings) if settings else {},
     )
     if pooling:
-        layers.insist(transformer, layout.transformer_settings, TRANSFORMER_DEFAULTS)
-    _refuse_lowercasing(layout)
+        _check_settings(transformer, layout.transformer_settings, TRANSFORMER_DEFAULTS)
+    _check_lowercasing(layout)
     return layout
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:
     """Kind and folder of each module."""
-    found = files.read_json(folder, MODULES)
+    document = files.read_json(folder, MODULES)
     modules = []
-    for module in found if isinstance(found, list) else [found]:
-        kind, path = (
-            (module.get("type"), module.get("path")) if isinstance(module, dict) else ("", "")
-        )
+    for module in document if isinstance(document, list) else [document]:
+        fields = module if isinstance(module, dict) else {"type": "", "path": ""}
+        kind = fields.get("type")
         package, _, name = str(kind).rpartition(".")
         if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
             raise CheckpointError(
                 f"{folder / MODULES}: module {kind!r} does not run here "
-                f"(those that do: {', '.join(KINDS)}); {layers.INSTEAD}"
+                f"(those that do: {', '.join(KINDS)}); {INSTEAD}"
             )
-        modules.append((name, str(path)))
+        modules.append((name, str(fields.get("path"))))
     return modules
 
 
@@ -146,89 +188,167 @@ def _read_pooling(folder: Path, path: str) -> tuple[tuple[str, ...], bool]:
         if not isinstance(mode, str) or mode not in POOLINGS:
             raise CheckpointError(
                 f"{folder / path}: pooling {mode!r} does not run here "
-                f"(those that do: {', '.join(POOLINGS)}); {layers.INSTEAD}"
+                f"(those that do: {', '.join(POOLINGS)}); {INSTEAD}"
             )
     if not modes:
         raise CheckpointError(f"{folder / path}: pooling_mode is empty; name at least one")
     return tuple(modes), raw.get("include_prompt", True) is not False
 
 
-def _refuse_lowercasing(layout: Layout) -> None:
-    """The layout may lowercase for a tokenizer that does not; here the tokenizer alone decides."""
+def _read_layer(folder: Path, kind: str, path: str) -> SentenceLayer:
+    """The layer that the config.json of a module after the pooling describes."""
+    home = files.inside(folder, path)
+    raw = files.read_object(home, "config.json", optional=kind == "Normalize")
+    if kind == "Dense":
+        return _read_dense(home, path, raw)
+    if kind == "Dropout":
+        rate = raw.get("dropout", 0.2)
+        if type(rate) not in (int, float) or not 0 <= rate <= 1:
+            raise CheckpointError(f"{home}: dropout {rate!r} is no rate from 0 to 1")
+        return SentenceLayer(kind, path, dropout=float(rate))
+    if kind == "LayerNorm":
+        width = _width(home, "dimension", raw.get("dimension"))
+        return SentenceLayer(kind, path, inputs=width, outputs=width)
+    _check_settings(home, raw, FEATURE_DEFAULTS)
+    return SentenceLayer(kind, path)
+
+
+def _read_dense(home: Path, path: str, raw: Mapping[str, Any]) -> SentenceLayer:
+    _check_settings(home, raw, FEATURE_DEFAULTS)
+    outputs = _width(home, "out_features", raw.get("out_features"))
+    activation = _activation(home, raw.get("activation_function", f"{TORCH[0]}.Tanh"))
+    residual = raw.get("use_residual", False) is True
+    if activation == "GLU" and (residual or outputs % 2):
+        raise CheckpointError(
+            f"{home}: GLU halves its {outputs} numbers, which does not go with use_residual or an "
+            "odd out_features"
+        )
+    return SentenceLayer(
+        "Dense",
+        path,
+        inputs=_width(home, "in_features", raw.get("in_features")),
+        outputs=outputs,
+        bias=raw.get("bias", True) is not False,
+        activation=activation,
+        residual=residual,
+    )
+
+
+def _activation(home: Path, name: Any) -> str:
+    """The class name of a torch activation, from its dotted name; nothing is imported."""
+    package, _, kind = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if package not in TORCH or kind not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{home}: activation {name!r} does not run here; of torch's own there are "
+            f"{', '.join(ACTIVATIONS)} (as {TORCH[0]}.Tanh)"
+        )
+    return kind
+
+
+def _width(home: Path, key: str, value: Any) -> int:
+    if type(value) is not int or not 0 < value <= WIDTH_LIMIT:
+        raise CheckpointError(f"{home}: {key} is {value!r}, not a count from 1 to {WIDTH_LIMIT}")
+    return value
+
+
+def _check_settings(home: Path, raw: Mapping[str, Any], supported: Mapping[str, Any]) -> None:
+    """Raise if a setting has a value other than the only one that runs here."""
+    for key, value in supported.items():
+        if raw.get(key) not in (None, value):
+            raise CheckpointError(f"{home}: {key} {raw[key]!r} does not run here; {INSTEAD}")
+
+
+def _check_lowercasing(layout: SentenceLayout) -> None:
+    """Raise if the layout lowercases and its tokenizer does not: here only the tokenizer can."""
     tokenizer = files.read_object(layout.transformer, "tokenizer_config.json", optional=True)
     if layout.transformer_settings.get("do_lower_case") and tokenizer.get("do_lower_case") is False:
         raise CheckpointError(
-            f"{layout.transformer}: the layout asks for lower case, its tokenizer for both; "
+            f"{layout.transformer}: the layout lowercases texts, its tokenizer does not; "
             f"set do_lower_case in tokenizer_config.json and in tokenizer.json"
         )
 
 
 def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
-    """What to put before a text, by name, and the name to use when none is asked for."""
-    found, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    mapping = isinstance(found, dict)
-    if not mapping or not all(isinstance(text, str | None) for text in found.values()):
+    """The prompts to put before a text by name, and the name of the default one."""
+    texts = settings.get("prompts") or {}
+    default = settings.get("default_prompt_name")
+    is_mapping = isinstance(texts, dict)
+    if not is_mapping or not all(isinstance(text, str | None) for text in texts.values()):
         raise CheckpointError(f"{SETTINGS}: prompts do not map names to texts")
-    found = {name: text or "" for name, text in found.items()}
-    if default is not None and default not in list(found):
+    texts = {name: text or "" for name, text in texts.items()}
+    if default is not None and default not in list(texts):
         raise CheckpointError(f"{SETTINGS}: there is no default prompt {default!r}")
-    return found, default
+    return texts, default
 
 
-def comparing(layout: Layout | None) -> dict[str, Any]:
-    """How vectors are meant to be compared, as far as the folder says: an `Encoder`'s fields."""
+def comparing(layout: SentenceLayout | None) -> dict[str, Any]:
+    """The settings for comparing vectors that the folder has, as keyword arguments of `Encoder`."""
     settings = layout.settings if layout else {}
-    likeness, kept = settings.get("similarity_fn_name"), settings.get("truncate_dim")
-    if likeness is not None and not isinstance(likeness, str):
-        raise CheckpointError(f"{SETTINGS}: similarity_fn_name is {likeness!r}, not a name")
-    if kept is not None and (type(kept) is not int or kept < 1):
-        raise CheckpointError(f"{SETTINGS}: truncate_dim is {kept!r}, not a count from 1")
-    said = {"similarity_fn_name": likeness, "truncate_dim": kept}
-    return {name: value for name, value in said.items() if value is not None}
+    similarity = settings.get("similarity_fn_name")
+    width = settings.get("truncate_dim")
+    if similarity is not None and not isinstance(similarity, str):
+        raise CheckpointError(f"{SETTINGS}: similarity_fn_name is {similarity!r}, not a name")
+    if width is not None and (type(width) is not int or width < 1):
+        raise CheckpointError(f"{SETTINGS}: truncate_dim is {width!r}, not a count from 1")
+    options = {"similarity_fn_name": similarity, "truncate_dim": width}
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def embed(layout: Layout, config: BertConfig) -> Embed:
-    """The head, without its weights."""
+def embed(layout: SentenceLayout, config: BertConfig) -> Embed:
+    """The head that computes the vectors, without its weights."""
     width = config.hidden_size * len(layout.pooling)
     for layer in layout.layers:
         if layer.inputs not in (0, width):
             raise CheckpointError(f"{layer.folder} takes {layer.inputs} features and gets {width}")
         width = width_after(layer.activation, layer.outputs) or width
-    made = [layer.make() for layer in layout.layers]
-    return Embed(layout.pooling, made, layout.normalise, layout.include_prompt)
+    stages = [layer.build() for layer in layout.layers]
+    return Embed(layout.pooling, stages, layout.normalize, layout.include_prompt)
 
 
-def read_tensors(layout: Layout) -> dict[str, Tensor]:
-    """The weights of the layers that have any, named by folder and tensor."""
+def read_tensors(layout: SentenceLayout) -> dict[str, Tensor]:
+    """The weights of all layers that have any, named by folder and tensor."""
     return {
         f"{layer.folder}/{name}": tensor
         for layer in layout.layers
-        if layer.kind in layers.WEIGHTED
+        if layer.kind in WEIGHTED
         for name, tensor in hf.read_weights(files.inside(layout.root, layer.folder)).items()
     }
 
 
-def write(folder: Path, layout: Layout, head: Embed | None, width: int, max_length: int) -> None:
-    """The files of the layout, around what `hf.write` has written; `width` is the encoder's."""
+def write(
+    folder: Path, layout: SentenceLayout, head: Embed | None, width: int, max_length: int
+) -> None:
+    """Write the layout's files around those of `hf.write`; `width` is the encoder's."""
     kinds = ["Transformer"]
     if head is not None:
-        kinds += ["Pooling", *(layers.kind_of(layer) for layer in head.stages)]
-        kinds += ["Normalize"] * head.normalise
-    paths = [f"{n}_{kind}" if n else "" for n, kind in enumerate(kinds)]
+        kinds += ["Pooling", *(_kind_of(stage) for stage in head.stages)]
+        if head.normalise:
+            kinds.append("Normalize")
+    paths = [f"{number}_{kind}" if number else "" for number, kind in enumerate(kinds)]
     for path in filter(None, paths):
         (folder / path).mkdir()
     modules = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for n, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+        {
+            "idx": number,
+            "name": str(number),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for number, (kind, path) in enumerate(zip(kinds, paths, strict=True))
     ]
     files.write_json(folder, MODULES, modules)
     files.write_json(folder, SETTINGS, layout.settings)
-    said = {**layout.transformer_settings, "max_seq_length": max_length}
-    files.write_json(folder, TRANSFORMER_SETTINGS[0], said)
+    transformer_settings = {**layout.transformer_settings, "max_seq_length": max_length}
+    files.write_json(folder, TRANSFORMER_SETTINGS[0], transformer_settings)
     if head is not None:
         files.write_json(folder / paths[1], "config.json", _pooling_settings(head, width))
-        for layer, path in zip(head.stages, paths[2:], strict=False):
-            layers.write(folder / path, layer)
+        for stage, path in zip(head.stages, paths[2:], strict=False):
+            _write_layer(folder / path, stage)
+
+
+def _kind_of(stage: nn.Module) -> str:
+    kinds = {Dense: "Dense", VectorNorm: "LayerNorm", nn.Dropout: "Dropout"}
+    return kinds.get(type(stage), "Normalize")
 
 
 def _pooling_settings(head: Embed, width: int) -> dict[str, Any]:
@@ -240,3 +360,30 @@ def _pooling_settings(head: Embed, width: int) -> dict[str, Any]:
     if [mode for mode in POOLING_FLAGS.values() if mode in modes] != modes:
         settings["pooling_mode"] = modes
     return settings
+
+
+def _write_layer(folder: Path, stage: nn.Module) -> None:
+    settings: dict[str, Any] = {}
+    if isinstance(stage, Dense):
+        package = TORCH[1] if stage.activation_name == "Identity" else TORCH[0]
+        settings = {
+            "in_features": stage.inputs,
+            "out_features": stage.outputs,
+            "bias": stage.linear.bias is not None,
+            "activation_function": f"{package}.{stage.activation_name}",
+        }
+        if stage.adds_input:
+            settings["use_residual"] = True
+    elif isinstance(stage, VectorNorm):
+        settings = {"dimension": stage.norm.normalized_shape[0]}
+    elif isinstance(stage, nn.Dropout):
+        settings = {"dropout": stage.p}
+    files.write_json(folder, "config.json", settings)
+    state = {_foreign_name(name): tensor for name, tensor in stage.state_dict().items()}
+    if state:
+        hf.write_tensors(folder / hf.WEIGHTS, state)
+
+
+def _foreign_name(name: str) -> str:
+    module, _, rest = name.partition(".")
+    return f"{WEIGHTS[module]}.{rest}"

@@ -1,52 +1,87 @@
-"""Which files a user means by a model, and in which format: told from the files themselves.
+"""Which files a user means by a model, and in which format they are.
 
-A path may be a model's folder, a file of weights, or the prefix of a TensorFlow checkpoint; what is
-no path is a hub id. In a folder the first of `FORMATS` that is there is taken: what keeps most of a
-model comes first.
+A path may be a model's folder, a file of weights, or the prefix of a TensorFlow checkpoint;
+anything else is a hub id. Formats are recognized by the files' contents, and by their names only
+where a format has no signature. In a folder the first format of `FORMATS` that is present is taken:
+the ones that keep most of a model come first. Files of other programs in which BERT models are
+published (Keras, Flax, numpy, GGUF) are refused with the command that converts them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packhorse.checkpoint import files, hf, hub, onnx, refusals, sentence
+from packhorse.checkpoint import files, gelu, hf, hub, onnx, sentence
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tensorflow import frozen, gelu, tf1
+from packhorse.checkpoint.tensorflow import frozen, tf1
 from packhorse.errors import CheckpointError
 
-# Each by what tells it.
-FORMATS = {
+FORMATS = {  # and the files that each is recognized by, for messages
     "safetensors": "model.safetensors, or its shards and model.safetensors.index.json",
     "torch": "pytorch_model.bin, or its shards and pytorch_model.bin.index.json",
     "tf1": "a TensorFlow checkpoint: PREFIX.index and PREFIX.data-…",
     "onnx": "model.onnx, here or in a folder onnx",
     "frozen": "a frozen TensorFlow graph: NAME.pb",
 }
-INDEXES = {kind.index for kind in hf.KINDS.values()}  # passed as a file, one means its folder
-# What a file claims to be by its name, where its bytes do not say: that reader says what is wrong.
-CLAIMS = {".onnx": "onnx", ".pb": "frozen", ".meta": "frozen"}
+INDEXES = {kind.index for kind in hf.KINDS.values()}  # such a file stands for its folder
+# Format by file name, where the contents do not show it; its reader then reports the damage.
+SUFFIXES = {".onnx": "onnx", ".pb": "frozen", ".meta": "frozen"}
+
+_TRANSFORMERS = (
+    "python -c \"from transformers import AutoModel; AutoModel.from_pretrained('{folder}', "
+    "from_%s=True).save_pretrained('OUT')\" (or the class of its task, which keeps the head)"
+)
+# Suffix → the first bytes of such a file (None: it has no signature), and the message about it.
+FOREIGN: dict[str, tuple[re.Pattern[bytes] | None, str]] = {
+    ".h5": (
+        re.compile(rb"\x89HDF\r\n\x1a\n"),
+        "holds weights of Keras (HDF5), which are not read here; convert a tf_model.h5 where "
+        f"transformers < 5 and TensorFlow are installed: {_TRANSFORMERS % 'tf'}",
+    ),
+    ".msgpack": (
+        None,
+        "holds weights of Flax, which are not read here; convert a flax_model.msgpack where "
+        f"transformers < 5 and Flax are installed: {_TRANSFORMERS % 'flax'}",
+    ),
+    ".npz": (
+        # A zip archive whose first member is a .npy: bytes 4 to 29 are the rest of its header.
+        re.compile(rb"PK\x03\x04.{26}[^\0]{1,200}?\.npy", re.S),
+        "holds arrays of numpy, which are not read here; if they have the names of transformers: "
+        'python -c "import numpy, safetensors.numpy as s; '
+        "s.save_file(dict(numpy.load('{file}')), '{folder}/model.safetensors')\"",
+    ),
+    ".gguf": (
+        re.compile(rb"GGUF"),
+        "is a model for llama.cpp (GGUF), from which nothing makes a BERT again; pass the model "
+        "that it was made of: hf download ORG/NAME",
+    ),
+}
+SIGNATURE = 512  # bytes at the beginning of a file that show its format
+# Keras numbers the layers in its checkpoints; only the code that saved them knows what they are.
+NUMBERED = re.compile(r"(.*/)?layer(_with_weights)?-\d+/")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a checkpoint lies."""
+class ModelSource:
+    """The files of a checkpoint."""
 
-    format: str
-    path: Path  # what the format's reader takes
+    format: str  # a key of FORMATS
+    path: Path  # the argument of the format's reader
     folder: Path  # where configuration and vocabulary are looked for first
-    layout: sentence.Layout | None = None
-    root: Path = Path()  # what the user's word led to; the folder of the layout
-    name: str = ""  # short: of a path its last part, of a hub id all
+    layout: sentence.SentenceLayout | None = None
+    root: Path = Path()  # the path that the user's argument resolved to; the layout's folder
+    name: str = ""  # short: the last part of a path, or a whole hub id
 
     def read(self, *, slots: bool = False) -> Contents:
-        """What it holds; with `slots`, the optimizer's state too."""
+        """Read all tensors; with `slots`, the optimizer's state too."""
         if self.format != "tf1":
             return self._reader(self.path)
         contents = tf1.read(self.path, slots=slots)
-        refusals.check_names(self.path, contents.tensors)
-        forms, notes = gelu.of_checkpoint(self.path)
+        check_names(self.path, contents.tensors)
+        forms, notes = gelu.forms_in_meta(self.path)
         graph = self.path.with_name(f"{self.path.name}.meta")
         return replace(contents, gelu=forms, graph=graph, notes=contents.notes + notes)
 
@@ -57,38 +92,39 @@ class Source:
         return {"onnx": onnx.read, "frozen": frozen.read}[self.format]
 
 
-def find(model: str | Path) -> Source:
-    """The source behind a path or a hub id."""
+def find(model: str | Path) -> ModelSource:
+    """The source that a path or a hub id stands for."""
     path = hub.resolve(model)
     name = path.resolve().name if path == Path(model).expanduser() else str(model)
     path = path.parent if path.name in INDEXES else path
     if not path.is_dir():
-        return _file(path, name)
+        return _file_source(path, name)
     layout = sentence.read(path)
     home = layout.transformer if layout else path
-    format, weights = _in_folder(home)
-    return Source(format, weights, home, layout, path, name)
+    format, weights = _folder_format(home)
+    return ModelSource(format, weights, home, layout, path, name)
 
 
-def _file(path: Path, name: str) -> Source:
-    """A file of weights, or a prefix; the layout is that of its folder."""
+def _file_source(path: Path, name: str) -> ModelSource:
+    """The source of a file of weights or of a prefix; the layout is that of its folder."""
     prefix = tf1.find(path)
-    weights, format = prefix or path, "tf1" if prefix else _format(path)
+    weights = prefix or path
+    format = "tf1" if prefix else _file_format(path)
     layout = sentence.read(weights.parent)
-    return Source(format, weights, weights.parent, layout, weights, name)
+    return ModelSource(format, weights, weights.parent, layout, weights, name)
 
 
-def _format(path: Path) -> str:
-    """That of a file which is none of a TensorFlow checkpoint."""
-    if why := tf1.damaged(path) or refusals.of_file(path):
-        raise CheckpointError(why)
+def _file_format(path: Path) -> str:
+    """The format of a file that does not belong to a TensorFlow checkpoint."""
+    if problem := tf1.damaged(path) or foreign_file(path):
+        raise CheckpointError(problem)
     if format := hf.sniff(path):
         return format
     if onnx.sniff(path):
         return "onnx"
-    if frozen.known(path):  # its reader knows TensorFlow's other files too
+    if frozen.known(path):  # its reader explains TensorFlow's other files too
         return "frozen"
-    if format := CLAIMS.get(path.suffix):
+    if format := SUFFIXES.get(path.suffix):
         return format
     raise CheckpointError(
         f"{path} ({path.stat().st_size} bytes) is no checkpoint that is known here, or is damaged; "
@@ -96,7 +132,8 @@ def _format(path: Path) -> str:
     )
 
 
-def _in_folder(folder: Path) -> tuple[str, Path]:
+def _folder_format(folder: Path) -> tuple[str, Path]:
+    """The format of the weights in a folder, and the path that its reader takes."""
     if format := hf.format_of(folder):
         return format, folder
     if prefix := tf1.find(folder):
@@ -108,15 +145,47 @@ def _in_folder(folder: Path) -> tuple[str, Path]:
         if files.exists(place, "model.onnx"):
             return "onnx", place / "model.onnx"
     if any(files.exists(folder, f"saved_model.{suffix}") for suffix in ("pb", "pbtxt")):
-        return "frozen", folder  # whose reader says what to do with one
+        return "frozen", folder  # its reader explains what to do with a SavedModel
     for suffix, format in ((".onnx", "onnx"), (".pb", "frozen"), (".pbtxt", "frozen")):
-        alone = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
-        if len(alone) == 1:
-            return format, alone[0]
-        if alone:
-            names = ", ".join(path.name for path in alone)
+        paths = [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
+        if len(paths) == 1:
+            return format, paths[0]
+        if paths:
+            names = ", ".join(path.name for path in paths)
             raise CheckpointError(f"{folder} has several models ({names}); pass one of the files")
-    if why := refusals.of_folder(folder) or damaged:
-        raise CheckpointError(why)
-    looked = "; ".join(FORMATS.values())
-    raise CheckpointError(f"{folder}: there are no weights; looked for: {looked}")
+    if problem := foreign_in_folder(folder) or damaged:
+        raise CheckpointError(problem)
+    formats = "; ".join(FORMATS.values())
+    raise CheckpointError(f"{folder}: there are no weights; looked for: {formats}")
+
+
+def foreign_file(path: Path) -> str | None:
+    """The message about a file of another program; None if it is not known to be one."""
+    with files.open_file(path.parent, path.name) as file:
+        start = file.read(SIGNATURE)
+    for suffix, (signature, message) in FOREIGN.items():
+        if signature.match(start) if signature else path.suffix == suffix and start:
+            return f"{path} {message.format(file=path, folder=path.parent)}"
+    return None
+
+
+def foreign_in_folder(folder: Path) -> str | None:
+    """The message about the first file of another program in a folder; None if there is none."""
+    for suffix in FOREIGN:
+        for path in sorted(folder.glob(f"*{suffix}")):
+            if path.is_file() and (message := foreign_file(path)):
+                return message
+    return None
+
+
+def check_names(prefix: Path, names: Iterable[str]) -> None:
+    """Raise for a TensorFlow 2 object checkpoint, whose weights are numbered, not named."""
+    numbered = next((name for name in names if NUMBERED.match(name)), None)
+    if numbered:
+        raise CheckpointError(
+            f"{prefix} is an object checkpoint of TensorFlow 2, in which weights are numbered and "
+            f"have no names ({numbered}); one of TensorFlow's Model Garden is converted where "
+            f"transformers < 5 and TensorFlow are installed: python -m transformers.models.bert"
+            f".convert_bert_original_tf2_checkpoint_to_pytorch --tf_checkpoint_path {prefix} "
+            f"--bert_config_file {prefix.parent}/bert_config.json --pytorch_dump_path OUT.bin"
+        )

@@ -1,14 +1,14 @@
-"""torch's `.bin`, `.pt` and `.pth`: a zip archive of a pickle and of the storages it speaks of.
+"""Read torch's `.bin`, `.pt` and `.pth`: a zip archive of a pickle and the storages it refers to.
 
-Nothing in such a file is run. The archive's directory is read here: records are stored, not
-compressed, lie apart and inside the file, and have the checksum that was written. The pickle goes
-through `pickled`, which only describes tensors; each description is checked against its storage
-before anything is allocated, and storages are read straight into the memory that their tensors
-share, as tied weights do. Optimizers and counters in the file are left where they are.
+Nothing in such a file is run. The archive's directory is read here: its records must be stored, not
+compressed, must not overlap or exceed the file, and must have the checksum in the directory. The
+pickle is interpreted by `pickled`, which only describes tensors; each description is checked
+against its storage before anything is allocated, and storages are read straight into memory that
+their tensors share, as tied weights do. Optimizers and counters in the file are not read.
 
-The archive is the part of PKWARE's APPNOTE that torch writes: one prefix, no comment, nothing
-encrypted, ZIP64 where sizes ask for it. What is accepted is a part of what torch's own
-`weights_only` accepts, and then the same tensors; there is no way from here to torch.load.
+The archive is the subset of PKWARE's APPNOTE that torch writes: one common prefix, no comment, no
+encryption, ZIP64 where sizes need it. This reader accepts a subset of what torch's own
+`weights_only` accepts, and returns the same tensors; there is no fallback to torch.load.
 """
 
 from __future__ import annotations
@@ -30,48 +30,63 @@ from packhorse.checkpoint.pickled import Pairs, Storage, View, brief
 from packhorse.checkpoint.safetensors import read_bytes
 from packhorse.errors import CheckpointError
 
-ZIP, PICKLE, TAR = b"PK\x03\x04", b"\x80", b"ustar"
-TAR_AT = 257  # where a tar archive says what it is
-TAR_FIRST = (b"sys_info", b"storages", b"tensors\0", b"pickle\0\0")  # a member of torch's
-PICKLE_LIMIT = 8 << 20  # bytes; that of ten thousand tensors has 1 MB
-SMALL = 4096  # bytes of a record that is no storage
+ZIP = b"PK\x03\x04"
+PICKLE = b"\x80"
+TAR = b"ustar"
+TAR_OFFSET = 257  # of a tar archive's signature
+TAR_MEMBERS = (
+    b"sys_info",
+    b"storages",
+    b"tensors\0",
+    b"pickle\0\0",
+)  # the first, as torch wrote it
+# Bounds on what is read before it is checked.
+PICKLE_LIMIT = 8 << 20  # bytes of data.pkl; that of ten thousand tensors has 1 MB
+SMALL_LIMIT = 4096  # bytes of a record that is neither the pickle nor a storage
 RECORD_LIMIT = pickled.TENSOR_LIMIT + 100
-DIRECTORY_LIMIT = 4 << 20  # bytes
-VERSIONS = tuple(b"%d" % n for n in range(1, 11))  # of the archive; torch writes 3
-WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # what training scripts use
+DIRECTORY_LIMIT = 4 << 20  # bytes of the central directory
+VERSIONS = tuple(b"%d" % number for number in range(1, 11))  # of the record `version`; torch: 3
+LISTED = 20  # names of other objects in a message
+WRAPPERS = ("model", "state_dict", "model_state_dict", "module")  # keys that training scripts use
 TORCHSCRIPT = (
     "this is a TorchScript program, which is not run; save its tensors: "
     "torch.save(torch.jit.load(…).state_dict(), …)"
 )
 
-END = struct.Struct("<4s4H2LH")
-END64 = struct.Struct("<4sQ2H2L4Q")
-LOCATOR = struct.Struct("<4sLQL")
-CENTRAL = struct.Struct("<4s6H3L5H2L")
-LOCAL = struct.Struct("<4s5H3L2H")
-ZIP64, LARGE = 1, 0xFFFFFFFF  # the extra field, and the number that refers to it
-STREAMED, UTF8, FOLDER = 1 << 3, 1 << 11, 1 << 4
+# The structures of the archive, by APPNOTE's sections.
+END = struct.Struct("<4s4H2LH")  # 4.3.16, end of central directory
+END64 = struct.Struct("<4sQ2H2L4Q")  # 4.3.14, its ZIP64 form
+LOCATOR = struct.Struct("<4sLQL")  # 4.3.15, locator of that
+CENTRAL = struct.Struct("<4s6H3L5H2L")  # 4.3.12, entry of the central directory
+LOCAL = struct.Struct("<4s5H3L2H")  # 4.3.7, header of a record
+ZIP64 = 1  # id of the extra field with 64-bit numbers
+LARGE = 0xFFFFFFFF  # a 32-bit number whose value is in that field
+STREAMED = 1 << 3  # flag: sizes and checksum follow the record
+UTF8 = 1 << 11  # flag: the name is UTF-8
+FOLDER = 1 << 4  # external attribute
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One member of the archive; its name is without the prefix that all share."""
+    """One member of the archive."""
 
-    name: str
-    begin: int  # its header
-    start: int  # its bytes
+    name: str  # with the prefix that all members share
+    begin: int  # offset of its header
+    start: int  # offset of its bytes
     size: int
-    crc: int  # 0: its writer computed none
+    crc: int  # 0: the writer computed none
 
 
 def looks_like(start: bytes) -> bool:
-    """Whether a file with these first 512 bytes is one of torch's, of today or from before."""
+    """Is a file with these first 512 bytes one of torch's, in today's format or an old one?"""
     old = start[:1] == PICKLE and start[1:2] in (b"\2", b"\3", b"\4", b"\5")
-    return start.startswith(ZIP) or old or (start[TAR_AT:262] == TAR and start[:8] in TAR_FIRST)
+    return (
+        start.startswith(ZIP) or old or (start[TAR_OFFSET:262] == TAR and start[:8] in TAR_MEMBERS)
+    )
 
 
 def read_tensors(folder: Path, name: str) -> dict[str, Tensor]:
-    """Every tensor of one torch file."""
+    """The tensors of one torch file."""
     return read(folder, name)[0]
 
 
@@ -82,17 +97,17 @@ def read(folder: Path, name: str) -> tuple[dict[str, Tensor], tuple[str, ...]]:
             _refuse_old(file)
             records = _read_directory(file)
             root, views = pickled.read(_read_pickle(file, records))
-            state, rest = _state(root)
+            state, left_out = _state(root)
             tensors = _read_views(file, records, state, views)
         except CheckpointError as error:
             raise CheckpointError(f"{folder / name}: {error}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read: {error}") from error
-    return tensors, (f"{name}: left out {', '.join(rest)}",) if rest else ()
+    return tensors, (f"{name}: left out {', '.join(left_out)}",) if left_out else ()
 
 
 def _refuse_old(file: BinaryIO) -> None:
-    start = file.read(TAR_AT + len(TAR))
+    start = file.read(TAR_OFFSET + len(TAR))
     if start.startswith(PICKLE):
         # The file's own name stays out of the command: it could hold one for the shell.
         raise CheckpointError(
@@ -100,7 +115,7 @@ def _refuse_old(file: BinaryIO) -> None:
             "python -c \"import torch; torch.save(torch.load('OLD.bin', weights_only=True, "
             "map_location='cpu'), 'NEW.bin')\""
         )
-    if start[TAR_AT:] == TAR:
+    if start[TAR_OFFSET:] == TAR:
         raise CheckpointError(
             "this is a tar archive as torch wrote them in 2016, which only torch.load without "
             "protection reads; if you trust it, load it on a machine without secrets and save its "
@@ -111,110 +126,136 @@ def _refuse_old(file: BinaryIO) -> None:
 
 
 def _read_directory(file: BinaryIO) -> dict[str, _Record]:
-    """Every record by name."""
-    place, size, count = _find_directory(file)
-    text = _at(file, place, size)
-    records, offset = [], 0
+    """All records by name."""
+    start, size, count = _find_directory(file)
+    directory = _at(file, start, size)
+    records = []
+    offset = 0
     for _ in range(count):
-        record, length = _parse_record(text, offset, place + offset)
-        records.append(_locate(file, *record, end=place))
+        entry, length = _parse_record(directory, offset, start + offset)
+        records.append(_locate(file, *entry, end=start))
         offset += length
     if offset != size:
-        raise CheckpointError(f"byte {place + offset}: the directory has other records than said")
+        raise CheckpointError(
+            f"byte {start + offset}: the directory does not end with its last record"
+        )
     records.sort(key=lambda record: record.begin)
-    for one, two in pairwise(records):
-        if one.start + one.size > two.begin:
-            raise CheckpointError(f"byte {two.begin}: {two.name} lies on {one.name}")
-    return _named(records)
+    for previous, record in pairwise(records):
+        if previous.start + previous.size > record.begin:
+            raise CheckpointError(f"byte {record.begin}: {record.name} overlaps {previous.name}")
+    return _by_name(records)
 
 
 def _find_directory(file: BinaryIO) -> tuple[int, int, int]:
-    """Place, size and count of the directory, which lies before the archive's last bytes."""
+    """Offset, size and number of entries of the central directory, from the archive's end."""
     end = os.fstat(file.fileno()).st_size - END.size
-    mark, *disks, here, count, size, place, comment = END.unpack(_at(file, end, END.size))
-    if mark != b"PK\x05\x06" or comment or any(disks) or here != count:
+    fields = END.unpack(_at(file, end, END.size))
+    signature, *disks, count_here, count, size, start, comment = fields
+    if signature != b"PK\x05\x06" or comment or any(disks) or count_here != count:
         raise CheckpointError(f"byte {end}: no zip directory ends here; the file is truncated")
     locator = _at(file, end - LOCATOR.size, LOCATOR.size)
     if locator.startswith(b"PK\x06\x07"):
         end -= LOCATOR.size + END64.size
-        if LOCATOR.unpack(locator)[1:] != (0, end, 1):
+        if LOCATOR.unpack(locator)[1:] != (0, end, 1):  # first disk, offset, number of disks
             raise CheckpointError(f"byte {end}: the zip directory does not end where it says")
-        small, (count, size, place) = (count, size, place), _find_large(file, end)
-        # The small numbers are cut off where the large ones do not fit them.
-        if small != (min(count, 0xFFFF), min(size, LARGE), min(place, LARGE)):
+        small = (count, size, start)
+        count, size, start = _read_end64(file, end)
+        # The numbers of END are saturated where those of END64 exceed them.
+        if small != (min(count, 0xFFFF), min(size, LARGE), min(start, LARGE)):
             raise CheckpointError(f"byte {end}: the zip directory is described in two ways")
-    if place + size != end:
+    if start + size != end:
         raise CheckpointError(f"byte {end}: the zip directory does not end here")
     if count > RECORD_LIMIT or size > DIRECTORY_LIMIT:
         raise CheckpointError(f"{count} records, described in {size} bytes, are too many")
-    return place, size, count
+    return start, size, count
 
 
-def _find_large(file: BinaryIO, end: int) -> tuple[int, int, int]:
-    """Count, size and place of a ZIP64 directory."""
+def _read_end64(file: BinaryIO, end: int) -> tuple[int, int, int]:
+    """Number of entries, size and offset of a ZIP64 directory."""
     fields = END64.unpack(_at(file, end, END64.size))
-    mark, length, _, _, *disks, here, count, size, place = fields
-    if mark != b"PK\x06\x06" or length != END64.size - 12 or any(disks) or here != count:
+    signature, length, _, _, *disks, count_here, count, size, start = fields
+    # `length` leaves out the signature and itself.
+    if signature != b"PK\x06\x06" or length != END64.size - 12:
         raise CheckpointError(f"byte {end}: no ZIP64 directory ends here")
-    return count, size, place
+    if any(disks) or count_here != count:
+        raise CheckpointError(f"byte {end}: no ZIP64 directory ends here")
+    return count, size, start
 
 
-def _parse_record(text: bytes, offset: int, place: int) -> tuple[tuple[Any, ...], int]:
-    """Name, flags, header's place, size and checksum of a directory's entry; the entry's length."""
-    if len(text) - offset < CENTRAL.size:
-        raise CheckpointError(f"byte {place}: the zip directory is truncated")
-    fields = CENTRAL.unpack_from(text, offset)
-    mark, _, _, flags, method, _, _, crc, packed, size, names, extras, notes = fields[:13]
-    disk, _, attributes, begin = fields[13:]
+def _parse_record(
+    directory: bytes, offset: int, at: int
+) -> tuple[tuple[bytes, int, int, int, int], int]:
+    """Parse the directory's entry at `offset`, which is byte `at` of the file.
+
+    Returns its name, flags, offset of the header, size and checksum; and the entry's length.
+    """
+    if len(directory) - offset < CENTRAL.size:
+        raise CheckpointError(f"byte {at}: the zip directory is truncated")
+    fields = CENTRAL.unpack_from(directory, offset)
+    signature, _, _, flags, method, _, _, crc, packed = fields[:9]
+    size, name_length, extra_length, comment_length, disk, _, attributes, begin = fields[9:]
     start = offset + CENTRAL.size
-    name, extra = text[start : start + names], text[start + names : start + names + extras]
-    length = CENTRAL.size + names + extras + notes
-    if mark != b"PK\x01\x02" or offset + length > len(text) or disk or attributes & FOLDER:
-        raise CheckpointError(f"byte {place}: this is no record of a zip directory")
+    name = directory[start : start + name_length]
+    extra = directory[start + name_length : start + name_length + extra_length]
+    length = CENTRAL.size + name_length + extra_length + comment_length
+    if signature != b"PK\x01\x02" or offset + length > len(directory):
+        raise CheckpointError(f"byte {at}: this is no record of a zip directory")
+    if disk or attributes & FOLDER:
+        raise CheckpointError(f"byte {at}: this is no record of a zip directory")
     if method and b"/code/" in name:
         raise CheckpointError(TORCHSCRIPT)
     if method or flags & ~(STREAMED | UTF8):
         raise CheckpointError(
-            f"byte {place}: {_text(name)} is compressed or encrypted, which torch never does; "
+            f"byte {at}: {_text(name)} is compressed or encrypted, which torch never does; "
             f"unpack the file and save its tensors with torch.save"
         )
-    size, packed, begin = _large(extra, place, size, packed, begin)
+    size, packed, begin = _from_zip64(extra, at, size, packed, begin)
     if size != packed:
-        raise CheckpointError(f"byte {place}: {_text(name)} has {size} bytes in {packed}")
+        raise CheckpointError(f"byte {at}: {_text(name)} has {size} bytes in {packed}")
     return (name, flags, begin, size, crc), length
 
 
-def _large(extra: bytes, place: int, *numbers: int) -> list[int]:
-    """The numbers, those that do not fit their 4 bytes taken from the ZIP64 field."""
-    field, at = b"", 0
-    while LARGE in numbers and len(extra) - at >= 4 and not field:
-        kind, length = struct.unpack_from("<2H", extra, at)
-        field = extra[at + 4 : at + 4 + length] if kind == ZIP64 else b""
-        at += 4 + length
-    found = []
+def _from_zip64(extra: bytes, at: int, *numbers: int) -> list[int]:
+    """The numbers of an entry; those that do not fit 32 bits come from its ZIP64 extra field."""
+    field = b""
+    offset = 0
+    while LARGE in numbers and len(extra) - offset >= 4 and not field:
+        kind, length = struct.unpack_from("<2H", extra, offset)
+        field = extra[offset + 4 : offset + 4 + length] if kind == ZIP64 else b""
+        offset += 4 + length
+    values = []
     for number in numbers:
-        if number == LARGE:
-            if len(field) < 8:
-                raise CheckpointError(f"byte {place}: a record's size or place is missing")
-            number, field = int.from_bytes(field[:8], "little"), field[8:]
-        found.append(number)
-    return found
+        if number != LARGE:
+            values.append(number)
+            continue
+        # The field lists only the numbers that are LARGE, in this order, 8 bytes each.
+        if len(field) < 8:
+            raise CheckpointError(f"byte {at}: a record's size or place is missing")
+        values.append(int.from_bytes(field[:8], "little"))
+        field = field[8:]
+    return values
 
 
 def _locate(
     file: BinaryIO, name: bytes, flags: int, begin: int, size: int, crc: int, end: int
 ) -> _Record:
-    """The record that a header describes as its directory's entry does."""
+    """The record of a directory's entry, after checking that its own header says the same.
+
+    end: of the records, where the directory begins.
+    """
     if begin + LOCAL.size > end:
         raise CheckpointError(f"{_text(name)} begins at byte {begin}, outside the records")
     header = LOCAL.unpack(_at(file, begin, LOCAL.size))
-    mark, _, here, method, _, _, _, packed, whole, names, extras = header
-    start = begin + LOCAL.size + names + extras
-    same = _at(file, begin + LOCAL.size, min(names, len(name) + 1)) == name
-    # torch streams: what it does not know when it writes a header follows the bytes.
+    signature, _, local_flags, method, _, _, _, packed, unpacked, name_length, extra_length = header
+    start = begin + LOCAL.size + name_length + extra_length
+    same_name = _at(file, begin + LOCAL.size, min(name_length, len(name) + 1)) == name
+    # torch streams: sizes that it does not know when it writes a header follow the bytes.
     sizes = (0, size, LARGE) if flags & STREAMED else (size, LARGE)
-    if mark != ZIP or method or here != flags or not same or {packed, whole} - set(sizes):
-        raise CheckpointError(f"byte {begin}: the header of {_text(name)} says something else")
+    differs = method or local_flags != flags or not same_name or {packed, unpacked} - set(sizes)
+    if signature != ZIP or differs:
+        raise CheckpointError(
+            f"byte {begin}: the header of {_text(name)} differs from the directory"
+        )
     if start + size > end:
         raise CheckpointError(
             f"byte {start}: {_text(name)} has {size} bytes, {end - start} are left"
@@ -226,39 +267,46 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "backslashreplace")
 
 
-def _named(records: list[_Record]) -> dict[str, _Record]:
-    """The records by what follows their common prefix; names are safe and none is there twice."""
+def _by_name(records: list[_Record]) -> dict[str, _Record]:
+    """The records by their names below the common prefix, which must be safe and unique."""
     prefix = records[0].name.partition("/")[0] if records else ""
-    found: dict[str, _Record] = {}
-    seen: set[str] = set()
+    by_name: dict[str, _Record] = {}
+    lowercase: set[str] = set()
     for record in records:
         first, _, name = record.name.partition("/")
         parts = record.name.split("/")
-        if first != prefix or not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or "\0" in name:
+        unsafe = not {"", ".", ".."}.isdisjoint(parts) or "\\" in name or "\0" in name
+        if first != prefix or unsafe:
             raise CheckpointError(
                 f"byte {record.begin}: {brief(record.name)} is not the name of a record of {prefix}"
             )
-        if name.lower() in seen:  # torch looks names up without regard to case
+        if name.lower() in lowercase:  # torch looks names up without regard to case
             raise CheckpointError(f"byte {record.begin}: {brief(record.name)} is there twice")
-        seen.add(name.lower())
-        found[name] = record
-    return found
+        lowercase.add(name.lower())
+        by_name[name] = record
+    return by_name
 
 
 def _read_pickle(file: BinaryIO, records: dict[str, _Record]) -> bytes:
-    """The pickle, once the records around it say that it can be understood."""
+    """The bytes of data.pkl, after checking the records that describe the archive."""
     if "constants.pkl" in records:
         raise CheckpointError(TORCHSCRIPT)
+    # Checksums of small records that nothing reads are checked all the same: a damaged file is
+    # reported wherever the damage is.
     for name, record in records.items():
-        if record.size <= SMALL and not name.startswith("data/"):
-            _read_small(file, records, name, SMALL)
+        if record.size <= SMALL_LIMIT and not name.startswith("data/"):
+            _read_small(file, records, name, SMALL_LIMIT)
     pickles = [name for name in records if name.split("/")[-1] == "data.pkl"]
     if pickles != ["data.pkl"]:
         raise CheckpointError(f"this is no torch file: {len(pickles)} records are a data.pkl")
-    version = _read_small(file, records, "version", SMALL).strip()
+    version = _read_small(file, records, "version", SMALL_LIMIT).strip()
     if version not in VERSIONS:
         raise CheckpointError(f"the archive's version {brief(_text(version))} is unknown")
-    order = _read_small(file, records, "byteorder", SMALL) if "byteorder" in records else b"little"
+    order = (
+        _read_small(file, records, "byteorder", SMALL_LIMIT)
+        if "byteorder" in records
+        else b"little"
+    )
     if order != b"little":
         raise CheckpointError(
             f"the numbers' byte order is {brief(_text(order))}; load the file with torch on a "
@@ -286,18 +334,18 @@ def _check(record: _Record, crc: int) -> None:
         )
 
 
-def _at(file: BinaryIO, place: int, size: int) -> bytes:
-    if place < 0:
+def _at(file: BinaryIO, offset: int, size: int) -> bytes:
+    if offset < 0:
         raise CheckpointError("the file is truncated")
-    file.seek(place)
+    file.seek(offset)
     data = file.read(size)
     if len(data) != size:
-        raise CheckpointError(f"byte {place}: the file ends before {size} more bytes")
+        raise CheckpointError(f"byte {offset}: the file ends before {size} more bytes")
     return data
 
 
 def _state(root: Any) -> tuple[dict[str, View], list[str]]:
-    """The dictionary of tensors in what was saved, and the names of all else."""
+    """The dictionary of tensors in the saved object, and the names of everything else in it."""
     if type(root) is not Pairs:
         raise CheckpointError("this file holds no dictionary of tensors")
     keys = [key for key, _ in root if key in WRAPPERS]
@@ -308,25 +356,33 @@ def _state(root: Any) -> tuple[dict[str, View], list[str]]:
         names = " and ".join(key for key, _ in wrapped)
         raise CheckpointError(f"this file holds several models, {names}; save one of them alone")
     chosen = wrapped[0][1] if wrapped else root
-    # By identity: to compare a stranger's structures could take for ever.
-    rest = [key for key, value in root if wrapped and value is not chosen]
-    others = [name for name, value in chosen if type(value) is not View]
-    texts = {name for name in others if type(name) is str}
+    # Compared by identity, since comparing deeply shared structures could take for ever.
+    unused = [key for key, value in root if wrapped and value is not chosen]
+    no_tensors = [name for name, value in chosen if type(value) is not View]
+    texts = {name for name in no_tensors if type(name) is str}
     state: dict[str, View] = {}
     for name, value in chosen:
         if type(value) is not View:
             continue
         if type(name) is not str or not name.isprintable():
-            raise CheckpointError(f"data.pkl, byte {value.place}: the tensor's name is no text")
+            raise CheckpointError(
+                f"data.pkl, byte {value.offset_in_pickle}: the tensor's name is no text"
+            )
         if name in state or name in texts:
-            raise CheckpointError(f"data.pkl, byte {value.place}: {brief(name)} is there twice")
+            raise CheckpointError(
+                f"data.pkl, byte {value.offset_in_pickle}: {brief(name)} is there twice"
+            )
         state[name] = value
-    left = [brief(key)[1:-1] if type(key) is str else str(key) for key in (*rest, *others)]
+    left_out = [
+        brief(key)[1:-1] if type(key) is str else str(key) for key in [*unused, *no_tensors]
+    ]
     if not state:
         raise CheckpointError(
-            f"this file holds no tensors, but {', '.join(left[:20]) or 'nothing'}"
+            f"this file holds no tensors, but {', '.join(left_out[:LISTED]) or 'nothing'}"
         )
-    return state, [*left[:20], *(["…"] if len(left) > 20 else [])]
+    if len(left_out) > LISTED:
+        left_out = [*left_out[:LISTED], "…"]
+    return state, left_out
 
 
 def _has_tensors(value: Any) -> bool:
@@ -336,11 +392,11 @@ def _has_tensors(value: Any) -> bool:
 def _read_views(
     file: BinaryIO, records: dict[str, _Record], state: dict[str, View], views: list[View]
 ) -> dict[str, Tensor]:
-    """The tensors, once all that the file describes are found possible."""
+    """The tensors of `state`, after checking all `views` of the file against their storages."""
     names = {view: brief(name) for name, view in state.items()}
     for view in views:
-        name = names.get(view, f"the tensor of data.pkl, byte {view.place},")
-        _refuse_impossible(name, view, records)
+        name = names.get(view, f"the tensor of data.pkl, byte {view.offset_in_pickle},")
+        _check_view(name, view, records)
     storages: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for name, view in state.items():
@@ -351,23 +407,27 @@ def _read_views(
     return tensors
 
 
-def _refuse_impossible(name: str, view: View, records: dict[str, _Record]) -> None:
-    storage, record = view.storage, records.get(f"data/{view.storage.key}")
+def _check_view(name: str, view: View, records: dict[str, _Record]) -> None:
+    """Raise unless the elements that a view shows are inside its storage, and that in the file."""
+    storage = view.storage
+    record = records.get(f"data/{storage.key}")
     if record is None:
-        raise CheckpointError(f"{name} lies in data/{storage.key}, which is not there")
+        raise CheckpointError(f"{name} refers to data/{storage.key}, which does not exist")
     if storage.count * storage.dtype.itemsize != record.size:
         raise CheckpointError(
-            f"byte {record.start}: {name} lies in {record.name} of {record.size} bytes, not of "
+            f"byte {record.start}: {name} is in {record.name} of {record.size} bytes, not of "
             f"{storage.count} {storage.dtype}"
         )
     numbers = (view.offset, *view.shape, *view.stride)
     if min(numbers) < 0:
         raise CheckpointError(f"{name} has {_geometry(view)}, which are no counts")
     count = math.prod(view.shape)
-    steps = ((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
-    # Where a size is 1 its step can be anything that torch can hold; where one is 0, all can.
-    if max(numbers) >= 1 << 63 or (count and view.offset + sum(steps) >= storage.count):
+    reaches = ((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
+    # The last element's index. The stride of a size of 1 is not used, nor any if a size is 0, so
+    # these may be anything that torch can hold.
+    if max(numbers) >= 1 << 63 or (count and view.offset + sum(reaches) >= storage.count):
         raise CheckpointError(f"{name} has {_geometry(view)}, beyond its {storage.count} elements")
+    # An expanded tensor (stride 0) would let a small file ask for any amount of memory.
     if count > storage.count:
         raise CheckpointError(
             f"{name} shows its {storage.count} elements as {count}; save .contiguous() of it"

@@ -83,7 +83,7 @@ def convert(
     for line in found.notes:
         note(line)
     if found.format in ("tf1", "frozen") and found.gelu.form:
-        note(f"GELU: {GELUS[found.gelu.form]}: {found.gelu.why}")
+        note(f"GELU: {GELUS[found.gelu.form]}: {found.gelu.reason}")
     try:
         checkpoint.tokenizer(found)
     except CheckpointError as error:
@@ -100,5 +100,5 @@ def _holds(found: "Checkpoint") -> dict[str, object]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "heads": list(found.model.heads),
         "gelu": found.gelu.form,
-        "gelu_reason": found.gelu.why,
+        "gelu_reason": found.gelu.reason,
     }

@@ -10,7 +10,7 @@ from packhorse.cli.console import emit, note, progress, table
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.onnxpack import Report
+    from packhorse.onnxpack import PackingReport
 
 app = App(name="onnx", help="Rewrite ONNX models for packed rows.", help_format="plaintext")
 
@@ -113,7 +113,7 @@ def _stated(text: str) -> tuple[str, Kind]:
     return name, kind
 
 
-def _document(source: Path, report: "Report", precision: str) -> dict:
+def _document(source: Path, report: "PackingReport", precision: str) -> dict:
     facts = report.facts
     return {
         "source": str(source),

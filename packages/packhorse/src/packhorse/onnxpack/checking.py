@@ -1,14 +1,14 @@
 """Compare a packed model with the one it was made of, sequence by sequence, on random tokens.
 
-Rewriting a stranger's graph can go wrong in ways no one foresaw; then this refuses the result
-before anyone sees it. Two things are checked. The numbers are those of the original, run on each
-sequence alone; not to the bit, for another layout sums in another order, and fp16 is coarser. And
-neighbors change no bit: the same sequences are run again beside others.
+Rewriting an unknown graph can go wrong in unforeseen ways; this check then refuses the result
+before it is used. Two things are checked. The numbers are those of the original, run on each
+sequence alone; not to the bit, since another layout sums in another order, and fp16 is coarser. And
+neighbors change no bit: the same sequences are run again with other neighbors.
 
 An int8 graph is compared with nothing fused on either side. ONNX Runtime fuses what it can, which
-moves a number in its last bit; where that tips a rounding to int8, the difference grows with every
-layer. Measured on MiniLM, the original against itself, fused and not: 0.02 to 0.11 of the output's
-size with dynamic scales, 0.7 with static ones. That difference is reported, it refuses nothing.
+changes numbers in their last bit; where that changes a rounding to int8, the difference grows with
+every layer. Measured on MiniLM, the original against itself, fused and not: 0.02 to 0.11 of the
+output's size with dynamic scales, 0.7 with static ones. That difference is reported, not refused.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from packhorse.errors import CheckpointError
-from packhorse.onnxpack.engine import blaming, open_session
-from packhorse.onnxpack.facts import Facts
+from packhorse.onnxpack.engine import open_session, runtime_errors
+from packhorse.onnxpack.facts import PackedModelFacts
 from packhorse.onnxpack.probe import numpy_type, roles
 from packhorse.onnxpack.scales import REMEDY
 from packhorse.onnxpack.session import OnnxBackend
@@ -28,34 +28,38 @@ from packhorse.packing.batch import Packed
 from packhorse.packing.online import OnlinePacker
 
 LENGTHS = (9, 1, 24, 5, 16, 3)
-SPECIAL = 3  # ids below are padding and the like, which RoBERTa does not count
-# The difference that passes. Measured on MiniLM: 8e-7 in fp32, up to 2e-7 in int8 unless a rounding
-# tips over (0.1); 0.5 to 0.8 where sequences see each other.
+SPECIAL = 3  # smaller ids are special tokens; RoBERTa does not count its padding
+# The largest accepted difference. Measured on MiniLM: 8e-7 in fp32, up to 2e-7 in int8 unless a
+# rounding changes (0.1); 0.5 to 0.8 if sequences attend to each other.
 LIMITS = {"fp32": 1e-4, "fp16": 3e-2, "int8": 0.25}
 
 
 @dataclass(frozen=True)
-class Sequence:
-    """Random tokens."""
+class RandomSequence:
+    """A sequence of random tokens."""
 
     ids: np.ndarray
     types: np.ndarray
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far a sequence's output is from the original's at most, of the output's size."""
+class PackingDifference:
+    """The largest difference of a sequence's output from the original's, relative to its size."""
 
-    as_run: float  # by ONNX Runtime as it runs a model, with nodes fused
+    as_run: float  # as ONNX Runtime runs a model, with nodes fused
     as_written: float  # with nothing fused
 
 
-def compare(original: Path, packed: Path, facts: Facts, numbers: str) -> Difference:
-    """The difference between the models; refused if too large, or if neighbors change a bit.
+def compare(
+    original: Path, packed: Path, facts: PackedModelFacts, numbers: str
+) -> PackingDifference:
+    """Measure the difference between the models; raises if it is too large.
 
-    numbers: the coarsest that the packed model computes with, one of LIMITS.
+    Raises too if neighbors change a bit. numbers: the coarsest number format that the packed model
+    computes with, one of LIMITS.
     """
-    sequences, names = _random(facts, seed=0), list(facts.outputs)
+    sequences = _random(facts, seed=0)
+    names = list(facts.outputs)
     backend = _open(original, packed)
     _check_isolation(original, backend, numbers)
     as_run = _differences(original, backend, sequences, names)
@@ -63,13 +67,13 @@ def compare(original: Path, packed: Path, facts: Facts, numbers: str) -> Differe
     if numbers == "int8":
         plain = _open(original, packed, plain=True)
         as_written = _differences(original, plain, sequences, names, plain=True)
-    for name, off in as_written.items():
-        if not off <= LIMITS[numbers]:  # NaN is refused as well
+    for name, difference in as_written.items():
+        if not difference <= LIMITS[numbers]:  # written so that NaN is refused too
             raise CheckpointError(
                 f"{original} cannot be packed in this mode: its output {name!r} would be off by "
-                f"{off:.2g} of its size, for a reason that the graph does not show"
+                f"{difference:.2g} of its size, for a reason that the graph does not show"
             )
-    return Difference(max(as_run.values()), max(as_written.values()))
+    return PackingDifference(max(as_run.values()), max(as_written.values()))
 
 
 def _open(original: Path, packed: Path, *, plain: bool = False) -> OnnxBackend:
@@ -82,39 +86,44 @@ def _open(original: Path, packed: Path, *, plain: bool = False) -> OnnxBackend:
 def _differences(
     original: Path,
     backend: OnnxBackend,
-    sequences: list[Sequence],
+    sequences: list[RandomSequence],
     names: list[str],
     *,
     plain: bool = False,
 ) -> dict[str, float]:
-    """By output, the largest difference of a sequence, of the output's size."""
-    theirs = _alone(original, sequences, names, plain=plain)
+    """Output → the largest difference of a sequence, relative to the output's size."""
+    expected = _run_alone(original, sequences, names, plain=plain)
     try:
-        ours = _packed(backend, sequences, names)
+        actual = _run_packed(backend, sequences, names)
     except CheckpointError as error:
         raise CheckpointError(f"{original} cannot be packed in this mode: {error}") from error
-    found = {}
-    for name, mine, wanted in zip(names, ours, theirs, strict=True):
-        size = _size(np.concatenate([x.reshape(-1) for x in wanted])) or 1.0
-        found[name] = max(_distance(a, b) for a, b in zip(mine, wanted, strict=True)) / size
-    return found
+    differences = {}
+    for name, packed, alone in zip(names, actual, expected, strict=True):
+        size = _rms(np.concatenate([output.reshape(-1) for output in alone])) or 1.0
+        largest = max(_distance(a, b) for a, b in zip(packed, alone, strict=True))
+        differences[name] = largest / size
+    return differences
 
 
 def _check_isolation(original: Path, backend: OnnxBackend, numbers: str) -> None:
-    """Refuse a model in which other tokens beside a sequence change a bit of its outputs."""
-    facts, names = backend.facts, list(backend.facts.outputs)
+    """Raise if a bit of a sequence's outputs depends on its neighbors."""
+    facts = backend.facts
+    names = list(facts.outputs)
     # Without a mask, mode positions takes sequences of one length only.
     even = facts.mode == "positions" and "mask" not in facts.inputs
-    sequences, others = (_random(facts, seed=seed, even=even) for seed in (0, 1))
-    before = _packed_batch(backend, _lay(sequences, facts), names)
-    for kept in (0, 1):  # every second sequence stays, then the others
+    sequences = _random(facts, seed=0, even=even)
+    replacements = _random(facts, seed=1, even=even)
+    before = _run_batch(backend, _lay_out(sequences, facts), names)
+    for parity in (0, 1):  # the sequences of this parity stay, the others are replaced
         mixed = [
-            own if number % 2 == kept else other
-            for number, (own, other) in enumerate(zip(sequences, others, strict=True))
+            sequence if number % 2 == parity else replacement
+            for number, (sequence, replacement) in enumerate(
+                zip(sequences, replacements, strict=True)
+            )
         ]
-        after = _packed_batch(backend, _lay(mixed, facts), names)
+        after = _run_batch(backend, _lay_out(mixed, facts), names)
         for name, old, new in zip(names, before, after, strict=True):
-            for a, b in list(zip(old, new, strict=True))[kept::2]:
+            for a, b in list(zip(old, new, strict=True))[parity::2]:
                 if not np.array_equal(a, b, equal_nan=True):
                     cause = "something in it is computed over a whole row or batch"
                     if numbers == "int8":
@@ -125,29 +134,30 @@ def _check_isolation(original: Path, backend: OnnxBackend, numbers: str) -> None
                     )
 
 
-def _size(values: np.ndarray) -> float:
-    """The root of the mean square."""
+def _rms(values: np.ndarray) -> float:
+    """The root mean square."""
     return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
 
 
-def _distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    if ours.size != theirs.size:
+def _distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    if actual.size != expected.size:
         return float("inf")
-    return _size(ours.reshape(-1).astype(np.float64) - theirs.reshape(-1))
+    return _rms(actual.reshape(-1).astype(np.float64) - expected.reshape(-1))
 
 
-def _packed(
-    backend: OnnxBackend, sequences: list[Sequence], names: list[str]
+def _run_packed(
+    backend: OnnxBackend, sequences: list[RandomSequence], names: list[str]
 ) -> list[list[np.ndarray]]:
-    """For each output, what the packed model says of each sequence."""
+    """The packed model's results, by output and sequence."""
     facts = backend.facts
-    if facts.mode == "positions":  # one at a time: how a model pads is its own affair
-        alone = [_packed_batch(backend, Packed.build([one]), names) for one in sequences]
-        return [[part[0] for part in parts] for parts in zip(*alone, strict=True)]
-    return _packed_batch(backend, _lay(sequences, facts), names)
+    if facts.mode == "positions":  # one at a time, since a model may treat padding in its own way
+        batches = [Packed.build([sequence]) for sequence in sequences]
+        results = [_run_batch(backend, batch, names) for batch in batches]
+        return [[output[0] for output in outputs] for outputs in zip(*results, strict=True)]
+    return _run_batch(backend, _lay_out(sequences, facts), names)
 
 
-def _packed_batch(backend: OnnxBackend, batch: Packed, names: list[str]) -> list[list[np.ndarray]]:
+def _run_batch(backend: OnnxBackend, batch: Packed, names: list[str]) -> list[list[np.ndarray]]:
     return [
         [piece.numpy() for piece in batch.split(result)]
         if backend.facts.outputs[name] == "token"
@@ -156,18 +166,19 @@ def _packed_batch(backend: OnnxBackend, batch: Packed, names: list[str]) -> list
     ]
 
 
-def _random(facts: Facts, *, seed: int, even: bool = False) -> list[Sequence]:
-    """Sequences of LENGTHS, as far as they fit; `even`: all as long as the first."""
+def _random(facts: PackedModelFacts, *, seed: int, even: bool = False) -> list[RandomSequence]:
+    """Sequences of LENGTHS, truncated to the model's limits; `even`: all as long as the first."""
     rng = np.random.default_rng(seed)
     room = facts.shape[1] if facts.shape else facts.max_positions
     lengths = [min(LENGTHS[0] if even else length, room, facts.max_positions) for length in LENGTHS]
     low = min(SPECIAL, facts.vocab_size - 1)
     return [
-        Sequence(rng.integers(low, facts.vocab_size, n), np.zeros(n, np.int64)) for n in lengths
+        RandomSequence(rng.integers(low, facts.vocab_size, n), np.zeros(n, np.int64))
+        for n in lengths
     ]
 
 
-def _lay(sequences: list[Sequence], facts: Facts) -> Packed:
+def _lay_out(sequences: list[RandomSequence], facts: PackedModelFacts) -> Packed:
     if facts.mode != "mask":
         return Packed.build(sequences)
     capacity = facts.shape[1] if facts.shape else max(LENGTHS) + 4
@@ -177,13 +188,13 @@ def _lay(sequences: list[Sequence], facts: Facts) -> Packed:
     return Packed.rows(sequences, packer.flush(), capacity)
 
 
-def _alone(
-    path: Path, sequences: list[Sequence], names: list[str], *, plain: bool
+def _run_alone(
+    path: Path, sequences: list[RandomSequence], names: list[str], *, plain: bool
 ) -> list[list[np.ndarray]]:
-    """For each output, what the original says of each sequence alone."""
+    """The original's results on each sequence alone, by output and sequence."""
     session = open_session(path, plain=plain)
-    types = {given.name: numpy_type(given.type) for given in session.get_inputs()}
-    found = []
+    types = {value.name: numpy_type(value.type) for value in session.get_inputs()}
+    runs = []
     for sequence in sequences:
         count = len(sequence.ids)
         columns = {
@@ -195,6 +206,6 @@ def _alone(
         feeds = {
             name: columns[role][None].astype(types[name]) for role, name in roles(types).items()
         }
-        with blaming(f"{path} does not run on {count} tokens"):
-            found.append(session.run(names, feeds))
-    return [[np.asarray(result)[0] for result in results] for results in zip(*found, strict=True)]
+        with runtime_errors(f"{path} does not run on {count} tokens"):
+            runs.append(session.run(names, feeds))
+    return [[np.asarray(result)[0] for result in results] for results in zip(*runs, strict=True)]

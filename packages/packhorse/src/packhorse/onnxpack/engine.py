@@ -1,4 +1,4 @@
-"""Open models with ONNX Runtime: threads as torch's, CUDA where it is there, errors as ours."""
+"""Open models with ONNX Runtime: torch's number of threads, CUDA if present, our errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from packhorse.errors import CheckpointError, InputError
 
-QUIET = 4  # its log repeats on stderr what its exceptions say
-BESIDE = "session.model_external_initializers_file_folder_path"
+FATAL = 4  # log level; below it the log on stderr repeats the text of exceptions
+EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def open_session(
@@ -22,20 +22,20 @@ def open_session(
     folder: Path | None = None,
     plain: bool = False,
 ) -> onnxruntime.InferenceSession:
-    """A session; a model given as bytes finds its external data in `folder`.
+    """Open a session; a model passed as bytes has its external data in `folder`.
 
     plain: run the graph as it is written, with nothing fused.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = QUIET
+    options.log_severity_level = FATAL
     options.intra_op_num_threads = torch.get_num_threads()
     if folder is not None:
-        options.add_session_config_entry(BESIDE, str(folder))
+        options.add_session_config_entry(EXTERNAL_FOLDER, str(folder))
     if plain:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     providers = _providers(torch.device(device))
     name, source = ("it", model) if isinstance(model, bytes) else (model, str(model))
-    with blaming(f"{name} does not open in ONNX Runtime"):
+    with runtime_errors(f"{name} does not open in ONNX Runtime"):
         return onnxruntime.InferenceSession(source, options, providers=providers)
 
 
@@ -43,31 +43,31 @@ def _providers(device: torch.device) -> list[str]:
     if device.type == "cpu":
         return ["CPUExecutionProvider"]
     if not serves(device):
-        have = ", ".join(available())
+        names = ", ".join(available())
         raise InputError(
-            f"this ONNX Runtime has no provider for {device} (it has: {have}); use the CPU, or "
+            f"this ONNX Runtime has no provider for {device} (it has: {names}); use the CPU, or "
             "install onnxruntime-gpu"
         )
     return ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
 
 def serves(device: torch.device) -> bool:
-    """Does the ONNX Runtime that is installed run on it?"""
+    """Does the installed ONNX Runtime run on this device?"""
     return device.type == "cpu" or (
         device.type == "cuda" and "CUDAExecutionProvider" in available()
     )
 
 
 def available() -> list[str]:
-    """The providers of the ONNX Runtime that is installed."""
+    """The providers of the installed ONNX Runtime."""
     return onnxruntime.get_available_providers()
 
 
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Its exceptions, which share no base of their own, as one error."""
+def runtime_errors(summary: str) -> Iterator[None]:
+    """Raise ONNX Runtime's exceptions, which have no common base class, as a CheckpointError."""
     try:
         yield
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise CheckpointError(f"{what}: {said[:400]}") from error
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{summary}: {text[:400]}") from error

@@ -1,7 +1,7 @@
-"""What a packed model says about itself: how it wants its rows, what its outputs are.
+"""The facts that a packed model carries about itself: the layout of its rows, its outputs.
 
-It is kept in the model's own metadata, as JSON under one key, so that whoever runs the model needs
-no flags. A file may be damaged or a stranger's: what is read is checked.
+They are stored in the model's metadata, as JSON under one key, so that running it needs no flags. A
+file may be damaged or not trusted, so that what is read is checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Mode = Literal["positions", "mask", "repack"]
 Kind = Literal["token", "sequence"]
 Precision = Literal["fp32", "fp16"]
 
-# Heads by the names that exporters give to outputs; of those with several, all must be there.
+# Head → the names that exporters give to its outputs (all must be present), and their kind.
 NAMED: dict[str, tuple[tuple[str, ...], Kind]] = {
     "hidden": (("last_hidden_state",), "token"),
     "pooled": (("pooler_output",), "sequence"),
@@ -33,25 +33,25 @@ NAMED: dict[str, tuple[tuple[str, ...], Kind]] = {
 
 
 @dataclass(frozen=True)
-class Facts:
-    """A packed model, for those who run it."""
+class PackedModelFacts:
+    """What a packed model needs to be run."""
 
     mode: Mode
-    shape: tuple[int, int] | None  # rows and tokens a row, where they are fixed
-    inputs: dict[str, str]  # what each of INPUTS is called
+    shape: tuple[int, int] | None  # rows and tokens per row, if they are fixed
+    inputs: dict[str, str]  # role, one of INPUTS → name of the graph's input
     outputs: dict[str, Kind]
-    heads: dict[str, tuple[str, ...]]  # the outputs that make each
+    heads: dict[str, tuple[str, ...]]  # head → its outputs
     vocab_size: int
     max_positions: int
-    padding: int | None  # RoBERTa's padding word, which its positions do not count
+    padding: int | None  # RoBERTa's padding token, which its positions do not count
 
     def dump(self) -> str:
-        """As the metadata keeps it."""
+        """The JSON for the model's metadata."""
         return json.dumps({"version": VERSION, **asdict(self)})
 
 
-def parse(text: str) -> Facts:
-    """The facts of a model; `text` is its metadata."""
+def parse(text: str) -> PackedModelFacts:
+    """Parse and check the facts in a model's metadata."""
     try:
         raw: dict[str, Any] = json.loads(text)
         if raw.pop("version") != VERSION:
@@ -60,7 +60,7 @@ def parse(text: str) -> Facts:
             raise ValueError("of an older version: neighbors change its int8 scales")
         raw["shape"] = None if raw["shape"] is None else tuple(map(int, raw["shape"]))
         raw["heads"] = {str(head): tuple(map(str, names)) for head, names in raw["heads"].items()}
-        facts = Facts(**raw)
+        facts = PackedModelFacts(**raw)
         _check(facts)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         message = f"its packing facts are damaged ({error}); pack the model again"
@@ -68,7 +68,7 @@ def parse(text: str) -> Facts:
     return facts
 
 
-def _check(facts: Facts) -> None:
+def _check(facts: PackedModelFacts) -> None:
     if facts.mode not in get_args(Mode) or not {"ids"} <= facts.inputs.keys() <= INPUTS:
         raise ValueError(f"mode {facts.mode!r} with inputs {sorted(facts.inputs)}")
     if facts.shape is not None and (len(facts.shape) != 2 or min(facts.shape) < 1):
@@ -85,9 +85,10 @@ def _check(facts: Facts) -> None:
 def name_heads(
     outputs: Mapping[str, Kind], widths: Mapping[str, int], words: tuple[int, int]
 ) -> dict[str, tuple[str, ...]]:
-    """Which outputs are which heads of an Encoder; every output is also a head by its own name.
+    """Map heads of an Encoder to outputs; every output is also a head under its own name.
 
-    words: size and width of the table of words, to know scores and states by where no name does.
+    words: size and width of the table of words, by which scores and hidden states without a known
+    name are recognized.
     """
     heads = {
         head: names
@@ -101,6 +102,6 @@ def name_heads(
         if name == "logits":
             scores = "mlm" if widths[name] == words[0] else "tokens"
             heads["classify" if kind == "sequence" else scores] = (name,)
-        elif widths[name] == words[1]:  # nobody named it
+        elif widths[name] == words[1]:  # as wide as the hidden states
             heads.setdefault("pooled" if kind == "sequence" else "hidden", (name,))
     return {name: (name,) for name in outputs} | heads

@@ -1,7 +1,7 @@
-"""Read a model and write another, whole or not at all; weights beside the file stay beside it.
+"""Read an ONNX model and write another, whole or not at all; external weights stay external.
 
-Weights in external files are never loaded: the new model gets copies of the files, under its own
-name. Only --precision fp16 has to have them in memory.
+Weights in external files are never loaded: the files are copied under the new model's name. Only
+--precision fp16 needs them in memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from onnx import ModelProto, TensorProto, external_data_helper, inliner
 
 from packhorse.errors import CheckpointError, InputError
 
-INLINE_LIMIT = 1_500_000_000  # bytes; protobuf ends at 2 GB
+INLINE_LIMIT = 1_500_000_000  # bytes in one file; protobuf allows 2 GB
 
 
 def read(path: Path) -> ModelProto:
-    """The model without its external weights; functions are inlined, so that there is one graph."""
+    """Read a model without its external weights; functions are inlined into the one graph."""
     try:
         model = onnx.load(path, load_external_data=False)
     except FileNotFoundError as error:
@@ -40,17 +40,17 @@ def read(path: Path) -> ModelProto:
 
 
 def external(model: ModelProto) -> dict[str, list[TensorProto]]:
-    """The external files, and the tensors in each."""
-    found: dict[str, list[TensorProto]] = {}
+    """The external files of a model, and the tensors in each."""
+    tensors: dict[str, list[TensorProto]] = {}
     for tensor in model.graph.initializer:
         if external_data_helper.uses_external_data(tensor):
             location = external_data_helper.ExternalDataInfo(tensor).location
-            found.setdefault(location, []).append(tensor)
-    return found
+            tensors.setdefault(location, []).append(tensor)
+    return tensors
 
 
 def _inside(folder: Path, location: str) -> Path:
-    """A model may name any file of this machine; those beside it will do."""
+    """The path of external weights; raises for files outside the model's folder."""
     real = (folder / location).resolve()
     if not real.is_relative_to(folder.resolve()) or not real.is_file():
         raise CheckpointError(f"{folder / location}: the weights are not a file beside the model")
@@ -58,7 +58,7 @@ def _inside(folder: Path, location: str) -> Path:
 
 
 def halve(model: ModelProto, folder: Path) -> ModelProto:
-    """Weights and arithmetic in fp16, inputs and outputs as they were."""
+    """Convert weights and arithmetic to fp16; inputs and outputs keep their types."""
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
     external_data_helper.load_external_data_for_model(model, str(folder))
@@ -67,7 +67,7 @@ def halve(model: ModelProto, folder: Path) -> ModelProto:
 
 @contextmanager
 def draft(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Where to write a model that becomes `target` when the block ends well."""
+    """Yield a path to write a model to, which becomes `target` if the block succeeds."""
     if target.exists() and not overwrite:
         raise InputError(
             f"{target} is there already; choose another name, or pass --overwrite (overwrite=True)"
@@ -76,10 +76,11 @@ def draft(target: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(
             dir=folder, prefix=f".{target.name}.", suffix=".partial"
-        ) as place:
-            yield Path(place) / target.name
-            # The model last: without it, weights are only files.
-            for path in sorted(Path(place).iterdir(), key=lambda path: path.name == target.name):
+        ) as temporary:
+            yield Path(temporary) / target.name
+            # The model is moved last, so that it never exists without its weights.
+            paths = sorted(Path(temporary).iterdir(), key=lambda path: path.name == target.name)
+            for path in paths:
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
                 path.replace(folder / path.name)
@@ -87,20 +88,21 @@ def draft(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise CheckpointError(f"{target} cannot be written: {error}") from error
 
 
-def write(model: ModelProto, path: Path, weights: Path, *, beside: bool) -> None:
+def write(model: ModelProto, path: Path, folder: Path, *, external_weights: bool) -> None:
     """Write `path` and check it.
 
-    weights: the folder of the external files, which are copied. beside: weights that are in memory
-    go to an external file as well.
+    folder: where the external files are, which are copied. external_weights: weights in memory go
+    to an external file too.
     """
-    files = external(model)
-    for number, (location, tensors) in enumerate(files.items()):
+    external_files = external(model)
+    for number, (location, tensors) in enumerate(external_files.items()):
         name = f"{path.name}.data{number or ''}"
-        shutil.copyfile(_inside(weights, location), path.with_name(name))
+        shutil.copyfile(_inside(folder, location), path.with_name(name))
         for tensor in tensors:
-            next(e for e in tensor.external_data if e.key == "location").value = name
-    apart = not files and (beside or model.ByteSize() > INLINE_LIMIT)
-    onnx.save(model, path, save_as_external_data=apart, location=f"{path.name}.data")
+            entry = next(entry for entry in tensor.external_data if entry.key == "location")
+            entry.value = name
+    separate = not external_files and (external_weights or model.ByteSize() > INLINE_LIMIT)
+    onnx.save(model, path, save_as_external_data=separate, location=f"{path.name}.data")
     try:
         onnx.checker.check_model(str(path))
     except onnx.checker.ValidationError as error:

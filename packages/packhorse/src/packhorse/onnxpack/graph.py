@@ -1,8 +1,8 @@
-"""A model's graph with an index over it: who makes a value, who reads it, what follows from what.
+"""A graph that can be edited, with an index: which node computes a value, which nodes read it.
 
-Values are names, as in ONNX. The index is kept up to date by the few ways to change the graph that
-are here; `finish` drops what nothing needs any more and puts the rest in order. New operations are
-limited to those whose meaning is the same from opset 11 on, so that old exports stay as they are.
+Values are names, as in ONNX. The methods that change the graph keep the index up to date; `finish`
+drops nodes that no output needs and sorts the others. New operations are limited to those whose
+meaning is the same from opset 11 on, so that old exports need no conversion.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from onnx import (
 
 from packhorse.errors import CheckpointError
 
-OLDEST = 11  # opset
-ASK_SHAPE = ("Shape", "Size")
+OLDEST_OPSET = 11
+SHAPE_OPS = ("Shape", "Size")  # read a value's shape, not its numbers
 
 
-class Graph:
-    """The main graph of a model; `folder` is where its external data lies."""
+class EditableGraph:
+    """The main graph of a model; `folder` has its external data."""
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
-        self.model, self.folder = model, folder
+        self.model = model
+        self.folder = folder
         self.nodes: list[NodeProto] = list(model.graph.node)
         self.stored = {tensor.name: tensor for tensor in model.graph.initializer}
         self.inputs = [value.name for value in model.graph.input if value.name not in self.stored]
         self.outputs = [value.name for value in model.graph.output]
-        self.added = 0
-        self.maker: dict[str, NodeProto] = {}
+        self.added = 0  # operations, for their names
+        self.producer: dict[str, NodeProto] = {}
         self.readers: defaultdict[str, list[NodeProto]] = defaultdict(list)
         for node in self.nodes:
             self._index(node)
@@ -47,33 +48,38 @@ class Graph:
 
     def _index(self, node: NodeProto) -> None:
         for name in filter(None, node.output):
-            self.maker[name] = node
+            self.producer[name] = node
         for name in _reads(node):
             self.readers[name].append(node)
 
     def is_constant(self, value: str) -> bool:
-        """Is it the same whatever goes in, and of whatever shape?"""
+        """Is it independent of the inputs, and of their shapes?"""
         return value not in self.variable
 
     def follow(
         self, values: Iterable[str], *, shapes: bool = False, until: Collection[str] = ()
     ) -> set[str]:
-        """All that is computed from `values`; with `shapes` also from shapes or ranges alone."""
-        found = set(values)
-        open_ends = list(found)
-        while open_ends:
-            for node in self.readers[open_ends.pop()]:
-                if node.op_type in ASK_SHAPE and not shapes:
+        """The values and all that is computed from them.
+
+        shapes: also what is computed from their shapes or ranges only. until: values after which
+        to stop.
+        """
+        reached = set(values)
+        pending = list(reached)
+        while pending:
+            for node in self.readers[pending.pop()]:
+                if node.op_type in SHAPE_OPS and not shapes:
                     continue
-                ranges = node.op_type == "DynamicQuantizeLinear" and not shapes
-                outputs = node.output[:1] if ranges else node.output  # the others: its scale
-                new = [name for name in outputs if name and name not in found]
-                found.update(new)
-                open_ends += [name for name in new if name not in until]
-        return found
+                # The second and third output are scale and zero point, which depend on the range.
+                quantizes = node.op_type == "DynamicQuantizeLinear" and not shapes
+                outputs = node.output[:1] if quantizes else node.output
+                new = [name for name in outputs if name and name not in reached]
+                reached.update(new)
+                pending += [name for name in new if name not in until]
+        return reached
 
     def op(self, kind: str, *inputs: str, result: str = "", **attributes: Any) -> str:
-        """Add an operation; its result, called as asked."""
+        """Add an operation and return the name of its result, which is `result` if given."""
         self.added += 1
         name = f"packhorse/{kind}_{self.added}"
         node = helper.make_node(kind, inputs, [result or name], name=name, **attributes)
@@ -84,20 +90,20 @@ class Graph:
         return result or name
 
     def reduce(self, kind: str, value: str, axes: list[int], *, keep: bool = False) -> str:
-        """ReduceMin or ReduceMax over some axes, which became an input in opset 18."""
+        """Add ReduceMin or ReduceMax over axes, which became an input in opset 18."""
         if self.opset >= 18:
             return self.op(kind, value, self.constant(axes), keepdims=int(keep))
         return self.op(kind, value, axes=axes, keepdims=int(keep))
 
-    def constant(self, value: Any, dtype: Any = np.int64, called: str = "") -> str:
-        """A number or a few; more than a few need a name."""
+    def constant(self, value: Any, dtype: Any = np.int64, label: str = "") -> str:
+        """Add a constant, named after its numbers or, if they are many, after a `label`."""
         array = np.array(value, dtype)
-        name = f"packhorse/{array.dtype}{called or array.tolist()}".replace(" ", "")
+        name = f"packhorse/{array.dtype}{label or array.tolist()}".replace(" ", "")
         self.stored.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
     def add_input(self, name: str) -> str:
-        """A new input of the graph, of integers; `finish` is told its shape."""
+        """Add an input of integers to the graph; `rewrite` declares its shape."""
         if name in self.variable or name in self.stored:
             raise CheckpointError(f"the model uses the name {name!r} for something else")
         self.inputs.append(name)
@@ -105,7 +111,7 @@ class Graph:
         return name
 
     def set_input(self, node: NodeProto, index: int, value: str) -> None:
-        """Let one node read another value."""
+        """Let a node read another value at this input."""
         old = node.input[index]
         node.input[index] = value
         self.readers[value].append(node)
@@ -120,25 +126,26 @@ class Graph:
                     self.set_input(node, index, new)
 
     def remove(self, node: NodeProto) -> None:
-        """Take a node out; something else is to make its results."""
-        self.nodes = [other for other in self.nodes if other is not node]
+        """Remove a node, whose results another node has to compute."""
+        self.nodes = [present for present in self.nodes if present is not node]
         for name in _reads(node):
-            self.readers[name] = [other for other in self.readers[name] if other is not node]
+            self.readers[name] = [reader for reader in self.readers[name] if reader is not node]
 
     def live(self) -> list[NodeProto]:
-        """What the outputs need, in an order in which it can be computed."""
+        """The nodes that the outputs need, in topological order, without recursion."""
         order: list[NodeProto] = []
-        done: set[int] = set()
-        stack = [(self.maker[name], False) for name in self.outputs if name in self.maker]
+        visited: set[int] = set()
+        # A node is pushed again with True, below its producers, to be appended after them.
+        stack = [(self.producer[name], False) for name in self.outputs if name in self.producer]
         while stack:
-            node, ready = stack.pop()
-            if ready:
+            node, producers_done = stack.pop()
+            if producers_done:
                 order.append(node)
-            elif id(node) not in done:
-                done.add(id(node))
+            elif id(node) not in visited:
+                visited.add(id(node))
                 stack.append((node, True))
-                makers = (self.maker.get(name) for name in _reads(node))
-                stack += [(maker, False) for maker in makers if maker is not None]
+                producers = (self.producer.get(name) for name in _reads(node))
+                stack += [(producer, False) for producer in producers if producer is not None]
         return order
 
     def used(self) -> set[str]:
@@ -147,20 +154,24 @@ class Graph:
 
     def finish(self) -> None:
         """Write the graph back into the model."""
-        graph, nodes, used = self.model.graph, self.live(), self.used()
+        graph = self.model.graph
+        nodes = self.live()
+        used = self.used()
         tensors = [tensor for name, tensor in self.stored.items() if name in used]
-        del graph.node[:], graph.initializer[:], graph.value_info[:]  # the last: old shapes
+        del graph.node[:]
+        del graph.initializer[:]
+        del graph.value_info[:]  # shapes of the old graph
         graph.node.extend(nodes)
         graph.initializer.extend(tensors)
 
 
-def refuse(node: NodeProto, why: str) -> CheckpointError:
-    """The error for a node that stands in the way."""
-    return CheckpointError(f"node {node.name or node.output[0]!r} ({node.op_type}) {why}")
+def node_error(node: NodeProto, problem: str) -> CheckpointError:
+    """The error for a node that cannot be packed."""
+    return CheckpointError(f"node {node.name or node.output[0]!r} ({node.op_type}) {problem}")
 
 
 def _reads(node: NodeProto) -> list[str]:
-    """Its inputs, and what graphs inside it (branches, loops) take from outside."""
+    """A node's inputs, and the values that graphs inside it (branches, loops) capture."""
     names = list(dict.fromkeys(filter(None, node.input)))
     for attribute in node.attribute:
         if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
@@ -170,17 +181,17 @@ def _reads(node: NodeProto) -> list[str]:
 
 
 def _captured(graph: GraphProto) -> list[str]:
-    own = {name for node in graph.node for name in node.output}
-    own |= {value.name for value in (*graph.input, *graph.initializer)}
+    inner = {name for node in graph.node for name in node.output}
+    inner |= {value.name for value in [*graph.input, *graph.initializer]}
     read = [name for node in graph.node for name in _reads(node)]
-    return [name for name in dict.fromkeys(read) if name not in own]
+    return [name for name in dict.fromkeys(read) if name not in inner]
 
 
 def _opset(model: ModelProto) -> int:
     opset = max((i.version for i in model.opset_import if i.domain in ("", "ai.onnx")), default=0)
-    if opset < OLDEST:
+    if opset < OLDEST_OPSET:
         raise CheckpointError(
-            f"the model is of opset {opset}; packing needs {OLDEST} or newer: export it again, or "
-            f"use onnx.version_converter"
+            f"the model is of opset {opset}; packing needs {OLDEST_OPSET} or newer: export it "
+            f"again, or use onnx.version_converter"
         )
     return opset

@@ -1,11 +1,10 @@
-"""Run a model on two small batches and see what every axis of every value is.
+"""Run a model on two small batches to learn what every axis of every value is.
 
-Whatever an exporter wrote, sizes tell: of two batches with different numbers of rows and of tokens,
-an axis that grows with the rows is the batch's, one that grows with the tokens is theirs, one that
-stays is a width. That is simpler than inferring shapes through the graph, and it holds for
-exporters and quantisers nobody has seen yet. The price is running the model twice, unoptimised, on
-a few tokens. The values of the first batch are kept: they tell which table is looked up by
-position.
+The batches have different numbers of rows and of tokens: an axis that grows with the rows is the
+batch axis, one that grows with the tokens is the token axis, one that stays the same is a width.
+That is simpler than inferring shapes through the graph, and works for any exporter and quantizer.
+The price is running the model twice, unoptimized, on a few tokens. The values of the first batch
+are kept: they show which table is looked up by position.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from packhorse.errors import CheckpointError
-from packhorse.onnxpack.engine import blaming, open_session
-from packhorse.onnxpack.graph import Graph
+from packhorse.onnxpack.engine import open_session, runtime_errors
+from packhorse.onnxpack.graph import EditableGraph
 
-SIZES = ((2, 5), (3, 7))  # rows and tokens of the two batches: no two ratios are the same
-WORD = 5  # the token they are full of: neither padding nor a word of its own meaning
+# Rows and tokens of the two batches. The ratios 3/2, 7/5 and their product all differ, so that the
+# growth of an axis shows which of the two it depends on.
+SIZES = ((2, 5), (3, 7))
+WORD = 5  # the token that fills them: neither padding nor another special token
 FILLING = {"ids": WORD, "types": 0, "mask": 1}
-# How inputs are called, by those who export from transformers, TensorFlow and ourselves.
+# Role → names of the input in exports from transformers, TensorFlow and this package.
 ROLES = {
     "ids": ("input_ids", "input_word_ids", "ids"),
     "mask": ("attention_mask", "input_mask", "mask"),
@@ -34,85 +35,87 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One axis: does it grow with the rows, with the tokens, and times what."""
+    """One axis: does it grow with the rows, with the tokens, and its size per row and token."""
 
     batch: bool
     token: bool
     size: int
 
 
-BATCH, TOKEN = Axis(True, False, 1), Axis(False, True, 1)
+BATCH = Axis(True, False, 1)
+TOKEN = Axis(False, True, 1)
 Axes = tuple[Axis, ...]
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What was seen: axes of each value, and what it was in the first batch."""
+class Observation:
+    """The axes of each value of a graph, and its numbers in the first batch."""
 
     axes: dict[str, Axes]
     values: dict[str, np.ndarray]
 
     def has_tokens(self, value: str) -> bool:
-        """Does an axis of tokens survive in it?"""
+        """Does a value have a token axis?"""
         return any(axis.token for axis in self.axes.get(value, ()))
 
     def per_token(self, value: str) -> bool:
-        """Is it [batch, tokens, widths …]?"""
+        """Is a value [batch, tokens, widths …]?"""
         axes = self.axes.get(value, ())
         return axes[:2] == (BATCH, TOKEN) and not any(a.batch or a.token for a in axes[2:])
 
     def widths(self, value: str) -> list[int]:
-        """The sizes after batch and tokens, or after the batch."""
+        """The sizes of a value's other axes."""
         return [axis.size for axis in self.axes[value] if not (axis.batch or axis.token)]
 
 
 def roles(names: Iterable[str]) -> dict[str, str]:
-    """Which of these inputs is what, by its name."""
-    found = {}
+    """Map roles to these inputs, by their names."""
+    inputs = {}
     for name in names:
         plain = name.split(":")[0].rpartition("/")[2].lower()
-        role = next((role for role, names in ROLES.items() if plain in names), None)
-        if role is None or role in found:
-            known = ", ".join(names[0] for names in ROLES.values())
-            raise CheckpointError(f"input {name!r} is none that packing knows ({known})")
-        found[role] = name
-    if "ids" not in found:
+        role = next((role for role, known in ROLES.items() if plain in known), None)
+        if role is None or role in inputs:
+            expected = ", ".join(known[0] for known in ROLES.values())
+            raise CheckpointError(f"input {name!r} is not one that packing knows ({expected})")
+        inputs[role] = name
+    if "ids" not in inputs:
         raise CheckpointError("the model has no input called input_ids")
-    return found
+    return inputs
 
 
-def observe(graph: Graph, called: Mapping[str, str]) -> Observed:
-    """Run both batches; `called` are the names of the inputs."""
-    session = open_session(_all_visible(graph.model), folder=graph.folder, plain=True)
+def observe(graph: EditableGraph, input_names: Mapping[str, str]) -> Observation:
+    """Run both batches; `input_names` maps roles to the inputs' names."""
+    session = open_session(_with_all_outputs(graph.model), folder=graph.folder, plain=True)
     names = [output.name for output in session.get_outputs()]
-    types = {given.name: given.type for given in session.get_inputs()}
-    seen: list[dict[str, np.ndarray]] = []
+    types = {value.name: value.type for value in session.get_inputs()}
+    batches: list[dict[str, np.ndarray]] = []
     for rows, tokens in SIZES:
         feeds = {
             name: _batch(role, rows, tokens).astype(numpy_type(types[name]))
-            for role, name in called.items()
+            for role, name in input_names.items()
         }
-        fault = f"the model does not run on {rows} rows of {tokens} tokens (are its axes dynamic?)"
-        with blaming(fault):
-            found = zip(names, session.run(names, feeds), strict=True)
-        tensors = {name: value for name, value in found if isinstance(value, np.ndarray)}
-        seen.append(feeds | tensors)
-    first, second = seen
+        problem = f"the model does not run on {rows} rows of {tokens} tokens"
+        with runtime_errors(f"{problem} (are its axes dynamic?)"):
+            results = zip(names, session.run(names, feeds), strict=True)
+        tensors = {name: value for name, value in results if isinstance(value, np.ndarray)}
+        batches.append(feeds | tensors)
+    first, second = batches
     shapes = {name: (first[name].shape, second[name].shape) for name in first if name in second}
-    axes = {name: _axes(*both) for name, both in shapes.items() if len(both[0]) == len(both[1])}
-    return Observed(axes, first)
+    axes = {name: _axes(*pair) for name, pair in shapes.items() if len(pair[0]) == len(pair[1])}
+    return Observation(axes, first)
 
 
-def _all_visible(model: ModelProto) -> bytes:
-    """The model with every value as an output."""
+def _with_all_outputs(model: ModelProto) -> bytes:
+    """The model, serialized, with every value as an output."""
     outputs = model.graph.output
-    own = {output.name for output in outputs}
-    names = [name for node in model.graph.node for name in node.output if name and name not in own]
+    existing = {output.name for output in outputs}
+    values = [name for node in model.graph.node for name in node.output]
+    names = [name for name in values if name and name not in existing]
     outputs.extend(ValueInfoProto(name=name) for name in names)
     try:
         return model.SerializeToString()
     finally:
-        del outputs[len(own) :]
+        del outputs[len(existing) :]
 
 
 def _batch(role: str, rows: int, tokens: int) -> np.ndarray:
@@ -122,7 +125,7 @@ def _batch(role: str, rows: int, tokens: int) -> np.ndarray:
 
 
 def numpy_type(ort_type: str) -> np.dtype:
-    """Of what ONNX Runtime calls `tensor(int64)`."""
+    """The numpy type of an ONNX Runtime type such as `tensor(int64)`."""
     name = ort_type.removeprefix("tensor(").removesuffix(")").upper()
     return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(name))
 
@@ -132,7 +135,7 @@ def _axes(first: tuple[int, ...], second: tuple[int, ...]) -> Axes:
 
 
 def _axis(first: int, second: int) -> Axis:
-    """Sizes of one axis in the two batches; what fits no product of rows and tokens stays odd."""
+    """An axis by its sizes in the two batches; size -1 if it fits no product of rows and tokens."""
     for batch in (False, True):
         for token in (False, True):
             units = [rows**batch * tokens**token for rows, tokens in SIZES]

@@ -19,7 +19,7 @@ import torch
 from packhorse import attention, checkpoint, onnxpack
 from packhorse import device as devices
 from packhorse.checkpoint import Checkpoint, sentence
-from packhorse.checkpoint.configuration import Given
+from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.runtime import invariant as shapes
@@ -45,7 +45,7 @@ def load(
     graphs: bool = False,
     budget: int | None = None,
     invariant: bool = False,
-    config: Given = None,
+    config: ConfigInput = None,
     vocab: str | Path | None = None,
     heads: int | None = None,
     gelu: str | None = None,

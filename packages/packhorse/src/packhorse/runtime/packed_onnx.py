@@ -16,7 +16,7 @@ import torch
 from packhorse import device as devices
 from packhorse import onnxpack
 from packhorse.checkpoint import configuration, names, sentence
-from packhorse.checkpoint.configuration import Given
+from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
 from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
@@ -29,13 +29,13 @@ Named = str | torch.device | None  # a device
 
 
 def open_packed(
-    path: Path, named: Named, config: Given, vocab: str | Path | None, budget: int | None
+    path: Path, named: Named, config: ConfigInput, vocab: str | Path | None, budget: int | None
 ) -> Encoder:
     """The encoder of a model that `packhorse onnx pack` wrote."""
     device, layout = _device(named), sentence.read(path.parent)
     backend = onnxpack.load(path, device=device)
     made = _embed(backend, layout)
-    backend.made_here |= made
+    backend.torch_heads |= made
     raw = _raw(path.parent, config)
     labels = _labels(backend, raw)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
@@ -44,7 +44,7 @@ def open_packed(
         tokenizer=_tokenizer(path, vocab, backend),
         backend=backend,
         heads=backend.heads,
-        width=backend.width("hidden" if "embed" in backend.made_here else "embed")
+        width=backend.width("hidden" if "embed" in backend.torch_heads else "embed")
         if "embed" in backend.heads
         else 0,
         labels=labels,
@@ -70,7 +70,7 @@ def _device(named: Named) -> torch.device:
     return found if asked or onnxpack.serves(found) else torch.device("cpu")
 
 
-def _embed(backend: OnnxBackend, layout: sentence.Layout | None) -> dict[str, Embed]:
+def _embed(backend: OnnxBackend, layout: sentence.SentenceLayout | None) -> dict[str, Embed]:
     """Vectors of a graph that gives hidden states and was not trained for another task."""
     heads = set(backend.facts.heads)
     if "embed" in heads or "hidden" not in heads or heads & {"span", "classify", "tokens"}:
@@ -83,10 +83,10 @@ def _embed(backend: OnnxBackend, layout: sentence.Layout | None) -> dict[str, Em
             "poolings or a prompt that is not pooled, which are not run after a packed graph; "
             "export them with it, or load the model that the graph was made of"
         )
-    return {"embed": Embed(layout.pooling, normalise=layout.normalise)}
+    return {"embed": Embed(layout.pooling, normalise=layout.normalize)}
 
 
-def _raw(folder: Path, config: Given) -> Mapping[str, Any]:
+def _raw(folder: Path, config: ConfigInput) -> Mapping[str, Any]:
     try:
         return configuration.find(folder, config, None, {})
     except CheckpointError:
@@ -116,6 +116,6 @@ def _tokenizer(path: Path, vocab: str | Path | None, backend: OnnxBackend) -> To
     return Tokenizer.load(where, backend.max_length, vocab_size=backend.facts.vocab_size)
 
 
-def _max_length(backend: OnnxBackend, layout: sentence.Layout | None) -> int:
+def _max_length(backend: OnnxBackend, layout: sentence.SentenceLayout | None) -> int:
     said = layout.max_length if layout else None
     return min(backend.max_length, said) if said else backend.max_length

@@ -53,7 +53,7 @@ def start(path: str | Path, *, slots: bool = True, **options: Any) -> Start:
     return Start(found, averages, contents.step)
 
 
-def find(path: str | Path) -> sources.Source:
+def find(path: str | Path) -> sources.ModelSource:
     """The checkpoint's files; where there are none, an error that says where they come from."""
     try:
         return sources.find(path)

@@ -1,4 +1,4 @@
-"""The way back: from our names to a family's own, for a folder that transformers loads."""
+"""Translate our names into a family's, for a folder that transformers loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from packhorse.checkpoint.names.families import (
-    ACTIVATION_KEYS,
+    ACTIVATION_FIELDS,
     ACTIVATIONS,
     FAMILIES,
     PROBLEMS,
@@ -21,21 +21,25 @@ from packhorse.checkpoint.names.families import (
 )
 from packhorse.model.config import BertConfig
 
-# Not written back: of the file that was read, or a path to code.
-FORGOTTEN = ("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
+# Not written back: they describe the file that was read, or name a path to code.
+DROPPED_KEYS = ("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 
 def export(
     raw: Mapping[str, Any], config: BertConfig, state: Mapping[str, Tensor], heads: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A foreign configuration, on top of the one once read, and foreign tensors."""
+    """The configuration and the tensors under foreign names.
+
+    raw: the configuration that was read; keys of it that are not understood here are kept.
+    """
     family = family_of(raw)
-    words, scores = state["bert.embed.words.weight"], state.get("heads.mlm.decoder.weight")
+    words = state["bert.embed.words.weight"]
+    scores = state.get("heads.mlm.decoder.weight")
     tied = scores is None or scores.data_ptr() == words.data_ptr()
     architecture = next(
         name for name, needed in family.architectures.items() if set(needed) <= set(heads)
     )
-    foreign = {key: value for key, value in raw.items() if key not in FORGOTTEN}
+    foreign = {key: value for key, value in raw.items() if key not in DROPPED_KEYS}
     foreign |= _export_config(config, family)
     foreign |= {
         "model_type": next(kind for kind, known in FAMILIES.items() if known is family),
@@ -44,13 +48,13 @@ def export(
         "torch_dtype": str(words.dtype).removeprefix("torch."),
     }
     tensors = _export_tensors(state, family, tied)
-    if not family.architectures[architecture]:  # an encoder alone has no prefix
+    if not family.architectures[architecture]:  # an encoder without heads has no prefix
         tensors = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
     return foreign, tensors
 
 
 def export_labels(labels: Collection[str], problem: str) -> dict[str, Any]:
-    """The foreign keys of labels and problem."""
+    """The keys of a configuration for labels and problem type."""
     return {
         "id2label": {str(number): label for number, label in enumerate(labels)},
         "label2id": {label: number for number, label in enumerate(labels)},
@@ -59,7 +63,7 @@ def export_labels(labels: Collection[str], problem: str) -> dict[str, Any]:
 
 
 def prefixed(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was exported, an encoder alone under its prefix too."""
+    """Exported tensors with the family's prefix, which an encoder without heads leaves off."""
     family = family_of(raw)
     encoder = encoder_modules(family)
     return {
@@ -69,9 +73,9 @@ def prefixed(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
-    foreign = {key: getattr(config, ours) for ours, key in family.config.items()}
-    for ours in ACTIVATION_KEYS & family.config.keys():
-        foreign[family.config[ours]] = _reverse(ACTIVATIONS)[getattr(config, ours)]
+    foreign = {key: getattr(config, name) for name, key in family.config.items()}
+    for name in ACTIVATION_FIELDS & family.config.keys():
+        foreign[family.config[name]] = _reverse(ACTIVATIONS)[getattr(config, name)]
     if family.after_padding:
         foreign[family.config["max_positions"]] += config.position_offset
     if family.after_padding and family.padding is None:
@@ -80,17 +84,18 @@ def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
 
 
 def _export_tensors(state: Mapping[str, Tensor], family: Family, tied: bool) -> dict[str, Tensor]:
-    templates, result = table(family, tied), {}
-    for ours, tensor in state.items():
-        parts = sources(ours, templates)
+    templates = table(family, tied)
+    result = {}
+    for name, tensor in state.items():
+        parts = sources(name, templates)
         result.update(zip(parts, tensor.chunk(len(parts)), strict=True))
     bias = source("heads.mlm.decoder.bias", family)
     if family.second_bias and bias in result:
-        # Where the scores are not tied, transformers wants the bias under both names.
+        # Where the scores are not tied, transformers expects the bias under both names.
         result[family.second_bias] = result.pop(bias) if tied else result[bias].clone()
     return result
 
 
 def _reverse(mapping: Mapping[str, str]) -> dict[str, str]:
-    """Ours → theirs, the first of theirs where there are several."""
-    return {ours: theirs for theirs, ours in reversed(list(mapping.items()))}
+    """Values to keys; the first key where several have one value."""
+    return {value: key for key, value in reversed(list(mapping.items()))}

@@ -1,9 +1,10 @@
 """The tables: what each family of models calls its configuration keys, tensors, heads and classes.
 
 A template maps one of our modules to the foreign module that holds its weight and bias; `{}` is the
-layer; a tuple of three is joined row by row (queries, keys, values are one product here). There is
-one model and no class for a family: what is not a name is an axis of `BertConfig`, and `defaults`
-says where a family stands on it. To add a family, fill in a `Family`.
+number of a layer; a tuple of three modules is concatenated row by row (queries, keys and values are
+one matrix here). There is one model class for all families: where families differ in more than
+names, they differ in fields of `BertConfig`, and `defaults` and `settings` give a family's values.
+To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
 (Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
@@ -13,25 +14,82 @@ BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemB
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from packhorse.checkpoint.names.family import (
-    LM_HEAD,
-    OWN_POOLER,
-    SIZES,
-    SPAN,
-    TOKENS,
-    Family,
-    Table,
-    classes,
-)
-from packhorse.checkpoint.names.newer import MODERNBERT, MPNET
 from packhorse.errors import CheckpointError
 
+Entry = str | tuple[str, ...]  # one foreign module, or several to concatenate
+Table = Mapping[str, Entry]  # our module → foreign modules
 
-def _encoder(prefix: str) -> dict[str, str | tuple[str, ...]]:
-    """BERT's own names, which most families kept."""
+
+@dataclass(frozen=True)
+class Family:
+    """The tables of one `model_type`."""
+
+    prefix: str  # of the encoder's tensors; files of an encoder without heads leave it off
+    config: dict[str, str]  # field of BertConfig → key of the configuration
+    tensors: Table
+    heads: dict[str, Table]
+    architectures: dict[str, tuple[str, ...]]  # class of transformers → the heads it must have
+    harmless: re.Pattern[str]  # tensors that may be present, are not used and change no result
+    # Fields of BertConfig that differ from BERT's and that no key of the configuration gives.
+    defaults: dict[str, Any] = field(default_factory=dict)
+    second_bias: str | None = None  # another name for the bias of the word scores
+    after_padding: bool = False  # positions are numbered from `pad_token_id` + 1
+    padding: int | None = None  # the padding id, where the family's code ignores the configured one
+    # Fields of BertConfig that follow from several keys, or from none.
+    settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
+    # Heads share the names of their tensors, so that only the class tells them apart.
+    heads_by_class: bool = False
+
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "activation": "hidden_act",
+    "max_positions": "max_position_embeddings",
+    "type_vocab_size": "type_vocab_size",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+}
+SPAN: dict[str, Table] = {"span": {"heads.span.dense": "qa_outputs"}}
+TOKENS: dict[str, Table] = {"tokens": {"heads.tokens.dense": "classifier"}}
+# RoBERTa and MPNet.
+LM_HEAD: dict[str, Table] = {
+    "mlm": {
+        "heads.mlm.dense": "lm_head.dense",
+        "heads.mlm.norm": "lm_head.layer_norm",
+        "heads.mlm.decoder": "lm_head.decoder",
+    }
+}
+# RoBERTa, ELECTRA and MPNet: a classifier with its own pooler.
+OWN_POOLER: dict[str, Table] = {
+    "classify": {
+        "heads.classify.pooler.dense": "classifier.dense",
+        "heads.classify.dense": "classifier.out_proj",
+    }
+}
+
+
+def _classes(name: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Classes by their heads; a model is written as the first class whose heads it has."""
+    return {
+        f"{name}ForSequenceClassification": ("classify",),
+        f"{name}ForTokenClassification": ("tokens",),
+        f"{name}ForQuestionAnswering": ("span",),
+        **{f"{name}{ending}": heads for ending, heads in more.items()},
+        f"{name}ForMaskedLM": ("mlm",),
+        f"{name}Model": (),
+    }
+
+
+def _encoder(prefix: str) -> dict[str, Entry]:
+    """BERT's names, which most families kept."""
     layer = f"{prefix}encoder.layer.{{}}."
     return {
         "bert.embed.words": f"{prefix}embeddings.word_embeddings",
@@ -73,17 +131,17 @@ BERT = Family(
         },
         **TOKENS,
     },
-    architectures=classes(
+    architectures=_classes(
         "Bert", ForPreTraining=("mlm", "nsp"), ForNextSentencePrediction=("nsp",)
     ),
-    # What is left over of a pretraining head comes after the encoder: no result can miss it.
+    # Leftovers of a pretraining head come after the encoder, so they change no other result.
     harmless=re.compile(r"bert\.embeddings\.position_ids|cls\..*"),
     second_bias="cls.predictions.bias",
 )
 
 
 def _roberta(name: str) -> Family:
-    """RoBERTa, and those that differ from it in what their classes are called."""
+    """RoBERTa, and families that differ from it only in the names of their classes."""
     return Family(
         prefix="roberta.",
         config=SIZES,
@@ -95,7 +153,7 @@ def _roberta(name: str) -> Family:
             **OWN_POOLER,
             **TOKENS,
         },
-        architectures=classes(name),
+        architectures=_classes(name),
         harmless=re.compile(r"roberta\.embeddings\.position_ids|lm_head\..*"),
         defaults={"mlm_activation": "gelu", "classify_activation": "tanh"},
         second_bias="lm_head.bias",
@@ -143,7 +201,7 @@ DISTILBERT = Family(
         },
         **TOKENS,
     },
-    architectures=classes("DistilBert"),
+    architectures=_classes("DistilBert"),
     harmless=re.compile(
         r"distilbert\.embeddings\.position_ids|vocab_(transform|layer_norm|projector)\..*"
     ),
@@ -168,13 +226,199 @@ ELECTRA = Family(
         **OWN_POOLER,
         **TOKENS,
     },
-    architectures=classes("Electra", ForPreTraining=("replaced",)),
+    architectures=_classes("Electra", ForPreTraining=("replaced",)),
     harmless=re.compile(
-        # A checkpoint of the pretraining holds both, the generator being a model of its own.
+        # A checkpoint of pretraining holds both models: the discriminator and the generator.
         r"electra\.embeddings\.position_ids|discriminator_predictions\..*"
         r"|generator(_predictions|_lm_head)?\..*"
     ),
     defaults={"embedding_size": 128, "mlm_activation": "gelu", "classify_activation": "gelu"},
+)
+
+
+def _mpnet_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """MPNet's relative position bias: its code uses 32 buckets whatever the configuration says."""
+    buckets = raw.get("relative_attention_num_buckets", 32)
+    if buckets != 32:
+        raise CheckpointError(
+            f"config: relative_attention_num_buckets {buckets!r} is not supported, only 32"
+        )
+    return {"distance_buckets": 32}
+
+
+MPNET = Family(
+    prefix="mpnet.",
+    config={name: key for name, key in SIZES.items() if name != "type_vocab_size"},
+    tensors={
+        "bert.embed.words": "mpnet.embeddings.word_embeddings",
+        "bert.embed.positions": "mpnet.embeddings.position_embeddings",
+        "bert.embed.norm": "mpnet.embeddings.LayerNorm",
+        "bert.distances.table": "mpnet.encoder.relative_attention_bias",
+        "bert.layers.{}.attention.qkv": (
+            "mpnet.encoder.layer.{}.attention.attn.q",
+            "mpnet.encoder.layer.{}.attention.attn.k",
+            "mpnet.encoder.layer.{}.attention.attn.v",
+        ),
+        "bert.layers.{}.attention.out": "mpnet.encoder.layer.{}.attention.attn.o",
+        "bert.layers.{}.attention_norm": "mpnet.encoder.layer.{}.attention.LayerNorm",
+        "bert.layers.{}.up.dense": "mpnet.encoder.layer.{}.intermediate.dense",
+        "bert.layers.{}.down": "mpnet.encoder.layer.{}.output.dense",
+        "bert.layers.{}.norm": "mpnet.encoder.layer.{}.output.LayerNorm",
+    },
+    heads={
+        "pooled": {"heads.pooled.dense": "mpnet.pooler.dense"},
+        **LM_HEAD,
+        **SPAN,
+        **OWN_POOLER,
+        **TOKENS,
+    },
+    architectures=_classes("MPNet"),
+    harmless=re.compile(r"mpnet\.embeddings\.position_ids|lm_head\..*"),
+    defaults={"type_vocab_size": 0, "mlm_activation": "gelu", "classify_activation": "tanh"},
+    second_bias="lm_head.bias",
+    after_padding=True,
+    padding=1,
+    settings=_mpnet_settings,
+)
+
+
+LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # kind → is it local?
+ROPE_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}  # defaults
+OLD_ROPE_KEYS = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
+ROPE_KEYS = {"rope_type", "type", "rope_theta"}  # of rope_parameters; others would change angles
+BIASES = {  # field of BertConfig → key, default
+    "attention_bias": ("attention_bias", False),
+    "mlp_bias": ("mlp_bias", False),
+    "norm_bias": ("norm_bias", False),
+    "head_bias": ("classifier_bias", False),
+    "decoder_bias": ("decoder_bias", True),
+}
+
+
+def _modernbert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """ModernBERT's fields of BertConfig that have no key of their own.
+
+    Its configurations name the local layers and the rotary bases in two ways: by
+    `global_attn_every_n_layers` and `global_rope_theta`, as its files on the hub do, or by
+    `layer_types` and `rope_parameters`, as transformers 5 writes them. Where both are present the
+    newer one counts, as in transformers. A setting that would change results and is not
+    understood is refused, by name.
+    """
+    local = _local_layers(raw)
+    bases = {kind: _rotary_base(raw, kind) for kind in LAYER_TYPES}
+    return {
+        **{name: _flag(raw, key, default) for name, (key, default) in BIASES.items()},
+        "local_layers": local,
+        "window": _count(raw, "local_attention", 128, 2_000_000) // 2 if local else 0,
+        "rotary_base": bases["full_attention"],
+        "local_rotary_base": bases["sliding_attention"],
+        "classify_pooling": raw.get("classifier_pooling", "cls"),
+    }
+
+
+def _local_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    layers = _count(raw, "num_hidden_layers", 0, 1000)
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        interval = _count(raw, "global_attn_every_n_layers", 3, 1000)
+        return tuple(number for number in range(layers) if number % interval)
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise CheckpointError(f"config: layer_types does not name the kind of {layers} layers")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in LAYER_TYPES:
+            raise CheckpointError(
+                f"config: layer_types {kind!r} is unknown; there are {', '.join(LAYER_TYPES)}"
+            )
+    return tuple(number for number, kind in enumerate(kinds) if LAYER_TYPES[kind])
+
+
+def _rotary_base(raw: Mapping[str, Any], kind: str) -> float:
+    """The base of the rotary angles of one kind of layer; scaled angles are refused."""
+    tables = raw.get("rope_parameters") or {}
+    table = (tables.get(kind) if isinstance(tables, dict) else tables) or {}
+    scaled = raw.get("rope_scaling") or not isinstance(table, dict) or set(table) - ROPE_KEYS
+    if scaled or {table.get("rope_type"), table.get("type")} - {None, "default"}:
+        setting = raw.get("rope_scaling") or table
+        raise CheckpointError(f"config: rotary positions of {setting!r} are not supported")
+    base = table.get("rope_theta", raw.get(OLD_ROPE_KEYS[kind], ROPE_THETAS[kind]))
+    if type(base) not in (int, float) or not 1 < base < 1e12:
+        raise CheckpointError(f"config: {OLD_ROPE_KEYS[kind]} {base!r} is not in (1, 1e12)")
+    return float(base)
+
+
+def _count(raw: Mapping[str, Any], key: str, default: int, largest: int) -> int:
+    value = raw.get(key, default)
+    if type(value) is not int or not 1 <= value <= largest:
+        raise CheckpointError(f"config: {key} is {value!r}, not a count from 1 to {largest}")
+    return value
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key, default)
+    if type(value) is not bool:
+        raise CheckpointError(f"config: {key} {value!r} is neither true nor false")
+    return value
+
+
+def _modern_head(head: str, part: str) -> dict[str, Table]:
+    """All heads but the word scores share these names, whatever their task."""
+    return {
+        head: {
+            f"heads.{head}.{part}.dense": "head.dense",
+            f"heads.{head}.{part}.norm": "head.norm",
+            f"heads.{head}.dense": "classifier",
+        }
+    }
+
+
+MODERNBERT = Family(
+    prefix="model.",
+    config={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "intermediate_size": "intermediate_size",
+        "activation": "hidden_activation",
+        "mlm_activation": "classifier_activation",
+        "max_positions": "max_position_embeddings",
+        "norm_eps": "norm_eps",
+    },
+    tensors={
+        "bert.embed.words": "model.embeddings.tok_embeddings",
+        "bert.embed.norm": "model.embeddings.norm",
+        "bert.layers.{}.attention_norm": "model.layers.{}.attn_norm",
+        "bert.layers.{}.attention.qkv": "model.layers.{}.attn.Wqkv",
+        "bert.layers.{}.attention.out": "model.layers.{}.attn.Wo",
+        "bert.layers.{}.norm": "model.layers.{}.mlp_norm",
+        "bert.layers.{}.up.dense": "model.layers.{}.mlp.Wi",
+        "bert.layers.{}.down": "model.layers.{}.mlp.Wo",
+        "bert.norm": "model.final_norm",
+    },
+    heads={
+        "mlm": {
+            "heads.mlm.dense": "head.dense",
+            "heads.mlm.norm": "head.norm",
+            "heads.mlm.decoder": "decoder",
+        },
+        **_modern_head("span", "transform"),
+        **_modern_head("classify", "pooler"),
+        **_modern_head("tokens", "transform"),
+    },
+    architectures=_classes("ModernBert"),
+    harmless=re.compile(r"(head|decoder)\..*"),
+    defaults={
+        "type_vocab_size": 0,
+        "max_positions": 8192,
+        "norm_eps": 1e-5,
+        "dropout": 0.0,
+        "mlm_activation": "gelu",
+        "norm_first": True,
+        "gated": True,
+        "head_norm": True,
+    },
+    settings=_modernbert_settings,
+    heads_by_class=True,
 )
 
 FAMILIES = {
@@ -187,11 +431,10 @@ FAMILIES = {
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
 }
-# By which a family is told where nothing says; ModernBERT's is a word that any wrapper may use.
+# Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
-
-ACTIVATIONS = {
+ACTIVATIONS = {  # name in transformers → name here
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -200,13 +443,13 @@ ACTIVATIONS = {
     "swish": "silu",
     "tanh": "tanh",
 }
-ACTIVATION_KEYS = {"activation", "mlm_activation"}
+ACTIVATION_FIELDS = {"activation", "mlm_activation"}
 PROBLEMS = {
     "single_label_classification": "single_label",
     "multi_label_classification": "multi_label",
     "regression": "regression",
 }
-# Anything else would change the result.
+# Any other value of these keys would change results.
 REQUIRED = {
     "position_embedding_type": "absolute",
     "is_decoder": False,
@@ -215,26 +458,27 @@ REQUIRED = {
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """The family that a configuration names, if all that it asks of it runs here."""
-    kind = raw.get("model_type") or "bert"  # the first checkpoints of BERT do not say
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    """The family that a configuration names; raises if the model cannot run here."""
+    model_type = raw.get("model_type") or "bert"  # Google's configurations have none
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
-            f"config: model_type {kind!r} does not run here; those that do: {', '.join(FAMILIES)}"
+            f"config: model_type {model_type!r} does not run here; those that do: "
+            f"{', '.join(FAMILIES)}"
         )
-    for key, good in REQUIRED.items():
-        if raw.get(key, good) not in (good, None):
-            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {good!r}")
-    return FAMILIES[kind]
+    for key, value in REQUIRED.items():
+        if raw.get(key, value) not in (value, None):
+            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
+    return FAMILIES[model_type]
 
 
 def encoder_modules(family: Family) -> set[str]:
-    """The first names below the family's prefix."""
-    every = [module for entry in table(family).values() for module in parts(entry)]
-    return {name.split(".")[1] for name in every if name.startswith(family.prefix)}
+    """The first parts of the encoder's module names below the family's prefix."""
+    modules = [module for entry in table(family).values() for module in modules_of(entry)]
+    return {module.split(".")[1] for module in modules if module.startswith(family.prefix)}
 
 
-def table(family: Family, tied: bool = False) -> dict[str, str | tuple[str, ...]]:
-    """Every template of a family; with `tied`, the words are scored by their own embeddings."""
+def table(family: Family, tied: bool = False) -> dict[str, Entry]:
+    """All templates of a family; with `tied`, words are scored by their own embeddings."""
     result = dict(family.tensors)
     for entries in family.heads.values():
         result.update(entries)
@@ -243,23 +487,23 @@ def table(family: Family, tied: bool = False) -> dict[str, str | tuple[str, ...]
     return result
 
 
-def sources(ours: str, table: Table) -> tuple[str, ...]:
-    """The canonical foreign tensors that, joined row by row, are our tensor `ours`."""
-    if ours in table:
-        return parts(table[ours])
-    module, kind = ours.rsplit(".", 1)
+def sources(name: str, table: Table) -> tuple[str, ...]:
+    """The canonical foreign tensors that, concatenated row by row, are our tensor `name`."""
+    if name in table:
+        return modules_of(table[name])
+    module, kind = name.rsplit(".", 1)
     layer = re.search(r"\.layers\.(\d+)\.", module)
     if layer is None:
-        return tuple(f"{part}.{kind}" for part in parts(table[module]))
+        return tuple(f"{part}.{kind}" for part in modules_of(table[module]))
     template = module.replace(layer[0], ".layers.{}.")
-    return tuple(f"{part}.{kind}".format(layer[1]) for part in parts(table[template]))
+    return tuple(f"{part}.{kind}".format(layer[1]) for part in modules_of(table[template]))
 
 
-def source(ours: str, family: Family) -> str:
-    """The one foreign tensor that is ours."""
-    return sources(ours, table(family))[0]
+def source(name: str, family: Family) -> str:
+    """The canonical foreign tensor that is our tensor `name`; for names with one source only."""
+    return sources(name, table(family))[0]
 
 
-def parts(entry: str | tuple[str, ...]) -> tuple[str, ...]:
-    """A template's modules, one or several."""
+def modules_of(entry: Entry) -> tuple[str, ...]:
+    """The foreign modules of a template, one or several."""
     return (entry,) if isinstance(entry, str) else entry

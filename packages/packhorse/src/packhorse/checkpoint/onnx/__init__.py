@@ -1,8 +1,8 @@
-"""ONNX models: the weights of the main graph, without the onnx package.
+"""Read the weights of an ONNX model's main graph, without the onnx package.
 
-The file is a protobuf message, walked field by field (`wire`) and never parsed whole; only nodes
-and the places of tensors are noted (`data`), and graphs inside nodes are not entered. What the
-graph says about the tensors is `graph`'s to know; each is then read into memory of its own.
+The file is a protobuf message that is walked field by field (`wire`), never parsed whole: only
+nodes and the locations of tensors (`data`) become objects, and graphs inside nodes are not read.
+`graph` derives the weights' names and orientation; each is then read into memory of its own.
 
 Follows onnx.proto and https://onnx.ai/onnx/repo-docs/IR.html.
 """
@@ -24,21 +24,41 @@ from packhorse import wire
 from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.onnx import graph as onnx_graph
-from packhorse.checkpoint.onnx.data import PAGE, File, Loader, Parts, read_stored
-from packhorse.checkpoint.onnx.graph import Graph, Node, Stored, Weight
+from packhorse.checkpoint.onnx.data import (
+    PAGE,
+    FieldsByNumber,
+    MessageFile,
+    TensorLoader,
+    read_stored,
+)
+from packhorse.checkpoint.onnx.graph import OnnxGraph, OnnxNode, StoredTensor, Weight
 from packhorse.errors import CheckpointError
 from packhorse.wire import BYTES, FIXED32, VARINT, Field
 
-TENSOR_LIMIT, NODE_LIMIT = 10_000, 50_000  # BERT-Large has 400, and some 3,000 nodes
-COPY_LIMIT = 16 << 20  # bytes of tensors copied for having several names: norms, biases
+TENSOR_LIMIT = 10_000  # BERT-Large has 400
+NODE_LIMIT = 50_000  # BERT-Large has some 3,000
+PERM_LIMIT = 64  # numbers in a list attribute
+# Bytes of tensors that are copied because they have several names (norms, biases). Beyond it they
+# share memory, so that a file cannot multiply its size by naming a tensor often.
+COPY_LIMIT = 16 << 20
 
-# The fields of each message that are looked at, and their wire types.
-MODEL = {7: BYTES}
-GRAPH = {1: BYTES, 5: BYTES, 15: BYTES}
-NODE = {1: BYTES, 2: BYTES, 3: BYTES, 4: BYTES, 5: BYTES, 9: BYTES}
-ATTRIBUTE = {1: BYTES, 2: FIXED32, 3: VARINT, 5: BYTES, 8: None}
-FLOAT, INTEGER, TENSOR, INTEGERS = 2, 3, 5, 8
-ATTRIBUTES = {
+# The fields of each message that are read, and their wire types.
+MODEL = {7: BYTES}  # graph
+GRAPH = {1: BYTES, 5: BYTES, 15: BYTES}  # node, initializer, sparse_initializer
+NODE = {
+    1: BYTES,  # input
+    2: BYTES,  # output
+    3: BYTES,  # name
+    4: BYTES,  # op_type
+    5: BYTES,  # attribute
+    9: BYTES,  # metadata_props
+}
+ATTRIBUTE = {1: BYTES, 2: FIXED32, 3: VARINT, 5: BYTES, 8: None}  # name, f, i, t, ints
+FLOAT = 2
+INTEGER = 3
+TENSOR = 5
+INTEGERS = 8
+ATTRIBUTES = {  # of each operation, those that are read, and the field of their value
     "Cast": {"to": INTEGER},
     "Constant": {"value": TENSOR},
     "DequantizeLinear": {"axis": INTEGER, "block_size": INTEGER},
@@ -46,11 +66,11 @@ ATTRIBUTES = {
     "Gemm": {"alpha": FLOAT, "beta": FLOAT, "transA": INTEGER, "transB": INTEGER},
     "Transpose": {"perm": INTEGERS},
 }
-SCOPES = "pkg.torch.onnx.name_scopes"
+NAME_SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def sniff(path: Path) -> bool:
-    """Does a file begin like an ONNX model: a message whose field 7 is its graph?"""
+    """Does a file begin like a ModelProto: with its ir_version, and with a graph in field 7?"""
     if not path.is_file():
         return False
     numbers = []
@@ -62,7 +82,7 @@ def sniff(path: Path) -> bool:
             if field.number == 7:
                 return field.kind == BYTES and numbers[0] == 1
     except (CheckpointError, IndexError, OSError):
-        pass  # not ours to report
+        pass  # another reader, or the caller, reports what is wrong with it
     return False
 
 
@@ -70,35 +90,35 @@ def read(path: Path) -> Contents:
     """The weights of a model under the names of their modules, in torch's orientation."""
     with ExitStack() as stack:
         try:
-            data = File(stack.enter_context(files.open_file(path.parent, path.name)))
-            found = onnx_graph.recover(read_graph(data))
-            loader = Loader(data, path.parent, stack)
-            tensors = _load(found.weights, loader)
+            data = MessageFile(stack.enter_context(files.open_file(path.parent, path.name)))
+            recovered = onnx_graph.recover(read_graph(data))
+            loader = TensorLoader(data, path.parent, stack)
+            tensors = _load(recovered.weights, loader)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-    used = (path, *(path.parent / name for name in loader.beside))
-    return Contents("onnx", path.parent, used, tensors, notes=found.notes)
+    paths = (path, *(path.parent / name for name in loader.external))
+    return Contents("onnx", path.parent, paths, tensors, notes=recovered.notes)
 
 
-def _load(weights: Mapping[str, Weight], loader: Loader) -> dict[str, Tensor]:
-    """Read every tensor once. One with several names is copied, or, if large, shared."""
+def _load(weights: Mapping[str, Weight], loader: TensorLoader) -> dict[str, Tensor]:
+    """Read every tensor once; one with several names is copied, or shared if it is large."""
     needed = [
         part for weight in weights.values() for part in (weight.stored, weight.scale, weight.zero)
     ]
     loader.check(dict.fromkeys(part for part in needed if part))
     tensors: dict[str, Tensor] = {}
-    made: dict[Stored, tuple[Weight, Tensor]] = {}
+    evaluated: dict[StoredTensor, tuple[Weight, Tensor]] = {}
     room = COPY_LIMIT
     for name, weight in weights.items():
-        if weight.stored not in made:
-            made[weight.stored] = (weight, _evaluate(weight, loader))
-            tensor = made[weight.stored][1]
+        if weight.stored not in evaluated:
+            tensor = _evaluate(weight, loader)
+            evaluated[weight.stored] = (weight, tensor)
         else:
-            first, tensor = made[weight.stored]
+            first, tensor = evaluated[weight.stored]
             if (first.scale, first.zero, first.axis) != (weight.scale, weight.zero, weight.axis):
-                raise CheckpointError(f"{weight.stored.name!r} is dequantised in two ways")
+                raise CheckpointError(f"{weight.stored.name!r} is dequantized in two ways")
             if tensor.nbytes <= room:
                 room -= tensor.nbytes
                 tensor = tensor.clone()
@@ -106,112 +126,120 @@ def _load(weights: Mapping[str, Weight], loader: Loader) -> dict[str, Tensor]:
     return tensors
 
 
-def _evaluate(weight: Weight, loader: Loader) -> Tensor:
-    """The stored tensor, dequantised where it has a scale."""
+def _evaluate(weight: Weight, loader: TensorLoader) -> Tensor:
+    """The stored tensor, dequantized if it has a scale."""
     tensor = loader.read(weight.stored)
     if weight.scale is None:
         return tensor
     scale = loader.read(weight.scale)
     zero = loader.read(weight.zero) if weight.zero else None
     try:
-        return dequantise(tensor, scale, zero, weight.axis)
+        return dequantize(tensor, scale, zero, weight.axis)
     except CheckpointError as error:
         raise CheckpointError(f"{weight.stored.name!r}: {error}") from error
 
 
-def dequantise(quantised: Tensor, scale: Tensor, zero: Tensor | None, axis: int) -> Tensor:
-    """(quantised − zero) × scale in float32, as ONNX's DequantizeLinear has it.
+def dequantize(quantized: Tensor, scale: Tensor, zero: Tensor | None, axis: int) -> Tensor:
+    """(quantized − zero) × scale in float32, as in ONNX's DequantizeLinear.
 
-    Scale and zero point are single numbers, run along `axis`, or have as many axes as the tensor.
+    Scale and zero point are single numbers, vary along `axis`, or have as many axes as the tensor.
     """
-    if quantised.is_floating_point() or not scale.is_floating_point():
-        raise CheckpointError(f"{quantised.dtype} with a scale of {scale.dtype} is not read")
-    scale = _along(scale, quantised.shape, axis)
-    centred = quantised.to(torch.int32)
+    if quantized.is_floating_point() or not scale.is_floating_point():
+        raise CheckpointError(f"{quantized.dtype} with a scale of {scale.dtype} is not read")
+    scale = _broadcastable(scale, quantized.shape, axis)
+    centered = quantized.to(torch.int32)
     if zero is not None:
-        centred.sub_(_along(zero.to(torch.int32), quantised.shape, axis))
-    return centred.to(torch.float32).mul_(scale.float())
+        centered.sub_(_broadcastable(zero.to(torch.int32), quantized.shape, axis))
+    return centered.to(torch.float32).mul_(scale.float())
 
 
-def _along(factor: Tensor, shape: torch.Size, axis: int) -> Tensor:
+def _broadcastable(factor: Tensor, shape: torch.Size, axis: int) -> Tensor:
+    """A scale or zero point in a shape that broadcasts against a tensor of this shape."""
     if factor.numel() == 1:
-        return factor.reshape([1] * len(shape))
+        return factor.reshape([1 for _ in shape])
     if factor.ndim == 1 and 0 <= axis < len(shape) and len(factor) == shape[axis]:
         return factor.reshape([-1 if number == axis else 1 for number in range(len(shape))])
-    fits = zip(factor.shape, shape, strict=False)
-    if factor.ndim != len(shape) or any(mine not in (1, whole) for mine, whole in fits):
+    sizes = zip(factor.shape, shape, strict=False)
+    if factor.ndim != len(shape) or any(size not in (1, whole) for size, whole in sizes):
         raise CheckpointError(
-            f"a scale or zero point of the shape {list(factor.shape)} does not fit {list(shape)}"
+            f"a scale or zero point of shape {list(factor.shape)} does not fit {list(shape)}"
         )
     return factor
 
 
-def read_graph(data: File) -> Graph:
-    """The nodes and the places of the tensors."""
-    graph = data.one(data.parts(MODEL), 7)
+def read_graph(data: MessageFile) -> OnnxGraph:
+    """The nodes of the main graph, and the locations of its tensors."""
+    graph = data.single(data.fields(MODEL), 7)
     if graph is None:
         raise CheckpointError("there is no graph: the file is truncated, or no ONNX model")
-    parts = data.parts(GRAPH, graph.begin, graph.end)
-    if 15 in parts:
-        raise CheckpointError(f"byte {parts[15][0].begin}: sparse tensors are not read")
-    for number, limit, what in ((1, NODE_LIMIT, "nodes"), (5, TENSOR_LIMIT, "tensors")):
-        if len(parts.get(number, [])) > limit:
-            raise CheckpointError(f"byte {graph.begin}: more than {limit} {what}")
-    tensors = [read_stored(data, field) for field in parts.get(5, [])]
-    nodes = tuple(_read_node(data, field) for field in parts.get(1, []))
+    fields = data.fields(GRAPH, graph.begin, graph.end)
+    if 15 in fields:
+        raise CheckpointError(f"byte {fields[15][0].begin}: sparse tensors are not read")
+    for number, limit, items in ((1, NODE_LIMIT, "nodes"), (5, TENSOR_LIMIT, "tensors")):
+        if len(fields.get(number, [])) > limit:
+            raise CheckpointError(f"byte {graph.begin}: more than {limit} {items}")
+    tensors = [read_stored(data, field) for field in fields.get(5, [])]
+    nodes = tuple(_read_node(data, field) for field in fields.get(1, []))
     values = [tensor.name for tensor in tensors]
     values += [value for node in nodes for value in node.outputs if value]
     if len(set(values)) < len(values):
         seen: set[str] = set()
         name = next(name for name in values if name in seen or seen.add(name))
         raise CheckpointError(f"byte {graph.begin}: {name!r} is there twice")
-    return Graph(nodes, {tensor.name: tensor for tensor in tensors})
+    return OnnxGraph(nodes, {tensor.name: tensor for tensor in tensors})
 
 
-def _read_node(data: File, field: Field) -> Node:
-    parts = data.parts(NODE, field.begin, field.end)
-    inputs, outputs = (tuple(map(data.text, parts.get(number, []))) for number in (1, 2))
-    name, op = data.text(data.one(parts, 3)), data.text(data.one(parts, 4))
+def _read_node(data: MessageFile, message: Field) -> OnnxNode:
+    """A NodeProto, with those of its attributes that are in ATTRIBUTES."""
+    fields = data.fields(NODE, message.begin, message.end)
+    inputs = tuple(map(data.text, fields.get(1, [])))
+    outputs = tuple(map(data.text, fields.get(2, [])))
+    name = data.text(data.single(fields, 3))
+    op = data.text(data.single(fields, 4))
     attributes: dict[str, Any] = {}
-    for place in parts.get(5, []) if op in ATTRIBUTES else ():
-        said = data.parts(ATTRIBUTE, place.begin, place.end)
-        key = data.text(data.one(said, 1))
+    for attribute in fields.get(5, []) if op in ATTRIBUTES else ():
+        values = data.fields(ATTRIBUTE, attribute.begin, attribute.end)
+        key = data.text(data.single(values, 1))
         if key in ATTRIBUTES[op]:
-            kind = ATTRIBUTES[op][key]
-            if key in attributes or said.keys() != {1, kind}:
-                raise CheckpointError(f"byte {place.begin}: {key!r} of {name!r} has no one value")
-            attributes[key] = _value(data, said, kind, outputs[0] if outputs else "")
-    module = _module(name, op, _scopes(data, parts.get(9, [])))
-    return Node(op, name, inputs, outputs, attributes, module)
+            number = ATTRIBUTES[op][key]
+            if key in attributes or values.keys() != {1, number}:
+                raise CheckpointError(
+                    f"byte {attribute.begin}: {key!r} of {name!r} does not have exactly one value"
+                )
+            attributes[key] = _value(data, values, number, outputs[0] if outputs else "")
+    module = _module(name, op, _scopes(data, fields.get(9, [])))
+    return OnnxNode(op, name, inputs, outputs, attributes, module)
 
 
-def _scopes(data: File, properties: Iterable[Field]) -> str:
+def _scopes(data: MessageFile, properties: Iterable[Field]) -> str:
+    """The name scopes that torch's newer exporter writes into a node's metadata; "" if none."""
     for key, value in map(data.pair, properties):
-        if key == SCOPES:
+        if key == NAME_SCOPES:
             return data.text(value)
     return ""
 
 
 def _module(name: str, op: str, scopes: str) -> str:
-    """The module a node stands in: by `['', 'a', 'a.b', 'linear']`, or by `/a/b.0/c/MatMul_1`."""
+    """A node's module: from scopes as `['', 'a', 'a.b', 'linear']`, or `/a/b.0/c/MatMul_1`."""
     if scopes:
         modules = re.findall(r"'([^']*)'", scopes)
         return modules[-2] if len(modules) > 1 else ""
     path = name.split("/")[1:-1] if name.startswith("/") else []
-    while path and path[-1].startswith(op):  # an optimizer puts its nodes below those they replace
+    # Optimizers name a node after the one it replaces: /a/b/MatMul/MatMul_quant.
+    while path and path[-1].startswith(op):
         path.pop()
-    # A container that is called itself is there twice: /net/net.0/
+    # torch repeats the name of a container: /net/net.0/
     pairs = pairwise([*path, ""])
     return ".".join(part for part, inner in pairs if not inner.startswith(f"{part}."))
 
 
-def _value(data: File, parts: Parts, kind: int, name: str) -> Any:
-    """The value of an attribute; a tensor gets this name."""
-    if kind == INTEGERS:
-        return data.numbers(parts[kind], 64)
-    field = data.one(parts, kind) or parts[kind][0]
-    if kind == TENSOR:
+def _value(data: MessageFile, fields: FieldsByNumber, number: int, name: str) -> Any:
+    """The value of an attribute, in field `number`; a tensor gets this name."""
+    if number == INTEGERS:
+        return data.numbers(fields[number], PERM_LIMIT)
+    field = data.single(fields, number) or fields[number][0]
+    if number == TENSOR:
         return read_stored(data, field, name)
-    if kind == FLOAT:
+    if number == FLOAT:
         return float(np.uint32(field.value).view(np.float32))
     return wire.signed(field.value)

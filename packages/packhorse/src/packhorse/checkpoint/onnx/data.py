@@ -1,11 +1,10 @@
-"""The tensors of an ONNX file: where their numbers lie, and reading them.
+"""Locate and read the tensors of an ONNX file.
 
-A file is a buffer that is read page by page, since its weights are gigabytes and its fields are
-not; mapped into memory it would be simpler, but then truncating it would end the process. The
-numbers of a tensor are raw, or packed in a field of their type, or in another file that must lie in
-the model's folder. All is checked before anything is allocated. Where protobuf takes the last of a
-field that is there twice, or overlooks one of the wrong kind, the file is refused: what is read is
-what every reader reads.
+The file is read in pages, since its weights are gigabytes and its other fields are not; it is not
+mapped, because truncating a mapped file kills the process. The numbers of a tensor are in
+`raw_data`, in the field of their type, or in another file, which must be in the model's folder.
+Everything is checked before anything is allocated. Where protobuf would take the last of a repeated
+field, or skip one of the wrong wire type, the file is refused, so that all readers read the same.
 
 Follows TensorProto of onnx.proto and https://onnx.ai/onnx/repo-docs/ExternalData.html.
 """
@@ -16,7 +15,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,16 +28,19 @@ from torch import Tensor
 
 from packhorse import wire
 from packhorse.checkpoint import files
-from packhorse.checkpoint.onnx.graph import Stored
+from packhorse.checkpoint.onnx.graph import StoredTensor
 from packhorse.errors import CheckpointError
 from packhorse.wire import BYTES, VARINT, Field
 
-FIELD_LIMIT = 1_000_000  # of all messages together; BERT-Large has some 150,000
+FIELD_LIMIT = 1_000_000  # in all messages together, bounds time; BERT-Large has some 150,000
 TEXT_LIMIT = 1 << 16  # bytes of a name
-PAGE = 1 << 16
-CHUNK = 1 << 20
+RANK_LIMIT = 8  # numbers in TensorProto.dims
+SIZE_LIMIT = 1 << 40  # each of them
+PAGE = 1 << 16  # bytes that are read at a time to parse fields
+CHUNK = 1 << 20  # bytes of packed numbers that are decoded at a time
 
-# TensorProto.DataType: what it is here, and the field and limits of numbers that are not raw.
+# TensorProto.DataType → our dtype, the field of numbers that are not raw, and their range: that
+# field may be wider than the dtype (int32_data holds int8 too), and wider values are refused.
 DTYPES = {
     1: (torch.float32, 4, None),
     2: (torch.uint8, 5, (0, 255)),
@@ -54,44 +56,47 @@ DTYPES = {
     13: (torch.uint64, 11, None),
     16: (torch.bfloat16, 5, (0, 65_535)),
 }
-TYPED = (4, 5, 7, 10, 11)  # the fields of numbers that are not raw
-FIXED = (4, 10)  # of these those that are not varints
-PAIR = {1: BYTES, 2: BYTES}
+# float_data, int32_data, int64_data, double_data, uint64_data
+TYPED = (4, 5, 7, 10, 11)
+FIXED = (4, 10)  # of fixed width; the others are varints
+PAIR = {1: BYTES, 2: BYTES}  # StringStringEntryProto: key, value
+# Field number → wire type; None: numbers, packed or not.
 TENSOR: Mapping[int, int | None] = {
-    1: None,  # the shape
-    2: VARINT,  # the type
-    3: BYTES,  # a segment
-    6: BYTES,  # texts
-    8: BYTES,  # the name
-    9: BYTES,  # raw
-    13: BYTES,  # external data
-    14: VARINT,  # here or external
+    1: None,  # dims
+    2: VARINT,  # data_type
+    3: BYTES,  # segment
+    6: BYTES,  # string_data
+    8: BYTES,  # name
+    9: BYTES,  # raw_data
+    13: BYTES,  # external_data
+    14: VARINT,  # data_location
     **dict.fromkeys(TYPED, BYTES),
 }
 EXTERNAL_KEYS = {"location", "offset", "length", "checksum"}
-Parts = dict[int, list[Field]]
+FieldsByNumber = dict[int, list[Field]]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the numbers of a tensor lie."""
+class DataLocation:
+    """Where the numbers of a tensor are."""
 
     begin: int
     end: int
-    typed: int = 0  # the field they are packed in; 0: raw
-    file: str | None = None  # beside the model; None: in it
-    last: bool = False  # nothing follows them in the file
-    checksum: str = ""
+    field: int = 0  # the one they are packed in, of TYPED; 0: raw
+    file: str | None = None  # external file, relative to the model's folder; None: the model's
+    last: bool = False  # they must end where the file ends
+    checksum: str = ""  # SHA1 of the external file
 
 
-class File:
-    """A file of protobuf messages, opened for reading."""
+class MessageFile:
+    """A file of protobuf messages, indexed like bytes but read page by page."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.size = os.fstat(file.fileno()).st_size
-        self.page, self.begin = b"", 0
-        self.fields_left = FIELD_LIMIT
+        self.page = b""
+        self.page_begin = 0
+        self.remaining_fields = FIELD_LIMIT
 
     def __len__(self) -> int:
         return self.size
@@ -99,27 +104,30 @@ class File:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             return self.bytes(key.start, min(key.stop, self.size))
-        if not self.begin <= key < self.begin + len(self.page):
-            self.begin = key - key % PAGE
-            self.page = self.bytes(self.begin, min(self.begin + PAGE, self.size))
-        return self.page[key - self.begin]
+        if not self.page_begin <= key < self.page_begin + len(self.page):
+            self.page_begin = key - key % PAGE
+            self.page = self.bytes(self.page_begin, min(self.page_begin + PAGE, self.size))
+        return self.page[key - self.page_begin]
 
     def bytes(self, begin: int, end: int) -> bytes:
-        """These bytes, all of them."""
+        """The bytes from `begin` to `end`; raises if the file ends before."""
         self.file.seek(begin)
-        found = self.file.read(max(end - begin, 0))
-        if len(found) < end - begin:
-            raise CheckpointError(f"byte {begin + len(found)}: the file ends here")
-        return found
+        data = self.file.read(max(end - begin, 0))
+        if len(data) < end - begin:
+            raise CheckpointError(f"byte {begin + len(data)}: the file ends here")
+        return data
 
-    def parts(
+    def fields(
         self, known: Mapping[int, int | None], begin: int = 0, end: int | None = None
-    ) -> Parts:
-        """The `known` fields of a message; their wire type None: numbers, one by one or packed."""
-        result: Parts = {}
+    ) -> FieldsByNumber:
+        """The fields of a message that are in `known`, which maps numbers to wire types.
+
+        A wire type of None stands for a repeated number, packed or not.
+        """
+        result: FieldsByNumber = {}
         for field in wire.fields(cast(wire.Buffer, self), begin, self.size if end is None else end):
-            self.fields_left -= 1
-            if self.fields_left < 0:
+            self.remaining_fields -= 1
+            if self.remaining_fields < 0:
                 raise CheckpointError(f"byte {field.begin}: more than {FIELD_LIMIT} fields")
             if field.number not in known:
                 continue
@@ -131,15 +139,15 @@ class File:
             result.setdefault(field.number, []).append(field)
         return result
 
-    def one(self, parts: Parts, number: int) -> Field | None:
-        """The field, if it is there."""
-        found = parts.get(number, [])
-        if len(found) > 1:
-            raise CheckpointError(f"byte {found[1].begin}: field {number} is there twice")
-        return found[0] if found else None
+    def single(self, fields: FieldsByNumber, number: int) -> Field | None:
+        """The field of this number; None if it is absent. Raises if it is repeated."""
+        occurrences = fields.get(number, [])
+        if len(occurrences) > 1:
+            raise CheckpointError(f"byte {occurrences[1].begin}: field {number} is there twice")
+        return occurrences[0] if occurrences else None
 
     def text(self, field: Field | None) -> str:
-        """A short text; empty if it is not there."""
+        """A short text; empty if the field is absent."""
         if field is None:
             return ""
         if field.value > TEXT_LIMIT:
@@ -147,17 +155,17 @@ class File:
         return wire.text(cast(wire.Buffer, self), field)
 
     def pair(self, field: Field) -> tuple[str, Field | None]:
-        """Key and value of an entry."""
-        parts = self.parts(PAIR, field.begin, field.end)
-        return self.text(self.one(parts, 1)), self.one(parts, 2)
+        """Key and value of a StringStringEntryProto."""
+        fields = self.fields(PAIR, field.begin, field.end)
+        return self.text(self.single(fields, 1)), self.single(fields, 2)
 
-    def numbers(self, found: Iterable[Field], limit: int) -> tuple[int, ...]:
-        """A few signed numbers."""
+    def numbers(self, fields: Iterable[Field], limit: int) -> tuple[int, ...]:
+        """Signed numbers, packed or not; raises if there are more than `limit`."""
         result: list[int] = []
-        for field in found:
+        for field in fields:
             if field.kind == VARINT:
                 result.append(wire.signed(field.value))
-            elif field.value > 10 * limit:
+            elif field.value > 10 * limit:  # a varint has at most 10 bytes
                 raise CheckpointError(f"byte {field.begin}: more than {limit} numbers")
             else:
                 packed = self.bytes(field.begin, field.end)
@@ -167,185 +175,199 @@ class File:
         return tuple(result)
 
 
-def read_stored(data: File, field: Field, name: str | None = None) -> Stored:
-    """What a TensorProto says of its numbers, checked against the room they have."""
-    parts = data.parts(TENSOR, field.begin, field.end)
-    name = data.text(data.one(parts, 8)) if name is None else name
+def read_stored(data: MessageFile, field: Field, name: str | None = None) -> StoredTensor:
+    """Describe a TensorProto, after checking its shape against the bytes of its numbers.
+
+    name: of a tensor in an attribute, which has none.
+    """
+    fields = data.fields(TENSOR, field.begin, field.end)
+    name = data.text(data.single(fields, 8)) if name is None else name
     try:
-        shape = data.numbers(parts.get(1, []), 8)
-        if any(not 0 <= size < 1 << 40 for size in shape):
+        shape = data.numbers(fields.get(1, []), RANK_LIMIT)
+        if any(not 0 <= size < SIZE_LIMIT for size in shape):
             raise CheckpointError(f"the shape {list(shape)} has sizes that are no counts")
-        if 3 in parts:
+        if 3 in fields:
             raise CheckpointError("a tensor in segments is not read")
-        dtype = data.one(parts, 2)
-        kind = dtype.value if dtype else 0
-        return Stored(name, kind, shape, _place(data, parts, kind, math.prod(shape)))
+        data_type = data.single(fields, 2)
+        dtype = data_type.value if data_type else 0
+        location = _locate(data, fields, dtype, math.prod(shape))
+        return StoredTensor(name, dtype, shape, location)
     except CheckpointError as error:
         raise CheckpointError(f"byte {field.begin}: {name!r}: {error}") from error.__cause__
 
 
-def _place(data: File, parts: Parts, dtype: int, count: int) -> Place | None:
-    """Where the numbers lie; None: of a type that is not read."""
-    raw, where = data.one(parts, 9), data.one(parts, 14)
-    typed = [field for number in TYPED if (field := data.one(parts, number)) and field.value]
-    external = where is not None and where.value == 1
-    if external != (13 in parts) or (raw is not None) + len(typed) + external + (6 in parts) > 1:
+def _locate(
+    data: MessageFile, fields: FieldsByNumber, dtype: int, count: int
+) -> DataLocation | None:
+    """Where the numbers are; None for a dtype that is not read."""
+    raw = data.single(fields, 9)
+    data_location = data.single(fields, 14)
+    typed = [field for number in TYPED if (field := data.single(fields, number)) and field.value]
+    external = data_location is not None and data_location.value == 1
+    places = len(typed) + sum([raw is not None, external, 6 in fields])
+    if external != (13 in fields) or places > 1:
         raise CheckpointError("it is not clear where its numbers are: there are several places")
     if dtype not in DTYPES:
         return None
-    width = DTYPES[dtype][0].itemsize
+    size = count * DTYPES[dtype][0].itemsize
     if external:
-        return _external(data, parts[13], count * width)
+        return _external_location(data, fields[13], size)
     if typed:
-        return _typed(typed[0], dtype, count)
+        return _typed_location(typed[0], dtype, count)
     begin, end = (raw.begin, raw.end) if raw else (0, 0)
-    _same(end - begin, count * width)
-    return Place(begin, end)
+    _check_size(end - begin, size)
+    return DataLocation(begin, end)
 
 
-def _same(bytes_there: int, bytes_needed: int) -> None:
-    if bytes_there != bytes_needed:
-        raise CheckpointError(f"it has {bytes_there} bytes, its shape and type {bytes_needed}")
+def _check_size(present: int, needed: int) -> None:
+    if present != needed:
+        raise CheckpointError(f"it has {present} bytes, its shape and type {needed}")
 
 
-def _typed(field: Field, dtype: int, count: int) -> Place:
-    kind, number, _ = DTYPES[dtype]
+def _typed_location(field: Field, dtype: int, count: int) -> DataLocation:
+    torch_dtype, number, _ = DTYPES[dtype]
     if field.number != number:
         raise CheckpointError(f"the numbers of type {dtype} are not in the field for them")
     if number in FIXED:
-        _same(field.value, count * kind.itemsize)
+        _check_size(field.value, count * torch_dtype.itemsize)
     elif not count <= field.value <= 10 * count:
         raise CheckpointError(f"{count} numbers do not fit {field.value} bytes")
-    return Place(field.begin, field.end, typed=number)
+    return DataLocation(field.begin, field.end, field=number)
 
 
-def _external(data: File, entries: Iterable[Field], size: int) -> Place:
-    said: dict[str, str] = {}
+def _external_location(data: MessageFile, entries: Iterable[Field], size: int) -> DataLocation:
+    values: dict[str, str] = {}
     for key, value in map(data.pair, entries):
-        if key in said or key not in EXTERNAL_KEYS:
+        if key in values or key not in EXTERNAL_KEYS:
             raise CheckpointError(f"external data with the key {key!r}, unknown or there twice")
-        said[key] = data.text(value)
-    offset, length = said.get("offset", "0"), said.get("length", str(size))
+        values[key] = data.text(value)
+    offset = values.get("offset", "0")
+    length = values.get("length", str(size))
+    # The format has decimal numbers as text; 18 digits are below 2^63.
     if not all(re.fullmatch(r"[0-9]{1,18}", number) for number in (offset, length)):
         raise CheckpointError(f"external data of {length!r} bytes from {offset!r}: no counts")
-    _same(int(length), size)
-    return Place(
+    _check_size(int(length), size)
+    return DataLocation(
         int(offset),
         int(offset) + size,
-        file=said.get("location", ""),
-        last="length" not in said,
-        checksum=said.get("checksum", ""),
+        file=values.get("location", ""),
+        last="length" not in values,
+        checksum=values.get("checksum", ""),
     )
 
 
-class Loader:
-    """Reads tensors of a model and of the files beside it, which it opens as they are needed."""
+class TensorLoader:
+    """Read tensors of a model and of its external files, which are opened when needed."""
 
-    def __init__(self, data: File, folder: Path, stack: ExitStack) -> None:
-        self.data, self.folder, self.stack = data, folder, stack
-        self.beside: dict[str, BinaryIO] = {}
+    def __init__(self, data: MessageFile, folder: Path, stack: ExitStack) -> None:
+        self.data = data
+        self.folder = folder
+        self.stack = stack  # closes the files
+        self.external: dict[str, BinaryIO] = {}
         self.digests: dict[str, str] = {}
 
-    def check(self, every: Iterable[Stored]) -> None:
-        """Refuse what cannot be read, before anything is."""
+    def check(self, tensors: Iterable[StoredTensor]) -> None:
+        """Raise if one of the tensors cannot be read, or two overlap in an external file.
+
+        Without overlaps the tensors take no more memory than the files have bytes.
+        """
         ranges: dict[str, list[tuple[int, int, str]]] = {}
-        for stored in every:
-            if stored.at is None:
+        for stored in tensors:
+            location: DataLocation | None = stored.location
+            if location is None:
                 raise CheckpointError(f"{stored.name!r} has the type {stored.dtype}, not read here")
-            if stored.at.file is not None:
-                self._check_external(stored)
-                ranges.setdefault(stored.at.file, []).append(
-                    (stored.at.begin, stored.at.end, stored.name)
+            if location.file is not None:
+                self._check_external(stored, location)
+            if location.file is not None and location.begin < location.end:
+                ranges.setdefault(location.file, []).append(
+                    (location.begin, location.end, stored.name)
                 )
-        for name, places in ranges.items():
-            for (_, end, one), (begin, _, other) in _neighbours(places):
+        for file, in_file in ranges.items():
+            for (_, end, name), (begin, _, next_name) in pairwise(sorted(in_file)):
                 if begin < end:
                     raise CheckpointError(
-                        f"{one!r} and {other!r} overlap at byte {begin} of {name}"
+                        f"{name!r} and {next_name!r} overlap at byte {begin} of {file}"
                     )
 
-    def _check_external(self, stored: Stored) -> None:
-        place: Place = stored.at
+    def _check_external(self, stored: StoredTensor, location: DataLocation) -> None:
+        name = location.file or ""
         try:
-            file = self._open(place.file or "")
-            size = os.fstat(file.fileno()).st_size
-            if place.end > size or (place.last and place.end != size):
-                raise CheckpointError(f"{place.file} of {size} bytes does not end at {place.end}")
-            if place.checksum and place.checksum.lower() != self._digest(place.file or ""):
-                raise CheckpointError(f"the checksum of {place.file} is another")
+            size = os.fstat(self._open(name).fileno()).st_size
+            if location.end > size or (location.last and location.end != size):
+                raise CheckpointError(f"{name} of {size} bytes does not end at {location.end}")
+            if location.checksum and location.checksum.lower() != self._digest(name):
+                raise CheckpointError(f"the checksum of {name} is another")
         except CheckpointError as error:
             raise CheckpointError(
-                f"{stored.name!r} at byte {place.begin}: {error}"
+                f"{stored.name!r} at byte {location.begin}: {error}"
             ) from error.__cause__
 
     def _open(self, location: str) -> BinaryIO:
-        """The file at a relative path; no part of it may lead out of the model's folder."""
-        if location not in self.beside:
-            folder, (*above, name) = self.folder, location.split("/")
-            for part in above:
-                folder = files.inside(folder, part)
-            self.beside[location] = self.stack.enter_context(files.open_file(folder, name))
-        return self.beside[location]
+        """The file at a relative path, whose parts must not lead out of the model's folder."""
+        if location not in self.external:
+            folder = self.folder
+            *parents, name = location.split("/")
+            for parent in parents:
+                folder = files.inside(folder, parent)
+            self.external[location] = self.stack.enter_context(files.open_file(folder, name))
+        return self.external[location]
 
     def _digest(self, location: str) -> str:
         if location not in self.digests:
-            file = self.beside[location]
+            file = self.external[location]
             file.seek(0)
             self.digests[location] = hashlib.file_digest(cast(Any, file), "sha1").hexdigest()
         return self.digests[location]
 
-    def read(self, stored: Stored) -> Tensor:
-        """The numbers, in memory of their own."""
-        place: Place = stored.at
-        file = self.data.file if place.file is None else self._open(place.file)
+    def read(self, stored: StoredTensor) -> Tensor:
+        """Read a tensor into new memory."""
+        location: DataLocation = stored.location
+        file = self.data.file if location.file is None else self._open(location.file)
         try:
-            if place.typed and place.typed not in FIXED:
+            if location.field and location.field not in FIXED:
                 return _unpack(file, stored).reshape(stored.shape)
-            buffer = torch.empty(place.end - place.begin, dtype=torch.uint8)
-            file.seek(place.begin)
+            buffer = torch.empty(location.end - location.begin, dtype=torch.uint8)
+            file.seek(location.begin)
             if len(buffer) and file.readinto(buffer.numpy()) != len(buffer):  # pyright: ignore
                 raise CheckpointError("the file ends before its last byte")
             return buffer.view(DTYPES[stored.dtype][0]).reshape(stored.shape)
         except CheckpointError as error:
-            raise CheckpointError(f"{stored.name!r} at byte {place.begin}: {error}") from error
+            raise CheckpointError(f"{stored.name!r} at byte {location.begin}: {error}") from error
 
 
-def _neighbours(places: list[tuple[int, int, str]]) -> Iterator[tuple[Any, Any]]:
-    ordered = sorted(place for place in places if place[0] < place[1])
-    return pairwise(ordered)
-
-
-def _unpack(file: BinaryIO, stored: Stored) -> Tensor:
-    """Numbers that are packed as varints, a chunk at a time."""
-    place: Place = stored.at
+def _unpack(file: BinaryIO, stored: StoredTensor) -> Tensor:
+    """Read numbers that are packed as varints, a chunk at a time."""
+    location: DataLocation = stored.location
     dtype, _, limits = DTYPES[stored.dtype]
-    # float16 and bfloat16 are there as their bits.
+    # float16 and bfloat16 are stored as their bits.
     bits = torch.uint16 if dtype.is_floating_point else dtype
     result = torch.empty(stored.count, dtype=bits)
-    into, done, rest = result.numpy(), 0, b""
-    file.seek(place.begin)
-    left = place.end - place.begin
-    while left:
-        chunk = file.read(min(CHUNK, left))
+    target = result.numpy()
+    count = 0
+    rest = b""  # the beginning of a number that the next chunk continues
+    file.seek(location.begin)
+    remaining = location.end - location.begin
+    while remaining:
+        chunk = file.read(min(CHUNK, remaining))
         if not chunk:
             raise CheckpointError("the file ends before its last byte")
-        left -= len(chunk)
+        remaining -= len(chunk)
         values, rest = _varints(rest + chunk)
-        if stored.dtype == 13:
+        if stored.dtype == 13:  # uint64
             values = values.view(np.uint64)
         if limits and len(values) and not limits[0] <= values.min() <= values.max() <= limits[1]:
             raise CheckpointError(f"numbers outside of {limits[0]} to {limits[1]}")
-        if done + len(values) > len(into):
+        if count + len(values) > len(target):
             break
-        into[done : done + len(values)] = values
-        done += len(values)
-    if left or rest or done != len(into):
-        raise CheckpointError(f"it does not have the {len(into)} numbers of its shape")
+        target[count : count + len(values)] = values
+        count += len(values)
+    if remaining or rest or count != len(target):
+        raise CheckpointError(f"it does not have the {len(target)} numbers of its shape")
     return result.view(dtype)
 
 
 def _varints(data: bytes) -> tuple[np.ndarray, bytes]:
-    """The whole numbers in the data, as int64, and what is left of one that goes on."""
+    """The complete varints in the data, as int64, and the bytes of an incomplete last one."""
     codes = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(codes < 0x80)
     if not len(ends):
@@ -356,8 +378,9 @@ def _varints(data: bytes) -> tuple[np.ndarray, bytes]:
     if widths.max() > 10 or len(rest) > 10 or np.any(codes[ends[widths == 10]] > 1):
         raise CheckpointError("a number that does not end, or is larger than 64 bits")
     values = np.zeros(len(ends), np.uint64)
-    for place in range(int(widths.max())):
-        goes_on = widths > place
-        part = codes[begins[goes_on] + place].astype(np.uint64) & np.uint64(0x7F)
-        values[goes_on] |= part << np.uint64(7 * place)
+    # Seven bits per byte, the lowest first; numbers that have ended drop out of `longer`.
+    for byte in range(int(widths.max())):
+        longer = widths > byte
+        part = codes[begins[longer] + byte].astype(np.uint64) & np.uint64(0x7F)
+        values[longer] |= part << np.uint64(7 * byte)
     return values[: len(values) if widths[0] else 0].view(np.int64), rest

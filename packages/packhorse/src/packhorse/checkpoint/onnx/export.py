@@ -1,13 +1,13 @@
-"""Write a model as ONNX: the padded graph, for ONNX Runtime and whatever else reads ONNX.
+"""Write a model as ONNX: the padded graph, for ONNX Runtime and other readers of ONNX.
 
-The model's modules are followed one by one and each becomes standard operations of opset 17, in the
-shapes that runtimes know how to fuse: products with weights [in, out] and their bias added after,
-LayerNormalization, Gelu by Erf. Here is the one place with padding: rows of tokens and a mask. A
-masked token gets the lowest finite score, so that a row of padding alone gives numbers, not NaN.
+Each module of the model becomes standard operations of opset 17, in the patterns that runtimes
+fuse: products with weights [in, out] with the bias added after, LayerNormalization, GELU by Erf.
+Only this graph uses padding: rows of tokens and a mask. A masked token gets the lowest finite
+score, so that a row of only padding gives numbers, not NaN.
 
-The weights keep the names they have in transformers, so that reading the file gives back the same
-tensors. Tied word scores are computed from the one table. Past what protobuf can hold (2 GB), the
-weights go to a file beside the model, written one by one.
+The weights keep their names in transformers, so that reading the file returns the same tensors.
+Tied word scores are computed from the one table. Beyond what protobuf can hold (2 GB), the weights
+go to a file beside the model, written one by one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from packhorse.model.heads import (
 )
 from packhorse.model.model import Model
 
-OPSET, IR_VERSION = 17, 8
+OPSET = 17
+IR_VERSION = 8
 INLINE_LIMIT = 1_500_000_000  # bytes of weights in the model's own file
-ALIGNMENT = 4096  # of weights in the file beside it: runtimes map them into memory
-# Those that ONNX Runtime computes with on the CPU: of bfloat16 it cannot even add, of float64 it
-# lacks Erf, and a model that nothing runs is no export.
+ALIGNMENT = 4096  # of weights in the file beside it, which runtimes map into memory
+# dtype → TensorProto.DataType, for dtypes that ONNX Runtime computes with on the CPU: it cannot add
+# bfloat16, and lacks Erf for float64.
 DTYPES = {torch.float32: 1, torch.float16: 10}
-INT64, BOOL = 7, 9
+INT64 = 7
+BOOL = 9
 LENGTHS = ("batch", "sequence")
-# What transformers calls the scores where a model has two heads that give some.
+# transformers' names of the scores, for models with two heads that compute scores.
 SCORES = {"mlm": "prediction_logits", "nsp": "seq_relationship_logits"}
 
 
@@ -55,7 +57,7 @@ def write(
     *,
     inline_limit: int = INLINE_LIMIT,
 ) -> None:
-    """Write `path`, and `path` + ".data" if the weights are many.
+    """Write `path`, and `path` + ".data" if the weights exceed `inline_limit` bytes.
 
     tensors: those of the model under foreign names, sharing its memory (`names.export`).
     """
@@ -65,38 +67,41 @@ def write(
         raise MissingExtra("onnx", "onnx") from error
     large = sum(tensor.nbytes for tensor in tensors.values()) > inline_limit
     with ExitStack() as stack:
-        beside = path.with_name(f"{path.name}.data") if large else None
-        file = stack.enter_context(beside.open("wb")) if beside else None
-        graph = _Graph(onnx, tensors, _dtype(model), file)
-        _follow(graph, model)
+        external = path.with_name(f"{path.name}.data") if large else None
+        file = stack.enter_context(external.open("wb")) if external else None
+        graph = _GraphWriter(onnx, tensors, _dtype(model), file)
+        _write_model(graph, model)
         path.write_bytes(graph.finish().SerializeToString())
 
 
 def _dtype(model: Model) -> torch.dtype:
-    found = {parameter.dtype for parameter in model.parameters()}
-    if len(found) != 1 or not found <= DTYPES.keys():
-        names = ", ".join(sorted(str(dtype) for dtype in found))
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise CheckpointError(
             f"weights of {names} make no ONNX model that ONNX Runtime runs on the CPU; "
             f"pass --dtype fp32 or --dtype fp16"
         )
-    return found.pop()
+    return dtypes.pop()
 
 
-class _Graph:
-    """A graph as it grows; values are names."""
+class _GraphWriter:
+    """A graph under construction; values are strings, the names of ONNX."""
 
     def __init__(
         self,
         onnx: ModuleType,
         tensors: Mapping[str, Tensor],
         dtype: torch.dtype,
-        beside: BinaryIO | None,
+        external: BinaryIO | None,
     ) -> None:
-        self.onnx, self.tensors, self.dtype, self.beside = onnx, tensors, dtype, beside
-        # A weight of the model is a part of the memory of its module's parameter.
+        self.onnx = onnx
+        self.tensors = tensors
+        self.dtype = dtype
+        self.external = external  # file for the weights; None: in the model's file
+        # The exported tensors share the memory of the modules' parameters.
         self.names = {tensor.data_ptr(): name for name, tensor in tensors.items()}
-        self.turned: dict[str, bool] = {}  # weights that are written, and how
+        self.transposed: dict[str, bool] = {}  # weights that are written, and their orientation
         self.initializers: dict[str, Any] = {}
         self.nodes: list[Any] = []
         self.inputs: list[Any] = []
@@ -104,107 +109,110 @@ class _Graph:
         self.shapes: list[Any] = []
 
     def op(self, kind: str, *inputs: str, result: str = "", **attributes: Any) -> str:
-        """Add an operation; its result, called as asked."""
+        """Add an operation and return the name of its result, which is `result` if given."""
         name = f"{kind}_{len(self.nodes)}"
-        made = self.onnx.helper.make_node(kind, inputs, [result or name], name=name, **attributes)
-        self.nodes.append(made)
+        node = self.onnx.helper.make_node(kind, inputs, [result or name], name=name, **attributes)
+        self.nodes.append(node)
         return result or name
 
     def integers(self, value: int | list[int]) -> str:
-        """A number or a few that steer the graph."""
+        """A constant of one or several integers: an index, a shape."""
         name = f"integers_{value}".replace(" ", "")
-        made = self.onnx.numpy_helper.from_array(np.array(value, np.int64), name)
-        self.initializers.setdefault(name, made)
+        tensor = self.onnx.numpy_helper.from_array(np.array(value, np.int64), name)
+        self.initializers.setdefault(name, tensor)
         return name
 
     def number(self, value: float) -> str:
-        """A number of the weights' dtype."""
+        """A constant number of the weights' dtype."""
         name = f"number_{value}"
         if name not in self.initializers:
             self._store(name, torch.tensor(value, dtype=self.dtype), inline=True)
         return name
 
-    def weight(self, parameter: Tensor, *, turned: bool = False) -> str:
-        """A weight of the model; `turned`, as [in, out]."""
+    def weight(self, parameter: Tensor, *, transposed: bool = False) -> str:
+        """A weight of the model; with `transposed`, as [in, out]."""
         name = self.names[parameter.data_ptr()]
-        if name not in self.turned:
-            self.turned[name] = turned
-            self._store(name, parameter.t() if turned else parameter)
-        same = self.turned[name] == turned
+        if name not in self.transposed:
+            self.transposed[name] = transposed
+            self._store(name, parameter.t() if transposed else parameter)
+        same = self.transposed[name] == transposed
         return name if same else self.op("Transpose", name, perm=[1, 0])
 
     def _store(self, name: str, tensor: Tensor, inline: bool = False) -> None:
         types = self.onnx
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         proto = types.TensorProto(name=name, data_type=DTYPES[tensor.dtype], dims=tensor.shape)
-        if self.beside is None or inline:
+        if self.external is None or inline:
             proto.raw_data = content.tobytes()
         else:
-            self.beside.write(bytes(-self.beside.tell() % ALIGNMENT))
-            said = {
-                "location": Path(self.beside.name).name,
-                "offset": str(self.beside.tell()),
+            self.external.write(bytes(-self.external.tell() % ALIGNMENT))
+            entries = {
+                "location": Path(self.external.name).name,
+                "offset": str(self.external.tell()),
                 "length": str(len(content)),
             }
-            self.beside.write(content.data)
+            self.external.write(content.data)
             proto.data_location = types.TensorProto.EXTERNAL
             proto.external_data.extend(
-                types.StringStringEntryProto(key=key, value=value) for key, value in said.items()
+                types.StringStringEntryProto(key=key, value=value) for key, value in entries.items()
             )
         self.initializers[name] = proto
 
     def input(self, name: str) -> str:
-        """Numbers of tokens, a row for each sequence."""
+        """Add an input of integers, [batch, sequence]."""
         self.inputs.append(self.onnx.helper.make_tensor_value_info(name, INT64, LENGTHS))
         return name
 
     def output(self, name: str, *shape: str | int) -> None:
-        """Give a result to the outside."""
+        """Declare a value as an output."""
         self.outputs.append(self._described(name, shape))
 
     def shape(self, name: str, *shape: str | int) -> None:
-        """Say what no runtime can infer: it fuses only what it knows to be of one shape."""
+        """Declare a shape that runtimes cannot infer and need to know to fuse operations."""
         self.shapes.append(self._described(name, shape))
 
     def _described(self, name: str, shape: tuple[str | int, ...]) -> Any:
         return self.onnx.helper.make_tensor_value_info(name, DTYPES[self.dtype], shape)
 
     def linear(self, x: str, layer: nn.Linear, result: str = "") -> str:
-        """A product and its bias."""
+        """A linear layer: product and bias."""
         return self._affine(x, layer.weight, layer.bias, result)
 
     def _affine(self, x: str, weight: Tensor, bias: Tensor, result: str = "") -> str:
-        product = self.op("MatMul", x, self.weight(weight, turned=True))
+        product = self.op("MatMul", x, self.weight(weight, transposed=True))
         return self.op("Add", product, self.weight(bias), result=result)
 
     def split(self, x: str, layer: nn.Linear, count: int) -> list[str]:
-        """The results of products that are one in the model."""
-        weights, biases = layer.weight.chunk(count), layer.bias.chunk(count)
-        return [self._affine(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        """The results of a linear layer that the file has as `count` separate layers."""
+        parts = zip(layer.weight.chunk(count), layer.bias.chunk(count), strict=True)
+        return [self._affine(x, weight, bias) for weight, bias in parts]
 
     def norm(self, x: str, layer: nn.LayerNorm | AddNorm, result: str = "") -> str:
-        """Normalised over the width."""
+        """A layer norm over the last axis."""
         inputs = (x, self.weight(layer.weight), self.weight(layer.bias))
         return self.op("LayerNormalization", *inputs, result=result, axis=-1, epsilon=layer.eps)
 
     def activate(self, x: str, activation: str) -> str:
-        """What `model.bert.ACTIVATIONS` computes."""
+        """An activation, as `model.bert.ACTIVATIONS` computes it."""
         return ACTIVATIONS[activation](self, x)
 
-    def _name_again(self, name: str) -> None:
-        """A tensor that nothing computes with: another name of one, or runtimes complain."""
+    def _add_unused(self, name: str) -> None:
+        """Add a tensor that no operation uses: as an alias of an equal one if there is one.
+
+        Runtimes warn about initializers that nothing uses.
+        """
         tensor = self.tensors[name]
-        for known in list(self.turned):
-            same = self.tensors[known]
-            if same.shape == tensor.shape and torch.equal(same, tensor):
-                self.op("Identity", self.weight(same), result=name)
+        for written in list(self.transposed):
+            equal = self.tensors[written]
+            if equal.shape == tensor.shape and torch.equal(equal, tensor):
+                self.op("Identity", self.weight(equal), result=name)
                 return
         self._store(name, tensor)
 
     def finish(self) -> Any:
-        """The whole model."""
-        for name in [name for name in self.tensors if name not in self.turned]:
-            self._name_again(name)
+        """The complete ModelProto."""
+        for name in [name for name in self.tensors if name not in self.transposed]:
+            self._add_unused(name)
         helper = self.onnx.helper
         graph = helper.make_graph(
             self.nodes,
@@ -223,20 +231,20 @@ class _Graph:
         )
 
 
-def _gelu(graph: _Graph, x: str) -> str:
+def _gelu(graph: _GraphWriter, x: str) -> str:
     erf = graph.op("Erf", graph.op("Div", x, graph.number(math.sqrt(2))))
     both = graph.op("Mul", x, graph.op("Add", erf, graph.number(1.0)))
     return graph.op("Mul", both, graph.number(0.5))
 
 
-def _gelu_tanh(graph: _Graph, x: str) -> str:
+def _gelu_tanh(graph: _GraphWriter, x: str) -> str:
     cube = graph.op("Mul", graph.op("Pow", x, graph.number(3.0)), graph.number(0.044715))
     inner = graph.op("Mul", graph.op("Add", x, cube), graph.number(math.sqrt(2 / math.pi)))
     both = graph.op("Add", graph.op("Tanh", inner), graph.number(1.0))
     return graph.op("Mul", graph.op("Mul", x, both), graph.number(0.5))
 
 
-ACTIVATIONS: dict[str, Callable[[_Graph, str], str]] = {
+ACTIVATIONS: dict[str, Callable[[_GraphWriter, str], str]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": lambda graph, x: graph.op("Relu", x),
@@ -245,7 +253,8 @@ ACTIVATIONS: dict[str, Callable[[_Graph, str], str]] = {
 }
 
 
-def _follow(graph: _Graph, model: Model) -> None:
+def _write_model(graph: _GraphWriter, model: Model) -> None:
+    """Add the encoder and all heads to the graph."""
     bert = model.bert
     hidden = _encoder(graph, bert)
     graph.output(hidden, *LENGTHS, bert.config.hidden_size)
@@ -256,19 +265,20 @@ def _follow(graph: _Graph, model: Model) -> None:
         _head(graph, hidden, head, name, scores)
 
 
-def _encoder(graph: _Graph, bert: Bert) -> str:
-    ids, mask = graph.input("input_ids"), graph.input("attention_mask")
+def _encoder(graph: _GraphWriter, bert: Bert) -> str:
+    ids = graph.input("input_ids")
+    mask = graph.input("attention_mask")
     x = _embed(graph, bert.embed, ids)
     lowest = torch.finfo(graph.dtype).min
-    seen = graph.op("Cast", graph.op("Unsqueeze", mask, graph.integers([1, 2])), to=BOOL)
-    shift = graph.op("Where", seen, graph.number(0.0), graph.number(lowest))
+    visible = graph.op("Cast", graph.op("Unsqueeze", mask, graph.integers([1, 2])), to=BOOL)
+    shift = graph.op("Where", visible, graph.number(0.0), graph.number(lowest))
     for number, layer in enumerate(bert.layers, 1):
         last = number == len(bert.layers)
         x = _layer(graph, x, cast(BertLayer, layer), shift, "last_hidden_state" if last else "")
     return x
 
 
-def _embed(graph: _Graph, embed: BertEmbeddings, ids: str) -> str:
+def _embed(graph: _GraphWriter, embed: BertEmbeddings, ids: str) -> str:
     x = graph.op("Gather", graph.weight(embed.words.weight), ids)
     if embed.types is not None:
         types = graph.weight(embed.types.weight)
@@ -277,35 +287,35 @@ def _embed(graph: _Graph, embed: BertEmbeddings, ids: str) -> str:
         x = graph.op("Add", x, types)
     if embed.positions is None:
         raise CheckpointError("positions that are computed cannot be written as ONNX")
-    positions = _after_padding(graph, ids, embed.offset) if embed.offset else _count(graph, ids)
+    positions = _after_padding(graph, ids, embed.offset) if embed.offset else _range(graph, ids)
     x = graph.op("Add", x, graph.op("Gather", graph.weight(embed.positions.weight), positions))
     x = graph.norm(x, embed.norm)
     graph.shape(x, *LENGTHS, embed.words.embedding_dim)
     return graph.linear(x, embed.project) if isinstance(embed.project, nn.Linear) else x
 
 
-def _count(graph: _Graph, ids: str) -> str:
-    """0, 1, 2 …, one for each column."""
+def _range(graph: _GraphWriter, ids: str) -> str:
+    """0, 1, 2 …, one number per column."""
     length = graph.op("Gather", graph.op("Shape", ids), graph.integers(1))
     return graph.op("Range", graph.integers(0), length, graph.integers(1))
 
 
-def _after_padding(graph: _Graph, ids: str, offset: int) -> str:
-    """RoBERTa's positions, as `model.bert.after_padding` has them."""
+def _after_padding(graph: _GraphWriter, ids: str, offset: int) -> str:
+    """RoBERTa's positions, as `model.bert.after_padding` computes them."""
     padding = graph.integers(offset - 1)
     counted = graph.op("Cast", graph.op("Not", graph.op("Equal", ids, padding)), to=INT64)
     numbers = graph.op("CumSum", counted, graph.integers(1))
     return graph.op("Add", graph.op("Mul", numbers, counted), padding)
 
 
-def _layer(graph: _Graph, x: str, layer: BertLayer, shift: str, result: str) -> str:
+def _layer(graph: _GraphWriter, x: str, layer: BertLayer, shift: str, result: str) -> str:
     attended = graph.op("Add", x, _attention(graph, x, layer.attention, shift))
     x = graph.norm(attended, layer.attention_norm)
     up = graph.activate(graph.linear(x, layer.up.dense), layer.up.activation)
     return graph.norm(graph.op("Add", x, graph.linear(up, layer.down)), layer.norm, result)
 
 
-def _attention(graph: _Graph, x: str, attention: SelfAttention, shift: str) -> str:
+def _attention(graph: _GraphWriter, x: str, attention: SelfAttention, shift: str) -> str:
     count, heads, width = attention.shape
     q, k, v = (
         graph.op("Reshape", part, graph.integers([0, 0, heads, width]))
@@ -314,15 +324,15 @@ def _attention(graph: _Graph, x: str, attention: SelfAttention, shift: str) -> s
     q, v = (graph.op("Transpose", part, perm=[0, 2, 1, 3]) for part in (q, v))
     scores = graph.op("MatMul", q, graph.op("Transpose", k, perm=[0, 2, 3, 1]))
     scores = graph.op("Div", scores, graph.number(math.sqrt(width)))
-    shares = graph.op("Softmax", graph.op("Add", scores, shift), axis=-1)
-    mixed = graph.op("Transpose", graph.op("MatMul", shares, v), perm=[0, 2, 1, 3])
-    flat = graph.op("Reshape", mixed, graph.integers([0, 0, heads * width]))
+    weights = graph.op("Softmax", graph.op("Add", scores, shift), axis=-1)
+    context = graph.op("Transpose", graph.op("MatMul", weights, v), perm=[0, 2, 1, 3])
+    flat = graph.op("Reshape", context, graph.integers([0, 0, heads * width]))
     return graph.linear(flat, attention.out)
 
 
-def _head(graph: _Graph, hidden: str, head: nn.Module, name: str, scores: str) -> None:
+def _head(graph: _GraphWriter, hidden: str, head: nn.Module, name: str, scores: str) -> None:
     if isinstance(head, Embed):
-        return  # vectors are made of the hidden states outside, as in transformers
+        return  # vectors are computed from the hidden states outside the graph
     if isinstance(head, Pooler):
         graph.op("Identity", _pool(graph, hidden, head), result="pooler_output")
         graph.output("pooler_output", LENGTHS[0], head.dense.out_features)
@@ -349,6 +359,6 @@ def _head(graph: _Graph, hidden: str, head: nn.Module, name: str, scores: str) -
         raise CheckpointError(f"the head {name!r} cannot be written as ONNX")
 
 
-def _pool(graph: _Graph, hidden: str, pooler: Pooler) -> str:
+def _pool(graph: _GraphWriter, hidden: str, pooler: Pooler) -> str:
     first = graph.op("Gather", hidden, graph.integers(0), axis=1)
     return graph.activate(graph.linear(first, pooler.dense), pooler.activation)

@@ -1,15 +1,15 @@
 """Recover a model's weights from the graph of an ONNX file: names, orientation, precision.
 
-Exporters fold a transposition into a weight and give it a new name (`onnx::MatMul_329`, `val_83`),
-let equal tensors share one name, and quantisers put scale and zero point beside it. What a tensor
-is, is told by what the graph does with it, in this order: the module in which the node stands (its
-path as torch writes it, or its `pkg.torch.onnx.name_scopes`), the tensor's own name, the name of
-the bias that is added next. torch's orientation [out, in] is the one with which the graph computes
-x Wᵀ. Constants are followed symbolically, a `Weight` each, so that nothing is computed or held but
-what is asked for, and each stored tensor is dequantised at most once.
+Exporters fold a transposition into a weight and rename it (`onnx::MatMul_329`, `val_83`), let equal
+tensors share one name, and quantizers add a scale and a zero point. So a tensor is identified by
+its use in the graph, in this order: by the module of the node that uses it (the node's path as
+torch writes it, or its `pkg.torch.onnx.name_scopes`), by the tensor's own name, or by the name of
+the bias that is added next. torch's orientation [out, in] is the one in which the graph computes
+x Wᵀ. Constants are followed symbolically, as `Weight`s, so that only what is needed is read, and
+each stored tensor is dequantized at most once.
 
-A tensor of floats that nothing explains keeps its own name: names that are strict find it. Numbers
-that only steer the graph (indices, shapes, scalars) are left out and counted.
+A tensor of floats whose use is not understood keeps its own name, so that loading, which is strict,
+reports it. Numbers that only control the graph (indices, shapes, scalars) are left out and counted.
 """
 
 from __future__ import annotations
@@ -25,85 +25,96 @@ from packhorse.errors import CheckpointError
 
 MODULE = re.compile(r"\w+(\.\w+)*\.(weight|bias|gamma|beta)")
 WEIGHT_LIMIT = 10_000  # BERT-Large has 400
+NODES_TO_BIAS = 4  # between a product and its bias at most; quantizers put Cast and Mul there
 FLOATS = (1, 10, 11, 16)  # TensorProto.DataType: float, float16, double, bfloat16
-QUANTISED = (2, 3, 4, 5, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26)
-# The result of a product passes these unchanged, but for rounding, on its way to its bias.
+QUANTIZED = (2, 3, 4, 5, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26)
+# Operations that do not change the result of a product, except for rounding, before its bias.
 TRANSPARENT = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear")
-# Made of several modules by ONNX Runtime's optimizer, or not dequantised here.
-REFUSED = (
-    *("Attention", "MultiHeadAttention", "EmbedLayerNormalization", "PackedAttention"),
-    *("QAttention", "QEmbedLayerNormalization", "QLinearMatMul", "MatMulNBits"),
-    *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "FusedMatMul", "FusedGemm"),
-)
+# Operations that ONNX Runtime's optimizer fuses from several modules, or that hold weights in a
+# form that is not dequantized here.
+REFUSED = {
+    "Attention",
+    "DynamicQuantizeMatMul",
+    "EmbedLayerNormalization",
+    "FusedGemm",
+    "FusedMatMul",
+    "MatMulIntegerToFloat",
+    "MatMulNBits",
+    "MultiHeadAttention",
+    "PackedAttention",
+    "QAttention",
+    "QEmbedLayerNormalization",
+    "QLinearMatMul",
+}
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of the file, not read yet."""
 
     name: str
-    dtype: int  # of TensorProto.DataType
+    dtype: int  # TensorProto.DataType
     shape: tuple[int, ...]
-    at: Any = field(repr=False)  # where its bytes lie, as its file knows it
+    location: Any = field(repr=False)  # a `data.DataLocation`; None: of a dtype that is not read
 
     @property
     def count(self) -> int:
-        """Numbers in it."""
+        """The number of its elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
-class Node:
+class OnnxNode:
     """One operation of the graph."""
 
     op: str
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    attributes: Mapping[str, Any]  # int, float, tuple of int, Stored
-    module: str  # in which it stands, dotted; empty: unknown
+    attributes: Mapping[str, Any]  # int, float, tuple of int, StoredTensor
+    module: str  # that it belongs to, dotted; empty: unknown
 
 
 @dataclass(frozen=True)
-class Graph:
-    """The main graph of a file; those inside its nodes are not looked at."""
+class OnnxGraph:
+    """The main graph of a file; graphs inside its nodes are not read."""
 
-    nodes: tuple[Node, ...]
-    initializers: Mapping[str, Stored]
+    nodes: tuple[OnnxNode, ...]
+    initializers: Mapping[str, StoredTensor]
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A stored tensor and what the graph makes of it before it is used."""
+    """A stored tensor, and what the graph does to it before it is used."""
 
-    stored: Stored
+    stored: StoredTensor
     transposed: bool = False
-    scale: Stored | None = None
-    zero: Stored | None = None
-    axis: int = 0  # of the stored tensor, along which scale and zero point run
+    scale: StoredTensor | None = None
+    zero: StoredTensor | None = None
+    axis: int = 0  # of the stored tensor, along which scale and zero point vary
 
 
 @dataclass(frozen=True)
-class Recovered:
-    """The weights by the names of their modules, and what a user should know."""
+class RecoveredWeights:
+    """The weights by the names of their modules, and notes for the user."""
 
     weights: dict[str, Weight]
     notes: tuple[str, ...]
 
 
-def recover(graph: Graph) -> Recovered:
-    """Every weight of the graph."""
+def recover(graph: OnnxGraph) -> RecoveredWeights:
+    """Find all weights of the graph."""
     for node in graph.nodes:
         if node.op in REFUSED:
             raise CheckpointError(
                 f"node {node.name!r} is a {node.op}, in which weights are fused or packed; "
-                f"pass the model as it was exported, before it was optimised"
+                f"pass the model as it was exported, before it was optimized"
             )
-    flow = _Flow(graph)
-    weights = _name(flow)
-    left_out = _keep_the_rest(flow, weights)
+    flow = _DataFlow(graph)
+    weights = _named_weights(flow)
+    left_out = _add_unexplained(flow, weights)
     _check(weights)
-    return Recovered(weights, tuple(_notes(weights, left_out)))
+    return RecoveredWeights(weights, tuple(_notes(weights, left_out)))
 
 
 def _check(weights: Mapping[str, Weight]) -> None:
@@ -117,33 +128,36 @@ def _check(weights: Mapping[str, Weight]) -> None:
             )
 
 
-class _Flow:
-    """Who makes and who uses each value, and which values are constant."""
+class _DataFlow:
+    """The node that computes each value, the nodes that use it, and which values are constant."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: OnnxGraph) -> None:
         self.nodes = graph.nodes
-        self.maker = {value: node for node in graph.nodes for value in node.outputs}
-        self.users: dict[str, list[Node]] = defaultdict(list)
+        self.producer = {value: node for node in graph.nodes for value in node.outputs}
+        self.users: dict[str, list[OnnxNode]] = defaultdict(list)
         for node in graph.nodes:
             for value in dict.fromkeys(node.inputs):
                 self.users[value].append(node)
         self.constants = {name: Weight(stored) for name, stored in graph.initializers.items()}
-        self.label = {name: own for name in graph.initializers if (own := _own_name(name))}
-        self.scales: set[Stored] = set()  # of weights; they are no weights themselves
+        # Constant → the name of a module's tensor, where its own name, or that of the constant it
+        # is computed from, is one.
+        self.label = {name: label for name in graph.initializers if (label := _tensor_name(name))}
+        self.scales: set[StoredTensor] = set()  # scales and zero points, which are no weights
         for node in graph.nodes:
             self._fold(node)
 
-    def _fold(self, node: Node) -> None:
-        """Make the outputs of a node constant, if it changes only how a weight is looked at."""
+    def _fold(self, node: OnnxNode) -> None:
+        """Record the output of a node as constant, if the node only changes a weight's form."""
         if node.op == "Constant":
-            made = node.attributes.get("value")
-            weight = Weight(made) if isinstance(made, Stored) else None
+            value = node.attributes.get("value")
+            weight = Weight(value) if isinstance(value, StoredTensor) else None
         else:
-            weight = self._follow(node, [self.constants.get(value) for value in node.inputs])
+            weight = self._transformed(node, [self.constants.get(value) for value in node.inputs])
         if weight and len(node.outputs) == 1:
             self._define(node.outputs[0], weight, node.inputs)
 
-    def _follow(self, node: Node, inputs: list[Weight | None]) -> Weight | None:
+    def _transformed(self, node: OnnxNode, inputs: list[Weight | None]) -> Weight | None:
+        """The weight that a node computes from constants; None if it is not understood."""
         weight = inputs[0] if inputs else None
         if weight is None:
             return None
@@ -151,87 +165,94 @@ class _Flow:
             return weight
         if node.op == "Transpose" and len(weight.stored.shape) == 2:
             perm = node.attributes.get("perm", (1, 0))
-            turned = replace(weight, transposed=weight.transposed ^ (perm == (1, 0)))
-            return turned if perm in ((0, 1), (1, 0)) else None
+            transposed = replace(weight, transposed=weight.transposed ^ (perm == (1, 0)))
+            return transposed if perm in ((0, 1), (1, 0)) else None
         if node.op == "DequantizeLinear":
-            return self.dequantised_by(weight, node)
-        if node.op == "Mul" and weight.stored.dtype in QUANTISED and not weight.transposed:
-            return self.dequantised(weight, inputs[1] if len(inputs) > 1 else None, "", 0)
+            return self.dequantized_by(weight, node)
+        if node.op == "Mul" and weight.stored.dtype in QUANTIZED and not weight.transposed:
+            return self.dequantized(weight, inputs[1] if len(inputs) > 1 else None, "", 0)
         return None
 
     def _define(self, value: str, weight: Weight, inputs: tuple[str, ...]) -> None:
         if value in self.constants:
             raise CheckpointError(f"{value!r} is there twice")
         self.constants[value] = weight
-        before = self.label.get(inputs[0], "") if inputs else ""
-        if label := _own_name(value) or before:
+        inherited = self.label.get(inputs[0], "") if inputs else ""
+        if label := _tensor_name(value) or inherited:
             self.label[value] = label
 
-    def dequantised_by(self, weight: Weight, node: Node) -> Weight | None:
-        """As a DequantizeLinear has it."""
-        scale, zero = (*node.inputs[1:3], "", "")[:2]
+    def dequantized_by(self, weight: Weight, node: OnnxNode) -> Weight | None:
+        """The weight after a DequantizeLinear; None if that is not understood."""
+        scale = node.inputs[1] if len(node.inputs) > 1 else ""
+        zero = node.inputs[2] if len(node.inputs) > 2 else ""
         if node.attributes.get("block_size"):
             return None
-        return self.dequantised(
+        return self.dequantized(
             weight, self.constants.get(scale), zero, node.attributes.get("axis", 1)
         )
 
-    def dequantised(
+    def dequantized(
         self, weight: Weight, scale: Weight | None, zero_point: str, axis: int
     ) -> Weight | None:
-        """The weight with its scale and zero point, which must be stored as they are."""
+        """The weight with its scale and zero point, which must be plain stored tensors."""
         zero = self.constants.get(zero_point)
-        others = [scale, zero] if zero_point else [scale]
-        if scale is None or not all(part and part == Weight(part.stored) for part in others):
+        parameters = [scale, zero] if zero_point else [scale]
+        if scale is None or not all(part and part == Weight(part.stored) for part in parameters):
             return None
         if weight.stored.dtype in FLOATS:
-            raise CheckpointError(f"{weight.stored.name!r} has a scale, but is not quantised")
+            raise CheckpointError(f"{weight.stored.name!r} has a scale, but is not quantized")
         rank = len(weight.stored.shape)
         axis = axis + rank if axis < 0 else axis
-        made = replace(
+        dequantized = replace(
             weight,
             scale=scale.stored,
             zero=zero.stored if zero else None,
             axis=rank - 1 - axis if weight.transposed and rank == 2 else axis,
         )
-        if weight.scale and made != weight:
-            raise CheckpointError(f"{weight.stored.name!r} is dequantised twice")
-        self.scales.update({made.scale, made.zero} - {None})  # pyright: ignore[reportArgumentType]
-        return made
+        if weight.scale and dequantized != weight:
+            raise CheckpointError(f"{weight.stored.name!r} is dequantized twice")
+        self.scales.add(scale.stored)
+        if zero:
+            self.scales.add(zero.stored)
+        return dequantized
 
-    def next(self, node: Node) -> Node | None:
-        """The one node that uses the result."""
+    def only_user(self, node: OnnxNode) -> OnnxNode | None:
+        """The node that uses the result; None if there are several or none."""
         users = self.users[node.outputs[0]] if node.outputs else []
         return users[0] if len(users) == 1 else None
 
-    def other(self, node: Node, value: str) -> str:
+    def second_operand(self, node: OnnxNode, value: str) -> str:
         """The operand of a sum or product that is not `value`."""
         return next((name for name in node.inputs if name != value), "")
 
-    def scaled_after(self, node: Node) -> Weight | None:
-        """The scale that an integer product is multiplied with, but for that of its input."""
-        cast = self.next(node)
-        product = self.next(cast) if cast and cast.op == "Cast" else None
+    def scaled_after(self, node: OnnxNode) -> Weight | None:
+        """The weight's scale, by which the result of a MatMulInteger is multiplied.
+
+        Dynamic quantization computes MatMulInteger → Cast → Mul(input's scale × weight's scale).
+        """
+        cast = self.only_user(node)
+        product = self.only_user(cast) if cast and cast.op == "Cast" else None
         if cast is None or product is None or product.op != "Mul":
             return None
-        maker = self.maker.get(self.other(product, cast.outputs[0]))
-        scales = maker.inputs if maker and maker.op == "Mul" else ()
+        producer = self.producer.get(self.second_operand(product, cast.outputs[0]))
+        scales = producer.inputs if producer and producer.op == "Mul" else ()
         stored = [self.constants[name] for name in scales if name in self.constants]
-        return stored[0] if len(stored) == 1 else None  # the other is found as the model runs
+        return stored[0] if len(stored) == 1 else None  # the input's is computed at run time
 
 
 @dataclass(frozen=True)
 class _Use:
-    """A constant in the place of a module's weight or bias."""
+    """A constant that is used as a module's weight or bias."""
 
     value: str
     weight: Weight
     kind: str  # weight, bias
     module: str  # empty: unknown
-    beside: str = ""  # the value in the other place of the same module
+    partner: str = ""  # the value used as the bias of the same weight, or vice versa
 
 
-def _uses(flow: _Flow) -> Iterator[_Use]:
+def _uses(flow: _DataFlow) -> Iterator[_Use]:
+    """All uses of constants as weights or biases."""
     for node in flow.nodes:
         if node.op in ("MatMul", "Gemm", "MatMulInteger"):
             yield from _linear(flow, node)
@@ -239,12 +260,14 @@ def _uses(flow: _Flow) -> Iterator[_Use]:
             yield from _norm(flow, node)
         elif node.op == "Gather" and not node.attributes.get("axis", 0):
             yield from _embedding(flow, node)
-    for node in flow.nodes:  # when it is known which constants are scales
+    # Only now, when all scales are known, which are constants of sums and products too.
+    for node in flow.nodes:
         if node.op in ("Add", "Mul"):
             yield from _elementwise(flow, node)
 
 
-def _linear(flow: _Flow, node: Node) -> Iterator[_Use]:
+def _linear(flow: _DataFlow, node: OnnxNode) -> Iterator[_Use]:
+    """The weight and the bias of a linear layer."""
     value = node.inputs[1] if len(node.inputs) > 1 else ""
     weight = flow.constants.get(value)
     if weight is None or len(weight.stored.shape) != 2:
@@ -253,64 +276,68 @@ def _linear(flow: _Flow, node: Node) -> Iterator[_Use]:
         _check_plain(node)
     if node.op == "MatMulInteger":
         zero = node.inputs[3] if len(node.inputs) > 3 else ""
-        weight = flow.dequantised(weight, flow.scaled_after(node), zero, axis=1)
+        weight = flow.dequantized(weight, flow.scaled_after(node), zero, axis=1)
         if weight is None:
             return
     if not node.attributes.get("transB"):
         weight = replace(weight, transposed=not weight.transposed)
     bias, module = _bias(flow, node)
-    yield _Use(value, weight, "weight", module, beside=bias)
+    yield _Use(value, weight, "weight", module, partner=bias)
     if bias:
-        yield _Use(bias, flow.constants[bias], "bias", module, beside=value)
+        yield _Use(bias, flow.constants[bias], "bias", module, partner=value)
 
 
-def _check_plain(node: Node) -> None:
-    said = node.attributes
-    if said.get("alpha", 1) != 1 or said.get("beta", 1) != 1 or said.get("transA"):
+def _check_plain(node: OnnxNode) -> None:
+    attributes = node.attributes
+    scaled = attributes.get("alpha", 1) != 1 or attributes.get("beta", 1) != 1
+    if scaled or attributes.get("transA"):
         raise CheckpointError(f"node {node.name!r} scales or turns what it multiplies: not read")
 
 
-def _bias(flow: _Flow, node: Node) -> tuple[str, str]:
-    """The constant that is added to a product, or none, and the module they stand in."""
+def _bias(flow: _DataFlow, node: OnnxNode) -> tuple[str, str]:
+    """The constant that is added to a product (or ""), and the module of both."""
     if node.op == "Gemm":
         bias = node.inputs[2] if len(node.inputs) > 2 else ""
         return bias if bias in flow.constants else "", node.module
-    value, user = node.outputs[0] if node.outputs else "", flow.next(node)
-    passes = (*TRANSPARENT, "Mul") if node.op == "MatMulInteger" else TRANSPARENT
-    for _ in range(4):
-        if user is None or user.op not in passes or not user.outputs:
+    value = node.outputs[0] if node.outputs else ""
+    user = flow.only_user(node)
+    skipped = (*TRANSPARENT, "Mul") if node.op == "MatMulInteger" else TRANSPARENT
+    for _ in range(NODES_TO_BIAS):
+        if user is None or user.op not in skipped or not user.outputs:
             break
-        value, user = user.outputs[0], flow.next(user)
+        value = user.outputs[0]
+        user = flow.only_user(user)
     if user is None or user.op != "Add":
         return "", node.module
-    bias = flow.other(user, value)
+    bias = flow.second_operand(user, value)
     constant = flow.constants.get(bias)
     if constant is None or len(constant.stored.shape) != 1:
         return "", node.module
     return bias, node.module or user.module
 
 
-def _norm(flow: _Flow, node: Node) -> Iterator[_Use]:
+def _norm(flow: _DataFlow, node: OnnxNode) -> Iterator[_Use]:
     for value, kind in zip(node.inputs[1:3], ("weight", "bias"), strict=False):
         if value in flow.constants:
             yield _Use(value, flow.constants[value], kind, node.module)
 
 
-def _embedding(flow: _Flow, node: Node) -> Iterator[_Use]:
+def _embedding(flow: _DataFlow, node: OnnxNode) -> Iterator[_Use]:
+    """The table of a lookup; a quantized one is dequantized after it, row by row."""
     weight = flow.constants.get(node.inputs[0]) if node.inputs else None
     if weight is None or len(weight.stored.shape) != 2:
         return
-    user = flow.next(node)
-    if weight.stored.dtype in QUANTISED and weight.scale is None:
+    user = flow.only_user(node)
+    if weight.stored.dtype in QUANTIZED and weight.scale is None:
         if user is None or user.op != "DequantizeLinear":
             return
-        weight = flow.dequantised_by(weight, user)
+        weight = flow.dequantized_by(weight, user)
     if weight and (weight.scale or weight.stored.dtype in FLOATS):
         yield _Use(node.inputs[0], weight, "weight", node.module)
 
 
-def _elementwise(flow: _Flow, node: Node) -> Iterator[_Use]:
-    """Scale and shift of a norm that was exported operation by operation."""
+def _elementwise(flow: _DataFlow, node: OnnxNode) -> Iterator[_Use]:
+    """Weight and bias of a norm that was exported as single operations."""
     constant = [value for value in node.inputs if value in flow.constants]
     if len(constant) != 1 or len(node.inputs) != 2 or constant[0] in flow.label:
         return
@@ -320,15 +347,15 @@ def _elementwise(flow: _Flow, node: Node) -> Iterator[_Use]:
         yield _Use(constant[0], weight, kind, node.module)
 
 
-def _is_weight(flow: _Flow, weight: Weight) -> bool:
-    numbers = weight.scale is not None or weight.stored.dtype in FLOATS
-    return numbers and weight.stored not in flow.scales
+def _is_weight(flow: _DataFlow, weight: Weight) -> bool:
+    is_float = weight.scale is not None or weight.stored.dtype in FLOATS
+    return is_float and weight.stored not in flow.scales
 
 
-def _name(flow: _Flow) -> dict[str, Weight]:
-    """The weights by name: first those whose module is known, then those that have a name."""
+def _named_weights(flow: _DataFlow) -> dict[str, Weight]:
+    """The weights by name: by their module if it is known, else by their own name."""
     uses = list(dict.fromkeys(_uses(flow)))
-    times = Counter(flow.label.get(use.value) for use in uses)
+    uses_of_label = Counter(flow.label.get(use.value) for use in uses)
     result: dict[str, Weight] = {}
     for use in uses:
         if use.module:
@@ -337,7 +364,7 @@ def _name(flow: _Flow) -> dict[str, Weight]:
     for use in uses:
         if label := flow.label.get(use.value):
             _put(labelled, label, use.weight)
-        elif not use.module and (name := _beside(flow, use, times)):
+        elif not use.module and (name := _name_by_partner(flow, use, uses_of_label)):
             _put(result, name, use.weight)
     for value, label in flow.label.items():
         weight = flow.constants[value]
@@ -346,10 +373,10 @@ def _name(flow: _Flow) -> dict[str, Weight]:
     return {**labelled, **result}
 
 
-def _beside(flow: _Flow, use: _Use, times: Mapping[str | None, int]) -> str:
-    """The module of a tensor without a name: that of the bias added next, if no other shares it."""
-    label = flow.label.get(use.beside)
-    if label is None or times[label] != 1:
+def _name_by_partner(flow: _DataFlow, use: _Use, uses_of_label: Mapping[str | None, int]) -> str:
+    """The name of a tensor by its partner's, if that is used only once; "" otherwise."""
+    label = flow.label.get(use.partner)
+    if label is None or uses_of_label[label] != 1:
         return ""
     return f"{label.rpartition('.')[0]}.{use.kind}"
 
@@ -361,22 +388,22 @@ def _put(result: dict[str, Weight], name: str, weight: Weight) -> None:
         )
 
 
-def _own_name(value: str) -> str:
-    """The name of a module's tensor, if this is one; quantisers add to it."""
+def _tensor_name(value: str) -> str:
+    """The name of a module's tensor, without what quantizers append; "" if it is no such name."""
     name = value.removesuffix("_quantized")
     return name if MODULE.fullmatch(name) else ""
 
 
-def _keep_the_rest(flow: _Flow, weights: dict[str, Weight]) -> int:
-    """Keep tensors of floats that nothing explains; count the numbers that are left out."""
+def _add_unexplained(flow: _DataFlow, weights: dict[str, Weight]) -> int:
+    """Add tensors of floats whose use is not understood; return the number of others."""
     used = {weight.stored for weight in weights.values()} | flow.scales
     left_out = 0
     for weight in {weight.stored: weight for weight in flow.constants.values()}.values():
         stored = weight.stored
         if stored in used:
             continue
-        if stored.count > 1 and stored.dtype in QUANTISED and len(stored.shape) > 1:
-            raise CheckpointError(f"{stored.name!r} is quantised in a way that is not read here")
+        if stored.count > 1 and stored.dtype in QUANTIZED and len(stored.shape) > 1:
+            raise CheckpointError(f"{stored.name!r} is quantized in a way that is not read here")
         if stored.count > 1 and stored.dtype in FLOATS:
             _put(weights, stored.name, Weight(stored))
         else:
@@ -386,10 +413,10 @@ def _keep_the_rest(flow: _Flow, weights: dict[str, Weight]) -> int:
 
 def _notes(weights: Mapping[str, Weight], left_out: int) -> Iterator[str]:
     renamed = sum(weight.stored.name != name for name, weight in weights.items())
-    dequantised = len({weight.stored for weight in weights.values() if weight.scale})
+    dequantized = len({weight.stored for weight in weights.values() if weight.scale})
     if renamed:
         yield f"{renamed} tensors got their names back from the graph"
-    if dequantised:
-        yield f"{dequantised} tensors were dequantised to float32"
+    if dequantized:
+        yield f"{dequantized} tensors were dequantized to float32"
     if left_out:
         yield f"{left_out} constants that only steer the graph were left out"

@@ -1,14 +1,15 @@
-"""Frozen graphs of TensorFlow (GraphDef, `.pb`): the constants that are a model's weights.
+"""Read a model's weights from a frozen graph of TensorFlow (GraphDef, `.pb`).
 
 Freezing turns each variable into a Const of its name, which an Identity reads; so does TensorFlow 1
-(`convert_variables_to_constants`) with both kinds of variables, and TensorFlow 2 (`…_v2`) with what
-was saved by TensorFlow 1. A function of TensorFlow 2 keeps only the place where a variable is used
-(`L/MatMul/ReadVariableOp/resource`); its weight is named after that (`L/kernel`). A weight has one
-name: names that TensorFlow gave by itself give way to that of the Identity that reads them.
+(`convert_variables_to_constants`) with both kinds of variables, and TensorFlow 2 (`…_v2`) with
+graphs that TensorFlow 1 saved. In a function of TensorFlow 2 a constant is named after the place
+where the variable is used (`L/MatMul/ReadVariableOp/resource`); the weight's name (`L/kernel`) is
+derived from that. Where TensorFlow generated the name of a constant, the name of the Identity that
+reads it is used instead.
 
-A graph has hundreds of constants that are no weights. Kept are those of floating point with at
-least one dimension, unless they have a name of TensorFlow's own and only arithmetic uses them, as
-the ones of a mask. Nothing is ever built or run; only the constants are read.
+A graph has hundreds of constants that are not weights. A constant is taken for a weight if it is
+floating point with at least one dimension, unless its name is generated and only arithmetic uses
+it, like the ones of a mask. The graph is never built or run; only the constants are read.
 """
 
 from __future__ import annotations
@@ -25,28 +26,40 @@ from torch import Tensor
 from packhorse import wire
 from packhorse.checkpoint import files
 from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.tensorflow import gelu, graphdef
-from packhorse.checkpoint.tensorflow.graphdef import Node, Stored
+from packhorse.checkpoint.gelu import forms_in_nodes
+from packhorse.checkpoint.tensorflow import graphdef
+from packhorse.checkpoint.tensorflow.graphdef import GraphNode, Span, StoredConstant
 from packhorse.errors import CheckpointError
 
 TENSOR_LIMIT = 10_000  # BERT-Large has 400
-SPARE = 64 << 20  # bytes of values that stand for many, besides the size of the file
+# A TensorProto may give one value for all its elements, so a small file could ask for any amount of
+# memory: repeated values may take as many bytes as the file has, and this many more.
+REPEATED_LIMIT = 64 << 20
+FILE_LIMIT = 1 << 31  # bytes; protobuf's limit for a message is one less
 
 VARIABLES = {"Variable", "VariableV2", "VarHandleOp"}
-USES = {  # of a weight
-    *("Identity", "Gather", "GatherV2", "MatMul", "BatchMatMul", "BatchMatMulV2", "Einsum"),
-    *("BiasAdd", "Reshape", "Transpose"),
+WEIGHT_USERS = {  # operations that take weights, besides arithmetic
+    "BatchMatMul",
+    "BatchMatMulV2",
+    "BiasAdd",
+    "Einsum",
+    "Gather",
+    "GatherV2",
+    "Identity",
+    "MatMul",
+    "Reshape",
+    "Transpose",
 }
-AUTOMATIC = re.compile(
+GENERATED = re.compile(
     r"(.*/)?(Const|Identity|ReadVariableOp|resource|(ones|zeros)(_like)?|x|y|\d+)(_\d+)?"
     r"|.*_const|ConstantFolding/.*"
 )
-READ = re.compile(r"/(read|Read/ReadVariableOp)$")
-PLACE = re.compile(
+READ_SUFFIX = re.compile(r"/(read|Read/ReadVariableOp)$")
+READ_SITE = re.compile(
     r"(.+)/(MatMul|Tensordot|BiasAdd|batchnorm/mul|batchnorm|einsum/Einsum|add)(?:_\d+)?"
     r"/ReadVariableOp(?:_\d+)?(?:/resource)?"
 )
-ROLES = {
+SITE_ROLES = {  # where a variable is read → its name in the layer
     "MatMul": "kernel",
     "Tensordot": "kernel",
     "einsum/Einsum": "kernel",
@@ -76,12 +89,12 @@ OTHERS = {
 
 
 def read(path: Path) -> Contents:
-    """The weights of a frozen graph."""
+    """Read the weights of a frozen graph."""
     if path.is_dir():
-        raise CheckpointError(_folder(path))
+        raise CheckpointError(_folder_message(path))
     with files.open_file(path.parent, path.name) as file:
         try:
-            weights, notes, forms = _surveyed(file, path.parent)
+            weights, notes, forms = _survey(file, path.parent)
             tensors = {name: _load(file, name, weights[name]) for name in weights}
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error.__cause__
@@ -90,20 +103,20 @@ def read(path: Path) -> Contents:
     return Contents("frozen", path.parent, (path,), tensors, notes=notes, gelu=forms, graph=path)
 
 
-def _surveyed(
+def _survey(
     file: BinaryIO, folder: Path
-) -> tuple[dict[str, Stored], tuple[str, ...], frozenset[str]]:
-    """Where the weights lie, notes, and the forms of GELU that the nodes compute.
+) -> tuple[dict[str, StoredConstant], tuple[str, ...], frozenset[str]]:
+    """Where the weights are, notes, and the forms of GELU that the nodes compute.
 
-    The bytes are let go before weights take their place.
+    A function of its own, so that the file's bytes are freed before the weights are allocated.
     """
     data = _bytes_of(file)
     if (kind := kind_of(data)) != "graph":
-        said = OTHERS[kind].replace("DIR", str(folder))
-        raise CheckpointError(said + (stop(data) if kind == "unknown" else ""))
+        message = OTHERS[kind].replace("DIR", str(folder))
+        raise CheckpointError(message + (parse_error(data) if kind == "unknown" else ""))
     nodes = _nodes(data)
     weights, notes = _find(data, nodes)
-    return weights, notes, gelu.of_nodes(data, nodes, file)
+    return weights, notes, forms_in_nodes(data, nodes, file)
 
 
 def sniff(path: Path) -> bool:
@@ -112,7 +125,7 @@ def sniff(path: Path) -> bool:
 
 
 def known(path: Path) -> bool:
-    """Is this file a GraphDef, or one of which `read` says what it is instead?"""
+    """Is this file a GraphDef, or one that `read` explains (see OTHERS)?"""
     return _kind(path) != "unknown"
 
 
@@ -124,125 +137,130 @@ def _kind(path: Path) -> str:
         return "unknown"
 
 
-def _folder(path: Path) -> str:
+def _folder_message(path: Path) -> str:
     if any(files.exists(path, f"saved_model.{suffix}") for suffix in ("pb", "pbtxt")):
         return f"{path}: {OTHERS['saved'].replace('DIR', str(path))}"
-    found = ", ".join(sorted(one.name for one in path.glob("*.pb"))) or "there is none here"
-    return f"{path} is a folder; pass the frozen graph in it ({found})"
+    graphs = ", ".join(sorted(file.name for file in path.glob("*.pb"))) or "there is none here"
+    return f"{path} is a folder; pass the frozen graph in it ({graphs})"
 
 
 def _bytes_of(file: BinaryIO) -> memoryview:
-    """The whole file; not mapped into memory, because truncating it would then end the process."""
+    """The whole file; not mapped, because truncating a mapped file would kill the process."""
     size = file.seek(0, 2)
-    if size > WHOLE:
-        raise CheckpointError(f"it has {size:,} bytes, and a graph at most {WHOLE:,}")
+    if size > FILE_LIMIT:
+        raise CheckpointError(f"it has {size:,} bytes, and a graph at most {FILE_LIMIT:,}")
     file.seek(0)
     return memoryview(file.read(size))
 
 
-def _nodes(data: memoryview) -> dict[str, Node]:
-    """The nodes of a graph that is frozen."""
+def _nodes(data: memoryview) -> dict[str, GraphNode]:
+    """The nodes of a graph, which must have no variables."""
     graphdef.check(data, 0, len(data))
     nodes = graphdef.nodes(data, 0, len(data))
     if variables := [node.name for node in nodes.values() if node.op in VARIABLES]:
         raise CheckpointError(
             f"the graph is not frozen: {variables[0]!r} and {len(variables) - 1} more are "
-            f"variables, whose values lie in a checkpoint; {FREEZE}"
+            f"variables, whose values are in a checkpoint; {FREEZE}"
         )
     return nodes
 
 
-def _find(data: memoryview, nodes: dict[str, Node]) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """The weights by name, and what to say about the rest."""
+def _find(
+    data: memoryview, nodes: dict[str, GraphNode]
+) -> tuple[dict[str, StoredConstant], tuple[str, ...]]:
+    """The weights by name, and notes about the other constants."""
     constants = _constants(data, nodes.values())
-    readers, uses = _readers(nodes)
+    readers, users = _readers(nodes)
     names = _names(constants, readers)
-    kept = {
+    weights = {
         names[name]: constant
         for name, constant in constants.items()
-        if not AUTOMATIC.fullmatch(names[name]) or uses[name] & USES
+        if not GENERATED.fullmatch(names[name]) or users[name] & WEIGHT_USERS
     }
-    _limit(kept, len(data))
-    every = sum(node.op == "Const" for node in nodes.values())
+    _check_limits(weights, len(data))
+    total = sum(node.op == "Const" for node in nodes.values())
     renamed = [(name, names[name]) for name in constants if names[name] != name]
-    return kept, tuple(_notes(every - len(kept), renamed, _functions(data)))
+    return weights, tuple(_notes(total - len(weights), renamed, _functions(data)))
 
 
-def _constants(data: memoryview, nodes: Iterable[Node]) -> dict[str, Stored]:
-    """Those of floating point with at least one dimension."""
-    found = {}
+def _constants(data: memoryview, nodes: Iterable[GraphNode]) -> dict[str, StoredConstant]:
+    """The constants of floating point with at least one dimension, by name."""
+    constants = {}
     for node in nodes:
         if node.op != "Const":
             continue
         try:
             attributes = graphdef.attributes(data, node)
             dtype = graphdef.dtype_of(data, attributes.get("dtype"))
-            if not 0 < dtype < 100 or dtype in graphdef.QUANTISED:
+            # From 100 on DataType means references, which no constant is.
+            if not 0 < dtype < 100 or dtype in graphdef.QUANTIZED:
                 raise CheckpointError(f"byte {node.begin}: dtype {dtype} is not read")
             value = attributes.get("value", (node.end, node.end))
             stored = graphdef.stored(data, value, dtype)
             if stored.shape and dtype in graphdef.FLOATS:
-                found[node.name] = stored
+                constants[node.name] = stored
         except CheckpointError as error:
             raise CheckpointError(f"{node.name!r}: {error}") from error.__cause__
-    return found
+    return constants
 
 
-def _readers(nodes: dict[str, Node]) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
+def _readers(nodes: dict[str, GraphNode]) -> tuple[dict[str, list[str]], dict[str, set[str]]]:
     """By node: the Identity nodes that lead back to it, and the operations that use it."""
-    readers: dict[str, list[str]] = defaultdict(list)
-    uses: dict[str, set[str]] = defaultdict(set)
-    identities = 0
+    identities: dict[str, list[str]] = defaultdict(list)  # that read a node directly
+    users: dict[str, set[str]] = defaultdict(set)
+    unreached = 0
     for node in nodes.values():
-        for place, origin in enumerate(node.sources):
+        for number, origin in enumerate(node.sources):
             if origin not in nodes:
                 raise CheckpointError(
-                    f"{node.name!r}: byte {node.begin}: takes from {origin!r}, which is not there"
+                    f"{node.name!r}: byte {node.begin}: reads {origin!r}, which does not exist"
                 )
-            uses[origin].add(node.op)
-            if place == 0 and node.op == "Identity":
-                readers[origin].append(node.name)
-                identities += 1
-    found: dict[str, list[str]] = defaultdict(list)
+            users[origin].add(node.op)
+            if number == 0 and node.op == "Identity":
+                identities[origin].append(node.name)
+                unreached += 1
+    # Each Identity has one input, so from the other nodes each is reached once, unless it is in a
+    # cycle, which is reached from nowhere.
+    readers: dict[str, list[str]] = defaultdict(list)
     for name, node in nodes.items():
-        todo = list(readers.get(name, ())) if node.op != "Identity" else []
-        while todo:
-            found[name].append(reader := todo.pop())
-            identities -= 1
-            todo += readers.get(reader, ())
-    if identities:
-        raise CheckpointError("there are Identity nodes that take from each other in a circle")
-    return found, uses
+        pending = list(identities.get(name, ())) if node.op != "Identity" else []
+        while pending:
+            readers[name].append(reader := pending.pop())
+            unreached -= 1
+            pending += identities.get(reader, ())
+    if unreached:
+        raise CheckpointError("the Identity nodes form a cycle")
+    return readers, users
 
 
-def _names(constants: dict[str, Stored], readers: dict[str, list[str]]) -> dict[str, str]:
-    """What each constant is called: its own name, or a better one that no other has."""
-    better = {name: _name(name, readers.get(name, [])) for name in constants}
-    times = Counter(better.values())
+def _names(constants: dict[str, StoredConstant], readers: dict[str, list[str]]) -> dict[str, str]:
+    """Node name → weight name, which must be unique; else the weight keeps the node's name."""
+    preferred = {name: _name(name, readers.get(name, [])) for name in constants}
+    counts = Counter(preferred.values())
     return {
-        name: new if times[new] == 1 and (new == name or new not in constants) else name
-        for name, new in better.items()
+        name: new if counts[new] == 1 and (new == name or new not in constants) else name
+        for name, new in preferred.items()
     }
 
 
 def _name(name: str, readers: list[str]) -> str:
-    if not AUTOMATIC.fullmatch(name):
+    if not GENERATED.fullmatch(name):
         return name
-    for reader in sorted(READ.sub("", reader) for reader in readers):
-        if not AUTOMATIC.fullmatch(reader):
+    for reader in sorted(READ_SUFFIX.sub("", reader) for reader in readers):
+        if not GENERATED.fullmatch(reader):
             return reader
-    used = PLACE.fullmatch(name)
-    return f"{used[1]}/{ROLES[used[2]]}" if used else name
+    site = READ_SITE.fullmatch(name)
+    return f"{site[1]}/{SITE_ROLES[site[2]]}" if site else name
 
 
-def _limit(weights: dict[str, Stored], size: int) -> None:
-    """Before anything is allocated."""
+def _check_limits(weights: dict[str, StoredConstant], size: int) -> None:
+    """Bound the memory that the weights take, before anything is allocated."""
     if not weights:
         raise CheckpointError("the graph holds no weights (constants of floating point)")
     if len(weights) > TENSOR_LIMIT:
         raise CheckpointError(f"the graph holds {len(weights)} weights, more than {TENSOR_LIMIT}")
     missing = {name: weight.missing for name, weight in weights.items()}
-    if sum(missing.values()) > size + SPARE:
+    if sum(missing.values()) > size + REPEATED_LIMIT:
         name = max(missing, key=lambda name: missing[name])
         raise CheckpointError(
             f"{name!r}: byte {weights[name].begin}: the shape {list(weights[name].shape)} takes "
@@ -251,14 +269,18 @@ def _limit(weights: dict[str, Stored], size: int) -> None:
 
 
 def _functions(data: memoryview) -> int:
-    libraries = [f for f in wire.fields(data) if f.number == 2 and f.kind == wire.BYTES]
-    parts = (part for one in libraries for part in wire.fields(data, one.begin, one.end))
-    return sum(part.number == 1 for part in parts)
+    """The number of functions in the graph's library (FunctionDefLibrary)."""
+    count = 0
+    for library in wire.fields(data):
+        if library.number == 2 and library.kind == wire.BYTES:
+            fields = wire.fields(data, library.begin, library.end)
+            count += sum(field.number == 1 for field in fields)
+    return count
 
 
-def _notes(others: int, renamed: list[tuple[str, str]], functions: int) -> Iterable[str]:
-    if others:
-        yield f"{others} constants that are no weights (numbers, shapes, texts) are left out"
+def _notes(left_out: int, renamed: list[tuple[str, str]], functions: int) -> Iterable[str]:
+    if left_out:
+        yield f"{left_out} constants that are no weights (numbers, shapes, texts) are left out"
     if renamed:
         old, new = renamed[0]
         yield f"{len(renamed)} weights are called after what reads them, as {old} is {new}"
@@ -266,7 +288,7 @@ def _notes(others: int, renamed: list[tuple[str, str]], functions: int) -> Itera
         yield f"the constants of {functions} functions in the graph's library are not read"
 
 
-def _load(file: BinaryIO, name: str, weight: Stored) -> Tensor:
+def _load(file: BinaryIO, name: str, weight: StoredConstant) -> Tensor:
     try:
         return graphdef.read(file, weight)
     except CheckpointError as error:
@@ -277,26 +299,25 @@ _TEXT = re.compile(
     rb"\s*(#[^\n]*\n\s*)*(node|library|versions|meta_info_def|graph_def|meta_graphs"
     rb"|saved_model_schema_version)\s*[:{<]"
 )
-WHOLE = 1 << 31  # bytes, more than any message has
 _OPERATION = re.compile(r"[A-Za-z_][A-Za-z0-9_>]*")
 
 
 def kind_of(data: memoryview) -> str:
-    """What a file holds, told from its beginning; a key of `OTHERS`, or `graph`."""
+    """What a file holds, recognized by its beginning: `graph`, or a key of `OTHERS`."""
     if _TEXT.match(bytes(data[:4096])):
         return "text"
     whole = (0, len(data))
-    looks = {"graph": _is_graph, "meta": _is_meta, "saved": _is_saved, "hlo": _is_hlo}
-    for kind, look in looks.items():
-        if look(data, whole):
+    tests = {"graph": _is_graph, "meta": _is_meta, "saved": _is_saved, "hlo": _is_hlo}
+    for kind, test in tests.items():
+        if test(data, whole):
             return kind
-    # One that was cut short is still what it was: its reader then says at which byte it ends.
-    longer = (0, len(data) + WHOLE)
-    return next((kind for kind in ("graph", "meta") if looks[kind](data, longer)), "unknown")
+    # A truncated graph is recognized as if it went on, so that its reader says where it ends.
+    longer = (0, len(data) + FILE_LIMIT)
+    return next((kind for kind in ("graph", "meta") if tests[kind](data, longer)), "unknown")
 
 
-def stop(data: memoryview) -> str:
-    """At which byte a file is no message any more, as a part of an error."""
+def parse_error(data: memoryview) -> str:
+    """The byte at which a file stops being a protobuf message, for the end of an error message."""
     try:
         for _ in wire.fields(data):
             pass
@@ -305,44 +326,50 @@ def stop(data: memoryview) -> str:
     return f" (its {len(data)} bytes)"
 
 
-def _first(data: memoryview, place: graphdef.Place) -> list[wire.Field]:
+def _first_fields(data: memoryview, span: Span) -> list[wire.Field]:
     try:
-        return list(islice(wire.fields(data, *place), 4))
+        return list(islice(wire.fields(data, *span), 4))
     except (CheckpointError, IndexError):
         return []
 
 
-def _is_graph(data: memoryview, place: graphdef.Place) -> bool:
-    """A GraphDef begins with a node, a node with its name and its operation."""
-    whole = _first(data, place)[:1]
-    parts = _first(data, (whole[0].begin, whole[0].end)) if _bytes(whole, 1) else []
-    return _bytes(parts, 1, 2) and bool(_OPERATION.fullmatch(_text(data, parts[1])))
+def _is_graph(data: memoryview, span: Span) -> bool:
+    """A GraphDef begins with a NodeDef, and that with its name and its operation."""
+    first = _first_fields(data, span)[:1]
+    node = _first_fields(data, (first[0].begin, first[0].end)) if _begin_with(first, 1) else []
+    return _begin_with(node, 1, 2) and bool(_OPERATION.fullmatch(_text(data, node[1])))
 
 
-def _is_meta(data: memoryview, place: graphdef.Place) -> bool:
-    graphs = [f for f in _first(data, place) if f.number == 2 and f.kind == wire.BYTES]
+def _is_meta(data: memoryview, span: Span) -> bool:
+    """A MetaGraphDef has a GraphDef in field 2."""
+    fields = _first_fields(data, span)
+    graphs = [field for field in fields if field.number == 2 and field.kind == wire.BYTES]
     return bool(graphs) and _is_graph(data, (graphs[0].begin, graphs[0].end))
 
 
-def _is_saved(data: memoryview, place: graphdef.Place) -> bool:
-    fields = _first(data, place)
-    numbered = bool(fields) and fields[0].number == 1 and fields[0].kind == wire.VARINT
-    return numbered and _bytes(fields[1:], 2) and _is_meta(data, (fields[1].begin, fields[1].end))
-
-
-def _is_hlo(data: memoryview, place: graphdef.Place) -> bool:
-    """A module begins with its name and that of its entry; it may lie in a message of its own."""
-    fields = _first(data, place)
-    if not _bytes(fields, 1):
+def _is_saved(data: memoryview, span: Span) -> bool:
+    """A SavedModel begins with its version; field 2 is a MetaGraphDef."""
+    fields = _first_fields(data, span)
+    if not fields or fields[0].number != 1 or fields[0].kind != wire.VARINT:
         return False
-    inner = _first(data, (fields[0].begin, fields[0].end))
+    meta = fields[1:2]
+    return _begin_with(meta, 2) and _is_meta(data, (meta[0].begin, meta[0].end))
+
+
+def _is_hlo(data: memoryview, span: Span) -> bool:
+    """An HloModuleProto begins with its name and that of its entry; HloProto wraps one."""
+    fields = _first_fields(data, span)
+    if not _begin_with(fields, 1):
+        return False
+    inner = _first_fields(data, (fields[0].begin, fields[0].end))
     return any(
-        _bytes(some, 1, 2) and all(_text(data, part).isprintable() for part in some[:2])
-        for some in (fields, inner)
+        _begin_with(module, 1, 2) and all(_text(data, name).isprintable() for name in module[:2])
+        for module in (fields, inner)
     )
 
 
-def _bytes(fields: list[wire.Field], *numbers: int) -> bool:
+def _begin_with(fields: list[wire.Field], *numbers: int) -> bool:
+    """Are these the numbers of the first fields, all length-delimited?"""
     return [(f.number, f.kind) for f in fields[: len(numbers)]] == [
         (number, wire.BYTES) for number in numbers
     ]
