@@ -403,7 +403,7 @@ def test_from_the_shell(minilm: Path, capfd: pytest.CaptureFixture[str]) -> None
 def test_behind_the_server(minilm: Path, quiet_runtime, rng) -> None:
     texts = real_texts(rng, 12)
     settings = Settings(model=(str(minilm),), threads=1, invariant=True, batch_tokens=512)
-    hosts = hosting.open(settings)
+    hosts = hosting.open_models(settings)
     try:
         encoder, runner = hosts.default.encoder, hosts.default.runner
         assert isinstance(encoder.backend, TorchBackend) and encoder.backend.fixed is not None

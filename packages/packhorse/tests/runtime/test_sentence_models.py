@@ -245,13 +245,13 @@ def test_over_http(build: Build) -> None:
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("fastapi")
     from packhorse.serve.app import create, guarded
-    from packhorse.serve.hosting import Hosts, host
+    from packhorse.serve.hosting import ServedModels, serve_model
     from packhorse.serve.settings import Settings
 
     settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
     model, folder = build(("max", "weightedmean"), several, include_prompt=False, **settings)
     chosen = Settings()
-    hosts = Hosts([host(packhorse.load(folder, device="cpu"), chosen, publish=False)])
+    hosts = ServedModels([serve_model(packhorse.load(folder, device="cpu"), chosen, publish=False)])
     app, _ = guarded(create(chosen, hosts))
 
     async def ask(**fields: Any) -> np.ndarray:

@@ -1,8 +1,7 @@
-"""A tiny model behind the whole server: in this process for most tests, in one of its own for some.
+"""Fixtures: the whole server over tiny models, in this process or in a separate one.
 
-In this process the application is called over ASGI, without sockets: what is tested is ours, at
-once. What is about sockets and signals runs `packhorse serve` itself on a port of its choice, over
-the checkpoint of a tiny model.
+In this process the application is called over ASGI, without sockets, which is faster. Tests about
+sockets and signals run `packhorse serve` itself on a free port, over a checkpoint of a tiny model.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ HEADS["tagger"] = ("pooled", "tokens")
 
 
 class Around:
-    """A backend around another: `before` sees each batch first, and may wait or raise."""
+    """A backend that calls `before` with each batch, which may wait or raise."""
 
     def __init__(self, backend: Any, before: Callable[[Any], Any]) -> None:
-        self.backend, self.before = backend, before
+        self.backend = backend
+        self.before = before
 
     def __call__(self, packed: Any, heads: Sequence[str], at: Any = None) -> Any:
         self.before(packed)
@@ -45,7 +45,7 @@ class Around:
 
 @pytest.fixture(scope="session")
 def tiny(make_model, tmp_path_factory):
-    """Tiny encoders by name ("tiny", "ranker", "tagger"), all over the layers of one model."""
+    """Make tiny encoders by name ("tiny", "ranker", "tagger") that share their layers."""
     import torch
 
     from packhorse import attention
@@ -95,25 +95,25 @@ def tiny(make_model, tmp_path_factory):
 
 @dataclass
 class Served:
-    """A whole server in this process; each call is a client of its own."""
+    """A server in this process; each call is made by a new client."""
 
-    app: Any  # what the world may call
+    app: Any  # the outermost ASGI application
     guard: Any
-    hosts: Any
+    models: Any
     settings: Any
 
-    def ask(self, method: str, path: str, **given: Any) -> Any:
-        """The response to one request."""
-        return self.run(lambda client: client.request(method, path, **given))
+    def ask(self, method: str, path: str, **options: Any) -> Any:
+        """Return the response to one request."""
+        return self.run(lambda client: client.request(method, path, **options))
 
-    def get(self, path: str, **given: Any) -> Any:
-        return self.ask("GET", path, **given)
+    def get(self, path: str, **options: Any) -> Any:
+        return self.ask("GET", path, **options)
 
-    def post(self, path: str, json: Any = None, **given: Any) -> Any:
-        return self.ask("POST", path, json=json, **given)
+    def post(self, path: str, json: Any = None, **options: Any) -> Any:
+        return self.ask("POST", path, json=json, **options)
 
     def run(self, work: Callable[[Any], Any]) -> Any:
-        """What a coroutine function makes of an httpx client of this server."""
+        """Return the result of a coroutine function that gets an httpx client of this server."""
         import httpx
 
         async def go() -> Any:
@@ -128,15 +128,15 @@ class Served:
 
 @pytest.fixture(scope="module")
 def serving(tiny) -> Iterator[Callable[..., Served]]:
-    """Makes servers: `serving(before=…, names=("tiny",), max_batch_inputs=2, keys=("k",))`.
+    """Make servers: `serving(before=…, names=("tiny",), max_batch_inputs=2, keys=("k",))`.
 
-    Or of encoders of one's own: `serving(encoders=[…])`. They end with the file that made them.
+    Or of other encoders: `serving(encoders=[…])`. They are closed after the test file.
     """
     from packhorse.serve.app import create, guarded
-    from packhorse.serve.hosting import Hosts, host
+    from packhorse.serve.hosting import ServedModels, serve_model
     from packhorse.serve.settings import Settings
 
-    opened: list[Hosts] = []
+    opened: list[ServedModels] = []
 
     def make(
         names: Sequence[str] = ("tiny",),
@@ -145,20 +145,22 @@ def serving(tiny) -> Iterator[Callable[..., Served]]:
         **settings: Any,
     ) -> Served:
         chosen = Settings(**{"batch_tokens": 4 * 48, "batch_wait_ms": 0.0, **settings})
-        made = encoders or [tiny(name, before) for name in names]
-        models = [host(encoder, chosen, publish=False) for encoder in made]
-        opened.append(hosts := Hosts(models))
-        app, guard = guarded(create(chosen, hosts))
-        return Served(app, guard, hosts, chosen)
+        chosen_encoders = encoders or [tiny(name, before) for name in names]
+        models = ServedModels(
+            [serve_model(encoder, chosen, publish=False) for encoder in chosen_encoders]
+        )
+        opened.append(models)
+        app, guard = guarded(create(chosen, models))
+        return Served(app, guard, models, chosen)
 
     yield make
-    for hosts in opened:
-        hosts.close(drain=False)
+    for models in opened:
+        models.close(drain=False)
 
 
 @pytest.fixture(scope="module")
 def listen() -> Iterator[Callable[[Served], int]]:
-    """Put a server of this process behind a real socket; the port. It ends with the file."""
+    """Serve on a real socket and return the port; ended after the test file."""
     import uvicorn
 
     from packhorse.serve.connections import protocol
@@ -191,13 +193,13 @@ def listen() -> Iterator[Callable[[Served], int]]:
 
 @pytest.fixture(scope="module")
 def served(serving) -> Served:
-    """A server of all three tiny models, as the defaults have it; leave it as it is."""
+    """A shared server of all three tiny models with default settings; do not change it."""
     return serving(names=("tiny", "ranker", "tagger"))
 
 
 @dataclass
 class Process:
-    """`packhorse serve` in a process of its own."""
+    """`packhorse serve` in a separate process."""
 
     popen: subprocess.Popen[str]
     errors: Path
@@ -217,14 +219,14 @@ class Process:
         return self.errors.read_text("utf-8")
 
     def end(self, number: int = signal.SIGTERM, timeout: float = 20.0) -> int:
-        """Send the signal and wait; the exit code."""
+        """Send the signal, wait, and return the exit code."""
         self.popen.send_signal(number)
         return self.popen.wait(timeout)
 
 
 @pytest.fixture(scope="session")
 def checkpoint_folder(tmp_path_factory) -> Path:
-    """A tiny model that makes vectors, as a folder."""
+    """A checkpoint folder of a tiny embedding model."""
     from packhorse.reports import random_model
 
     return random_model.write("tiny", tmp_path_factory.mktemp("model") / "tiny")
@@ -232,9 +234,9 @@ def checkpoint_folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(checkpoint_folder, tmp_path_factory) -> Iterator[Callable[..., Process]]:
-    """Starts `packhorse serve` with these arguments; `before` is code that runs first.
+    """Start `packhorse serve` with these arguments; `before` is Python code that runs first.
 
-    A process that still runs is ended with the file that started it.
+    Processes that still run are killed after the test file.
     """
     started: list[Process] = []
 
@@ -257,9 +259,9 @@ def start(checkpoint_folder, tmp_path_factory) -> Iterator[Callable[..., Process
         return started[-1]
 
     yield begin
-    for each in started:
-        if each.popen.poll() is None:
-            each.popen.kill()
-        each.popen.wait()
-        if each.popen.stdout:
-            each.popen.stdout.close()
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.popen.wait()
+        if process.popen.stdout:
+            process.popen.stdout.close()

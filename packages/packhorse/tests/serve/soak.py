@@ -1,17 +1,17 @@
-"""Hours of good and bad clients at once against one server, and whether it is as small as before.
+"""Run good and bad clients against one server for hours, and check that it does not grow.
 
     python tests/serve/soak.py --seconds 3600 --out soak.json
 
-`packhorse serve` runs a tiny model in a process of its own. From here come, at the same time: good
-requests at a steady rate, texts that make the model raise, clients that hang up at any moment,
+`packhorse serve` runs a tiny model in a separate process. This script sends, at the same time: good
+requests at a steady rate, texts that make the model raise, clients that disconnect at any moment,
 clients that send a byte or nothing and wait, and every ten seconds a burst of nine times what the
-queue holds. Memory, open files and threads of the server are sampled all the while, and
-compared at rest: once after a warm-up, once at the end. `--leak BYTES` makes the server lose so
-much a request, and must be noticed; exit code 1 says that something grew or an answer was wrong.
+queue holds. Memory, open files and threads of the server are sampled meanwhile, and compared at
+rest: once after a warm-up, once at the end. `--leak BYTES` makes the server leak so much per
+request, which must be noticed. Exit code 1 means that something grew or an answer was wrong.
 
-What a leak is in a run of a minute cannot be told in MiB an hour: allocators and the cache of
-prepared products move by more. So growth is told by request (a real leak is one object a request),
-and the slope, by the median of all pairs of samples (Theil 1950, Sen 1968), is judged from an hour.
+In a run of a minute a leak cannot be measured in MiB per hour: allocators and the cache of prepared
+weights vary by more. So growth is measured per request (a real leak is one object per request), and
+the slope, the median over all pairs of samples (Theil 1950, Sen 1968), only in runs of an hour.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ from typing import Any
 
 import httpx
 
-RATE = 60.0  # good requests a second
+RATE = 60.0  # good requests per second
 SLOW_CLIENTS = 40
-BURST_EVERY, BURST = 10.0, 300  # seconds, requests at once
-KEPT = 32  # connections
-LIGHT_CLIENTS, LIGHT_PAUSE, LEAST = 3, 0.002, 10_000  # requests for nothing, at least
-NAP = 0.04  # seconds more that a batch takes: else a tiny model is never overloaded
-REST_SECONDS = 4.0  # until clients that were given up are gone
-WARM_UP, MOST_WARM_UP = 0.5, 600.0  # of the time, seconds; pools and arenas come to be
-BYTES_A_REQUEST, NOISE = 256.0, 4 << 20  # bytes by which a server at rest differs from itself
-# One more arena in an hour is no leak: it is a byte a request.
-MIB_AN_HOUR, JUDGED_FROM = 2.0, 2900.0  # seconds that were measured
+BURST_EVERY = 10.0  # seconds
+BURST = 300  # requests at once
+MAX_IDLE = 32  # kept-alive connections
+LIGHT_CLIENTS = 3
+LIGHT_PAUSE = 0.002
+LEAST = 10_000  # requests without input; fewer would not show a leak
+NAP = 0.04  # seconds added to each batch, because a tiny model is never overloaded otherwise
+REST_SECONDS = 4.0  # until connections of slow clients are closed
+WARM_UP = 0.5  # part of the run in which pools and arenas grow
+MOST_WARM_UP = 600.0  # seconds
+BYTES_PER_REQUEST = 256.0
+NOISE = 4 << 20  # bytes by which the memory of a server at rest varies
+# One more arena in an hour is no leak: it is one byte per request.
+MIB_PER_HOUR = 2.0
+JUDGED_FROM = 2900.0  # seconds measured, below which the slope is not judged
 POISON = "w13"
 BEFORE = """
 import ctypes, gc, signal, time
@@ -76,7 +82,7 @@ SLOW = [b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The server's process at a moment."""
+    """Figures of the server process at one moment."""
 
     seconds: float
     rss: int  # bytes
@@ -88,22 +94,22 @@ class Sample:
 
 
 @dataclass
-class Found:
-    """What came of it."""
+class Findings:
+    """Statuses and samples of a run."""
 
     statuses: dict[str, Counter[str]] = field(default_factory=dict)  # by kind of client
     samples: list[Sample] = field(default_factory=list)
 
     @property
     def empty(self) -> int:
-        """Requests for nothing that were answered."""
+        """The number of answered requests without input."""
         return sum(self.statuses.get("empty", {}).values())
 
     def note(self, kind: str, status: int | str) -> None:
         self.statuses.setdefault(kind, Counter())[str(status)] += 1
 
 
-# Who may get what; a connection that was cut is no answer.
+# The statuses that each kind of client may get; a closed connection is not an answer.
 ALLOWED = {"good": {"200", "429"}, "burst": {"200", "429"}, "poison": {"424", "429"}}
 ALLOWED["empty"] = {"400"}
 
@@ -113,13 +119,14 @@ def text(chance: random.Random) -> str:
 
 
 class Client:
-    """Requests over connections that are kept; nothing that would cost more than the server."""
+    """A cheap HTTP client with kept-alive connections, so that it costs less than the server."""
 
     def __init__(self, port: int) -> None:
-        self.port, self.idle = port, []
+        self.port = port
+        self.idle = []
 
     async def post(self, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer. A connection that fails, or is left, is not kept."""
+        """Return status and body. A connection that fails, or is abandoned, is not reused."""
         stale = self.idle.pop() if self.idle else None
         reader, writer = stale or await asyncio.open_connection("127.0.0.1", self.port)
         try:
@@ -130,7 +137,7 @@ class Client:
         except BaseException:
             writer.transport.abort()
             raise
-        if fields.get("connection") == "close" or len(self.idle) >= KEPT:
+        if fields.get("connection") == "close" or len(self.idle) >= MAX_IDLE:
             writer.close()
         else:
             self.idle.append((reader, writer))
@@ -143,15 +150,18 @@ class Client:
 
 
 class Load:
-    """Every kind of client."""
+    """All kinds of clients."""
 
-    def __init__(self, port: int, found: Found, part: int) -> None:
-        self.client, self.port, self.found = Client(port), port, found
-        self.chance, self.tasks = random.Random(part), set()
-        self.least = part * LEAST + found.empty
+    def __init__(self, port: int, findings: Findings, part: int) -> None:
+        self.client = Client(port)
+        self.port = port
+        self.findings = findings
+        self.chance = random.Random(part)
+        self.tasks = set()
+        self.least = part * LEAST + findings.empty
 
     async def run(self, seconds: float) -> None:
-        """All at once for so long; then wait for those that are on their way."""
+        """Run all clients for so many seconds; then wait for requests in flight."""
         self.until = time.monotonic() + seconds
         kinds = [self._steady(), self._bursts()]
         kinds += [self._light() for _ in range(LIGHT_CLIENTS)]
@@ -162,8 +172,8 @@ class Load:
 
     @property
     def goes_on(self) -> bool:
-        """Until the time is over, and as many were answered as it takes to see a leak."""
-        return time.monotonic() < self.until or self.found.empty < self.least
+        """Return whether time is left, or too few requests were answered to see a leak."""
+        return time.monotonic() < self.until or self.findings.empty < self.least
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -171,7 +181,8 @@ class Load:
         task.add_done_callback(self.tasks.discard)
 
     async def _steady(self) -> None:
-        begun, sent = time.monotonic(), 0
+        begun = time.monotonic()
+        sent = 0
         while self.goes_on:
             now = time.monotonic()
             for _ in range(int((now - begun) * RATE) - sent):
@@ -195,9 +206,9 @@ class Load:
         try:
             status, answer = await self.client.post(json.dumps({"inputs": inputs}).encode())
             right = status != 200 or (len(json.loads(answer)) == len(inputs) and b"u" not in answer)
-            self.found.note(kind, status if right else "wrong")
+            self.findings.note(kind, status if right else "wrong")
         except (OSError, EOFError) as error:
-            self.found.note(kind, type(error).__name__)
+            self.findings.note(kind, type(error).__name__)
 
     async def _bursts(self) -> None:
         while self.goes_on:
@@ -206,13 +217,13 @@ class Load:
             await asyncio.sleep(min(BURST_EVERY, max(0.0, self.until - time.monotonic())))
 
     async def _light(self) -> None:
-        """One after the other, refused for their body: a leak is one of a request, and shows."""
+        """Send cheap requests without input, which are refused: a leak per request adds up."""
         while self.goes_on:
             await self._ask("empty", [])
             await asyncio.sleep(LIGHT_PAUSE)
 
     async def _slow(self) -> None:
-        """Says a part of a request and waits to be given up; then once more."""
+        """Send a part of a request, wait until the server closes, and start again."""
         while self.goes_on:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
             writer.write(self.chance.choice(SLOW))
@@ -223,9 +234,9 @@ class Load:
 
 
 async def sample(client: httpx.AsyncClient, pid: int, begun: float) -> Sample:
-    asked = time.perf_counter()
+    started = time.perf_counter()
     figures = (await client.get("/metrics")).text
-    took = 1e3 * (time.perf_counter() - asked)
+    took = 1e3 * (time.perf_counter() - started)
     lines = [line.rpartition(" ") for line in figures.splitlines() if not line.startswith("#")]
     counted = sum(float(v) for name, _, v in lines if name.startswith("packhorse_requests_total"))
     in_flight = next(float(v) for name, _, v in lines if name == "packhorse_in_flight")
@@ -242,7 +253,7 @@ async def sample(client: httpx.AsyncClient, pid: int, begun: float) -> Sample:
 
 
 async def at_rest(url: str, pid: int, begun: float) -> Sample:
-    """When no client is left and what was freed is given back; over a connection of its own."""
+    """Sample the server when no client is connected and free memory was returned."""
     await asyncio.sleep(REST_SECONDS)
     os.kill(pid, signal.SIGUSR1)
     await asyncio.sleep(0.5)
@@ -250,59 +261,64 @@ async def at_rest(url: str, pid: int, begun: float) -> Sample:
         return await sample(client, pid, begun)
 
 
-async def soak(url: str, pid: int, seconds: float) -> tuple[Found, Sample, Sample]:
-    """The load in two parts, and the server at rest after each."""
-    found, begun, rests = Found(), time.monotonic(), []
+async def soak(url: str, pid: int, seconds: float) -> tuple[Findings, Sample, Sample]:
+    """Run the load in two parts; sample the server at rest after each."""
+    findings = Findings()
+    begun = time.monotonic()
+    rests = []
     warming = min(WARM_UP * seconds, MOST_WARM_UP)
     for part, lasts in enumerate((warming, seconds - warming)):
         async with httpx.AsyncClient(base_url=url, timeout=120) as watcher:
-            load = Load(httpx.URL(url).port or 0, found, part)
+            load = Load(httpx.URL(url).port or 0, findings, part)
             running = asyncio.ensure_future(load.run(lasts))
             while not running.done():
-                found.samples.append(await sample(watcher, pid, begun))
+                findings.samples.append(await sample(watcher, pid, begun))
                 await asyncio.wait([running], timeout=max(1.0, seconds / 500))
             await running
         rests.append(await at_rest(url, pid, begun))
-    return found, rests[0], rests[1]
+    return findings, rests[0], rests[1]
 
 
 def slope(samples: list[Sample]) -> float:
-    """Of memory, MiB an hour: the median over all pairs, so that no single sample counts."""
-    some = samples[:: max(1, len(samples) // 200)]
+    """Return the growth of memory in MiB per hour: the median over all pairs of samples."""
+    shown = samples[:: max(1, len(samples) // 200)]
     rises = [
-        (b.rss - a.rss) / (b.seconds - a.seconds) for i, a in enumerate(some) for b in some[i + 1 :]
+        (b.rss - a.rss) / (b.seconds - a.seconds)
+        for i, a in enumerate(shown)
+        for b in shown[i + 1 :]
     ]
     return statistics.median(rises) * 3600 / 2**20 if rises else 0.0
 
 
-def judge(found: Found, warm: Sample, end: Sample) -> dict[str, Any]:
-    """The figures, and what is wrong with them."""
-    later = [each for each in found.samples if each.seconds > warm.seconds]
-    requests, measured = end.requests - warm.requests, end.seconds - warm.seconds
+def judge(findings: Findings, warm: Sample, end: Sample) -> dict[str, Any]:
+    """Return the figures, and what is wrong with them."""
+    later = [sample for sample in findings.samples if sample.seconds > warm.seconds]
+    requests = end.requests - warm.requests
+    measured = end.seconds - warm.seconds
     grown = max(0, end.rss - warm.rss - NOISE)
     figures = {
         "seconds": round(end.seconds, 1),
         "measured_seconds": round(measured, 1),
         "requests": end.requests,
-        "statuses": {kind: dict(counts) for kind, counts in found.statuses.items()},
-        "rss_mib": [round(each.rss / 2**20, 2) for each in (warm, end)],
+        "statuses": {kind: dict(counts) for kind, counts in findings.statuses.items()},
+        "rss_mib": [round(sample.rss / 2**20, 2) for sample in (warm, end)],
         "rss_bytes_a_request": round(grown / max(1, requests), 1),
         "rss_slope_mib_an_hour": round(slope(later), 2),
         "files_at_rest": [warm.files, end.files],
         "threads_at_rest": [warm.threads, end.threads],
-        "most_files": max(each.files for each in later),
-        "metrics_ms_median": round(statistics.median(each.metrics_ms for each in later), 1),
+        "most_files": max(sample.files for sample in later),
+        "metrics_ms_median": round(statistics.median(sample.metrics_ms for sample in later), 1),
     }
     wrong = [
         f"{kind}: {count} of {status}"
-        for kind, counts in found.statuses.items()
+        for kind, counts in findings.statuses.items()
         for status, count in counts.items()
         if status not in ALLOWED.get(kind, counts)
     ]
-    if figures["rss_bytes_a_request"] > BYTES_A_REQUEST:
-        wrong.append(f"memory grows by {figures['rss_bytes_a_request']} bytes a request")
-    if measured >= JUDGED_FROM and figures["rss_slope_mib_an_hour"] > MIB_AN_HOUR:
-        wrong.append(f"memory grows by {figures['rss_slope_mib_an_hour']} MiB an hour")
+    if figures["rss_bytes_a_request"] > BYTES_PER_REQUEST:
+        wrong.append(f"memory grows by {figures['rss_bytes_a_request']} bytes per request")
+    if measured >= JUDGED_FROM and figures["rss_slope_mib_an_hour"] > MIB_PER_HOUR:
+        wrong.append(f"memory grows by {figures['rss_slope_mib_an_hour']} MiB per hour")
     for name in ("files", "threads"):
         if getattr(end, name) > getattr(warm, name):
             wrong.append(f"{name} at rest: {getattr(warm, name)}, at the end {getattr(end, name)}")
@@ -331,26 +347,26 @@ def start(folder: Path, leak: int) -> subprocess.Popen[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--leak", type=int, default=0, help="bytes that are lost a request")
+    parser.add_argument("--leak", type=int, default=0, help="bytes to leak per request")
     parser.add_argument("--out", type=Path, help="the figures and all samples, as JSON")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        server = start(Path(place), asked.leak)
+        server = start(Path(place), arguments.leak)
         try:
             line = server.stdout.readline() if server.stdout else ""
             assert line, f"it did not start: {(Path(place) / 'stderr').read_text()}"
             url = f"http://127.0.0.1:{json.loads(line)['port']}"
-            found, warm, end = asyncio.run(soak(url, server.pid, asked.seconds))
+            findings, warm, end = asyncio.run(soak(url, server.pid, arguments.seconds))
             server.send_signal(signal.SIGTERM)
-            figures: dict[str, Any] = judge(found, warm, end)
+            figures: dict[str, Any] = judge(findings, warm, end)
             figures["exit_code"] = server.wait(60)
         finally:
             server.kill()
             server.wait()
     figures["wrong"] += ["it did not leave with 0"] if figures["exit_code"] else []
-    if asked.out:
-        samples = [asdict(each) for each in found.samples]
-        asked.out.write_text(json.dumps({**figures, "samples": samples}, indent=1) + "\n")
+    if arguments.out:
+        samples = [asdict(sample) for sample in findings.samples]
+        arguments.out.write_text(json.dumps({**figures, "samples": samples}, indent=1) + "\n")
     print(json.dumps(figures))
     return int(bool(figures["wrong"]))
 

@@ -1,4 +1,4 @@
-"""What the server says of itself: health, readiness, figures, logs; and that they are true."""
+"""Health, readiness, metrics and logs of the server are true."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def kinds(error: type[PackhorseError]) -> set[type[PackhorseError]]:
 
 
 def test_every_kind_of_error_has_a_status() -> None:
-    ours = [kind for kind in kinds(PackhorseError) if kind.__module__ == "packhorse.errors"]
-    ours.remove(RankLost)  # of training alone
-    assert len(ours) > 6
-    for kind in ours:
-        found = next(STATUS[each] for each in kind.__mro__ if each in STATUS)
-        assert found != 500 or kind is PackhorseError or not kind.__doc__, kind
+    user_errors = [kind for kind in kinds(PackhorseError) if kind.__module__ == "packhorse.errors"]
+    user_errors.remove(RankLost)  # only raised in training
+    assert len(user_errors) > 6
+    for kind in user_errors:
+        status = next(STATUS[base] for base in kind.__mro__ if base in STATUS)
+        assert status != 500 or kind is PackhorseError or not kind.__doc__, kind
 
 
 def test_alive_and_ready(served) -> None:
@@ -82,12 +82,12 @@ def test_a_dead_engine_is_503_everywhere_at_once(serving) -> None:
 
     logging.getLogger("packhorse.runtime.engine").disabled = True
     try:
-        assert {each.status_code for each in served.run(work)} == {503}
+        assert {response.status_code for response in served.run(work)} == {503}
     finally:
         logging.getLogger("packhorse.runtime.engine").disabled = False
     later = [served.get("/health"), served.get("/ready"), served.post("/embed", TEXT)]
-    assert [each.status_code for each in later] == [503] * 3
-    assert {each.json()["error_type"] for each in later} == {"Unhealthy"}
+    assert [response.status_code for response in later] == [503] * 3
+    assert {response.json()["error_type"] for response in later} == {"Unhealthy"}
     assert time.monotonic() - begun < 2.0
     assert 'packhorse_up{model="tiny"} 0.0' in served.get("/metrics").text
 
@@ -95,8 +95,8 @@ def test_a_dead_engine_is_503_everywhere_at_once(serving) -> None:
 def test_draining_refuses_the_new_and_says_so(serving) -> None:
     served = serving()
     served.guard.draining = True
-    found = served.post("/embed", TEXT)
-    assert (found.status_code, found.headers["connection"]) == (503, "close")
+    response = served.post("/embed", TEXT)
+    assert (response.status_code, response.headers["connection"]) == (503, "close")
     assert served.get("/health").status_code == 503
     assert served.get("/metrics").status_code == 200
 
@@ -114,8 +114,8 @@ def test_counters_add_up_to_what_was_sent(serving) -> None:
         served.post("/embed", {"inputs": ["cat"] * 4})
     figures = served.get("/metrics").text
     for status, count in sent.items():
-        found = re.findall(rf'packhorse_requests_total{{.*status="{status}"}} (\S+)', figures)
-        assert sum(map(float, found)) == count, status
+        counts = re.findall(rf'packhorse_requests_total{{.*status="{status}"}} (\S+)', figures)
+        assert sum(map(float, counts)) == count, status
     assert 'route="other",status="404"' in figures
     assert "/made/up" not in figures
     assert "packhorse_inputs_total 14.0" in figures
@@ -137,7 +137,7 @@ def test_logs_hold_no_text_and_no_key(serving, form: str, monkeypatch) -> None:
             served.post("/embed", {"inputs": "brown mule"}, headers=headers)
             served.post("/embed", {"inputs": ["brown"] * 33}, headers=headers)
             served.post("/embed", {"inputs": {"brown": "mule"}}, headers=headers)
-        monkeypatch.setattr(served.hosts, "find", lambda *given: {}["brown"])
+        monkeypatch.setattr(served.models, "find", lambda *arguments: {}["brown"])
         served.post("/embed", {"inputs": "brown mule"}, headers={"authorization": "Bearer sesame"})
     lines = out.getvalue().splitlines()
     assert len(lines) >= 7
@@ -146,13 +146,13 @@ def test_logs_hold_no_text_and_no_key(serving, form: str, monkeypatch) -> None:
     assert "KeyError" in out.getvalue()
     assert "TooLarge" in out.getvalue()
     if form == "json":
-        told = [json.loads(line) for line in lines]
-        assert told[0]["route"] == "/embed"
-        assert (told[0]["status"], told[0]["tokens"], told[0]["model"]) == (200, 4, "tiny")
+        records = [json.loads(line) for line in lines]
+        assert records[0]["route"] == "/embed"
+        assert (records[0]["status"], records[0]["tokens"], records[0]["model"]) == (200, 4, "tiny")
 
 
 class _own_logging:
-    """What `set_up` changes is put back."""
+    """Restore what `set_up` changes."""
 
     def __enter__(self) -> None:
         names = ("packhorse", "uvicorn")
@@ -164,7 +164,8 @@ class _own_logging:
     def __exit__(self, *exception: object) -> None:
         for name, (handlers, propagate) in self.before.items():
             logger = logging.getLogger(name)
-            logger.handlers, logger.propagate = handlers, propagate
+            logger.handlers = handlers
+            logger.propagate = propagate
             logger.setLevel(logging.NOTSET)
         logs.REQUESTS.disabled = False
 

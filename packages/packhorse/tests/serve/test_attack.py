@@ -1,9 +1,9 @@
-"""Headers without end, from one connection and from a thousand: memory stays, /health answers.
+"""Endless headers from one connection and from a thousand: memory stays, /health answers.
 
     python -m pytest tests/serve/test_attack.py -m slow -s
 
-prints what was measured. Times are printed and not judged: they are the machine's. Memory is judged
-against the same server at rest, with room for what an allocator keeps.
+prints the measurements. Times are printed but not asserted: they depend on the machine. Memory is
+compared with the same server at rest, with room for what an allocator keeps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 ROOM = 16 * MIB
-BOUND = 16_384  # bytes of headers, as the default has it
+BOUND = 16_384  # bytes of headers, the default
 CONNECTIONS = 1000
 SECONDS = 3.0  # of each kind of attack
 GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -51,10 +51,12 @@ def memory(process: Any) -> int:
 
 
 class Watch:
-    """The most memory and every time of /health while something goes on."""
+    """Measures peak memory and the response times of /health while it is open."""
 
     def __init__(self, server: Any) -> None:
-        self.server, self.most, self.times = server, 0, []
+        self.server = server
+        self.most = 0
+        self.times = []
         self.over = threading.Event()
         self.threads = [threading.Thread(target=work) for work in (self._memory, self._health)]
 
@@ -91,7 +93,7 @@ def connect(server: Any) -> socket.socket:
 
 
 def attack(server: Any, begin: bytes, more: bytes) -> None:
-    """Send for as long as the server takes it, then again on another connection."""
+    """Send until the server closes the connection, then again on another."""
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         with connect(server) as connection, contextlib.suppress(OSError):
@@ -102,7 +104,7 @@ def attack(server: Any, begin: bytes, more: bytes) -> None:
 
 @contextlib.contextmanager
 def held(server: Any, first: bytes) -> Iterator[list[socket.socket]]:
-    """A thousand connections that have sent this, and wait."""
+    """A thousand connections that have sent this and wait."""
     opened = [connect(server) for _ in range(CONNECTIONS)]
     for connection in opened:
         connection.sendall(first)
@@ -114,7 +116,7 @@ def held(server: Any, first: bytes) -> Iterator[list[socket.socket]]:
 
 
 def settled(server: Any, reached: Callable[[int], bool], seconds: float = 20.0) -> int:
-    """The memory once it is as wanted, or after ten times what it takes."""
+    """Return the memory once it meets the condition, or after a generous timeout."""
     until = time.monotonic() + seconds
     while not reached(now := memory(server)) and time.monotonic() < until:
         time.sleep(0.1)
@@ -124,7 +126,7 @@ def settled(server: Any, reached: Callable[[int], bool], seconds: float = 20.0) 
 @pytest.fixture(scope="module")
 def server(start) -> Any:
     server = start("--receive-seconds", "600", "--max-connections", "4096").wait_until_ready()
-    with Watch(server):  # what a first request brings
+    with Watch(server):  # the first request allocates
         time.sleep(1)
     with held(server, b""):
         pass
@@ -144,7 +146,7 @@ def test_one_connection_after_the_other(server, kind) -> None:
 
 
 def test_a_thousand_at_the_bound(server) -> None:
-    """Each holds as much as it may; they take no more than as many idle ones and their bytes."""
+    """Connections at the limit take no more memory than idle ones plus their bytes."""
     rest = settled(server, lambda _: False, 1)
     with held(server, b""), Watch(server) as idle:
         time.sleep(2)
@@ -153,17 +155,17 @@ def test_a_thousand_at_the_bound(server) -> None:
         filled = begin + b"y" * (BOUND - len(begin) - 200)
         with held(server, filled) as opened, Watch(server) as full:
             time.sleep(2)
-            kept = _open(opened)
+            open_count = _open(opened)
         after = settled(server, lambda now: now - rest < ROOM)
-        told = f"idle {(idle.most - rest) / MIB:+.1f} MiB, full: {full.told(rest)}"
-        print(f"\n{kept} connections, {told}; after {(after - rest) / MIB:+.1f} MiB")
-        assert kept == CONNECTIONS, "a connection within the bounds was closed"
+        summary = f"idle {(idle.most - rest) / MIB:+.1f} MiB, full: {full.told(rest)}"
+        print(f"\n{open_count} connections, {summary}; after {(after - rest) / MIB:+.1f} MiB")
+        assert open_count == CONNECTIONS, "a connection within the bounds was closed"
         assert full.most - rest < idle.most - rest + CONNECTIONS * BOUND + ROOM
         assert after - rest < ROOM
 
 
 def test_a_thousand_that_go_on(server) -> None:
-    """Those that send more than the bound are closed, each at once."""
+    """Connections that send more than the limit are closed at once."""
     rest = settled(server, lambda _: False, 1)
     with Watch(server) as watch:
         for _ in range(3):
@@ -178,7 +180,7 @@ def test_a_thousand_that_go_on(server) -> None:
 
 
 def _open(connections: list[socket.socket]) -> int:
-    """How many of them the server has not closed."""
+    """Return how many of the connections the server has not closed."""
     still = 0
     for connection in connections:
         connection.setblocking(False)

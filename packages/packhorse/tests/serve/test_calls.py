@@ -1,4 +1,4 @@
-"""One call: its limits, order, company and fairness, and what becomes of it when it ends."""
+"""The inputs of one request: limits, order, batches, fairness, cancellation."""
 
 from __future__ import annotations
 
@@ -12,31 +12,34 @@ import numpy as np
 import pytest
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "."]
-POISON = 20  # its place in the vocabulary of conftest
+POISON = 20  # its id in the vocabulary of conftest
 
 
 def text(rng: random.Random, tokens: int) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, tokens - 2)))
 
 
-def wait_until(what: Any, seconds: float = 5.0) -> None:
+def wait_until(condition: Any, seconds: float = 5.0) -> None:
     until = time.monotonic() + seconds
-    while not what():
+    while not condition():
         assert time.monotonic() < until, "it never came"
         time.sleep(0.002)
 
 
 def test_answers_are_the_encoders_whatever_else_is_in_flight(serving, tiny) -> None:
     rng = random.Random(1)
-    asked = [[text(rng, rng.randint(3, 46)) for _ in range(rng.randint(1, 32))] for _ in range(20)]
+    requests = [
+        [text(rng, rng.randint(3, 46)) for _ in range(rng.randint(1, 32))] for _ in range(20)
+    ]
 
     async def work(client: Any) -> list[Any]:
-        return await asyncio.gather(*[client.post("/embed", json={"inputs": x}) for x in asked])
+        return await asyncio.gather(*[client.post("/embed", json={"inputs": x}) for x in requests])
 
-    served, encoder = serving(max_queue_tokens=1 << 20), tiny()
-    for given, found in zip(asked, served.run(work), strict=True):
-        assert found.status_code == 200
-        assert np.abs(np.array(found.json()) - encoder.embed(given)).max() <= 1e-6
+    served = serving(max_queue_tokens=1 << 20)
+    encoder = tiny()
+    for inputs, response in zip(requests, served.run(work), strict=True):
+        assert response.status_code == 200
+        assert np.abs(np.array(response.json()) - encoder.embed(inputs)).max() <= 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,8 @@ def limited(serving):
 
 
 def test_the_header_tells_the_company(served) -> None:
-    found = served.post("/embed", {"inputs": ["the cat", "a mat", "one hat"]})
-    pack = dict(part.split("=") for part in found.headers["x-packhorse-pack"].split(";"))
+    response = served.post("/embed", {"inputs": ["the cat", "a mat", "one hat"]})
+    pack = dict(part.split("=") for part in response.headers["x-packhorse-pack"].split(";"))
     assert pack["fill"] == "1.000"
     assert pack["neighbours"] == "2"
     assert 0 <= float(pack["queue_ms"]) < 5000
@@ -63,24 +66,24 @@ def test_the_header_tells_the_company(served) -> None:
     ],
 )
 def test_limits(limited, body: dict, status: int, kind: str) -> None:
-    found = limited.post("/embed", body)
-    assert found.status_code == status, found.text
+    response = limited.post("/embed", body)
+    assert response.status_code == status, response.text
     figures = limited.get("/metrics").text
     assert not kind or f'packhorse_errors_total{{kind="{kind}"}}' in figures
 
 
 def test_a_task_without_a_head_is_424_with_those_there_are(serving) -> None:
     served = serving(names=("tagger",))
-    found = served.post("/embed", {"inputs": "cat"})
-    assert found.status_code == 424
-    assert "label, hidden" in found.json()["error"]
+    response = served.post("/embed", {"inputs": "cat"})
+    assert response.status_code == 424
+    assert "label, hidden" in response.json()["error"]
 
 
 def test_an_unknown_model_is_404_with_those_there_are(served) -> None:
-    found = served.post("/v1/embeddings", {"input": "cat", "model": "gpt"})
-    assert found.status_code == 404
-    assert "tiny, ranker, tagger" in found.json()["error"]["message"]
-    assert found.json()["error"]["code"] == "model_not_found"
+    response = served.post("/v1/embeddings", {"input": "cat", "model": "gpt"})
+    assert response.status_code == 404
+    assert "tiny, ranker, tagger" in response.json()["error"]["message"]
+    assert response.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -92,26 +95,26 @@ def test_an_unknown_model_is_404_with_those_there_are(served) -> None:
     ],
 )
 def test_a_model_alone_answers_to_any_name(serving, served_alone, path: str, body: dict) -> None:
-    """The answer says who answered; who asks for a model and not for an answer is told."""
+    """Every name means the only model; a request about a model itself needs its real name."""
     served = serving(names=(served_alone,))
-    found = served.post(path, body)
-    assert (found.status_code, found.json()["model"]) == (200, served_alone)
+    response = served.post(path, body)
+    assert (response.status_code, response.json()["model"]) == (200, served_alone)
     assert served.get(f"/v1/models/{body['model']}").status_code == 404
     assert served.get(f"/v1/models/{served_alone}").json()["id"] == served_alone
 
 
 def test_a_model_alone_is_asked_for_nothing_it_cannot_do(serving) -> None:
-    found = serving(names=("ranker",)).post("/v1/embeddings", {"input": "cat", "model": "any"})
-    assert found.status_code == 424
-    assert "ranker has no head" in found.json()["error"]["message"]
+    response = serving(names=("ranker",)).post("/v1/embeddings", {"input": "cat", "model": "any"})
+    assert response.status_code == 424
+    assert "ranker has no head" in response.json()["error"]["message"]
 
 
 def test_a_request_of_more_inputs_than_may_wait_is_too_large(serving) -> None:
-    """429 would be no help: to try again is refused again."""
+    """429 would be wrong: trying again could never succeed."""
     served = serving(max_queue_inputs=3)
-    found = [served.post("/embed", {"inputs": ["cat"] * count}) for count in (3, 4)]
-    assert [each.status_code for each in found] == [200, 413]
-    assert "has 4 inputs; at most 3 may wait" in found[1].text
+    responses = [served.post("/embed", {"inputs": ["cat"] * count}) for count in (3, 4)]
+    assert [response.status_code for response in responses] == [200, 413]
+    assert "has 4 inputs; the queue holds at most 3" in responses[1].text
 
 
 def test_overload_is_429_at_once_and_passes(serving) -> None:
@@ -121,16 +124,16 @@ def test_overload_is_429_at_once_and_passes(serving) -> None:
 
     async def work(client: Any) -> Any:
         tasks = [asyncio.ensure_future(client.post("/embed", json=body)) for _ in range(10)]
-        done, _ = await asyncio.wait(tasks, timeout=1.0)
-        early = [task.result() for task in done]
+        finished, _ = await asyncio.wait(tasks, timeout=1.0)
+        early = [task.result() for task in finished]
         go.set()
         return early, await asyncio.gather(*tasks)
 
-    early, found = served.run(work)
+    early, responses = served.run(work)
     assert early, "nobody was refused while the engine was held"
-    assert {each.status_code for each in early} == {429}
-    assert all(1 <= int(each.headers["retry-after"]) <= 60 for each in early)
-    assert {each.status_code for each in found} == {200, 429}
+    assert {response.status_code for response in early} == {429}
+    assert all(1 <= int(response.headers["retry-after"]) <= 60 for response in early)
+    assert {response.status_code for response in responses} == {200, 429}
     assert served.post("/embed", body).status_code == 200
     assert f'packhorse_runner_refused_total{{model="tiny"}} {float(len(early))}' in (
         served.get("/metrics").text
@@ -146,7 +149,7 @@ async def _waiting(runner: Any) -> int:
 
 
 def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
-    """32 × 46 tokens are 8 batches; a short text that comes later waits for two of them."""
+    """32 × 46 tokens are 8 batches; a short text that arrives later waits for two of them."""
     served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
     rng = random.Random(2)
     long = {"inputs": [text(rng, 46) for _ in range(32)]}
@@ -158,7 +161,7 @@ def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
 
     async def work(client: Any) -> float:
         first = asyncio.ensure_future(ask(client, "long", long))
-        waiting = await _waiting(served.hosts.default.runner)
+        waiting = await _waiting(served.models.default.runner)
         await asyncio.gather(*[ask(client, "short", {"inputs": "cat"}) for _ in range(20)])
         await first
         return waiting
@@ -169,33 +172,33 @@ def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
 
 
 def test_without_the_window_it_would(serving, monkeypatch) -> None:
-    """The control: all inputs handed in at once stand before everyone who comes later."""
+    """The control: inputs that are submitted all at once are ahead of all later requests."""
     from packhorse.serve import calls
 
     served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
-    plain = calls.Flow.__init__
+    plain = calls.RequestStream.__init__
 
-    def wide(self: Any, *given: Any) -> None:
-        plain(self, *given)
+    def wide(self: Any, *arguments: Any) -> None:
+        plain(self, *arguments)
         self.window = 1 << 30
 
-    monkeypatch.setattr(calls.Flow, "__init__", wide)
+    monkeypatch.setattr(calls.RequestStream, "__init__", wide)
 
     async def work(client: Any) -> float:
         inputs = ["the cat " * 22] * 32
         first = asyncio.ensure_future(client.post("/embed", json={"inputs": inputs}))
-        waiting = await _waiting(served.hosts.default.runner)
+        waiting = await _waiting(served.models.default.runner)
         await first
         return waiting
 
-    assert served.run(work) > 3 * served.hosts.default.runner.shape.tokens
+    assert served.run(work) > 3 * served.models.default.runner.shape.tokens
 
 
 def test_a_request_that_has_begun_gets_through_a_full_queue(serving) -> None:
-    """Room was promised to its later inputs; who finds none is refused before anything runs."""
+    """Room for its later inputs was reserved; without room it is refused before it starts."""
     go = threading.Event()
     served = serving(before=lambda packed: go.wait(10), max_queue_tokens=200)
-    runner = served.hosts.default.runner
+    runner = served.models.default.runner
     long = {"inputs": ["the cat " * 22] * 16}
 
     async def work(client: Any) -> tuple[int, set[int]]:
@@ -206,7 +209,7 @@ def test_a_request_that_has_begun_gets_through_a_full_queue(serving) -> None:
             await asyncio.sleep(0.001)
         go.set()
         begun = (await first).status_code
-        return begun, {each.status_code for each in await asyncio.gather(*others)}
+        return begun, {response.status_code for response in await asyncio.gather(*others)}
 
     begun, others = served.run(work)
     assert begun == 200
@@ -227,22 +230,22 @@ def test_a_poison_fails_alone(serving) -> None:
     async def work(client: Any) -> list[Any]:
         return await asyncio.gather(*[client.post("/embed", json={"inputs": x}) for x in inputs])
 
-    for given, found in zip(inputs, served.run(work), strict=True):
-        assert found.status_code == (424 if given == "poison" else 200)
+    for text, response in zip(inputs, served.run(work), strict=True):
+        assert response.status_code == (424 if text == "poison" else 200)
     whole = served.post("/embed", {"inputs": inputs})
     assert (whole.status_code, whole.json()["error_type"]) == (424, "Backend")
-    wait_until(lambda: served.hosts.default.runner.stats().running_requests == 0)
+    wait_until(lambda: served.models.default.runner.stats().running_requests == 0)
     assert served.post("/embed", {"inputs": "a mat"}).status_code == 200
 
 
 async def _hang_up(served: Any, body: bytes, after: float) -> None:
-    """A client that leaves so many seconds after its request."""
-    told = False
+    """Send a request and disconnect so many seconds later."""
+    sent = False
 
     async def receive() -> Any:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal sent
+        if not sent:
+            sent = True
             return {"type": "http.request", "body": body, "more_body": False}
         await asyncio.sleep(after)
         return {"type": "http.disconnect"}
@@ -263,14 +266,14 @@ def test_who_hangs_up_in_the_queue_costs_nothing(serving) -> None:
 
     async def work(client: Any) -> None:
         first = asyncio.ensure_future(client.post("/embed", json={"inputs": "cat"}))
-        await _waiting(served.hosts.default.runner)
+        await _waiting(served.models.default.runner)
         await asyncio.gather(*[_hang_up(served, body, 0.01) for _ in range(20)])
-        assert served.hosts.default.runner.waiting_tokens == 0
+        assert served.models.default.runner.waiting_tokens == 0
         go.set()
         assert (await first).status_code == 200
 
     served.run(work)
-    stats = served.hosts.default.runner.stats()
+    stats = served.models.default.runner.stats()
     assert (stats.cancelled, stats.answered, served.guard.in_flight) == (60, 1, 0)
     assert "packhorse_dropped_total 20.0" in served.get("/metrics").text
 
@@ -295,8 +298,8 @@ def _random_cancels(served: Any, count: int) -> None:
             await asyncio.sleep(0.005)
 
     served.run(work)
-    wait_until(lambda: not served.hosts.default.runner.stats().running_requests)
-    stats = served.hosts.default.runner.stats()
+    wait_until(lambda: not served.models.default.runner.stats().running_requests)
+    stats = served.models.default.runner.stats()
     assert stats.requests == stats.answered + stats.cancelled + stats.failed
     assert (stats.waiting_requests, stats.waiting_tokens, served.guard.buffered) == (0, 0, 0)
     assert "packhorse_in_flight 0.0" in served.get("/metrics").text
@@ -323,11 +326,11 @@ def test_ten_thousand_requests_with_a_hundred_poisons(serving) -> None:
     random.Random(0).shuffle(inputs)
 
     async def work(client: Any) -> list[int]:
-        found: list[int] = []
+        statuses: list[int] = []
         for begin in range(0, len(inputs), 200):
-            some = [client.post("/embed", json={"inputs": x}) for x in inputs[begin : begin + 200]]
-            found += [each.status_code for each in await asyncio.gather(*some)]
-        return found
+            calls = [client.post("/embed", json={"inputs": x}) for x in inputs[begin : begin + 200]]
+            statuses += [response.status_code for response in await asyncio.gather(*calls)]
+        return statuses
 
-    expected = [424 if given == "poison" else 200 for given in inputs]
+    expected = [424 if text == "poison" else 200 for text in inputs]
     assert served.run(work) == expected

@@ -1,8 +1,8 @@
 """Replicas on a real Ray cluster of two nodes, all on 127.0.0.1; the server is on the head.
 
-Everything is looked at from outside: the cluster is a process of its own (tests/data/ray_nodes.py),
-the server another. Ray must not be imported here: it reads some of its variables when it is, and
-other tests have others.
+Everything is tested from outside: the cluster is one process (tests/data/ray_nodes.py), the server
+another. Ray must not be imported here: it reads environment variables at import, and other tests
+set others.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from packhorse.serve.settings import Settings
 
 from .conftest import Process
 
-HEAD, SECOND = {"CPU": 4.0}, {"CPU": 6.0, "memory": 1.0}
+HEAD = {"CPU": 4.0}
+SECOND = {"CPU": 6.0, "memory": 1.0}
 KEY = {"authorization": "Bearer sesame"}
-SECONDS = 60.0  # for what takes a few
+SECONDS = 60.0  # timeout for what takes a few seconds
 
 
 # Without Ray -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("said", "cpus"),
+    ("settings", "cpus"),
     [
         ({}, 6),
         ({"replicas": 2}, 4),
@@ -51,75 +52,83 @@ SECONDS = 60.0  # for what takes a few
         ({"replicas": 2, "threads": 3}, 3),
     ],
 )
-def test_each_replica_has_its_share_of_the_cpus(said: dict[str, int], cpus: int) -> None:
-    found = cluster.options(Settings(engine="ray", **said), [HEAD, SECOND])  # type: ignore[arg-type]
-    assert found["ray_actor_options"] == {"num_cpus": cpus}
-    assert ("autoscaling_config" in found) == ("max_replicas" in said)
+def test_each_replica_has_its_share_of_the_cpus(settings: dict[str, int], cpus: int) -> None:
+    options = cluster.deployment_options(Settings(engine="ray", **settings), [HEAD, SECOND])  # type: ignore[arg-type]
+    assert options["ray_actor_options"] == {"num_cpus": cpus}
+    assert ("autoscaling_config" in options) == ("max_replicas" in settings)
 
 
 def test_or_a_gpu() -> None:
-    one = {"num_cpus": 1, "num_gpus": 1}
+    one_gpu = {"num_cpus": 1, "num_gpus": 1}
     on = {**HEAD, "GPU": 2.0}
-    assert cluster.options(Settings(engine="ray"), [on])["ray_actor_options"] == one
-    assert cluster.options(Settings(engine="ray", device="cuda"), [])["ray_actor_options"] == one
-    forced = cluster.options(Settings(engine="ray", device="cpu"), [on])
+    assert cluster.deployment_options(Settings(engine="ray"), [on])["ray_actor_options"] == one_gpu
+    assert (
+        cluster.deployment_options(Settings(engine="ray", device="cuda"), [])["ray_actor_options"]
+        == one_gpu
+    )
+    forced = cluster.deployment_options(Settings(engine="ray", device="cpu"), [on])
     assert forced["ray_actor_options"] == {"num_cpus": 4}
     with pytest.raises(InputError, match="Ray chooses"):
-        cluster.options(Settings(engine="ray", device="cuda:1"), [on])
+        cluster.deployment_options(Settings(engine="ray", device="cuda:1"), [on])
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("settings", "message"),
     [
         ({"replicas": 2}, "are for --engine ray"),
         ({"ray_address": "192.0.2.1:6379"}, "are for --engine ray"),
         ({"engine": "ray", "replicas": 3, "max_replicas": 2}, "at least replicas"),
     ],
 )
-def test_what_cannot_be_meant(said: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        Settings(**said)
+def test_what_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Settings(**settings)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtra, match=r"packhorse\[cluster\]"), cluster.afar(Settings()):
+    with (
+        pytest.raises(MissingExtra, match=r"packhorse\[cluster\]"),
+        cluster.cluster_app(Settings()),
+    ):
         pass
 
 
 def test_a_replica_whose_engine_died_ends(served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that its requests are asked of another; as long as it lives it answers."""
+    """So that its requests are sent to another replica; until then it answers."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     replica = cluster.Replica.__new__(cluster.Replica)
-    replica.app, replica.hosts = served.guard.app, served.hosts
-    question = cluster.Question("GET", "/info")
-    assert asyncio.run(replica.ask(question)).status == 200
+    replica.app = served.guard.app
+    replica.models = served.models
+    question = cluster.ForwardedRequest("GET", "/info")
+    assert asyncio.run(replica.answer(question)).status == 200
     replica.check_health()
     assert not ended
     dead = cluster.Replica.__new__(cluster.Replica)
-    dead.app, dead.hosts = served.guard.app, type("Dead", (), {"alive": False})()
-    asyncio.run(dead.ask(question))
-    assert ended == [cluster.EXIT_DEAD]
+    dead.app = served.guard.app
+    dead.models = type("Dead", (), {"alive": False})()
+    asyncio.run(dead.answer(question))
+    assert ended == [cluster.EXIT_ENGINE_DIED]
     with pytest.raises(cluster.RunnerStopped):
         dead.check_health()
 
 
 @pytest.mark.slow
 def test_only_what_means_a_lost_replica_is_asked_again() -> None:
-    """In a process of its own, for it imports Ray."""
-    said = subprocess.run([sys.executable, "-c", UNDERSTOOD], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
+    """In a separate process, because it imports Ray."""
+    process = subprocess.run([sys.executable, "-c", UNDERSTOOD], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 UNDERSTOOD = """
 from ray import exceptions as e
 from ray.serve.exceptions import BackPressureError
-from packhorse.serve.cluster import _understood
+from packhorse.serve.cluster import _translated_errors
 
 def kind(error):
     try:
-        with _understood():
+        with _translated_errors():
             raise error
     except BaseException as raised:
         return type(raised).__name__
@@ -140,7 +149,7 @@ assert kind(ours) == "RayTaskError(ZeroDivisionError)"
 
 @dataclass(frozen=True)
 class Nodes:
-    """A cluster in another process, which obeys."""
+    """A cluster in another process, which takes commands on its stdin."""
 
     process: subprocess.Popen[str]
     address: str
@@ -180,8 +189,8 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def door(nodes: Nodes, start) -> Iterator[Callable[..., Process]]:
-    """Starts a server over the cluster."""
+def front(nodes: Nodes, start) -> Iterator[Callable[..., Process]]:
+    """Start a server over the cluster."""
     begun: list[Process] = []
 
     def begin(*words: str, before: str = "") -> Process:
@@ -191,24 +200,24 @@ def door(nodes: Nodes, start) -> Iterator[Callable[..., Process]]:
         return server.wait_until_ready()
 
     yield begin
-    for each in begun:
-        assert each.end(timeout=SECONDS) == 0, each.log()
+    for process in begun:
+        assert process.end(timeout=SECONDS) == 0, process.log()
 
 
 def replicas(server: Process) -> list[int]:
-    """Their processes."""
+    """Return the process ids of a server's replicas."""
     title = f"ray::ServeReplica:packhorse-{socket.gethostname()}-{server.popen.pid}:"
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            found += [int(entry.parent.name)] if entry.read_text().startswith(title) else []
+            pids += [int(entry.parent.name)] if entry.read_text().startswith(title) else []
         except OSError:
             continue
-    return sorted(found)
+    return sorted(pids)
 
 
 def ups(server: Process) -> int:
-    """How many replicas tell figures."""
+    """Return how many replicas report figures."""
     import httpx
 
     page = httpx.get(f"{server.url}/metrics", headers=KEY, timeout=SECONDS).text
@@ -223,7 +232,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 def load(server: Process, least: int, event: Callable[[], Any], clients: int = 16) -> Counter[int]:
-    """Statuses of requests before, while and after something happens, `least` of 200 each time."""
+    """Count statuses of requests before, during and after an event, `least` of 200 each time."""
     import httpx
 
     statuses: Counter[int] = Counter()
@@ -231,10 +240,10 @@ def load(server: Process, least: int, event: Callable[[], Any], clients: int = 1
     async def ask(client: httpx.AsyncClient, on: Callable[[], bool]) -> None:
         while on():
             body = {"inputs": ["a text", "another one " * 20]}
-            found = await client.post(f"{server.url}/embed", json=body, headers=KEY)
-            statuses[found.status_code] += 1
-            if found.status_code == 429:
-                assert int(found.headers["retry-after"]) >= 1
+            response = await client.post(f"{server.url}/embed", json=body, headers=KEY)
+            statuses[response.status_code] += 1
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) >= 1
                 await asyncio.sleep(0.02)
 
     async def go() -> None:
@@ -255,18 +264,18 @@ def load(server: Process, least: int, event: Callable[[], Any], clients: int = 1
 
 
 @pytest.mark.slow
-def test_a_killed_replica_costs_no_answer(door, checkpoint_folder: Path) -> None:
-    """Also: both nodes work, vectors are those of one process, keys are asked for."""
+def test_a_killed_replica_costs_no_answer(front, checkpoint_folder: Path) -> None:
+    """Also: both nodes work, vectors are those of one process, keys are required."""
     import httpx
     import numpy as np
 
     import packhorse
 
-    server = door("--replicas", "2", "--max-concurrent-requests", "12")
+    server = front("--replicas", "2", "--max-concurrent-requests", "12")
     before = replicas(server)
     assert len(before) == 2
-    found = load(server, 100, lambda: os.kill(before[0], signal.SIGKILL))
-    assert set(found) == {200, 429}, found
+    counts = load(server, 100, lambda: os.kill(before[0], signal.SIGKILL))
+    assert set(counts) == {200, 429}, counts
     assert "a replica was lost" in server.log()
     until(lambda: len(replicas(server)) == 2 and ups(server) == 2)
     assert before[0] not in replicas(server)
@@ -279,12 +288,12 @@ def test_a_killed_replica_costs_no_answer(door, checkpoint_folder: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_lost_node_costs_no_answer(nodes: Nodes, door) -> None:
-    server = door("--replicas", "2")
+def test_a_lost_node_costs_no_answer(nodes: Nodes, front) -> None:
+    server = front("--replicas", "2")
     before = replicas(server)
     try:
-        found = load(server, 100, lambda: nodes.say("kill"))
-        assert set(found) <= {200, 429}, found
+        counts = load(server, 100, lambda: nodes.say("kill"))
+        assert set(counts) <= {200, 429}, counts
         assert "a replica was lost" in server.log()
         assert len(before) == 2 and len({*before} & {*replicas(server)}) == 1
     finally:
@@ -293,18 +302,18 @@ def test_a_lost_node_costs_no_answer(nodes: Nodes, door) -> None:
 
 
 @pytest.mark.slow
-def test_without_asking_again_it_would(door) -> None:
-    """The control."""
-    code = "import packhorse.serve.ingress as i; i.DEATHS = 1"
-    server = door("--replicas", "2", before=code)
-    found = load(server, 50, lambda: os.kill(replicas(server)[0], signal.SIGKILL))
-    assert found[503] > 0, found
+def test_without_asking_again_it_would(front) -> None:
+    """The control: without retries requests fail."""
+    code = "import packhorse.serve.ingress as i; i.MAX_DEATHS = 1"
+    server = front("--replicas", "2", before=code)
+    counts = load(server, 50, lambda: os.kill(replicas(server)[0], signal.SIGKILL))
+    assert counts[503] > 0, counts
 
 
 @pytest.mark.slow
-def test_more_replicas_under_load_and_what_is_asked_waits_for_the_last(door) -> None:
-    code = "import packhorse.serve.cluster as c; c.BUSY, c.GROW_SECONDS = 2, 0.5"
-    server = door("--max-replicas", "2", before=code)
+def test_more_replicas_under_load_and_what_is_asked_waits_for_the_last(front) -> None:
+    code = "import packhorse.serve.cluster as c; c.TARGET_REQUESTS, c.GROW_SECONDS = 2, 0.5"
+    server = front("--max-replicas", "2", before=code)
     assert len(replicas(server)) == 1
 
     def kill_the_only_one() -> None:
@@ -321,11 +330,11 @@ def test_a_cluster_of_its_own_listens_here_alone_and_ends(start) -> None:
     from ..data.processes import alive, family, listening
 
     server = start("--engine", "ray").wait_until_ready()
-    ours = family(server.popen.pid)
+    pids = family(server.popen.pid)
     assert len(replicas(server)) == 1
-    assert {*listening(ours)} == {"127.0.0.1"}
+    assert {*listening(pids)} == {"127.0.0.1"}
     assert server.end(timeout=SECONDS) == 0, server.log()
-    until(lambda: not [pid for pid in ours if alive(pid)])
+    until(lambda: not [pid for pid in pids if alive(pid)])
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""What one connection may send, byte by byte over a real socket: strict framing, bounded heads.
+"""What one connection may send, byte by byte over a real socket: framing and limits.
 
-The rules are those of RFC 9112 (HTTP/1.1) where it says that a server must or may refuse: sections
+The rules are those of RFC 9112 (HTTP/1.1) about what a server must or may refuse: sections
 2.2 (bare LF), 3.2 (Host), 5.1 and 5.2 (header lines), 6.1 to 6.3 (lengths), 7.1 (chunks).
 """
 
@@ -18,7 +18,7 @@ POST = b"POST /embed HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 BODY = json.dumps({"inputs": "the cat"}).encode()
 CHUNK = b"%x\r\n%b\r\n" % (len(BODY), BODY)
-NEXT = GET + b"\r\n"  # what would be smuggled
+NEXT = GET + b"\r\n"  # the request that would be smuggled
 MEGABYTE = b"x" * 1_000_000
 
 
@@ -27,19 +27,20 @@ def port(served, listen) -> int:
     return listen(served)
 
 
-def send(port: int, *parts: bytes, wanted: int | None = None) -> list[int]:
-    """Send it all, read until so many answers came or the server closes; their statuses."""
-    received, found = b"", []
+def send(port: int, *parts: bytes, count: int | None = None) -> list[int]:
+    """Send all parts; return the statuses of `count` answers, or of all until it closes."""
+    received = b""
+    codes = []
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         try:
             for part in parts:
                 connection.sendall(part)
-            while len(found) != wanted and (data := connection.recv(65536)):
+            while len(codes) != count and (data := connection.recv(65536)):
                 received += data
-                found = [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
+                codes = [int(code) for code in re.findall(rb"HTTP/1\.1 (\d{3}) ", received)]
         except (ConnectionResetError, BrokenPipeError):  # closed while more was being sent
             pass
-    return found
+    return codes
 
 
 SMUGGLING = {
@@ -69,7 +70,7 @@ SMUGGLING = {
     "a folded header": GET + b"X: y\r\n z\r\n\r\n",
     "NUL in a header": GET + b"X: y\0z\r\n\r\n",
     "no Host": b"GET /health HTTP/1.1\r\n\r\n",
-    "two Hosts": GET + HOST + b"\r\n",
+    "two ServedModels": GET + HOST + b"\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2.0": GET.replace(b"HTTP/1.1", b"HTTP/2.0") + b"\r\n",
     "a body behind an offer to upgrade": POST
@@ -79,7 +80,7 @@ SMUGGLING = {
 
 @pytest.mark.parametrize("request_bytes", SMUGGLING.values(), ids=SMUGGLING)
 def test_what_servers_read_differently_is_refused(port, request_bytes) -> None:
-    """One answer, 400, and what follows is not read as a request."""
+    """One answer, 400; what follows is not read as another request."""
     assert send(port, request_bytes + NEXT) == [400]
 
 
@@ -113,18 +114,18 @@ TOO_MUCH = {
 
 @pytest.mark.parametrize(("request_bytes", "status"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_more_than_the_bounds_is_refused(port, request_bytes, status) -> None:
-    """The answer is lost where the client still sends when the connection is closed."""
+    """The answer may be lost if the client still sends when the connection is closed."""
     received = send(port, request_bytes)
     assert received == [status] or (received == [] and len(request_bytes) >= 100_000)
 
 
 @pytest.mark.parametrize("part", [1, 100, 5000])
 def test_bounds_do_not_depend_on_how_bytes_arrive(port, part) -> None:
-    """The most that is allowed, in parts of any size; and a header more."""
+    """Exactly the limit, in parts of any size, and one header more."""
     most = GET + kilobytes(15) + many(83) + b"\r\n"
     for request_bytes, answers in [(most, ([200],)), (GET + many(100) + b"\r\n", ([431], []))]:
         parts = [request_bytes[at : at + part] for at in range(0, len(request_bytes), part)]
-        assert send(port, *parts, wanted=1) in answers
+        assert send(port, *parts, count=1) in answers
 
 
 WITHIN = {
@@ -150,17 +151,17 @@ WITHIN = {
 
 @pytest.mark.parametrize(("request_bytes", "answers"), WITHIN.values(), ids=WITHIN)
 def test_what_is_within_the_bounds_is_answered(port, request_bytes, answers) -> None:
-    assert send(port, request_bytes, wanted=len(answers)) == answers
+    assert send(port, request_bytes, count=len(answers)) == answers
 
 
 def test_requests_that_are_not_waited_for_are_bounded(port) -> None:
-    """All come in one piece, before the first can be answered; nothing is answered half."""
+    """All arrive at once, before the first can be answered; no answer is cut off."""
     received = send(port, NEXT * 80)
     assert len(received) < 80 and set(received) <= {200}
 
 
 def test_trailers_are_no_headers(serving, listen) -> None:
-    """A key that comes after the body opens nothing."""
+    """An API key in a trailer is ignored."""
     port = listen(serving(keys=("right",)))
     trailer = b"0\r\nAuthorization: Bearer right\r\n\r\n"
     assert send(port, CHUNKED + CHUNK + trailer) == [401]

@@ -1,4 +1,4 @@
-"""What a client is told of a body that is not of the route's shape: which field, which item."""
+"""Errors about a body that does not fit the schema name the field and the item."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUESTION = {"question": "what ?", "context": "the cat sat"}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "expected"),
     [
         ("/rerank", {"texts": ["a"]}, "query: Field required"),
         ("/rerank", {"query": 5, "texts": ["a"]}, "query: Input should be a valid string"),
@@ -37,12 +37,12 @@ QUESTION = {"question": "what ?", "context": "the cat sat"}
         ("/pipeline/query/tiny", {"inputs": "a"}, "task: Input should be 'feature-extraction'"),
     ],
 )
-def test_what_is_wrong_is_named(served, path: str, body: Any, told: str) -> None:
+def test_what_is_wrong_is_named(served, path: str, body: Any, expected: str) -> None:
     answer = served.post(path, body)
     document = answer.json()
     message = document.get("message") or document["error"]
     message = message["message"] if isinstance(message, dict) else message
-    assert answer.status_code == 422 and message.startswith(told), document
+    assert answer.status_code == 422 and message.startswith(expected), document
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Keys, sizes, deadlines and places: what is refused before the app sees it, and what is kept."""
+"""Keys, sizes, deadlines and concurrency: what is refused before the application runs."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ JSON = {"content-type": "application/json"}
 
 
 def raw(app: Any, messages: list[Any], **scope: Any) -> tuple[int, dict[str, str], bytes]:
-    """Call the app as a server would: status, headers and body. A message may be a coroutine."""
+    """Call the app over ASGI; returns status, headers, body. A message may be a coroutine."""
     sent: list[Any] = []
-    left = list(messages)
+    waiting = list(messages)
 
     async def receive() -> Any:
-        if not left:
+        if not waiting:
             await asyncio.sleep(60)
-        found = left.pop(0)
-        return await found() if callable(found) else found
+        message = waiting.pop(0)
+        return await message() if callable(message) else message
 
     async def send(message: Any) -> None:
         sent.append(message)
 
     headers = {"content-type": "application/json", **scope.pop("headers", {})}
-    given = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", **scope}
-    given["raw_path"] = given["path"].encode()
-    given["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(app({"http_version": "1.1", "scheme": "http", **given}, receive, send))
+    full_scope = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", **scope}
+    full_scope["raw_path"] = full_scope["path"].encode()
+    full_scope["headers"] = [(name.encode(), value.encode()) for name, value in headers.items()]
+    asyncio.run(app({"http_version": "1.1", "scheme": "http", **full_scope}, receive, send))
     if not sent:
         return 0, {}, b""
     answered = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    return sent[0]["status"], answered, b"".join(each.get("body", b"") for each in sent[1:])
+    return sent[0]["status"], answered, b"".join(message.get("body", b"") for message in sent[1:])
 
 
 def part(body: bytes, more: bool = False) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def part(body: bytes, more: bool = False) -> dict[str, Any]:
 
 
 def body_of(size: int) -> bytes:
-    """JSON of so many bytes."""
+    """Return a JSON body of so many bytes."""
     frame = b'{"inputs":"","x":""}'
     return b'{"inputs":"cat","x":"' + b"y" * (size - len(frame) - 3) + b'"}'
 
@@ -68,16 +68,16 @@ def test_a_body_within_the_limit_is_read(serving) -> None:
 
 
 def test_one_byte_more_is_not(small) -> None:
-    found = small.post("/embed", content=body_of(201), headers=JSON)
-    assert (found.status_code, found.headers["connection"]) == (413, "close")
-    assert found.json() == {
+    response = small.post("/embed", content=body_of(201), headers=JSON)
+    assert (response.status_code, response.headers["connection"]) == (413, "close")
+    assert response.json() == {
         "error": "the body is too large; at most 200 bytes are allowed",
         "error_type": "Validation",
     }
 
 
 def test_nothing_is_read_past_the_limit(small) -> None:
-    """Whatever the length says, or without one: the part that goes too far is the last read."""
+    """With any Content-Length or none, nothing is read after the part that exceeds the limit."""
 
     def never() -> Any:
         raise AssertionError("read past the limit")
@@ -159,22 +159,24 @@ def test_headers(served, headers: dict[str, str], status: int) -> None:
     ],
 )
 def test_bodies_that_make_no_sense_are_told_so(served, body: bytes, status: Any) -> None:
-    found = served.post("/embed", content=body, headers=JSON)
-    assert found.status_code in (status if isinstance(status, tuple) else (status,)), found.text
-    assert set(found.json()) == {"error", "error_type"}
+    response = served.post("/embed", content=body, headers=JSON)
+    assert response.status_code in (status if isinstance(status, tuple) else (status,)), (
+        response.text
+    )
+    assert set(response.json()) == {"error", "error_type"}
 
 
 def test_every_route_is_closed_without_a_key(locked) -> None:
-    """Those of the schema, and those that are not in it."""
+    """Routes of the API description, and unknown ones."""
     schema = locked.get("/openapi.json", headers={"authorization": "Bearer right"}).json()
     routes = [(method, path) for path, item in schema["paths"].items() for method in item]
     assert len(routes) > 10
     for method, path in [*routes, ("get", "/openapi.json"), ("get", "/nowhere"), ("post", "/")]:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "right"}):
-            found = locked.ask(method.upper(), path, headers=headers)
-            assert found.status_code == (200 if path == "/health" else 401), (method, path)
-        found = locked.ask(method.upper(), path, headers={"authorization": "Bearer right"})
-        assert found.status_code != 401, (method, path)
+            response = locked.ask(method.upper(), path, headers=headers)
+            assert response.status_code == (200 if path == "/health" else 401), (method, path)
+        response = locked.ask(method.upper(), path, headers={"authorization": "Bearer right"})
+        assert response.status_code != 401, (method, path)
 
 
 def test_any_of_the_keys_opens(locked) -> None:
@@ -188,11 +190,11 @@ def test_any_of_the_keys_opens(locked) -> None:
 
 
 def test_two_authorizations_are_refused(locked, served) -> None:
-    """Whichever is valid: what stands before this server may have read the other."""
+    """Whichever is valid: a proxy may have checked the other."""
     for values in (["right", "wrong"], ["wrong", "right"], ["right", "right"]):
         headers = [("authorization", f"Bearer {value}") for value in values]
-        found = locked.post("/embed", TEXT, headers=headers)
-        assert (found.status_code, "Authorization" in found.text) == (400, True)
+        response = locked.post("/embed", TEXT, headers=headers)
+        assert (response.status_code, "Authorization" in response.text) == (400, True)
 
 
 LOCAL = ["localhost", "localhost:8080", "LOCALHOST", "a.localhost:1", "127.0.0.1:8080"]
@@ -207,7 +209,7 @@ def status_for(served: Any, host: str) -> int:
 
 
 def test_without_a_key_the_host_must_be_this_server(serving, locked) -> None:
-    """A page whose name was made to point here (DNS rebinding) still sends that name."""
+    """A page whose domain resolves to this machine (DNS rebinding) still sends its domain."""
     served = serving()
     assert {host: status_for(served, host) for host in LOCAL} == dict.fromkeys(LOCAL, 200)
     assert {host: status_for(served, host) for host in FOREIGN} == dict.fromkeys(FOREIGN, 403)
@@ -222,7 +224,7 @@ def test_names_and_addresses_that_the_server_has(serving) -> None:
     named = serving(host="192.0.2.7", insecure=True, allow_host=("Packhorse.local", "[::2]"))
     known = ["192.0.2.7:80", "packhorse.local:8080", "[::2]", "localhost"]
     unknown = ["192.0.2.8", "local", "x.packhorse.local"]
-    everywhere = serving(host="0.0.0.0", insecure=True)  # whatever address the machine has
+    everywhere = serving(host="0.0.0.0", insecure=True)  # any address of the machine
     addresses = ["192.0.2.8", "[2001:db8::1]:80"]
     assert [status_for(named, host) for host in known] == [200] * 4
     assert [status_for(named, host) for host in unknown] == [403] * 3
@@ -231,20 +233,20 @@ def test_names_and_addresses_that_the_server_has(serving) -> None:
 
 
 def test_a_slash_at_the_end_leads_nowhere(served) -> None:
-    """A redirect would repeat the Host that was sent."""
+    """A redirect would repeat the Host header that was sent."""
     for method, path in [("POST", "/embed/"), ("GET", "/health/"), ("GET", "/info/")]:
-        found = served.ask(method, path, json=TEXT, headers={"host": "a.localhost"})
-        assert (found.status_code, "location" in found.headers) == (404, False)
+        response = served.ask(method, path, json=TEXT, headers={"host": "a.localhost"})
+        assert (response.status_code, "location" in response.headers) == (404, False)
 
 
 def test_the_dialects_say_no_in_their_words(locked) -> None:
     shapes = {path: locked.post(path, {}).json() for path in ("/embed", "/v1/embeddings", "/")}
     shapes |= {path: locked.post(path, {}).json() for path in ("/v1/rerank", "/models/x")}
-    told = "no valid API key was sent"
-    assert shapes["/embed"] == {"error": told, "error_type": "Validation"}
+    message = "the API key is missing or wrong"
+    assert shapes["/embed"] == {"error": message, "error_type": "Validation"}
     assert shapes["/v1/embeddings"]["error"]["type"] == "authentication_error"
-    assert shapes["/v1/rerank"]["message"] == told
-    assert shapes["/"] == shapes["/models/x"] == {"error": told}
+    assert shapes["/v1/rerank"]["message"] == message
+    assert shapes["/"] == shapes["/models/x"] == {"error": message}
 
 
 def test_no_more_than_so_many_at_once(serving) -> None:
@@ -257,34 +259,34 @@ def test_no_more_than_so_many_at_once(serving) -> None:
             await asyncio.sleep(0.005)
         beyond = [await client.post("/embed", json=TEXT), await client.get("/health")]
         go.set()
-        return [*beyond, *[await each for each in first]]
+        return [*beyond, *[await task for task in first]]
 
     refused, health, *answered = served.run(work)
     assert (refused.status_code, refused.json()["error_type"]) == (429, "Overloaded")
     assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert [health.status_code, *[each.status_code for each in answered]] == [200] * 4
+    assert [health.status_code, *[response.status_code for response in answered]] == [200] * 4
     assert served.guard.in_flight == 0
     assert served.post("/embed", TEXT).status_code == 200
 
 
 def test_no_other_page_may_call(served) -> None:
-    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    found = served.ask("OPTIONS", "/embed", headers=asked)
-    assert not [name for name in found.headers if name.startswith("access-control")]
-    found = served.post("/embed", TEXT, headers={"origin": "https://example.org"})
-    assert not [name for name in found.headers if name.startswith("access-control")]
+    preflight = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    response = served.ask("OPTIONS", "/embed", headers=preflight)
+    assert not [name for name in response.headers if name.startswith("access-control")]
+    response = served.post("/embed", TEXT, headers={"origin": "https://example.org"})
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_pages_that_are_named_may(serving) -> None:
     served = serving(cors_origin=("https://example.org",), keys=("right",))
-    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    asked["access-control-request-headers"] = "authorization"
-    found = served.ask("OPTIONS", "/embed", headers=asked)
-    assert found.status_code == 200
-    assert found.headers["access-control-allow-origin"] == "https://example.org"
-    assert "access-control-allow-credentials" not in found.headers
+    preflight = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    preflight["access-control-request-headers"] = "authorization"
+    response = served.ask("OPTIONS", "/embed", headers=preflight)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://example.org"
+    assert "access-control-allow-credentials" not in response.headers
     assert served.ask(
-        "OPTIONS", "/embed", headers=asked | {"origin": "https://example.net"}
+        "OPTIONS", "/embed", headers=preflight | {"origin": "https://example.net"}
     ).is_error
     assert served.post("/embed", TEXT, headers={"origin": "https://example.org"}).is_error
 
@@ -293,8 +295,8 @@ def test_a_mistake_of_ours_is_500_and_leaves_no_text_in_the_log(
     serving, caplog, monkeypatch
 ) -> None:
     served = serving()
-    monkeypatch.setattr(served.hosts, "find", lambda *given: {}["the secret text"])
-    found = served.post("/embed", TEXT)
-    assert (found.status_code, found.json()["error_type"]) == (500, "Backend")
+    monkeypatch.setattr(served.models, "find", lambda *arguments: {}["the secret text"])
+    response = served.post("/embed", TEXT)
+    assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
     assert served.guard.in_flight == 0
-    assert "secret" not in found.text
+    assert "secret" not in response.text

@@ -1,4 +1,4 @@
-"""Models that are opened: what they may keep prepared, and that a user's own word stands."""
+"""Opening models: the cache of prepared weights, and that a user's variable overrides it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from packhorse.serve import hosting
 from packhorse.serve.settings import Settings
 
 
-@pytest.mark.parametrize("said", [None, "9"])
+@pytest.mark.parametrize("variable", [None, "9"])
 def test_prepared_products_are_few(
-    checkpoint_folder: Path, said: str | None, monkeypatch, threads
+    checkpoint_folder: Path, variable: str | None, monkeypatch, threads
 ) -> None:
     for name in PREPARED:
-        monkeypatch.setenv(name, said or "")
-        if said is None:
+        monkeypatch.setenv(name, variable or "")
+        if variable is None:
             monkeypatch.delenv(name)
-    hosts = hosting.open(Settings(model=(f"tiny={checkpoint_folder}",), threads=1))
-    hosts.close()
-    assert [os.environ[name] for name in PREPARED] == [said or "64"] * 2
+    models = hosting.open_models(Settings(model=(f"tiny={checkpoint_folder}",), threads=1))
+    models.close()
+    assert [os.environ[name] for name in PREPARED] == [variable or "64"] * 2

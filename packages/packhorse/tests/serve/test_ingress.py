@@ -1,7 +1,7 @@
-"""The door of a server of replicas: the same answers, and requests that outlive their replica.
+"""The front of a server of replicas: the same answers, and requests that outlive their replica.
 
-The replicas are applications in this process, asked without Ray; what it raises is what a script
-says. The real thing is in test_cluster.py.
+The replicas are applications in this process, called without Ray, whose errors are scripted. Tests
+with a real cluster are in test_cluster.py.
 """
 
 from __future__ import annotations
@@ -18,43 +18,51 @@ import pytest
 from packhorse.errors import RunnerStopped
 from packhorse.serve import ingress
 from packhorse.serve.app import guarded
-from packhorse.serve.ingress import Fleet, Question, ReplicaAway, ReplicaDied, Reply
-from packhorse.serve.metrics import figures
+from packhorse.serve.ingress import (
+    ForwardedRequest,
+    ForwardedResponse,
+    ReplicaAway,
+    ReplicaDied,
+    ReplicaPool,
+)
+from packhorse.serve.metrics import runner_figures
 
 from .conftest import Served
 
-MINE = Reply(200, (), b"mine")
-ASKED = Question("POST", "/embed")
+MINE = ForwardedResponse(200, (), b"mine")
+ASKED = ForwardedRequest("POST", "/embed")
 TIMES = re.compile(r"x-.*-time|x-packhorse-pack")
 
 
-def door(behind: Served, ask: Any = None, **settings: Any) -> Served:
-    """A server whose only replica is the application of another."""
+def front(replica: Served, ask: Any = None, **settings: Any) -> Served:
+    """Make a server whose only replica is the application of another server."""
 
-    async def straight(question: Question) -> Reply:
-        return await ingress.answer(behind.guard.app, question)
+    async def straight(question: ForwardedRequest) -> ForwardedResponse:
+        return await ingress.run_forwarded(replica.guard.app, question)
 
-    fleet = Fleet(ask or straight, ask or straight)
-    fleet.figures = [figures(host, replica="r1") for host in behind.hosts]
-    chosen = replace(behind.settings, **settings)
-    models = ingress.hosts([ingress.card(host) for host in behind.hosts], fleet)
-    app, guard = guarded(ingress.create(chosen, models, fleet))
+    pool = ReplicaPool(ask or straight, ask or straight)
+    pool.figures = [runner_figures(model, replica="r1") for model in replica.models]
+    chosen = replace(replica.settings, **settings)
+    models = ingress.remote_models([ingress.model_card(model) for model in replica.models], pool)
+    app, guard = guarded(ingress.create(chosen, models, pool))
     return Served(app, guard, models, chosen)
 
 
-def script(*events: Any) -> tuple[Callable[[Question], Awaitable[Reply]], list[Question]]:
-    """Replicas that do this, one after the other; the last for ever."""
-    asked: list[Question] = []
+def script(
+    *events: Any,
+) -> tuple[Callable[[ForwardedRequest], Awaitable[ForwardedResponse]], list[ForwardedRequest]]:
+    """Make replicas that answer or raise these, one after the other; the last is repeated."""
+    requests: list[ForwardedRequest] = []
 
-    async def ask(question: Question) -> Reply:
-        event = events[min(len(asked), len(events) - 1)]
-        asked.append(question)
+    async def ask(question: ForwardedRequest) -> ForwardedResponse:
+        event = events[min(len(requests), len(events) - 1)]
+        requests.append(question)
         await asyncio.sleep(0)
-        if isinstance(event, Reply):
+        if isinstance(event, ForwardedResponse):
             return event
         raise event
 
-    return ask, asked
+    return ask, requests
 
 
 # The same as in one process --------------------------------------------------------------------
@@ -83,26 +91,26 @@ def script(*events: Any) -> tuple[Callable[[Question], Awaitable[Reply]], list[Q
     ],
 )
 def test_the_same_answer(served: Served, method: str, path: str, body: Any) -> None:
-    near, far = (each.ask(method, path, json=body) for each in (served, door(served)))
+    near, far = (server.ask(method, path, json=body) for server in (served, front(served)))
     assert (far.status_code, far.content) == (near.status_code, near.content)
     headers = [
-        {name: value for name, value in each.headers.items() if not TIMES.fullmatch(name)}
-        for each in (near, far)
+        {name: value for name, value in response.headers.items() if not TIMES.fullmatch(name)}
+        for response in (near, far)
     ]
     assert headers[0] == headers[1]
     assert set(near.headers) == set(far.headers)
 
 
 def test_keys_and_limits_are_the_doors(served: Served) -> None:
-    ask, asked = script(MINE)
-    closed = door(served, ask, keys=("sesame",), max_body_bytes=30)
+    ask, requests = script(MINE)
+    closed = front(served, ask, keys=("sesame",), max_body_bytes=30)
     assert closed.post("/embed", {"inputs": "a"}).status_code == 401
     assert closed.get("/nowhere").status_code == 401
     key = {"authorization": "Bearer sesame", "cookie": "a=b", "x-other": "kept"}
     assert closed.post("/embed", {"inputs": "a" * 30}, headers=key).status_code == 413
-    assert not asked
+    assert not requests
     assert closed.post("/embed?a=b", {"inputs": "a"}, headers=key).content == b"mine"
-    (question,) = asked
+    (question,) = requests
     assert (question.method, question.path, question.query) == ("POST", "/embed", b"a=b")
     assert question.body == b'{"inputs":"a"}'
     assert "sesame" not in str(question.headers) and b"cookie" not in dict(question.headers)
@@ -110,40 +118,42 @@ def test_keys_and_limits_are_the_doors(served: Served) -> None:
 
 
 def test_figures_are_counted_here_and_told_by_replica(served: Served) -> None:
-    far = door(served)
+    far = front(served)
     assert far.post("/embed", {"inputs": ["the cat", "a mat"]}).status_code == 200
     assert far.post("/embed", {"inputs": ""}).status_code == 400
-    told = far.get("/metrics").text
-    assert 'packhorse_requests_total{route="/embed",status="200"} 1.0' in told
-    assert "packhorse_inputs_total 2.0" in told
-    assert 'packhorse_errors_total{kind="Empty"} 1.0' in told
-    assert 'packhorse_up{model="tiny",replica="r1"} 1.0' in told
+    metrics = far.get("/metrics").text
+    assert 'packhorse_requests_total{route="/embed",status="200"} 1.0' in metrics
+    assert "packhorse_inputs_total 2.0" in metrics
+    assert 'packhorse_errors_total{kind="Empty"} 1.0' in metrics
+    assert 'packhorse_up{model="tiny",replica="r1"} 1.0' in metrics
     names = [set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)) for text in _pages(served, far)]
     assert names[0] == names[1]
 
 
 def _pages(*servers: Served) -> list[str]:
-    return [each.get("/metrics").text for each in servers]
+    return [server.get("/metrics").text for server in servers]
 
 
 def test_what_a_mistake_in_a_replica_looks_like(served: Served, caplog) -> None:
     ask, _ = script(ZeroDivisionError("secret"))
-    found = door(served, ask).post("/embed", {"inputs": "a"})
-    assert (found.status_code, "secret" in found.text) == (500, False)
+    response = front(served, ask).post("/embed", {"inputs": "a"})
+    assert (response.status_code, "secret" in response.text) == (500, False)
 
 
 def test_busy_replicas_say_when_to_come_back(serving) -> None:
-    behind = serving(max_concurrent_requests=1)
-    far = door(behind)
+    replica = serving(max_concurrent_requests=1)
+    far = front(replica)
 
     async def work(client: Any) -> list[Any]:
         return await asyncio.gather(
             *[client.post("/embed", json={"inputs": "the cat"}) for _ in range(5)]
         )
 
-    found = far.run(work)
-    assert sorted({each.status_code for each in found}) == [200, 429]
-    assert all("retry-after" in each.headers for each in found if each.status_code == 429)
+    responses = far.run(work)
+    assert sorted({response.status_code for response in responses}) == [200, 429]
+    assert all(
+        "retry-after" in response.headers for response in responses if response.status_code == 429
+    )
     assert far.guard.in_flight == 0
 
 
@@ -151,64 +161,64 @@ def test_busy_replicas_say_when_to_come_back(serving) -> None:
 
 
 def test_a_request_outlives_its_replica() -> None:
-    ask, asked = script(ReplicaDied("one"), ReplicaDied("two"), MINE)
-    assert asyncio.run(Fleet(ask, ask).send(ASKED)) is MINE
-    assert asked == [ASKED] * 3
+    ask, requests = script(ReplicaDied("one"), ReplicaDied("two"), MINE)
+    assert asyncio.run(ReplicaPool(ask, ask).send(ASKED)) is MINE
+    assert requests == [ASKED] * 3
 
 
 def test_but_does_not_kill_them_all(served: Served) -> None:
-    ask, asked = script(ReplicaDied("again"))
-    found = door(served, ask).post("/embed", {"inputs": "a"})
-    assert (found.status_code, len(asked)) == (503, ingress.DEATHS)
-    assert "replicas died" in found.json()["error"]
+    ask, requests = script(ReplicaDied("again"))
+    response = front(served, ask).post("/embed", {"inputs": "a"})
+    assert (response.status_code, len(requests)) == (503, ingress.MAX_DEATHS)
+    assert "replicas died" in response.json()["error"]
 
 
 def test_it_waits_for_one_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ingress, "PAUSE", 0.001)
-    ask, asked = script(*[ReplicaAway("not yet")] * 20, MINE)
-    assert asyncio.run(Fleet(ask, ask).send(ASKED)) is MINE
-    assert len(asked) == 21
+    monkeypatch.setattr(ingress, "RETRY_SECONDS", 0.001)
+    ask, requests = script(*[ReplicaAway("not yet")] * 20, MINE)
+    assert asyncio.run(ReplicaPool(ask, ask).send(ASKED)) is MINE
+    assert len(requests) == 21
 
 
 def test_but_not_for_ever() -> None:
     ask, _ = script(ReplicaAway("never"))
     before = time.monotonic()
     with pytest.raises(RunnerStopped, match=r"within 0\.2 s"):
-        asyncio.run(Fleet(ask, ask, patience=0.2).send(ASKED))
+        asyncio.run(ReplicaPool(ask, ask, timeout=0.2).send(ASKED))
     assert time.monotonic() - before < 5
 
 
 def test_a_loss_is_logged_once(caplog, monkeypatch: pytest.MonkeyPatch) -> None:
     async def many() -> None:
         ask, _ = script(*[ReplicaDied("")] * 8, MINE)
-        fleet = Fleet(ask, ask)
-        await asyncio.gather(*[fleet.send(ASKED) for _ in range(8)])
+        pool = ReplicaPool(ask, ask)
+        await asyncio.gather(*[pool.send(ASKED) for _ in range(8)])
 
     monkeypatch.setattr(ingress.LOGGER, "propagate", True)
     asyncio.run(many())
-    assert [each.message for each in caplog.records if "a replica was lost" in each.message] == [
-        "a replica was lost; what it was at is asked of another"
-    ]
+    assert [
+        record.message for record in caplog.records if "a replica was lost" in record.message
+    ] == ["a replica was lost; its requests are sent to another"]
 
 
 def test_the_engine_is_drawn_from_one_replica() -> None:
-    ask, asked = script(MINE)
-    first, told = script(MINE)
-    asyncio.run(Fleet(ask, first).send(Question("GET", "/engine")))
-    assert (len(asked), len(told)) == (0, 1)
+    ask, to_any = script(MINE)
+    first, to_first = script(MINE)
+    asyncio.run(ReplicaPool(ask, first).send(ForwardedRequest("GET", "/engine")))
+    assert (len(to_any), len(to_first)) == (0, 1)
 
 
 def test_who_leaves_is_asked_for_no_more(served: Served) -> None:
     ended: list[str] = []
 
-    async def ask(question: Question) -> Reply:
+    async def ask(question: ForwardedRequest) -> ForwardedResponse:
         try:
             return await asyncio.get_running_loop().create_future()
         except asyncio.CancelledError:
             ended.append("cancelled")
             raise
 
-    far = door(served, ask)
+    far = front(served, ask)
     messages = [
         {"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False},
         {"type": "http.disconnect"},
@@ -230,9 +240,9 @@ def test_who_leaves_is_asked_for_no_more(served: Served) -> None:
 
 
 def test_ready_is_what_a_replica_says(serving) -> None:
-    behind = serving(ready_seconds=0.0)
-    assert door(behind).get("/ready").status_code == 200
-    behind.hosts.close()
-    far = door(behind)
+    replica = serving(ready_seconds=0.0)
+    assert front(replica).get("/ready").status_code == 200
+    replica.models.close()
+    far = front(replica)
     assert far.get("/ready").status_code == 503
-    assert far.get("/health").status_code == 200  # the door lives, and Ray replaces the replica
+    assert far.get("/health").status_code == 200  # the front lives, and Ray replaces the replica

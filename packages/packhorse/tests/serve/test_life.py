@@ -1,4 +1,4 @@
-"""The process: slow clients, many connections, signals, an engine that dies; over real sockets."""
+"""The server process over real sockets: slow clients, many connections, signals, a dead engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BODY = json.dumps({"inputs": "one two three"}).encode()
 HEADERS = b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST = HEADERS + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
 
-# The engine ends, as it does when the device is lost, at a batch of thirteen tokens.
+# The engine ends at a batch of 13 tokens, as it does when the device is lost.
 DIES = """
 from packhorse.runtime.backend import TorchBackend
 plain = TorchBackend.__call__
@@ -42,13 +42,13 @@ def call(self, packed, *given):
     return plain(self, packed, *given)
 TorchBackend.__call__ = call
 """
-# As many systems start a process: with room for fewer files than connections are allowed.
+# A limit on open files below --max-connections, as many systems have by default.
 NARROW = """
 import resource
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
 """
-# A batch takes a third of a second: some ten of the requests below in a second.
+# A batch takes 0.3 s: about ten of the requests below per second.
 SLOW = """
 import time
 from packhorse.runtime.backend import TorchBackend
@@ -58,34 +58,34 @@ def call(self, *given):
     return plain(self, *given)
 TorchBackend.__call__ = call
 """
-# Loading takes for ever.
+# Loading takes forever.
 LOADS = """
 import sys, time
 from packhorse.serve import hosting
 def open(settings):
     print("{}", file=sys.__stdout__, flush=True)
     time.sleep(60)
-hosting.open = open
+hosting.open_models = open
 """
 
 
 @pytest.fixture(scope="module")
 def go(tmp_path_factory) -> Path:
-    """The file that batches wait for."""
+    """A file that batches wait for."""
     return tmp_path_factory.mktemp("go") / "go"
 
 
 @pytest.fixture(scope="module")
 def processes(start, go) -> dict[str, Any]:
-    """All that this file needs, started together: importing torch is most of it."""
+    """All processes of this file, started together, because importing torch takes longest."""
     short = ["--receive-seconds", "1", "--send-seconds", "1", "--idle-seconds", "1"]
     short += ["--max-connections", "250", "--max-queue-tokens", "2000000"]
-    made = {
+    sockets = {
         "busy": start(*short, before=NARROW + WAITS, GO=str(go)),
         "dies": start(before=DIES),
         "loads": start(before=LOADS),
     }
-    return made
+    return sockets
 
 
 @pytest.fixture(scope="module")
@@ -98,53 +98,56 @@ def connect(server: Any) -> socket.socket:
 
 
 def reset(connection: socket.socket) -> None:
-    """Gone without a word."""
+    """Close the connection with a reset."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def closed_within(sockets: list[socket.socket], seconds: float) -> int:
-    """How many of them the server ends in that time."""
+    """Return how many connections the server closes in that time."""
     until = time.monotonic() + seconds
-    done = 0
-    for each in sockets:
-        each.settimeout(max(0.01, until - time.monotonic()))
+    closed = 0
+    for connection in sockets:
+        connection.settimeout(max(0.01, until - time.monotonic()))
         try:
-            while each.recv(65536):
+            while connection.recv(65536):
                 pass
-            done += 1
+            closed += 1
         except TimeoutError:
             pass
         except OSError:
-            done += 1
-    return done
+            closed += 1
+    return closed
 
 
 def test_it_serves(busy) -> None:
-    found = httpx.post(f"{busy.url}/embed", json={"inputs": ["one", "two"]})
-    assert found.status_code == 200
-    assert len(found.json()) == 2
-    assert "x-packhorse-pack" in found.headers
-    assert "server" not in found.headers
+    response = httpx.post(f"{busy.url}/embed", json={"inputs": ["one", "two"]})
+    assert response.status_code == 200
+    assert len(response.json()) == 2
+    assert "x-packhorse-pack" in response.headers
+    assert "server" not in response.headers
 
 
 def test_slow_clients_are_closed_while_good_ones_are_served(busy) -> None:
-    """Headers and bodies a byte at a time, half of them, none at all; 120 at once."""
+    """120 clients at once that send headers or bodies a byte at a time, half, or nothing."""
     slow = [connect(busy) for _ in range(120)]
-    for number, each in enumerate(slow):
-        each.sendall([b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"][number % 4])
-    begun, times = time.monotonic(), []
+    for number, connection in enumerate(slow):
+        connection.sendall(
+            [b"", b"P", HEADERS, HEADERS + b"Content-Length: 9\r\n\r\n{"][number % 4]
+        )
+    begun = time.monotonic()
+    times = []
     while time.monotonic() - begun < 1.5:
         sent = time.monotonic()
         assert httpx.post(f"{busy.url}/embed", json={"inputs": "good"}).status_code == 200
         times.append(time.monotonic() - sent)
-        for each in slow[1::4]:
+        for connection in slow[1::4]:
             with contextlib.suppress(OSError):
-                each.sendall(b"O")
+                connection.sendall(b"O")
     assert closed_within(slow, 4.0) == len(slow)
     assert max(times) < 2.0
-    for each in slow:
-        each.close()
+    for connection in slow:
+        connection.close()
 
 
 def test_a_slow_body_is_told_408(busy) -> None:
@@ -161,7 +164,7 @@ def test_an_idle_connection_is_closed(busy) -> None:
 
 
 def test_an_answer_nobody_reads_is_given_up(busy) -> None:
-    """Asked for a little at a time and never read, until no buffer takes any more of it."""
+    """Answers that are never read, until no buffer takes any more."""
     texts = json.dumps({"inputs": ["one"] * 32}).encode()
     request = HEADERS + b"Content-Length: %d\r\n\r\n" % len(texts) + texts
     deaf = socket.socket()
@@ -199,12 +202,12 @@ def test_clients_that_vanish_leave_no_trace(busy) -> None:
 
 
 def test_more_connections_than_allowed_are_closed_at_once(busy) -> None:
-    many = [connect(busy) for _ in range(300)]
+    sockets = [connect(busy) for _ in range(300)]
     begun = time.monotonic()
-    assert closed_within(many[-20:], 0.8) >= 20
+    assert closed_within(sockets[-20:], 0.8) >= 20
     assert time.monotonic() - begun < 0.9
-    assert closed_within(many, 5.0) == 300
-    for each in many:
+    assert closed_within(sockets, 5.0) == 300
+    for each in sockets:
         each.close()
     assert httpx.get(f"{busy.url}/health").status_code == 200
 
@@ -223,7 +226,7 @@ def test_many_tiny_chunks_do_not_stop_the_others(busy) -> None:
 
 
 def test_sigterm_answers_what_is_in_flight(busy, go) -> None:
-    """The last test of that process: a hundred are in flight, and all are answered."""
+    """The last test of that process: a hundred requests are in flight, and all are answered."""
     body = {"inputs": ["one two three four five six " * 6] * 32}
 
     async def work() -> tuple[list[int], int, int]:
@@ -231,8 +234,8 @@ def test_sigterm_answers_what_is_in_flight(busy, go) -> None:
         async with httpx.AsyncClient(base_url=busy.url, limits=limits, timeout=60) as client:
             tasks: list[asyncio.Future[httpx.Response]] = []
             while len(tasks) < 100:  # ten at a time: a body has a second to arrive
-                some = [client.post("/embed", json=body) for _ in range(10)]
-                tasks += [asyncio.ensure_future(each) for each in some]
+                calls = [client.post("/embed", json=body) for _ in range(10)]
+                tasks += [asyncio.ensure_future(call) for call in calls]
                 there = f"packhorse_in_flight {len(tasks)}.0"
                 while there not in (await client.get("/metrics")).text:
                     assert not any(task.done() for task in tasks), "one was not kept waiting"
@@ -244,7 +247,7 @@ def test_sigterm_answers_what_is_in_flight(busy, go) -> None:
             assert new.headers["connection"] == "close"
             go.touch()
             answers = await asyncio.gather(*tasks)
-            return [each.status_code for each in answers], health, new.status_code
+            return [response.status_code for response in answers], health, new.status_code
 
     assert asyncio.run(work()) == ([200] * 100, 503, 503)
     assert busy.popen.wait(10) == 0
@@ -257,8 +260,8 @@ def test_an_engine_that_dies_ends_the_process(processes) -> None:
     lost = httpx.post(f"{server.url}/embed", json={"inputs": "one " * 11})
     assert lost.status_code == 503
     begun = time.monotonic()
-    found = [httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/ready")]
-    assert found == [503, 503]
+    statuses = [httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/ready")]
+    assert statuses == [503, 503]
     assert time.monotonic() - begun < 2.0
     assert server.popen.wait(10) == 70
     assert "the engine died" in server.log()
@@ -285,16 +288,16 @@ def test_sigterm_while_loading_ends_at_once(processes) -> None:
 def test_files_for_as_many_connections_as_are_allowed(
     monkeypatch, caplog, limits: tuple[int, int], now: int, warns: bool
 ) -> None:
-    """Asked of the system; a test must not keep what it was given."""
+    """With a fake system call: a test must not change the limits of its process."""
     from packhorse.serve import life, logs
     from packhorse.serve.settings import Settings
 
-    kept = [limits]
+    limits_set = [limits]
     monkeypatch.setattr(logs.LOGGER, "propagate", True)
-    monkeypatch.setattr(life.resource, "getrlimit", lambda kind: kept[-1])
-    monkeypatch.setattr(life.resource, "setrlimit", lambda kind, asked: kept.append(asked))
-    life.make_room(Settings(max_connections=300))
-    assert kept[-1] == (now, limits[1])
+    monkeypatch.setattr(life.resource, "getrlimit", lambda kind: limits_set[-1])
+    monkeypatch.setattr(life.resource, "setrlimit", lambda kind, value: limits_set.append(value))
+    life.raise_file_limit(Settings(max_connections=300))
+    assert limits_set[-1] == (now, limits[1])
     assert ("only 300 files" in caplog.text) is warns
 
 
@@ -303,8 +306,8 @@ def test_a_second_signal_ends_at_once(start) -> None:
     server = start("--max-queue-tokens", "2000000").wait_until_ready()
     sockets = [connect(server) for _ in range(20)]
     body = json.dumps({"inputs": ["one two three " * 60] * 32}).encode()
-    for each in sockets:
-        each.sendall(HEADERS + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    for connection in sockets:
+        connection.sendall(HEADERS + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     time.sleep(0.3)
     server.popen.send_signal(signal.SIGTERM)
     time.sleep(0.2)
@@ -312,17 +315,17 @@ def test_a_second_signal_ends_at_once(start) -> None:
     begun = time.monotonic()
     assert server.end(signal.SIGTERM) == 143
     assert time.monotonic() - begun < 1.0
-    for each in sockets:
-        each.close()
+    for connection in sockets:
+        connection.close()
 
 
 def memory(pid: int) -> int:
-    """Bytes that the process holds."""
+    """Return the resident memory of the process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def _ask(server: Any, request: bytes) -> bytes:
-    """The whole answer, over a connection of its own: a pool would take the time that is asked."""
+    """Return the whole answer over a new connection: a pool would add its own waiting time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     try:
         writer.write(request)
@@ -332,9 +335,10 @@ async def _ask(server: Any, request: bytes) -> bytes:
 
 
 async def _open_loop(server: Any, request: bytes, rate: float, seconds: float) -> list[bytes]:
-    """Requests that come at a rate, whether or not those before were answered."""
+    """Send requests at a fixed rate, whether or not earlier ones were answered."""
     loop = asyncio.get_running_loop()
-    begun, tasks = loop.time(), []
+    begun = loop.time()
+    tasks = []
     while (now := loop.time() - begun) < seconds:
         due = int(now * rate) - len(tasks)
         tasks += [asyncio.ensure_future(_ask(server, request)) for _ in range(due)]
@@ -344,7 +348,7 @@ async def _open_loop(server: Any, request: bytes, rate: float, seconds: float) -
 
 @pytest.mark.slow
 def test_ten_times_too_much(start) -> None:
-    """For a minute: only 200 and 429, no memory, and back to normal at once."""
+    """For a minute: only 200 and 429, no growth of memory, normal again at once."""
     server = start("--max-queue-tokens", "6000", before=SLOW).wait_until_ready()
     body = json.dumps({"inputs": ["one two three four five six " * 12] * 8}).encode()
     request = HEADERS + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
@@ -352,63 +356,66 @@ def test_ten_times_too_much(start) -> None:
     async def work() -> tuple[list[bytes], int, float]:
         await _open_loop(server, request, 100, 5)  # buffers and pools grow once
         before = memory(server.popen.pid)
-        found = await _open_loop(server, request, 100, 60)
+        responses = await _open_loop(server, request, 100, 60)
         begun = time.monotonic()
         assert (await _ask(server, request)).startswith(b"HTTP/1.1 200")
-        return found, before, time.monotonic() - begun
+        return responses, before, time.monotonic() - begun
 
-    found, before, recovered = asyncio.run(work())
-    after, figures = memory(server.popen.pid), httpx.get(f"{server.url}/metrics").text
+    responses, before, recovered = asyncio.run(work())
+    after = memory(server.popen.pid)
+    figures = httpx.get(f"{server.url}/metrics").text
     assert recovered < 5
-    assert {each[9:12] for each in found} == {b"200", b"429"}
-    assert sum(each[9:12] == b"200" for each in found) > 150
+    assert {response[9:12] for response in responses} == {b"200", b"429"}
+    assert sum(response[9:12] == b"200" for response in responses) > 150
     longest = re.findall(r'request_seconds_bucket{le="(?:5.0|\+Inf)"} (\S+)', figures)
     assert longest[0] == longest[1], "a request took more than five seconds"
-    refused = [each for each in found if each[9:12] == b"429"]
-    assert all(re.search(rb"\r\nretry-after: [1-9]", each) for each in refused)
+    refused = [response for response in responses if response[9:12] == b"429"]
+    assert all(re.search(rb"\r\nretry-after: [1-9]", response) for response in refused)
     assert after - before < 64 << 20
     assert server.end() == 0
 
 
 def slow_client(server: Any, kind: int) -> socket.socket:
-    """Headers that go on, a body that does, an answer unread, nothing more to say, a reset."""
+    """Open a client with endless headers, endless body, unread answer, silence, or a reset."""
     deaf = json.dumps({"inputs": ["one"] * 4}).encode()
     begun = HEADERS + b"Content-Length: 90\r\n\r\n{"
     unread = (HEADERS + b"Content-Length: %d\r\n\r\n" % len(deaf) + deaf) * 2
-    made = socket.socket()
+    connection = socket.socket()
     if kind == 2:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.connect(("127.0.0.1", server.port))
-    made.sendall([b"POST /embed HTTP/1.1\r\nX: ", begun, unread, begun, begun][kind])
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall([b"POST /embed HTTP/1.1\r\nX: ", begun, unread, begun, begun][kind])
     if kind == 3:
-        made.shutdown(socket.SHUT_WR)
+        connection.shutdown(socket.SHUT_WR)
     if kind == 4:
-        reset(made)
-    return made
+        reset(connection)
+    return connection
 
 
 @pytest.mark.slow
 def test_a_thousand_slow_clients(start) -> None:
-    """Two hundred of each kind at once; those who send go on, a byte a second."""
+    """Two hundred of each kind at once; those that send go on with a byte per second."""
     limits = ["--receive-seconds", "5", "--send-seconds", "5", "--idle-seconds", "5"]
     limits += ["--max-queue-tokens", "2000000"]
     server = start(*limits).wait_until_ready()
     slow = [slow_client(server, number % 5) for number in range(1000)]
-    begun, told, times = time.monotonic(), time.monotonic(), []
+    begun = time.monotonic()
+    last_check = time.monotonic()
+    times = []
     while time.monotonic() - begun < 8:
         sent = time.monotonic()
-        found = httpx.post(f"{server.url}/embed", json={"inputs": "good"}, timeout=30)
-        assert found.status_code == 200
+        response = httpx.post(f"{server.url}/embed", json={"inputs": "good"}, timeout=30)
+        assert response.status_code == 200
         times.append(time.monotonic() - sent)
-        if time.monotonic() - told > 1:
-            told += 1
-            for each in [*slow[0::5], *slow[1::5]]:
+        if time.monotonic() - last_check > 1:
+            last_check += 1
+            for connection in [*slow[0::5], *slow[1::5]]:
                 with contextlib.suppress(OSError):
-                    each.send(b" ")
-    still = [each for number, each in enumerate(slow) if number % 5 < 4]
+                    connection.send(b" ")
+    still = [connection for number, connection in enumerate(slow) if number % 5 < 4]
     assert closed_within(still, 12.0) == 800
-    for each in slow:
-        each.close()
+    for connection in slow:
+        connection.close()
     assert sorted(times)[len(times) // 2] < 0.5
     assert "packhorse_in_flight 0.0" in httpx.get(f"{server.url}/metrics").text
     assert "Traceback" not in server.log() and "failed in the server" not in server.log()
@@ -418,10 +425,10 @@ def test_a_thousand_slow_clients(start) -> None:
 @pytest.mark.slow
 def test_the_default_model_and_a_port_that_is_taken(start, minilm) -> None:
     server = start("--model", "sentence-transformers/all-MiniLM-L6-v2").wait_until_ready()
-    found = httpx.post(f"{server.url}/embed", json={"inputs": "one"}, timeout=30)
-    assert len(found.json()[0]) == 384
-    other = start("--port", str(server.port))
-    assert other.popen.wait(20) == 2
-    assert "cannot listen" in other.log()
+    response = httpx.post(f"{server.url}/embed", json={"inputs": "one"}, timeout=30)
+    assert len(response.json()[0]) == 384
+    second = start("--port", str(server.port))
+    assert second.popen.wait(20) == 2
+    assert "cannot listen" in second.log()
     os.kill(server.popen.pid, signal.SIGINT)
     assert server.popen.wait(10) == 0

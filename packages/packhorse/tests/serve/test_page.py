@@ -1,8 +1,8 @@
 """The page, in a real browser: every panel, every width, no mouse, no network, a busy server.
 
-One browser and one server for all tests: the tiny model with every head, a ranker, and MiniLM where
-it is installed, on a real port. Whatever a test does, a message on the console that it did not
-announce and a request to anywhere else fail it.
+One browser and one server for all tests: the tiny model with every head, a ranker, and MiniLM if
+installed, on a real port. Any unexpected console message and any request to another host fail the
+test.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ PANELS = {
 }
 
 
-def absent(why: str) -> Any:
-    """Skip; under .ci/run fail, for there the browser must be."""
+def absent(reason: str) -> Any:
+    """Skip; fail under .ci/run, where a browser is required."""
     if os.environ.get("PACKHORSE_TEST_BROWSER") == "required":
-        pytest.fail(why)
-    pytest.skip(why)
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
@@ -71,41 +71,43 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class Site:
-    """A server on a port, and the doors to what runs behind it."""
+    """A server on a port, with its models and guard."""
 
     url: str
-    hosts: Any
+    models: Any
     guard: Any
     gate: threading.Event  # while it is not set, no batch of the tiny models runs
 
     def encoder(self, name: str = "tiny") -> Any:
-        return self.hosts.find(name).encoder
+        return self.models.find(name).encoder
 
 
 @pytest.fixture(scope="module")
 def opened(tiny, make_model) -> Iterator[Callable[..., Site]]:
-    """Opens sites: `opened(("tiny",), keys=("k",))`."""
+    """Open sites: `opened(("tiny",), keys=("k",))`."""
     ends: list[Callable[[], Any]] = []
 
-    def open(names: Sequence[str] = ("tiny",), **given: Any) -> Site:
+    def open(names: Sequence[str] = ("tiny",), **options: Any) -> Site:
         from packhorse.serve.app import create, guarded
-        from packhorse.serve.hosting import Hosts, host
+        from packhorse.serve.hosting import ServedModels, serve_model
         from packhorse.serve.settings import Settings
 
         gate = threading.Event()
         gate.set()
-        settings = Settings(batch_tokens=4 * 48, max_queue_inputs=40, **given)
+        settings = Settings(batch_tokens=4 * 48, max_queue_inputs=40, **options)
         encoders = {
             "tiny": lambda: tiny("tiny", lambda _: gate.wait(20)),
             "ranker": lambda: ranker(tiny("ranker"), make_model),
             "rows": lambda: replace(tiny("tiny"), kernel="mask"),
             "mini": lambda: packhorse.load(MINILM, device="cpu"),
         }
-        hosts = Hosts([host(encoders[each](), settings, each, publish=False) for each in names])
-        outer, guard = guarded(create(settings, hosts))
+        models = ServedModels(
+            [serve_model(encoders[name](), settings, name, publish=False) for name in names]
+        )
+        outer, guard = guarded(create(settings, models))
         url, end = at_port(outer)
-        ends.extend((gate.set, end, lambda: hosts.close(drain=False)))
-        return Site(url, hosts, guard, gate)
+        ends.extend((gate.set, end, lambda: models.close(drain=False)))
+        return Site(url, models, guard, gate)
 
     yield open
     for end in ends:
@@ -113,7 +115,7 @@ def opened(tiny, make_model) -> Iterator[Callable[..., Site]]:
 
 
 def ranker(encoder: Any, make_model: Any) -> Any:
-    """The same with a head of one label."""
+    """Return the encoder with a classification head of one label."""
     import torch
 
     from packhorse.model.heads import PooledLabels
@@ -126,7 +128,7 @@ def ranker(encoder: Any, make_model: Any) -> Any:
 
 
 def at_port(app: Any) -> tuple[str, Callable[[], None]]:
-    """Serve it in a thread: the address, and what ends it."""
+    """Serve in a thread; returns the URL and a function that ends it."""
     import uvicorn
 
     # Not uvloop: other tests of the process fork.
@@ -147,17 +149,17 @@ def at_port(app: Any) -> tuple[str, Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def site(opened) -> Site:
-    """Two tiny models, and MiniLM where it is installed."""
+    """Two tiny models, and MiniLM if installed."""
     return opened(("tiny", "ranker", *(["mini"] if MINILM else [])))
 
 
 @dataclass
 class Watched:
-    """What a page did besides what was asked of it."""
+    """Console messages of a page, and its requests to other hosts."""
 
     complaints: list[str] = field(default_factory=list)
     elsewhere: list[str] = field(default_factory=list)
-    expected: str = "^$"  # complaints that a test announces
+    expected: str = "^$"  # pattern of messages that a test expects
 
     def watch(self, page: Any, url: str) -> None:
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -174,27 +176,29 @@ class Watched:
 
     def check(self) -> None:
         assert self.elsewhere == []
-        assert [each for each in self.complaints if not re.search(self.expected, each)] == []
+        assert [
+            complaint for complaint in self.complaints if not re.search(self.expected, complaint)
+        ] == []
 
 
 @pytest.fixture
 def watched() -> Iterator[Watched]:
-    found = Watched()
-    yield found
-    found.check()
+    watcher = Watched()
+    yield watcher
+    watcher.check()
 
 
 @pytest.fixture
 def visit(browser, site, watched) -> Iterator[Callable[..., Any]]:
-    """Opens the page: `visit("#fill", color_scheme="dark", viewport=…)`."""
+    """Open the page: `visit("#fill", color_scheme="dark", viewport=…)`."""
     contexts = []
 
-    def open(where: str = "", url: str = "", **context: Any) -> Any:
+    def open(fragment: str = "", url: str = "", **context: Any) -> Any:
         contexts.append(browser.new_context(**context))
         page = contexts[-1].new_page()
         page.set_default_timeout(PATIENCE)
         watched.watch(page, url or site.url)
-        page.goto((url or site.url) + "/" + where)
+        page.goto((url or site.url) + "/" + fragment)
         page.locator("#version", has_text="Packhorse").wait_for()
         return page
 
@@ -209,10 +213,10 @@ def panel(page: Any, name: str) -> Any:
 
 
 def run(page: Any, name: str) -> Any:
-    """Click what the panel is there for, and wait for the answer."""
+    """Click the main button of a panel and wait for the answer."""
     place = panel(page, name)
     place.get_by_role("button", name=PANELS[name], exact=True).click()
-    place.locator(".told", has_text="Answered in").wait_for()
+    place.locator(".status", has_text="Answered in").wait_for()
     return place
 
 
@@ -271,7 +275,7 @@ def test_search_puts_the_best_first(visit, model) -> None:
     choose(place, model)
     place.locator("[name=query]").fill("a small cat")
     lines = [f"the horse carries {number} sacks" for number in range(40)] + ["kitten <i>"]
-    place.locator("textarea").fill("\n".join(lines))  # more than a request takes
+    place.locator("textarea").fill("\n".join(lines))  # more than one request allows
     run(page, "search")
     scores = [float(text) for text in place.locator(".score").all_inner_texts()]
     assert len(scores) == 41 and scores == sorted(scores, reverse=True)
@@ -308,9 +312,9 @@ def test_a_word_is_hidden_by_a_click(visit, site) -> None:
     titles = place.locator(".group h2").all_inner_texts()
     assert titles == ["Instead of “horse's”", "Instead of “good”"]
     encoder = site.encoder()
-    (found,) = encoder.fill(["The [MASK] load is [MASK], no?"])
+    (masks,) = encoder.fill(["The [MASK] load is [MASK], no?"])
     assert place.locator(".group").nth(1).locator(".name").all_inner_texts() == [
-        each.word for each in found[1]
+        candidate.word for candidate in masks[1]
     ]
 
 
@@ -321,10 +325,10 @@ def test_labels_of_lines_and_of_pairs(visit, site) -> None:
     texts = place.locator("textarea").input_value().splitlines()
     for pair in ("", "the mule is old"):
         place.locator("[name=pair]").fill(pair)
-        place.locator(".told").evaluate("it => it.textContent = ''")
+        place.locator(".status").evaluate("it => it.textContent = ''")
         run(page, "classify")
-        given = [(text, pair) for text in texts] if pair else texts
-        best = [each.label for each in encoder.classify(given)]
+        inputs = [(text, pair) for text in texts] if pair else texts
+        best = [row.label for row in encoder.classify(inputs)]
         groups = place.locator(".group")
         shown = [groups.nth(i).locator(".name").first.inner_text() for i in range(len(texts))]
         assert shown == best
@@ -340,7 +344,7 @@ def test_a_task_without_a_head_says_how_to_get_one(visit, opened) -> None:
     assert page.locator(".pick:visible").count() == 0, "one model needs no selector"
 
 
-# Manners
+# Behavior in the browser
 
 
 def test_only_its_own_script_and_its_own_server(visit, watched, site) -> None:
@@ -361,12 +365,12 @@ def test_only_its_own_script_and_its_own_server(visit, watched, site) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_theme_follows_the_system_until_it_is_chosen(visit, scheme) -> None:
     page = visit(color_scheme=scheme)
-    other = {"light": "dark", "dark": "light"}[scheme]
+    opposite = {"light": "dark", "dark": "light"}[scheme]
     assert brightness(page) == scheme
-    page.get_by_role("button", name=f"Use the {other} theme").click()
-    assert brightness(page) == other
+    page.get_by_role("button", name=f"Use the {opposite} theme").click()
+    assert brightness(page) == opposite
     page.reload()
-    assert brightness(page) == other
+    assert brightness(page) == opposite
 
 
 def brightness(page: Any) -> str:
@@ -426,14 +430,14 @@ def wait_for_newer(page: Any, batch: int) -> None:
 
 def test_the_engine_is_drawn_as_it_runs(visit, site) -> None:
     page = visit()
-    runner = site.hosts.find("tiny").runner
+    runner = site.models.find("tiny").runner
     runner.run([[6] * 5, [7] * 40, [8] * 20], "hidden")
     ran = runner.recent()[-1]
     row = page.locator(f'#packs li[title^="Batch {ran.number:,}:"]')
     row.wait_for()
-    told = row.get_attribute("title")
-    assert f"Batch {ran.number:,}: {ran.sequences} sequence" in told
-    assert "100 % full" in told
+    title = row.get_attribute("title")
+    assert f"Batch {ran.number:,}: {ran.sequences} sequence" in title
+    assert "100 % full" in title
     drawn = "".join(
         path.get_attribute("d") for path in row.locator("path:not(.pad)").element_handles()
     )
@@ -442,12 +446,12 @@ def test_the_engine_is_drawn_as_it_runs(visit, site) -> None:
     row.locator("svg").hover(position={"x": 1, "y": 5})
     assert "sequence 1 of" in page.locator("#engine-readout").inner_text()
     row.focus()
-    assert page.locator("#engine-readout").inner_text() == told
+    assert page.locator("#engine-readout").inner_text() == title
 
 
 def test_rows_of_a_batch_are_drawn_apart_with_what_is_empty(visit, opened) -> None:
     masked = opened(("rows",))
-    masked.hosts.default.runner.run([[6] * 40, [7] * 30, [8] * 20], "hidden")
+    masked.models.default.runner.run([[6] * 40, [7] * 30, [8] * 20], "hidden")
     page = visit(url=masked.url)
     row = page.locator("#packs li").first
     row.wait_for()
@@ -460,13 +464,15 @@ def test_rows_of_a_batch_are_drawn_apart_with_what_is_empty(visit, opened) -> No
 def test_the_engine_moves_under_load_and_stands_while_paused(visit, site) -> None:
     page = visit()
     page.locator("#packs li").first.wait_for()
-    before, runner, end = newest(page), site.hosts.find("tiny").runner, time.monotonic() + 30
+    before = newest(page)
+    runner = site.models.find("tiny").runner
+    end = time.monotonic() + 30
     loaded = threading.Event()
 
     def load() -> None:
         while not loaded.is_set() and time.monotonic() < end:
             runner.run([[6] * length for length in range(2, 40)], "hidden")
-            time.sleep(0.05)  # a whole core of it would starve the server, which is in this process
+            time.sleep(0.05)  # busy waiting would starve the server, which is in this process
 
     thread = threading.Thread(target=load)
     thread.start()
@@ -477,24 +483,24 @@ def test_the_engine_moves_under_load_and_stands_while_paused(visit, site) -> Non
         still = newest(page)
         page.wait_for_timeout(1300)
         assert newest(page) == still < runner.recent()[-1].number
-        page.get_by_role("button", name="Go on").click()
+        page.get_by_role("button", name="Resume").click()
         wait_for_newer(page, still)
     finally:
         loaded.set()
         thread.join()
 
 
-# Refusals
+# Errors
 
 
 def test_a_busy_server_says_how_long_to_wait(visit, watched, site) -> None:
     page = visit("#classify")
     watched.expected = "429"
-    runner = site.hosts.find("tiny").runner
+    runner = site.models.find("tiny").runner
     site.gate.clear()
     futures = [runner.submit([6] * 4, "hidden")]
     while runner.stats().waiting_requests:
-        time.sleep(0.01)  # until it runs, and will for long
+        time.sleep(0.01)  # until it runs
     try:
         with pytest.raises(Overloaded):
             for _ in range(1000):
@@ -541,32 +547,34 @@ def test_a_key_that_was_changed_is_asked_for_and_forgotten(visit, opened, watche
     closed.guard.keys = [sha256(b"sesame").digest()]
     place = panel(page, "similarity")
     place.get_by_role("button", name="Compare").click()
-    place.locator(".wrong", has_text="wants an API key").wait_for()
+    place.locator(".wrong", has_text="requires an API key").wait_for()
     page.get_by_label("API key").fill("sesame")
     page.get_by_role("button", name="Use it").click()
     page.locator("#key").wait_for(state="hidden")
     run(page, "similarity")
-    kept = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
-    assert "sesame" not in kept + page.content()
+    stored = page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+    assert "sesame" not in stored + page.content()
 
 
-# Without a browser; never by asyncio.run, for playwright's loop may run in this thread
+# Without a browser; not by asyncio.run, because playwright's loop may run in this thread
 
 
 def test_the_engine_is_told_as_it_is(opened) -> None:
     told_of = opened(("tiny", "ranker"))
-    runner = told_of.hosts.find("tiny").runner
+    runner = told_of.models.find("tiny").runner
     runner.run([[6] * 5, [7] * 40, [8] * 20], "hidden")
     runner.run([[6] * 30], "hidden")
     first, second = httpx.get(f"{told_of.url}/engine").json()["models"]
     assert (first["name"], second["name"]) == ("tiny", "ranker")
     assert (first["mask"], first["mode"], first["row_tokens"]) == ("[MASK]", "ragged", 4 * 48)
-    assert sum(length for each in first["batches"] for row in each["rows"] for length in row) == 95
+    assert (
+        sum(length for batch in first["batches"] for row in batch["rows"] for length in row) == 95
+    )
     assert first["tokens_per_second"] == pytest.approx(95 / 5)
     assert (first["fill"], first["alive"], first["waiting_inputs"]) == (1.0, True, 0)
     assert (second["batches"], second["tokens_per_second"], second["fill"]) == ([], 0.0, 0.0)
-    found = httpx.get(f"{told_of.url}/engine?batches=1").json()["models"]
-    (last,) = found[0]["batches"]
+    engines = httpx.get(f"{told_of.url}/engine?batches=1").json()["models"]
+    (last,) = engines[0]["batches"]
     assert (last["rows"], last["tokens"], last["fill"]) == ([[30]], 30, 1.0)
     assert 0 <= last["seconds_ago"] < 60 and last["ms"] > 0
     assert httpx.get(f"{told_of.url}/engine?batches=65").status_code == 422
@@ -580,9 +588,9 @@ def test_the_page_is_closed_like_every_route(opened) -> None:
 
 
 def test_the_page_is_whole(site) -> None:
-    found = httpx.get(site.url)
-    assert found.headers["content-type"] == "text/html; charset=utf-8"
-    allowed = found.headers["content-security-policy"]
+    response = httpx.get(site.url)
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    allowed = response.headers["content-security-policy"]
     assert "default-src 'none'" in allowed and "unsafe" not in allowed
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", found.text)
-    assert "innerHTML" not in found.text and found.text.rstrip().endswith("</html>")
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", response.text)
+    assert "innerHTML" not in response.text and response.text.rstrip().endswith("</html>")

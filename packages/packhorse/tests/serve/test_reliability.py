@@ -1,7 +1,7 @@
-"""Scenarios of docs/reliability.md that no other file shows, against the whole server.
+"""Scenarios of docs/reliability.md that no other file tests, against the whole server.
 
-What must hold is shown together with what it looks like when it does not: without the mask, with
-offsets in bytes, with a door to the network open, the same check fails.
+Each guarantee has a control in which it is broken and the same check fails: without the mask, with
+offsets in bytes, with an open network.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import pytest
 
 slow = pytest.mark.slow
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]
-POISON = 20  # its place in the vocabulary of conftest
+POISON = 20  # its id in the vocabulary of conftest
 JSON = {"content-type": "application/json"}
-# A body for every route that takes one, and what else a client could hide in it.
+# A body for every route that takes one, with fields a client could use for an attack.
 BODIES: dict[str, dict[str, Any]] = {
     "/embed": {"inputs": ["the cat", "a mat"]},
     "/embed_all": {"inputs": "the cat"},
@@ -50,31 +50,34 @@ def phrase(chance: random.Random, most: int = 40) -> str:
 
 
 async def embed(client: Any, inputs: list[str]) -> np.ndarray:
-    found = await client.post("/embed", json={"inputs": inputs})
-    assert found.status_code == 200, found.text
-    return np.array(found.json(), np.float32)
+    response = await client.post("/embed", json={"inputs": inputs})
+    assert response.status_code == 200, response.text
+    return np.array(response.json(), np.float32)
 
 
-# S1: what else is in the pack
+# S1: neighbors in the pack
 
 
 def apart(served: Any, packs: int) -> tuple[float, float]:
-    """How far an answer moves in other company: any company, and one token exchanged in it."""
-    chance, own = random.Random(0), "the cat saw one red hat"
+    """Return how much an answer changes with its neighbors, and with one token of a neighbor."""
+    chance = random.Random(0)
+    subject = "the cat saw one red hat"
 
     async def beside(client: Any, neighbour: str) -> np.ndarray | None:
-        """The answer in a pack of two; None where the two did not meet, and so not by its shape."""
-        found = await client.post("/embed", json={"inputs": [own, neighbour]})
-        met = ";neighbours=1;" in found.headers["x-packhorse-pack"]
-        return np.array(found.json()[0], np.float32) if met else None
+        """Return the answer in a pack of two; None if the two did not run in one pack."""
+        response = await client.post("/embed", json={"inputs": [subject, neighbour]})
+        met = ";neighbours=1;" in response.headers["x-packhorse-pack"]
+        return np.array(response.json()[0], np.float32) if met else None
 
     async def work(client: Any) -> tuple[float, float]:
-        alone, any_pack, one_token = (await embed(client, [own]))[0], 0.0, []
+        alone = (await embed(client, [subject]))[0]
+        any_pack = 0.0
+        one_token = []
         for _ in range(packs):
             others = [phrase(chance) for _ in range(chance.randint(1, 6))]
             place = chance.randint(0, len(others))
-            found = await embed(client, [*others[:place], own, *others[place:]])
-            any_pack = max(any_pack, float(np.abs(found[place] - alone).max()))
+            vectors = await embed(client, [*others[:place], subject, *others[place:]])
+            any_pack = max(any_pack, float(np.abs(vectors[place] - alone).max()))
             a, b = [await beside(client, f"a mat sat on {word}") for word in ("mule", "horse")]
             one_token += [] if a is None or b is None else [float(np.abs(a - b).max())]
         assert len(one_token) >= packs / 2
@@ -89,7 +92,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(serving, packs: int) -> Non
     any_pack, one_token = apart(served, packs)
     assert any_pack <= 1e-5
     assert one_token == 0.0  # to the last bit
-    assert served.hosts.default.runner.stats().sequences_a_batch > 1.5, "nothing was packed"
+    assert served.models.default.runner.stats().sequences_a_batch > 1.5, "nothing was packed"
 
 
 def test_without_the_mask_it_would(serving, tiny, make_model) -> None:
@@ -111,16 +114,16 @@ def test_without_the_mask_it_would(serving, tiny, make_model) -> None:
     assert one_token > 1e-4
 
 
-# S2: numbers that are none
+# S2: NaN
 
 
 @pytest.fixture
 def unsound(tiny) -> Iterator[None]:
-    """The word "poison" becomes NaN below the first layer, in the model that all tests share."""
+    """Make the word "poison" NaN below the first layer, in the model that all tests share."""
     import torch
 
-    def spoil(module: Any, given: Any, found: Any) -> Any:
-        return torch.where((given[0].ids == POISON)[:, None], torch.nan, found)
+    def spoil(module: Any, inputs: Any, output: Any) -> Any:
+        return torch.where((inputs[0].ids == POISON)[:, None], torch.nan, output)
 
     hook = tiny().backend.model.bert.embed.register_forward_hook(spoil)
     yield
@@ -136,27 +139,28 @@ def test_nan_is_424_and_stays_with_its_owner(served, unsound, path: str) -> None
         bodies = [good, bad, good, bad, good]
         return await asyncio.gather(*[client.post(path, json=body) for body in bodies])
 
-    found = served.run(work)
-    assert [each.status_code for each in found] == [200, 424, 200, 424, 200]
-    assert "not finite" in found[1].text
-    assert not any("null" in each.text or "NaN" in each.text for each in found[::2])
+    responses = served.run(work)
+    assert [response.status_code for response in responses] == [200, 424, 200, 424, 200]
+    assert "not finite" in responses[1].text
+    assert not any("null" in response.text or "NaN" in response.text for response in responses[::2])
     again = served.post(path, good)
     assert again.status_code == 200
     assert "null" not in again.text
 
 
-# S3: what raises
+# S3: exceptions
 
 
 class PanicException(BaseException):
-    """As native libraries raise it."""
+    """An exception as native libraries raise it."""
 
 
 class Refusing:
-    """A tokenizer's library that raises at one word."""
+    """A tokenizer library that raises at one word."""
 
     def __init__(self, library: Any, error: BaseException) -> None:
-        self.library, self.error = library, error
+        self.library = library
+        self.error = error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.library, name)
@@ -180,12 +184,13 @@ def test_what_raises_fails_alone(
         if (packed.ids == POISON).any():
             raise error
 
-    def read(sequences: Any, *given: Any) -> Any:
+    def read(sequences: Any, *arguments: Any) -> Any:
         if POISON in sequences[0].ids:
             raise error
-        return vector(sequences, *given)
+        return vector(sequences, *arguments)
 
-    encoder, vector = tiny(before=before if place == "forward" else None), tasks._vector
+    encoder = tiny(before=before if place == "forward" else None)
+    vector = tasks._vector
     if place == "tokenize":
         library = Refusing(encoder.tokenizer._library, error)
         encoder = replace(encoder, tokenizer=replace(encoder.tokenizer, _library=library))
@@ -195,15 +200,15 @@ def test_what_raises_fails_alone(
     inputs = ["the cat"] * 5 + ["poison"] + ["a mat"] * 5
 
     async def work(client: Any) -> list[int]:
-        asked = [client.post("/embed", json={"inputs": each}) for each in inputs]
-        return [each.status_code for each in await asyncio.gather(*asked)]
+        calls = [client.post("/embed", json={"inputs": text}) for text in inputs]
+        return [response.status_code for response in await asyncio.gather(*calls)]
 
     failed = 424 if place != "tokenize" else 500 if isinstance(error, MemoryError) else 422
-    assert served.run(work) == [failed if each == "poison" else 200 for each in inputs]
+    assert served.run(work) == [failed if text == "poison" else 200 for text in inputs]
     assert served.get("/health").status_code == 200
 
 
-# S4: whose answer it is
+# S4: answers go to the right client
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_what_raises_fails_alone(
     [(16, 6), pytest.param(64, 1000, marks=[slow, pytest.mark.timeout(1800)])],
 )
 def test_everyone_gets_his_own_answer(serving, tiny, clients: int, requests: int) -> None:
-    """A fifth of them leaves before it comes."""
+    """A fifth of the clients leaves before its answer is ready."""
     served = serving(max_queue_tokens=1 << 20, max_queue_inputs=1 << 16)
     texts = list(dict.fromkeys(phrase(random.Random(seed)) for seed in range(400)))[:100]
     expected = tiny().embed(texts)
@@ -221,17 +226,17 @@ def test_everyone_gets_his_own_answer(serving, tiny, clients: int, requests: int
 
     async def one(client: Any, chance: random.Random) -> None:
         number = chance.randrange(len(texts))
-        found = (await embed(client, [texts[number]]))[0]
-        assert np.abs(found - expected[number]).max() <= 1e-5
+        vector = (await embed(client, [texts[number]]))[0]
+        assert np.abs(vector - expected[number]).max() <= 1e-5
         right.append(number)
 
     async def client_of(client: Any, seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(requests):
             if chance.random() < 0.2:
-                asked = asyncio.ensure_future(one(client, chance))
+                task = asyncio.ensure_future(one(client, chance))
                 await asyncio.sleep(chance.random() * 0.003)
-                asked.cancel()
+                task.cancel()
                 continue
             await one(client, chance)
 
@@ -242,16 +247,17 @@ def test_everyone_gets_his_own_answer(serving, tiny, clients: int, requests: int
     assert len(right) >= 0.7 * clients * requests
 
 
-# S6: nobody starves
+# S6: no starvation
 
 
 def test_a_long_request_ends_under_a_stream_of_short_ones(serving) -> None:
-    """Its 32 texts of 46 tokens are eight batches; the stream keeps another full all the time."""
+    """Its 32 texts of 46 tokens are 8 batches; the stream always keeps another one full."""
     served = serving(before=lambda packed: time.sleep(0.002), max_queue_tokens=1 << 16)
-    runner = served.hosts.default.runner
+    runner = served.models.default.runner
 
     async def work(client: Any) -> tuple[int, int]:
-        over, shorts = asyncio.Event(), 0
+        over = asyncio.Event()
+        shorts = 0
 
         async def stream() -> None:
             nonlocal shorts
@@ -274,7 +280,7 @@ def test_a_long_request_ends_under_a_stream_of_short_ones(serving) -> None:
     assert shorts > 24, "there was no stream"
 
 
-# S12 and S13: who may call
+# S12 and S13: keys and origins
 
 
 def test_no_method_of_any_route_is_open(serving) -> None:
@@ -296,41 +302,41 @@ def test_no_method_of_any_route_is_open(serving) -> None:
         }
 
     assert len(paths) > 20
-    for (method, path), found in served.run(work).items():
-        assert (found == [401, 401]) is (path != "/health"), (method, path)
+    for (method, path), status in served.run(work).items():
+        assert (status == [401, 401]) is (path != "/health"), (method, path)
 
 
 def test_any_page_may_call_without_being_trusted(serving) -> None:
-    """`*` never goes with credentials; a preflight for other headers is refused."""
+    """`*` never allows credentials; a preflight for other headers is refused."""
     served = serving(cors_origin=("*",), keys=("right",))
-    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    asked["access-control-request-headers"] = "authorization,content-type"
-    found = served.ask("OPTIONS", "/embed", headers=asked)
-    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "*")
-    assert "access-control-allow-credentials" not in found.headers
-    other = asked | {"access-control-request-headers": "x-anything"}
-    assert served.ask("OPTIONS", "/embed", headers=other).status_code == 400
+    preflight = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    preflight["access-control-request-headers"] = "authorization,content-type"
+    response = served.ask("OPTIONS", "/embed", headers=preflight)
+    assert (response.status_code, response.headers["access-control-allow-origin"]) == (200, "*")
+    assert "access-control-allow-credentials" not in response.headers
+    with_header = preflight | {"access-control-request-headers": "x-anything"}
+    assert served.ask("OPTIONS", "/embed", headers=with_header).status_code == 400
     keyless = served.post("/embed", {"inputs": "cat"}, headers={"origin": "https://example.org"})
     assert keyless.status_code == 401
 
 
-# S14: no way out
+# S14: no outgoing connections
 
 
 @pytest.fixture(scope="module")
 def no_network() -> Iterator[Callable[[bool], None]]:
-    """Whoever looks up a name or connects, in this process, gets an error while it is shut."""
+    """Name lookups and connections of this process raise while the network is shut."""
     shut = False
 
-    def hook(event: str, given: Any) -> None:
+    def hook(event: str, arguments: Any) -> None:
         if shut and event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname"):
-            raise PermissionError(f"{event} {given!r:.80}")
+            raise PermissionError(f"{event} {arguments!r:.80}")
 
     def close(now: bool) -> None:
         nonlocal shut
         shut = now
 
-    sys.addaudithook(hook)  # for good: there is no way to take one away
+    sys.addaudithook(hook)  # cannot be removed again
     yield close
     close(False)
 
@@ -354,7 +360,7 @@ def test_no_request_makes_the_server_call_anyone(served, no_network) -> None:
         no_network(False)
 
 
-# S15: code points of the text that was sent
+# S15: offsets in code points
 
 ODD = {
     "4 bytes": "\U0001f40e the cat \U0001f40e\U0001f3fd sat on a mat \U0001f40e and saw one hat",
@@ -370,23 +376,25 @@ ODD = {
 
 
 def plain(text: str) -> str:
-    """As the tokenizer sees it: without accents, controls and case."""
-    kept = (c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c)[0] not in "MC")
-    return "".join(kept).lower()
+    """Return a text as the tokenizer sees it: without accents, controls and case."""
+    letters = (
+        c for c in unicodedata.normalize("NFD", text) if unicodedata.category(c)[0] not in "MC"
+    )
+    return "".join(letters).lower()
 
 
 def in_units(text: str, place: int, coding: str) -> int:
-    """Where a place lies when it is counted in units of a coding."""
+    """Convert an offset from code points to units of an encoding."""
     return len(text[:place].encode(coding)) // (2 if coding == "utf-16-le" else 1)
 
 
 def in_place(text: str, tokens: list[dict[str, Any]], at: Callable[[int], int]) -> bool:
-    """Is every known word of the answer where its offsets say?"""
-    found = [each for each in tokens if not each["special"] and each["text"] != "[UNK]"]
-    assert len(found) >= 3
+    """Return whether every known word of the answer is at its offsets."""
+    known = [token for token in tokens if not token["special"] and token["text"] != "[UNK]"]
+    assert len(known) >= 3
     return all(
-        plain(text[at(each["start"]) : at(each["stop"])]) == each["text"].removeprefix("##")
-        for each in found
+        plain(text[at(token["start"]) : at(token["stop"])]) == token["text"].removeprefix("##")
+        for token in known
     )
 
 
@@ -395,47 +403,50 @@ def test_offsets_are_code_points_of_the_original(served, name: str) -> None:
     text = ODD[name]
     (tokens,) = served.post("/tokenize", {"inputs": text}).json()
     assert in_place(text, tokens, lambda place: place)
-    asked = {"question": "who sat ?", "context": text, "top_k": 20}
-    (answers,) = served.post("/answer", asked).json()
-    edges = {each["start"] for each in tokens}, {each["stop"] for each in tokens}
+    body = {"question": "who sat ?", "context": text, "top_k": 20}
+    (answers,) = served.post("/answer", body).json()
+    edges = {token["start"] for token in tokens}, {token["stop"] for token in tokens}
     assert answers
-    for each in answers:
-        assert text[each["start"] : each["end"]] == each["text"]
-        assert each["start"] in edges[0] and each["end"] in edges[1]
+    for answer in answers:
+        assert text[answer["start"] : answer["end"]] == answer["text"]
+        assert answer["start"] in edges[0] and answer["end"] in edges[1]
     (names,) = served.post("/ner", {"inputs": text}).json()
-    assert all(text[each["start"] : each["end"]] == each["text"] for each in names)
+    assert all(text[name["start"] : name["end"]] == name["text"] for name in names)
     ((words,),) = served.post("/fill", {"inputs": f"{text} [MASK]", "top_k": 2}).json()
-    assert all(each["text"] == f"{text} {each['word']}" for each in words)
+    assert all(word["text"] == f"{text} {word['word']}" for word in words)
 
 
 @pytest.mark.parametrize("coding", ["utf-8", "utf-16-le"])
 def test_other_offsets_would_be_noticed(served, coding: str) -> None:
-    """The control: the same check with bytes, and with JavaScript's units."""
+    """The control: the same check with offsets in bytes and in UTF-16 units."""
     text = ODD["4 bytes"]
     (tokens,) = served.post("/tokenize", {"inputs": text}).json()
     assert not in_place(text, tokens, lambda place: in_units(text, place, coding))
 
 
 def test_two_ways_to_write_a_letter_are_one_text(served) -> None:
-    composed, decomposed = ODD["composed"], ODD["decomposed"]
+    composed = ODD["composed"]
+    decomposed = ODD["decomposed"]
     assert composed != decomposed
-    found = served.post("/embed", {"inputs": [composed, decomposed, "the cat"]}).json()
-    assert np.abs(np.subtract(found[0], found[1])).max() <= 1e-6
-    assert np.abs(np.subtract(found[0], found[2])).max() > 1e-3
+    vectors = served.post("/embed", {"inputs": [composed, decomposed, "the cat"]}).json()
+    assert np.abs(np.subtract(vectors[0], vectors[1])).max() <= 1e-6
+    assert np.abs(np.subtract(vectors[0], vectors[2])).max() > 1e-3
 
 
 # S18: threads, and two engines in one process
 
 
 def test_two_engines_and_many_threads(tiny, make_model) -> None:
-    """Each answers from its own weights, whoever asks."""
+    """Each engine answers with its own weights, in any thread."""
     import torch
 
     from packhorse import PackRunner
     from packhorse.runtime.backend import TorchBackend
 
-    other = make_model(torch.float32, width=32, heads=2, positions=48, std=0.3)
-    second = replace(tiny(), backend=TorchBackend(other, torch.device("cpu")), kernel="reference")
+    second_model = make_model(torch.float32, width=32, heads=2, positions=48, std=0.3)
+    second = replace(
+        tiny(), backend=TorchBackend(second_model, torch.device("cpu")), kernel="reference"
+    )
     texts = [phrase(random.Random(seed), 12) for seed in range(20)]
     encoders = [tiny(), second]
     expected = [encoder.embed(texts) for encoder in encoders]
@@ -446,9 +457,10 @@ def test_two_engines_and_many_threads(tiny, make_model) -> None:
     def ask(seed: int) -> None:
         chance = random.Random(seed)
         for _ in range(8):
-            which, number = chance.randrange(2), chance.randrange(len(texts))
-            found = runners[which].submit(texts[number]).result(60)
-            if np.abs(found - expected[which][number]).max() > 1e-5:
+            which = chance.randrange(2)
+            number = chance.randrange(len(texts))
+            vector = runners[which].submit(texts[number]).result(60)
+            if np.abs(vector - expected[which][number]).max() > 1e-5:
                 wrong.append((which, number))
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(32)]
@@ -463,7 +475,7 @@ def test_two_engines_and_many_threads(tiny, make_model) -> None:
     assert sum(runner.stats().answered for runner in runners) == 32 * 8
 
 
-# S19: figures
+# S19: metrics
 
 
 def figures(served: Any) -> dict[str, float]:
@@ -472,12 +484,12 @@ def figures(served: Any) -> dict[str, float]:
     return {name: float(value) for name, _, value in pairs}
 
 
-def total(found: dict[str, float], name: str) -> float:
-    return sum(value for key, value in found.items() if key.split("{")[0] == name)
+def total(samples: dict[str, float], name: str) -> float:
+    return sum(value for key, value in samples.items() if key.split("{")[0] == name)
 
 
 def junk(served: Any, seed: int, count: int) -> int:
-    """Requests of every sort; how many were refused."""
+    """Send requests of all kinds; returns how many were refused."""
     chance = random.Random(seed)
 
     def made_up() -> str:
@@ -488,8 +500,8 @@ def junk(served: Any, seed: int, count: int) -> int:
         method = chance.choice(["POST", "POST", "GET", "PUT", "HEAD", "BREW"])
         body = chance.choice([*BODIES.values(), {"inputs": [], "model": made_up()}, [made_up()]])
         content = chance.choice([json.dumps(body), "{", ""])
-        found = await client.request(method, path, content=content, headers=JSON)
-        return found.status_code
+        response = await client.request(method, path, content=content, headers=JSON)
+        return response.status_code
 
     async def work(client: Any) -> list[int]:
         return [await one(client) for _ in range(count)]
@@ -506,16 +518,16 @@ def test_every_request_is_counted_once_and_makes_no_new_figures(serving) -> None
     assert total(first, "packhorse_errors_total") == refused > 20
     refused += junk(served, 2, 120)
     second = figures(served)
-    assert total(second, "packhorse_requests_total") == 201  # and the page of figures itself
+    assert total(second, "packhorse_requests_total") == 201  # and /metrics itself
     assert total(second, "packhorse_errors_total") == refused
     routes = {key.split('route="')[1].split('"')[0] for key in second if 'route="' in key}
     templates = set(served.get("/openapi.json").json()["paths"])
-    assert {each.replace(":path}", "}") for each in routes} <= templates | {"other"}
+    assert {route.replace(":path}", "}") for route in routes} <= templates | {"other"}
     assert len(second) < 400
 
 
 def test_the_page_of_figures_costs_little(served) -> None:
-    """Whatever else runs: the time of the thread that writes it, not of the clock."""
+    """Measured as CPU time of the thread that writes it, whatever else runs."""
     page = served.app.metrics.page
     page()
     begun = time.thread_time()
@@ -524,7 +536,7 @@ def test_the_page_of_figures_costs_little(served) -> None:
     assert (time.thread_time() - begun) / 5 < 0.05
 
 
-# S21: who can reach it
+# S21: public addresses
 
 
 @pytest.mark.parametrize(("words", "warns"), [((), False), (("--host", "0.0.0.0"), True)])
@@ -533,7 +545,7 @@ def test_serving_everyone_is_said_aloud(monkeypatch, capsys, words: Any, warns: 
     from packhorse.serve import life
 
     reached: list[Any] = []
-    monkeypatch.setattr(life, "run", lambda settings, *given: reached.append(settings.host))
+    monkeypatch.setattr(life, "run", lambda settings, *arguments: reached.append(settings.host))
     assert main(["serve", "--insecure", *words]) == 0
     assert ("everyone who reaches 0.0.0.0" in capsys.readouterr().err) is warns
     assert reached == [("0.0.0.0" if warns else "127.0.0.1")]

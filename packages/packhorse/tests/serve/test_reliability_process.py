@@ -1,4 +1,4 @@
-"""Scenarios of docs/reliability.md that are about a process: no way out, a sudden end, hours."""
+"""Scenarios of docs/reliability.md about a process: no network, a sudden end, hours of load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
-# Whoever connects or looks up a name is noted and refused; that it works is tried at once.
+# Records and refuses all connections and name lookups, and checks at once that it does.
 SHUT = """
 import socket
 def hook(event, given):
@@ -34,12 +34,12 @@ except PermissionError:
 
 @pytest.fixture(scope="module")
 def shut(start) -> Any:
-    """A server that cannot reach anyone."""
+    """A server without network access."""
     return start("--receive-seconds", "1", before=SHUT).wait_until_ready()
 
 
 def test_a_server_that_can_call_nobody_serves(shut) -> None:
-    """From its start; what the requests could do is tested in test_reliability.py."""
+    """From startup on; what requests could do is tested in test_reliability.py."""
     address = "http://169.254.169.254/latest/meta-data"
     with httpx.Client(base_url=shut.url) as client:
         assert client.post("/embed", json={"inputs": ["w1 w2", address]}).status_code == 200
@@ -53,7 +53,7 @@ def test_a_server_that_can_call_nobody_serves(shut) -> None:
 
 
 def test_a_client_does_not_pay_for_time_that_the_server_did_not_get(shut) -> None:
-    """Its request lay there in time, and nobody looked: a machine that was asleep, or too busy."""
+    """Its request arrived in time, but the server was suspended or starved."""
     body = json.dumps({"inputs": "w1 w2"}).encode()
     headers = b"POST /embed HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", shut.port), timeout=10) as patient:
@@ -66,14 +66,14 @@ def test_a_client_does_not_pay_for_time_that_the_server_did_not_get(shut) -> Non
 
 
 def test_a_sudden_end_leaves_nothing_behind(shut) -> None:
-    """The last test of that process: no child that could live on, and the port is free."""
+    """The last test of that process: no child survives, and the port is free."""
     tasks = Path(f"/proc/{shut.popen.pid}/task")
     if not (tasks / str(shut.popen.pid) / "children").exists():
         pytest.skip("the kernel does not tell")
     assert not any((task / "children").read_text() for task in tasks.iterdir())
     with socket.create_connection(("127.0.0.1", shut.port)) as open_one:
         assert shut.end(signal.SIGKILL) == -signal.SIGKILL
-        # Where it was not taken from the queue yet, the kernel resets it.
+        # If it was not accepted yet, the kernel resets it.
         with contextlib.suppress(ConnectionResetError):
             assert open_one.recv(1) == b""
     again = socket.socket()
@@ -84,7 +84,7 @@ def test_a_sudden_end_leaves_nothing_behind(shut) -> None:
 
 
 def soaked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """The script's exit code and figures; PACKHORSE_SOAK_SECONDS makes it longer."""
+    """Run the script; returns its exit code and figures. PACKHORSE_SOAK_SECONDS: its length."""
     seconds = float(os.environ.get("PACKHORSE_SOAK_SECONDS", "60"))
     out = folder / "soak.json"
     command = [sys.executable, str(SOAK), "--seconds", str(seconds), "--out", str(out), *words]
@@ -107,8 +107,8 @@ def test_soak(tmp_path: Path) -> None:
 @pytest.mark.timeout(0)
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the kernel does not tell")
 def test_a_leak_of_a_kibibyte_a_request_is_noticed(tmp_path: Path, monkeypatch) -> None:
-    """The control."""
+    """The control: a leak is noticed."""
     monkeypatch.delenv("PACKHORSE_SOAK_SECONDS", raising=False)
     code, figures = soaked(tmp_path, "--leak", "1024")
     assert code == 1
-    assert any("bytes a request" in each for each in figures["wrong"])
+    assert any("bytes per request" in message for message in figures["wrong"])

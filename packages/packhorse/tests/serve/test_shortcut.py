@@ -1,4 +1,4 @@
-"""The short way to a route: it is taken where there is one, and nobody can tell by the answer."""
+"""The shortcut to handlers is taken by all routes that can, and gives the same answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/classify": {"inputs": ["the cat", ["a", "mat"]]},
     "/ner": {"inputs": "the cat sat"},
 }
-# What one of two readers of JSON could take for something else.
+# Bodies that two JSON parsers could read differently.
 ODD = {
     "nothing": b"",
     "blank": b" ",
@@ -62,29 +62,31 @@ ODD = {
 
 @pytest.fixture(scope="module")
 def long(serving) -> Any:
-    """A server without the short way."""
-    made = serving(names=("tiny", "ranker", "tagger"))
-    made.guard.app.user_middleware.clear()
-    return made
+    """A server without the shortcut."""
+    server = serving(names=("tiny", "ranker", "tagger"))
+    server.guard.app.user_middleware.clear()
+    return server
 
 
 def seen(answer: Any) -> tuple[Any, list[float]]:
-    """What a client sees, but for times and a number that is drawn; and the fractions in it.
+    """Return what a client sees, without times and random ids; and its floats separately.
 
-    Those depend on the batch, in their last digit, and so does the length of what is written.
+    The last digit of a float depends on the batch, and so does the length of the body.
     """
     headers = {name: value for name, value in answer.headers.items() if not TIMES.fullmatch(name)}
     fractions: list[float] = []
-    document = json.loads(answer.content, parse_float=lambda each: fractions.append(float(each)))
+    document = json.loads(
+        answer.content, parse_float=lambda number: fractions.append(float(number))
+    )
     if isinstance(document, dict):
         document.pop("id", None)
     return (answer.status_code, headers, document), fractions
 
 
 def status(served: Any, long: Any, path: str, content: bytes) -> int:
-    """The one that both ways lead to."""
+    """Return the status of a request; asserts that both ways give the same answer."""
     headers = {"content-type": "application/json"}
-    answers = [each.post(path, content=content, headers=headers) for each in (served, long)]
+    answers = [server.post(path, content=content, headers=headers) for server in (served, long)]
     (short, numbers), (whole, expected) = map(seen, answers)
     assert short == whole
     assert numbers == pytest.approx(expected, abs=1e-5)
@@ -93,27 +95,27 @@ def status(served: Any, long: Any, path: str, content: bytes) -> int:
 
 @pytest.mark.parametrize("path", GOOD)
 def test_answers_are_those_of_the_long_way(served, long, path: str) -> None:
-    found = status(served, long, path, json.dumps(GOOD[path]).encode())
-    assert found == (424 if path == "/embed_sparse" else 200)
+    actual = status(served, long, path, json.dumps(GOOD[path]).encode())
+    assert actual == (424 if path == "/embed_sparse" else 200)
 
 
-@pytest.mark.parametrize("path", ["/embed", "/classify"])  # one ignores what it does not know
+@pytest.mark.parametrize("path", ["/embed", "/classify"])  # lenient, strict
 @pytest.mark.parametrize("name", ODD)
 def test_odd_bodies_are_read_alike(served, long, name: str, path: str) -> None:
     assert status(served, long, path, ODD[name]) in (200, 400, 422)
 
 
 def test_the_short_way_is_taken(served, long) -> None:
-    """By every route that has one; else the tests above compare nothing."""
+    """By all routes that can; otherwise the tests above would compare nothing."""
     app = served.guard.app
     paths = app.openapi()["paths"]
-    short = {each for each in paths if "post" in paths[each] and "{" not in each}
+    short = {path for path in paths if "post" in paths[path] and "{" not in path}
     assert set(Shortcut(app, app.routes, app.exception_handlers).table) == short == set(GOOD)
-    for each, expected in ((served, True), (long, False)):
-        assert each.get("/health").status_code == 200
-        assert (Shortcut in layers(each.guard.app.middleware_stack)) is expected
+    for server, expected in ((served, True), (long, False)):
+        assert server.get("/health").status_code == 200
+        assert (Shortcut in layers(server.guard.app.middleware_stack)) is expected
 
 
 def layers(app: Any) -> list[type]:
-    """The kinds of an application and of what it is wrapped around."""
+    """Return the classes of an ASGI application and of those it wraps."""
     return [] if app is None else [type(app), *layers(getattr(app, "app", None))]

@@ -18,7 +18,7 @@ from packhorse.errors import MissingExtra
 from packhorse.serve.settings import KEY_VARIABLE, KINDS, Settings, resolve
 
 if TYPE_CHECKING:
-    from packhorse.serve.hosting import Hosts
+    from packhorse.serve.hosting import ServedModels
 
 FIELDS = [each for each in fields(Settings) if each.name in KINDS]
 GROUPS = list(dict.fromkeys(each.metadata["group"] for each in FIELDS))
@@ -88,18 +88,18 @@ def serve(
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")
     _check_extra()
-    from packhorse.serve.life import here, run
+    from packhorse.serve.life import local_app, run
 
-    def ready(host: str, port: int, hosts: "Hosts") -> None:
+    def ready(host: str, port: int, hosts: "ServedModels") -> None:
         models = [{"name": each.name, "tasks": list(each.tasks)} for each in hosts]
         emit({"host": host, "port": port, "pid": os.getpid(), "models": models}, json)
         sys.stdout.flush()  # whoever started it waits for this line
 
     if settings.engine == "ray":
-        from packhorse.serve.cluster import afar
+        from packhorse.serve.cluster import cluster_app
 
-        return run(settings, ready, afar)
-    run(settings, ready, here)
+        return run(settings, ready, cluster_app)
+    run(settings, ready, local_app)
 
 
 def _check_extra() -> None:

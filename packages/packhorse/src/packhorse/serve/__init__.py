@@ -1,6 +1,5 @@
-"""PackRunner behind HTTP, in the dialects people already speak.
+"""Models behind HTTP, in the APIs that clients already use.
 
-`serve` never batches and owns no queue of requests: it parses, asks a runner, and writes the answer
-down. Settings are read in `settings`, models are opened in `hosting`, `guard` stands before the
-app and `life` runs it.
+`app` describes the way of a request through these modules. `serve` never batches and has no queue:
+it parses requests, submits their texts to a `PackRunner`, and writes the answers.
 """

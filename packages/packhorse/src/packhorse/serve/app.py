@@ -1,11 +1,27 @@
-"""The application: routes, what happens to errors, and what the process says of its own health.
+"""The ASGI application: how it is put together, and which error becomes which HTTP status.
 
-This is the one place where a kind of error becomes an HTTP status. A request that no model can run
-is 424, as text-embeddings-inference says it; one that nobody can serve now is 429 with the seconds
-after which what waits will have run; a dead engine is 503.
+The way of a request, from its socket to its answer: `connections.BoundedConnection` reads the bytes
+of a connection and parses them within its limits; uvicorn turns each complete set of headers into
+an ASGI call. The outermost ASGI layer is CORS, if origins are allowed, because browsers ask for
+permission without sending a key. Next is `guard.Guard`: it checks Host, key and body headers,
+receives the whole body, and takes a place among the concurrent requests. Inside it is FastAPI with
+one middleware of ours, `shortcut.Shortcut`, which calls the handler of most POST requests directly
+after pydantic has read the body; other requests, and bodies that pydantic rejects, go on through
+FastAPI's own routing and validation. The handler, in a module of `dialects/` or in `page/`, finds
+the `hosting.ServedModel`, turns the body into texts and options, and awaits `calls.call`. That
+tokenizes the texts and submits each as a request of its own to the model's `PackRunner`, whose
+engine thread runs them in batches together with those of other clients. When all are answered, the
+handler writes the values as JSON in the shape of its dialect. On the way out the guard adds the
+headers `x-packhorse-*`, gives the place back, and reports the request to `metrics` and `logs`. An
+exception anywhere on the way becomes an error response by the handlers below; what the guard itself
+refuses never reaches them. If the client disconnects, `calls` cancels what has not run yet.
 
-`/health` says that the process lives and its engines run; `/ready` that a forward pass worked a
-moment ago, and runs one where the last was long ago.
+This module is the only place where an exception becomes an HTTP status. A request that the model
+cannot run is 424, as in text-embeddings-inference; one that finds the queue full is 429, with the
+seconds in which the queue will have run; a dead engine is 503.
+
+`/health` reports that the process and its engines run; `/ready` that a forward pass succeeded
+recently, and runs one if the last was long ago.
 """
 
 from __future__ import annotations
@@ -33,12 +49,19 @@ from packhorse.errors import (
     RunnerStopped,
 )
 from packhorse.serve import page
-from packhorse.serve.calls import reply
-from packhorse.serve.dialects import cohere, huggingface, openai, own, tei
-from packhorse.serve.failures import ClientGone, Empty, Failure, TooLarge, UnknownModel, blame
+from packhorse.serve.calls import json_response
+from packhorse.serve.dialects import cohere, huggingface, openai, packhorse_api, tei
+from packhorse.serve.failures import (
+    ClientGone,
+    Empty,
+    Failure,
+    TooLarge,
+    UnknownModel,
+    locate_error,
+)
 from packhorse.serve.guard import Guard
-from packhorse.serve.hosting import Hosts
-from packhorse.serve.metrics import CONTENT_TYPE, Metrics, Seen
+from packhorse.serve.hosting import ServedModels
+from packhorse.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from packhorse.serve.settings import Settings
 from packhorse.serve.shortcut import Shortcut
 
@@ -58,52 +81,59 @@ STATUS: dict[type[PackhorseError], int] = {
 }
 
 
-def create(settings: Settings, hosts: Hosts) -> FastAPI:
-    """The application over these models; whoever runs it closes them by its lifespan."""
-    app = shell(settings, hosts, Metrics(hosts))
-    for routes in (tei, openai, cohere, huggingface, own, page):
-        routes.add(app, hosts, settings)
+def create(settings: Settings, models: ServedModels) -> FastAPI:
+    """Return the application over these models; its lifespan closes them when it ends."""
+    app = create_base(settings, models, Metrics(models))
+    for routes in (tei, openai, cohere, huggingface, packhorse_api, page):
+        routes.add(app, models, settings)
     app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
     return app
 
 
-def shell(
+def create_base(
     settings: Settings,
-    hosts: Hosts,
+    models: ServedModels,
     metrics: Metrics,
     openapi_url: str | None = "/openapi.json",
 ) -> FastAPI:
-    """What every application of ours has: health, figures, and what becomes of errors."""
+    """Return an application with health, metrics and error handlers, but no routes to models."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(hosts.close)
+        await asyncio.to_thread(models.close)
 
     app = FastAPI(
         title="Packhorse",
         version=__version__,
         description="BERT without padding, behind HTTP.",
-        docs_url=None,  # its scripts come from another host
+        docs_url=None,  # FastAPI's documentation page loads scripts from other hosts
         redoc_url=None,
         openapi_url=openapi_url,
-        redirect_slashes=False,  # its Location would repeat the Host that was sent
+        redirect_slashes=False,  # the redirect's Location would repeat the Host that was sent
         lifespan=lifespan,
     )
-    app.state.settings, app.state.hosts, app.state.metrics = settings, hosts, metrics
-    _add_own_routes(app, settings, hosts, metrics)
-    _add_handlers(app)
+    app.state.settings = settings
+    app.state.models = models
+    app.state.metrics = metrics
+    _add_server_routes(app, settings, models, metrics)
+    app.add_exception_handler(PackhorseError, _handle_packhorse_error)
+    app.add_exception_handler(RequestValidationError, _handle_invalid)
+    app.add_exception_handler(HTTPException, _handle_http_exception)
+    app.add_exception_handler(Exception, _handle_unexpected)
     return app
 
 
 def guarded(app: FastAPI) -> tuple[Any, Guard]:
-    """What the world may call, and the guard in it."""
+    """Return the outermost ASGI application, to be served, and the guard within it."""
     settings: Settings = app.state.settings
-    guard = app.state.guard = Guard(app, settings, app.state.hosts, app.state.metrics)
+    guard = Guard(app, settings, app.state.models, app.state.metrics)
+    app.state.guard = guard
     if not settings.cors_origin:
         return guard, guard
-    # Outside the guard: a browser asks for permission without a key. No credentials: a key in a
-    # header is none in the sense of CORS, and cookies there are not.
+    # CORS is outside of the guard, because a browser's preflight request carries no key.
+    # Credentials are not allowed: in CORS that means cookies, which this server does not use, and
+    # not a key in a header.
     cors = CORSMiddleware(
         guard,
         allow_origins=settings.cors_origin,
@@ -114,79 +144,73 @@ def guarded(app: FastAPI) -> tuple[Any, Guard]:
     return cors, guard
 
 
-def _add_own_routes(app: FastAPI, settings: Settings, hosts: Hosts, metrics: Metrics) -> None:
+def _add_server_routes(
+    app: FastAPI, settings: Settings, models: ServedModels, metrics: Metrics
+) -> None:
     async def health() -> Response:
-        """Does the process live, and do its engines run?"""
+        """Whether the process and its engines are running."""
         guard: Guard | None = getattr(app.state, "guard", None)
         if guard is not None and guard.draining:
             raise RunnerStopped("the server is shutting down")
-        if not hosts.alive:
-            raise RunnerStopped("the engine is not running; the server has to be started again")
-        return reply({"status": "ok"})
+        if not models.alive:
+            raise RunnerStopped("an engine is not running; restart the server")
+        return json_response({"status": "ok"})
 
     async def ready() -> Response:
-        """Did a forward pass work just now?"""
+        """Whether a forward pass succeeded recently."""
         await health()
-        await hosts.ready(settings.ready_seconds)
-        return reply({"status": "ready", "models": [host.name for host in hosts]})
+        await models.check_ready(settings.ready_seconds)
+        return json_response({"status": "ready", "models": [model.name for model in models]})
 
     async def figures() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         return Response(await asyncio.to_thread(metrics.page), media_type=CONTENT_TYPE)
 
-    unhealthy: dict[int | str, dict[str, Any]] = {503: {"description": "It is not."}}
-    about: dict[str, Any] = {"tags": ["Server"], "response_class": Response}
-    app.get("/health", responses=unhealthy, **about)(health)
-    app.get("/ready", responses=unhealthy, **about)(ready)
-    app.get("/metrics", **about)(figures)
+    unavailable: dict[int | str, dict[str, Any]] = {503: {"description": "It is not."}}
+    options: dict[str, Any] = {"tags": ["Server"], "response_class": Response}
+    app.get("/health", responses=unavailable, **options)(health)
+    app.get("/ready", responses=unavailable, **options)(ready)
+    app.get("/metrics", **options)(figures)
 
 
-def _add_handlers(app: FastAPI) -> None:
-    for kind, handler in {
-        PackhorseError: _ours,
-        RequestValidationError: _invalid,
-        HTTPException: _framework,
-        Exception: _mistake,
-    }.items():
-        app.add_exception_handler(kind, handler)
-
-
-async def _ours(request: Request, error: Any) -> Response:
-    seen: Seen = request.scope["packhorse"]
+async def _handle_packhorse_error(request: Request, error: Any) -> Response:
+    """Answer with the status of the error's class, or of its nearest base class that has one."""
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     headers = {}
     if status == 429:
-        hosts: Hosts = request.app.state.hosts
-        headers["retry-after"] = str((seen.host or hosts.default).retry_after())
-    blamed = "model" if isinstance(error, UnknownModel) else None
-    return _failed(request, type(error).__name__, Failure(status, str(error), headers, blamed))
+        record: RequestRecord = request.scope["packhorse"]
+        models: ServedModels = request.app.state.models
+        headers["retry-after"] = str((record.model or models.default).retry_after())
+    field = "model" if isinstance(error, UnknownModel) else None
+    failure = Failure(status, str(error), headers, field)
+    return _error_response(request, type(error).__name__, failure)
 
 
-async def _invalid(request: Request, error: Any) -> Response:
-    """A body that is not JSON is 400, one that does not fit the schema 422; neither is repeated."""
+async def _handle_invalid(request: Request, error: Any) -> Response:
+    """Answer 400 to a body that is not JSON, 422 to one that does not fit the route's schema."""
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
-        return _failed(request, "NotJson", Failure(400, "the body is not JSON"))
-    place, message = blame(errors, error.body)
-    told = f"{'.'.join(place) or 'the body'}: {message}"
-    return _failed(request, "Invalid", Failure(422, told, field=(place or [None])[0]))
+        return _error_response(request, "NotJson", Failure(400, "the body is not valid JSON"))
+    path, message = locate_error(errors, error.body)
+    text = f"{'.'.join(path) or 'the body'}: {message}"
+    failure = Failure(422, text, field=path[0] if path else None)
+    return _error_response(request, "Invalid", failure)
 
 
-async def _framework(request: Request, error: Any) -> Response:
-    """No such route, or not by this method."""
-    message = {404: "there is no such route", 405: "not by this method"}
-    failure = Failure(
-        error.status_code, message.get(error.status_code, str(error.detail)), error.headers or {}
-    )
-    return _failed(request, str(error.status_code), failure)
+async def _handle_http_exception(request: Request, error: Any) -> Response:
+    """Answer to an unknown route or method."""
+    messages = {404: "there is no such route", 405: "the route does not allow this method"}
+    message = messages.get(error.status_code, str(error.detail))
+    failure = Failure(error.status_code, message, error.headers or {})
+    return _error_response(request, str(error.status_code), failure)
 
 
-async def _mistake(request: Request, error: Any) -> Response:
-    """Ours to fix, not the client's to read; the guard logs where it happened."""
-    return _failed(request, type(error).__name__, Failure(500, "the server made a mistake"))
+async def _handle_unexpected(request: Request, error: Any) -> Response:
+    """Answer 500 without details, which are for us and not for clients; the guard logs them."""
+    return _error_response(request, type(error).__name__, Failure(500, "internal server error"))
 
 
-def _failed(request: Request, kind: str, failure: Failure) -> Response:
+def _error_response(request: Request, kind: str, failure: Failure) -> Response:
     request.scope["packhorse"].error = kind
     body = failure.body(request.url.path)
     return Response(body, failure.status, dict(failure.headers), "application/json")

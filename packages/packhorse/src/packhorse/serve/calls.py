@@ -1,14 +1,15 @@
-"""What all dialects share: ask a model, wait for the answer, and stop when nobody waits any more.
+"""Run the inputs of one HTTP request through a model's runner; shared by all dialects.
 
-    outcome = await call(request, host, "embed", texts, prompt="query")
-    return reply({"data": outcome.values})
+    result = await call(request, model, "embed", texts, prompt="query")
+    return json_response({"data": result.values})
 
-Each input is a request of its own to the runner, so that the inputs of one client pack with those
-of everybody else. All of a request is let in or all of it refused, but it does not stand in the
-queue as one block: it has at most a batch of tokens or a quarter of its own there (`Flow`), and
-hands in the next when some are answered, from the engine's own thread and so before the next batch
-is closed. A short text that comes meanwhile finds a quarter of a long request before it and not the
-whole; the long one, overtaken three times at most, pays for that.
+Each input is a request of its own to the runner, so that the inputs of one client are packed with
+those of all others. A request is admitted as a whole or refused as a whole, but it does not enter
+the queue as one block: at most one batch of its tokens, or a quarter of them if that is more, are
+there at a time (`RequestStream`). The next inputs are submitted when earlier ones are answered, on
+the engine's own thread and so before the next batch is closed. A short text that arrives meanwhile
+finds a quarter of a long request ahead of it and not all of it; the long request pays for that by
+being overtaken at most three times.
 
 Short texts are tokenized on the event loop, where 20 tokens take less time than waking a thread.
 """
@@ -32,81 +33,86 @@ from packhorse.runtime.jobs import Given, Job, is_ids
 from packhorse.runtime.lines import Awaited
 from packhorse.runtime.runner import PackRunner
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
-from packhorse.serve.hosting import Hosted
-from packhorse.serve.metrics import Seen
+from packhorse.serve.hosting import ServedModel
+from packhorse.serve.metrics import RequestRecord
 from packhorse.serve.settings import Settings
 
-PLAIN = orjson.OPT_SERIALIZE_NUMPY
-INLINE_CHARACTERS = 2048  # that are tokenized on the event loop
-ROUNDS = 4  # in which a long request goes through the queue, at most
+# Longer requests are tokenized in a thread, so that they do not block the event loop for all.
+MAX_INLINE_CHARACTERS = 2048
+# A long request goes through the queue in this many parts. More parts would let short requests pass
+# it more often; fewer would make them wait longer.
+STREAM_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PackInfo:
-    """In what company a request ran; over several inputs the means, and the longest wait."""
+    """The batches that a request ran in: means over its inputs, and the longest times."""
 
-    fill: float  # somebody's tokens / all tokens of its batch
-    neighbours: float  # other sequences in the batch
+    fill: float  # tokens of inputs / all tokens of the batch
+    neighbors: float  # other sequences in the batch
     queue_ms: float
     compute_ms: float
 
     def header(self) -> str:
-        """For `x-packhorse-pack`."""
-        return f"fill={self.fill:.3f};neighbours={self.neighbours:.0f};queue_ms={self.queue_ms:.1f}"
+        """Return the value of the header `x-packhorse-pack`, whose field names clients know."""
+        return f"fill={self.fill:.3f};neighbours={self.neighbors:.0f};queue_ms={self.queue_ms:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a model said: an answer an input, in their order."""
+class CallResult:
+    """The answers of a model, one per input and in the order of the inputs."""
 
     values: list[Any]
-    tokens: list[int]  # that were run for each input, special ones and all windows
+    tokens: list[int]  # run per input, with special tokens and all windows
     pack: PackInfo
 
 
 async def call(
     request: Request,
-    host: Hosted,
+    model: ServedModel,
     task: str,
     texts: Sequence[Given],
     *,
     truncate: bool = True,
     **options: Any,
-) -> Outcome:
-    """Ask `task` of the model for each text; `options` are those of the encoder's method.
+) -> CallResult:
+    """Run `task` for each text; `options` are those of the encoder's method of that name.
 
-    Refused are: no input or an empty one (`Empty`), too many or too long ones (`TooLarge`; without
-    `truncate` also those with more tokens than the model takes), a task without a head
-    (`CheckpointError`), and anything while too much waits (`Overloaded`). When the client hangs up
-    all that did not run yet is cancelled (`ClientGone`).
+    Raises `Empty` for no input or an empty one, `TooLarge` for too many or too long inputs (without
+    `truncate` also for those with more tokens than the model takes), `CheckpointError` for a task
+    that the model has no head for, and `Overloaded` if the queue is too full. If the client
+    disconnects, all inputs that have not run yet are cancelled (`ClientGone`).
     """
-    seen: Seen = request.scope["packhorse"]
-    seen.host = host
-    host.check(task)
+    record: RequestRecord = request.scope["packhorse"]
+    record.model = model
+    model.check_task(task)
     characters = check_inputs(request.app.state.settings, texts, options)
-    if task != "answer":  # which reads all of a text
-        options.setdefault("long", "truncate")  # in silence: no one here reads a warning
-    prepare = partial(host.runner.prepare, texts, task, **options)
-    jobs = prepare() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(prepare)
-    _check_tokens(jobs, host, truncate)
-    futures = await _answers(host.runner, jobs, request.receive)
-    outcome = Outcome(
-        [future.result() for future in futures], [job.tokens for job in jobs], _company(futures)
-    )
-    _note(seen, outcome, len(options.get("documents", texts)))
-    return outcome
+    if task != "answer":  # which reads long texts in windows
+        # Otherwise the encoder would also warn, and no client would see that.
+        options.setdefault("long", "truncate")
+    prepare = partial(model.runner.prepare, texts, task, **options)
+    if characters <= MAX_INLINE_CHARACTERS:
+        jobs = prepare()
+    else:
+        jobs = await asyncio.to_thread(prepare)
+    _check_tokens(jobs, model, truncate)
+    futures = await _run(model.runner, jobs, request.receive)
+    values = [future.result() for future in futures]
+    result = CallResult(values, [job.tokens for job in jobs], _pack_info(futures))
+    _update(record, result, len(options.get("documents", texts)))
+    return result
 
 
-def reply(document: Any, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON response, written at once; numpy arrays and dataclasses may stand anywhere in it."""
-    written = orjson.dumps(document, option=PLAIN)
-    return Response(written, headers=headers, media_type="application/json")
+def json_response(document: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response; the document may contain numpy arrays and dataclasses anywhere."""
+    content = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def check_inputs(
     settings: Settings, texts: Sequence[Given], options: Mapping[str, Any] | None = None
 ) -> int:
-    """Refuse too many inputs, too long ones and empty ones; the number of characters otherwise."""
+    """Return the number of characters; raise `Empty` or `TooLarge` for inputs beyond the limits."""
     inputs = (options or {}).get("documents", texts)
     if not texts or not inputs:
         raise Empty("the request has no input")
@@ -115,7 +121,8 @@ def check_inputs(
             f"the request has {len(inputs)} inputs; at most {settings.max_batch_inputs} are allowed"
         )
     sizes = [_characters(text) for text in texts]
-    sizes += [] if inputs is texts else [_characters(text) for text in inputs]
+    if inputs is not texts:
+        sizes += [_characters(text) for text in inputs]
     for number, size in enumerate(sizes):
         if size > settings.max_input_characters:
             raise TooLarge(
@@ -126,7 +133,7 @@ def check_inputs(
 
 
 def _characters(text: Given) -> int:
-    """Of a text, or of a pair together; token ids have none and cost nothing to tokenize."""
+    """Count the characters of a text or pair; token ids have none and need no tokenization."""
     if isinstance(text, str):
         if not text:
             raise Empty("an input is empty; there is nothing to encode")
@@ -134,139 +141,155 @@ def _characters(text: Given) -> int:
     return 0 if is_ids(text) else sum(len(part) for part in cast("tuple[str, str]", text))
 
 
-def _check_tokens(jobs: Sequence[Job], host: Hosted, truncate: bool) -> None:
-    if len(jobs) > (most := host.runner.max_waiting_requests):
-        raise TooLarge(f"the request has {len(jobs)} inputs; at most {most} may wait")
-    most = host.runner.max_waiting_tokens
+def _check_tokens(jobs: Sequence[Job], model: ServedModel, truncate: bool) -> None:
+    """Refuse what would not fit even into an empty queue, and truncation that nobody asked for."""
+    max_inputs = model.runner.max_waiting_requests
+    max_tokens = model.runner.max_waiting_tokens
+    if len(jobs) > max_inputs:
+        raise TooLarge(f"the request has {len(jobs)} inputs; the queue holds at most {max_inputs}")
     for number, job in enumerate(jobs):
-        if job.tokens > most:
-            raise TooLarge(f"input {number} takes {job.tokens} tokens; at most {most} may wait")
+        if job.tokens > max_tokens:
+            raise TooLarge(
+                f"input {number} has {job.tokens} tokens; the queue holds at most {max_tokens}"
+            )
         if not truncate and any(sequence.truncated for sequence in job.sequences):
             raise TooLarge(
-                f"input {number} has more tokens than the {host.encoder.max_length} that "
-                f"{host.name} takes; shorten it or set truncate"
+                f"input {number} has more tokens than the {model.encoder.max_length} that "
+                f"{model.name} takes; shorten it or set truncate"
             )
 
 
-async def _answers(
+async def _run(
     runner: PackRunner, jobs: Sequence[Job], receive: Callable[[], Awaitable[Any]]
 ) -> list[Awaited]:
+    """Run all jobs; cancel them if the client disconnects."""
     loop = asyncio.get_running_loop()
-    flow = Flow(runner, jobs, loop)
-    watch: asyncio.Task[None] | None = None
+    stream = RequestStream(runner, jobs, loop)
+    watcher: asyncio.Task[None] | None = None
     try:
-        flow.start()
-        watch = loop.create_task(_watch(receive, flow.done))
-        await flow.done
-        return flow.futures
+        stream.start()
+        watcher = loop.create_task(_watch_client(receive, stream.finished))
+        await stream.finished
+        return stream.futures
     finally:
-        if watch is not None:
-            watch.cancel()
-        flow.stop()
+        if watcher is not None:
+            watcher.cancel()
+        stream.stop()
 
 
-async def _watch(receive: Callable[[], Awaitable[Any]], done: asyncio.Future[None]) -> None:
-    """Wait for the client to leave. The body has been read: nothing else is left to come."""
+async def _watch_client(
+    receive: Callable[[], Awaitable[Any]], finished: asyncio.Future[None]
+) -> None:
+    """Wait until the client disconnects. The body was read before, so nothing else can arrive."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    if not done.done():
-        done.set_exception(ClientGone("the client left before its answer was ready"))
+    if not finished.done():
+        finished.set_exception(ClientGone("the client left before its answer was ready"))
 
 
-class Flow:
-    """The jobs of one request on their way through the runner, a few at a time.
+class RequestStream:
+    """The jobs of one HTTP request on their way through the runner, a few at a time.
 
-    Answers come on the engine's thread, which also hands in what is next; the lock is for the first
-    few, which the event loop hands in, and for a request that ends early.
+    Answers arrive on the engine's thread, which also submits the next jobs. The lock is needed
+    because the event loop submits the first ones, and because a request can be stopped early from
+    the event loop. It is reentrant: a job that the runner answers at once calls `_on_answer` on the
+    thread that is submitting it and holds the lock.
     """
 
     def __init__(
         self, runner: PackRunner, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop
     ) -> None:
-        self.runner, self.loop = runner, loop
-        self.window = max(runner.shape.tokens, -(-sum(job.tokens for job in jobs) // ROUNDS))
-        self.behind = deque(jobs)
-        self.left = len(jobs)  # not answered
+        self.runner = runner
+        self.loop = loop
+        # Tokens that may be in the runner at once: a part of the request, but at least one batch,
+        # because a request that fits into one batch gains nothing from being split.
+        part = -(-sum(job.tokens for job in jobs) // STREAM_PARTS)
+        self.window = max(runner.shape.tokens, part)
+        self.waiting = deque(jobs)  # not submitted yet
+        self.unanswered = len(jobs)
         self.tokens = 0  # in the runner
         self.futures: list[Awaited] = []  # in the order of the jobs
-        self.done: asyncio.Future[None] = loop.create_future()
-        self.promised = self.ended = False
+        self.finished: asyncio.Future[None] = loop.create_future()
+        self.reserved = False
+        self.ended = False
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Hand in the first; raises `Overloaded` where there is no room for all."""
-        self.runner.promise(self.behind)
-        self.promised = True
+        """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
+        self.runner.promise(self.waiting)
+        self.reserved = True
         with self._lock:
-            self._hand_in()
+            self._submit()
 
     def stop(self) -> None:
-        """Nobody waits any more: what did not run yet leaves."""
+        """Cancel what has not run yet and give its room in the queue back."""
         with self._lock:
             self.ended = True
-            if self.promised:
-                self.runner.release(self.behind)
+            if self.reserved:
+                self.runner.release(self.waiting)
         for future in self.futures:
             future.cancel()
 
-    def _hand_in(self) -> None:
-        while self.behind and not self.ended:
-            job = self.behind[0]
+    def _submit(self) -> None:
+        """Submit jobs until the window is full; the lock is held."""
+        while self.waiting and not self.ended:
+            job = self.waiting[0]
             if self.tokens and self.tokens + job.tokens > self.window:
                 return
             future = self.runner.admit(job)
-            self.behind.popleft()
+            self.waiting.popleft()
             self.futures.append(future)
             self.tokens += job.tokens
-            future.add_done_callback(partial(self._answered, job.tokens))
+            future.add_done_callback(partial(self._on_answer, job.tokens))
 
-    def _next(self) -> None:
+    def _submit_next(self) -> None:
         try:
             with self._lock:
-                self._hand_in()
+                self._submit()
         except Exception as error:
-            self._end(error)
+            self._finish(error)
 
-    def _answered(self, tokens: int, future: Future[Any]) -> None:
+    def _on_answer(self, tokens: int, future: Future[Any]) -> None:
         with self._lock:
             if self.ended:
                 return
             self.tokens -= tokens
-            self.left -= 1
-            failed = None if future.cancelled() else future.exception()
-            if failed is None and self.left:
-                return self._next()
+            self.unanswered -= 1
+            error = None if future.cancelled() else future.exception()
+            if error is None and self.unanswered:
+                return self._submit_next()
             self.ended = True
-        self._end(failed)
+        self._finish(error)
 
-    def _end(self, error: BaseException | None) -> None:
-        self.loop.call_soon_threadsafe(_settle, self.done, error)
+    def _finish(self, error: BaseException | None) -> None:
+        # Futures of asyncio may only be set on the event loop's own thread.
+        self.loop.call_soon_threadsafe(_set_finished, self.finished, error)
 
 
-def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
-    if done.done():
+def _set_finished(finished: asyncio.Future[None], error: BaseException | None) -> None:
+    if finished.done():  # the client left meanwhile
         return
     if error is None:
-        done.set_result(None)
+        finished.set_result(None)
     else:
-        done.set_exception(error)
+        finished.set_exception(error)
 
 
-def _company(futures: Sequence[Awaited]) -> PackInfo:
-    ran = [future.ran for future in futures if future.ran is not None]
-    count = max(1, len(ran))
+def _pack_info(futures: Sequence[Awaited]) -> PackInfo:
+    batches = [future.ran for future in futures if future.ran is not None]
+    count = max(1, len(batches))
     return PackInfo(
-        fill=sum(each.fill for each in ran) / count,
-        neighbours=sum(each.sequences - 1 for each in ran) / count,
+        fill=sum(batch.fill for batch in batches) / count,
+        neighbors=sum(batch.sequences - 1 for batch in batches) / count,
         queue_ms=1e3 * max((future.waited for future in futures), default=0.0),
-        compute_ms=1e3 * max((each.seconds for each in ran), default=0.0),
+        compute_ms=1e3 * max((batch.seconds for batch in batches), default=0.0),
     )
 
 
-def _note(seen: Seen, outcome: Outcome, inputs: int) -> None:
-    """For the response's header, the figures and the log; a request may call more than once."""
-    seen.pack = outcome.pack.header()
-    seen.inputs += inputs
-    seen.tokens += sum(outcome.tokens)
-    seen.queue_seconds = max(seen.queue_seconds, outcome.pack.queue_ms / 1e3)
-    seen.compute_seconds = max(seen.compute_seconds, outcome.pack.compute_ms / 1e3)
+def _update(record: RequestRecord, result: CallResult, inputs: int) -> None:
+    """Add a result to the request's record; one HTTP request may make several calls."""
+    record.pack = result.pack.header()
+    record.inputs += inputs
+    record.tokens += sum(result.tokens)
+    record.queue_seconds = max(record.queue_seconds, result.pack.queue_ms / 1e3)
+    record.compute_seconds = max(record.compute_seconds, result.pack.compute_ms / 1e3)

@@ -1,16 +1,15 @@
-"""The server of many machines: this process is the door, its models run in replicas of Ray Serve.
+"""A server over many machines: this process takes requests, Ray Serve runs replicas of the models.
 
-    with afar(settings) as (app, hosts): ...
+    with cluster_app(settings) as (app, models): ...
 
-Ray Serve starts the replicas, replaces those that die, starts more under load and ends them when
-there is little to do; it finds the least busy for each request. Its own HTTP proxy stays off:
-it answers 500 when a replica dies under a request, and knows neither our keys nor our limits. The
-door is `ingress`, behind the guard that every server of ours has, on the node where the command was
-given.
+Ray Serve starts the replicas, replaces those that die, adds and removes some with the load, and
+finds the least busy one for each request. Its own HTTP proxy stays off: it answers 500 when a
+replica dies under a request, and has neither our keys nor our limits. `ingress` takes its place,
+behind the same guard as every server of ours, on the node where the command was started.
 
-A replica is the whole application over its own models, one process with its share of the CPUs, or
-one GPU. Where its engine dies it ends itself, so that whoever waits there is asked again elsewhere:
-only a new process gets a new device.
+A replica is the whole application over its own models: one process with its share of the CPUs, or
+one GPU. If its engine dies it exits, so that its requests are sent to another replica: only a new
+process gets a new device context.
 """
 
 from __future__ import annotations
@@ -35,114 +34,130 @@ from packhorse.data.corpus.cluster import connected
 from packhorse.errors import InputError, MissingExtra, RunnerStopped
 from packhorse.serve import hosting, ingress, logs
 from packhorse.serve.app import create
-from packhorse.serve.hosting import Hosts
-from packhorse.serve.ingress import Card, Fleet, Question, ReplicaAway, ReplicaDied, Reply
-from packhorse.serve.metrics import Figures, figures
+from packhorse.serve.hosting import ServedModels
+from packhorse.serve.ingress import (
+    ForwardedRequest,
+    ForwardedResponse,
+    ModelCard,
+    ReplicaAway,
+    ReplicaDied,
+    ReplicaPool,
+)
+from packhorse.serve.metrics import RunnerFigures, runner_figures
 from packhorse.serve.settings import Settings
 
-BUSY = 32  # requests in flight a replica, beyond which another is started
-GROW_SECONDS, SHRINK_SECONDS = 5.0, 120.0  # it stays so before the number changes
-HEALTH_SECONDS = 2.0  # between two questions whether a replica lives
-LOOK_SECONDS = 1.0  # between two looks at the replicas' figures
-TELL_SECONDS = 30.0  # between two lines that say what is waited for
-EXIT_DEAD = 70  # of a replica whose engine died
+TARGET_REQUESTS = 32  # in flight per replica; with more, another replica is started
+# How long the load must stay high or low before the number of replicas changes. Replicas are
+# removed late, because one that is needed again has to load its models first.
+GROW_SECONDS = 5.0
+SHRINK_SECONDS = 120.0
+HEALTH_SECONDS = 2.0  # between Ray's health checks of a replica
+FIGURES_SECONDS = 1.0  # between two readings of the replicas' figures
+PROGRESS_SECONDS = 30.0  # between two log lines while replicas start
+EXIT_ENGINE_DIED = 70
 DEPLOYMENT = "models"
-FAILED, RUNNING = ("DEPLOY_FAILED", "UNHEALTHY"), "RUNNING"
+# Ray Serve's names for the states of an application:
+FAILED = ("DEPLOY_FAILED", "UNHEALTHY")
+RUNNING = "RUNNING"
 
 
 class Replica:
-    """The application over its models, in a process of Ray's."""
+    """The application over its models, in a process of Ray Serve that calls these methods."""
 
     def __init__(self, settings: Settings) -> None:
         from ray import serve
 
-        _keep_to_the_node()
+        _restrict_grpc_port()
         logs.set_up(settings)
         self.name = serve.get_replica_context().replica_id.unique_id
-        self.hosts = hosting.open(settings)
-        self.app = create(settings, self.hosts)
+        self.models = hosting.open_models(settings)
+        self.app = create(settings, self.models)
 
-    async def ask(self, question: Question) -> Reply:
+    async def answer(self, request: ForwardedRequest) -> ForwardedResponse:
         """Answer one request."""
-        reply = await ingress.answer(self.app, question)
-        if not self.hosts.alive:
-            os._exit(EXIT_DEAD)
-        return reply
+        response = await ingress.run_forwarded(self.app, request)
+        if not self.models.alive:
+            os._exit(EXIT_ENGINE_DIED)
+        return response
 
-    async def ask_first(self, question: Question) -> tuple[str, Reply]:
-        """Answer what all replicas are asked; with the name, by which one is chosen."""
-        return self.name, await self.ask(question)
+    async def answer_named(self, request: ForwardedRequest) -> tuple[str, ForwardedResponse]:
+        """Answer a request that all replicas got; the caller chooses a response by the name."""
+        return self.name, await self.answer(request)
 
-    def cards(self) -> list[Card]:
-        """The models it has."""
-        return [ingress.card(host) for host in self.hosts]
+    def cards(self) -> list[ModelCard]:
+        """Describe the models."""
+        return [ingress.model_card(model) for model in self.models]
 
-    def figures(self) -> list[Figures]:
-        """How their runners do."""
-        return [figures(host, replica=self.name) for host in self.hosts]
+    def figures(self) -> list[RunnerFigures]:
+        """Return the figures of all runners."""
+        return [runner_figures(model, replica=self.name) for model in self.models]
 
     def check_health(self) -> None:
-        """Ray asks, and replaces the replica that raises."""
-        if not self.hosts.alive:
+        """Raise if an engine died; Ray Serve calls this and replaces a replica that raises."""
+        if not self.models.alive:
             raise RunnerStopped("an engine died")
 
 
-def _keep_to_the_node() -> None:
-    """Bind the port that Ray Serve opens for a replica to its node's address alone.
+def _restrict_grpc_port() -> None:
+    """Bind the gRPC port that Ray Serve opens for a replica to its node's own address.
 
-    It is meant for calls between deployments, which unpickle what they are sent, and would listen
-    on all networks of the machine, also where the rest of Ray keeps to the loopback. Ray has no
-    setting for it; where a later one has no such function, no replica starts.
+    The port is for calls between deployments, which unpickle what they receive. It would listen on
+    all networks of the machine, even if the rest of Ray uses only the loopback. Ray has no setting
+    for it, so its function is replaced; if a later Ray has no such function, no replica starts.
     """
     import ray
 
     replica: Any = import_module("ray.serve._private.replica")
-    add, host = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
-    place = f"[{host}]:0" if ":" in host else f"{host}:0"
-    replica.add_port_to_grpc_server = lambda server, _: add(server, place)
+    add_port = replica.add_port_to_grpc_server
+    host = ray.util.get_node_ip_address()
+    address = f"[{host}]:0" if ":" in host else f"{host}:0"
+    replica.add_port_to_grpc_server = lambda server, _: add_port(server, address)
 
 
 @contextmanager
-def afar(settings: Settings) -> Iterator[tuple[FastAPI, Hosts]]:
-    """The door and its replicas; these end when this ends."""
+def cluster_app(settings: Settings) -> Iterator[tuple[FastAPI, ServedModels]]:
+    """Start the replicas and return an application that forwards to them; end them afterwards."""
     with connected(settings.ray_address or None) as ray, _deployed(ray, settings) as handle:
-        asked = Asked(handle)
-        fleet = Fleet(asked.ask, asked.ask_first)
-        models = ingress.hosts(handle.cards.remote().result(), fleet)
-        with _looking(handle, fleet):
-            yield ingress.create(settings, models, fleet), models
+        client = ReplicaClient(handle)
+        pool = ReplicaPool(client.to_any, client.to_first)
+        models = ingress.remote_models(handle.cards.remote().result(), pool)
+        with _polling_figures(handle, pool):
+            yield ingress.create(settings, models, pool), models
 
 
-class Asked:
-    """Replicas behind a handle of Ray Serve, whose errors become the two that count here."""
+class ReplicaClient:
+    """Sends requests to replicas by a Ray Serve handle; raises `ReplicaDied` and `ReplicaAway`."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
-    async def ask(self, question: Question) -> Reply:
-        """The least busy."""
-        with _understood():
-            response = self.handle.ask.remote(question)
+    async def to_any(self, request: ForwardedRequest) -> ForwardedResponse:
+        """Send a request to the least busy replica."""
+        with _translated_errors():
+            response = self.handle.answer.remote(request)
             try:
                 return await response
             except asyncio.CancelledError:
-                response.cancel()  # where it still runs: nobody waits for it any more
+                response.cancel()  # cancels it in the replica too
                 raise
 
-    async def ask_first(self, question: Question) -> Reply:
-        """All of them, to hear the first by name."""
-        with _understood():
-            response = self.handle.broadcast("ask_first", question)
-            replies = await response.results_async(return_exceptions=True)
-        told = [each for each in replies if not isinstance(each, BaseException)]
-        if not told:
+    async def to_first(self, request: ForwardedRequest) -> ForwardedResponse:
+        """Send a request to all replicas and return the response of the first by name.
+
+        Ray Serve cannot send a request to a chosen replica.
+        """
+        with _translated_errors():
+            broadcast = self.handle.broadcast("answer_named", request)
+            results = await broadcast.results_async(return_exceptions=True)
+        responses = [result for result in results if not isinstance(result, BaseException)]
+        if not responses:
             raise ReplicaAway("no replica answered")
-        return min(told, key=lambda each: each[0])[1]
+        return min(responses, key=lambda named: named[0])[1]
 
 
 @contextmanager
-def _understood() -> Iterator[None]:
-    """What Ray raises for a replica that is gone; a mistake within one stays what it is."""
+def _translated_errors() -> Iterator[None]:
+    """Translate Ray's errors for a lost replica; errors of the application stay as they are."""
     from ray import exceptions
     from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
@@ -160,39 +175,42 @@ def _understood() -> Iterator[None]:
         exceptions.RayActorError,
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,
-        exceptions.ObjectLostError,  # the answer, with the node it lay on
+        exceptions.ObjectLostError,  # the response was on a node that died
         exceptions.OutOfMemoryError,
-        exceptions.TaskCancelledError,  # not by us: then nobody would hear of it
+        exceptions.TaskCancelledError,  # by Ray; if we cancel, nobody waits for the result
     ) as error:
         raise ReplicaDied(str(error)) from error
 
 
 @contextmanager
-def _looking(handle: Any, fleet: Fleet) -> Iterator[None]:
-    """Keep the fleet's figures fresh, from a thread: who asks for them must not wait."""
-    over = threading.Event()
+def _polling_figures(handle: Any, pool: ReplicaPool) -> Iterator[None]:
+    """Keep the pool's figures fresh in a thread, so that requests for them need not wait."""
+    stopped = threading.Event()
 
-    def look() -> None:
-        while not over.is_set():
-            fleet.figures = _figures(handle)
-            over.wait(LOOK_SECONDS)
+    def poll() -> None:
+        while not stopped.is_set():
+            pool.figures = _read_figures(handle)
+            stopped.wait(FIGURES_SECONDS)
 
-    thread = threading.Thread(target=look, name="packhorse-replicas", daemon=True)
+    thread = threading.Thread(target=poll, name="packhorse-replicas", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
-def _figures(handle: Any) -> Sequence[Figures]:
+def _read_figures(handle: Any) -> Sequence[RunnerFigures]:
     try:
-        told = handle.broadcast("figures").results(timeout_s=5, return_exceptions=True)
-    except Exception:  # no replica lives just now, or all are too busy to say
+        results = handle.broadcast("figures").results(timeout_s=5, return_exceptions=True)
+    except Exception:  # no replica is alive at the moment, or all are too busy to answer
         return ()
-    every = [each for each in told if not isinstance(each, BaseException)]
-    return sorted((each for one in every for each in one), key=lambda each: [*each.labels.values()])
+    figures: list[RunnerFigures] = []
+    for result in results:
+        if not isinstance(result, BaseException):
+            figures += result
+    return sorted(figures, key=lambda runner: list(runner.labels.values()))
 
 
 # Starting the replicas -------------------------------------------------------------------------
@@ -201,67 +219,70 @@ def _figures(handle: Any) -> Sequence[Figures]:
 @contextmanager
 def _deployed(ray: Any, settings: Settings) -> Iterator[Any]:
     serve = _serve()
-    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # what matters of it, we say
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # we log what matters of it
     name = f"packhorse-{socket.gethostname()}-{settings.port or os.getpid()}"
-    _leave_in_order()
+    _exit_on_sigterm()
     serve.start(proxy_location="Disabled")
-    deployment = serve.deployment(**options(settings, _nodes(ray)))(Replica)
+    deployment = serve.deployment(**deployment_options(settings, _nodes(ray)))(Replica)
     target = serve.RunTarget(
-        deployment.bind(_travelling(settings, deployment)), name=name, route_prefix=None
+        deployment.bind(_replica_settings(settings, deployment)), name=name, route_prefix=None
     )
     try:
         (handle,) = serve.run_many([target], wait_for_applications_running=False)
         _wait(serve, name)
         yield handle
     finally:
-        if settings.ray_address:  # else all of Ray ends with us
+        if settings.ray_address:  # otherwise Ray itself ends with this process
             serve.delete(name)
 
 
-def options(settings: Settings, nodes: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """How Ray Serve is to keep the replicas, on nodes with these resources."""
-    least, most = settings.replicas, settings.max_replicas or settings.replicas
-    chosen: dict[str, Any] = {
+def deployment_options(settings: Settings, nodes: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Return Ray Serve's options for the replicas, on nodes with these resources."""
+    min_replicas = settings.replicas
+    max_replicas = settings.max_replicas or settings.replicas
+    options: dict[str, Any] = {
         "name": DEPLOYMENT,
-        "ray_actor_options": _share(settings, nodes, most),
-        # The guard lets no more in, so nothing ever waits between the door and the replicas.
+        "ray_actor_options": _replica_resources(settings, nodes, max_replicas),
+        # The guard admits no more than this, so no request ever waits in Ray's own queues.
         "max_ongoing_requests": settings.max_concurrent_requests,
         "health_check_period_s": HEALTH_SECONDS,
-        "max_constructor_retry_count": 1,  # of the first: a model that cannot be opened is told
+        "max_constructor_retry_count": 1,  # a model that cannot be opened is reported at once
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": settings.drain_seconds,
     }
-    if most == least:
-        return chosen | {"num_replicas": least}
+    if max_replicas == min_replicas:
+        return options | {"num_replicas": min_replicas}
     scaling = {
-        "min_replicas": least,
-        "initial_replicas": least,
-        "max_replicas": most,
-        "target_ongoing_requests": BUSY,
+        "min_replicas": min_replicas,
+        "initial_replicas": min_replicas,
+        "max_replicas": max_replicas,
+        "target_ongoing_requests": TARGET_REQUESTS,
         "upscale_delay_s": GROW_SECONDS,
         "downscale_delay_s": SHRINK_SECONDS,
     }
-    return chosen | {"autoscaling_config": scaling}
+    return options | {"autoscaling_config": scaling}
 
 
-def _share(settings: Settings, nodes: Sequence[dict[str, float]], most: int) -> dict[str, float]:
-    """A GPU, or as many CPUs as each can have when there are `most` replicas."""
-    kind, _, which = settings.device.partition(":")
-    if which:
-        raise InputError(f"Ray chooses which {kind} a replica gets; say --device {kind}")
+def _replica_resources(
+    settings: Settings, nodes: Sequence[dict[str, float]], max_replicas: int
+) -> dict[str, float]:
+    """Return one GPU, or as many CPUs as each of `max_replicas` replicas can have."""
+    kind, _, index = settings.device.partition(":")
+    if index:
+        raise InputError(f"Ray chooses which {kind} a replica gets; pass --device {kind}")
     if kind == "cuda" or (not kind and any(node.get("GPU") for node in nodes)):
         return {"num_cpus": 1, "num_gpus": 1}
     cpus = [int(node.get("CPU", 0)) for node in nodes]
     fitting = (
         share
         for share in range(max(cpus, default=0), 0, -1)
-        if sum(each // share for each in cpus) >= most
+        if sum(count // share for count in cpus) >= max_replicas
     )
     return {"num_cpus": settings.threads or next(fitting, 1)}
 
 
-def _travelling(settings: Settings, deployment: Any) -> Settings:
-    """The settings for the replicas: keys stay here, paths are whole, threads are their share."""
+def _replica_settings(settings: Settings, deployment: Any) -> Settings:
+    """Return the settings for replicas: no keys, absolute paths, as many threads as CPUs."""
     actor = deployment.ray_actor_options
     threads = settings.threads if actor.get("num_gpus") else int(actor["num_cpus"])
     return replace(
@@ -274,10 +295,11 @@ def _travelling(settings: Settings, deployment: Any) -> Settings:
     )
 
 
-def _absolute(given: str) -> str:
-    name, sign, source = given.rpartition("=")
+def _absolute(entry: str) -> str:
+    """Make the path of a PATH or NAME=PATH absolute, if it exists; a hub id stays as it is."""
+    name, sign, source = entry.rpartition("=")
     exists = source and Path(source).exists()
-    return f"{name}{sign}{Path(source).absolute()}" if exists else given
+    return f"{name}{sign}{Path(source).absolute()}" if exists else entry
 
 
 def _nodes(ray: Any) -> list[dict[str, float]]:
@@ -285,19 +307,19 @@ def _nodes(ray: Any) -> list[dict[str, float]]:
 
 
 def _wait(serve: Any, name: str) -> None:
-    """Until all replicas of the beginning are there, however long their models take to load."""
-    told = time.monotonic()
+    """Wait until the first replicas are running, however long their models take to load."""
+    last_report = time.monotonic()
     while True:
-        found = serve.status().applications[name]
-        if found.status == RUNNING:
+        application = serve.status().applications[name]
+        if application.status == RUNNING:
             return
-        deployment = found.deployments.get(DEPLOYMENT)
-        message = deployment.message if deployment else found.message
-        if found.status in FAILED:
+        deployment = application.deployments.get(DEPLOYMENT)
+        message = deployment.message if deployment else application.message
+        if application.status in FAILED:
             raise InputError(f"no replica could be started: {_last_line(message)}")
-        if time.monotonic() - told > TELL_SECONDS:
-            told = time.monotonic()
-            logs.LOGGER.info("waiting for replicas: %s", _last_line(message) or found.status)
+        if time.monotonic() - last_report > PROGRESS_SECONDS:
+            last_report = time.monotonic()
+            logs.LOGGER.info("waiting for replicas: %s", _last_line(message) or application.status)
         time.sleep(0.1)
 
 
@@ -306,8 +328,8 @@ def _last_line(message: str) -> str:
     return lines[-1].removeprefix("packhorse.errors.") if lines else ""
 
 
-def _leave_in_order() -> None:
-    """A signal while replicas load ends them too, and Ray if it was started here."""
+def _exit_on_sigterm() -> None:
+    """Exit by an exception, so that a signal while replicas load ends them, and Ray, as well."""
     import signal
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -316,6 +338,6 @@ def _leave_in_order() -> None:
 def _serve() -> Any:
     try:
         from ray import serve
-    except ImportError as error:  # Ray is there, but without what its extra brings
+    except ImportError as error:  # Ray is installed, but without its extra `serve`
         raise MissingExtra("ray", "cluster") from error
     return serve

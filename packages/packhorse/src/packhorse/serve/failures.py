@@ -1,8 +1,8 @@
-"""What a client is told when it goes wrong: one JSON shape for each dialect, chosen by path.
+"""Errors of the HTTP API: their exception classes, and one JSON body per dialect, chosen by path.
 
-A shape says what kind of mistake it was in the words of that dialect's own server, so that its
-clients raise the errors they are known for. Messages never repeat what was sent: texts belong into
-no log, and what cannot be decoded cannot be repeated.
+Each dialect's error body names the kind of error the way that dialect's own server does, so its
+clients raise the exceptions their users expect. Messages never repeat request content: texts must
+not end up in logs, and input that cannot be decoded cannot be repeated anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import orjson
 from packhorse.errors import PackhorseError
 
 Headers = Mapping[str, str]
-COMPLAINTS = 100  # that are looked at: a mapping of wrong values brings one for each
+
+# A large mapping with wrong values makes pydantic report one error per entry; beyond this many,
+# more of them would only cost time.
+MAX_ERRORS_READ = 100
+
+
+# The names of these classes are values of the metric `packhorse_errors{kind}` and stand in logs.
 
 
 class TooLarge(PackhorseError):
@@ -24,7 +30,7 @@ class TooLarge(PackhorseError):
 
 
 class Empty(PackhorseError):
-    """Nothing was asked: no input, or one without text."""
+    """The request has no input, or an input without text."""
 
 
 class UnknownModel(PackhorseError):
@@ -32,43 +38,55 @@ class UnknownModel(PackhorseError):
 
 
 class ClientGone(PackhorseError):
-    """The client hung up before its answer was ready."""
+    """The client closed its connection before the answer was ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A refusal, before it is put into a dialect's words."""
+    """An HTTP error response, independent of the dialect it will be written in."""
 
     status: int
     message: str
     headers: Headers = field(default_factory=dict)
-    field: str | None = None  # of the request, where one is to blame
+    field: str | None = None  # the request field that caused the error, if one did
 
     def body(self, path: str) -> bytes:
-        """As the dialect of this path writes it."""
+        """Return the JSON body in the dialect of this path."""
         return orjson.dumps(_dialect(path)(self))
 
 
-TEI = {400: "Empty", 422: "Tokenizer", 424: "Backend", 429: "Overloaded"}
-TEI |= {500: "Backend", 503: "Unhealthy"}
-OPENAI = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TEI_TYPES = {
+    400: "Empty",
+    422: "Tokenizer",
+    424: "Backend",
+    429: "Overloaded",
+    500: "Backend",
+    503: "Unhealthy",
+}
+OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPENAI_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
 def _tei(failure: Failure) -> dict[str, Any]:
-    return {"error": failure.message, "error_type": TEI.get(failure.status, "Validation")}
+    return {"error": failure.message, "error_type": TEI_TYPES.get(failure.status, "Validation")}
 
 
 def _openai(failure: Failure) -> dict[str, Any]:
-    server = "server_error" if failure.status >= 500 else "invalid_request_error"
-    kind = OPENAI.get(failure.status, server)
-    code = OPENAI_CODES.get(failure.status) if failure.status != 404 or failure.field else None
-    found = {"message": failure.message, "type": kind, "param": failure.field, "code": code}
-    return {"error": found}
+    default_type = "server_error" if failure.status >= 500 else "invalid_request_error"
+    code = OPENAI_CODES.get(failure.status)
+    if failure.status == 404 and failure.field is None:
+        code = None  # an unknown route, not an unknown model
+    problem = {
+        "message": failure.message,
+        "type": OPENAI_TYPES.get(failure.status, default_type),
+        "param": failure.field,
+        "code": code,
+    }
+    return {"error": problem}
 
 
 def _cohere(failure: Failure) -> dict[str, Any]:
-    # Cohere reads `message`, Jina `detail`.
+    # Cohere's client reads `message`, Jina's reads `detail`.
     return {"message": failure.message, "detail": failure.message}
 
 
@@ -76,7 +94,7 @@ def _hugging_face(failure: Failure) -> dict[str, Any]:
     return {"error": failure.message}
 
 
-# The first prefix that fits; whatever is left speaks as text-embeddings-inference.
+# The first matching prefix wins; all other paths use text-embeddings-inference's error body.
 DIALECTS: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
     ("/v1/rerank", _cohere),
     ("/v2/rerank", _cohere),
@@ -89,51 +107,55 @@ DIALECTS: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
 def _dialect(path: str) -> Callable[[Failure], dict[str, Any]]:
     if path == "/":
         return _hugging_face
-    return next((shape for prefix, shape in DIALECTS if path.startswith(prefix)), _tei)
+    return next((to_body for prefix, to_body in DIALECTS if path.startswith(prefix)), _tei)
 
 
-def blame(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[list[str], str]:
-    """The way to what is wrong in a request, and what is wrong there, of pydantic's complaints.
+def locate_error(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[list[str], str]:
+    """Choose one of pydantic's errors to report: the path to the wrong value, and a message.
 
-    A value that may be of several kinds brings complaints for each of them, below the kind's name,
-    which no client knows. Told is the kind that got furthest into the value: it was meant.
+    For a field of a union type pydantic reports errors of every member of the union, each under the
+    member's name, which means nothing to a client. The member that matched the deepest part of the
+    value is most likely the intended one, so its error is reported.
     """
     first = errors[0]
     if first["loc"][0] != "body":
         return [str(part) for part in first["loc"][1:]], first["msg"]
-    kinds: dict[tuple[Any, ...], list[_Complaint]] = {}
-    for error in errors[:COMPLAINTS]:
+    errors_by_member: dict[tuple[Any, ...], list[_LocatedError]] = {}
+    for error in errors[:MAX_ERRORS_READ]:
         if error["loc"][:2] == first["loc"][:2]:
-            kind, complaint = _complaint(error, body)
-            kinds.setdefault(kind, []).append(complaint)
-    # Of kinds that got as far, the one with the fewest complaints.
-    told = max(kinds.values(), key=lambda each: (each[0].reached, -len(each)))[0]
-    return [str(part)[:80] for part in told.place], told.message
+            member, located = _locate(error, body)
+            errors_by_member.setdefault(member, []).append(located)
+    # Among members that matched equally deep, prefer the one with the fewest errors.
+    best = max(errors_by_member.values(), key=lambda located: (located[0].depth, -len(located)))
+    return [str(part)[:80] for part in best[0].path], best[0].message
 
 
 @dataclass(frozen=True, slots=True)
-class _Complaint:
-    place: Sequence[str | int]
-    reached: Sequence[int]  # at each step of the way, to be compared
+class _LocatedError:
+    path: Sequence[str | int]
+    depth: Sequence[int]  # per step of the path how far it went; compared as a sequence
     message: str
 
 
-def _complaint(error: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], _Complaint]:
-    """Of which kinds it is, and the rest: what is no step into the body is the name of a kind."""
-    kinds: list[Any] = []
-    place: list[str | int] = []
-    reached: list[int] = []
-    ways = error["loc"][1:]
-    for number, part in enumerate(ways, 1):
+def _locate(error: Mapping[str, Any], body: Any) -> tuple[tuple[Any, ...], _LocatedError]:
+    """Split pydantic's location into names of union members and a path into the body.
+
+    A part of the location that is no key or index of the body is the name of a union member.
+    """
+    members: list[Any] = []
+    path: list[str | int] = []
+    depth: list[int] = []
+    parts = error["loc"][1:]
+    for number, part in enumerate(parts, 1):
         if (isinstance(body, dict) and part in body) or (
             isinstance(body, list) and isinstance(part, int)
         ):
             body = body[part]
-            reached.append(part if isinstance(part, int) else 1)
-            place.append(part)
-        elif error["type"] == "missing" and number == len(ways):
-            reached.append(0)
-            place.append(part)
+            depth.append(part if isinstance(part, int) else 1)
+            path.append(part)
+        elif error["type"] == "missing" and number == len(parts):
+            depth.append(0)
+            path.append(part)
         else:
-            kinds.append(part)
-    return tuple(kinds), _Complaint(place, reached, error["msg"])
+            members.append(part)
+    return tuple(members), _LocatedError(path, depth, error["msg"])

@@ -1,14 +1,14 @@
-"""What stands before the app: keys, sizes, deadlines, and how many may come in at once.
+"""The outermost ASGI layer: API keys, Host header, body size and time, concurrent requests.
 
-Pure ASGI and outermost: nothing of ours or of the framework runs for a request that is refused
-here. A body is received whole, counted as it comes and against the clock, before the request counts
-as one being worked on; so slow clients hold a connection and a few bytes, and no place of those who
-are ready. The place is given back exactly once, however the request ends.
+Nothing of the framework or of our handlers runs for a request that is refused here. A body is
+received whole, counted as it arrives and against the clock, before the request counts as being
+answered; so a slow client holds a connection and a few bytes, but no place among the concurrent
+requests. That place is given back exactly once, however the request ends.
 
-Every route is closed to those without a key, unknown ones too; only /health is open. A key comes as
+Every route needs the API key, unknown routes too; only /health is public. A key comes as
 `Authorization: Bearer KEY`; a browser may send it as the password of Basic authentication, which is
-how the page can be opened. Where there is no key, a request must name this server in its Host
-header: else a web page could reach it by a name of its own (DNS rebinding).
+how the page at / can be opened. A server without keys accepts only requests whose Host header names
+it: otherwise a web page could reach it under a name of its own (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
-from packhorse.serve.hosting import Hosts
-from packhorse.serve.metrics import ELSEWHERE, Metrics, Seen
+from packhorse.serve.hosting import ServedModels
+from packhorse.serve.metrics import UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import Settings
 
 Message = MutableMapping[str, Any]
@@ -35,112 +35,138 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/health",)  # without a key
-ALWAYS = ("/health", "/ready", "/metrics", "/engine")  # whatever the load
+# A load balancer asks for health without a key.
+PUBLIC_PATHS = ("/health",)
+# Answered under any load and while draining: an operator needs them most when the server is full.
+# None of them goes through a queue, except the one token that /ready may run.
+UNLIMITED_PATHS = ("/health", "/ready", "/metrics", "/engine")
+METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
+# Sent with every refusal: the client may still be sending a body that nobody will read, so the
+# connection cannot be used for another request.
 CLOSE = {"connection": "close"}
-BODILESS = ("GET", "HEAD", "OPTIONS", "DELETE")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s:@/\[\]]+?)\.?)(?::[0-9]*)?")
 FOREIGN_HOST = (
-    "the Host header names another host than this server's; without an API key it answers to "
-    "localhost, its own address and the names given with --allow-host"
+    "the Host header does not name this server; without an API key it only accepts requests to "
+    "localhost, its own address and the names passed with --allow-host"
 )
-GONE = 499  # as it is counted; no one is left to be told
+CLIENT_GONE = 499  # nginx's status for a client that left; counted and logged, never sent
 
 
 class Guard:
-    """The app, guarded."""
+    """An ASGI application that checks each request before it passes it on to `app`."""
 
-    def __init__(self, app: App, settings: Settings, hosts: Hosts, metrics: Metrics) -> None:
-        self.app, self.settings, self.hosts, self.metrics = app, settings, hosts, metrics
+    def __init__(
+        self, app: App, settings: Settings, models: ServedModels, metrics: Metrics
+    ) -> None:
+        self.app = app
+        self.settings = settings
+        self.models = models
+        self.metrics = metrics
         self.keys = [sha256(key.encode()).digest() for key in settings.keys]
         names = (settings.host, *settings.allow_host)
         self.names = {name.lower().strip("[]").rstrip(".") for name in names}
-        self.everywhere = settings.host in ("", "0.0.0.0", "::")  # bound to every address there is
+        self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
         self.draining = False
-        self.in_flight = 0
-        self.buffered = 0  # bytes of bodies
+        self.in_flight = 0  # requests that the application is answering
+        self.buffered = 0  # bytes of all bodies held, complete or not
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, from its headers to the end of its answer."""
+        """Answer one request and report it to metrics and log, however it ends."""
         if scope["type"] != "http":
-            return await self._other(scope, receive, send)
-        seen = scope["packhorse"] = Seen()
-        answer = _Answer(send, seen)
+            return await self._handle_other(scope, receive, send)
+        record = scope["packhorse"] = RequestRecord()
+        response = _ResponseSender(send, record)
         try:
-            await self._answer(scope, receive, answer)
-        except ClientGone:  # nobody is left to be answered
-            answer.gone = True
+            await self._handle(scope, receive, response)
+        except ClientGone:
+            response.client_gone = True
         except Exception as error:
-            if answer.gone:
+            if response.client_gone:
                 return
-            seen.error = type(error).__name__
+            record.error = type(error).__name__
             logs.LOGGER.error("a request failed in the server", exc_info=True)
-            if not answer.status:
-                await _refuse(scope, answer, Failure(500, "the server made a mistake"))
+            if not response.status:
+                await _send_failure(scope, response, Failure(500, "internal server error"))
         finally:
-            self._record(scope, seen, GONE if answer.gone else answer.status or GONE)
+            # A status of 0 means that the connection ended before a response began.
+            status = CLIENT_GONE if response.client_gone else response.status or CLIENT_GONE
+            self._report(scope, record, status)
 
-    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lifespan goes through; web sockets are not spoken here."""
+    async def _handle_other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass lifespan events on; refuse WebSockets, which no route uses."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        failure = self._refusal(scope)
+    async def _handle(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
+        """Check the headers, receive the body, check capacity, run the application."""
+        failure = self._check_headers(scope)
         if failure is not None:
-            return await _refuse(scope, answer, failure)
+            return await _send_failure(scope, response, failure)
         body = b""
-        if scope["method"] not in BODILESS:
-            body = await self._body(receive)
+        if scope["method"] not in METHODS_WITHOUT_BODY:
+            body = await self._receive_body(receive)
             if isinstance(body, Failure):
-                return await _refuse(scope, answer, body)
+                return await _send_failure(scope, response, body)
         self.buffered += len(body)
         try:
-            await self._admit(scope, replay(body, receive), answer)
+            await self._run_app(scope, replay(body, receive), response)
         finally:
             self.buffered -= len(body)
 
-    async def _admit(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        if scope["path"] in ALWAYS:
-            return await self.app(scope, receive, answer)
-        if self.in_flight >= self.settings.max_concurrent_requests:
-            return await _refuse(scope, answer, self._busy("requests are being worked on"))
+    async def _run_app(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
+        if scope["path"] in UNLIMITED_PATHS:
+            return await self.app(scope, receive, response)
+        failure = self._check_capacity()
+        if failure is not None:
+            return await _send_failure(scope, response, failure)
         self.in_flight += 1
         self.metrics.in_flight.inc()
         try:
-            await self.app(scope, receive, answer)
+            await self.app(scope, receive, response)
         finally:
             self.in_flight -= 1
             self.metrics.in_flight.dec()
 
-    def _refusal(self, scope: Scope) -> Failure | None:
-        """What can be told from the headers alone."""
+    def _check_capacity(self) -> Failure | None:
+        """Bound the requests that are answered at once, and with them memory and event loop time.
+
+        The runner bounds its own queue by tokens; this bound also covers what happens around it:
+        parsed bodies, tokenization threads, answers being written.
+        """
+        if self.in_flight < self.settings.max_concurrent_requests:
+            return None
+        return self._overloaded("too many requests are being answered")
+
+    def _check_headers(self, scope: Scope) -> Failure | None:
+        """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
         if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
-            # Which of them counts is what a proxy and this server might not agree on.
+            # A proxy that checks the first and a server that checks the last would disagree.
             return Failure(400, "the request has more than one Authorization header", CLOSE)
-        if not self.keys and not self._is_mine(headers.get(b"host")):
+        if not self.keys and not self._is_own_host(headers.get(b"host")):
             return Failure(403, FOREIGN_HOST, CLOSE)
-        if self.keys and scope["path"] not in OPEN and not self._known(headers):
-            # A browser asks whoever opens a page; from its scripts it takes what they have.
+        if self.keys and scope["path"] not in PUBLIC_PATHS and not self._has_valid_key(headers):
+            # Basic makes a browser ask its user for the key, which is wanted when the page is
+            # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
-            ask = {"www-authenticate": f'{scheme} realm="packhorse"'}
-            return Failure(401, "no valid API key was sent", {**ask, **CLOSE})
-        if self.draining and scope["path"] not in ALWAYS:
+            challenge = {"www-authenticate": f'{scheme} realm="packhorse"'}
+            return Failure(401, "the API key is missing or wrong", {**challenge, **CLOSE})
+        if self.draining and scope["path"] not in UNLIMITED_PATHS:
             return Failure(503, "the server is shutting down", {**CLOSE, "retry-after": "1"})
-        if scope["method"] in BODILESS:
+        if scope["method"] in METHODS_WITHOUT_BODY:
             return None
-        return self._bad_body(headers)
+        return self._check_body_headers(headers)
 
-    def _is_mine(self, host: bytes | None) -> bool:
-        """May a request without a key name this host?
+    def _is_own_host(self, host: bytes | None) -> bool:
+        """Return whether a Host header names this server.
 
-        A web page can give its own name this machine's address (DNS rebinding) and then call the
-        server from the browser of whoever reads it; but the name stays in its requests.
+        A web page can make its own domain resolve to this machine (DNS rebinding) and then call the
+        server from the browser of whoever reads the page. The Host header still has the page's
+        domain, which is how such a request is recognized.
         """
-        if host is None:  # no browser leaves it out
+        if host is None:  # only HTTP/1.0 clients may omit it, and no browser does
             return True
         name = _host_name(host)
         if name is None:
@@ -151,28 +177,38 @@ class Guard:
             address = ip_address(name)
         except ValueError:
             return False
-        return address.is_loopback or self.everywhere
+        # A rebinding page comes with a domain name, never with an address, so any address is safe;
+        # a server that listens on all of them does not know which are its own.
+        return address.is_loopback or self.on_all_addresses
 
-    def _known(self, headers: dict[bytes, bytes]) -> bool:
-        """Compared in constant time, and with every key, so that time tells nothing."""
-        given = sha256(_key(headers.get(b"authorization", b""))).digest()
-        return sum([hmac.compare_digest(given, key) for key in self.keys]) > 0
+    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
+        """Compare with every key and in constant time, so that timing reveals nothing."""
+        digest = sha256(_key(headers.get(b"authorization", b""))).digest()
+        return sum([hmac.compare_digest(digest, key) for key in self.keys]) > 0
 
-    def _bad_body(self, headers: dict[bytes, bytes]) -> Failure | None:
+    def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
-            return Failure(411, "the request says no Content-Length", CLOSE)
+            return Failure(411, "the request has no Content-Length", CLOSE)
         if length is not None and int(length) > self.settings.max_body_bytes:
-            return self._too_large()
+            return self._body_too_large()
+        # A few kilobytes can decompress to gigabytes, which the size limit would see too late.
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-            return Failure(415, "compressed bodies are not taken; send it as it is", CLOSE)
-        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+            message = "compressed bodies are not supported; send it without Content-Encoding"
+            return Failure(415, message, CLOSE)
+        # Also keeps out HTML forms of other sites, which cannot send this content type.
+        content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if content_type != b"application/json":
             return Failure(415, "the body must be JSON, with Content-Type: application/json", CLOSE)
         return None
 
-    async def _body(self, receive: Receive) -> bytes | Failure:
-        """The whole body; not a byte more than is allowed is kept, and not a second longer."""
+    async def _receive_body(self, receive: Receive) -> bytes | Failure:
+        """Receive the whole body within the limits of one body, of all bodies and of time.
+
+        Content-Length was checked before, but a chunked body has none; so bytes are counted. The
+        deadline is for the whole body, because one per part could be renewed forever by a client
+        that sends a byte at a time.
+        """
         parts: list[bytes] = []
         size = 0
         try:
@@ -180,15 +216,16 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone("the client left within its request")
+                        raise ClientGone("the client left while it sent its request")
                     part = message.get("body", b"")
                     size += len(part)
                     self.buffered += len(part)
                     parts.append(part)
                     if size > self.settings.max_body_bytes:
-                        return self._too_large()
+                        return self._body_too_large()
+                    # Each body may be within its limit while thousands of them fill the memory.
                     if self.buffered > self.settings.max_buffered_bytes:
-                        return self._busy("bytes are being received")
+                        return self._overloaded("too many bytes are being received")
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
@@ -197,81 +234,82 @@ class Guard:
         finally:
             self.buffered -= size
 
-    def _too_large(self) -> Failure:
-        most = self.settings.max_body_bytes
-        return Failure(413, f"the body is too large; at most {most} bytes are allowed", CLOSE)
+    def _body_too_large(self) -> Failure:
+        limit = self.settings.max_body_bytes
+        return Failure(413, f"the body is too large; at most {limit} bytes are allowed", CLOSE)
 
-    def _busy(self, what: str) -> Failure:
-        later = max((host.retry_after() for host in self.hosts), default=1)
-        return Failure(
-            429, f"too many {what}; try again later", {**CLOSE, "retry-after": str(later)}
-        )
+    def _overloaded(self, reason: str) -> Failure:
+        seconds = max((model.retry_after() for model in self.models), default=1)
+        return Failure(429, f"{reason}; try again later", {**CLOSE, "retry-after": str(seconds)})
 
-    def _record(self, scope: Scope, seen: Seen, status: int) -> None:
-        if status == GONE:
+    def _report(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        if status == CLIENT_GONE:
             self.metrics.dropped.inc()
-        route = getattr(scope.get("route"), "path", ELSEWHERE)
-        self.metrics.record(seen, route, status)
-        logs.told(seen, route, status)
+        route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
+        self.metrics.record(record, route, status)
+        logs.log_request(record, route, status)
 
 
-class _Answer:
-    """`send`, which remembers the status and adds the headers that are known by then."""
+class _ResponseSender:
+    """An ASGI `send` that remembers the status and adds the headers of every response."""
 
-    __slots__ = ("gone", "seen", "send", "status")
+    __slots__ = ("client_gone", "record", "send", "status")
 
-    def __init__(self, send: Send, seen: Seen) -> None:
-        self.send, self.seen, self.status, self.gone = send, seen, 0, False
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self.send = send
+        self.record = record
+        self.status = 0
+        self.client_gone = False
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = message["headers"] = list(message.get("headers", ()))
             headers.append((b"x-content-type-options", b"nosniff"))
-            if self.seen.pack:
-                headers.append((b"x-packhorse-pack", self.seen.pack.encode()))
-            if self.seen.ignored:
-                headers.append((b"x-packhorse-ignored-fields", self.seen.ignored.encode()))
+            if self.record.pack:
+                headers.append((b"x-packhorse-pack", self.record.pack.encode()))
+            if self.record.ignored:
+                headers.append((b"x-packhorse-ignored-fields", self.record.ignored.encode()))
         try:
             await self.send(message)
-        except (OSError, RuntimeError) as error:  # uvloop's word for a transport that was cut
-            self.gone = True
-            raise ClientGone("the connection was cut") from error
+        except (OSError, RuntimeError) as error:  # uvloop raises RuntimeError on a closed transport
+            self.client_gone = True
+            raise ClientGone("the connection was closed") from error
 
 
-async def _refuse(scope: Scope, answer: _Answer, failure: Failure) -> None:
-    """Answer from here; the app never sees it."""
-    answer.seen.error = answer.seen.error or str(failure.status)
+async def _send_failure(scope: Scope, response: _ResponseSender, failure: Failure) -> None:
+    """Answer with an error without running the application."""
+    response.record.error = response.record.error or str(failure.status)
     body = failure.body(scope["path"])
     headers = {"content-type": "application/json", "content-length": str(len(body))}
     headers |= failure.headers
-    named = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await answer({"type": "http.response.start", "status": failure.status, "headers": named})
-    await answer({"type": "http.response.body", "body": body})
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await response({"type": "http.response.start", "status": failure.status, "headers": encoded})
+    await response({"type": "http.response.body", "body": body})
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """The body that was received, once; then whatever the connection says."""
-    told = False
+    """Return a `receive` that first delivers this body, then what the connection reports."""
+    delivered = False
 
-    async def again() -> Message:
-        nonlocal told
-        if told:
+    async def replayed() -> Message:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        told = True
+        delivered = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replayed
 
 
 def _host_name(host: bytes) -> str | None:
-    """The name or address in a Host header, without its port; None where it is malformed."""
+    """Return the name or address in a Host header, without its port; None if it is malformed."""
     parts = HOST.fullmatch(host.decode("latin-1").strip().lower())
     return parts and (parts["address"] or parts["name"])
 
 
 def _key(authorization: bytes) -> bytes:
-    """The key in an Authorization header; nothing where there is none."""
+    """Return the key in an Authorization header, or empty bytes if there is none."""
     scheme, _, value = authorization.partition(b" ")
     if scheme.lower() == b"basic":
         try:

@@ -1,8 +1,8 @@
-"""The models that are served: opened at the start, found by name, asked whether they still work.
+"""The models that a server serves: opened at startup, found by name, checked for liveness.
 
-Each has a runner of its own. Runners share the device, so several models in one process take turns
-at it; that is right for a few models with little traffic each. For one with much traffic, run one
-process a device.
+Each model has a runner of its own. Runners share the device, so several models in one process take
+turns on it. That suits a few models with little traffic each; for a model with much traffic, run
+one process per device.
 """
 
 from __future__ import annotations
@@ -29,25 +29,28 @@ from packhorse.serve.settings import Settings
 # that there is one, and zero_shot that one is entailment.
 HEADS = {"embed": "embed", "classify": "classify", "rerank": "classify", "zero_shot": "classify"}
 HEADS |= {"answer": "span", "fill": "mlm", "label": "tokens"}
-BATCH_TOKENS = {"cpu": 2048}  # smaller than offline: nobody can leave a batch that runs
-CANARY_SECONDS = 1.5  # what a forward pass of one sequence may take before /ready says no
-MOST_RETRY = 60
-BATCHES_WAITING = 16
+
+# Smaller than offline batches: a request cannot leave or enter a batch that runs already, so the
+# run time of one batch is added to everybody's latency.
+BATCH_TOKENS = {"cpu": 2048}
+PROBE_SECONDS = 1.5  # a forward pass of one sequence that takes longer makes /ready fail
+MAX_RETRY_AFTER = 60  # seconds; beyond that the estimate says little
+MAX_WAITING_BATCHES = 16  # batches of tokens in the queue, unless --max-queue-tokens says otherwise
 
 
 @dataclass(frozen=True)
-class Hosted:
-    """One model, ready to be asked."""
+class ServedModel:
+    """A loaded model with the runner that answers requests for it."""
 
     name: str
-    source: str  # as it was given to --model
+    source: str  # as passed to --model
     encoder: Encoder
     runner: PackRunner
     opened: float = field(default_factory=time.time)  # seconds since 1970
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What it can be asked: names of `runtime.tasks`, of which `hidden` always goes."""
+        """The tasks of `runtime.tasks` that the model's heads support; `hidden` always is one."""
         labels = self.encoder.labels
         lacking = set() if len(labels) == 1 else {"rerank"}
         if not is_entailment(labels):
@@ -55,40 +58,42 @@ class Hosted:
         heads = self.encoder.heads
         return (*(t for t, head in HEADS.items() if head in heads and t not in lacking), "hidden")
 
-    def check(self, task: str) -> None:
-        """Refuse a task it has no head for, with those it has."""
+    def check_task(self, task: str) -> None:
+        """Raise `CheckpointError`, with the supported tasks, unless `task` is one of them."""
         if task in self.tasks:
             return
         if task == "zero_shot":
-            lack = (
-                "cannot classify into labels of the request: it is no model of language inference"
+            reason = (
+                "cannot classify into labels of the request, because it is not a natural language "
+                "inference model: none of its labels is entailment"
             )
-            lack += ", none of its labels is entailment"
         else:
-            lack = f"has no head for {task!r}"
+            reason = f"has no head for {task!r}"
         raise CheckpointError(
-            f"the model {self.name} {lack}; it can be asked for: {', '.join(self.tasks)}"
+            f"the model {self.name} {reason}; it supports: {', '.join(self.tasks)}"
         )
 
     def retry_after(self) -> int:
-        """Whole seconds until what waits now was run, at the speed of the last batches."""
-        waiting, rate = self.runner.waiting_tokens, self.runner.rate()
-        return min(MOST_RETRY, max(1, math.ceil(waiting / rate))) if rate else 1
+        """Whole seconds until the current queue has run, at the speed of the last batches."""
+        rate = self.runner.rate()
+        if not rate:
+            return 1
+        return min(MAX_RETRY_AFTER, max(1, math.ceil(self.runner.waiting_tokens / rate)))
 
 
 def is_entailment(labels: Sequence[str]) -> bool:
-    """Are these the labels of a model of natural language inference?"""
+    """Return whether these are the labels of a natural language inference model."""
     return len(labels) > 1 and any(map(_entails, labels))
 
 
 def entailment(labels: Sequence[str]) -> tuple[str, str]:
-    """The labels for a contradicted and for an entailed hypothesis.
+    """Return the labels for a contradicted and for an entailed hypothesis.
 
-    Contradiction is found by its name ("contradiction", "not_entailment"). Where none is named so
-    it is the first label, or the last where the first is entailment, as transformers has it.
+    Contradiction is recognized by its name ("contradiction", "not_entailment"). If no label is
+    named so, it is the first label, or the last if the first is entailment, as in transformers.
     """
     entailed = next(filter(_entails, labels))
-    named = (name for name in labels if name.lower().startswith(("contradict", "not", "non")))
+    named = (label for label in labels if label.lower().startswith(("contradict", "not", "non")))
     contradicted = next(named, labels[-1] if labels[0] == entailed else labels[0])
     return contradicted, entailed
 
@@ -97,92 +102,96 @@ def _entails(label: str) -> bool:
     return label.lower().startswith("entail")
 
 
-class Hosts:
-    """All models of a server; the first is the default."""
+class ServedModels:
+    """All models of a server, by name; the first is the default."""
 
-    def __init__(self, hosted: Sequence[Hosted]) -> None:
-        self._by_name = {each.name: each for each in hosted}
-        if len(self._by_name) != len(hosted):
-            names = ", ".join(each.name for each in hosted)
-            raise InputError(f"two models have the same name ({names}); give --model NAME=MODEL")
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self._by_name = {model.name: model for model in models}
+        if len(self._by_name) != len(models):
+            names = ", ".join(model.name for model in models)
+            raise InputError(f"two models have the same name ({names}); use --model NAME=MODEL")
 
-    def __iter__(self) -> Iterator[Hosted]:
+    def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._by_name.values())
 
     def __len__(self) -> int:
         return len(self._by_name)
 
     @property
-    def default(self) -> Hosted:
-        """What answers where no model is named."""
+    def default(self) -> ServedModel:
+        """The model for requests that name none."""
         return next(iter(self))
 
-    def find(self, name: str | None = None, task: str | None = None) -> Hosted:
-        """The model of this name; without one, the first that can do the task.
+    def find(self, name: str | None = None, task: str | None = None) -> ServedModel:
+        """Return the model of this name or, without a name, the first that supports the task.
 
-        Where one model is served, any name means it: many clients have that of another server's
-        model written into them. A task that it has no head for is refused (`CheckpointError`).
+        If only one model is served, every name means that one: many clients have the name of
+        another server's model built in. Raises `UnknownModel`, and `CheckpointError` if the model
+        does not support the task.
         """
         if len(self) == 1:
-            host = self.default
+            model = self.default
         elif name is None:
-            able = (each for each in self if task in each.tasks)
-            host = next(able, self.default)
+            able = (candidate for candidate in self if task in candidate.tasks)
+            model = next(able, self.default)
         else:
-            host = self.named(name)
+            model = self.named(name)
         if task is not None:
-            host.check(task)
-        return host
+            model.check_task(task)
+        return model
 
-    def named(self, name: str) -> Hosted:
-        """The model of exactly this name."""
+    def named(self, name: str) -> ServedModel:
+        """Return the model of exactly this name; raises `UnknownModel`."""
         if name not in self._by_name:
-            raise UnknownModel(f"there is no model of that name; there are: {self.names}")
+            raise UnknownModel(f"no model of that name is served; there are: {self.names}")
         return self._by_name[name]
 
     @property
     def names(self) -> str:
-        """For messages."""
+        """All names in one string, for messages."""
         return ", ".join(self._by_name)
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What any of the models can be asked."""
-        return tuple(dict.fromkeys(task for each in self for task in each.tasks))
+        """All tasks that at least one of the models supports."""
+        return tuple(dict.fromkeys(task for model in self for task in model.tasks))
 
     @property
     def alive(self) -> bool:
-        """Would every model take a request? False for good once an engine has died."""
-        return all(each.runner.alive for each in self)
+        """Whether all engines run. An engine that died never comes back in this process."""
+        return all(model.runner.alive for model in self)
 
-    async def ready(self, believe: float) -> None:
-        """Raise `RunnerStopped` unless each model ran a batch within `believe` seconds, or now."""
-        for each in self:
-            if not each.runner.alive:
-                raise RunnerStopped(f"the engine of {each.name} is not running")
-            if each.runner.idle_seconds() > believe:
-                await _canary(each)
+    async def check_ready(self, max_age: float) -> None:
+        """Raise `RunnerStopped` unless every model ran a batch within `max_age` seconds.
+
+        A model that has been idle for longer runs one token now.
+        """
+        for model in self:
+            if not model.runner.alive:
+                raise RunnerStopped(f"the engine of {model.name} is not running")
+            if model.runner.idle_seconds() > max_age:
+                await _run_probe(model)
 
     def close(self, drain: bool = True) -> None:
-        """Answer what waits, or fail it, and end the engines."""
-        for each in self:
-            each.runner.close(drain)
+        """Stop all engines; waiting requests are answered with `drain`, failed without."""
+        for model in self:
+            model.runner.close(drain)
 
 
-def open(settings: Settings) -> Hosts:
-    """Load every model and run each once, so that the first client does not pay for warming up."""
+def open_models(settings: Settings) -> ServedModels:
+    """Load all models and run each once, so that the first client does not pay for warming up."""
     _use_threads(settings.threads)
-    return Hosts([_open(given, settings) for given in settings.model])
+    return ServedModels([_open(entry, settings) for entry in settings.model])
 
 
-def host(
+def serve_model(
     encoder: Encoder,
     settings: Settings,
     name: str = "",
     source: str = "",
     publish: bool = True,
-) -> Hosted:
-    """A loaded model with a runner, as the settings want it."""
+) -> ServedModel:
+    """Start a runner for a loaded model, with the batch size and queue limits of the settings."""
     tokens = settings.batch_tokens or BATCH_TOKENS.get(encoder.device.type, encoder.budget)
     capacity = min(settings.max_input_tokens or encoder.max_length, encoder.max_length)
     rows = max(1, tokens // capacity)
@@ -191,15 +200,16 @@ def host(
         capacity=capacity,
         rows=rows,
         timeout=settings.batch_wait_ms / 1e3,
-        max_waiting_tokens=settings.max_queue_tokens or BATCHES_WAITING * rows * capacity,
+        max_waiting_tokens=settings.max_queue_tokens or MAX_WAITING_BATCHES * rows * capacity,
         max_waiting_requests=settings.max_queue_inputs,
         publish=publish,
     )
-    return Hosted(name or encoder.name, source or encoder.name, runner.encoder, runner)
+    return ServedModel(name or encoder.name, source or encoder.name, runner.encoder, runner)
 
 
-def _open(given: str, settings: Settings) -> Hosted:
-    name, _, source = given.rpartition("=")
+def _open(entry: str, settings: Settings) -> ServedModel:
+    """Load the model of one `--model` entry: MODEL or NAME=MODEL."""
+    name, _, source = entry.rpartition("=")
     encoder = load(
         source,
         device=settings.device or None,
@@ -209,11 +219,11 @@ def _open(given: str, settings: Settings) -> Hosted:
         budget=settings.batch_tokens or None,
         invariant=settings.invariant,
     )
-    hosted = host(encoder, settings, name, source)
+    model = serve_model(encoder, settings, name, source)
     if settings.graphs:
-        hosted.runner.warm("hidden")
-    hosted.runner.run([_probe(hosted)], "hidden")
-    return hosted
+        model.runner.warm("hidden")
+    model.runner.run([_probe_input()], "hidden")
+    return model
 
 
 def _use_threads(count: int) -> None:
@@ -222,17 +232,18 @@ def _use_threads(count: int) -> None:
     torch.set_num_threads(count or len(os.sched_getaffinity(0)))
 
 
-def _probe(host: Hosted) -> np.ndarray:
-    """A sequence that every model can run."""
+def _probe_input() -> np.ndarray:
+    """A sequence of one token, whose id 0 every vocabulary has."""
     return np.zeros(1, np.int32)
 
 
-async def _canary(host: Hosted) -> None:
+async def _run_probe(model: ServedModel) -> None:
+    """Raise `RunnerStopped` unless the model runs one token within `PROBE_SECONDS`."""
     try:
-        future: Future[Any] = host.runner.submit(_probe(host), "hidden")
-    except Overloaded as error:  # and nothing of what waits was run for long
-        raise RunnerStopped(f"{host.name} runs nothing of what waits") from error
+        future: Future[Any] = model.runner.submit(_probe_input(), "hidden")
+    except Overloaded as error:  # a full queue of which nothing has run lately: the engine hangs
+        raise RunnerStopped(f"{model.name} has a full queue and runs nothing of it") from error
     try:
-        await asyncio.wait_for(asyncio.wrap_future(future), CANARY_SECONDS)
+        await asyncio.wait_for(asyncio.wrap_future(future), PROBE_SECONDS)
     except TimeoutError as error:
-        raise RunnerStopped(f"{host.name} ran nothing for {CANARY_SECONDS} seconds") from error
+        raise RunnerStopped(f"{model.name} ran nothing for {PROBE_SECONDS} seconds") from error

@@ -1,14 +1,14 @@
-"""The door of a server whose models run elsewhere: the same guard and errors, requests passed on.
+"""The front of a server whose models run in replicas: it has the guard and forwards requests.
 
-A request that the guard let in travels whole (`Question`) to a replica, which runs the application
-over its models and gives the whole `Reply` back. So tokenizing scales with the replicas, every
-route is there without being written twice, and the door knows no model. What it costs is that a
-reply is held in memory twice on its way.
+A request that passed the guard travels whole (`ForwardedRequest`) to a replica, which runs the
+application over its models and returns the whole response (`ForwardedResponse`). So tokenization
+scales with the replicas, no route has to be written twice, and this process needs no model. The
+price is that a response is in memory twice on its way.
 
-Every request only asks and changes nothing, so one whose replica died is asked again. Not for ever:
-a request under which replicas keep dying may be what kills them, and must not go through them all.
-While no replica can be reached a request waits, as long as `patience` says; how many wait is the
-guard's limit, so those beyond get 429.
+No request changes anything, so a request whose replica died is sent again. Not forever: a request
+under which replicas keep dying may be what kills them, and must not reach them all. While no
+replica can be reached, a request waits for up to `timeout` seconds. How many requests wait is
+limited by the guard; those beyond get 429.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ from typing import Any, cast
 from fastapi import FastAPI
 
 from packhorse.errors import PackhorseError, RunnerStopped
-from packhorse.serve.app import shell
+from packhorse.serve.app import create_base
 from packhorse.serve.failures import ClientGone
 from packhorse.serve.guard import Receive, Scope, Send
-from packhorse.serve.hosting import Hosted, Hosts
+from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.logs import LOGGER
-from packhorse.serve.metrics import Figures, Metrics, Seen
+from packhorse.serve.metrics import Metrics, RequestRecord, RunnerFigures
 from packhorse.serve.settings import Settings
 
-DEATHS = 3  # of replicas under one request
-PAUSE = 0.05  # seconds before one that could not be reached is tried again
-PATIENCE = 120.0  # seconds for an answer, whatever happens meanwhile
-STEADY = ("/engine",)  # always of the same replica: what it draws goes on from call to call
-# What a replica has seen of a request and the door tells: fields of Seen.
-KEPT = ("inputs", "tokens", "pack", "ignored", "queue_seconds", "compute_seconds", "error")
-SECRET = (b"authorization", b"proxy-authorization", b"cookie")
+MAX_DEATHS = 3  # of replicas under one request
+RETRY_SECONDS = 0.05  # before a replica that could not be reached is tried again
+TIMEOUT = 120.0  # seconds for an answer, including all attempts
+# Always sent to the same replica: the page draws one engine over time, and numbers of several
+# engines in turn would make no picture.
+FIRST_REPLICA_PATHS = ("/engine",)
+# Fields of `RequestRecord` that a replica fills in and this process reports.
+RECORD_FIELDS = ("inputs", "tokens", "pack", "ignored", "queue_seconds", "compute_seconds", "error")
+# Not forwarded: this process has checked the key, and replicas have no use for it.
+SECRET_HEADERS = (b"authorization", b"proxy-authorization", b"cookie")
 
 
 class ReplicaDied(PackhorseError):
-    """The replica ended while it was at a request."""
+    """The replica ended while it was answering a request."""
 
 
 class ReplicaAway(PackhorseError):
-    """No replica could be reached, or this one not for now."""
+    """No replica, or not the chosen one, can be reached at the moment."""
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request as it travels; without the key it came with."""
+class ForwardedRequest:
+    """A request on its way to a replica, without the key it came with."""
 
     method: str
     path: str
@@ -62,20 +65,20 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """What a replica answered, and what it has seen of the request."""
+class ForwardedResponse:
+    """The response of a replica, and what its `RequestRecord` says about the request."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
     body: bytes
     route: str | None = None
     model: str | None = None
-    seen: Mapping[str, Any] = field(default_factory=dict)  # those of KEPT
+    record: Mapping[str, Any] = field(default_factory=dict)  # keys are RECORD_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
-    """What the door has to know of a model. It stands where an encoder does."""
+class ModelCard:
+    """What this process has to know about a replica's model; takes the place of its encoder."""
 
     name: str
     source: str
@@ -85,98 +88,100 @@ class Card:
     opened: float
 
 
-Ask = Callable[[Question], Awaitable[Reply]]  # raises ReplicaDied, ReplicaAway
+# Sends a request to a replica; raises ReplicaDied and ReplicaAway.
+Forward = Callable[[ForwardedRequest], Awaitable[ForwardedResponse]]
 
 
 @dataclass
-class Fleet:
-    """The replicas, as the door sees them."""
+class ReplicaPool:
+    """The replicas as this process sees them: two ways to send requests, and the newest figures."""
 
-    ask: Ask  # one of them
-    ask_first: Ask  # always the same one, while it lives
-    patience: float = PATIENCE
-    figures: Sequence[Figures] = ()  # the newest that all replicas told
-    answered: float = -math.inf  # when a model last ran, by `time.monotonic`
-    warned: float = -math.inf  # when a loss was last logged
+    to_any: Forward
+    to_first: Forward  # always to the same replica, as long as it lives
+    timeout: float = TIMEOUT
+    figures: Sequence[RunnerFigures] = ()  # the newest, of all replicas
+    last_answer: float = -math.inf  # `time.monotonic` when a model last ran
+    last_warning: float = -math.inf  # `time.monotonic` when a lost replica was last logged
 
-    async def send(self, question: Question) -> Reply:
-        """The answer of a replica; if that dies, of another."""
+    async def send(self, request: ForwardedRequest) -> ForwardedResponse:
+        """Return the response of a replica; if that one dies, of another."""
         try:
-            async with asyncio.timeout(self.patience):
-                reply = await self._send(question)
+            async with asyncio.timeout(self.timeout):
+                response = await self._send(request)
         except TimeoutError as error:
-            raise RunnerStopped(f"no replica answered within {self.patience:g} s") from error
-        if reply.seen.get("pack"):  # it went through an engine
-            self.answered = time.monotonic()
-        return reply
+            raise RunnerStopped(f"no replica answered within {self.timeout:g} s") from error
+        if response.record.get("pack"):  # an engine ran it
+            self.last_answer = time.monotonic()
+        return response
 
-    async def _send(self, question: Question) -> Reply:
-        ask = self.ask_first if question.path in STEADY else self.ask
+    async def _send(self, request: ForwardedRequest) -> ForwardedResponse:
+        forward = self.to_first if request.path in FIRST_REPLICA_PATHS else self.to_any
         deaths = 0
-        while deaths < DEATHS:
+        while deaths < MAX_DEATHS:
             try:
-                return await ask(question)
+                return await forward(request)
             except ReplicaDied:
                 deaths += 1
                 self._warn()
             except ReplicaAway:
                 self._warn()
-                await asyncio.sleep(PAUSE)
-        raise RunnerStopped(f"{DEATHS} replicas died, one after the other, at this request")
+                await asyncio.sleep(RETRY_SECONDS)
+        raise RunnerStopped(f"{MAX_DEATHS} replicas died, one after the other, at this request")
 
     def _warn(self) -> None:
-        """Once for a loss, not for all the requests that were there."""
+        """Log the loss of a replica once, not once per request that it was answering."""
         now = time.monotonic()
-        if now - self.warned > 1:
-            LOGGER.warning("a replica was lost; what it was at is asked of another")
-        self.warned = now
+        if now - self.last_warning > 1:
+            LOGGER.warning("a replica was lost; its requests are sent to another")
+        self.last_warning = now
 
 
-class Far:
-    """Stands where a runner does for those who ask how it does; what runs is in the replicas."""
+class RemoteRunner:
+    """Takes the place of a runner for health checks and metrics; models run in the replicas."""
 
-    alive = True  # a replica that dies is replaced, so it never ends for good
+    alive = True  # a replica that dies is replaced, so this never ends for good
 
-    def __init__(self, name: str, fleet: Fleet) -> None:
-        self.name, self.fleet = name, fleet
+    def __init__(self, name: str, pool: ReplicaPool) -> None:
+        self.name = name
+        self.pool = pool
 
-    def _mine(self) -> Iterable[Figures]:
-        return (each for each in self.fleet.figures if each.labels["model"] == self.name)
+    def _figures(self) -> Iterable[RunnerFigures]:
+        return (figures for figures in self.pool.figures if figures.labels["model"] == self.name)
 
     @property
     def waiting_tokens(self) -> int:
-        """Of all replicas."""
-        return sum(each.stats.waiting_tokens for each in self._mine())
+        """Tokens in the queues of all replicas."""
+        return sum(figures.stats.waiting_tokens for figures in self._figures())
 
     def rate(self) -> float:
-        """Tokens a second, of all replicas."""
-        return sum(each.rate for each in self._mine())
+        """Return the tokens per second of all replicas."""
+        return sum(figures.rate for figures in self._figures())
 
     def idle_seconds(self) -> float:
-        """Since a model of the fleet answered."""
-        return time.monotonic() - self.fleet.answered
+        """Return the seconds since any model of any replica ran."""
+        return time.monotonic() - self.pool.last_answer
 
     def submit(self, *_: Any) -> Future[None]:
-        """The canary, sung by a replica."""
-        return asyncio.run_coroutine_threadsafe(self._sing(), asyncio.get_running_loop())
+        """Let a replica run the probe of /ready."""
+        return asyncio.run_coroutine_threadsafe(self._probe(), asyncio.get_running_loop())
 
-    async def _sing(self) -> None:
-        if (await self.fleet.send(Question("GET", "/ready"))).status != 200:
+    async def _probe(self) -> None:
+        if (await self.pool.send(ForwardedRequest("GET", "/ready"))).status != 200:
             raise RunnerStopped(f"a replica could not run {self.name}")
 
     def close(self, drain: bool = True) -> None:
-        """The replicas end when the fleet is given up."""
+        """Do nothing: the replicas end with the pool."""
 
 
-def hosts(cards: Iterable[Card], fleet: Fleet) -> Hosts:
-    """The models of the fleet, for whoever wants their names, tasks and state."""
-    return Hosts(
+def remote_models(cards: Iterable[ModelCard], pool: ReplicaPool) -> ServedModels:
+    """Return the models of the replicas, as far as their names, tasks and state are needed here."""
+    return ServedModels(
         [
-            Hosted(
+            ServedModel(
                 card.name,
                 card.source,
                 encoder=cast(Any, card),
-                runner=cast(Any, Far(card.name, fleet)),
+                runner=cast(Any, RemoteRunner(card.name, pool)),
                 opened=card.opened,
             )
             for card in cards
@@ -184,113 +189,116 @@ def hosts(cards: Iterable[Card], fleet: Fleet) -> Hosts:
     )
 
 
-def create(settings: Settings, models: Hosts, fleet: Fleet) -> FastAPI:
-    """The application at the door: its own health and figures, and the way to the replicas."""
-    app = shell(settings, models, Metrics(models, lambda: fleet.figures), openapi_url=None)
-    app.mount("/", Door(fleet, models))
+def create(settings: Settings, models: ServedModels, pool: ReplicaPool) -> FastAPI:
+    """Return an application with its own health and metrics that forwards all other requests."""
+    metrics = Metrics(models, lambda: pool.figures)
+    app = create_base(settings, models, metrics, openapi_url=None)
+    app.mount("/", ForwardingApp(pool, models))
     return app
 
 
-class Door:
-    """An ASGI application that passes everything on."""
+class ForwardingApp:
+    """An ASGI application that forwards every request to a replica."""
 
-    def __init__(self, fleet: Fleet, models: Hosts) -> None:
-        self.fleet, self.models = fleet, {each.name: each for each in models}
+    def __init__(self, pool: ReplicaPool, models: ServedModels) -> None:
+        self.pool = pool
+        self.models = {model.name: model for model in models}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request there and back; given up when its client leaves."""
-        question = await _question(scope, receive)
-        asked = asyncio.ensure_future(self.fleet.send(question))
-        left = asyncio.ensure_future(_left(receive))
+        """Forward one request; it is cancelled if its client disconnects."""
+        request = await _read_request(scope, receive)
+        answer = asyncio.ensure_future(self.pool.send(request))
+        disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
-            await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
                 raise ClientGone("the client left before its answer was ready")
-            reply = await asked
+            response = await answer
         finally:
-            asked.cancel()
-            left.cancel()
-        self._note(scope, reply)
-        headers = list(reply.headers)
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-        await send({"type": "http.response.body", "body": reply.body})
+            answer.cancel()
+            disconnect.cancel()
+        self._update_record(scope, response)
+        headers = list(response.headers)
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body})
 
-    def _note(self, scope: Scope, reply: Reply) -> None:
-        """The guard records the request as if it had been answered here."""
-        seen: Seen = scope["packhorse"]
-        for name, value in reply.seen.items():
-            setattr(seen, name, value)
-        seen.host = self.models.get(reply.model or "")
-        if reply.route is not None:
-            scope["route"] = SimpleNamespace(path=reply.route)
+    def _update_record(self, scope: Scope, response: ForwardedResponse) -> None:
+        """Let the guard report the request as if it had been answered here."""
+        record: RequestRecord = scope["packhorse"]
+        for name, value in response.record.items():
+            setattr(record, name, value)
+        record.model = self.models.get(response.model or "")
+        if response.route is not None:
+            scope["route"] = SimpleNamespace(path=response.route)
 
 
-async def _question(scope: Scope, receive: Receive) -> Question:
-    """The guard has received the body whole, and hands it over in one piece."""
+async def _read_request(scope: Scope, receive: Receive) -> ForwardedRequest:
+    # The guard has received the whole body and delivers it in one message.
     body = (await receive()).get("body", b"")
-    headers = tuple((name, value) for name, value in scope["headers"] if name not in SECRET)
-    return Question(scope["method"], scope["path"], scope["query_string"], headers, body)
+    headers = tuple((name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS)
+    return ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body)
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def answer(app: Any, question: Question) -> Reply:
-    """Run the application over a question, where the models are."""
-    seen = Seen()
+async def run_forwarded(app: Any, request: ForwardedRequest) -> ForwardedResponse:
+    """Run the application for a forwarded request, in the process that has the models."""
+    record = RequestRecord()
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "scheme": "http",
         "root_path": "",
-        "method": question.method,
-        "path": question.path,
-        "raw_path": question.path.encode(),
-        "query_string": question.query,
-        "headers": list(question.headers),
+        "method": request.method,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
+        "headers": list(request.headers),
         "client": None,
         "server": None,
-        "packhorse": seen,
+        "packhorse": record,
     }
-    said: list[Any] = []
-    waiting = [{"type": "http.request", "body": question.body, "more_body": False}]
+    incoming = [{"type": "http.request", "body": request.body, "more_body": False}]
+    messages: list[Any] = []
 
     async def receive() -> dict[str, Any]:
-        if waiting:
-            return waiting.pop()
-        return await asyncio.get_running_loop().create_future()  # a client that leaves cancels it
+        if incoming:
+            return incoming.pop()
+        # Never completes: if the client disconnects, the front process cancels this whole call.
+        return await asyncio.get_running_loop().create_future()
 
     async def send(message: Any) -> None:
-        said.append(message)
+        messages.append(message)
 
     try:
         await app(scope, receive, send)
     except Exception:
-        if not said:
+        if not messages:
             raise
         LOGGER.error("a request failed in the server", exc_info=True)
-    body = b"".join(message.get("body", b"") for message in said[1:])
-    return Reply(
-        said[0]["status"],
-        tuple(said[0]["headers"]),
-        body,
+    start, *parts = messages
+    return ForwardedResponse(
+        start["status"],
+        tuple(start["headers"]),
+        b"".join(part.get("body", b"") for part in parts),
         getattr(scope.get("route"), "path", None),
-        seen.host.name if seen.host else None,
-        {name: getattr(seen, name) for name in KEPT},
+        record.model.name if record.model else None,
+        {name: getattr(record, name) for name in RECORD_FIELDS},
     )
 
 
-def card(host: Hosted) -> Card:
-    """Of a model that is open here."""
-    encoder = host.encoder
-    return Card(
-        host.name,
-        host.source,
+def model_card(model: ServedModel) -> ModelCard:
+    """Describe a model that is open in this process."""
+    encoder = model.encoder
+    return ModelCard(
+        model.name,
+        model.source,
         tuple(encoder.heads),
         tuple(encoder.labels),
         str(encoder.device),
-        host.opened,
+        model.opened,
     )

@@ -1,12 +1,14 @@
-"""The server's life: bind, load, serve, drain, leave.
+"""The life of the server process: bind, load, serve, drain, exit.
 
-The port is bound before the models are loaded, so that a port that is taken is told at once, and
-listened on after it: who can connect is answered. SIGTERM while loading ends the process at once,
-for there is nothing to lose. Later it drains: /health says 503, new requests get 503, those in
-flight are finished, and the process exits with 0. A second signal ends it without waiting.
+The port is bound before the models are loaded, so that a port in use is reported at once, but
+listened on only afterwards: whoever can connect gets an answer. SIGTERM while loading ends the
+process at once, since there is nothing to lose. Later it drains: /health and new requests get 503,
+requests in flight are finished, and the process exits with 0. A second signal ends it without
+waiting.
 
-When an engine dies (the device is lost) everything is 503 for a few seconds, so that whoever
-watches sees it, and then the process exits with 70: only a new process gets a new device context.
+When an engine dies (the device is lost), everything is answered with 503 for a few seconds, so that
+whoever watches the server sees it, and then the process exits with 70: only a new process gets a
+new device context.
 """
 
 from __future__ import annotations
@@ -27,24 +29,26 @@ import uvicorn
 from fastapi import FastAPI
 
 from packhorse.errors import InputError, PackhorseError
-from packhorse.serve import cl100k, hosting, logs
+from packhorse.serve import hosting, logs
 from packhorse.serve.app import create, guarded
 from packhorse.serve.connections import protocol, sweep
+from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
-from packhorse.serve.hosting import Hosts
+from packhorse.serve.hosting import ServedModels
 from packhorse.serve.settings import Settings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOOK_SECONDS = 0.1
-SEEN_DEAD_SECONDS = 3.0  # between the death of an engine and the end of the process
-CUT_SHORT, KILLED = 1, 143
-OTHER_FILES = 256  # beside connections: what libraries open
-Ready = Callable[[str, int, Hosts], None]  # host, port, models
-House = Callable[[Settings], AbstractContextManager[tuple[FastAPI, Hosts]]]
+POLL_SECONDS = 0.1
+DEAD_ENGINE_SECONDS = 3.0  # from the death of an engine to the exit of the process
+EXIT_CUT_SHORT = 1
+EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
+EXTRA_FILES = 256  # open files besides connections: models, logs, what libraries open
+Ready = Callable[[str, int, ServedModels], None]  # host, port, models
+OpenApp = Callable[[Settings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
 
 
 class EngineDied(PackhorseError):
-    """An engine ended by itself; the process has to be started again."""
+    """An engine ended by itself; the process has to be restarted."""
 
     exit_code = 70
 
@@ -52,51 +56,53 @@ class EngineDied(PackhorseError):
 class CutShort(PackhorseError):
     """Requests were still being answered when the time to drain was over."""
 
-    exit_code = CUT_SHORT
+    exit_code = EXIT_CUT_SHORT
 
 
 @contextmanager
-def here(settings: Settings) -> Iterator[tuple[FastAPI, Hosts]]:
-    """The application with its models in this process; it closes them itself."""
-    cl100k.table(settings.token_ids)  # one that is missing is told before models are loaded
-    hosts = hosting.open(settings)
-    yield create(settings, hosts), hosts
+def local_app(settings: Settings) -> Iterator[tuple[FastAPI, ServedModels]]:
+    """Open the application with its models in this process; its lifespan closes them."""
+    token_ids.load_table(settings.token_ids)  # reports a missing file before models are loaded
+    models = hosting.open_models(settings)
+    yield create(settings, models), models
 
 
-def run(settings: Settings, ready: Ready, house: House = here) -> None:
-    """Serve until a signal comes; `ready` is called when requests are answered."""
+def run(settings: Settings, ready: Ready, open_app: OpenApp = local_app) -> None:
+    """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
-    make_room(settings)
+    raise_file_limit(settings)
     bound = _bind(settings)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    with house(settings) as (app, hosts):
+    with open_app(settings) as (app, models):
         outer, guard = guarded(app)
         gc.collect()
-        gc.freeze()  # what lives as long as the process is looked at no more
-        tell = partial(_tell, ready, bound, hosts)
-        server = Server(_configuration(outer, settings), guard, hosts, tell)
+        gc.freeze()  # models and code live as long as the process; never scan them again
+        report = partial(_report_ready, ready, bound, models)
+        server = DrainingServer(_configuration(outer, settings), guard, models, report)
         server.run(sockets=[bound])
-    if server.died:
-        raise EngineDied("the engine died; see the log above, and start the server again")
+    if server.engine_died:
+        raise EngineDied("the engine died; see the log above, and restart the server")
     if guard.in_flight:
         seconds = settings.drain_seconds
-        raise CutShort(f"{guard.in_flight} requests were cut short after {seconds:g} s")
+        raise CutShort(f"{guard.in_flight} requests were not finished within {seconds:g} s")
 
 
-def make_room(settings: Settings) -> None:
-    """Let the process have as many files as connections are allowed.
+def raise_file_limit(settings: Settings) -> None:
+    """Raise the limit on open files to what `max_connections` needs.
 
-    Most systems start one with room for a thousand, and let it ask for more. Beyond that a
-    connection would neither be taken nor closed: it waits, as does everyone behind it.
+    Most systems start a process with a limit of about a thousand and let it ask for more. A
+    connection beyond the limit would be neither accepted nor closed: it would wait in the backlog,
+    and so would everyone behind it.
     """
-    wanted = settings.max_connections + OTHER_FILES
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        now = wanted if most == resource.RLIM_INFINITY else min(wanted, most)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (now, most))
-        if now < wanted:
-            message = "only %d files may be open, too few for --max-connections %d: see ulimit -n"
-            logs.LOGGER.warning(message, now, settings.max_connections)
+    needed = settings.max_connections + EXTRA_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < needed:
+        message = "only %d files may be open, too few for --max-connections %d: see ulimit -n"
+        logs.LOGGER.warning(message, soft, settings.max_connections)
 
 
 def _bind(settings: Settings) -> socket.socket:
@@ -107,19 +113,19 @@ def _bind(settings: Settings) -> socket.socket:
         bound.bind((settings.host, settings.port))
     except OSError as error:
         bound.close()
-        place = f"{settings.host}:{settings.port}"
-        raise InputError(f"cannot listen on {place}: {error.strerror or error}") from error
+        address = f"{settings.host}:{settings.port}"
+        raise InputError(f"cannot listen on {address}: {error.strerror or error}") from error
     return bound
 
 
-def _tell(ready: Ready, bound: socket.socket, hosts: Hosts) -> None:
+def _report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> None:
     host, port, *_ = bound.getsockname()
-    for each in hosts:
-        tasks = ", ".join(each.tasks)
-        logs.LOGGER.info("%s on %s can be asked for: %s", each.name, each.encoder.device, tasks)
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    logs.LOGGER.info("serving on http://%s", place, extra={"facts": {"host": host, "port": port}})
-    ready(host, port, hosts)
+    for model in models:
+        tasks = ", ".join(model.tasks)
+        logs.LOGGER.info("%s on %s supports: %s", model.name, model.encoder.device, tasks)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    logs.LOGGER.info("serving on http://%s", address, extra={"facts": {"host": host, "port": port}})
+    ready(host, port, models)
 
 
 def _configuration(app: Any, settings: Settings) -> uvicorn.Config:
@@ -135,63 +141,67 @@ def _configuration(app: Any, settings: Settings) -> uvicorn.Config:
         proxy_headers=False,
         backlog=min(settings.max_connections, 2048),
         timeout_keep_alive=math.ceil(settings.idle_seconds),
-        timeout_graceful_shutdown=1,  # of its own, after ours
+        timeout_graceful_shutdown=1,  # uvicorn's own draining, after ours has ended
     )
 
 
-class Server(uvicorn.Server):
-    """uvicorn with our way to leave."""
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that finishes requests in flight before it exits."""
 
     def __init__(
-        self, config: uvicorn.Config, guard: Guard, hosts: Hosts, ready: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        guard: Guard,
+        models: ServedModels,
+        report_ready: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self.guard, self.hosts, self.ready = guard, hosts, ready
-        self.died = False
+        self.guard = guard
+        self.models = models
+        self.report_ready = report_ready
+        self.engine_died = False
         self._tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours, from `startup` on; uvicorn would die of the one it has drained for."""
+        """Leave signals to `startup`; uvicorn would raise a signal again after its shutdown."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
+        """Listen, install signal handlers, start the background tasks, report readiness."""
         await super().startup(sockets)
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
-            loop.add_signal_handler(number, self._asked_to_leave)
-        self._tasks += [
-            loop.create_task(sweep(self.server_state.connections)),
-            loop.create_task(self._watch()),
-        ]
-        self.ready()
+            loop.add_signal_handler(number, self._on_signal)
+        self._tasks.append(loop.create_task(sweep(self.server_state.connections)))
+        self._tasks.append(loop.create_task(self._watch_engines()))
+        self.report_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the connections and end the engines."""
+        """Close the connections; the application's lifespan then ends the engines."""
         for task in self._tasks:
             task.cancel()
         await super().shutdown(sockets)
 
-    def _asked_to_leave(self) -> None:
+    def _on_signal(self) -> None:
         if self.guard.draining:
-            os._exit(KILLED)
+            os._exit(EXIT_SECOND_SIGNAL)
         self.guard.draining = True
         logs.LOGGER.info("draining: %d requests in flight", self.guard.in_flight)
         self._tasks.append(asyncio.get_running_loop().create_task(self._drain()))
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
-        until = loop.time() + self.guard.settings.drain_seconds
-        while self.guard.in_flight and loop.time() < until:
-            await asyncio.sleep(LOOK_SECONDS)
+        deadline = loop.time() + self.guard.settings.drain_seconds
+        while self.guard.in_flight and loop.time() < deadline:
+            await asyncio.sleep(POLL_SECONDS)
         self.should_exit = True
 
-    async def _watch(self) -> None:
-        """An engine that died does not come back."""
-        while self.hosts.alive:
-            await asyncio.sleep(LOOK_SECONDS)
-        logs.LOGGER.critical("an engine died; the server leaves in %.0f s", SEEN_DEAD_SECONDS)
-        self.died = True
-        await asyncio.sleep(SEEN_DEAD_SECONDS)
+    async def _watch_engines(self) -> None:
+        """Exit a few seconds after an engine has died, because it cannot be restarted."""
+        while self.models.alive:
+            await asyncio.sleep(POLL_SECONDS)
+        logs.LOGGER.critical("an engine died; the server exits in %.0f s", DEAD_ENGINE_SECONDS)
+        self.engine_died = True
+        await asyncio.sleep(DEAD_ENGINE_SECONDS)
         self.should_exit = True

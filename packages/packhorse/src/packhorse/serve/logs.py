@@ -1,8 +1,8 @@
-"""What the server says of itself on stderr: lines for people, or one JSON object a line.
+"""The server's log on stderr: lines for people, or one JSON object per line.
 
-Neither texts nor keys are ever logged: a line about a request has its route, its status, sizes and
-times, and an error is told by its kind and the place it happened, because the message of an error
-may repeat what was sent.
+Neither texts nor API keys are ever logged. The line about a request has its route, status, sizes
+and times. The line about an error has its class and stack frames but not its message, which may
+repeat request content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from packhorse.serve.metrics import Seen
+from packhorse.serve.metrics import RequestRecord
 from packhorse.serve.settings import Settings
 
 LOGGER = logging.getLogger("packhorse.serve")
@@ -23,10 +23,10 @@ REQUESTS = logging.getLogger("packhorse.serve.requests")
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line; `extra={"facts": {…}}` adds its fields."""
+    """One JSON object per line; `extra={"facts": {…}}` adds its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line for one log record."""
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -35,47 +35,49 @@ class JsonLines(logging.Formatter):
         }
         line |= getattr(record, "facts", {})
         if record.exc_info and record.exc_info[1]:
-            line["error"], line["frames"] = _told(record.exc_info[1])
+            line["error"], line["frames"] = _describe(record.exc_info[1])
         return orjson.dumps(line, default=str).decode()
 
 
 class PlainLines(logging.Formatter):
-    """Time, level, message."""
+    """Lines of time, level and message."""
 
     def formatException(self, ei: Any) -> str:
-        """The frames and the kind of error, without its message."""
-        kind, frames = _told(ei[1])
+        """Return the stack frames and the class of an error, without its message."""
+        kind, frames = _describe(ei[1])
         return "\n".join([*frames, kind])
 
 
 def set_up(settings: Settings) -> None:
-    """Send what the server and uvicorn have to say to stderr, in the form that was asked for."""
+    """Send the log of the server and of uvicorn to stderr, in the format of the settings."""
     handler = logging.StreamHandler(sys.stderr)
     plain = PlainLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonLines() if settings.log_format == "json" else plain)
-    level = settings.log_level.upper()
-    for name, least in (("packhorse", level), ("uvicorn", "WARNING")):
+    for name, level in (("packhorse", settings.log_level.upper()), ("uvicorn", "WARNING")):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(least)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(level)
     REQUESTS.disabled = not settings.log_requests
 
 
-def told(seen: Seen, route: str, status: int) -> None:
-    """A line about a request that has ended, if these are asked for."""
+def log_request(record: RequestRecord, route: str, status: int) -> None:
+    """Log a request that has ended, if --log-requests is set."""
     if REQUESTS.disabled or not REQUESTS.isEnabledFor(logging.INFO):
         return
     facts: dict[str, Any] = {"route": route, "status": status}
-    facts["ms"] = round(1e3 * (perf_counter() - seen.begun), 1)
-    if seen.host is not None:
-        facts |= {"model": seen.host.name, "inputs": seen.inputs, "tokens": seen.tokens}
-    facts |= {"pack": seen.pack} if seen.pack else {}
-    facts |= {"error": seen.error} if seen.error else {}
+    facts["ms"] = round(1e3 * (perf_counter() - record.started), 1)
+    if record.model is not None:
+        facts |= {"model": record.model.name, "inputs": record.inputs, "tokens": record.tokens}
+    if record.pack:
+        facts["pack"] = record.pack
+    if record.error:
+        facts["error"] = record.error
     message = " ".join(f"{name}={value}" for name, value in facts.items())
     REQUESTS.info(message, extra={"facts": facts})
 
 
-def _told(error: BaseException) -> tuple[str, list[str]]:
-    """The kind of an error and where it happened; not its message."""
+def _describe(error: BaseException) -> tuple[str, list[str]]:
+    """Return the class name of an error and the stack frames it came from; not its message."""
     frames = traceback.extract_tb(error.__traceback__)
     return type(error).__name__, [f"{f.filename}:{f.lineno} {f.name}" for f in frames]

@@ -1,14 +1,15 @@
-"""Figures for Prometheus: what came over HTTP is counted here, what ran is asked of the runners.
+"""Prometheus metrics: HTTP requests are counted here, engine figures are read from the runners.
 
-The registry is the server's own, so that two servers in one process do not add up. Labels are route
-templates, statuses and names of models: a client cannot make new ones. What a runner counts is read
-when the page is asked for, and costs a request nothing.
+Every server has a registry of its own, so that two servers in one process do not add up. Labels are
+route templates, status codes and model names, never request content: a client cannot create new
+time series. A runner's figures are read when /metrics is requested and cost no request anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,129 +18,158 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from packhorse.runtime.statistics import Stats
-from packhorse.serve.hosting import Hosted, Hosts
+from packhorse.serve.hosting import ServedModel, ServedModels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
-ELSEWHERE = "other"  # the route of what no route fits
+UNMATCHED_ROUTE = "other"  # label for requests that match no route
 
 
 @dataclass(slots=True)
-class Seen:
-    """What is known of one request while it is answered; `scope["packhorse"]`."""
+class RequestRecord:
+    """What is known about one request while it is answered; stored as `scope["packhorse"]`.
 
-    begun: float = field(default_factory=perf_counter)
-    host: Hosted | None = None  # that was asked
+    The guard creates it, the handlers fill it in, and the guard reports it to metrics and log.
+    """
+
+    started: float = field(default_factory=perf_counter)
+    model: ServedModel | None = None  # the model that the request was for
     inputs: int = 0
     tokens: int = 0
-    pack: str = ""  # the header's value
-    ignored: str = ""  # names of fields, for another header
+    pack: str = ""  # value of the response header x-packhorse-pack; empty if no model ran
+    ignored: str = ""  # value of x-packhorse-ignored-fields
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
-    error: str = ""  # the kind of error it ended with
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    error: str = ""  # kind of error that the request ended with
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What a runner says of itself."""
+class RunnerFigures:
+    """The figures of one runner at one moment."""
 
-    labels: Mapping[str, str]  # which it is
+    labels: Mapping[str, str]  # identify the runner: its model and, in a cluster, its replica
     alive: bool
-    rate: float  # tokens a second of the last batches
+    rate: float  # tokens per second over the last batches
     stats: Stats
 
 
-def figures(host: Hosted, **labels: str) -> Figures:
-    """Those of one model, now."""
-    runner = host.runner
-    return Figures({"model": host.name, **labels}, runner.alive, runner.rate(), runner.stats())
+def runner_figures(model: ServedModel, **labels: str) -> RunnerFigures:
+    """Read the current figures of one model's runner."""
+    runner = model.runner
+    return RunnerFigures(
+        {"model": model.name, **labels}, runner.alive, runner.rate(), runner.stats()
+    )
 
 
 class Metrics:
-    """All figures of a server; `tell` gives those of the runners where they are not here."""
+    """All metrics of a server.
 
-    def __init__(self, hosts: Hosts, tell: Callable[[], Sequence[Figures]] | None = None) -> None:
-        self.hosts, self.registry = hosts, CollectorRegistry()
-        own: dict[str, Any] = {"registry": self.registry}
+    `read_figures` replaces reading the models' own runners, for models that run in replicas.
+    """
+
+    def __init__(
+        self,
+        models: ServedModels,
+        read_figures: Callable[[], Sequence[RunnerFigures]] | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        here: dict[str, Any] = {"registry": self.registry}
+        timed: dict[str, Any] = {"registry": self.registry, "buckets": SECONDS}
         self.requests = Counter(
-            "packhorse_requests", "Requests by route and status.", ["route", "status"], **own
+            "packhorse_requests", "Requests by route and status.", ["route", "status"], **here
         )
-        self.errors = Counter("packhorse_errors", "Requests that failed, by kind.", ["kind"], **own)
+        self.errors = Counter("packhorse_errors", "Failed requests by kind.", ["kind"], **here)
         self.dropped = Counter(
-            "packhorse_dropped", "Requests whose client left before the answer.", **own
+            "packhorse_dropped", "Requests whose client left before the answer.", **here
         )
-        self.in_flight = Gauge("packhorse_in_flight", "Requests being worked on.", **own)
+        self.in_flight = Gauge("packhorse_in_flight", "Requests being answered.", **here)
         self.seconds = Histogram(
-            "packhorse_request_seconds", "From the headers to the answer.", buckets=SECONDS, **own
+            "packhorse_request_seconds", "Time from headers to answer.", **timed
         )
-        self.queue = Histogram(
-            "packhorse_queue_seconds", "From the queue to the device.", buckets=SECONDS, **own
-        )
+        self.queue = Histogram("packhorse_queue_seconds", "Time from queue to device.", **timed)
         self.compute = Histogram(
-            "packhorse_compute_seconds", "Of the batch it ran in.", buckets=SECONDS, **own
+            "packhorse_compute_seconds", "Compute time of the request's batch.", **timed
         )
-        self.inputs = Counter("packhorse_inputs", "Texts and pairs that were answered.", **own)
-        self.tokens = Counter("packhorse_input_tokens", "Tokens of what was answered.", **own)
-        self.registry.register(_Runners(tell or (lambda: [figures(host) for host in hosts])))
+        self.inputs = Counter("packhorse_inputs", "Texts and pairs answered.", **here)
+        self.tokens = Counter("packhorse_input_tokens", "Tokens of answered inputs.", **here)
 
-    def record(self, seen: Seen, route: str, status: int) -> None:
-        """A request has ended."""
+        def read_local() -> list[RunnerFigures]:
+            return [runner_figures(model) for model in models]
+
+        self.registry.register(_RunnerCollector(read_figures or read_local))
+
+    def record(self, record: RequestRecord, route: str, status: int) -> None:
+        """Count a request that has ended."""
         self.requests.labels(route, str(status)).inc()
-        self.seconds.observe(perf_counter() - seen.begun)
-        if seen.error:
-            self.errors.labels(seen.error).inc()
-        if seen.pack:
-            self.queue.observe(seen.queue_seconds)
-            self.compute.observe(seen.compute_seconds)
-            self.inputs.inc(seen.inputs)
-            self.tokens.inc(seen.tokens)
+        self.seconds.observe(perf_counter() - record.started)
+        if record.error:
+            self.errors.labels(record.error).inc()
+        if record.pack:
+            self.queue.observe(record.queue_seconds)
+            self.compute.observe(record.compute_seconds)
+            self.inputs.inc(record.inputs)
+            self.tokens.inc(record.tokens)
 
     def page(self) -> bytes:
-        """For `GET /metrics`."""
+        """Return the body of `GET /metrics`."""
         return generate_latest(self.registry)
 
 
-class _Runners:
-    """Asks every runner when the page is asked for."""
+class _RunnerCollector:
+    """A Prometheus collector that reads the runners each time /metrics is requested."""
 
-    def __init__(self, tell: Callable[[], Sequence[Figures]]) -> None:
-        self.tell = tell
+    def __init__(self, read_figures: Callable[[], Sequence[RunnerFigures]]) -> None:
+        self.read_figures = read_figures
 
     def collect(self) -> Iterator[Metric]:
-        told = self.tell()
-        labels = list(told[0].labels) if told else ["model"]
-        who = [list(each.labels.values()) for each in told]
+        runners = self.read_figures()
+        label_names = list(runners[0].labels) if runners else ["model"]
 
-        def family(kind: Any, name: str, help: str, values: Sequence[tuple[float, ...]]) -> Metric:
-            found = kind(f"packhorse_{name}", help, labels=labels)
-            for each, value in zip(who, values, strict=True):
-                found.add_metric(each, *value)
-            return found
+        def family(
+            kind: Any, name: str, help: str, values: Callable[[RunnerFigures], tuple[float, ...]]
+        ) -> Metric:
+            metric = kind(f"packhorse_{name}", help, labels=label_names)
+            for runner in runners:
+                metric.add_metric(list(runner.labels.values()), *values(runner))
+            return metric
 
-        up, rate = [(int(each.alive),) for each in told], [(each.rate,) for each in told]
-        yield family(GaugeMetricFamily, "up", "1 while the engine runs.", up)
-        yield family(GaugeMetricFamily, "tokens_per_second", "Of the last batches.", rate)
-        for name, (kind, help) in RUNNER_FIGURES.items():
-            values = [(getattr(each.stats, name),) for each in told]
-            yield family(kind, f"runner_{name}", help, values)
-        ran = [(each.stats.batches, each.stats.tokens) for each in told]
-        yield family(SummaryMetricFamily, "batch_tokens", "Tokens of batches that ran.", ran)
+        yield family(
+            GaugeMetricFamily, "up", "1 while the engine runs.", lambda runner: (int(runner.alive),)
+        )
+        yield family(
+            GaugeMetricFamily,
+            "tokens_per_second",
+            "Throughput of the last batches.",
+            lambda runner: (runner.rate,),
+        )
+        for name, (kind, help) in RUNNER_METRICS.items():
+            yield family(kind, f"runner_{name}", help, partial(_stat, name))
+        yield family(
+            SummaryMetricFamily,
+            "batch_tokens",
+            "Tokens of batches that ran.",
+            lambda runner: (runner.stats.batches, runner.stats.tokens),
+        )
 
 
-# Fields of `runtime.statistics.Stats`; those that only grow are counters.
-RUNNER_FIGURES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
+def _stat(name: str, runner: RunnerFigures) -> tuple[float]:
+    return (getattr(runner.stats, name),)
+
+
+# Fields of `runtime.statistics.Stats`, which name the metrics packhorse_runner_*; those that only
+# grow are counters.
+RUNNER_METRICS: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
     "requests": (CounterMetricFamily, "Inputs admitted to the queue."),
     "answered": (CounterMetricFamily, "Inputs answered."),
     "failed": (CounterMetricFamily, "Inputs the model failed on."),
     "cancelled": (CounterMetricFamily, "Inputs cancelled before they ran."),
-    "refused": (CounterMetricFamily, "Inputs refused because too much waited."),
+    "refused": (CounterMetricFamily, "Inputs refused because the queue was full."),
     "reruns": (CounterMetricFamily, "Batches run again because an input in them failed."),
-    "waiting_requests": (GaugeMetricFamily, "Inputs that wait."),
-    "waiting_tokens": (GaugeMetricFamily, "Tokens that wait."),
+    "waiting_requests": (GaugeMetricFamily, "Inputs in the queue."),
+    "waiting_tokens": (GaugeMetricFamily, "Tokens in the queue."),
     "running_requests": (GaugeMetricFamily, "Inputs on the device."),
-    "fill": (GaugeMetricFamily, "Somebody's tokens / all tokens of batches."),
-    "sequences_a_batch": (GaugeMetricFamily, "Sequences that share a batch, on average."),
-    "p50_ms": (GaugeMetricFamily, "From admission to the answer, median of the last inputs."),
-    "p99_ms": (GaugeMetricFamily, "The same, 99th percentile."),
+    "fill": (GaugeMetricFamily, "Tokens of inputs / all tokens of batches."),
+    "sequences_a_batch": (GaugeMetricFamily, "Mean number of sequences per batch."),
+    "p50_ms": (GaugeMetricFamily, "Median time from admission to answer, over the last inputs."),
+    "p99_ms": (GaugeMetricFamily, "99th percentile of the time from admission to answer."),
 }

@@ -1,4 +1,4 @@
-"""The committed description of the API: docs/openapi.json, the same whatever models are served.
+"""Write docs/openapi.json, the committed description of the API, independent of served models.
 
     python -m packhorse.serve.openapi docs/openapi.json     # after a change of routes or bodies
 
@@ -14,14 +14,14 @@ import orjson
 
 from packhorse import atomic
 from packhorse.serve import app
-from packhorse.serve.hosting import Hosts
+from packhorse.serve.hosting import ServedModels
 from packhorse.serve.settings import Settings
 
 
 def document() -> bytes:
-    """As it is committed."""
+    """Return the content of the file."""
     layout = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    return orjson.dumps(app.create(Settings(), Hosts([])).openapi(), option=layout)
+    return orjson.dumps(app.create(Settings(), ServedModels([])).openapi(), option=layout)
 
 
 def write(path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The short way to a route: by its path alone, past the framework's search and its dependencies.
+"""Call the handler of a POST route directly, without FastAPI's routing and dependency injection.
 
-A POST with one body to a path without parameters is nearly all that a server is asked, and FastAPI
-took three times as long for it as the handler itself: routes are tried one after the other, a stack
-is opened for dependencies that nobody has. Here a table finds the handler and pydantic reads the
-body as JSON. The description of the API and every other route stay FastAPI's, and so does every
-body that pydantic cannot read: it goes the long way, which tells what is wrong with it. Which way a
-request went must not be seen in its answer; a test compares the two.
+Nearly all requests are a POST with one JSON body to a path without parameters, and for those
+FastAPI took three times as long as the handler itself: it tries routes one after the other and
+opens a stack for dependencies that no route has. Here a table finds the handler by its path, and
+pydantic reads the body. FastAPI keeps all other routes, the OpenAPI description, and every body
+that pydantic rejects, because FastAPI reports what is wrong with it. Clients must not be able to
+tell which way a request took; a test compares the answers of both.
 """
 
 from __future__ import annotations
@@ -22,62 +22,70 @@ from starlette.routing import BaseRoute
 
 from packhorse.serve.guard import App, Receive, Scope, Send, replay
 
-Handlers = Mapping[Any, Callable[[Request, Any], Any]]  # by kind of error; coroutines
+Handlers = Mapping[Any, Callable[[Request, Any], Any]]  # coroutine functions by exception class
 
 
 @dataclass(frozen=True, slots=True)
-class _Short:
-    """A route that can be taken the short way."""
+class _DirectRoute:
+    """A route whose handler takes a body and at most the request besides."""
 
     route: APIRoute
     body: type[BaseModel]
     handler: Callable[..., Awaitable[Response]]
-    wants_request: bool
+    takes_request: bool
 
-    async def answer(self, request: Request, body: BaseModel) -> Response:
-        if self.wants_request:
+    async def run(self, request: Request, body: BaseModel) -> Response:
+        if self.takes_request:
             return await self.handler(request=request, body=body)
         return await self.handler(body=body)
 
 
 class Shortcut:
-    """The application, with a short way to those of its routes that have one."""
+    """ASGI middleware that calls handlers directly if it can, and passes other requests on."""
 
     def __init__(self, app: App, routes: Sequence[BaseRoute], handlers: Handlers) -> None:
-        self.app, self.handlers = app, handlers
-        found = [_short(route) for route in routes if isinstance(route, APIRoute)]
-        self.table = {short.route.path: short for short in found if short is not None}
+        self.app = app
+        self.handlers = handlers
+        self.table: dict[str, _DirectRoute] = {}
+        for route in routes:
+            direct = _direct_route(route) if isinstance(route, APIRoute) else None
+            if direct is not None:
+                self.table[direct.route.path] = direct
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, by either way."""
-        short = self.table.get(scope["path"]) if scope.get("method") == "POST" else None
-        if short is None:
+        """Answer one request."""
+        direct = self.table.get(scope["path"]) if scope.get("method") == "POST" else None
+        if direct is None:
             return await self.app(scope, receive, send)
         request = Request(scope, receive, send)
-        sent = await request.body()
+        content = await request.body()
         try:
-            body = short.body.model_validate_json(sent)
+            body = direct.body.model_validate_json(content)
         except ValidationError:
-            return await self.app(scope, replay(sent, receive), send)
-        scope["route"] = short.route
+            return await self.app(scope, replay(content, receive), send)
+        scope["route"] = direct.route  # for metrics and log
         try:
-            response = await short.answer(request, body)
+            response = await direct.run(request, body)
         except Exception as error:
-            response = await self._told(request, error)
+            response = await self._error_response(request, error)
         await response(scope, receive, send)
 
-    async def _told(self, request: Request, error: Exception) -> Response:
-        """As the application tells it; what it has no words for is the guard's."""
-        known = (kind for kind in type(error).__mro__[:-3] if kind in self.handlers)
-        kind = next(known, None)
+    async def _error_response(self, request: Request, error: Exception) -> Response:
+        """Answer with the application's handler for this class of error; raise if it has none."""
+        # The last three classes are Exception, BaseException and object. The handler for Exception
+        # is left to Starlette's outermost layer, which calls it and then raises the error again, so
+        # that the guard can log it.
+        kinds = (kind for kind in type(error).__mro__[:-3] if kind in self.handlers)
+        kind = next(kinds, None)
         if kind is None:
             raise error
         return await self.handlers[kind](request, error)
 
 
-def _short(route: APIRoute) -> _Short | None:
+def _direct_route(route: APIRoute) -> _DirectRoute | None:
+    """Return the route if it can be called directly."""
     hints = get_type_hints(route.endpoint)
-    given = set(hints) - {"return"}
-    if "POST" not in (route.methods or ()) or not {"body"} <= given <= {"body", "request"}:
+    parameters = set(hints) - {"return"}
+    if "POST" not in (route.methods or ()) or not {"body"} <= parameters <= {"body", "request"}:
         return None
-    return _Short(route, hints["body"], route.endpoint, "request" in given)
+    return _DirectRoute(route, hints["body"], route.endpoint, "request" in parameters)

@@ -1,7 +1,7 @@
-"""One server for all dialects: the real MiniLM, and a tiny model for each other head.
+"""Fixtures: one server for all dialects, with the real MiniLM and a tiny model per head.
 
-It listens on a real port, because the clients under test are taken as they are. Requests that need
-no client go over ASGI to the same application, which is quicker.
+It listens on a real port, because the official clients are tested unchanged. Requests that need no
+client go over ASGI to the same application, which is faster.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ HEADS = {
 
 @dataclass(frozen=True)
 class Server:
-    """What answers at `url`, and what it answers with."""
+    """A running server: its URL, application and models."""
 
     url: str
     app: Any
-    hosts: Any
+    models: Any
 
     def encoder(self, name: str) -> Any:
-        return self.hosts.find(name).encoder
+        return self.models.find(name).encoder
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +57,8 @@ def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
 
     folder: Path = tmp_path_factory.mktemp("vocabulary")
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY.split()))
-    tokenizer, cpu = Tokenizer.load(folder), torch.device("cpu")
+    tokenizer = Tokenizer.load(folder)
+    cpu = torch.device("cpu")
 
     def tiny(name: str) -> Encoder:
         model = make_model(torch.float32, width=32, heads=2, positions=48)
@@ -90,9 +91,9 @@ def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def listen() -> Iterator[Callable[..., Server]]:
-    """Puts models behind a port, in a thread: `listen(encoders, **settings)`.
+    """Serve models on a port, in a thread: `listen(encoders, **settings)`.
 
-    The engines end with the file that used them.
+    The engines are closed after the test file.
     """
     import torch
     import uvicorn
@@ -104,44 +105,46 @@ def listen() -> Iterator[Callable[..., Server]]:
     torch.set_num_threads(1)
     running: list[tuple[Any, threading.Thread, Any]] = []
 
-    def begin(encoders: dict[str, Any], **given: Any) -> Server:
-        settings = Settings(batch_wait_ms=0.0, **given)
-        hosts = hosting.Hosts([_hosted(name, encoder) for name, encoder in encoders.items()])
-        made = app.create(settings, hosts)
-        outer, _ = app.guarded(made)
+    def begin(encoders: dict[str, Any], **options: Any) -> Server:
+        settings = Settings(batch_wait_ms=0.0, **options)
+        models = hosting.ServedModels(
+            [_hosted(name, encoder) for name, encoder in encoders.items()]
+        )
+        application = app.create(settings, models)
+        outer, _ = app.guarded(application)
         # Not uvloop: other tests of the process fork.
         config = uvicorn.Config(outer, port=0, log_config=None, lifespan="off", loop="asyncio")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)
         thread.start()
-        running.append((server, thread, hosts))
+        running.append((server, thread, models))
         while not server.started:
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        return Server(f"http://127.0.0.1:{port}", made, hosts)
+        return Server(f"http://127.0.0.1:{port}", application, models)
 
     yield begin
-    for server, thread, hosts in running:
+    for server, thread, models in running:
         server.should_exit = True
         thread.join(10)
-        hosts.close()
+        models.close()
     torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def server(encoders, listen) -> Server:
-    """All models behind one port."""
+    """All models on one port."""
     return listen(encoders)
 
 
 def _hosted(name: str, encoder: Any) -> Any:
-    """Unseen by others: they count who publishes figures."""
+    """Start a runner that publishes no figures, because other tests count who does."""
     from packhorse import PackRunner
-    from packhorse.serve.hosting import Hosted
+    from packhorse.serve.hosting import ServedModel
 
     rows = 2048 // encoder.max_length
     runner = PackRunner(encoder, rows=rows, timeout=0, max_waiting_requests=4096, publish=False)
-    return Hosted(name, name, runner.encoder, runner)
+    return ServedModel(name, name, runner.encoder, runner)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +158,13 @@ def http(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def post(http: Any):
-    """POST a body; its status and document."""
+    """POST a body; returns the status and the JSON document."""
 
-    def send(path: str, body: Any = None, **given: Any) -> tuple[int, Any]:
+    def send(path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
         answer = (
-            http.post(path, json=body, **given) if body is not None else http.post(path, **given)
+            http.post(path, json=body, **options)
+            if body is not None
+            else http.post(path, **options)
         )
         return answer.status_code, answer.json()
 

@@ -1,6 +1,6 @@
-"""The official clients, as they are installed, against our server.
+"""The official clients, as installed, against our server.
 
-They are the specification of what they send and read: a shape that they cannot unpack fails here.
+They specify what they send and read: a response that they cannot unpack fails here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ TEXTS = ["The horse carries the sacks to market.", "A mule, with no load.", "naÃ
 CONTEXT = "the old brown horse carries sacks to market and the cat sat on the red mat ."
 
 
-def close(found: object, expected: object) -> bool:
-    return np.allclose(np.asarray(found, np.float64), np.asarray(expected), rtol=0, atol=1e-6)
+def close(values: object, expected: object) -> bool:
+    return np.allclose(np.asarray(values, np.float64), np.asarray(expected), rtol=0, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def openai(server):
 
 @pytest.fixture(scope="module")
 def hub(server):
-    """InferenceClient of one of the models by its URL; tests are offline, but not for this."""
+    """Make an InferenceClient of a model by its URL; tests are offline except for this."""
     from huggingface_hub import InferenceClient, close_session, constants
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,35 +40,35 @@ def hub(server):
 
 @pytest.mark.parametrize("encoding", [None, "float", "base64"])
 def test_openai_embeddings(openai, server, encoding):
-    given = {"encoding_format": encoding} if encoding else {}
-    found = openai.embeddings.create(model="mini", input=TEXTS, **given)
-    vectors = [each.embedding for each in found.data]
+    options = {"encoding_format": encoding} if encoding else {}
+    response = openai.embeddings.create(model="mini", input=TEXTS, **options)
+    vectors = [row.embedding for row in response.data]
     if encoding == "base64":
         import base64
 
-        vectors = [np.frombuffer(base64.b64decode(each), "<f4") for each in vectors]
+        vectors = [np.frombuffer(base64.b64decode(encoded), "<f4") for encoded in vectors]
     encoder = server.encoder("mini")
     assert close(vectors, encoder.embed(TEXTS))
-    assert [each.index for each in found.data] == [0, 1, 2] and found.model == "mini"
-    assert found.usage.prompt_tokens == sum(map(len, encoder.tokenize(TEXTS)))
+    assert [row.index for row in response.data] == [0, 1, 2] and response.model == "mini"
+    assert response.usage.prompt_tokens == sum(map(len, encoder.tokenize(TEXTS)))
 
 
 def test_openai_takes_token_ids_and_cuts_dimensions(openai, server):
     encoder = server.encoder("mini")
-    ids = [each.ids.tolist() for each in encoder.tokenize(TEXTS)]
+    ids = [encoding.ids.tolist() for encoding in encoder.tokenize(TEXTS)]
     whole = encoder.embed(TEXTS)
-    for given, expected in [(ids, whole), (ids[0], whole[:1]), (TEXTS[0], whole[:1])]:
-        found = openai.embeddings.create(model="mini", input=given)
-        assert close([each.embedding for each in found.data], expected)
+    for inputs, expected in [(ids, whole), (ids[0], whole[:1]), (TEXTS[0], whole[:1])]:
+        response = openai.embeddings.create(model="mini", input=inputs)
+        assert close([row.embedding for row in response.data], expected)
     short = openai.embeddings.create(model="mini", input=TEXTS, dimensions=64)
     expected = whole[:, :64] / np.linalg.norm(whole[:, :64], axis=1, keepdims=True)
-    assert close([each.embedding for each in short.data], expected)
+    assert close([row.embedding for row in short.data], expected)
 
 
 def test_openai_models_and_errors(openai):
     from openai import APIStatusError, BadRequestError, NotFoundError, UnprocessableEntityError
 
-    assert [each.id for each in openai.models.list()][:2] == ["mini", "tiny"]
+    assert [model.id for model in openai.models.list()][:2] == ["mini", "tiny"]
     assert openai.models.retrieve("ranker").owned_by == "packhorse"
     with pytest.raises(NotFoundError, match="there are: mini"):
         openai.embeddings.create(model="gpt", input="a")
@@ -76,26 +76,27 @@ def test_openai_models_and_errors(openai):
         openai.embeddings.create(model="mini", input=[])
     with pytest.raises(UnprocessableEntityError, match="from 0 to 30521"):
         openai.embeddings.create(model="mini", input=[[101, 40_000, 102]])
-    with pytest.raises(APIStatusError, match="can be asked for: classify") as refused:
+    with pytest.raises(APIStatusError, match="it supports: classify") as refused:
         openai.embeddings.create(model="judge", input="a")
     assert refused.value.status_code == 424
 
 
 def test_openai_long_texts_in_extra_body(openai, server):
-    encoder, text = server.encoder("tiny"), "sacks to market " * 30
+    encoder = server.encoder("tiny")
+    text = "sacks to market " * 30
     from openai import APIStatusError
 
     with pytest.raises(APIStatusError) as refused:
         openai.embeddings.create(model="tiny", input=text)
     assert refused.value.status_code == 413
     for long in ("truncate", "chunk"):
-        found = openai.embeddings.create(model="tiny", input=text, extra_body={"long": long})
-        assert close(found.data[0].embedding, encoder.embed([text], long=long)[0])
+        response = openai.embeddings.create(model="tiny", input=text, extra_body={"long": long})
+        assert close(response.data[0].embedding, encoder.embed([text], long=long)[0])
 
 
 @pytest.fixture(scope="module")
 def cohere(server):
-    """A client of the class of that name; sockets are closed in the end."""
+    """Make a client of the class of that name; its sockets are closed afterwards."""
     import httpx
 
     module = pytest.importorskip("cohere")
@@ -110,19 +111,19 @@ def test_cohere_reranks(cohere, server):
 
     documents = ["the cat", "a mule carries sacks", "what ?", "bad bad hat"]
     expected = server.encoder("ranker").rerank("who carries sacks", documents)
-    scores = [1 / (1 + np.exp(-each.score)) for each in expected]
+    scores = [1 / (1 + np.exp(-ranked.score)) for ranked in expected]
     old = cohere("Client").rerank(
         query="who carries sacks",
         documents=[*documents[:2], *({"text": text} for text in documents[2:])],
         return_documents=True,
     )
-    assert [each.index for each in old.results] == [each.index for each in expected]
-    assert close([each.relevance_score for each in old.results], scores)
-    assert [each.document.text for each in old.results] == [each.text for each in expected]
+    assert [ranked.index for ranked in old.results] == [ranked.index for ranked in expected]
+    assert close([ranked.relevance_score for ranked in old.results], scores)
+    assert [ranked.document.text for ranked in old.results] == [ranked.text for ranked in expected]
     new = cohere("ClientV2").rerank(
         model="ranker", query="who carries sacks", documents=documents, top_n=2
     )
-    assert [each.index for each in new.results] == [each.index for each in expected][:2]
+    assert [ranked.index for ranked in new.results] == [ranked.index for ranked in expected][:2]
     assert new.meta.billed_units.search_units == 1
     with pytest.raises(NotFoundError, match="there are"):
         cohere("ClientV2").rerank(model="rerank-v3.5", query="a", documents=["b"])
@@ -136,25 +137,28 @@ def test_hub_feature_extraction(hub, server):
     assert not close(np.linalg.norm(raw, axis=1), 1)
     assert close(raw / np.linalg.norm(raw, axis=1, keepdims=True), encoder.embed(TEXTS))
     long = "sacks to market " * 100
-    left = hub().feature_extraction(long, truncate=True, truncation_direction="left")
-    assert close(left, encoder.embed([long], long="truncate_left")[0])
+    from_left = hub().feature_extraction(long, truncate=True, truncation_direction="left")
+    assert close(from_left, encoder.embed([long], long="truncate_left")[0])
     assert hub().feature_extraction("a", dimensions=8).shape == (8,)
 
 
 def test_hub_sentence_similarity(hub, server):
-    found = hub().sentence_similarity(TEXTS[0], TEXTS[1:])
+    similarities = hub().sentence_similarity(TEXTS[0], TEXTS[1:])
     first, *others = server.encoder("mini").embed(TEXTS)
-    assert close(found, [first @ each for each in others])
+    assert close(similarities, [first @ vector for vector in others])
 
 
 def test_hub_question_answering(hub, server):
-    encoder, question = server.encoder("reader"), "what carries sacks ?"
+    encoder = server.encoder("reader")
+    question = "what carries sacks ?"
     best = encoder.answer([(question, CONTEXT)], top_k=3)[0]
-    one = hub().question_answering(question, CONTEXT)
-    assert (one.answer, one.start, one.end) == (best[0].text, best[0].start, best[0].end)
-    assert CONTEXT[one.start : one.end] == one.answer and close(one.score, best[0].score)
+    single = hub().question_answering(question, CONTEXT)
+    assert (single.answer, single.start, single.end) == (best[0].text, best[0].start, best[0].end)
+    assert CONTEXT[single.start : single.end] == single.answer and close(
+        single.score, best[0].score
+    )
     three = hub("reader").question_answering(question, CONTEXT, top_k=3, max_answer_len=30)
-    assert [each.answer for each in three] == [each.text for each in best]
+    assert [answer.answer for answer in three] == [answer.text for answer in best]
     expected = encoder.answer([(question, CONTEXT * 8)], stride=8, no_answer=0.0)[0][0]
     wide = hub().question_answering(
         question, CONTEXT * 8, doc_stride=8, handle_impossible_answer=True
@@ -163,38 +167,39 @@ def test_hub_question_answering(hub, server):
 
 
 def test_hub_fill_mask(hub, server):
-    encoder, text = server.encoder("filler"), "the horse carries [MASK] to market"
-    found = hub("filler").fill_mask(text, top_k=3)
+    encoder = server.encoder("filler")
+    text = "the horse carries [MASK] to market"
+    words = hub("filler").fill_mask(text, top_k=3)
     expected = encoder.fill([text], top_k=3)[0][0]
-    assert [(each.token_str, each.token, each.sequence) for each in found] == [
-        (each.word, each.id, each.text) for each in expected
+    assert [(word.token_str, word.token, word.sequence) for word in words] == [
+        (word.word, word.id, word.text) for word in expected
     ]
-    some = hub("filler").fill_mask(text, targets=["cat", "sacks"])
-    assert {each.token_str for each in some} == {"cat", "sacks"}
-    assert some[0].score > some[1].score
+    targeted = hub("filler").fill_mask(text, targets=["cat", "sacks"])
+    assert {word.token_str for word in targeted} == {"cat", "sacks"}
+    assert targeted[0].score > targeted[1].score
 
 
 def test_hub_text_classification(hub, server):
-    found = hub("judge").text_classification("a good cat")
+    labels = hub("judge").text_classification("a good cat")
     expected = server.encoder("judge").classify(["a good cat"])[0]
-    assert {each.label: each.score for each in found} == pytest.approx(expected.scores)
-    assert found[0].label == expected.label
+    assert {label.label: label.score for label in labels} == pytest.approx(expected.scores)
+    assert labels[0].label == expected.label
     raw = hub("judge").text_classification("a good cat", function_to_apply="none", top_k=1)
     assert len(raw) == 1 and raw[0].score != pytest.approx(expected.score)
 
 
 def test_hub_token_classification(hub, server):
     text = "the old brown horse sat on the red mat"
-    found = hub("tagger").token_classification(text)
+    entities = hub("tagger").token_classification(text)
     expected = server.encoder("tagger").label([text])[0]
-    assert expected and [(e.entity_group, e.word, e.start, e.end) for e in found] == [
+    assert expected and [(e.entity_group, e.word, e.start, e.end) for e in entities] == [
         (e.label, e.text, e.start, e.end) for e in expected
     ]
     tokens = hub("tagger").token_classification(text, aggregation_strategy="none")
-    assert len(tokens) > len(found) and all(e.entity[:2] in ("B-", "I-") for e in tokens)
+    assert len(tokens) > len(entities) and all(e.entity[:2] in ("B-", "I-") for e in tokens)
     unwanted = expected[0].label
-    kept = hub("tagger").token_classification(text, ignore_labels=[unwanted])
-    assert len(kept) == sum(e.label != unwanted for e in expected)
+    filtered = hub("tagger").token_classification(text, ignore_labels=[unwanted])
+    assert len(filtered) == sum(e.label != unwanted for e in expected)
 
 
 def test_hub_tells_what_is_wrong(hub):
@@ -207,7 +212,7 @@ def test_hub_tells_what_is_wrong(hub):
 
 
 def test_vectors_do_not_depend_on_what_else_is_in_flight(server, http):
-    """All dialects at once, many texts, each answered as if it were alone."""
+    """Many texts in all dialects at once get the same answers as alone."""
     from concurrent.futures import ThreadPoolExecutor
 
     texts = [f"{'sacks ' * (7 * n % 40)}load number {n}" for n in range(24)]
@@ -216,13 +221,13 @@ def test_vectors_do_not_depend_on_what_else_is_in_flight(server, http):
     def ask(number: int) -> bool:
         text = texts[number]
         if number % 3 == 0:
-            found = http.post("/embed", json={"inputs": [text, "poison"]}).json()[0]
+            vector = http.post("/embed", json={"inputs": [text, "poison"]}).json()[0]
         elif number % 3 == 1:
             body = {"input": text, "model": "mini"}
-            found = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
+            vector = http.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
         else:
-            found = http.post("/", json={"inputs": text}).json()
-        return close(found, alone[number])
+            vector = http.post("/", json={"inputs": text}).json()
+        return close(vector, alone[number])
 
     with ThreadPoolExecutor(12) as pool:
         assert all(pool.map(ask, range(len(texts))))

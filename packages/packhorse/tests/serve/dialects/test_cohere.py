@@ -1,4 +1,4 @@
-"""Rerank beyond what Cohere's client shows: Jina's fields, objects, limits, refusals."""
+"""Rerank beyond what Cohere's client can send: Jina's fields, objects, limits, errors."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ DOCUMENTS = ["the cat", "a mule carries sacks", "what ?"]
 
 def test_an_answer_holds_what_jina_reads(post, server):
     body = {"query": "who carries", "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
-    found = post("/v1/rerank", body)[1]
-    assert found["object"] == "list" and found["model"] == "ranker" and len(found["results"]) == 2
-    assert found["results"][0]["document"]["text"] in DOCUMENTS
-    pairs = [("who carries", each) for each in DOCUMENTS]
+    response = post("/v1/rerank", body)[1]
+    assert (
+        response["object"] == "list"
+        and response["model"] == "ranker"
+        and len(response["results"]) == 2
+    )
+    assert response["results"][0]["document"]["text"] in DOCUMENTS
+    pairs = [("who carries", document) for document in DOCUMENTS]
     tokens = sum(map(len, server.encoder("ranker").tokenize(pairs)))
-    assert found["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert response["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     plain = post("/v1/rerank", body | {"return_documents": False, "top_n": 100})[1]["results"]
-    assert len(plain) == 3 and all(set(each) == {"index", "relevance_score"} for each in plain)
+    assert len(plain) == 3 and all(set(result) == {"index", "relevance_score"} for result in plain)
 
 
 def test_fields_of_objects_are_ranked_by(post):
@@ -55,8 +59,8 @@ def test_documents_are_cut(post):
     ],
 )
 def test_refusals(post, path, change, status):
-    found, told = post(path, {"query": "a", "documents": ["b"]} | change)
-    assert found == status and set(told) == {"message", "detail"}
+    actual, error = post(path, {"query": "a", "documents": ["b"]} | change)
+    assert actual == status and set(error) == {"message", "detail"}
 
 
 def test_half_a_surrogate_pair_is_refused(http):

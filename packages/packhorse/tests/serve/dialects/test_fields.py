@@ -1,7 +1,7 @@
-"""Each field of a request is honored, refused, or ignored and named; which is told by the bodies.
+"""Each field of a request is honored, refused, or ignored and named in a header.
 
-What a dialect documents is asked of its own client where that is installed: the parameters that
-`openai`, `cohere` and `huggingface_hub` know. The lists of other servers are from their references:
+The fields of a dialect are read from its official client, if installed: the parameters of `openai`,
+`cohere` and `huggingface_hub`. Those of other servers are from their API references:
 text-embeddings-inference 1.8, Jina, Voyage, Mistral, vLLM, Infinity, NVIDIA NIM.
 """
 
@@ -50,7 +50,7 @@ def ask(http: Any, path: str, **fields: Any) -> Any:
 
 
 def test_every_route_of_a_dialect_is_here(server) -> None:
-    """And no other: our own refuse what they do not know."""
+    """And no other route: our own routes refuse unknown fields."""
     paths = {
         path
         for path, item in server.app.openapi()["paths"].items()
@@ -62,11 +62,12 @@ def test_every_route_of_a_dialect_is_here(server) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_an_unknown_field_is_named_and_changes_nothing(http, path) -> None:
-    plain, found = ask(http, path), ask(http, path, flavour="sweet", colour=None)
-    assert found.headers[HEADER] == "flavour, colour" and HEADER not in plain.headers
-    assert found.status_code == plain.status_code == (424 if path == "/embed_sparse" else 200)
-    if path not in ("/v1/rerank", "/v2/rerank"):  # whose answers have a number that is drawn
-        assert found.json() == plain.json()
+    plain = ask(http, path)
+    response = ask(http, path, flavor="sweet", color=None)
+    assert response.headers[HEADER] == "flavor, color" and HEADER not in plain.headers
+    assert response.status_code == plain.status_code == (424 if path == "/embed_sparse" else 200)
+    if path not in ("/v1/rerank", "/v2/rerank"):  # whose answers have a random id
+        assert response.json() == plain.json()
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -74,36 +75,36 @@ def test_strict_fields_refuse_it(strict, path) -> None:
     import httpx
 
     url = strict.url + path
-    refused = httpx.post(url, json=BODIES[path] | {"flavour": "sweet"})
-    assert refused.status_code == 422 and "flavour" in refused.text
+    refused = httpx.post(url, json=BODIES[path] | {"flavor": "sweet"})
+    assert refused.status_code == 422 and "flavor" in refused.text
     assert httpx.post(url, json=BODIES[path]).status_code != 422
 
 
 @pytest.mark.parametrize("path", ["/answer", "/fill", "/classify", "/ner"])
 def test_our_own_routes_always_refuse_it(http, path) -> None:
     body = {"inputs": "the [MASK]"} if path != "/answer" else QUESTION
-    refused = http.post(path, json=body | {"flavour": "sweet"})
-    assert refused.status_code == 422 and "flavour" in refused.text
+    refused = http.post(path, json=body | {"flavor": "sweet"})
+    assert refused.status_code == 422 and "flavor" in refused.text
 
 
 def test_inner_fields_are_named_by_their_path(http) -> None:
-    found = http.post("/similarity", json={"inputs": SIMILAR | {"a": 1}, "parameters": {"b": 2}})
-    assert found.headers[HEADER] == "inputs.a, parameters.b"
-    many = [QUESTION, QUESTION | {"hint": "cat"}, QUESTION | {"hint": "mat"}]
-    found = http.post("/models/reader", json={"inputs": many})
-    assert (found.status_code, found.headers[HEADER]) == (200, "inputs.hint")
+    response = http.post("/similarity", json={"inputs": SIMILAR | {"a": 1}, "parameters": {"b": 2}})
+    assert response.headers[HEADER] == "inputs.a, parameters.b"
+    questions = [QUESTION, QUESTION | {"hint": "cat"}, QUESTION | {"hint": "mat"}]
+    response = http.post("/models/reader", json={"inputs": questions})
+    assert (response.status_code, response.headers[HEADER]) == (200, "inputs.hint")
 
 
 def test_names_cannot_break_the_header(http) -> None:
     names = ["a\r\nset-cookie: x", "é", "", "x" * 65, " ", "ok"]
-    found = ask(http, "/embed", **dict.fromkeys(names, 1))
-    assert found.headers[HEADER] == "ok, and 5 more" and "set-cookie" not in found.headers
-    found = ask(http, "/embed", **{f"f{number}": 1 for number in range(500)})
-    assert found.headers[HEADER].endswith("f15, and 484 more")
+    response = ask(http, "/embed", **dict.fromkeys(names, 1))
+    assert response.headers[HEADER] == "ok, and 5 more" and "set-cookie" not in response.headers
+    response = ask(http, "/embed", **{f"f{number}": 1 for number in range(500)})
+    assert response.headers[HEADER].endswith("f15, and 484 more")
 
 
 def documented() -> list[tuple[str, str]]:
-    """Routes and the fields that the clients of a dialect can send there."""
+    """Return routes with the fields that official clients can send there."""
     import cohere
     import openai.types
     from huggingface_hub.inference._generated import types
@@ -125,8 +126,8 @@ def documented() -> list[tuple[str, str]]:
 
 
 def test_what_the_clients_can_send_is_known(server) -> None:
-    """No field that a client has a name for is among those that are ignored."""
-    from packhorse.serve.dialects import cohere, hf_shapes, openai
+    """No field that an official client can send is ignored as unknown."""
+    from packhorse.serve.dialects import cohere, huggingface, openai
 
     bodies = {"/v1/embeddings": openai.EmbeddingsRequest, "/v1/rerank": cohere.RerankV1}
     bodies["/v2/rerank"] = cohere.RerankV2
@@ -135,10 +136,10 @@ def test_what_the_clients_can_send_is_known(server) -> None:
         rows = documented()
     assert len(rows) > 30
     for path, name in rows:
-        assert name in bodies.get(path, hf_shapes.InferenceRequest).model_fields, (path, name)
+        assert name in bodies.get(path, huggingface.InferenceRequest).model_fields, (path, name)
 
 
-# Fields that other servers of a route document: those that change nothing, and values refused.
+# Fields that other servers document for a route: values that change nothing, and values refused.
 HARMLESS = {
     "/v1/embeddings": [
         {"user": "me"},
@@ -203,18 +204,19 @@ REFUSED = {
 def rows(table: dict[str, list[dict[str, Any]]]) -> list[Any]:
     return [
         pytest.param(path, fields, id=f"{path} {json.dumps(fields)}")
-        for path, every in table.items()
-        for fields in every
+        for path, cases in table.items()
+        for fields in cases
     ]
 
 
 @pytest.mark.parametrize(("path", "fields"), rows(HARMLESS))
 def test_what_changes_nothing_is_taken(http, path, fields) -> None:
-    plain, found = ask(http, path).json(), ask(http, path, **fields)
-    assert found.status_code == 200 and HEADER not in found.headers
+    plain = ask(http, path).json()
+    response = ask(http, path, **fields)
+    assert response.status_code == 200 and HEADER not in response.headers
     if isinstance(plain, dict):
         plain |= {"id": None}
-    document = found.json()
+    document = response.json()
     document = document | {"id": None} if isinstance(document, dict) else document
     # To rounding: a vector that is normalized twice may differ in its last digit.
     assert without_numbers(document) == without_numbers(plain)
@@ -222,7 +224,7 @@ def test_what_changes_nothing_is_taken(http, path, fields) -> None:
 
 
 def numbers(document: Any) -> list[float]:
-    """Every float in a document, in order."""
+    """Return all floats in a document, in order."""
     if isinstance(document, float):
         return [document]
     if isinstance(document, dict | list):
@@ -232,7 +234,7 @@ def numbers(document: Any) -> list[float]:
 
 
 def without_numbers(document: Any) -> Any:
-    """The same document, with a mark for every float."""
+    """Return the document with a placeholder for each float."""
     if isinstance(document, dict):
         return {name: without_numbers(part) for name, part in document.items()}
     if isinstance(document, list):
@@ -248,12 +250,13 @@ def test_what_would_change_the_answer_is_refused(http, path, fields) -> None:
         assert next(iter(fields)) in refused.text or "prompt" in refused.text
 
 
-def vector(found: Any) -> np.ndarray:
-    return np.array(found.json()["data"][0]["embedding"])
+def vector(response: Any) -> np.ndarray:
+    return np.array(response.json()["data"][0]["embedding"])
 
 
 def test_honored_by_openai(http, server) -> None:
-    encoder, route = server.encoder("tiny"), "/v1/embeddings"
+    encoder = server.encoder("tiny")
+    route = "/v1/embeddings"
     whole = encoder.embed(["the cat"])[0]
     plain = encoder.embed(["the cat"], normalise=False)[0]
     assert abs(np.linalg.norm(plain) - 1) > 0.01
@@ -268,20 +271,21 @@ def test_honored_by_openai(http, server) -> None:
 
 
 def test_truncation_in_every_dialect_of_openai(http, server) -> None:
-    encoder, route = server.encoder("tiny"), "/v1/embeddings"
+    encoder = server.encoder("tiny")
+    route = "/v1/embeddings"
     right = encoder.embed([LONG], long="truncate")[0]
-    left = encoder.embed([LONG], long="truncate_left")[0]
-    assert not np.allclose(left, right, atol=1e-3)
+    from_left = encoder.embed([LONG], long="truncate_left")[0]
+    assert not np.allclose(from_left, right, atol=1e-3)
     for fields, expected in [
         ({"truncate": True}, right),
         ({"truncate": "END"}, right),
         ({"truncation": True}, right),
         ({"truncate_prompt_tokens": -1}, right),
-        ({"truncate": "START"}, left),
-        ({"truncate": True, "truncation_direction": "Left"}, left),
+        ({"truncate": "START"}, from_left),
+        ({"truncate": True, "truncation_direction": "Left"}, from_left),
     ]:
-        found = ask(http, route, input=LONG, **fields)
-        assert np.allclose(vector(found), expected, atol=1e-6), fields
+        response = ask(http, route, input=LONG, **fields)
+        assert np.allclose(vector(response), expected, atol=1e-6), fields
     for fields in ({}, {"truncate": False}, {"truncate": "NONE"}, {"truncation": False}):
         assert ask(http, route, input=LONG, **fields).status_code == 413
 
@@ -291,9 +295,9 @@ def test_honored_by_the_rankings(http, server) -> None:
     logits = [ranked.score for ranked in expected]
     order = [ranked.index for ranked in expected]
     for path in ("/v1/rerank", "/v2/rerank"):
-        found = ask(http, path, top_k=2, raw_scores=True).json()["results"]
-        assert [each["index"] for each in found] == order[:2]
-        assert np.allclose([each["relevance_score"] for each in found], logits[:2], atol=1e-5)
+        results = ask(http, path, top_k=2, raw_scores=True).json()["results"]
+        assert [result["index"] for result in results] == order[:2]
+        assert np.allclose([result["relevance_score"] for result in results], logits[:2], atol=1e-5)
         long = ask(http, path, documents=[LONG, "a mat"], truncation=False)
         assert long.status_code == 413
         assert ask(http, path, documents=[LONG, "a mat"]).status_code == 200
@@ -304,8 +308,8 @@ def test_honored_by_the_rankings(http, server) -> None:
     assert [r["relevance_score"] for r in shortened.json()["results"]] == pytest.approx(
         [r["relevance_score"] for r in alone.json()["results"]], abs=1e-6
     )
-    found = ask(http, "/rerank", top_n=1, return_documents=True).json()
-    assert [(each["index"], each["text"]) for each in found] == [
+    results = ask(http, "/rerank", top_n=1, return_documents=True).json()
+    assert [(result["index"], result["text"]) for result in results] == [
         (order[0], RANKED["documents"][order[0]])
     ]
 
@@ -317,8 +321,8 @@ def test_honored_by_hugging_face(http, server) -> None:
     for fields in ({"normalize": False}, {"parameters": {"normalize": False}}):
         assert np.allclose(ask(http, path, **fields).json(), plain, atol=1e-6)
     judged = http.post("/models/judge", json={"inputs": LONG})
-    kept = http.post("/models/judge", json={"inputs": LONG, "parameters": {"truncation": False}})
-    assert (judged.status_code, kept.status_code) == (200, 413)
+    refused = http.post("/models/judge", json={"inputs": LONG, "parameters": {"truncation": False}})
+    assert (judged.status_code, refused.status_code) == (200, 413)
     question = {"inputs": QUESTION, "parameters": {"max_question_len": 2}}
     assert http.post("/models/reader", json=question).status_code == 413
     question["parameters"]["max_question_len"] = 3
@@ -326,5 +330,5 @@ def test_honored_by_hugging_face(http, server) -> None:
     overlapping = {"inputs": "the cat", "parameters": {"stride": 4}}
     assert http.post("/models/tagger", json=overlapping).status_code == 200
     assert http.post("/models/tagger", json=overlapping | {"inputs": LONG}).status_code == 413
-    many = {"inputs": QUESTION, "parameters": {"top_k": 101}}
-    assert http.post("/models/reader", json=many).status_code == 422
+    too_many = {"inputs": QUESTION, "parameters": {"top_k": 101}}
+    assert http.post("/models/reader", json=too_many).status_code == 422

@@ -1,4 +1,4 @@
-"""What a body to one URL is taken for, and the shapes of answers beyond those a client asks for."""
+"""Which task a body without one means, and the forms of answers that clients do not request."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ QUESTION = {"question": "what ?", "context": "the cat sat on the mat"}
     ],
 )
 def test_body_and_heads_choose(server, name, body, task):
-    from packhorse.serve.dialects.huggingface import OURS, InferenceRequest, choose
+    from packhorse.serve.dialects.huggingface import TASK_NAMES, InferenceRequest, choose
 
-    host, chosen = choose(server.hosts, name or None, InferenceRequest.model_validate(body))
-    assert chosen == task and OURS[task] in host.tasks
+    model, chosen = choose(server.models, name or None, InferenceRequest.model_validate(body))
+    assert chosen == task and TASK_NAMES[task] in model.tasks
 
 
 def test_both_paths_name_the_task(post):
-    found = post("/pipeline/feature-extraction/tiny", {"inputs": "the cat"})
-    assert found == post("/models/tiny/pipeline/feature-extraction", {"inputs": "the cat"})
-    assert found[0] == 200 and len(found[1]) == 96
+    response = post("/pipeline/feature-extraction/tiny", {"inputs": "the cat"})
+    assert response == post("/models/tiny/pipeline/feature-extraction", {"inputs": "the cat"})
+    assert response[0] == 200 and len(response[1]) == 96
     same = post("/models/tiny/pipeline/sentence-similarity", {"inputs": "the cat"})
     assert same[0] == 422 and set(same[1]) == {"error"}
     assert post("/pipeline/translation/tiny", {"inputs": "the cat"})[0] == 422
@@ -47,7 +47,7 @@ def test_both_paths_name_the_task(post):
 
 def test_lists_are_answered_with_lists(post, server):
     labels = post("/models/judge", {"inputs": ["a cat", "a hat"], "parameters": {"top_k": 2}})[1]
-    assert [len(each) for each in labels] == [2, 2]
+    assert [len(scores) for scores in labels] == [2, 2]
     answers = post("/models/reader", {"inputs": [QUESTION, QUESTION]})[1]
     assert len(answers) == 2 and answers[0]["answer"] == answers[1]["answer"]
     nothing = post("/models/reader", {"inputs": {"question": "who ?", "context": ""}})[1]
@@ -59,7 +59,7 @@ def test_lists_are_answered_with_lists(post, server):
 
 
 def write_tagger(folder, names):
-    """A tiny tagger that transformers and we open."""
+    """Write a tiny token classification model that transformers and Packhorse can load."""
     import transformers
 
     config = transformers.BertConfig(
@@ -80,7 +80,7 @@ def write_tagger(folder, names):
     return str(folder)
 
 
-# A split word's second piece never begins a name here; labelled "B-" it does in transformers.
+# The second piece of a split word never begins a name here; labeled "B-" it does in transformers.
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -95,32 +95,35 @@ def test_names_are_those_of_transformers(names, words, tmp_path, serving):
 
     folder = write_tagger(tmp_path, names)
     served = serving(encoders=[packhorse.load(folder, device="cpu")])
-    theirs = transformers.pipeline("token-classification", model=folder, device="cpu")
-    texts, joined = [" ".join(random.choices(words.split(), k=12)) for _ in range(20)], 0
+    pipeline = transformers.pipeline("token-classification", model=folder, device="cpu")
+    texts = [" ".join(random.choices(words.split(), k=12)) for _ in range(20)]
+    joined = 0
     for strategy, kind in (("none", "entity"), ("simple", "entity_group")):
         body = {"inputs": texts, "parameters": {"aggregation_strategy": strategy}}
-        expected = theirs(texts, aggregation_strategy=strategy)
-        for ours, wanted in zip(served.post("/", body).json(), expected, strict=True):
+        expected = pipeline(texts, aggregation_strategy=strategy)
+        for entities, reference in zip(served.post("/", body).json(), expected, strict=True):
             keys = (kind, "start", "end")
-            assert [[e[k] for k in keys] for e in ours] == [[e[k] for k in keys] for e in wanted]
-            scores = [float(each["score"]) for each in wanted]
-            assert [each["score"] for each in ours] == pytest.approx(scores, abs=1e-5)
-            joined += sum(" " in each["word"] for each in ours)
+            assert [[e[k] for k in keys] for e in entities] == [
+                [e[k] for k in keys] for e in reference
+            ]
+            scores = [float(entity["score"]) for entity in reference]
+            assert [entity["score"] for entity in entities] == pytest.approx(scores, abs=1e-5)
+            joined += sum(" " in entity["word"] for entity in entities)
     assert joined > 5, "where nothing is joined nothing is shown"
 
 
 @pytest.mark.parametrize("strategy", ["first", "average", "max"])
 def test_what_words_would_be_weighed_by_is_refused(post, strategy):
     body = {"inputs": "the cat", "parameters": {"aggregation_strategy": strategy}}
-    status, told = post("/models/tagger", body)
+    status, error = post("/models/tagger", body)
     assert status == 422
-    assert told == {"error": "parameters.aggregation_strategy: Input should be 'none' or 'simple'"}
+    assert error == {"error": "parameters.aggregation_strategy: Input should be 'none' or 'simple'"}
 
 
 def test_masks_of_one_text_nest(post):
-    one = post("/models/filler", {"inputs": "the [MASK]"})[1]
-    two = post("/models/filler", {"inputs": "the [MASK] [MASK]"})[1]
-    assert isinstance(one[0], dict) and [len(each) for each in two] == [5, 5]
+    one_mask = post("/models/filler", {"inputs": "the [MASK]"})[1]
+    two_masks = post("/models/filler", {"inputs": "the [MASK] [MASK]"})[1]
+    assert isinstance(one_mask[0], dict) and [len(words) for words in two_masks] == [5, 5]
     batch = post("/models/filler", {"inputs": ["the [MASK]", "the [MASK] [MASK]"]})[1]
     assert isinstance(batch[0][0], dict) and isinstance(batch[1][0], list)
 
@@ -138,6 +141,6 @@ def test_masks_of_one_text_nest(post):
     ],
 )
 def test_refusals(post, body):
-    status, told = post("/", body)
-    assert status == 422 and set(told) == {"error"}
+    status, error = post("/", body)
+    assert status == 422 and set(error) == {"error"}
     assert post("/", {"inputs": []})[0] == 400

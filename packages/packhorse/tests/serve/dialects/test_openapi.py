@@ -20,7 +20,7 @@ CHECKS = (
     "content_type_conformance",
     "response_schema_conformance",
 )
-# They tell of the process, and have their own tests.
+# Routes about the process, which have their own tests.
 ELSEWHERE = ("/health", "/ready", "/metrics", "/engine")
 OPERATIONS = [
     (path, method)
@@ -32,7 +32,7 @@ OPERATIONS = [
 
 @pytest.fixture(scope="module")
 def described(server):
-    """The API as it is served, to be called over its port."""
+    """The API description of the running server, to be called over its port."""
     return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
 
 
@@ -61,7 +61,7 @@ def test_every_route_has_an_example_and_a_shape_for_errors(path, method):
 
 
 def exemplified(schema: dict, schemas: dict) -> bool:
-    """Is there an example of it, or of all that it is made of?"""
+    """Return whether a schema has an example, or all of its parts have."""
     if "$ref" in schema:
         inner = schemas[schema["$ref"].rpartition("/")[2]]
         return all(exemplified(inner["properties"][name], schemas) for name in inner["required"])
@@ -74,7 +74,7 @@ def test_whatever_is_sent_is_answered_as_described(described, path, method):
 
 
 def fuzz(operation) -> None:
-    """A few bodies of the shape that is described, and a few that are not."""
+    """A few bodies that fit the schema, and a few that do not."""
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     cases = st.one_of([operation.as_strategy(generation_mode=mode) for mode in modes])
     checks = [getattr(schemathesis.checks, name) for name in CHECKS]
@@ -87,9 +87,11 @@ def fuzz(operation) -> None:
     answered()
 
 
-@pytest.mark.parametrize(("says", "found"), [("a text", "violates schema"), (None, "Server error")])
-def test_an_answer_that_is_not_as_described_is_caught(says, found):
-    """Else the tests above prove nothing."""
+@pytest.mark.parametrize(
+    ("says", "message"), [("a text", "violates schema"), (None, "Server error")]
+)
+def test_an_answer_that_is_not_as_described_is_caught(says, message):
+    """The control: otherwise the tests above would prove nothing."""
     from fastapi import FastAPI
     from starlette.responses import JSONResponse
 
@@ -100,16 +102,16 @@ def test_an_answer_that_is_not_as_described_is_caught(says, found):
         return JSONResponse(says, 200 if says else 500)
 
     described = schemathesis.openapi.from_asgi("/openapi.json", app)
-    with pytest.raises(BaseException, match=found):
+    with pytest.raises(BaseException, match=message):
         fuzz(described["/embed"]["post"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_a_lot_is_answered_as_described(server, tmp_path):
-    """Examples, every bound (coverage) and random bodies, right and wrong ones.
+    """Examples, all limits (coverage), and random valid and invalid bodies.
 
-    PACKHORSE_FUZZ_EXAMPLES of them a route: 2,000 take half an hour of a core.
+    PACKHORSE_FUZZ_EXAMPLES per route: 2,000 take half an hour of one core.
     """
     examples = os.environ.get("PACKHORSE_FUZZ_EXAMPLES", "2000")
     command = [str(Path(sys.executable).with_name("schemathesis")), "run"]

@@ -1,4 +1,4 @@
-"""text-embeddings-inference's routes: bodies, answers, headers, refusals."""
+"""text-embeddings-inference's routes: bodies, answers, headers, errors."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ TEXTS = ["The horse carries the sacks.", "A mule."]
 LONG = "the horse carries sacks to market and the cat sat on the mat . " * 8  # 112 tokens
 
 
-def close(found: object, expected: object) -> bool:
-    return np.allclose(np.asarray(found, np.float64), np.asarray(expected), rtol=0, atol=1e-6)
+def close(values: object, expected: object) -> bool:
+    return np.allclose(np.asarray(values, np.float64), np.asarray(expected), rtol=0, atol=1e-6)
 
 
 def test_embed(http, server):
     encoder = server.encoder("mini")
     answer = http.post("/embed", json={"inputs": TEXTS})
     assert close(answer.json(), encoder.embed(TEXTS))
-    told = {name: value for name, value in answer.headers.items() if name.startswith("x-")}
-    assert told["x-compute-type"] == "cpu+optimized"
-    assert int(told["x-compute-characters"]) == sum(map(len, TEXTS))
-    assert int(told["x-compute-tokens"]) == sum(map(len, encoder.tokenize(TEXTS)))
+    headers = {name: value for name, value in answer.headers.items() if name.startswith("x-")}
+    assert headers["x-compute-type"] == "cpu+optimized"
+    assert int(headers["x-compute-characters"]) == sum(map(len, TEXTS))
+    assert int(headers["x-compute-tokens"]) == sum(map(len, encoder.tokenize(TEXTS)))
     for name in ("compute", "total", "tokenization", "queue", "inference"):
-        assert told[f"x-{name}-time"].isdigit()
-    assert told["x-packhorse-pack"].startswith("fill=1.000;neighbours=")
+        assert headers[f"x-{name}-time"].isdigit()
+    assert headers["x-packhorse-pack"].startswith("fill=1.000;neighbours=")
 
 
 def test_embed_takes_token_ids_as_they_are(post, server):
     encoder = server.encoder("mini")
-    first, second = (each.ids.tolist() for each in encoder.tokenize(TEXTS))
+    first, second = (encoding.ids.tolist() for encoding in encoder.tokenize(TEXTS))
     assert close(post("/embed", {"inputs": [first, TEXTS[1]]})[1], encoder.embed(TEXTS))
     assert close(post("/embed", {"inputs": second})[1], encoder.embed(TEXTS[1:]))
     assert post("/embed", {"inputs": [first, [30522]]})[0] == 422
@@ -52,9 +52,10 @@ def test_embed_normalises_unless_told_not_to(post, server):
 
 
 def test_long_texts_are_refused_cut_or_read_in_chunks(post, server):
-    encoder, body = server.encoder("tiny"), {"inputs": LONG, "model": "tiny"}
-    status, told = post("/embed", body)
-    assert (status, told["error_type"]) == (413, "Validation") and "48" in told["error"]
+    encoder = server.encoder("tiny")
+    body = {"inputs": LONG, "model": "tiny"}
+    status, error = post("/embed", body)
+    assert (status, error["error_type"]) == (413, "Validation") and "48" in error["error"]
     assert post("/embed", body | {"truncate": False})[0] == 413
     for more, long in [
         ({"truncate": True}, "truncate"),
@@ -62,8 +63,8 @@ def test_long_texts_are_refused_cut_or_read_in_chunks(post, server):
         ({"long": "truncate"}, "truncate"),
         ({"long": "chunk"}, "chunk"),
     ]:
-        found = post("/embed", body | more)[1]
-        assert close(found, encoder.embed([LONG], long=long)), more
+        actual = post("/embed", body | more)[1]
+        assert close(actual, encoder.embed([LONG], long=long)), more
     ways = ("truncate", "truncate_left", "chunk")
     vectors = [encoder.embed([LONG], long=long)[0] for long in ways]
     assert not any(close(a, b) for a, b in combinations(vectors, 2))
@@ -71,37 +72,40 @@ def test_long_texts_are_refused_cut_or_read_in_chunks(post, server):
 
 
 def test_prompts(post, server):
-    encoder, body = server.encoder("tiny"), {"inputs": "the cat", "model": "tiny"}
-    found = post("/embed", body | {"prompt_name": "query"})[1]
-    assert close(found, encoder.embed(["query : the cat"]))
+    encoder = server.encoder("tiny")
+    body = {"inputs": "the cat", "model": "tiny"}
+    vectors = post("/embed", body | {"prompt_name": "query"})[1]
+    assert close(vectors, encoder.embed(["query : the cat"]))
     tokens = post("/tokenize", body | {"prompt_name": "query"})[1]
-    assert [each["text"] for each in tokens[0]][1:3] == ["query", ":"]
-    every = post("/embed_all", body | {"prompt_name": "query"})[1]
-    assert close(every[0], encoder.hidden(["query : the cat"])[0].states)
+    assert [token["text"] for token in tokens[0]][1:3] == ["query", ":"]
+    token_vectors = post("/embed_all", body | {"prompt_name": "query"})[1]
+    assert close(token_vectors[0], encoder.hidden(["query : the cat"])[0].states)
     assert post("/embed", body | {"prompt_name": "passage"})[0] == 422
 
 
 def test_embed_all_gives_every_token(post, server):
-    found = post("/embed_all", {"inputs": TEXTS, "model": "mini"})[1]
-    for states, expected in zip(found, server.encoder("mini").hidden(TEXTS), strict=True):
+    token_vectors = post("/embed_all", {"inputs": TEXTS, "model": "mini"})[1]
+    for states, expected in zip(token_vectors, server.encoder("mini").hidden(TEXTS), strict=True):
         assert np.allclose(states, expected.states, rtol=0, atol=1e-5)
 
 
 def test_predict_nests_as_its_inputs_do(post, server):
     encoder = server.encoder("judge")
     expected = encoder.classify(["a cat", ("a cat", "a hat")])
-    one = post("/predict", {"inputs": "a cat"})[1]
-    assert {each["label"]: each["score"] for each in one} == pytest.approx(expected[0].scores)
-    assert [each["score"] for each in one] == sorted((e["score"] for e in one), reverse=True)
-    assert post("/predict", {"inputs": ["a cat"]})[1] == one
+    single = post("/predict", {"inputs": "a cat"})[1]
+    assert {label["label"]: label["score"] for label in single} == pytest.approx(expected[0].scores)
+    assert [label["score"] for label in single] == sorted(
+        (e["score"] for e in single), reverse=True
+    )
+    assert post("/predict", {"inputs": ["a cat"]})[1] == single
     pair = post("/predict", {"inputs": ["a cat", "a hat"]})[1]
     assert pair[0]["label"] == expected[1].label
     both = post("/predict", {"inputs": [["a cat"], ["a cat", "a hat"]]})[1]
-    for found, alone in zip(both, [one, pair], strict=True):
-        assert [each["label"] for each in found] == [each["label"] for each in alone]
-        assert close([each["score"] for each in found], [each["score"] for each in alone])
+    for labels, alone in zip(both, [single, pair], strict=True):
+        assert [label["label"] for label in labels] == [label["label"] for label in alone]
+        assert close([label["score"] for label in labels], [label["score"] for label in alone])
     raw = post("/predict", {"inputs": "a cat", "raw_scores": True})[1]
-    assert sum(np.exp([each["score"] for each in raw])) != pytest.approx(1)
+    assert sum(np.exp([label["score"] for label in raw])) != pytest.approx(1)
     ranker = post("/predict", {"inputs": ["a cat", "a hat"], "model": "ranker"})[1]
     assert 0 < ranker[0]["score"] < 1
     for wrong in (["a", "b", "c"], [["a", "b", "c"]], [[]], 7, [["a"], "b"]):
@@ -113,12 +117,12 @@ def test_rerank(post, server):
     texts = ["the cat", "a mule carries sacks", LONG]
     body = {"query": "who carries", "texts": texts, "truncate": True}
     expected = server.encoder("ranker").rerank("who carries", texts, long="truncate")
-    found = post("/rerank", body | {"return_text": True, "raw_scores": True})[1]
-    assert [each["index"] for each in found] == [each.index for each in expected]
-    assert close([each["score"] for each in found], [each.score for each in expected])
-    assert [each["text"] for each in found] == [each.text for each in expected]
+    ranks = post("/rerank", body | {"return_text": True, "raw_scores": True})[1]
+    assert [rank["index"] for rank in ranks] == [rank.index for rank in expected]
+    assert close([rank["score"] for rank in ranks], [rank.score for rank in expected])
+    assert [rank["text"] for rank in ranks] == [rank.text for rank in expected]
     plain = post("/rerank", body)[1]
-    assert all(0 < each["score"] < 1 and "text" not in each for each in plain)
+    assert all(0 < rank["score"] < 1 and "text" not in rank for rank in plain)
     assert post("/rerank", body | {"truncate": False})[0] == 413
     assert post("/rerank", body | {"texts": []})[0] == 400
     assert post("/rerank", body | {"model": "judge"})[0] == 424
@@ -137,7 +141,7 @@ def test_tokenize_and_decode(post, server):
     text = "Naïve 🐴 cafés"
     (tokens,) = post("/tokenize", {"inputs": text})[1]
     encoding = server.encoder("mini").tokenize([text])[0]
-    assert [each["id"] for each in tokens] == encoding.ids.tolist()
+    assert [token["id"] for token in tokens] == encoding.ids.tolist()
     assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
     assert [text[e["start"] : e["stop"]] for e in tokens[1:-1]][:2] == ["Naïve", "🐴"]
     (bare,) = post("/tokenize", {"inputs": [text], "add_special_tokens": False})[1]
@@ -155,11 +159,13 @@ def test_tokenize_and_decode(post, server):
 
 
 def test_info(http, server):
-    about = http.get("/info").json()
-    assert about["model_id"] == "mini" and about["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert about["max_client_batch_size"] == 32 and about["max_input_length"] == 256
-    tasks = {each["name"]: each["tasks"] for each in about["models"]}
-    assert tasks["reader"] == ["answer", "hidden"] and list(tasks) == [h.name for h in server.hosts]
+    info = http.get("/info").json()
+    assert info["model_id"] == "mini" and info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_client_batch_size"] == 32 and info["max_input_length"] == 256
+    tasks = {model["name"]: model["tasks"] for model in info["models"]}
+    assert tasks["reader"] == ["answer", "hidden"] and list(tasks) == [
+        h.name for h in server.models
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,14 +189,14 @@ def test_info(http, server):
     ],
 )
 def test_refusals(post, path, body, status, kind):
-    found, told = post(path, body)
-    assert (found, told["error_type"]) == (status, kind), told
-    assert set(told) == {"error", "error_type"}
+    actual, error = post(path, body)
+    assert (actual, error["error_type"]) == (status, kind), error
+    assert set(error) == {"error", "error_type"}
 
 
 def test_a_task_without_a_head_is_told_the_tasks_there_are(post):
-    status, told = post("/rerank", {"query": "a", "texts": ["b"], "model": "tagger"})
-    assert status == 424 and "can be asked for: label, hidden" in told["error"]
+    status, error = post("/rerank", {"query": "a", "texts": ["b"], "model": "tagger"})
+    assert status == 424 and "it supports: label, hidden" in error["error"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +208,7 @@ def test_odd_text_is_answered_or_refused(http, path, text):
 
     field = "input" if path == "/v1/embeddings" else "inputs"
     content = json.dumps({field: text}).encode()  # writes a lone surrogate as an escape
-    found = http.post(path, content=content, headers={"content-type": "application/json"})
+    response = http.post(path, content=content, headers={"content-type": "application/json"})
     lone = any("\ud800" <= c <= "\udfff" for c in text)
-    assert found.status_code in ((400, 422) if lone else (200, 413)), found.text
-    found.json()
+    assert response.status_code in ((400, 422) if lone else (200, 413)), response.text
+    response.json()

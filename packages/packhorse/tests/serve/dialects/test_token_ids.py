@@ -1,7 +1,7 @@
-"""Token ids on OpenAI's route: the model's own, cl100k's, and those of nobody.
+"""Token ids on OpenAI's route: of the model's vocabulary, of cl100k, and of neither.
 
-LangChain's OpenAIEmbeddings, as it is installed and by default, is what sends foreign ids; tiktoken
-is what makes them. Its table of cl100k is the copy that llama-index carries: nothing is fetched.
+LangChain's OpenAIEmbeddings sends ids of cl100k by default, made by tiktoken. The table of cl100k
+is the copy in llama-index: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import pytest
 
 import packhorse
 from packhorse.errors import InputError
-from packhorse.serve import cl100k
+from packhorse.serve.dialects import token_ids
 
 TEXTS = ["The horse carries the sacks to market.", "A mule, with no load!", "naïve café 日本 🐴"]
-WORDS = 250_002  # as XLM-RoBERTa has: each id of cl100k is one of its own
+WORDS = 250_002  # as XLM-RoBERTa has, so that it includes all ids of cl100k
 REMEDY = "check_embedding_ctx_length=False"
 
 
 @pytest.fixture(scope="module")
 def tiktoken_cache() -> Path:
-    """Where tiktoken finds its table without a network."""
+    """A cache directory with the table of cl100k, for tiktoken to use offline."""
     spec = importlib.util.find_spec("llama_index.core")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("no table of cl100k: pip install llama-index-core")
@@ -34,7 +34,7 @@ def tiktoken_cache() -> Path:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> Any:
-    """A model with a vocabulary so large that no id of cl100k is out of its range."""
+    """A model whose vocabulary is so large that it has all ids of cl100k."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("wide")
     config = transformers.BertConfig(
@@ -64,12 +64,12 @@ def plain(listen, models) -> Any:
 
 @pytest.fixture(scope="module")
 def decoding(listen, models, tiktoken_cache) -> Any:
-    return listen(models, token_ids=f"cl100k={tiktoken_cache / cl100k.CACHED}")
+    return listen(models, token_ids=f"cl100k={tiktoken_cache / token_ids.CACHED_NAME}")
 
 
 @pytest.fixture
 def langchain(tiktoken_cache, monkeypatch) -> Any:
-    """Makes OpenAIEmbeddings of a server's model."""
+    """Make OpenAIEmbeddings for a model of a server."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip("langchain_openai")
@@ -99,16 +99,16 @@ def test_langchain_default_is_refused_with_the_remedy(langchain, plain, name) ->
 
 @pytest.mark.parametrize("name", ["mini", "wide"])
 def test_langchain_with_the_remedy(langchain, plain, models, name) -> None:
-    found = langchain(plain, name, check_embedding_ctx_length=False).embed_documents(TEXTS)
-    assert np.allclose(found, models[name].embed(TEXTS), rtol=0, atol=1e-6)
+    vectors = langchain(plain, name, check_embedding_ctx_length=False).embed_documents(TEXTS)
+    assert np.allclose(vectors, models[name].embed(TEXTS), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mini", "wide"])
 def test_langchain_default_is_decoded_where_the_server_says_so(
     langchain, decoding, models, name
 ) -> None:
-    found = langchain(decoding, name).embed_documents(TEXTS)
-    assert np.allclose(found, models[name].embed(TEXTS), rtol=0, atol=1e-6)
+    vectors = langchain(decoding, name).embed_documents(TEXTS)
+    assert np.allclose(vectors, models[name].embed(TEXTS), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mini", "wide"])
@@ -125,7 +125,7 @@ def test_framed_ids_are_the_models_own_on_both(plain, decoding, models, name) ->
 
 @pytest.mark.parametrize("ids", [[5], [2], [2, 5], [5, 3], [[2, 5, 3], [5, 6]], [3, 5, 2]], ids=str)
 def test_ids_are_never_guessed_by_their_range(plain, ids) -> None:
-    """All exist in the vocabulary. A request is one client's: all lists are framed, or none is."""
+    """All ids exist in the vocabulary. Either all lists of a request are framed, or none counts."""
     import httpx
 
     body = {"model": "wide", "input": ids}
@@ -136,26 +136,27 @@ def test_ids_are_never_guessed_by_their_range(plain, ids) -> None:
 def test_the_table_decodes_as_tiktoken_does(tiktoken_cache, monkeypatch) -> None:
     tiktoken = pytest.importorskip("tiktoken")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tiktoken_cache))
-    theirs, ours = tiktoken.get_encoding("cl100k_base"), cl100k.table("cl100k")
-    assert ours is not None and len(ours.tokens) == theirs.max_token_value + 1 - 21
-    rows = [theirs.encode(text) for text in TEXTS]
+    reference = tiktoken.get_encoding("cl100k_base")
+    table = token_ids.load_table("cl100k")
+    assert table is not None and len(table.tokens) == reference.max_token_value + 1 - 21
+    rows = [reference.encode(text) for text in TEXTS]
     rows += [rows[2][:count] for count in range(len(rows[2]))]  # split within a character
     rows += np.random.default_rng(0).integers(0, 100_256, (200, 9)).tolist()
-    assert [ours.decode(row, 10_000) for row in rows] == [theirs.decode(row) for row in rows]
-    with pytest.raises(InputError, match="none of cl100k's"):
-        ours.decode([100_257], 10)
+    assert [table.decode(row, 10_000) for row in rows] == [reference.decode(row) for row in rows]
+    with pytest.raises(InputError, match="not in the vocabulary of cl100k"):
+        table.decode([100_257], 10)
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
-        ("o200k", "it can be cl100k or cl100k=FILE"),
-        ("cl100k=/nowhere/table", "cannot be read from /nowhere/table"),
+        ("o200k", "it must be cl100k or cl100k=FILE"),
+        ("cl100k=/nowhere/table", "cannot read the table of cl100k from /nowhere/table"),
         ("cl100k", "TIKTOKEN_CACHE_DIR"),
         (f"cl100k={__file__}", "SHA-256"),
     ],
 )
-def test_a_table_that_is_not_there_is_told(setting, told, tmp_path, monkeypatch) -> None:
+def test_a_table_that_is_not_there_is_told(setting, message, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(InputError, match=told):
-        cl100k.table(setting)
+    with pytest.raises(InputError, match=message):
+        token_ids.load_table(setting)

@@ -1,4 +1,4 @@
-"""Zero-shot classification: what transformers' pipeline says of the same model."""
+"""Zero-shot classification gives the scores of transformers' pipeline for the same model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ORDERS = [
 
 
 def write(folder: Any, labels: tuple[str, ...]) -> str:
-    """A tiny model of language inference that transformers and we open."""
+    """Write a tiny language inference model that transformers and Packhorse can load."""
     import transformers
 
     config = transformers.BertConfig(
@@ -45,7 +45,7 @@ def write(folder: Any, labels: tuple[str, ...]) -> str:
 
 @pytest.fixture(scope="module", params=ORDERS, ids="-".join)
 def pair(request, tmp_path_factory, listen) -> tuple[Any, Any]:
-    """Our server, and their pipeline, of one model."""
+    """Our server and transformers' pipeline for the same model."""
     import transformers
 
     import packhorse
@@ -74,10 +74,11 @@ def test_scores_are_those_of_transformers(pair, options, text) -> None:
     server, pipeline = pair
     options = {"candidate_labels": LABELS} | options
     expected = pipeline(text, **options)
-    found = httpx.post(server.url, json={"inputs": text, "parameters": options}).json()
-    assert [row["label"] for row in found] == expected["labels"]
-    assert [row["score"] for row in found] == pytest.approx(expected["scores"], abs=1e-5)
-    assert len(found) == 1 or found[0]["score"] - found[-1]["score"] > 1e-3  # else it shows nothing
+    labels = httpx.post(server.url, json={"inputs": text, "parameters": options}).json()
+    assert [row["label"] for row in labels] == expected["labels"]
+    assert [row["score"] for row in labels] == pytest.approx(expected["scores"], abs=1e-5)
+    # Equal scores would make the comparison meaningless.
+    assert len(labels) == 1 or labels[0]["score"] - labels[-1]["score"] > 1e-3
 
 
 def test_the_official_client(pair, monkeypatch) -> None:
@@ -86,21 +87,22 @@ def test_the_official_client(pair, monkeypatch) -> None:
     server, pipeline = pair
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     client = InferenceClient(model=server.url)
-    found = client.zero_shot_classification(TEXT, LABELS, multi_label=True)
+    labels = client.zero_shot_classification(TEXT, LABELS, multi_label=True)
     close_session()
     expected = pipeline(TEXT, LABELS, multi_label=True)
-    assert [element.label for element in found] == expected["labels"]
-    assert [element.score for element in found] == pytest.approx(expected["scores"], abs=1e-5)
+    assert [element.label for element in labels] == expected["labels"]
+    assert [element.score for element in labels] == pytest.approx(expected["scores"], abs=1e-5)
 
 
 def test_several_texts_and_a_named_task(pair) -> None:
     import httpx
 
     server, pipeline = pair
-    texts, body = [TEXT, "who saw a cat"], {"parameters": {"candidate_labels": LABELS}}
+    texts = [TEXT, "who saw a cat"]
+    body = {"parameters": {"candidate_labels": LABELS}}
     url = f"{server.url}/pipeline/zero-shot-classification/nli"
-    found = httpx.post(url, json=body | {"inputs": texts}).json()
-    for rows, expected in zip(found, pipeline(texts, LABELS), strict=True):
+    actual = httpx.post(url, json=body | {"inputs": texts}).json()
+    for rows, expected in zip(actual, pipeline(texts, LABELS), strict=True):
         assert [row["label"] for row in rows] == expected["labels"]
 
 

@@ -1,6 +1,6 @@
-"""The APIs people already use, one module each: its routes, its bodies, its words.
+"""The HTTP APIs that clients already use, one module each: its routes and its request bodies.
 
-A dialect turns a body into texts and options, asks the model by `calls.call`, and writes the answer
-in its own shape. It never batches, never maps an error to a status, and holds nothing between
-requests. `asking` is what they share of the first two, `shapes` what their bodies share.
+A dialect turns a body into texts and options, runs them by `tasks`, and writes the answer in its
+own shape. It never batches, never maps an error to a status, and keeps nothing between requests.
+`schemas` has what the bodies of several dialects share.
 """

@@ -1,9 +1,10 @@
-"""text-embeddings-inference's routes: embed, classify, rerank, compare, tokenize, and tell.
+"""text-embeddings-inference's routes: embed, classify, rerank, compare, tokenize, info.
 
-Follows its OpenAPI description (1.7): bodies, answers, response headers, kinds of errors, and that
+Follows its OpenAPI description (1.8): bodies, answers, response headers, kinds of errors, and that
 a text with more tokens than the model takes is refused (413) unless `truncate` is set. A single
-input of `/embed` is answered with a list of one, one of `/predict` without a list. Added: `model`
-chooses among several, `long: "chunk"` reads a long text in parts, pairs may be of any two lengths.
+input of `/embed` is answered with a list of one, a single input of `/predict` without a list. Added
+are `model`, which chooses among several, and `long: "chunk"`, which reads a long text in parts; and
+the two texts of a pair may have any lengths.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from fastapi import FastAPI
+from pydantic import BaseModel, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,126 +24,383 @@ from packhorse import __version__, device
 from packhorse.errors import CheckpointError
 from packhorse.runtime.jobs import Given
 from packhorse.runtime.tasks import prompted
-from packhorse.serve.calls import Outcome, check_inputs, reply
-from packhorse.serve.dialects import tei_shapes as shapes
-from packhorse.serve.dialects.asking import Cut, ask, ranking, vectors
-from packhorse.serve.dialects.fields import poster
-from packhorse.serve.dialects.shapes import READING, TeiError, refusals
+from packhorse.serve.calls import CallResult, check_inputs, json_response
+from packhorse.serve.dialects import tasks
+from packhorse.serve.dialects.schemas import (
+    GET_STATUSES,
+    Direction,
+    Inputs,
+    LenientBody,
+    ListOf,
+    LongText,
+    ModelName,
+    PromptName,
+    TeiError,
+    Text,
+    Texts,
+    TokenIds,
+    error_responses,
+    only,
+    post_routes,
+)
+from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty, TooLarge
-from packhorse.serve.hosting import Hosted, Hosts
+from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import Settings
 from packhorse.tokens import NO_LIMIT, Tokenizer
 
-Post = Callable[..., Callable[..., Any]]  # FastAPI's decorator, with what all of these routes share
+# Request bodies --------------------------------------------------------------------------------
+
+Pair = Annotated[list[str], Field(min_length=1, max_length=2)]
+PredictInputs = Annotated[
+    Text | Pair | ListOf[Pair],
+    Field(
+        description="A text, a pair [a, b], or a list of [text] and [a, b].",
+        examples=["Packing is fun."],
+    ),
+]
+Dimensions = Annotated[
+    int | None, Field(ge=1, le=2**20, description="Keep this many numbers of each vector.")
+]
 
 
-def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+class TruncatingBody(LenientBody):
+    """The fields about long texts that most bodies have."""
+
+    truncate: bool | None = Field(default=None, description="Truncate texts that are too long.")
+    truncation_direction: Direction = "Right"
+    model: ModelName = None
+
+
+class EmbedRequest(TruncatingBody):
+    """Texts or token ids to embed."""
+
+    inputs: Inputs
+    prompt_name: PromptName = None
+    normalize: bool = Field(default=True, description="Scale vectors to length one.")
+    dimensions: Dimensions = None
+    long: LongText | None = Field(default=None, description="Overrides `truncate`.")
+
+
+class EmbedAllRequest(TruncatingBody):
+    """Texts or token ids, each token of which is embedded."""
+
+    inputs: Inputs
+    prompt_name: PromptName = None
+
+
+class PredictRequest(TruncatingBody):
+    """Texts and pairs to classify."""
+
+    inputs: PredictInputs
+    raw_scores: bool = Field(default=False, description="Return logits, not probabilities.")
+
+
+class RerankRequest(TruncatingBody):
+    """Texts to rank by how well they answer a query."""
+
+    query: str = Field(examples=["What is packing?"])
+    documents: Annotated[
+        Any, only(instead="send `texts`, or send `documents` to /v1/rerank or /v2/rerank")
+    ] = None
+    texts: ListOf[str] = Field(examples=[["Sequences laid end to end.", "A horse carries it."]])
+    raw_scores: bool = Field(default=False, description="Return logits, not probabilities.")
+    return_text: bool = False
+    # Fields of Infinity, vLLM and Jina, which have this route too:
+    top_n: int | None = Field(default=None, ge=1, le=2**31, description="Return only the best few.")
+    return_documents: bool | None = Field(default=None, description="The same as `return_text`.")
+
+
+class SimilarityInput(LenientBody):
+    """A text and the texts to compare it with."""
+
+    source_sentence: str = Field(examples=["What is packing?"])
+    sentences: ListOf[str] = Field(examples=[["What is padding?", "A horse carries it."]])
+
+
+class SimilarityParameters(LenientBody):
+    """Options of a comparison."""
+
+    truncate: bool | None = None
+    truncation_direction: Direction = "Right"
+    prompt_name: PromptName = None
+
+
+class SimilarityRequest(LenientBody):
+    """A text, the texts to compare it with, and options."""
+
+    inputs: SimilarityInput
+    parameters: SimilarityParameters | None = None
+    model: ModelName = None
+
+
+class TokenizeRequest(LenientBody):
+    """Texts to tokenize; none is truncated."""
+
+    inputs: Texts
+    add_special_tokens: bool = True
+    prompt_name: PromptName = None
+    model: ModelName = None
+
+
+class DecodeRequest(LenientBody):
+    """Token ids to convert to text."""
+
+    ids: TokenIds | ListOf[TokenIds] = Field(examples=[[101, 7592, 102]])
+    skip_special_tokens: bool = True
+    model: ModelName = None
+
+
+# Response bodies -------------------------------------------------------------------------------
+
+
+class Vectors(RootModel[list[list[float]]]):
+    """One vector per input."""
+
+    model_config = {"json_schema_extra": {"examples": [[[0.6, 0.8]]]}}
+
+
+class TokenVectors(RootModel[list[list[list[float]]]]):
+    """One vector per token of each input, special tokens included."""
+
+    model_config = {"json_schema_extra": {"examples": [[[[0.1, 0.9], [0.6, 0.8]]]]}}
+
+
+class Prediction(BaseModel):
+    """A label and its score."""
+
+    score: float = Field(examples=[0.98])
+    label: str = Field(examples=["POSITIVE"])
+
+
+class Predictions(RootModel[list[Prediction] | list[list[Prediction]]]):
+    """All labels, best first; for a list of inputs, a list of these."""
+
+
+class Rank(BaseModel):
+    """The position of a text in the request, and its score."""
+
+    index: int = Field(examples=[0])
+    score: float = Field(examples=[0.93])
+    text: str | None = Field(default=None, description="Only if `return_text` is set.")
+
+
+class RerankResponse(RootModel[list[Rank]]):
+    """The texts, best first."""
+
+
+class Similarities(RootModel[list[float]]):
+    """The cosine similarity of each sentence with the source sentence."""
+
+    model_config = {"json_schema_extra": {"examples": [[0.71, 0.12]]}}
+
+
+class Token(BaseModel):
+    """A token and its offsets in the text, in code points."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TokenizeResponse(RootModel[list[list[Token]]]):
+    """The tokens of each text."""
+
+
+class Decoded(RootModel[list[str]]):
+    """One text per list of ids."""
+
+
+class EmbeddingModel(BaseModel):
+    """How the vectors of tokens are pooled."""
+
+    pooling: str = Field(examples=["mean"])
+
+
+class ClassifierModel(BaseModel):
+    """The labels of a classifier."""
+
+    id2label: dict[str, str]
+    label2id: dict[str, int]
+
+
+class ModelType(BaseModel):
+    """The kind of model; one of these, or none."""
+
+    embedding: EmbeddingModel | None = None
+    classifier: ClassifierModel | None = None
+    reranker: ClassifierModel | None = None
+
+
+class ModelSummary(BaseModel):
+    """One of the served models."""
+
+    name: str
+    tasks: list[str] = Field(examples=[["embed", "hidden"]])
+    max_input_length: int
+    dtype: str
+    device: str
+    kernel: str
+    prompts: list[str]
+
+
+class Info(BaseModel):
+    """The default model and the limits, as text-embeddings-inference names them; all models."""
+
+    model_id: str = Field(examples=["all-MiniLM-L6-v2"])
+    model_sha: str | None
+    model_dtype: str = Field(examples=["float32"])
+    model_type: ModelType
+    max_concurrent_requests: int
+    max_input_length: int
+    max_batch_tokens: int
+    max_batch_requests: int | None
+    max_client_batch_size: int
+    auto_truncate: Literal[False] = False
+    tokenization_workers: int
+    version: str
+    sha: str | None
+    docker_label: str | None
+    models: list[ModelSummary]
+
+
+# Routes ----------------------------------------------------------------------------------------
+
+Post = Callable[..., Callable[..., Any]]  # the decorator that `post_routes` returns
+
+
+def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
     """Add the routes."""
     tags: Any = ["Text Embeddings Inference"]
-    post = poster(app, tags[0], TeiError)
-    _add_vectors(post, hosts)
-    _add_scores(post, hosts)
-    _add_tokens(post, hosts, settings)
+    post = post_routes(app, tags[0], TeiError)
+    _add_vectors(post, models)
+    _add_scores(post, models)
+    _add_tokens(post, models, settings)
 
-    @app.get("/info", response_model=shapes.Info, tags=tags, responses=refusals(TeiError, READING))
+    info_errors = error_responses(TeiError, GET_STATUSES)
+
+    @app.get("/info", response_model=Info, tags=tags, responses=info_errors)
     async def info() -> Response:
-        """What is served, and within which limits."""
-        return reply(about(hosts, settings))
+        """The served models and the limits."""
+        return json_response(describe_server(models, settings))
 
 
-def _add_vectors(post: Post, hosts: Hosts) -> None:
-    @post("/embed", response_model=shapes.Vectors)
-    async def embed(request: Request, body: shapes.EmbedRequest) -> Response:
-        """A vector an input; 424 where no model makes vectors."""
-        start, host, texts = perf_counter(), hosts.find(body.model, "embed"), batch(body.inputs)
-        cut = Cut.read(body.truncate, body.truncation_direction, body.long)
-        how = {"normalise": body.normalize, "dimensions": body.dimensions}
-        found = await vectors(request, host, texts, cut, prompt=body.prompt_name, **how)
-        return timed(found.values, found, host, texts, start)
+def _add_vectors(post: Post, models: ServedModels) -> None:
+    @post("/embed", response_model=Vectors)
+    async def embed(request: Request, body: EmbedRequest) -> Response:
+        """One vector per input; 424 if no model makes vectors."""
+        start = perf_counter()
+        model = models.find(body.model, "embed")
+        texts = as_batch(body.inputs)
+        truncation = Truncation.read(body.truncate, body.truncation_direction, body.long)
+        result = await tasks.embed(
+            request,
+            model,
+            texts,
+            truncation,
+            normalize=body.normalize,
+            dimensions=body.dimensions,
+            prompt=body.prompt_name,
+        )
+        return timed_response(result.values, result, model, texts, start)
 
-    @post("/embed_all", response_model=shapes.TokenVectors)
-    async def embed_all(request: Request, body: shapes.EmbedAllRequest) -> Response:
-        """A vector for each token of each input, before pooling."""
-        start, host, texts = perf_counter(), hosts.find(body.model, "hidden"), batch(body.inputs)
-        cut = Cut.read(body.truncate, body.truncation_direction)
-        found = await ask(request, host, "hidden", texts, cut, prompt=body.prompt_name)
-        return timed([each.states for each in found.values], found, host, texts, start)
+    @post("/embed_all", response_model=TokenVectors)
+    async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
+        """One vector per token of each input, before pooling."""
+        start = perf_counter()
+        model = models.find(body.model, "hidden")
+        texts = as_batch(body.inputs)
+        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        result = await run_task(
+            request, model, "hidden", texts, truncation, prompt=body.prompt_name
+        )
+        states = [value.states for value in result.values]
+        return timed_response(states, result, model, texts, start)
 
-    @post("/similarity", response_model=shapes.Similarities)
-    async def similarity(request: Request, body: shapes.SimilarityRequest) -> Response:
-        """The cosine of each sentence with the source."""
-        start, host = perf_counter(), hosts.find(body.model, "embed")
+    @post("/similarity", response_model=Similarities)
+    async def similarity(request: Request, body: SimilarityRequest) -> Response:
+        """The cosine similarity of each sentence with the source sentence."""
+        start = perf_counter()
+        model = models.find(body.model, "embed")
         texts = [body.inputs.source_sentence, *body.inputs.sentences]
-        found = await similarities(request, host, texts, body.parameters)
-        return timed(found.values, found, host, texts, start)
+        result = await similarities(request, model, texts, body.parameters)
+        return timed_response(result.values, result, model, texts, start)
 
-    @post("/embed_sparse", response_model=shapes.Vectors)
-    async def embed_sparse(request: Request, body: shapes.EmbedAllRequest) -> Response:
-        """Always 424: no model here has a SPLADE head."""
-        host = hosts.find(body.model)
+    @post("/embed_sparse", response_model=Vectors)
+    async def embed_sparse(request: Request, body: EmbedAllRequest) -> Response:
+        """Always 424: models with a SPLADE head are not supported."""
+        model = models.find(body.model)
         raise CheckpointError(
-            f"{host.name} makes no sparse vectors; it can be asked for: {', '.join(host.tasks)}"
+            f"{model.name} makes no sparse vectors; it supports: {', '.join(model.tasks)}"
         )
 
 
-def _add_scores(post: Post, hosts: Hosts) -> None:
-    @post("/predict", response_model=shapes.Predictions)
-    async def predict(request: Request, body: shapes.PredictRequest) -> Response:
-        """The labels of each text or pair; 424 where no model classifies."""
-        start, host = perf_counter(), hosts.find(body.model, "classify")
-        texts, single = sequences(body.inputs)
-        cut = Cut.read(body.truncate, body.truncation_direction)
-        problem = problem_of(host, body.raw_scores)
-        found = await ask(request, host, "classify", texts, cut, problem=problem)
+def _add_scores(post: Post, models: ServedModels) -> None:
+    @post("/predict", response_model=Predictions)
+    async def predict(request: Request, body: PredictRequest) -> Response:
+        """The labels of each text or pair; 424 if no model classifies."""
+        start = perf_counter()
+        model = models.find(body.model, "classify")
+        texts, is_single = as_sequences(body.inputs)
+        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        problem = problem_of(model, body.raw_scores)
+        result = await run_task(request, model, "classify", texts, truncation, problem=problem)
         rows = [
-            [{"score": score, "label": label} for label, score in each.scores.items()]
-            for each in found.values
+            [{"score": score, "label": label} for label, score in value.scores.items()]
+            for value in result.values
         ]
-        return timed(rows[0] if single else rows, found, host, texts, start)
+        return timed_response(rows[0] if is_single else rows, result, model, texts, start)
 
-    @post("/rerank", response_model=shapes.Ranks, response_model_exclude_none=True)
-    async def rerank(request: Request, body: shapes.RerankRequest) -> Response:
-        """The texts, best first; 424 where no model is a cross-encoder of one score."""
-        start, host = perf_counter(), hosts.find(body.model, "rerank")
-        cut = Cut.read(body.truncate, body.truncation_direction)
-        raw = body.raw_scores
-        ranked, found = await ranking(
-            request, host, body.query, body.texts, cut, top=body.top_n, raw=raw
+    @post("/rerank", response_model=RerankResponse, response_model_exclude_none=True)
+    async def rerank(request: Request, body: RerankRequest) -> Response:
+        """The texts, best first; 424 if no model is a cross-encoder with a single score."""
+        start = perf_counter()
+        model = models.find(body.model, "rerank")
+        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        ranked, result = await tasks.rerank(
+            request, model, body.query, body.texts, truncation, body.top_n, body.raw_scores
         )
-        with_text = body.return_text or body.return_documents
-        rows = [
-            {"index": each.index, "score": each.score} | ({"text": each.text} if with_text else {})
-            for each in ranked
-        ]
-        return timed(rows, found, host, [body.query, *body.texts], start)
+        rows: list[dict[str, Any]] = []
+        for rank in ranked:
+            row: dict[str, Any] = {"index": rank.index, "score": rank.score}
+            if body.return_text or body.return_documents:
+                row["text"] = rank.text
+            rows.append(row)
+        return timed_response(rows, result, model, [body.query, *body.texts], start)
 
 
-def _add_tokens(post: Post, hosts: Hosts, settings: Settings) -> None:
-    @post("/tokenize", response_model=shapes.Tokens)
-    async def tokenize(request: Request, body: shapes.TokenizeRequest) -> Response:
-        """The tokens of each text; none is cut."""
-        host = hosts.find(body.model)
+def _add_tokens(post: Post, models: ServedModels, settings: Settings) -> None:
+    @post("/tokenize", response_model=TokenizeResponse)
+    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+        """The tokens of each text, never truncated."""
+        model = models.find(body.model)
         texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+        # The answer has an object for each token, many times its size; so the limit that elsewhere
+        # is for one input is here for all of them together.
         if check_inputs(settings, texts) > settings.max_input_characters:
             raise TooLarge(
-                f"all texts together have over {settings.max_input_characters} characters"
+                f"all texts together have more than {settings.max_input_characters} characters"
             )
-        texts = cast("list[str]", prompted(host.encoder, texts, body.prompt_name))
-        return await asyncio.to_thread(_tokens, host.encoder.tokenizer, texts, body)
+        texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
+        return await asyncio.to_thread(_tokenize, model.encoder.tokenizer, texts, body)
 
-    @post("/decode", response_model=shapes.Decoded)
-    async def decode(request: Request, body: shapes.DecodeRequest) -> Response:
+    @post("/decode", response_model=Decoded)
+    async def decode(request: Request, body: DecodeRequest) -> Response:
         """The text of each list of ids."""
-        tokenizer = hosts.find(body.model).encoder.tokenizer
-        many = cast("list[list[int]]", batch(body.ids))
-        check_inputs(settings, many)
+        tokenizer = models.find(body.model).encoder.tokenizer
+        lists = cast("list[list[int]]", as_batch(body.ids))
+        check_inputs(settings, lists)
         return await asyncio.to_thread(
-            lambda: reply([tokenizer.decode(ids, body.skip_special_tokens) for ids in many])
+            lambda: json_response(
+                [tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
+            )
         )
 
 
-def batch(inputs: str | Sequence[Any]) -> list[Given]:
-    """A single input is a batch of one; so is a list of token ids."""
+def as_batch(inputs: str | Sequence[Any]) -> list[Given]:
+    """Return a list of inputs; a single text or list of token ids becomes a list of one."""
     if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
         return [inputs]
     if [] in inputs:
@@ -149,68 +408,71 @@ def batch(inputs: str | Sequence[Any]) -> list[Given]:
     return list(inputs)
 
 
-def sequences(inputs: str | Sequence[Any]) -> tuple[list[Given], bool]:
-    """Texts and pairs; and was there one that is no list of one?"""
-    single = isinstance(inputs, str) or isinstance(inputs[:1] and inputs[0], str)
-    rows = [[inputs] if isinstance(inputs, str) else inputs] if single else inputs
-    return [row[0] if len(row) == 1 else (row[0], row[1]) for row in rows], single
+def as_sequences(inputs: str | Sequence[Any]) -> tuple[list[Given], bool]:
+    """Return texts and pairs, and whether the request has a single one that is not in a list."""
+    is_single = isinstance(inputs, str) or isinstance(inputs[:1] and inputs[0], str)
+    rows = [[inputs] if isinstance(inputs, str) else inputs] if is_single else inputs
+    return [row[0] if len(row) == 1 else (row[0], row[1]) for row in rows], is_single
 
 
-def problem_of(host: Hosted, raw: bool) -> str | None:
-    """What to make of logits: one of its own is a probability for itself."""
+def problem_of(model: ServedModel, raw: bool) -> str | None:
+    """Return how to turn logits into scores; a single logit becomes a probability by itself."""
     if raw:
         return "raw"
-    return "multi_label" if len(host.encoder.labels) == 1 else None
+    return "multi_label" if len(model.encoder.labels) == 1 else None
 
 
 async def similarities(
     request: Request,
-    host: Hosted,
+    model: ServedModel,
     texts: Sequence[str],
-    parameters: shapes.SimilarityParameters | None,
-) -> Outcome:
-    """Cosines of the first text with the others."""
+    parameters: SimilarityParameters | None,
+) -> CallResult:
+    """Return the cosine similarities of the first text with the others."""
     if len(texts) < 2:
         raise Empty("there is no sentence to compare with")
-    how = parameters or shapes.SimilarityParameters()
-    cut = Cut.read(how.truncate, how.truncation_direction)
-    found = await vectors(request, host, texts, cut, normalise=True, prompt=how.prompt_name)
-    first, *others = found.values
-    return Outcome([float(np.dot(first, each)) for each in others], found.tokens, found.pack)
+    options = parameters or SimilarityParameters()
+    truncation = Truncation.read(options.truncate, options.truncation_direction)
+    result = await tasks.embed(
+        request, model, texts, truncation, normalize=True, prompt=options.prompt_name
+    )
+    source, *vectors = result.values
+    cosines = [float(np.dot(source, vector)) for vector in vectors]
+    return CallResult(cosines, result.tokens, result.pack)
 
 
-def timed(
-    document: Any, found: Outcome, host: Hosted, texts: Sequence[Given], start: float
+def timed_response(
+    document: Any, result: CallResult, model: ServedModel, texts: Sequence[Given], start: float
 ) -> Response:
-    """The answer, with the times and counts that text-embeddings-inference tells in headers."""
+    """Return a response with text-embeddings-inference's headers of times and counts."""
     total = (perf_counter() - start) * 1e3
-    spent = found.pack.queue_ms + found.pack.compute_ms
-    where = "cpu" if host.encoder.device.type == "cpu" else "gpu"
+    spent = result.pack.queue_ms + result.pack.compute_ms
+    processor = "cpu" if model.encoder.device.type == "cpu" else "gpu"
     headers = {
-        "x-compute-type": f"{where}+optimized",
+        "x-compute-type": f"{processor}+optimized",
         "x-compute-time": f"{total:.0f}",
         "x-compute-characters": str(sum(map(_characters, texts))),
-        "x-compute-tokens": str(sum(found.tokens)),
+        "x-compute-tokens": str(sum(result.tokens)),
         "x-total-time": f"{total:.0f}",
         # What is neither waiting nor computing is nearly all tokenization.
         "x-tokenization-time": f"{max(0.0, total - spent):.0f}",
-        "x-queue-time": f"{found.pack.queue_ms:.0f}",
-        "x-inference-time": f"{found.pack.compute_ms:.0f}",
+        "x-queue-time": f"{result.pack.queue_ms:.0f}",
+        "x-inference-time": f"{result.pack.compute_ms:.0f}",
     }
-    return reply(document, headers)
+    return json_response(document, headers)
 
 
 def _characters(text: Any) -> int:
     return sum(map(len, text)) if isinstance(text, tuple) else len(text)
 
 
-def _tokens(tokenizer: Tokenizer, texts: Sequence[str], body: shapes.TokenizeRequest) -> Response:
-    """Written down in the thread that makes them: a token is a small object, and there are many."""
-    found = []
+def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], body: TokenizeRequest) -> Response:
+    """Tokenize and write the response, both in this thread: there are many small objects."""
+    rows = []
     for encoding in tokenizer.encode(texts, NO_LIMIT):
-        keep = slice(None) if body.add_special_tokens else encoding.spans[0]
-        columns = encoding.ids[keep], encoding.special[keep], encoding.offsets[keep]
-        found.append(
+        selected = slice(None) if body.add_special_tokens else encoding.spans[0]
+        columns = (encoding.ids[selected], encoding.special[selected], encoding.offsets[selected])
+        rows.append(
             [
                 {
                     "id": id,
@@ -219,23 +481,25 @@ def _tokens(tokenizer: Tokenizer, texts: Sequence[str], body: shapes.TokenizeReq
                     "start": None if special else start,
                     "stop": None if special else stop,
                 }
-                for id, special, (start, stop) in zip(*(c.tolist() for c in columns), strict=True)
+                for id, special, (start, stop) in zip(
+                    *(column.tolist() for column in columns), strict=True
+                )
             ]
         )
-    return reply(found)
+    return json_response(rows)
 
 
-def about(hosts: Hosts, settings: Settings) -> dict[str, Any]:
-    """The document of `/info`."""
-    host = hosts.default
+def describe_server(models: ServedModels, settings: Settings) -> dict[str, Any]:
+    """Return the document of `/info`."""
+    model = models.default
     return {
-        "model_id": host.name,
+        "model_id": model.name,
         "model_sha": None,
-        "model_dtype": str(host.encoder.dtype).removeprefix("torch."),
-        "model_type": _kind(host),
+        "model_dtype": str(model.encoder.dtype).removeprefix("torch."),
+        "model_type": _model_type(model),
         "max_concurrent_requests": settings.max_concurrent_requests,
-        "max_input_length": host.encoder.max_length,
-        "max_batch_tokens": host.runner.shape.tokens,
+        "max_input_length": model.encoder.max_length,
+        "max_batch_tokens": model.runner.shape.tokens,
         "max_batch_requests": None,
         "max_client_batch_size": settings.max_batch_inputs,
         "auto_truncate": False,
@@ -243,28 +507,29 @@ def about(hosts: Hosts, settings: Settings) -> dict[str, Any]:
         "version": __version__,
         "sha": None,
         "docker_label": None,
-        "models": [_served(each) for each in hosts],
+        "models": [_summary(model) for model in models],
     }
 
 
-def _kind(host: Hosted) -> dict[str, Any]:
-    labels = host.encoder.labels
-    if "classify" in host.tasks:
-        names = {str(i): label for i, label in enumerate(labels)}
-        ids = {label: i for i, label in enumerate(labels)}
+def _model_type(model: ServedModel) -> dict[str, Any]:
+    labels = model.encoder.labels
+    if "classify" in model.tasks:
+        id2label = {str(i): label for i, label in enumerate(labels)}
+        label2id = {label: i for i, label in enumerate(labels)}
         kind = "reranker" if len(labels) == 1 else "classifier"
-        return {kind: {"id2label": names, "label2id": ids}}
-    if "embed" in host.tasks:
-        made = host.encoder.embedder
-        return {"embedding": {"pooling": "+".join(made.pooling) if made else "graph"}}
+        return {kind: {"id2label": id2label, "label2id": label2id}}
+    if "embed" in model.tasks:
+        # An ONNX model that pools by itself has no embedder of ours.
+        embedder = model.encoder.embedder
+        return {"embedding": {"pooling": "+".join(embedder.pooling) if embedder else "graph"}}
     return {}
 
 
-def _served(host: Hosted) -> dict[str, Any]:
-    encoder = host.encoder
+def _summary(model: ServedModel) -> dict[str, Any]:
+    encoder = model.encoder
     return {
-        "name": host.name,
-        "tasks": list(host.tasks),
+        "name": model.name,
+        "tasks": list(model.tasks),
         "max_input_length": encoder.max_length,
         "dtype": device.dtype_name(encoder.dtype),
         "device": str(encoder.device),

@@ -1,34 +1,35 @@
-"""Classification into labels that the request brings, by a model of natural language inference.
+"""Classification into labels of the request, with a natural language inference model.
 
-Yin, Hay, Roth: Benchmarking zero-shot text classification, 2019, and transformers' pipeline of that
-name: a text is the premise, "This example is LABEL." the hypothesis, and how strongly the model
-calls it entailed is the label's score. One true label: softmax of all entailments. Several
-(`multi_label`, or a single candidate): each label's entailment against its contradiction.
+Follows Yin, Hay, Roth: Benchmarking zero-shot text classification, 2019, and transformers' pipeline
+of that name: the text is the premise, "This example is LABEL." the hypothesis, and the label's
+score is how strongly the model considers it entailed. If exactly one label is true, scores are the
+softmax over all entailment logits. If several may be true (`multi_label`, or a single candidate),
+a label's score is the softmax of its entailment against its contradiction.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from starlette.requests import Request
 
 from packhorse.errors import InputError
-from packhorse.serve.dialects.asking import Cut, ask, check_short
+from packhorse.serve.dialects.tasks import Truncation, check_token_count, run_task
 from packhorse.serve.failures import Empty
-from packhorse.serve.hosting import Hosted, entailment
+from packhorse.serve.hosting import ServedModel, entailment
 
 TEMPLATE = "This example is {}."
 
 
-def labels_of(labels: str | Sequence[str] | None) -> list[str]:
-    """The candidates; a single text may hold several, with commas between."""
+def read_labels(labels: str | Sequence[str] | None) -> list[str]:
+    """Return the candidate labels; a single text is split at commas."""
     if isinstance(labels, str):
         labels = [label.strip() for label in labels.split(",") if label.strip()]
     if not labels:
-        raise Empty("there are no candidate_labels to choose from")
+        raise Empty("the request has no candidate_labels")
     if not all(labels):
         raise Empty("a candidate label is empty")
     return list(labels)
@@ -36,49 +37,50 @@ def labels_of(labels: str | Sequence[str] | None) -> list[str]:
 
 async def classify(
     request: Request,
-    host: Hosted,
+    model: ServedModel,
     texts: Sequence[str],
     labels: Sequence[str],
     template: str | None,
     multi_label: bool,
-    cut: Cut,
+    truncation: Truncation,
 ) -> list[list[dict[str, Any]]]:
-    """For each text all labels with their scores, the likeliest first.
+    """Return all labels with their scores for each text, best first.
 
-    Each pair of a text and a label is an input of its own. Only texts are ever cut, never labels.
+    Each pair of a text and a label is an input of its own. Texts may be truncated, labels never.
     """
-    host.check("zero_shot")
-    hypotheses = [_filled(template or TEMPLATE, label) for label in labels]
-    half = host.encoder.max_length // 2
-    await asyncio.to_thread(check_short, host, set(hypotheses), half, "a hypothesis")
+    model.check_task("zero_shot")
+    hypotheses = [_fill(template or TEMPLATE, label) for label in labels]
+    # At least half of the model's length is left for the text.
+    half = model.encoder.max_length // 2
+    await asyncio.to_thread(check_token_count, model, set(hypotheses), half, "a hypothesis")
     pairs = [(text, hypothesis) for text in texts for hypothesis in hypotheses]
-    outcome = await ask(request, host, "classify", pairs, cut, problem="raw")
-    logits = [_pair(value.scores, host.encoder.labels) for value in outcome.values]
+    result = await run_task(request, model, "classify", pairs, truncation, problem="raw")
+    contradicted, entailed = entailment(model.encoder.labels)
+    logits = [(value.scores[contradicted], value.scores[entailed]) for value in result.values]
     # [texts, labels, (contradiction, entailment)]
     table = np.array(logits, np.float64).reshape(len(texts), len(labels), 2)
     independent = multi_label or len(labels) == 1
     scores = _softmax(table)[..., 1] if independent else _softmax(table[..., 1])
-    return [_sorted(labels, row) for row in scores]
+    return [_sort(labels, row) for row in scores]
 
 
-def _filled(template: str, label: str) -> str:
-    """Only {} is replaced: what else Python's formatting knows would read our objects."""
-    before, hole, after = template.partition("{}")
-    if not hole or any(brace in before + after for brace in "{}"):
-        raise InputError("hypothesis_template must have one {}, where the label goes")
+def _fill(template: str, label: str) -> str:
+    """Put the label into the template.
+
+    Not by `str.format`, whose other fields ({0.__class__}) would let a client read our objects.
+    """
+    before, braces, after = template.partition("{}")
+    if not braces or any(brace in before + after for brace in "{}"):
+        raise InputError("hypothesis_template must have exactly one {}, in place of the label")
     return before + label + after
 
 
-def _pair(scores: Mapping[str, float], labels: Sequence[str]) -> tuple[float, float]:
-    contradicted, entailed = entailment(labels)
-    return scores[contradicted], scores[entailed]
-
-
 def _softmax(logits: np.ndarray) -> np.ndarray:
-    powers = np.exp(logits - logits.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
+    # The largest logit is subtracted so that exp cannot overflow.
+    exponentials = np.exp(logits - logits.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-def _sorted(labels: Sequence[str], scores: np.ndarray) -> list[dict[str, Any]]:
+def _sort(labels: Sequence[str], scores: np.ndarray) -> list[dict[str, Any]]:
     order = np.argsort(-scores, kind="stable").tolist()
     return [{"label": labels[i], "score": float(scores[i])} for i in order]

@@ -1,13 +1,13 @@
-"""The page at `GET /`, one HTML file, and `GET /engine`, what it draws of the engines.
+"""The page at `GET /`, one HTML file, and `GET /engine`, the figures that it draws.
 
-The file loads nothing from anywhere, and the policy that is sent with it holds the browser to that:
-its own script and style by their hashes, and calls to this server. No framework and no build step:
-what is read here is what runs there.
+The file loads nothing from anywhere, and the content security policy sent with it makes the browser
+enforce that: only the page's own script and style, by their hashes, and calls to this server. There
+is no framework and no build step: index.html is the source.
 
-With an API key the page is as closed as every other route. Who opens it is asked by the browser for
-a user and a password: any user will do, the password is the key, and the browser sends both along
-with each call of the page. When a call is refused all the same, because the server was started
-again with another key, the page shows a field for one; it is kept in the page's memory only.
+With an API key the page is as closed as every other route. A browser asks whoever opens it for a
+user and a password: any user will do, the password is the key, and the browser sends both with each
+call of the page. If a call is refused nevertheless, because the server was restarted with another
+key, the page shows a field for one, which it keeps in its memory only.
 """
 
 from __future__ import annotations
@@ -25,40 +25,45 @@ from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, Response
 
 from packhorse.runtime.statistics import RECENT, Ran, throughput
-from packhorse.serve.calls import reply
-from packhorse.serve.dialects.shapes import READING, HuggingFaceError, TeiError, refusals
-from packhorse.serve.hosting import Hosted, Hosts
+from packhorse.serve.calls import json_response
+from packhorse.serve.dialects.schemas import (
+    GET_STATUSES,
+    HuggingFaceError,
+    TeiError,
+    error_responses,
+)
+from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import Settings
 
-SECONDS = 5.0  # over which throughput is told
-Count = Annotated[int, Query(ge=0, le=RECENT, description="How many of the last batches to tell.")]
+THROUGHPUT_SECONDS = 5.0
+Count = Annotated[int, Query(ge=0, le=RECENT, description="How many of the last batches to list.")]
 
 
 class LastBatch(BaseModel):
-    """A batch that ran, as it was laid."""
+    """A batch that ran, with its layout."""
 
     number: int = Field(description="Counted from 1 since the model was opened.")
     seconds_ago: float
-    ms: float = Field(description="What it took to compute.")
-    tokens: int = Field(description="That were computed, with what nobody asked for.")
-    fill: float = Field(description="Somebody's tokens / all tokens.")
+    ms: float = Field(description="Compute time.")
+    tokens: int = Field(description="Computed tokens, including those of no input.")
+    fill: float = Field(description="Tokens of inputs / all tokens.")
     rows: list[list[int]] = Field(description="The lengths of the sequences in each row, in order.")
 
 
 class ModelEngine(BaseModel):
-    """How the engine of one model does; times over the last inputs."""
+    """The engine of one model; times are over the last inputs."""
 
     name: str
     alive: bool
-    mask: str | None = Field(description="The token that stands for a hidden word.")
+    mask: str | None = Field(description="The mask token of the model's tokenizer.")
     mode: str = Field(description="ragged, mask or repack.")
     rows_a_batch: int
-    row_tokens: int = Field(description="What fits into a row of a batch.")
+    row_tokens: int = Field(description="The capacity of a row.")
     waiting_inputs: int
     waiting_tokens: int
     most_waiting_tokens: int
     running_inputs: int
-    tokens_per_second: float = Field(description=f"Over the last {SECONDS:g} seconds.")
+    tokens_per_second: float = Field(description=f"Over the last {THROUGHPUT_SECONDS:g} seconds.")
     fill: float = Field(description="Of the batches below.")
     p50_ms: float
     p99_ms: float
@@ -68,78 +73,90 @@ class ModelEngine(BaseModel):
 
 
 class Engines(BaseModel):
-    """Every model that is served."""
+    """The engines of all served models."""
 
     models: list[ModelEngine]
 
 
-def add(app: FastAPI, hosts: Hosts, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
     """Add the routes."""
     get = partial(app.get, tags=["Server"])
     html = files(__name__).joinpath("index.html").read_text("utf-8")
-    headers = {"content-security-policy": policy(html), "referrer-policy": "no-referrer"}
-    headers |= {"cache-control": "no-cache"}
+    headers = {
+        "content-security-policy": content_policy(html),
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+    page_errors = error_responses(HuggingFaceError, (401, 429, 503))
 
-    @get("/", response_class=HTMLResponse, responses=refusals(HuggingFaceError, (401, 429, 503)))
+    @get("/", response_class=HTMLResponse, responses=page_errors)
     async def page() -> Response:
         """The page, for a browser."""
         return HTMLResponse(html, headers=headers)
 
-    @get("/engine", response_model=Engines, responses=refusals(TeiError, READING))
-    def engine(batches: Count = RECENT) -> Response:  # in a thread: it sorts the last latencies
-        """The last batches of each model as they were laid, what waits, and how fast it goes."""
-        return reply({"models": [_engine(host, batches) for host in hosts]})
+    # Not a coroutine, so that FastAPI calls it in a thread: it sorts the last latencies.
+    @get("/engine", response_model=Engines, responses=error_responses(TeiError, GET_STATUSES))
+    def engine(batches: Count = RECENT) -> Response:
+        """The last batches of each model with their layout, the queue, and the throughput."""
+        return json_response({"models": [_describe_engine(model, batches) for model in models]})
 
 
-def policy(html: str) -> str:
-    """What the browser may do for the page: run what stands in it, and call this server."""
-    allowed = {tag: _hashes(html, tag) for tag in ("script", "style")}
+def content_policy(html: str) -> str:
+    """Return the page's content security policy: run what is in it, and call this server."""
+    scripts = _hashes(html, "script")
+    styles = _hashes(html, "style")
     return (
         f"default-src 'none'; connect-src 'self'; img-src data:; "
-        f"script-src {allowed['script']}; style-src {allowed['style']}; "
+        f"script-src {scripts}; style-src {styles}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
 def _hashes(html: str, tag: str) -> str:
-    inside = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-    digests = [b64encode(sha256(each.encode()).digest()).decode() for each in inside]
+    contents = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    digests = [b64encode(sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def _engine(host: Hosted, count: int) -> dict[str, Any]:
-    runner, now = host.runner, time.monotonic()
-    shape, stats, recent = runner.shape, runner.stats(), runner.recent()
-    told = recent[len(recent) - min(count, len(recent)) :]
-    apart = shape.mode == "mask"  # else sequences lie end to end over the whole batch
-    tokenizer = host.encoder.tokenizer
+def _describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
+    runner = model.runner
+    now = time.monotonic()
+    shape = runner.shape
+    stats = runner.stats()
+    recent = runner.recent()
+    listed = recent[len(recent) - min(count, len(recent)) :]
+    # Only the mask mode has separate rows; otherwise sequences lie end to end over the whole batch.
+    has_rows = shape.mode == "mask"
+    tokenizer = model.encoder.tokenizer
+    used = sum(batch.used for batch in listed)
+    computed = sum(batch.tokens for batch in listed)
     return {
-        "name": host.name,
+        "name": model.name,
         "alive": runner.alive,
         "mask": None if tokenizer.mask_id is None else tokenizer.token(tokenizer.mask_id),
         "mode": shape.mode,
-        "rows_a_batch": shape.rows if apart else 1,
-        "row_tokens": shape.capacity if apart else shape.tokens,
+        "rows_a_batch": shape.rows if has_rows else 1,
+        "row_tokens": shape.capacity if has_rows else shape.tokens,
         "waiting_inputs": stats.waiting_requests,
         "waiting_tokens": stats.waiting_tokens,
         "most_waiting_tokens": runner.max_waiting_tokens,
         "running_inputs": stats.running_requests,
-        "tokens_per_second": throughput(recent, now, SECONDS),
-        "fill": sum(each.used for each in told) / max(1, sum(each.tokens for each in told)),
+        "tokens_per_second": throughput(recent, now, THROUGHPUT_SECONDS),
+        "fill": used / max(1, computed),
         "p50_ms": stats.p50_ms,
         "p99_ms": stats.p99_ms,
         "queue_ms": stats.queue_ms,
         "compute_ms": stats.compute_ms,
-        "batches": [_batch(each, now) for each in told],
+        "batches": [_describe_batch(batch, now) for batch in listed],
     }
 
 
-def _batch(ran: Ran, now: float) -> dict[str, Any]:
+def _describe_batch(batch: Ran, now: float) -> dict[str, Any]:
     return {
-        "number": ran.number,
-        "seconds_ago": now - ran.ended,
-        "ms": 1e3 * ran.seconds,
-        "tokens": ran.tokens,
-        "fill": ran.fill,
-        "rows": ran.rows,
+        "number": batch.number,
+        "seconds_ago": now - batch.ended,
+        "ms": 1e3 * batch.seconds,
+        "tokens": batch.tokens,
+        "fill": batch.fill,
+        "rows": batch.rows,
     }

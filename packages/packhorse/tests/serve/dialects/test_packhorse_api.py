@@ -1,4 +1,4 @@
-"""Our own routes: an item an input, offsets of the text that was sent, unknown options refused."""
+"""Packhorse's own routes: one item per input, offsets into the sent text, strict options."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ LONG = CONTEXT * 8
 
 def test_answer(post, server):
     encoder = server.encoder("reader")
-    found = post("/answer", {"question": QUESTION, "context": CONTEXT, "top_k": 2})[1]
+    answers = post("/answer", {"question": QUESTION, "context": CONTEXT, "top_k": 2})[1]
     expected = encoder.answer([(QUESTION, CONTEXT)], top_k=2)
-    assert [each["text"] for each in found[0]] == [each.text for each in expected[0]]
-    assert all(CONTEXT[each["start"] : each["end"]] == each["text"] for each in found[0])
+    assert [answer["text"] for answer in answers[0]] == [answer.text for answer in expected[0]]
+    assert all(CONTEXT[answer["start"] : answer["end"]] == answer["text"] for answer in answers[0])
     both = post("/answer", {"question": QUESTION, "contexts": [CONTEXT, LONG]})[1]
     expected = encoder.answer([(QUESTION, CONTEXT), (QUESTION, LONG)])
-    assert [[a["start"] for a in each] for each in both] == [[a.start for a in e] for e in expected]
+    assert [[a["start"] for a in answers] for answers in both] == [
+        [a.start for a in e] for e in expected
+    ]
 
 
 def test_answer_may_be_none(post):
@@ -30,8 +32,8 @@ def test_answer_may_be_none(post):
 def test_windows_share_at_most_half(post):
     body = {"question": QUESTION, "context": LONG}
     assert post("/answer", body | {"stride": 12})[0] == 200
-    status, told = post("/answer", body | {"stride": 13})
-    assert status == 422 and "can share 12" in told["error"]
+    status, error = post("/answer", body | {"stride": 13})
+    assert status == 422 and "can share 12" in error["error"]
     assert post("/answer", body | {"question": QUESTION * 12})[0] == 413
 
 
@@ -47,18 +49,19 @@ def test_windows_share_at_most_half(post):
     ],
 )
 def test_answer_refuses(post, body):
-    status, told = post("/answer", body)
-    assert status == 422 and set(told) == {"error", "error_type"}
+    status, error = post("/answer", body)
+    assert status == 422 and set(error) == {"error", "error_type"}
 
 
 def test_fill(post, server):
-    encoder, text = server.encoder("filler"), "the [MASK] carries [MASK] ."
-    found = post("/fill", {"inputs": [text], "top_k": 2})[1]
+    encoder = server.encoder("filler")
+    text = "the [MASK] carries [MASK] ."
+    rows = post("/fill", {"inputs": [text], "top_k": 2})[1]
     expected = encoder.fill([text], top_k=2)
-    assert [[[w["word"] for w in mask] for mask in each] for each in found] == [
-        [[w.word for w in mask] for mask in each] for each in expected
+    assert [[[w["word"] for w in mask] for mask in masks] for masks in rows] == [
+        [[w.word for w in mask] for mask in masks] for masks in expected
     ]
-    assert found[0][0][0]["text"] == f"the {found[0][0][0]['word']} carries [MASK] ."
+    assert rows[0][0][0]["text"] == f"the {rows[0][0][0]['word']} carries [MASK] ."
     assert post("/fill", {"inputs": "no mask"})[0] == 422
     end = LONG + "the [MASK]"
     assert "within the model" in post("/fill", {"inputs": end})[1]["error"]
@@ -71,11 +74,11 @@ def test_fill(post, server):
 
 def test_classify(post, server):
     encoder = server.encoder("judge")
-    given = ["a good cat", ["a cat", "a hat"]]
+    inputs = ["a good cat", ["a cat", "a hat"]]
     expected = encoder.classify(["a good cat", ("a cat", "a hat")])
-    found = post("/classify", {"inputs": given})[1]
-    assert [each["label"] for each in found] == [each.label for each in expected]
-    assert found[1]["scores"] == pytest.approx(expected[1].scores)
+    rows = post("/classify", {"inputs": inputs})[1]
+    assert [row["label"] for row in rows] == [row.label for row in expected]
+    assert rows[1]["scores"] == pytest.approx(expected[1].scores)
     assert post("/classify", {"inputs": LONG})[0] == 413
     (chunked,) = post("/classify", {"inputs": LONG, "long": "chunk"})[1]
     assert chunked["scores"] == pytest.approx(encoder.classify([LONG], long="chunk")[0].scores)
@@ -84,11 +87,11 @@ def test_classify(post, server):
 
 def test_ner(post, server):
     encoder = server.encoder("tagger")
-    found = post("/ner", {"inputs": [CONTEXT, "a cat"]})[1]
+    rows = post("/ner", {"inputs": [CONTEXT, "a cat"]})[1]
     expected = encoder.label([CONTEXT, "a cat"])
-    places = [[(e["label"], e["start"], e["end"]) for e in each] for each in found]
-    assert places == [[(e.label, e.start, e.end) for e in each] for each in expected] != [[], []]
+    places = [[(e["label"], e["start"], e["end"]) for e in names] for names in rows]
+    assert places == [[(e.label, e.start, e.end) for e in names] for names in expected] != [[], []]
     (whole,) = post("/ner", {"inputs": LONG, "long": "chunk"})[1]
     assert whole[-1]["end"] > len(CONTEXT) * 7
-    assert all(LONG[each["start"] : each["end"]] == each["text"] for each in whole)
+    assert all(LONG[name["start"] : name["end"]] == name["text"] for name in whole)
     assert post("/ner", {"inputs": CONTEXT, "model": "judge"})[0] == 424

@@ -1,0 +1,173 @@
+"""The tasks as dialects need them: embed, rerank and answer, with truncation and further checks.
+
+    model = models.find(body.model, "embed")
+    result = await embed(request, model, texts, truncation, normalize=True, dimensions=64)
+
+`Truncation` is what to do with a text that is too long, whatever a dialect calls it. A request that
+does not ask for truncation is refused, as in text-embeddings-inference: a vector of half a text
+looks like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+from starlette.requests import Request
+
+from packhorse.errors import InputError
+from packhorse.results import Ranked, sigmoid
+from packhorse.runtime.jobs import Given, is_ids
+from packhorse.runtime.tasks import Long
+from packhorse.serve.calls import CallResult, call
+from packhorse.serve.failures import TooLarge
+from packhorse.serve.hosting import ServedModel
+
+# Tokens. In smaller windows the question and the special tokens, which every window repeats, would
+# cost more than the context.
+MIN_WINDOW = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """What to do with a text that has more tokens than the model takes."""
+
+    long: Long = "truncate"
+    allowed: bool = False  # otherwise such a text is refused
+
+    @classmethod
+    def read(
+        cls, truncate: bool | None = None, direction: str = "right", long: str | None = None
+    ) -> Truncation:
+        """Combine a body's `truncate` and `truncation_direction`; `long` overrides both."""
+        if long == "chunk":
+            return cls("chunk", True)
+        allowed = bool(truncate) if long is None else long == "truncate"
+        return cls("truncate_left" if direction.lower() == "left" else "truncate", allowed)
+
+
+async def run_task(
+    request: Request,
+    model: ServedModel,
+    task: str,
+    texts: Sequence[Given],
+    truncation: Truncation,
+    **options: Any,
+) -> CallResult:
+    """Run a task for each text; texts longer than the model takes are cut or refused."""
+    max_length = model.encoder.max_length
+    for number, text in enumerate(texts):
+        if is_ids(text) and len(cast("Sequence[int]", text)) > max_length:
+            raise TooLarge(
+                f"input {number} has more token ids than the {max_length} that {model.name} takes; "
+                "token ids are never truncated"
+            )
+    arguments = {"truncate": truncation.allowed, "long": truncation.long, **options}
+    return await call(request, model, task, texts, **arguments)
+
+
+async def embed(
+    request: Request,
+    model: ServedModel,
+    texts: Sequence[Given],
+    truncation: Truncation,
+    *,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    prompt: str | None = None,
+) -> CallResult:
+    """Embed each text; with `dimensions`, keep so many numbers of each vector.
+
+    Shortened vectors are scaled to length one again, unless `normalize` is False.
+    """
+    width = model.encoder.width
+    if dimensions is not None and dimensions > width:
+        raise InputError(
+            f"dimensions is {dimensions}; vectors of {model.name} have {width} dimensions"
+        )
+    result = await run_task(
+        request, model, "embed", texts, truncation, normalise=normalize, prompt=prompt
+    )
+    if dimensions is None:
+        return result
+    vectors = [vector[:dimensions] for vector in result.values]
+    if normalize is not False:
+        vectors = [unit(vector) for vector in vectors]
+    return replace(result, values=vectors)
+
+
+def unit(vector: np.ndarray) -> np.ndarray:
+    """Scale a vector to length one; a zero vector stays as it is."""
+    length = np.linalg.norm(vector)
+    return vector / length if length else vector
+
+
+async def rerank(
+    request: Request,
+    model: ServedModel,
+    query: str,
+    documents: Sequence[str],
+    truncation: Truncation,
+    top: int | None = None,
+    raw: bool = False,
+) -> tuple[list[Ranked], CallResult]:
+    """Rank the documents by the query, best first.
+
+    Each pair of query and document is an input of its own and is packed with those of other
+    requests. Scores are logits with `raw`, otherwise between 0 and 1.
+    """
+    pairs = [(query, document) for document in documents]
+    result = await run_task(request, model, "classify", pairs, truncation, problem="raw")
+    logits = np.array([value.score for value in result.values], np.float64)
+    scores = logits if raw else sigmoid(logits)
+    order: list[int] = np.argsort(-logits, kind="stable")[:top].tolist()
+    ranked = [Ranked(i, float(scores[i]), documents[i]) for i in order]
+    return ranked, result
+
+
+async def answer(
+    request: Request,
+    model: ServedModel,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    max_question_tokens: int | None = None,
+    **options: Any,
+) -> CallResult:
+    """Find the best spans for each (question, context); a long context is read in windows.
+
+    The number of windows is bounded by bounding what they repeat: a question may take at most half
+    of a window, and neighboring windows may share at most half of the rest. Otherwise a long
+    context would be read hundreds of times. A question with more than `max_question_tokens` tokens
+    of its own is refused as well.
+    """
+    max_length = model.encoder.max_length
+    length = max_length
+    if window is not None:
+        length = max(min(window, max_length), min(MIN_WINDOW, max_length))
+    half = length // 2
+    max_stride = half // 2
+    if stride is not None and stride > max_stride:
+        raise InputError(f"stride is {stride}; windows of {length} tokens can share {max_stride}")
+    limit = half
+    if max_question_tokens is not None:
+        specials = model.encoder.tokenizer.specials_per(pair=False)
+        limit = min(half, max_question_tokens + specials)
+    questions = {question for question, _ in pairs}
+    await asyncio.to_thread(check_token_count, model, questions, limit, "a question")
+    arguments = {"max_length": length, "stride": stride, **options}
+    return await call(request, model, "answer", pairs, **arguments)
+
+
+def check_token_count(model: ServedModel, texts: set[str], limit: int, kind: str) -> None:
+    """Raise `TooLarge` if a text has more than `limit` tokens, special tokens included."""
+    for encoding in model.encoder.tokenizer.encode(list(texts), limit):
+        if encoding.truncated:
+            raise TooLarge(
+                f"{kind} has more than {limit} tokens; "
+                f"{model.name} takes {model.encoder.max_length} in all"
+            )
