@@ -14,7 +14,7 @@ from packhorse import attention
 from packhorse.attention.reach import FULL, Reach
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.machine
 
@@ -34,7 +34,7 @@ REACHES = {
 
 
 def make_packed(rows: bool = False) -> Packed:
-    made = [Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
+    made = [SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
     return Packed.rows(made, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(made)
 
 

@@ -14,7 +14,7 @@ from packhorse.errors import CheckpointError, KernelError
 from packhorse.model.bert import Layer
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_CUDA = ("fused", "varlen")
@@ -24,7 +24,7 @@ LENGTHS = (5, 30, 1, 16, 9)
 
 def make_packed(seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
-    made = [Made(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
+    made = [SyntheticSequence(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
     return Packed.rows(made, [[0, 1], [2, 3, 4]], 40)
 
 

@@ -8,12 +8,12 @@ import torch
 
 from packhorse.errors import CheckpointError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 
 def test_heads_of_sequences_see_all_tokens_beside_heads_of_some(make_model, rng) -> None:
     model = make_model(torch.float64)
-    made = [Made(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
+    made = [SyntheticSequence(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
     packed, at = Packed.build(made), torch.tensor([2, 8, 20, 21])
     names = ("hidden", "mlm", "tokens", "nsp", "embed", "classify", "span", "pooled")
     whole, some = model(packed, *names), model(packed, *names, at=at)

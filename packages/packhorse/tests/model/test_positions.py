@@ -14,7 +14,7 @@ from packhorse.model.bert import Bert, GatedUp, NormFirst
 from packhorse.model.config import BertConfig
 from packhorse.model.positions import FARTHEST, Distances, Turning, bucket, turned
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 MODERN = {
     "rotary_base": 160_000.0,
@@ -33,7 +33,9 @@ def config(**axes) -> BertConfig:
 
 def make_packed(*lengths: int) -> Packed:
     random = np.random.default_rng(0)
-    return Packed.build([Made(random.integers(0, 40, n), np.zeros(n, int)) for n in lengths])
+    return Packed.build(
+        [SyntheticSequence(random.integers(0, 40, n), np.zeros(n, int)) for n in lengths]
+    )
 
 
 def test_buckets_are_those_of_mpnet() -> None:

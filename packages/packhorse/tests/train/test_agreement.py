@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 from packhorse.data.tasks import targets
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 from packhorse.train.objectives import Classify
 from packhorse.train.objectives.classify import ERRORS
 from packhorse.train.settings import Settings
@@ -44,7 +44,7 @@ class Wavers(nn.Module):
 
 
 def batch_of(problem: str, chosen: list[int]) -> targets.Batch:
-    packed = Packed.build([Made([2 * i, 1], [0, 0]) for i in chosen])  # type: ignore[arg-type]
+    packed = Packed.build([SyntheticSequence([2 * i, 1], [0, 0]) for i in chosen])  # type: ignore[arg-type]
     return targets.Batch(packed, WANTED[problem][chosen], tuple(chosen), 5, 2 * len(chosen), {})
 
 

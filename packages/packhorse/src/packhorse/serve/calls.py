@@ -28,9 +28,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.runtime.jobs import Given, Job, is_ids
-from packhorse.runtime.lines import Awaited
+from packhorse.runtime.admission import PackedFuture
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import Hosted
 from packhorse.serve.metrics import Seen
@@ -68,7 +68,7 @@ async def call(
     request: Request,
     host: Hosted,
     task: str,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     *,
     truncate: bool = True,
     **options: Any,
@@ -104,7 +104,7 @@ def reply(document: Any, headers: Mapping[str, str] | None = None) -> Response:
 
 
 def check_inputs(
-    settings: Settings, texts: Sequence[Given], options: Mapping[str, Any] | None = None
+    settings: Settings, texts: Sequence[TaskInput], options: Mapping[str, Any] | None = None
 ) -> int:
     """Refuse too many inputs, too long ones and empty ones; the number of characters otherwise."""
     inputs = (options or {}).get("documents", texts)
@@ -125,7 +125,7 @@ def check_inputs(
     return sum(sizes)
 
 
-def _characters(text: Given) -> int:
+def _characters(text: TaskInput) -> int:
     """Of a text, or of a pair together; token ids have none and cost nothing to tokenize."""
     if isinstance(text, str):
         if not text:
@@ -134,7 +134,7 @@ def _characters(text: Given) -> int:
     return 0 if is_ids(text) else sum(len(part) for part in cast("tuple[str, str]", text))
 
 
-def _check_tokens(jobs: Sequence[Job], host: Hosted, truncate: bool) -> None:
+def _check_tokens(jobs: Sequence[InferenceJob], host: Hosted, truncate: bool) -> None:
     if len(jobs) > (most := host.runner.max_waiting_requests):
         raise TooLarge(f"the request has {len(jobs)} inputs; at most {most} may wait")
     most = host.runner.max_waiting_tokens
@@ -149,8 +149,8 @@ def _check_tokens(jobs: Sequence[Job], host: Hosted, truncate: bool) -> None:
 
 
 async def _answers(
-    runner: PackRunner, jobs: Sequence[Job], receive: Callable[[], Awaitable[Any]]
-) -> list[Awaited]:
+    runner: PackRunner, jobs: Sequence[InferenceJob], receive: Callable[[], Awaitable[Any]]
+) -> list[PackedFuture]:
     loop = asyncio.get_running_loop()
     flow = Flow(runner, jobs, loop)
     watch: asyncio.Task[None] | None = None
@@ -181,21 +181,21 @@ class Flow:
     """
 
     def __init__(
-        self, runner: PackRunner, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop
+        self, runner: PackRunner, jobs: Sequence[InferenceJob], loop: asyncio.AbstractEventLoop
     ) -> None:
         self.runner, self.loop = runner, loop
         self.window = max(runner.shape.tokens, -(-sum(job.tokens for job in jobs) // ROUNDS))
         self.behind = deque(jobs)
         self.left = len(jobs)  # not answered
         self.tokens = 0  # in the runner
-        self.futures: list[Awaited] = []  # in the order of the jobs
+        self.futures: list[PackedFuture] = []  # in the order of the jobs
         self.done: asyncio.Future[None] = loop.create_future()
         self.promised = self.ended = False
         self._lock = threading.RLock()
 
     def start(self) -> None:
         """Hand in the first; raises `Overloaded` where there is no room for all."""
-        self.runner.promise(self.behind)
+        self.runner.reserve(self.behind)
         self.promised = True
         with self._lock:
             self._hand_in()
@@ -252,7 +252,7 @@ def _settle(done: asyncio.Future[None], error: BaseException | None) -> None:
         done.set_exception(error)
 
 
-def _company(futures: Sequence[Awaited]) -> PackInfo:
+def _company(futures: Sequence[PackedFuture]) -> PackInfo:
     ran = [future.ran for future in futures if future.ran is not None]
     count = max(1, len(ran))
     return PackInfo(

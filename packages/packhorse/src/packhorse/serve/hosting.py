@@ -22,13 +22,10 @@ from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStop
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import Settings
 
-# What can be asked of a model, by the head it takes. Of the labels of that head, rerank also needs
-# that there is one, and zero_shot that one is entailment.
-HEADS = {"embed": "embed", "classify": "classify", "rerank": "classify", "zero_shot": "classify"}
-HEADS |= {"answer": "span", "fill": "mlm", "label": "tokens"}
 BATCH_TOKENS = {"cpu": 2048}  # smaller than offline: nobody can leave a batch that runs
 CANARY_SECONDS = 1.5  # what a forward pass of one sequence may take before /ready says no
 MOST_RETRY = 60
@@ -52,8 +49,8 @@ class Hosted:
         lacking = set() if len(labels) == 1 else {"rerank"}
         if not is_entailment(labels):
             lacking.add("zero_shot")
-        heads = self.encoder.heads
-        return (*(t for t, head in HEADS.items() if head in heads and t not in lacking), "hidden")
+        heads = ("hidden", *self.encoder.heads)
+        return tuple(t for t, spec in TASKS.items() if spec.head in heads and t not in lacking)
 
     def check(self, task: str) -> None:
         """Refuse a task it has no head for, with those it has."""

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from packhorse.runtime.statistics import Stats
+from packhorse.runtime.statistics import RunnerStats
 from packhorse.serve.hosting import Hosted, Hosts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -47,7 +47,7 @@ class Figures:
     labels: Mapping[str, str]  # which it is
     alive: bool
     rate: float  # tokens a second of the last batches
-    stats: Stats
+    stats: RunnerStats
 
 
 def figures(host: Hosted, **labels: str) -> Figures:
@@ -127,7 +127,7 @@ class _Runners:
         yield family(SummaryMetricFamily, "batch_tokens", "Tokens of batches that ran.", ran)
 
 
-# Fields of `runtime.statistics.Stats`; those that only grow are counters.
+# Fields of `runtime.statistics.RunnerStats`; those that only grow are counters.
 RUNNER_FIGURES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
     "requests": (CounterMetricFamily, "Inputs admitted to the queue."),
     "answered": (CounterMetricFamily, "Inputs answered."),

@@ -20,8 +20,7 @@ from starlette.requests import Request
 
 from packhorse.errors import InputError
 from packhorse.results import Ranked, sigmoid
-from packhorse.runtime.jobs import Given, is_ids
-from packhorse.runtime.tasks import Long
+from packhorse.runtime.tasks import Long, TaskInput, is_ids
 from packhorse.serve.calls import Outcome, call
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import Hosted
@@ -51,7 +50,7 @@ async def ask(
     request: Request,
     host: Hosted,
     task: str,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     cut: Cut,
     **options: Any,
 ) -> Outcome:
@@ -70,7 +69,7 @@ async def ask(
 async def vectors(
     request: Request,
     host: Hosted,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     cut: Cut,
     *,
     normalise: bool | None = None,

@@ -20,8 +20,7 @@ from starlette.responses import Response
 
 from packhorse import __version__, device
 from packhorse.errors import CheckpointError
-from packhorse.runtime.jobs import Given
-from packhorse.runtime.tasks import prompted
+from packhorse.runtime.tasks import TaskInput, prompted
 from packhorse.serve.calls import Outcome, check_inputs, reply
 from packhorse.serve.dialects import tei_shapes as shapes
 from packhorse.serve.dialects.asking import Cut, ask, ranking, vectors
@@ -140,7 +139,7 @@ def _add_tokens(post: Post, hosts: Hosts, settings: Settings) -> None:
         )
 
 
-def batch(inputs: str | Sequence[Any]) -> list[Given]:
+def batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
     """A single input is a batch of one; so is a list of token ids."""
     if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
         return [inputs]
@@ -149,7 +148,7 @@ def batch(inputs: str | Sequence[Any]) -> list[Given]:
     return list(inputs)
 
 
-def sequences(inputs: str | Sequence[Any]) -> tuple[list[Given], bool]:
+def sequences(inputs: str | Sequence[Any]) -> tuple[list[TaskInput], bool]:
     """Texts and pairs; and was there one that is no list of one?"""
     single = isinstance(inputs, str) or isinstance(inputs[:1] and inputs[0], str)
     rows = [[inputs] if isinstance(inputs, str) else inputs] if single else inputs
@@ -180,7 +179,7 @@ async def similarities(
 
 
 def timed(
-    document: Any, found: Outcome, host: Hosted, texts: Sequence[Given], start: float
+    document: Any, found: Outcome, host: Hosted, texts: Sequence[TaskInput], start: float
 ) -> Response:
     """The answer, with the times and counts that text-embeddings-inference tells in headers."""
     total = (perf_counter() - start) * 1e3

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import cast
 
 from packhorse.errors import InputError
-from packhorse.runtime.jobs import Given, is_ids
+from packhorse.runtime.tasks import TaskInput, is_ids
 from packhorse.serve.cl100k import Table
 from packhorse.serve.hosting import Hosted
 from packhorse.tokens import Tokenizer
 
 
 async def as_given(
-    host: Hosted, inputs: Sequence[Given], table: Table | None, most: int
-) -> list[Given]:
+    host: Hosted, inputs: Sequence[TaskInput], table: Table | None, most: int
+) -> list[TaskInput]:
     """The inputs with foreign ids as texts of at most so many characters each."""
     if not any(map(is_ids, inputs)):
         return list(inputs)

@@ -24,7 +24,7 @@ from fastapi import FastAPI, Query
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, Response
 
-from packhorse.runtime.statistics import RECENT, Ran, throughput
+from packhorse.runtime.statistics import RECENT, BatchRecord, throughput
 from packhorse.serve.calls import reply
 from packhorse.serve.dialects.shapes import READING, HuggingFaceError, TeiError, refusals
 from packhorse.serve.hosting import Hosted, Hosts
@@ -134,7 +134,7 @@ def _engine(host: Hosted, count: int) -> dict[str, Any]:
     }
 
 
-def _batch(ran: Ran, now: float) -> dict[str, Any]:
+def _batch(ran: BatchRecord, now: float) -> dict[str, Any]:
     return {
         "number": ran.number,
         "seconds_ago": now - ran.ended,
