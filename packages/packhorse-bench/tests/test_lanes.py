@@ -16,6 +16,7 @@ from packhorse.attention import Kernel
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.modes import Shape
 from packhorse_bench import lanes, modes
@@ -43,7 +44,7 @@ def passes(opened: tuple[list[ModeLane], Encoder]) -> dict[str, Pass]:
 
 
 def batches(mode: str, policy: str = "first_fit") -> int:
-    return sum(1 for _ in Shape(mode, ROWS, CAPACITY, policy=policy).cut(LENGTHS.tolist()))
+    return sum(1 for _ in PackedShape(mode, ROWS, CAPACITY, policy=policy).cut(LENGTHS.tolist()))
 
 
 def test_the_names_are_those_of_poprt_and_ours() -> None:
@@ -119,7 +120,7 @@ def test_what_online_modes_compute(passes: dict[str, Pass]) -> None:
 
 def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[ModeLane], Encoder]) -> None:
     sequences = opened[1].tokenize(REQUESTS)
-    laid = list(lanes.one_a_row(Shape("mask", ROWS, CAPACITY), sequences))
+    laid = list(lanes.one_a_row(PackedShape("mask", ROWS, CAPACITY), sequences))
     assert [len(packed.ids) for packed in laid] == [ROWS * CAPACITY] * 11
     starts = [int(packed.starts[place]) for packed in laid for place in packed.places]
     assert starts == [CAPACITY * (i % ROWS) for i in range(COUNT)]

@@ -22,7 +22,7 @@ from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend, _bucket
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.machine
 
@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 
 def make_packed(lengths: list[int], rng) -> Packed:
-    return Packed.build([Made(rng.integers(0, 50, n), np.zeros(n, int)) for n in lengths])
+    return Packed.build(
+        [SyntheticSequence(rng.integers(0, 50, n), np.zeros(n, int)) for n in lengths]
+    )
 
 
 def make_bert(kernel: str = "bucketed") -> Bert:
@@ -226,7 +228,7 @@ from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 torch.manual_seed(0)
 config = BertConfig(vocab_size=50, hidden_size=32, layers=2, heads=2, intermediate_size=64)
 bert = Bert(config, attention.kernel("bucketed"))
@@ -234,7 +236,7 @@ plain = TorchBackend(Model(bert, {}), torch.device("cpu"), graphs=False)
 torch.manual_seed(0)
 bert = Bert(config, attention.kernel("bucketed"))
 backend = TorchBackend(Model(bert, {}), torch.device("cpu"), graphs=True)
-packed = Packed.build([Made(np.arange(n) % 50, np.zeros(n, int)) for n in (5, 20, 31)])
+packed = Packed.build([SyntheticSequence(np.arange(n) % 50, np.zeros(n, int)) for n in (5, 20, 31)])
 start = time.perf_counter()
 (found,) = backend(packed, ["hidden"])
 seconds = time.perf_counter() - start

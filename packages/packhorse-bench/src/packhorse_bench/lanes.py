@@ -25,10 +25,9 @@ from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.reports import padded
 from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.batches import LaunchedBatch, PackedShape
 from packhorse.runtime.encoder import Backend, Encoder
-from packhorse.runtime.jobs import Batch
 from packhorse.runtime.loading import load
-from packhorse.runtime.modes import Shape
 from packhorse.runtime.runner import PackRunner
 from packhorse.tokens import Encoding
 from packhorse_bench import peers
@@ -40,7 +39,7 @@ class PackingMode(NamedTuple):
     """A way to lay requests into batches."""
 
     name: str
-    layout: str  # "padded", or a mode of `runtime.modes`
+    layout: str  # "padded", or a mode of `runtime.batches`
     online: bool = False
     policy: str = "first_fit"
 
@@ -115,7 +114,7 @@ class Meter:
 class OnePerRow:
     """A backend that lays each sequence of a batch into a row of its own: padding, online."""
 
-    def __init__(self, meter: Meter, shape: Shape) -> None:
+    def __init__(self, meter: Meter, shape: PackedShape) -> None:
         self.meter = meter
         self.shape = shape
 
@@ -175,7 +174,7 @@ def _measured(encoder: Encoder, meter: Meter, stage: ModesStage) -> Encoder:
 
 def _lane(mode: PackingMode, stage: ModesStage, opened: OpenedModel) -> ModeLane:
     encoder, meter, kernel = opened
-    shape = Shape(
+    shape = PackedShape(
         mode.layout if mode.layout != "padded" else "mask",
         stage.rows,
         stage.capacity,
@@ -207,7 +206,7 @@ def open_runner(encoder: Encoder, stage: ModesStage, requests: int, **options: A
     )
 
 
-def one_a_row(shape: Shape, sequences: Sequence[Encoding | SequenceRow]) -> Iterator[Packed]:
+def one_a_row(shape: PackedShape, sequences: Sequence[Encoding | SequenceRow]) -> Iterator[Packed]:
     """Padded batches: always `rows` rows of `capacity` tokens, the last ones empty if need be."""
     for begin in range(0, len(sequences), shape.rows):
         chunk = sequences[begin : begin + shape.rows]
@@ -217,7 +216,7 @@ def one_a_row(shape: Shape, sequences: Sequence[Encoding | SequenceRow]) -> Iter
         yield replace(laid, positions=torch.arange(shape.capacity).repeat(shape.rows))
 
 
-def packed_in_order(shape: Shape, sequences: Sequence[Encoding]) -> Iterator[Packed]:
+def packed_in_order(shape: PackedShape, sequences: Sequence[Encoding]) -> Iterator[Packed]:
     """Packed batches, sequences in the order they came."""
     for indices, packs in shape.cut([len(s) for s in sequences]):
         yield shape.lay([sequences[i] for i in indices], packs)
@@ -239,7 +238,7 @@ def _offline(
     return Pass(np.stack(vectors), end - ready, meter.tokens - before, packing=ready - start)
 
 
-def _one_behind(flights: Iterator[Batch]) -> Iterator[Batch]:
+def _one_behind(flights: Iterator[LaunchedBatch]) -> Iterator[LaunchedBatch]:
     """Each after the next has begun: an accelerator is never kept waiting."""
     ahead = next(flights)
     for flight in flights:

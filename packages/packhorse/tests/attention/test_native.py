@@ -276,10 +276,10 @@ from packhorse.model.bert import AddNorm
 from packhorse.model.freeze import FrozenAddNorm
 from packhorse.packing.batch import Packed
 from packhorse_port.convolve import convolve, convolve_backward
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 lengths = (300, 40, 129)
-packed = Packed.build([Made(np.zeros(n, int), np.zeros(n, int)) for n in lengths])
+packed = Packed.build([SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in lengths])
 native, reference, norm = Native(), Reference(), AddNorm(1024, 1e-12)
 frozen, x, grad = FrozenAddNorm(norm), torch.randn(8, 3, 12, 12), torch.randn(8, 16, 8, 8)
 filters = torch.randn(16, 3, 5, 5)

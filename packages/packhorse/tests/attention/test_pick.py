@@ -68,9 +68,9 @@ def test_a_head_too_wide_falls_to_the_next_kernel() -> None:
 
 def test_mask_needs_rows() -> None:
     from packhorse.packing.batch import Packed
-    from packhorse.runtime.proof import Made
+    from packhorse.runtime.proof import SyntheticSequence
 
     kernel = attention.kernel("mask")
-    ragged = Packed.build([Made(torch.arange(3).numpy(), torch.zeros(3).numpy())])
+    ragged = Packed.build([SyntheticSequence(torch.arange(3).numpy(), torch.zeros(3).numpy())])
     with pytest.raises(KernelError, match=r"build it with Packed\.rows"):
         kernel.plan(ragged)

@@ -14,7 +14,7 @@ from packhorse import attention
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.machine
 

@@ -14,7 +14,7 @@ from packhorse.errors import CheckpointError, KernelError
 from packhorse.model.bert import BertLayer
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ON_CUDA = ("fused", "varlen")

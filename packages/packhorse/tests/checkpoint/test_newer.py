@@ -18,7 +18,7 @@ from packhorse import attention, checkpoint
 from packhorse.checkpoint import names
 from packhorse.errors import CheckpointError, InputError, KernelError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 FAMILIES = {"ModernBert": "model.", "MPNet": "mpnet."}
 CLASSES: dict[str, dict[str, Any]] = {
@@ -79,10 +79,10 @@ def edit(folder: Path, *gone: str, **settings: Any) -> Path:
     return folder
 
 
-def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[Made]:
+def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[SyntheticSequence]:
     """Ids of all words, the padding word too."""
     random = np.random.default_rng(5)
-    return [Made(random.integers(0, 50, n), np.zeros(n, int)) for n in lengths]
+    return [SyntheticSequence(random.integers(0, 50, n), np.zeros(n, int)) for n in lengths]
 
 
 def run_padded(model: Any, output: Any, per_sequence: bool = False) -> torch.Tensor:

@@ -19,9 +19,10 @@ from packhorse import status
 from packhorse.cli import console, data_progress
 from packhorse.cli import monitor as command
 from packhorse.cli import monitor_view as view
-from packhorse.data.corpus.building import CorpusCounts, CorpusProgress
-from packhorse.monitor import Seen, look
-from packhorse.monitor.device import Device
+from packhorse.data.corpus.building import Progress
+from packhorse.data.corpus.parts import Found
+from packhorse.monitor import Snapshot, look
+from packhorse.monitor.machine import Device
 from packhorse.monitor.processes import Process
 
 from .conftest import Spoken
@@ -61,7 +62,7 @@ def test_once_as_json(cli: Cli) -> None:
 
 
 def test_nothing_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.monitor.processes.ByFiles.pids", lambda self: [])
+    monkeypatch.setattr("packhorse.monitor.processes.ProcSystem.pids", lambda self: [])
     assert view.IDLE in cli("monitor").out
 
 
@@ -94,7 +95,7 @@ def test_text_of_others_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixtu
     bad = "\x1b]0;title\x07[red]"
     process = Process(5, bad, bad, "x", bad, bad, silent=99.0, gpu_memory=3 << 30, memory=1 << 30)
     gpu = Device("gpu 0", bad, utilisation=0.5, temperature=40, power=70.4, pids=(5,))
-    view.show(Seen(0.0, (gpu,), (process,)))
+    view.show(Snapshot(0.0, (gpu,), (process,)))
     said = capsys.readouterr().out
     assert "\x1b" not in said and "\x07" not in said and "[red]" in said
     assert all(word in said for word in ("50%", "40 °C", "70 W", "1.0 + 3.0 on GPU GiB", "1:39"))

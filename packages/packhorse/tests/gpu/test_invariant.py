@@ -17,9 +17,9 @@ from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 from packhorse.runtime import invariant
 from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.jobs import Batch
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA = torch.device("cuda")
@@ -34,14 +34,16 @@ def make_backend(make_model, dtype: torch.dtype, kernel: str | None, fixed: int)
     return TorchBackend(model, CUDA, fixed=fixed)
 
 
-def made_up(rng: np.random.Generator, count: int) -> list[Made]:
+def made_up(rng: np.random.Generator, count: int) -> list[SyntheticSequence]:
     lengths = np.ceil(512 ** rng.random(count)).astype(int)
-    return [Made(rng.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
+    return [SyntheticSequence(rng.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
 
 
-def rows_of(backend: TorchBackend, sequences: Sequence[Made], heads: Sequence[str]) -> list[bytes]:
+def rows_of(
+    backend: TorchBackend, sequences: Sequence[SyntheticSequence], heads: Sequence[str]
+) -> list[bytes]:
     packed = Packed.build(sequences)
-    batch = Batch(packed, tuple(heads), backend(packed, heads), None).sent()
+    batch = LaunchedBatch(packed, tuple(heads), backend(packed, heads), None).copy_to_host()
     return [b"".join(x.tobytes() for x in row) for row in batch.rows()]
 
 
@@ -99,5 +101,5 @@ def test_minilm_alone_among_others_and_through_a_runner(encoder: Encoder, rng) -
 def test_the_reference_serves_where_the_fastest_lays_sequences_together() -> None:
     assert invariant.pick(CUDA, torch.float32).name == "reference"
     assert invariant.pick(CUDA, torch.bfloat16, head_size=64).name == "fused"
-    with pytest.raises(KernelError, match="lays sequences together"):
+    with pytest.raises(KernelError, match="computes several sequences together"):
         invariant.pick(CUDA, torch.bfloat16, name="bucketed")

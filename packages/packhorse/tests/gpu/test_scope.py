@@ -10,7 +10,7 @@ from torch import Tensor
 from packhorse import attention
 from packhorse.attention.scope import AttentionScope
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA = torch.device("cuda")
@@ -19,7 +19,9 @@ HEADS, WIDTH = 4, 64
 
 
 def make_packed() -> Packed:
-    return Packed.build([Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]).to(CUDA)
+    return Packed.build(
+        [SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
+    ).to(CUDA)
 
 
 def run(kernel: str, qkv: Tensor, scope: AttentionScope) -> Tensor:

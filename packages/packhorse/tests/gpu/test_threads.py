@@ -43,7 +43,9 @@ def _hasty() -> Iterator[None]:
 
 def make_packed(lengths: list[int], seed: int) -> Packed:
     chance = np.random.default_rng(seed)
-    return Packed.build([proof.Made(chance.integers(0, 97, n), np.zeros(n, int)) for n in lengths])
+    return Packed.build(
+        [proof.SyntheticSequence(chance.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
+    )
 
 
 def at_once(work: Callable[[int], int]) -> int:

@@ -74,7 +74,7 @@ def test_a_family_that_mixes_tokens_elsewhere_needs_to_stay_outside(
     make, padded: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, ours = make("mobilebert"), make("mobilebert")
-    with pytest.raises(InputError, match="'mobilebert' cannot be replaced; Packhorse serves"):
+    with pytest.raises(InputError, match="'mobilebert' cannot be replaced; Packhorse supports"):
         hf.packed(ours)
     monkeypatch.setitem(AFTER_PADDING, "mobilebert", False)
     real = padded["attention_mask"].bool()
@@ -182,13 +182,13 @@ def test_attention_that_is_no_encoders_is_refused(make, padded: Batch, flat: Bat
     ready = torch.ones(rows, 1, columns, columns, dtype=torch.bool)
     with pytest.raises(InputError, match="ready-made mask"):
         model(padded["input_ids"], attention_mask=ready)
-    with pytest.raises(InputError, match="never kept"):
+    with pytest.raises(InputError, match="probabilities are not computed"):
         model(**flat, output_attentions=True)
     crossed = make("bert", attention="packhorse", is_decoder=True, add_cross_attention=True)
     with pytest.raises(InputError, match=r"causal|cross"):
         crossed(**padded, encoder_hidden_states=torch.zeros(rows, 7, 32))
     q, short = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 3, 4)
-    with pytest.raises(InputError, match="not its queries' own"):
+    with pytest.raises(InputError, match="keys of another shape than its queries"):
         attend(torch.nn.Identity(), q, short, short, None)
     with pytest.raises(InputError, match="a window and a mask with holes"):
         hf.packed(make("modernbert"))(**with_a_hole(padded))
@@ -200,11 +200,11 @@ def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch
     model = hf.packed(make("bert"))
     bounds = flat.pop("cu_seq_lens_q")
     for wrong, said in [
-        (bounds[:-1], "tell of 66 tokens and the batch has 96"),
+        (bounds[:-1], "is for 66 tokens, but the batch has 96"),
         (bounds + 1, "begin at 0"),
         (bounds.flip(0), "begin at 0"),
-        (bounds.float(), "whole numbers"),
-        (bounds[None], "whole numbers"),
+        (bounds.float(), "a flat tensor of integers"),
+        (bounds[None], "a flat tensor of integers"),
     ]:
         with pytest.raises(InputError, match=said):
             model(**{**flat, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
@@ -218,13 +218,13 @@ def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch
 
 def test_models_whose_attention_cannot_be_replaced(make, padded: Batch) -> None:
     hf.register()
-    said = "attention of 'mpnet' cannot be replaced; Packhorse serves albert, bert"
+    said = "attention of 'mpnet' cannot be replaced; Packhorse supports albert, bert"
     model = make("mpnet", attention="packhorse")
     with pytest.raises(InputError, match=said):  # else its own code would misread our mask
         model(**padded)
     with pytest.raises(InputError, match=said):
         hf.packed(model)
-    with pytest.raises(InputError, match="a Linear is no model of transformers"):
+    with pytest.raises(InputError, match="Linear is not a model of transformers"):
         hf.packed(torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]
 
 

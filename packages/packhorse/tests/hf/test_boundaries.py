@@ -13,6 +13,7 @@ from packhorse import hf
 from packhorse.errors import InputError
 from packhorse.hf.boundaries import TellBoundaries, of_positions
 from packhorse.hf.families import AFTER_PADDING
+from packhorse.hf.layout import AddBoundaries, of_positions
 
 Batch = dict[str, Any]
 Features = list[dict[str, list[int]]]
@@ -96,7 +97,7 @@ def test_positions_are_seen_however_they_are_passed(make, sequences: Features, f
     for model in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
         assert far(model(ids, None, None, positions)[0][0], wanted) <= 1e-5
         assert far(model(ids, torch.ones_like(ids), position_ids=positions)[0][0], wanted) <= 1e-5
-        assert [type(hook) for hook in model._forward_pre_hooks.values()] == [TellBoundaries]
+        assert [type(hook) for hook in model._forward_pre_hooks.values()] == [AddBoundaries]
     changed.set_attn_implementation("sdpa")
     assert far(changed(ids, position_ids=positions)[0][0], wanted) > 1e-3
 
@@ -155,9 +156,9 @@ REFUSED: dict[str, tuple[str, Batch, str]] = {
     "a mask with padding": (
         "bert",
         {"position_ids": [[0, 1, 0, 1, 2]], "attention_mask": [[1, 1, 1, 1, 0]]},
-        "restart beside an attention_mask with padding",
+        "restart although an attention_mask marks padding",
     ),
-    "numbered sequences": ("bert", {"seq_idx": [[0, 0, 1, 1, 1]]}, "nothing tells their positions"),
+    "numbered sequences": ("bert", {"seq_idx": [[0, 0, 1, 1, 1]]}, "there are no position_ids"),
 }
 
 
@@ -171,7 +172,7 @@ def test_what_stays_ambiguous_is_refused(make, case: str) -> None:
 
 
 def test_a_model_that_takes_no_positions(make, flatten) -> None:
-    hook = TellBoundaries(("input_ids", "attention_mask"))
+    hook = AddBoundaries(("input_ids", "attention_mask"))
     with pytest.raises(InputError, match="BertModel takes no position_ids"):
         hook(hf.packed(make("bert")), (), flatten())
 

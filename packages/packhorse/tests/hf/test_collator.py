@@ -301,7 +301,7 @@ def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
     for inner, said in [
         (lambda features: {"input_ids": empty["input_ids"]}, "no attention_mask"),
         (lambda features: dict(empty), "sequence 1 has no tokens"),
-        (lambda features: {**empty, "attention_mask": torch.ones(2)}, "a row a sequence"),
+        (lambda features: {**empty, "attention_mask": torch.ones(2)}, "one row per sequence"),
     ]:
         with pytest.raises(InputError, match=said):
             hf.PackedCollator(inner, model)(sequences)
@@ -309,7 +309,7 @@ def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
         hf.PackedCollator(tokenizer, model)([{"input_ids": [], "labels": 0}])
     for column in (["a", "b"], [[1], [2, 3]], [None, 1]):
         data = [{"input_ids": [5], "note": value} for value in column]
-        with pytest.raises(InputError, match="'note' is no column of numbers"):
+        with pytest.raises(InputError, match="'note' is not a column of numbers"):
             hf.PackedCollator(tokenizer, model)(data)
     with pytest.raises(InputError, match="BertForMultipleChoice has a head that Packhorse"):
         hf.PackedCollator(tokenizer, make("bert", "AutoModelForMultipleChoice"))
@@ -324,7 +324,7 @@ def test_a_model_whose_attention_was_changed_back_is_caught(
     model = make_task(make, "bert", "words")
     batch = hf.PackedCollator(tokenizer, model)(label_tokens(sequences))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(InputError, match='set it to "packhorse" again'):
+    with pytest.raises(InputError, match='implementation to "packhorse" again'):
         model(**batch)
     hf.packed(hf.packed(model))
     assert model(**batch).loss > 0

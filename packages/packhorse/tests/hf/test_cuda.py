@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from packhorse import hf
-from packhorse.hf.layout import KEPT
+from packhorse.hf.layout import LAYOUT_ATTRIBUTE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -34,5 +34,5 @@ def test_half_precision_is_close_to_the_cpu(make, padded: dict[str, Any], family
         assert (found.cpu().float() - wanted)[real].norm() < 0.03 * wanted[real].norm()
         assert (grad.cpu().float() - slope).norm() < 0.1 * slope.norm()
     if family != "modernbert":
-        plans = getattr(there["cu_seq_lens_q"], KEPT)[1].plans
+        plans = getattr(there["cu_seq_lens_q"], LAYOUT_ATTRIBUTE)[1].plans
         assert [key[0] for key in plans if isinstance(key, tuple)] == ["fused"]

@@ -11,13 +11,15 @@ from packhorse.errors import CheckpointError
 from packhorse.model.bert import BertEmbeddings, positions_after_padding
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 SEQUENCES = ([7, 1, 8, 1, 1, 9], [1], [5, 6], [1, 1, 4])
 
 
 def make_packed(sequences=SEQUENCES, kind: int = 0) -> Packed:
-    return Packed.build([Made(np.array(ids), np.full(len(ids), kind)) for ids in sequences])
+    return Packed.build(
+        [SyntheticSequence(np.array(ids), np.full(len(ids), kind)) for ids in sequences]
+    )
 
 
 def loop(ids: list[int], pad: int) -> list[int]:
@@ -45,8 +47,8 @@ def test_positions_after_padding_where_rows_or_buckets_are_filled_up() -> None:
         assert int(result.max()) <= packed.max_seqlen
 
 
-def made() -> list[Made]:
-    return [Made(np.array(ids), np.zeros(len(ids), int)) for ids in SEQUENCES]
+def made() -> list[SyntheticSequence]:
+    return [SyntheticSequence(np.array(ids), np.zeros(len(ids), int)) for ids in SEQUENCES]
 
 
 def embed(packed: Packed, **axes: int) -> tuple[BertEmbeddings, Tensor]:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from packhorse.model import float8
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 BOUND = 0.06  # of a product's norm: two operands, each rounded to three binary digits
 ROUNDED = 2**-8  # of a number, by bf16
@@ -135,7 +135,9 @@ def test_the_model_keeps_names_and_parameters_and_evaluates_as_before(make_model
 
 def make_packed() -> Packed:
     random = np.random.default_rng(0)
-    return Packed.build([Made(random.integers(0, 97, n), np.zeros(n, int)) for n in (9, 30, 4)])
+    return Packed.build(
+        [SyntheticSequence(random.integers(0, 97, n), np.zeros(n, int)) for n in (9, 30, 4)]
+    )
 
 
 def test_sizes_that_do_not_fit_stay(make_model) -> None:

@@ -27,7 +27,7 @@ from packhorse.model.freeze import (
 from packhorse.native import FLAGS
 from packhorse.packing.batch import Packed
 from packhorse.processor import Features, features
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 pytestmark = pytest.mark.machine
 needs_onednn = pytest.mark.skipif(
@@ -85,7 +85,9 @@ def rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_frozen_encoder_is_the_same(activation: str, dtype, limit: float, rng) -> None:
     config = BertConfig(60, 48, 2, 4, 80, activation=activation)
     bert = Bert(config, attention.kernel("bucketed")).to(dtype).eval()
-    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    packed = Packed.build(
+        [SyntheticSequence(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)]
+    )
     with torch.inference_mode():
         before = bert(packed)
         freeze(bert)
@@ -101,7 +103,9 @@ def test_other_embeddings_are_frozen_too(rng) -> None:
     """RoBERTa's positions, no types, ELECTRA's projection."""
     config = BertConfig(60, 48, 2, 4, 80, position_offset=3, type_vocab_size=0, embedding_size=20)
     bert = Bert(config, attention.kernel("bucketed")).eval()
-    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    packed = Packed.build(
+        [SyntheticSequence(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)]
+    )
     with torch.inference_mode():
         before = bert(packed)
         freeze(bert)
@@ -148,7 +152,9 @@ def test_a_model_in_bf16_without_hardware_stays_bf16(how: str, no_bf16: None, rn
         pytest.skip("this torch has no oneDNN operators")
     config = BertConfig(60, 48, 2, 4, 80)
     bert = Bert(config, attention.kernel("bucketed")).bfloat16().eval()
-    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    packed = Packed.build(
+        [SyntheticSequence(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)]
+    )
     with torch.inference_mode():
         exact = deepcopy(bert).double()(packed)
         before = bert(packed)
@@ -265,7 +271,9 @@ def test_without_a_compiler_the_norms_stay_as_they_are(
 ) -> None:
     monkeypatch.setenv("CC", compiler)
     bert = Bert(BertConfig(60, 48, 2, 4, 80), attention.kernel("bucketed")).eval()
-    packed = Packed.build([Made(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)])
+    packed = Packed.build(
+        [SyntheticSequence(rng.integers(0, 60, n), rng.integers(0, 2, n)) for n in (3, 40, 9)]
+    )
     with torch.inference_mode():
         before = bert(packed)
         freeze(bert)

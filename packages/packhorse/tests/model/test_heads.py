@@ -10,13 +10,13 @@ from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, ReplacedTokenDetection
 from packhorse.model.vectors import Dense
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 LENGTHS = (3, 1, 8, 5)
 
 
 def make_packed(spare: int = 0) -> Packed:
-    packed = Packed.build([Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS])
+    packed = Packed.build([SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS])
     return packed.pad(len(packed.ids) + spare, 16) if spare else packed
 
 

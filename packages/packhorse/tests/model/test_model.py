@@ -8,7 +8,7 @@ import torch
 
 from packhorse.errors import CheckpointError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 
 def test_heads_of_sequences_see_all_tokens_beside_heads_of_some(make_model, rng) -> None:

@@ -20,7 +20,7 @@ from packhorse.model.positions import (
     rotary_plan,
 )
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 
 MODERN = {
     "rotary_base": 160_000.0,
@@ -39,7 +39,9 @@ def config(**axes) -> BertConfig:
 
 def make_packed(*lengths: int) -> Packed:
     random = np.random.default_rng(0)
-    return Packed.build([Made(random.integers(0, 40, n), np.zeros(n, int)) for n in lengths])
+    return Packed.build(
+        [SyntheticSequence(random.integers(0, 40, n), np.zeros(n, int)) for n in lengths]
+    )
 
 
 def test_buckets_are_those_of_mpnet() -> None:

@@ -107,7 +107,7 @@ def test_a_driver_without_its_library(tmp_path: Path, monkeypatch: pytest.Monkey
     """Only where a driver is loaded is there something to say."""
     monkeypatch.setattr(nvidia, "DRIVER", tmp_path)
     with nvidia.opened(Library(None)) as (library, notes):
-        assert library is None and "NVML says nvmlInit" in notes[0]
+        assert library is None and "NVML failed: nvmlInit" in notes[0]
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with nvidia.opened() as (library, notes):
         assert library is None and "packhorse[monitor]" in notes[0]

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 
 from packhorse import status
-from packhorse.monitor import Seen, look, processes
-from packhorse.monitor.device import Device
-from packhorse.monitor.processes import ByFiles, ByPsutil, Facts, found, ours
+from packhorse.monitor import Snapshot, look, processes
+from packhorse.monitor.machine import Device
+from packhorse.monitor.processes import (
+    ProcessFacts,
+    ProcSystem,
+    PsutilSystem,
+    find_processes,
+    packhorse_command,
+)
 from packhorse.status import PublishedStatus
 
 needs_proc = pytest.mark.skipif(not Path("/proc/uptime").exists(), reason="no /proc here")
@@ -31,7 +37,7 @@ def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 class Machine:
     """A system with these processes."""
 
-    known: dict[int, Facts] = field(default_factory=dict)
+    known: dict[int, ProcessFacts] = field(default_factory=dict)
     gone: tuple[int, ...] = ()  # were there when they were listed
 
     def pids(self) -> list[int]:
@@ -40,7 +46,7 @@ class Machine:
     def command(self, pid: int) -> Any:
         return self.known[pid].command if pid in self.known else ()
 
-    def facts(self, pid: int) -> Facts | None:
+    def facts(self, pid: int) -> ProcessFacts | None:
         return None if pid in self.gone else self.known.get(pid)
 
 
@@ -65,16 +71,16 @@ def say(pid: int, **figures: Any) -> PublishedStatus:
     ],
 )
 def test_a_command_line_of_ours(line: str, typed: str) -> None:
-    assert " ".join(ours(line.split())) == typed
+    assert " ".join(packhorse_command(line.split())) == typed
 
 
 def test_speakers_and_silent_ones_are_joined() -> None:
     machine = Machine(
         {
-            1: Facts(("/sbin/init",), "root", 1, 999.0),
-            5: Facts(("python", "mine.py"), "ann", 2 << 30, 50.0),
-            6: Facts(("packhorse", "train"), "bob", 1 << 30, 70.0),
-            7: Facts(("packhorse", "monitor", "--watch"), "ann", 1, 80.0),
+            1: ProcessFacts(("/sbin/init",), "root", 1, 999.0),
+            5: ProcessFacts(("python", "mine.py"), "ann", 2 << 30, 50.0),
+            6: ProcessFacts(("packhorse", "train"), "bob", 1 << 30, 70.0),
+            7: ProcessFacts(("packhorse", "monitor", "--watch"), "ann", 1, 80.0),
         }
     )
     said = say(
@@ -86,7 +92,7 @@ def test_speakers_and_silent_ones_are_joined() -> None:
         fill=0.97,
         waiting_requests=3,
     )
-    other, mine = found(machine, [said], [])
+    other, mine = find_processes(machine, [said], [])
     assert (other.pid, other.user, other.command, other.does) == (6, "bob", "packhorse train", None)
     assert (mine.command, mine.user, mine.seconds) == ("python mine.py", "ann", 50.0)
     assert (mine.sequences_per_second, mine.tokens_per_second) == (12.5, 900)
@@ -96,12 +102,17 @@ def test_speakers_and_silent_ones_are_joined() -> None:
 
 def test_one_process_may_speak_of_several_things() -> None:
     words = [PublishedStatus(5, name, time.time(), {"does": name}) for name in ("b", "a")]
-    assert [line.does for line in found(Machine({5: Facts()}), words, [])] == ["a", "b"]
+    assert [line.does for line in find_processes(Machine({5: ProcessFacts()}), words, [])] == [
+        "a",
+        "b",
+    ]
 
 
 def test_one_that_ends_between_two_looks_is_left_out() -> None:
-    machine = Machine({5: Facts(("packhorse", "run")), 6: Facts(("packhorse", "run"))}, gone=(5, 6))
-    assert found(machine, [say(6)], []) == []
+    machine = Machine(
+        {5: ProcessFacts(("packhorse", "run")), 6: ProcessFacts(("packhorse", "run"))}, gone=(5, 6)
+    )
+    assert find_processes(machine, [say(6)], []) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +126,7 @@ def test_one_that_ends_between_two_looks_is_left_out() -> None:
     ],
 )
 def test_what_it_does_in_a_few_words(figures: dict[str, Any], does: str | None) -> None:
-    (line,) = found(Machine({5: Facts()}), [say(5, **figures)], [])
+    (line,) = find_processes(Machine({5: ProcessFacts()}), [say(5, **figures)], [])
     if "documents_per_second" in figures:
         assert line.does in ("reading, 25%, 1,234 documents/s", "reading, 25%, 1,235 documents/s")
     else:
@@ -125,7 +136,7 @@ def test_what_it_does_in_a_few_words(figures: dict[str, Any], does: str | None) 
 @pytest.mark.parametrize("wrong", ["12", None, True, [1], float("nan"), float("inf"), 10**400])
 def test_a_figure_of_the_wrong_kind_is_none(wrong: Any) -> None:
     said = say(5, fill=wrong, queue=wrong, sequences_per_second=wrong, device=wrong, does=wrong)
-    (line,) = found(Machine({5: Facts()}), [said], [])
+    (line,) = find_processes(Machine({5: ProcessFacts()}), [said], [])
     assert line.fill is line.queue is line.sequences_per_second is None
     assert line.device == line.does == (wrong if isinstance(wrong, str) else None)
 
@@ -133,21 +144,23 @@ def test_a_figure_of_the_wrong_kind_is_none(wrong: Any) -> None:
 def test_a_clock_that_is_wrong_is_no_error() -> None:
     for at, known in [(float("-inf"), False), (time.time() + 99, True), (-1e300, False)]:
         said = [PublishedStatus(5, "x", at, {})]
-        (line,) = found(Machine({5: Facts()}), said, [])
+        (line,) = find_processes(Machine({5: ProcessFacts()}), said, [])
         assert (line.silent is not None) == known
 
 
 def test_which_of_ours_use_a_gpu() -> None:
-    machine = Machine({5: Facts(("packhorse", "run")), 6: Facts(("packhorse", "pack"))})
+    machine = Machine(
+        {5: ProcessFacts(("packhorse", "run")), 6: ProcessFacts(("packhorse", "pack"))}
+    )
     gpus = [
         Device("gpu 0", "A", pids=(5, 77), memory_by_pid={5: 10, 77: 99}),
         Device("gpu 1", "B", pids=(5,), memory_by_pid={5: 7}),
         Device("gpu 2", "C", pids=(5,), memory_by_pid={5: None}),
     ]
-    first, second = found(machine, [], gpus)
+    first, second = find_processes(machine, [], gpus)
     assert (first.device, first.gpu_memory) == ("gpu 0, gpu 1, gpu 2", 17)
     assert (second.device, second.gpu_memory) == (None, None)
-    (said, _) = found(machine, [say(5, device="cuda:1")], gpus[2:])
+    (said, _) = find_processes(machine, [say(5, device="cuda:1")], gpus[2:])
     assert (said.device, said.gpu_memory) == ("cuda:1", None)
 
 
@@ -157,12 +170,14 @@ def test_which_of_ours_use_a_gpu() -> None:
 @needs_proc
 def test_this_process_in_files_and_by_psutil_is_the_same() -> None:
     psutil = pytest.importorskip("psutil")
-    files, other = (each.facts(os.getpid()) for each in (ByFiles(Path("/proc")), ByPsutil(psutil)))
+    files, other = (
+        each.facts(os.getpid()) for each in (ProcSystem(Path("/proc")), PsutilSystem(psutil))
+    )
     assert files and other and files.memory and other.memory
     assert [*files.command] == [*other.command] and files.user == other.user
     assert files.memory == pytest.approx(other.memory, rel=0.2)
     assert files.seconds == pytest.approx(other.seconds, abs=2.0)
-    for each in (ByFiles(Path("/proc")), ByPsutil(psutil)):
+    for each in (ProcSystem(Path("/proc")), PsutilSystem(psutil)):
         assert os.getpid() in each.pids()
         assert each.facts(1 << 22) is None and not each.command(1 << 22)
 
@@ -180,11 +195,11 @@ def test_files_that_are_hard_to_read(tmp_path: Path) -> None:
     proc = fake_proc(tmp_path, 9, f"9 (a ) S) R {numbers}", b"python\0-m\0packhorse\0\xff\0")
     fake_proc(tmp_path, 10, f"10 (dead) Z {numbers}", b"")
     (tmp_path / "11").mkdir()
-    facts = ByFiles(proc).facts(9)
+    facts = ProcSystem(proc).facts(9)
     assert facts and [*facts.command] == ["python", "-m", "packhorse", "\ufffd"]
     assert (facts.seconds, facts.memory) == (900.0, 25 * os.sysconf("SC_PAGE_SIZE"))
-    assert ByFiles(proc).facts(10) is None and ByFiles(proc).facts(11) is None
-    assert sorted(ByFiles(proc).pids()) == [9, 10, 11]
+    assert ProcSystem(proc).facts(10) is None and ProcSystem(proc).facts(11) is None
+    assert sorted(ProcSystem(proc).pids()) == [9, 10, 11]
 
 
 def test_without_rights_to_a_process_it_is_still_named(
@@ -195,9 +210,9 @@ def test_without_rights_to_a_process_it_is_still_named(
 
     proc = fake_proc(tmp_path, 9, "", b"packhorse\0run\0")
     monkeypatch.setattr(Path, "read_text", refuse)
-    facts = ByFiles(proc).facts(9)
-    assert facts == Facts()
-    (line,) = found(Machine({9: Facts()}), [say(9, does="work")], [])
+    facts = ProcSystem(proc).facts(9)
+    assert facts == ProcessFacts()
+    (line,) = find_processes(Machine({9: ProcessFacts()}), [say(9, does="work")], [])
     assert (line.pid, line.user, line.memory, line.does) == (9, None, None, "work")
 
 
@@ -212,7 +227,7 @@ def test_without_any_way_to_ask_what_was_published_is_shown(
     assert (line.pid, line.does, line.memory) == (os.getpid(), "work", None)
 
 
-def names(seen: Seen) -> list[str | None]:
+def names(seen: Snapshot) -> list[str | None]:
     return [process.name for process in seen.processes if process.name]
 
 

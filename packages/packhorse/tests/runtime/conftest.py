@@ -59,7 +59,7 @@ def make_encoder(make_model, tmp_path_factory):
             device=cpu,
             dtype=torch.float32,
             kernel=kernel,
-            why="asked for",
+            reason="asked for",
             capacity=48 if kernel == "mask" else 0,
             budget=4 * 48,
         )

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
 from packhorse.packing.online import POLICIES
-from packhorse.runtime.admission import Admission
-from packhorse.runtime.jobs import Job, from_ids
-from packhorse.runtime.lines import Batch
-from packhorse.runtime.modes import MODES, Shape
+from packhorse.runtime.admission import Admission, QueuedBatch
+from packhorse.runtime.batches import MODES, PackedShape
+from packhorse.runtime.tasks import InferenceJob, from_ids
 
 
 class Clock:
@@ -28,22 +27,22 @@ class Clock:
         return self.now
 
 
-def job(*lengths: int, heads: tuple[str, ...] = ("embed",)) -> Job:
+def job(*lengths: int, heads: tuple[str, ...] = ("embed",)) -> InferenceJob:
     sequences = tuple(from_ids(np.full(n, 7), 10_000, 100) for n in lengths)
-    return Job(sequences, heads, lambda rows: rows)
+    return InferenceJob(sequences, heads, lambda rows: rows)
 
 
-def admission(shape: Shape, **options) -> tuple[Admission, Clock]:
+def admission(shape: PackedShape, **options) -> tuple[Admission, Clock]:
     clock = Clock()
     limits = {"timeout": 1.0, "max_tokens": 10_000, "max_requests": 1000, "clock": clock}
     return Admission(shape, **(limits | options)), clock
 
 
-def lengths(batch: Batch | None) -> list[list[int]]:
+def lengths(batch: QueuedBatch | None) -> list[list[int]]:
     return [[piece.tokens for piece in row] for row in batch or []]
 
 
-RAGGED = Shape("ragged", rows=2, capacity=8)  # 16 tokens
+RAGGED = PackedShape("ragged", rows=2, capacity=8)  # 16 tokens
 
 
 def test_a_batch_waits_until_it_is_full_or_its_time_has_come() -> None:
@@ -91,7 +90,7 @@ def test_it_waits_no_longer_than_until_all_who_were_answered_are_back() -> None:
 
 
 def test_max_sequences_fills_a_batch() -> None:
-    queue, _ = admission(Shape("ragged", 2, 8, max_sequences=2))
+    queue, _ = admission(PackedShape("ragged", 2, 8, max_sequences=2))
     queue.push(job(1))
     assert queue.next_batch(wait=False) is None
     queue.push(job(1))
@@ -100,14 +99,14 @@ def test_max_sequences_fills_a_batch() -> None:
 
 def test_rows_are_kept_and_the_policy_chooses() -> None:
     for policy, expected in [("first_fit", [[5, 3], [6, 2]]), ("next_fit", [[5], [6]])]:
-        queue, _ = admission(Shape("mask", 2, 8, policy=policy))
+        queue, _ = admission(PackedShape("mask", 2, 8, policy=policy))
         for n in (5, 6, 3, 2, 8):
             queue.push(job(n))
         assert lengths(queue.next_batch(wait=False)) == expected
 
 
 def test_a_row_that_is_full_before_its_tokens_are_ends_the_batch() -> None:
-    queue, _ = admission(Shape("mask", 2, 8))
+    queue, _ = admission(PackedShape("mask", 2, 8))
     for n in (5, 5, 5):  # 15 of 16 tokens, but the third has no row
         queue.push(job(n))
     assert lengths(queue.next_batch(wait=False)) == [[5], [5]]
@@ -137,7 +136,7 @@ def test_lines_do_not_mix_and_the_oldest_goes_first() -> None:
     assert queue._due(clock.now, idle=True) is None
     clock.now += 0.5
     assert lengths(queue.next_batch(wait=True)) == [[4]]
-    assert not queue.lines
+    assert not queue.queues
 
 
 def test_beyond_the_allowance_is_refused_and_given_back() -> None:
@@ -147,10 +146,10 @@ def test_beyond_the_allowance_is_refused_and_given_back() -> None:
         queue.push(job(5))
     queue.push(job(3))
     queue.push(job(1))
-    with pytest.raises(Overloaded), queue.door():
+    with pytest.raises(Overloaded), queue.check_capacity():
         pass
     assert first.cancel()
-    with queue.door(), pytest.raises(Overloaded):
+    with queue.check_capacity(), pytest.raises(Overloaded):
         queue.push(job(1))  # the one at the door has the last place
     queue.push(job(6))
     assert (queue.refused, queue.cancelled, queue.admitted) == (3, 1, 4)
@@ -198,14 +197,14 @@ def test_a_request_of_several_sequences_is_packed_sequence_by_sequence() -> None
     assert lengths(queue.next_batch(wait=False)) == [[8, 8]]
     assert (queue.waiting_requests, queue.waiting_tokens) == (0, 12)
     future.set_exception(ValueError("the first of them failed"))
-    assert queue.waiting_tokens == 0 and not queue.lines
+    assert queue.waiting_tokens == 0 and not queue.queues
 
 
 def test_stopping_drains_or_empties() -> None:
     queue, _ = admission(RAGGED)
     queue.push(job(3))
     assert queue.stop("closed") == []
-    for refused in (lambda: queue.push(job(1)), lambda: queue.door().__enter__()):
+    for refused in (lambda: queue.push(job(1)), lambda: queue.check_capacity().__enter__()):
         with pytest.raises(RunnerStopped, match="closed"):
             refused()
     assert lengths(queue.next_batch(wait=True)) == [[3]], "no need to wait any more"
@@ -272,7 +271,7 @@ def test_stopping_while_a_request_is_answered() -> None:
         engine.join(60)
     assert [request.future for request in left] == waiting
     assert not queue.unanswered
-    assert queue.waiting_requests == queue.waiting_tokens == 0 and not queue.lines
+    assert queue.waiting_requests == queue.waiting_tokens == 0 and not queue.queues
 
 
 def test_a_request_that_leaves_with_the_queue_can_no_longer_be_cancelled() -> None:
@@ -290,19 +289,19 @@ def test_a_request_that_leaves_with_the_queue_can_no_longer_be_cancelled() -> No
 def test_promises_are_counted() -> None:
     queue, _ = admission(RAGGED, max_requests=10)
     with pytest.raises(InputError, match="3000 requests will never be admitted together"):
-        queue.promise(3000, 3000)
-    queue.promise(6, 6)
+        queue.reserve(3000, 3000)
+    queue.reserve(6, 6)
     with pytest.raises(Overloaded, match="6 requests of 6 tokens wait already"):
-        queue.promise(5, 5)
-    queue.promise(4, 4)
-    for refused in (lambda: queue.push(job(1)), lambda: queue.door().__enter__()):
+        queue.reserve(5, 5)
+    queue.reserve(4, 4)
+    for refused in (lambda: queue.push(job(1)), lambda: queue.check_capacity().__enter__()):
         with pytest.raises(Overloaded):
             refused()
     queue.release(1, 1)
     queue.push(job(1))
     for _ in range(9):
-        queue.push_promised(job(1))
-    assert (queue.waiting_requests, queue.promised_requests, queue.promised_tokens) == (10, 0, 0)
+        queue.push_reserved(job(1))
+    assert (queue.waiting_requests, queue.reserved_requests, queue.reserved_tokens) == (10, 0, 0)
 
 
 ACTIONS = st.lists(
@@ -325,7 +324,7 @@ ACTIONS = st.lists(
 def test_whatever_happens_everyone_runs_once_or_was_cancelled(
     actions, mode: str, policy: str, lookahead: int, max_sequences: int | None
 ) -> None:
-    shape = Shape(mode, 2, 8, max_sequences, policy)
+    shape = PackedShape(mode, 2, 8, max_sequences, policy)
     queue, clock = admission(shape, lookahead=lookahead)
     futures: list[Future] = []
     ran: list[Future] = []
@@ -351,13 +350,13 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
             futures[argument % len(futures)].cancel()
         elif action == "take":
             take(argument)
-        pieces = [p for line in queue.lines.values() for p in (*line.open, *line.behind)]
+        pieces = [p for line in queue.queues.values() for p in (*line.open, *line.overflow)]
         assert queue.waiting_tokens == sum(piece.tokens for piece in pieces)
-        assert queue.waiting_requests == len({p.request for p in pieces if p.request.waiting})
+        assert queue.waiting_requests == len({p.request for p in pieces if p.request.is_waiting})
     clock.now += 10
     for _ in range(200):
         take(True)
-    assert not queue.lines and queue.waiting_tokens == queue.waiting_requests == 0
+    assert not queue.queues and queue.waiting_tokens == queue.waiting_requests == 0
     for future in futures:
         assert ran.count(future) == (0 if future.cancelled() else wanted[future])
     assert queue.admitted == len(futures)

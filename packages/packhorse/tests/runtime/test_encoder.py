@@ -188,7 +188,7 @@ def test_labels_mark_stretches_of_text(make) -> None:
 
 def test_it_says_why_it_is_not_copied(encoder: Encoder) -> None:
     for way in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match=r"neither pickled nor copied; load it where"):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied; load it where"):
             way(encoder)
 
 
@@ -199,7 +199,7 @@ def test_bad_choices_get_clear_errors(minilm: Path, encoder: Encoder) -> None:
         ({"dtype": "int7"}, InputError, "unknown dtype 'int7'"),
         ({"dtype": torch.int8}, InputError, "unknown dtype"),
         ({"budget": 0}, InputError, "budget"),
-        ({"kernel": "repack", "graphs": True}, KernelError, "'repack' plans anew"),
+        ({"kernel": "repack", "graphs": True}, KernelError, "'repack' makes a new plan"),
         ({"kernel": "magic"}, KernelError, "there are"),
         ({"kernel": "varlen"}, KernelError, "it runs on cuda, not on cpu; use"),
     ]:

@@ -28,9 +28,9 @@ from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime import invariant
 from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.jobs import Batch
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 from packhorse.serve import hosting
 from packhorse.serve.settings import Settings
 
@@ -45,18 +45,21 @@ MODES = ("ragged", "mask", "repack")
 
 
 def rows_of(
-    backend: TorchBackend, sequences: Sequence[Made], heads: Sequence[str], only: int | None = None
+    backend: TorchBackend,
+    sequences: Sequence[SyntheticSequence],
+    heads: Sequence[str],
+    only: int | None = None,
 ) -> list[bytes]:
     """The bits of all that the heads say of each sequence."""
     packed = Packed.build(sequences)
     at = None if only is None else (packed.ids == only).nonzero().flatten()
-    batch = Batch(packed, tuple(heads), backend(packed, heads, at), at)
+    batch = LaunchedBatch(packed, tuple(heads), backend(packed, heads, at), at)
     return [b"".join(x.tobytes() for x in row) for row in batch.rows()]
 
 
-def made_up(rng: np.random.Generator, count: int, longest: int = 48) -> list[Made]:
+def made_up(rng: np.random.Generator, count: int, longest: int = 48) -> list[SyntheticSequence]:
     lengths = np.ceil(longest ** rng.random(count)).astype(int)
-    return [Made(rng.integers(0, 97, n), rng.integers(0, 2, n)) for n in lengths]
+    return [SyntheticSequence(rng.integers(0, 97, n), rng.integers(0, 2, n)) for n in lengths]
 
 
 def differing(
@@ -67,7 +70,7 @@ def differing(
     only: int | None = None,
 ) -> int:
     """Sequences that became something else among others than alone; some come as the only token."""
-    own = [*made_up(rng, 7), Made(np.array([3]), np.array([0]))]
+    own = [*made_up(rng, 7), SyntheticSequence(np.array([3]), np.array([0]))]
     alone = [rows_of(backend, [sequence], heads, only)[0] for sequence in own]
     wrong = 0
     for number in range(packs):
@@ -232,7 +235,7 @@ def test_what_is_tried_is_the_same_in_every_size(
     ],
 )
 def test_no_place_goes_untried(make_backend, halves) -> None:
-    with pytest.raises(KernelError, match="depend on the place in a batch of 320 tokens; try"):
+    with pytest.raises(KernelError, match="depend on the position in a batch of 320 tokens; try"):
         make_backend(spoil=in_layers(halves))
 
 
@@ -253,7 +256,7 @@ def test_heads_are_tried_at_every_place_too(make_backend) -> None:
         head: Any = model.heads["classify"]
         head.dense = Unsteady(head.dense, lambda places, rows: places == rows - 1)
 
-    with pytest.raises(KernelError, match="depend on the place"):
+    with pytest.raises(KernelError, match="depend on the position"):
         make_backend(spoil=spoil)
 
 
@@ -264,7 +267,9 @@ def test_another_number_of_threads_is_tried_and_refused(make_backend, rng, threa
     by_threads = make_backend(spoil=in_layers(lambda places, rows: torch.get_num_threads() == 1))
     rows_of(by_threads, sequences, heads)
     threads(2)
-    with pytest.raises(KernelError, match="with 2 threads results are not those of the 1 that"):
+    with pytest.raises(
+        KernelError, match="with 2 threads results differ from those with the 1 that"
+    ):
         rows_of(by_threads, sequences, heads)
     with suppress(KernelError):  # where the library itself counts threads
         assert rows_of(steady, sequences, heads) == before
@@ -352,7 +357,9 @@ def test_minilm_under_load(minilm_encoder: Encoder, quiet_runtime, rng) -> None:
 
 def test_a_kernel_that_lays_sequences_together_is_refused(minilm: Path) -> None:
     for kernel in ("bucketed", "mask", "repack"):
-        with pytest.raises(KernelError, match=r"lays sequences together.*use fused or varlen or"):
+        with pytest.raises(
+            KernelError, match=r"computes several sequences together.*use fused or varlen or"
+        ):
             packhorse.load(minilm, device="cpu", kernel=kernel, invariant=True)
     for kernel in attention.KERNELS:
         assert (kernel in invariant.ONE_AT_A_TIME) != (kernel in ("bucketed", "mask", "repack"))
@@ -371,12 +378,12 @@ def test_what_rounds_in_its_own_way_is_refused(minilm: Path, tmp_path: Path) -> 
     graph = tmp_path / "packed.onnx"
     graph.write_bytes(onnxpack.KEY.encode())  # by which it is known; no more is read of it
     with pytest.raises(
-        InputError, match=r"is a packed ONNX graph.*load the model that it was made"
+        InputError, match=r"is a packed ONNX graph.*load the model that the graph was"
     ):
         packhorse.load(graph, invariant=True)
-    with pytest.raises(InputError, match="does not go with graphs"):
+    with pytest.raises(InputError, match="invariant and graphs cannot be combined"):
         packhorse.load(minilm, graphs=True, invariant=True)
-    with pytest.raises(InputError, match="'auto', which a clock decides; name one"):
+    with pytest.raises(InputError, match=r"'auto' cannot be combined.*name a dtype"):
         packhorse.load(minilm, dtype="auto", invariant=True)
 
 

@@ -33,7 +33,7 @@ def packed(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", ["mask", "repack"])
 def test_the_same_vectors(packed: Path, minilm: Path, mode: str) -> None:
     graph = packhorse.load(packed / f"{mode}.onnx")
-    assert graph.kernel == mode and "ONNX Runtime" in graph.why and "embed" in graph.heads
+    assert graph.kernel == mode and "ONNX Runtime" in graph.reason and "embed" in graph.heads
     assert graph.max_length == packhorse.load(minilm).max_length
     np.testing.assert_allclose(
         graph.embed(TEXTS), packhorse.load(minilm).embed(TEXTS), rtol=0, atol=1e-5
@@ -69,7 +69,7 @@ def test_beside_a_gpu_without_its_provider_it_runs_on_the_cpu(
 
 
 def test_a_plain_graph_is_opened_as_weights(packed: Path) -> None:
-    assert "ONNX" not in packhorse.load(packed / "model.onnx").why
+    assert "ONNX" not in packhorse.load(packed / "model.onnx").reason
 
 
 def test_without_a_vocabulary_the_error_asks_for_one(packed: Path, tmp_path: Path) -> None:

@@ -83,7 +83,8 @@ def test_mask_contains_what_overflows() -> None:
     from packhorse.packing.batch import Packed
 
     made = [
-        proof.Made(torch.zeros(n).long().numpy(), torch.zeros(n).long().numpy()) for n in (3, 5)
+        proof.SyntheticSequence(torch.zeros(n).long().numpy(), torch.zeros(n).long().numpy())
+        for n in (3, 5)
     ]
     packed = Packed.rows(made, [[0, 1]], capacity=8)
     kernel = Mask()

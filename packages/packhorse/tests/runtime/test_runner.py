@@ -30,6 +30,7 @@ from packhorse.errors import (
 )
 from packhorse.packing.batch import Packed
 from packhorse.runtime import engine as engine_module
+from packhorse.runtime.batches import MODES
 from packhorse.runtime.encoder import Encoder, TruncationWarning
 from packhorse.runtime.modes import MODES
 from packhorse.runtime.runner import PackRunner
@@ -164,10 +165,10 @@ def test_token_ids_are_taken_as_they_are(make_encoder) -> None:
             assert alike(runner.submit(given).result(PATIENCE), expected)
         assert alike(list(encoder.embed(["the cat sat", encoding.ids])), [expected] * 2)
         for bad, message in [
-            ([1] * 49, "49 token ids were given; the model takes 1 to 48"),
-            (np.zeros(0, int), "0 token ids were given"),
-            ([5, 1000], "token ids go from 0 to 34; found 5 to 1000"),
-            ([-1, 3], "found -1 to 3"),
+            ([1] * 49, "there are 49 token ids; the model takes 1 to 48"),
+            (np.zeros(0, int), "there are 0 token ids"),
+            ([5, 1000], "token ids must be from 0 to 34; these are 5 to 1000"),
+            ([-1, 3], "these are -1 to 3"),
             ([5, 5.5], "flat list of integers"),
             (np.zeros((2, 2), int), "flat list of integers"),
         ]:
@@ -214,7 +215,7 @@ def test_what_cannot_be_asked_is_refused_at_once(make_encoder) -> None:
     encoder = make_encoder()
     with PackRunner(encoder) as runner:
         for options, kind, message in [
-            ({"task": "sing"}, InputError, "unknown task 'sing'; there are embed, hidden"),
+            ({"task": "sing"}, InputError, "unknown task 'sing'; use one of embed, classify"),
             ({"prompt": "passage"}, InputError, "no prompt 'passage'"),
             ({"text": 5}, InputError, "neither a string nor a pair"),
             ({"text": "\ud800"}, InputError, "not Unicode"),
@@ -223,7 +224,7 @@ def test_what_cannot_be_asked_is_refused_at_once(make_encoder) -> None:
         ]:
             with pytest.raises(kind, match=message):
                 runner.submit(**({"text": "the cat"} | options))
-        assert runner.stats().requests == 0 and runner._admission.at_door == 0
+        assert runner.stats().requests == 0 and runner._admission.preparing == 0
     headless = replace(encoder, heads=("embed",))
     with PackRunner(headless) as runner, pytest.raises(CheckpointError, match="no 'classify' head"):
         runner.submit("the cat", "classify")
@@ -232,7 +233,7 @@ def test_what_cannot_be_asked_is_refused_at_once(make_encoder) -> None:
         ({"timeout": math.nan}, "timeout is nan"),
         ({"capacity": 0}, "capacity must be at least 1"),
         ({"max_waiting_tokens": 10}, "at least a sequence of 48"),
-        ({"max_waiting_requests": 0}, "max_waiting_requests .0. 1"),
+        ({"max_waiting_requests": 0}, "max_waiting_requests .0. at least 1"),
     ]:
         with pytest.raises(InputError, match=message):
             PackRunner(encoder, **options)
@@ -271,7 +272,7 @@ def test_the_next_batch_is_packed_while_one_runs(gate: Gate) -> None:
     with PackRunner(gate.encoder, rows=1, timeout=0) as runner:
         held(gate, runner)
         futures = [runner.submit([6] * 10) for _ in range(4)]
-        open_batch = next(iter(runner._admission.lines.values())).open
+        open_batch = next(iter(runner._admission.queues.values())).open
         assert len(open_batch) == 4, "it stays open, however long that takes"
         gate.opened.set()
         for future in futures:
@@ -717,7 +718,7 @@ def test_cancelling_the_await_cancels_the_request(gate: Gate) -> None:
     with PackRunner(gate.encoder, timeout=0, max_waiting_requests=6) as runner:
         held(gate, runner)
         asyncio.run(ask(runner))
-        assert runner._admission.at_door == 0
+        assert runner._admission.preparing == 0
 
 
 def test_tokenizing_does_not_hold_up_the_loop(make_encoder, monkeypatch) -> None:
@@ -731,7 +732,7 @@ def test_tokenizing_does_not_hold_up_the_loop(make_encoder, monkeypatch) -> None
 
     async def ask(runner: PackRunner) -> Any:
         tasks = [asyncio.create_task(runner.asubmit("the cat")) for _ in range(2)]
-        while runner._admission.at_door < 2:
+        while runner._admission.preparing < 2:
             await asyncio.sleep(0.001)
         tasks[0].cancel()
         await asyncio.sleep(0.01)
@@ -760,18 +761,18 @@ def test_a_place_is_kept_until_the_tokenizing_thread_ends(make_encoder, monkeypa
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         tasks = [asyncio.create_task(runner.asubmit("the cat")) for _ in range(2)]
         await _acquired(begun)
-        assert queue.at_door == 2
+        assert queue.preparing == 2
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert queue.at_door == 1, "the one that runs has its place, the other never began"
+        assert queue.preparing == 1, "the one that runs has its place, the other never began"
         waits = asyncio.create_task(runner.asubmit("a mat"))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
             await runner.asubmit("a hat")
         release.set()
         assert (await waits).shape == (96,)
-        assert queue.at_door == 0
+        assert queue.preparing == 0
 
     async def ask_and_release(runner: PackRunner) -> None:
         try:
@@ -821,7 +822,7 @@ def test_an_answer_knows_its_company(make_encoder) -> None:
     with PackRunner(make_encoder(), timeout=0.05) as runner:
         assert (runner.recent(), runner.rate(), runner.idle_seconds()) == ([], 0.0, math.inf)
         jobs = runner.prepare([[6] * 20, [7] * 30, [8] * 40], "embed")
-        runner.promise(jobs)
+        runner.reserve(jobs)
         futures = [runner.admit(job) for job in jobs]
         found = np.stack([future.result(PATIENCE) for future in futures])
         assert np.array_equal(found, runner.encoder.embed([[6] * 20, [7] * 30, [8] * 40]))
@@ -844,18 +845,18 @@ def test_company_counts_what_rows_leave_empty(make_encoder) -> None:
 def test_what_was_promised_counts_as_if_it_waited(make_encoder) -> None:
     with PackRunner(make_encoder(), max_waiting_tokens=100, timeout=0) as runner:
         jobs = runner.prepare([[6] * 40, [7] * 40], "embed")
-        runner.promise(jobs)
+        runner.reserve(jobs)
         assert runner.waiting_tokens == 80
         with pytest.raises(Overloaded):
             runner.submit([8] * 21)
         with pytest.raises(Overloaded):
-            runner.promise(jobs)
+            runner.reserve(jobs)
         assert runner.submit([8] * 20).result(PATIENCE) is not None
         assert runner.admit(jobs[0]).result(PATIENCE) is not None
         assert runner.waiting_tokens == 40
         runner.release(jobs[1:])
         assert runner.waiting_tokens == 0
-        runner.promise(jobs)
+        runner.reserve(jobs)
     with pytest.raises(RunnerStopped):
         runner.admit(jobs[0])
 
@@ -864,12 +865,12 @@ def test_no_more_can_be_promised_than_may_wait(make_encoder) -> None:
     with PackRunner(make_encoder(), max_waiting_requests=10, timeout=0) as runner:
         jobs = runner.prepare([[6]] * 3000, "embed")
         with pytest.raises(InputError, match="at most 10 may wait"):
-            runner.promise(jobs)
-        runner.promise(jobs[:10])
+            runner.reserve(jobs)
+        runner.reserve(jobs[:10])
         with pytest.raises(Overloaded):
-            runner.promise(jobs[10:11])
+            runner.reserve(jobs[10:11])
         assert all(runner.admit(job).result(PATIENCE) is not None for job in jobs[:10])
-        runner.promise(jobs[10:20])
+        runner.reserve(jobs[10:20])
         runner.release(jobs[10:20])
 
 

@@ -129,7 +129,7 @@ def test_every_answer_belongs_to_its_question(
     assert (stats.answered, stats.cancelled) == (outcomes["right"], outcomes["cancelled"])
     assert outcomes["cancelled"] > 0 and stats.failed == stats.reruns == 0
     assert stats.waiting_requests == stats.waiting_tokens == stats.running_requests == 0
-    assert not runner._admission.unanswered and not runner._admission.lines
+    assert not runner._admission.unanswered and not runner._admission.queues
 
 
 def test_somebody_elses_answer_would_be_noticed(make_encoder, questions: Questions) -> None:

@@ -234,7 +234,7 @@ def test_prompts_that_are_not_pooled_on_every_path(build: Build, tmp_path: Path)
     with packhorse.PackRunner(encoder) as runner:
         answers = [runner.submit(text) for text in TEXTS]
         assert far(np.stack([answer.result(60) for answer in answers]), wanted) <= 1e-5
-    with pytest.raises(InputError, match="cut at its beginning, where the prompt stands"):
+    with pytest.raises(InputError, match="cut at its beginning, but there stands the prompt"):
         encoder.embed([TEXTS[1] * 3], long="truncate_left")
     checkpoint.write(tmp_path / "ours", checkpoint.load(folder))
     again = type(model)(str(tmp_path / "ours"), device="cpu")

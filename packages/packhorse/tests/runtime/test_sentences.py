@@ -47,7 +47,7 @@ def both(minilm: Path, st: ModuleType, tmp_path_factory: Any) -> Callable[..., t
             theirs = st.SentenceTransformer(str(folder), device="cpu")
             made[key] = packhorse.load(folder, device="cpu", dtype="fp32"), theirs
         ours, theirs = made[key]
-        return replace(ours, told=set()), theirs
+        return replace(ours, warned=set()), theirs
 
     return build
 
@@ -162,7 +162,7 @@ def test_who_has_prompts_says_so_once(both: Callable[..., tuple[Encoder, Any]]) 
     assert [each.filename for each in seen] == [__file__]
     ours.encode(["a"])  # warnings are errors here: this one and those that follow are silent
     ours.encode_document(["a"])
-    again = replace(ours, told=set())
+    again = replace(ours, warned=set())
     again.encode_query("a")
     again.encode("a", prompt="")
     again.encode("a", prompt_name="passage")
@@ -177,8 +177,8 @@ def test_refusals(plain: tuple[Encoder, Any], both: Callable[..., tuple[Encoder,
         ({"prompt_name": "nope"}, "has no prompt 'nope'; it has: query, document$"),
         ({"batch_size": 0}, "batch_size is 0"),
         ({"truncate_dim": 0}, "truncate_dim is 0"),
-        ({"output_value": None}, "output_value is None; there are sentence_embedding, token"),
-        ({"precision": "int8"}, "precision is 'int8'; there are float32, binary"),
+        ({"output_value": None}, "output_value is None; use one of sentence_embedding, token"),
+        ({"precision": "int8"}, "precision is 'int8'; use one of float32, binary"),
         ({"device": "meta"}, "meta"),
         ({"device": ["cpu", "cpu"]}, "runs in this process"),
         ({"pool": {"processes": []}}, "runs in this process"),
@@ -218,7 +218,7 @@ def test_what_else_callers_ask_for(plain: tuple[Encoder, Any]) -> None:
     assert ours.get_embedding_dimension() == theirs.get_embedding_dimension() == 384
     short = replace(ours, truncate_dim=64)
     assert short.get_sentence_embedding_dimension() == short.encode("a").size == 64
-    with pytest.raises(InputError, match="similarity_fn_name is 'maxsim'; there are cosine"):
+    with pytest.raises(InputError, match="similarity_fn_name is 'maxsim'; use one of cosine"):
         replace(ours, similarity_fn_name="maxsim").similarity(np.ones(1), np.ones(1))
 
 

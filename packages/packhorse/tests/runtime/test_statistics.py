@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from packhorse.runtime.statistics import RECENT, Ran, throughput
+from packhorse.runtime.statistics import RECENT, BatchRecord, throughput
 
 
-def ran(number: int, ended: float, used: int, tokens: int) -> Ran:
-    return Ran(number, ended, ((used,),), tokens, 0.001)
+def ran(number: int, ended: float, used: int, tokens: int) -> BatchRecord:
+    return BatchRecord(number, ended, ((used,),), tokens, 0.001)
 
 
 def test_throughput_counts_what_was_somebodys_and_recent() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from packhorse.errors import CheckpointError, InputError
 from packhorse.runtime.encoder import Encoder, TruncationWarning
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import TASKS
 
 LONG = "the old brown horse carries sacks to market and the cat sat on the red mat . " * 6
 SHORT = "a mule with no load"
@@ -20,6 +22,47 @@ def tiny(make_encoder) -> Encoder:
     """With the head that makes its vectors, as `load` gives it."""
     encoder = make_encoder()
     return replace(encoder, embedder=encoder.backend.model.heads["embed"])
+
+
+def test_the_table_names_what_there_is(tiny: Encoder, quiet_runtime) -> None:
+    """Methods, commands and routes are written elsewhere; the table must agree with them."""
+    pytest.importorskip("fastapi")
+    from fastapi import FastAPI
+
+    from packhorse.cli.flags import Options
+    from packhorse.cli.tasks import TASKS as COMMANDS
+    from packhorse.serve import hosting
+    from packhorse.serve.dialects import huggingface, own, tei
+    from packhorse.serve.settings import Settings
+
+    assert all(callable(getattr(Encoder, spec.method)) for spec in TASKS.values())
+    assert {spec.method for spec in TASKS.values()} == {t for t, s in TASKS.items() if s.prepare}
+    commands = {spec.command for spec in TASKS.values() if spec.command}
+    choices = get_args(get_args(get_type_hints(Options, include_extras=True)["task"])[0])
+    assert commands == set(COMMANDS) == set(choices)
+    settings = Settings(model=("tiny",))
+    served = hosting.host(tiny, settings, publish=False)
+    try:
+        app = FastAPI()
+        for dialect in (own, tei, huggingface):
+            dialect.add(app, hosting.Hosts([served]), settings)
+        assert {spec.route for spec in TASKS.values()} <= {route.path for route in app.routes}  # type: ignore[attr-defined]
+    finally:
+        served.runner.close()
+    needed = {spec.head for spec in TASKS.values()} - {"hidden"}
+    assert needed <= set(tiny.heads), "a head that no model has"
+
+
+def test_a_task_needs_its_head(tiny: Encoder) -> None:
+    bare = replace(tiny, heads=())
+    for task, spec in TASKS.items():
+        if spec.prepare is None:
+            with pytest.raises(InputError, match=f"unknown task '{task}'"):
+                tiny.prepare(task, [SHORT])
+        elif spec.head != "hidden":
+            with pytest.raises(CheckpointError, match=f"no '{spec.head}' head .it has: none"):
+                bare.prepare(task, [SHORT])
+    assert len(bare.prepare("hidden", [SHORT])) == 1
 
 
 def chunks(encoder: Encoder, text: str) -> list[tuple[str, int]]:
@@ -84,9 +127,9 @@ def test_scores_names_and_words_of_chunks(tiny: Encoder, make_encoder) -> None:
 
 
 def test_pairs_and_states_have_no_chunks(tiny: Encoder) -> None:
-    with pytest.raises(InputError, match="a pair is not read in chunks"):
+    with pytest.raises(InputError, match="a pair cannot be run in chunks"):
         tiny.classify([(SHORT, LONG)], long="chunk")
-    with pytest.raises(InputError, match="no chunks"):
+    with pytest.raises(InputError, match="cannot run documents in chunks"):
         tiny.prepare("rerank", [SHORT], documents=[LONG], long="chunk")
     with pytest.raises(InputError, match="chunks of a text"):
         tiny.hidden([LONG], long="chunk")
@@ -98,7 +141,7 @@ def test_vectors_as_they_are_before_they_are_normalised(tiny: Encoder) -> None:
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
     assert not np.allclose(lengths, 1) and np.allclose(raw / lengths, unit, atol=1e-6)
     assert np.allclose(tiny.embed([SHORT], normalise=True), unit[1:], atol=1e-6)
-    with pytest.raises(CheckpointError, match="no vectors but those its graph makes"):
+    with pytest.raises(CheckpointError, match="computes its vectors itself"):
         replace(tiny, embedder=None).embed([SHORT], normalise=False)
 
 

@@ -77,7 +77,7 @@ def tiny(make_model, tmp_path_factory):
         device=torch.device("cpu"),
         dtype=torch.float32,
         kernel="bucketed",
-        why="asked for",
+        reason="asked for",
         budget=4 * 48,
         embedder=model.heads["embed"],
     )

@@ -12,7 +12,7 @@ from torch.distributions import Bernoulli, Categorical, Normal, kl_divergence
 from packhorse.data.tasks import targets
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 from packhorse.train.objectives import Classify
 from packhorse.train.objectives.classify import ERRORS
 from packhorse.train.settings import Settings

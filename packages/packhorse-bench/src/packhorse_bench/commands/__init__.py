@@ -251,9 +251,9 @@ def file_texts(path: str | Path) -> tuple[str, ...]:
 
 def _budget(device: str | None) -> int:
     from packhorse.device import choose_device
-    from packhorse.runtime.encoder import TOKENS_A_BATCH
+    from packhorse.runtime.encoder import TOKENS_PER_BATCH
 
-    return TOKENS_A_BATCH.get(choose_device(device).type, 16384)
+    return TOKENS_PER_BATCH.get(choose_device(device).type, 16384)
 
 
 @app.command

@@ -26,7 +26,7 @@ from packhorse.tokens import Text
 if TYPE_CHECKING:
     from packhorse.reports.quality import Side, Task
     from packhorse.runtime.encoder import Encoder
-    from packhorse.runtime.evaluation.reading import Read
+    from packhorse.runtime.evaluation.reading import TextReader
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _prepared(
 
     if isinstance(given, Collection):
         own = "dot" if encoder.similarity_fn_name == "dot" else "cosine"
-        how = {"likeness": options.similarity or own, "skip_same_id": options.skip_same_id}
+        how = {"similarity": options.similarity or own, "skip_same_id": options.skip_same_id}
         counts = {"documents": len(given.documents), "queries": len(given.queries)}
         search = partial(_given, retrieval.judge, given, **how)
         return Work("embed", search, list(given.documents.values()), counts)
@@ -145,7 +145,7 @@ def _sides(work: Work, encoder: "Encoder", options: Options) -> list["Side"]:
     longest = options.max_length if (options.max_length or 0) > 0 else None
     sides: list[Side] = []
 
-    def measure(engine: str, read: "Read") -> None:
+    def measure(engine: str, read: "TextReader") -> None:
         with progress(f"{engine} reads") as advance:
             sides.append(quality.measure(engine, read, work.task, work.sample, advance))
 

@@ -18,7 +18,7 @@ from packhorse.cli.console import JsonFlag, emit, note
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.monitor import Seen
+    from packhorse.monitor import Snapshot
 
 Wait = Callable[[float], bool]  # so many seconds; True: whoever looks wants to leave
 SECONDS = 2.0
@@ -65,7 +65,7 @@ def monitor(
             _once(seen, json)
 
 
-def _once(seen: "Seen", json: bool) -> None:
+def _once(seen: "Snapshot", json: bool) -> None:
     from packhorse.cli.monitor_view import show
 
     if not json:
@@ -73,7 +73,7 @@ def _once(seen: "Seen", json: bool) -> None:
     emit(document(seen), json)
 
 
-def document(seen: "Seen") -> dict[str, Any]:
+def document(seen: "Snapshot") -> dict[str, Any]:
     """As JSON has it; of a GPU's processes only ours are told."""
     told = asdict(seen)
     for device in told["devices"]:
@@ -81,7 +81,7 @@ def document(seen: "Seen") -> dict[str, Any]:
     return told
 
 
-def _watch(look: "Callable[[], Seen]", seconds: float, json: bool) -> None:
+def _watch(look: "Callable[[], Snapshot]", seconds: float, json: bool) -> None:
     with _ended_in_order():
         try:
             if json or not sys.stdout.isatty():
@@ -97,7 +97,7 @@ def _watch(look: "Callable[[], Seen]", seconds: float, json: bool) -> None:
             return
 
 
-def _lines(look: "Callable[[], Seen]", seconds: float, json: bool) -> None:
+def _lines(look: "Callable[[], Snapshot]", seconds: float, json: bool) -> None:
     """Look after look, for a file or another program; what is to be noted, when it is new."""
     noted: tuple[str, ...] = ()
     while True:

@@ -15,9 +15,9 @@ from packhorse.cli.console import printable
 from packhorse.train.display import duration
 
 if TYPE_CHECKING:
-    from packhorse.monitor import Seen
-    from packhorse.monitor.device import Device
+    from packhorse.monitor import Snapshot
     from packhorse.monitor.history import History
+    from packhorse.monitor.machine import Device
     from packhorse.monitor.processes import Process
 
 NARROWEST = 8  # characters that are left of words
@@ -60,7 +60,7 @@ PROCESSES = (
 HISTORY = (Column("pid"), Column("seq/s"), Column("full"), Column("queue", 1))
 
 
-def show(seen: "Seen") -> None:
+def show(seen: "Snapshot") -> None:
     """Both tables on stdout."""
     if sys.stdout.isatty():
         from rich.console import Console
@@ -79,7 +79,7 @@ def show(seen: "Seen") -> None:
 
 
 @contextmanager
-def screen() -> "Iterator[Callable[[Seen], None]]":
+def screen() -> "Iterator[Callable[[Snapshot], None]]":
     """A screen of its own, drawn anew at every look, with how the figures went."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -91,7 +91,7 @@ def screen() -> "Iterator[Callable[[Seen], None]]":
     blocks = BLOCKS if "utf" in console.encoding.lower() else PLAIN
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
-        def draw(seen: "Seen") -> None:
+        def draw(seen: "Snapshot") -> None:
             history.add(_figures(seen))
             parts = [*_drawn(seen, console.width), *_past(seen, history, console.width, blocks)]
             parts += [Text(printable(each), style="yellow") for each in seen.notes]
@@ -100,7 +100,7 @@ def screen() -> "Iterator[Callable[[Seen], None]]":
         yield draw
 
 
-def _figures(seen: "Seen") -> Iterator[tuple[Any, float | None]]:
+def _figures(seen: "Snapshot") -> Iterator[tuple[Any, float | None]]:
     for process in seen.processes:
         if process.name is not None:
             key = (process.pid, process.name)
@@ -109,7 +109,7 @@ def _figures(seen: "Seen") -> Iterator[tuple[Any, float | None]]:
             yield (*key, "queue"), process.queue
 
 
-def _past(seen: "Seen", history: "History", width: int, blocks: str) -> list[Any]:
+def _past(seen: "Snapshot", history: "History", width: int, blocks: str) -> list[Any]:
     from packhorse.monitor.history import sparkline
 
     most, room, rows = {"full": 1.0}, width // 4, []
@@ -124,7 +124,7 @@ def _past(seen: "Seen", history: "History", width: int, blocks: str) -> list[Any
     return [_rich("History", HISTORY, rows, width)] if rows else []
 
 
-def _drawn(seen: "Seen", width: int) -> list[Any]:
+def _drawn(seen: "Snapshot", width: int) -> list[Any]:
     from rich.text import Text
 
     drawn = [_rich("Devices", DEVICES, _devices(seen), width)]
@@ -199,7 +199,7 @@ def _titles(columns: Sequence[Column]) -> list[str]:
     return [column.title for column in columns]
 
 
-def _devices(seen: "Seen") -> list[list[str]]:
+def _devices(seen: "Snapshot") -> list[list[str]]:
     return [_device(device) for device in seen.devices]
 
 
@@ -223,7 +223,7 @@ def _device(device: "Device") -> list[str]:
     ]
 
 
-def _processes(seen: "Seen") -> list[list[str]]:
+def _processes(seen: "Snapshot") -> list[list[str]]:
     return [_process(process) for process in seen.processes]
 
 

@@ -20,7 +20,7 @@ from cyclopts import Parameter
 from packhorse.cli import perf
 from packhorse.cli.console import emit, note, once
 from packhorse.cli.flags import Options
-from packhorse.cli.tasks import TASKS, prepared, rows_of
+from packhorse.cli.tasks import TASKS, prepared, rows_of, spec_of
 from packhorse.cli.writing import made_with, write
 from packhorse.data.output import Row, format_of
 from packhorse.data.tables import Record, read_texts, split_pair
@@ -174,7 +174,7 @@ def _measure(records: Iterable[Record], encoder: "Encoder", options: Options) ->
     if options.task == "rerank":
         texts = [(options.query or "", str(text)) for text in texts]
     sizes = {"batch_size": options.batch_size, "iterations": options.iterations}
-    head, length = TASKS[options.task].head, options.max_length
+    head, length = spec_of(options.task).head, options.max_length
     found = perf.measure(encoder, texts, head, max_length=length, **sizes)
     if not options.json:
         perf.show(found)

@@ -15,6 +15,7 @@ from packhorse.errors import InputError
 if TYPE_CHECKING:
     from packhorse.data.output import Row, Shape
     from packhorse.runtime.encoder import Encoder
+    from packhorse.runtime.tasks import TaskSpec
     from packhorse.tokens import Text
 
 EDGE = 3  # numbers and tokens shown at each end of a long row
@@ -34,7 +35,6 @@ class Ask:
 class Task:
     """One row a text, in the order of the texts (rerank: in the order of the ranking)."""
 
-    head: str
     rows: Callable[["Encoder", Sequence["Text"], Ask], list["Row"]]
     shape: Callable[["Encoder"], "Shape"]
     show: Callable[[Sequence["Row"]], None]
@@ -56,12 +56,19 @@ def rows_of(
     return [(records[row.get("index", i)], row) for i, row in enumerate(rows)]
 
 
+def spec_of(task: str) -> "TaskSpec":
+    """The task's line in the table of `runtime.tasks`, imported late because it needs numpy."""
+    from packhorse.runtime.tasks import TASKS
+
+    return TASKS[task]
+
+
 def prepared(task: str, texts: Sequence["Text"], query: str | None) -> list["Text"]:
     """The texts as the task takes them: with the query before each, where it takes pairs."""
     pairs = any(isinstance(text, tuple) for text in texts)
-    if query is not None and task not in ("rerank", "answer"):
+    if query is not None and not spec_of(task).takes_query:
         raise InputError(f"--query is for the tasks rerank and answer, not for {task}")
-    if pairs and task in ("rerank", "fill", "label"):
+    if pairs and not spec_of(task).takes_pairs:
         raise InputError(f"{task} takes single texts, not pairs")
     if task == "rerank" and query is None:
         raise InputError("rerank needs --query; the texts are its documents")
@@ -191,13 +198,11 @@ def _labels(encoder: "Encoder") -> "Shape":
 
 
 TASKS = {
-    "hidden": Task("hidden", _hidden, lambda encoder: _STATES, _show_hidden, chunk=64),
-    "embed": Task("embed", _embed, lambda encoder: {"vector": ["float32"]}, _show_embed),
-    "fill": Task("mlm", _fill, lambda encoder: _WORDS, _show_fill),
-    "answer": Task("span", _answer, lambda encoder: {"answers": [_SPAN]}, _show_answer),
-    "classify": Task("classify", _classify, _labels, _show_classify),
-    "rerank": Task("classify", _rerank, lambda encoder: {}, _show_rerank),
-    "label": Task(
-        "tokens", _label, lambda encoder: {"entities": [{"label": str, **_SPAN}]}, _show_label
-    ),
+    "hidden": Task(_hidden, lambda encoder: _STATES, _show_hidden, chunk=64),
+    "embed": Task(_embed, lambda encoder: {"vector": ["float32"]}, _show_embed),
+    "fill": Task(_fill, lambda encoder: _WORDS, _show_fill),
+    "answer": Task(_answer, lambda encoder: {"answers": [_SPAN]}, _show_answer),
+    "classify": Task(_classify, _labels, _show_classify),
+    "rerank": Task(_rerank, lambda encoder: {}, _show_rerank),
+    "label": Task(_label, lambda encoder: {"entities": [{"label": str, **_SPAN}]}, _show_label),
 }

@@ -3,12 +3,12 @@
     from packhorse.hf import PackedCollator
     trainer = Trainer(model, args, data_collator=PackedCollator(tokenizer, model), …)
 
-`PackedCollator` prepares the model and lays its batches flat. `packed(model)` is the first half of
-that, for training loops of one's own. `register()` alone makes `attn_implementation="packhorse"`
-known, for whoever lays batches flat himself or wants attention to skip the padding of padded ones.
+`PackedCollator` prepares the model and makes flat batches. `packed(model)` only prepares the model,
+for your own training loop. `register()` alone makes `attn_implementation="packhorse"` known, for
+code that makes flat batches itself, or to skip the padding of padded batches in attention alone.
 
-Registering is a call and no effect of the import, as everywhere in the house: who names the
-collator has made the call, so it stays one line.
+Nothing is registered by the import itself, as in the whole package; creating the collator
+registers, so it stays one line.
 """
 
 from packhorse.hf.attention import register

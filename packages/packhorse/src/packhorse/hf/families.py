@@ -1,15 +1,15 @@
-"""The encoders of transformers that Packhorse serves, and how each numbers its positions.
+"""The encoder families of transformers that Packhorse supports, and how they number positions.
 
 A literal table, and not a guess from the code of a model: one that mixes tokens outside its
-attention (a convolution, a bias by distance) would answer wrong numbers in silence where its batch
-is flat. Each name here is tested against transformers' own attention, padded and flat.
+attention (a convolution, a relative position bias) would silently return wrong numbers for a flat
+batch. Each name here is tested against transformers' own attention, padded and flat.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# By `config.model_type`: do positions begin after the padding id (fairseq's way), or at 0?
+# By `config.model_type`: whether positions start after the padding id (as in fairseq), or at 0.
 AFTER_PADDING = {
     "albert": False,
     "bert": False,
@@ -31,11 +31,11 @@ AFTER_PADDING = {
 
 
 def is_family(config: Any) -> bool:
-    """Is it an encoder that Packhorse serves?"""
+    """Return whether Packhorse supports this encoder."""
     return config.model_type in AFTER_PADDING
 
 
 def unknown_family(name: str) -> str:
-    """What to say of any other."""
+    """Return the error message for an encoder that is not supported."""
     known = ", ".join(sorted(AFTER_PADDING))
-    return f"the attention of {name!r} cannot be replaced; Packhorse serves {known}"
+    return f"the attention of {name!r} cannot be replaced; Packhorse supports {known}"

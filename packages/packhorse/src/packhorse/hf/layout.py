@@ -1,16 +1,28 @@
-"""Where the sequences of a transformers batch lie, found once a batch and shared by its layers.
+"""Where the sequences of a transformers batch lie, computed once per batch and shared by its
+layers.
 
-A model of transformers hands its attention either boundaries (`cu_seq_lens_q`, the contract of its
-padding-free batches) or a mask of the padded rows. Both become a `Layout`. It is kept on the very
-tensor it was read from, because that tensor alone reaches every layer of a batch and is gone with
-it; a boundary tensor that was written to since is read again. Reading costs one wait for the device
-a batch: boundaries that do not fit the tokens would otherwise give wrong numbers in silence.
+A model of transformers gives its attention either boundaries (`cu_seq_lens_q`, the contract of its
+padding-free batches) or a mask of the padded rows. Both become a `SequenceLayout`. It is stored on
+the very tensor it was computed from, because that tensor alone reaches every layer of a batch and
+is freed with it; a boundary tensor that was written to since is read again. Reading costs one wait
+for the device per batch: boundaries that do not fit the tokens would otherwise silently give wrong
+numbers.
+
+Some batches have neither. transformers' DataCollatorWithFlattening lays sequences end to end in one
+row and marks where they end by `position_ids` alone, unless it is asked for `cu_seq_lens_q`.
+Neither the mask function of transformers nor every layer sees position ids, so a forward pre-hook
+on each model with our attention reads them before the model runs, and passes boundaries on.
+
+Nothing is guessed. Position ids that count up by one are one sequence per row, whatever they start
+with. Ids that return to the first one start a sequence there. All others raise: a wrong guess would
+let tokens of one text see another, and nobody would notice.
 
 Shapes: T tokens, S sequences, B rows, L columns of a padded batch.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -19,39 +31,44 @@ import torch
 from torch import Tensor
 
 from packhorse.errors import InputError
+from packhorse.hf.families import AFTER_PADDING, is_family
 from packhorse.packing.batch import Packed
 
 NAME = "packhorse"  # of our attention in transformers
-KEPT = "_packhorse_layout"
-GIVEN = "cu_seq_lens_q"  # transformers' name for the boundaries
+BOUNDARIES = "cu_seq_lens_q"  # transformers' name for the boundaries
+LAYOUT_ATTRIBUTE = "_packhorse_layout"  # of the tensor that a layout is stored on
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SequenceLayout:
     """The sequences of one batch, and what kernels planned for them."""
 
     packed: Packed
     lengths: list[int]  # [S]
-    tokens: Tensor | None = None  # [T] which slots of the padded batch hold tokens; None = flat
-    plans: dict[Any, Any] = field(default_factory=dict)
+    tokens: Tensor | None = None  # [T] the slots of the padded batch that hold tokens; None: flat
+    plans: dict[Any, Any] = field(default_factory=dict)  # what was computed from it, by any key
 
     @property
-    def whole(self) -> bool:
-        """Are the tokens of each sequence next to each other?"""
+    def contiguous(self) -> bool:
+        """Whether the tokens of each sequence are next to each other."""
         if self.tokens is None:
             return True
-        if "whole" not in self.plans:
-            alone = self.packed.lengths > 0
-            first, last = self.packed.starts[alone], self.packed.cu_seqlens[1:][alone] - 1
-            apart = self.tokens[last] - self.tokens[first]
-            self.plans["whole"] = bool((apart == last - first).all())
-        return self.plans["whole"]
+        if "contiguous" not in self.plans:
+            nonempty = self.packed.lengths > 0
+            first = self.packed.starts[nonempty]
+            last = self.packed.cu_seqlens[1:][nonempty] - 1
+            distance = self.tokens[last] - self.tokens[first]
+            self.plans["contiguous"] = bool((distance == last - first).all())
+        return self.plans["contiguous"]
 
     @property
     def rows(self) -> Tensor:
-        """[T] where each token lies in S rows as long as the longest sequence."""
+        """[T] the slot of each token in S rows as wide as the longest sequence."""
         if "rows" not in self.plans:
-            width, starts = self.packed.max_seqlen, self.packed.starts
+            width = self.packed.max_seqlen
+            starts = self.packed.starts
             shift = torch.arange(len(self.lengths), device=starts.device) * width - starts
             tokens = self.packed.positions
             self.plans["rows"] = tokens + shift.repeat_interleave(
@@ -60,61 +77,182 @@ class Layout:
         return self.plans["rows"]
 
 
-def of_boundaries(bounds: Tensor, tokens: int) -> Layout:
-    """The layout of a flat batch of `tokens` tokens."""
-    # Tensors made in inference mode do not count their changes, so nothing can be kept on them.
+def of_boundaries(bounds: Tensor, tokens: int) -> SequenceLayout:
+    """Return the layout of a flat batch of `tokens` tokens."""
+    # Tensors created in inference mode do not count their changes, so a stored layout could be
+    # stale: it is read anew for every layer.
     version = None if bounds.is_inference() else bounds._version
-    known, layout = getattr(bounds, KEPT, (None, None))
-    if layout is None or known is None or known != version:
+    stored_version, layout = getattr(bounds, LAYOUT_ATTRIBUTE, (None, None))
+    if layout is None or stored_version is None or stored_version != version:
         layout = _read(bounds)
-        setattr(bounds, KEPT, (version, layout))
-    if (told := sum(layout.lengths)) != tokens:
+        setattr(bounds, LAYOUT_ATTRIBUTE, (version, layout))
+    total = sum(layout.lengths)
+    if total != tokens:
         raise InputError(
-            f"the boundaries tell of {told} tokens and the batch has {tokens}; pass {GIVEN} of the "
-            "whole batch (torch's DataParallel cuts it: start one process a device instead)"
+            f"{BOUNDARIES} is for {total} tokens, but the batch has {tokens}; pass that of the "
+            "whole batch (torch's DataParallel cuts it: start one process per device instead)"
         )
     return layout
 
 
 def was_used(bounds: Tensor) -> bool:
-    """Has a layer attended within these boundaries?"""
-    return hasattr(bounds, KEPT)
+    """Return whether a layer has computed attention within these boundaries."""
+    return hasattr(bounds, LAYOUT_ATTRIBUTE)
 
 
-def of_rows(mask: Tensor) -> Layout:
-    """The layout of padded rows, [B, L], where `mask` is true for tokens."""
+def of_rows(mask: Tensor) -> SequenceLayout:
+    """Return the layout of padded rows, [B, L], where `mask` is true for tokens."""
     lengths = mask.sum(1)
     tokens = mask.flatten().nonzero().squeeze(1)
     bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     return _layout(bounds, lengths.tolist(), tokens)
 
 
-def keep(layout: Layout, mask: Tensor) -> Tensor:
-    """The mask with its layout, under a name that no one else holds."""
+def store(layout: SequenceLayout, mask: Tensor) -> Tensor:
+    """Return a view of the mask with its layout stored on it.
+
+    A view, so that the layout is not on a tensor that the caller holds, and may change.
+    """
     mask = mask.view_as(mask)
-    setattr(mask, KEPT, (None, layout))
+    setattr(mask, LAYOUT_ATTRIBUTE, (None, layout))
     return mask
 
 
-def kept(mask: Tensor) -> Layout:
-    """The layout of a mask; read anew where a copy to another device has lost it."""
-    found = getattr(mask, KEPT, None)
-    return of_rows(mask) if found is None else found[1]
+def stored(mask: Tensor) -> SequenceLayout:
+    """Return the layout of a mask; read anew where a copy to another device has lost it."""
+    entry = getattr(mask, LAYOUT_ATTRIBUTE, None)
+    return of_rows(mask) if entry is None else entry[1]
 
 
-def _read(bounds: Tensor) -> Layout:
+def _read(bounds: Tensor) -> SequenceLayout:
     if bounds.ndim != 1 or bounds.is_floating_point():
-        raise InputError(f"{GIVEN} must be one row of whole numbers, not {list(bounds.shape)}")
+        raise InputError(
+            f"{BOUNDARIES} must be a flat tensor of integers, not of shape {list(bounds.shape)} "
+            f"and {bounds.dtype}"
+        )
     ends = bounds.tolist()
-    lengths = [b - a for a, b in pairwise(ends)]
+    lengths = [end - start for start, end in pairwise(ends)]
     if not lengths or ends[0] or min(lengths) < 0:
-        raise InputError(f"{GIVEN} must begin at 0, never fall and name at least one sequence")
+        raise InputError(f"{BOUNDARIES} must begin at 0, never fall and have at least two numbers")
     return _layout(bounds.to(torch.int32), lengths)
 
 
-def _layout(bounds: Tensor, lengths: list[int], tokens: Tensor | None = None) -> Layout:
+def _layout(bounds: Tensor, lengths: list[int], tokens: Tensor | None = None) -> SequenceLayout:
     # Kernels look at the boundaries only: one count stands in for ids, types and positions.
     count = torch.arange(sum(lengths), device=bounds.device)
     places = tuple(range(len(lengths)))
     packed = Packed(count, count, count, bounds, max(lengths, default=0), places)
-    return Layout(packed, lengths, tokens)
+    return SequenceLayout(packed, lengths, tokens)
+
+
+def watch(model: Any) -> None:
+    """Add the pre-hook to a model of transformers and to all models inside it."""
+    from transformers import PreTrainedModel
+
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            hook = AddBoundaries(tuple(inspect.signature(part.forward).parameters))
+            # Equal hooks compare equal, being dataclasses: a second call adds none.
+            if hook not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AddBoundaries:
+    """A forward pre-hook that adds boundaries to the arguments, read from position ids."""
+
+    parameters: tuple[str, ...]  # of the model's `forward`
+
+    def __call__(
+        self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """Return the arguments with boundaries; None leaves them unchanged."""
+        has_our_attention = model.config._attn_implementation == NAME and is_family(model.config)
+        if not has_our_attention or kwargs.get(BOUNDARIES) is not None:
+            return None
+        named = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        positions = named.get("position_ids")
+        mask = named.get("attention_mask")
+        if positions is None:
+            _refuse_numbered(named.get("seq_idx"))
+            return None
+        if positions.ndim != 2 or (mask is not None and mask.ndim != 2):
+            return None  # several texts per row, or a ready-made mask: the inner model decides
+        if mask is not None and not bool(mask.all()):
+            _refuse_restarts(mask.bool(), positions)
+            return None
+        bounds = of_positions(positions, _padding_id(model.config))
+        if bounds is None:
+            return None
+        self._refuse_unfit(type(model).__name__, named)
+        return args, {**kwargs, BOUNDARIES: bounds}
+
+    def _refuse_unfit(self, name: str, named: dict[str, Any]) -> None:
+        """Raise for arguments that cannot be one flat row."""
+        if "position_ids" not in self.parameters:
+            raise InputError(
+                f"{name} takes no position_ids and would number this flat batch as one text; "
+                "pad it instead, one text per row"
+            )
+        batch = named.get("input_ids")
+        rows = len(named["inputs_embeds"] if batch is None else batch)
+        if rows > 1:
+            raise InputError(
+                f"position_ids restart within the rows of a batch of {rows}; lay all sequences in "
+                "one row, as DataCollatorWithFlattening does, or give each a row and an "
+                "attention_mask"
+            )
+
+
+def of_positions(positions: Tensor, padding_id: int | None = None) -> Tensor | None:
+    """Return the boundaries [S+1] of rows [B, L] laid end to end; None if a row is one sequence.
+
+    padding_id: the position of padding, for models that start to count after it.
+    """
+    breaks = positions.diff(dim=1) != 1  # [B, L-1]
+    if not bool(breaks.any()):
+        return None
+    first = positions[:, :1]
+    if padding_id is not None and bool((first == padding_id).any()):
+        raise InputError(
+            f"position_ids begin with {padding_id}, which this model keeps for padding: pass an "
+            f"attention_mask, or begin with {padding_id + 1} "
+            f"(DataCollatorWithFlattening: position_ids_start={padding_id + 1})"
+        )
+    unclear = breaks & (positions[:, 1:] != first)
+    if bool(unclear.any()):
+        row, column = unclear.nonzero()[0].tolist()
+        before, after = positions[row, column : column + 2].tolist()
+        raise InputError(
+            f"position_ids neither count up nor return to {int(first[row])} at token {column + 1} "
+            f"({before}, then {after}), so it is unclear where sequences end; pass {BOUNDARIES}"
+        )
+    starts = torch.nn.functional.pad(breaks, (1, 0), value=True).flatten().nonzero().squeeze(1)
+    return torch.cat([starts, starts.new_tensor([positions.numel()])]).to(torch.int32)
+
+
+def _refuse_restarts(mask: Tensor, positions: Tensor) -> None:
+    """Raise for padded rows, [B, L], that hold several sequences."""
+    slots = mask.flatten().nonzero().squeeze(1)  # [n] those that hold tokens
+    columns = mask.shape[1]
+    steps = positions.expand(mask.shape).flatten()[slots].diff()
+    distance = slots.diff()
+    in_one_row = slots[1:] // columns == slots[:-1] // columns
+    # Padding within a row may be counted or not: a step of 1, or as far as the slots are apart.
+    if bool((in_one_row & (steps != 1) & (steps != distance)).any()):
+        raise InputError(
+            "position_ids restart although an attention_mask marks padding, so it is unclear where "
+            f"sequences end; leave attention_mask and padding out, or pass {BOUNDARIES}"
+        )
+
+
+def _refuse_numbered(sequence_ids: Tensor | None) -> None:
+    if sequence_ids is not None and bool((sequence_ids != sequence_ids[..., :1]).any()):
+        raise InputError(
+            "seq_idx marks several sequences in a row, but there are no position_ids; let the "
+            f"collator return position_ids (and {BOUNDARIES})"
+        )
+
+
+def _padding_id(config: Any) -> int | None:
+    return config.pad_token_id if AFTER_PADDING[config.model_type] else None

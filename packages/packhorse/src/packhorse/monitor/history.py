@@ -1,4 +1,4 @@
-"""How figures went lately, as one short line of blocks each."""
+"""Past values of each figure, drawn as a short line of blocks."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from typing import final
 
-BLOCKS, PLAIN = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-LENGTH = 40  # looks that are remembered
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN = "_.-=+*%#"  # for terminals without Unicode
+LENGTH = 40  # values per figure
 
 
 @final
 class History:
-    """The last values of each figure; a figure that is no longer seen is forgotten."""
+    """The last values of each figure; a figure that is no longer added is dropped."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self._length = length
         self._values: dict[Hashable, deque[float | None]] = {}
 
     def add(self, figures: Iterable[tuple[Hashable, float | None]]) -> None:
-        """One look: the value of each figure that was seen, None where it had none."""
-        before, self._values = self._values, {}
+        """Add the values of one snapshot; None for a figure that has no value."""
+        previous = self._values
+        self._values = {}
         for key, value in figures:
-            self._values[key] = before.get(key) or deque(maxlen=self._length)
+            self._values[key] = previous.get(key) or deque(maxlen=self._length)
             self._values[key].append(value)
 
     def of(self, key: Hashable) -> list[float | None]:
-        """The values of a figure, oldest first."""
+        """Return the values of a figure, oldest first."""
         return [*self._values.get(key, ())]
 
 
 def sparkline(
     values: Sequence[float | None], most: float | None = None, blocks: str = BLOCKS
 ) -> str:
-    """Each value as a block, zero the lowest, `most` (by default their own) the highest."""
+    """Draw each value as a block from 0 to `most`, by default the largest value."""
     top = most or max((value for value in values if value is not None), default=0.0) or 1.0
     return "".join(" " if value is None else _block(value / top, blocks) for value in values)
 

@@ -1,9 +1,9 @@
-"""The CPU: what it is, what it can, how busy it is.
+"""A device as the monitor shows it, and the CPU: its name, its features, how busy it is.
 
-Linux tells all of it in files, read here as text: the first core's entry of /proc/cpuinfo (the file
-is as long as the machine has cores), /proc/meminfo, and a sensor below /sys where one is that is
-known to be the CPU's. Elsewhere psutil is asked, if it is installed. A virtual machine mostly has
-no sensor, and then no temperature is shown rather than a wrong one.
+Linux has all of it in files, which are read as text: the first core's entry of /proc/cpuinfo (the
+file repeats it for every core), /proc/meminfo, and a sensor below /sys that is known to be the
+CPU's. On other systems psutil is used, if it is installed. A virtual machine mostly has no sensor;
+then no temperature is shown rather than a wrong one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import contextlib
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from packhorse.monitor.device import Device
-
-PROC, SYS = Path("/proc"), Path("/sys")
-# Our name of a feature, and the kernel's; one of them is enough.
+PROC = Path("/proc")
+SYS = Path("/sys")
+# Our name of a feature, and the kernel's names, of which one is enough.
 FEATURES = {
     "avx2": {"avx2"},
     "avx512": {"avx512f"},
@@ -30,35 +30,57 @@ FEATURES = {
 SENSORS = {"coretemp", "k10temp", "zenpower", "cpu_thermal", "x86_pkg_temp", "cpu-thermal"}
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A CPU or GPU at one moment, in bytes, MHz, degrees Celsius and watts; None if unreadable."""
+
+    device: str  # "cpu", "gpu 0"
+    name: str
+    features: tuple[str, ...] = ()  # instruction sets that decide how fast a CPU encodes
+    cores: int | None = None
+    load: float | None = None  # of a CPU: mean processes that ran or waited in the last minute
+    utilisation: float | None = None  # of a GPU: 0 to 1
+    memory_used: int | None = None
+    memory_total: int | None = None
+    clock: float | None = None
+    temperature: float | None = None
+    power: float | None = None
+    bus: str | None = None  # PCI address of a GPU
+    pids: tuple[int, ...] = ()  # packhorse processes that use it
+    memory_by_pid: Mapping[int, int | None] = field(default_factory=dict)  # of every process
+
+
 def cpu(proc: Path = PROC, sys: Path = SYS) -> Device:
-    """The processor and the machine's memory."""
+    """Return the processor and the machine's memory."""
     if not (proc / "meminfo").exists():
         return _by_psutil()
-    told, memory = _first_core(proc / "cpuinfo"), _table(proc / "meminfo")
-    flags = set((told.get("flags") or told.get("Features", "")).split())
+    core = _first_core(proc / "cpuinfo")
+    memory = _table(proc / "meminfo")
+    flags = set((core.get("flags") or core.get("Features", "")).split())
     total, free = (_kilobytes(memory.get(name)) for name in ("MemTotal", "MemAvailable"))
     return Device(
         "cpu",
-        told.get("model name") or platform.processor() or platform.machine(),
+        core.get("model name") or platform.processor() or platform.machine(),
         features=tuple(name for name, any_of in FEATURES.items() if any_of & flags),
         cores=_cores(),
         load=_load(),
         memory_used=None if total is None or free is None else total - free,
         memory_total=total,
-        clock=_number(told.get("cpu MHz")),
+        clock=_number(core.get("cpu MHz")),
         temperature=_temperature(sys),
     )
 
 
 def _by_psutil() -> Device:
-    """What is known without a kernel that tells it in files."""
+    """Return what psutil knows, for systems other than Linux."""
     name = platform.processor() or platform.machine()
     try:
         import psutil
     except ImportError:
         return Device("cpu", name, cores=_cores(), load=_load())
-    memory, clock = psutil.virtual_memory(), None
-    with contextlib.suppress(Exception):  # some systems have no way to tell
+    memory = psutil.virtual_memory()
+    clock = None
+    with contextlib.suppress(Exception):  # some systems do not report it
         clock = psutil.cpu_freq().current
     return Device(
         "cpu",
@@ -72,7 +94,7 @@ def _by_psutil() -> Device:
 
 
 def _cores() -> int | None:
-    """Those this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -86,14 +108,14 @@ def _load() -> float | None:
 
 
 def _first_core(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    entry: dict[str, str] = {}
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             if not line.strip():
                 break
             name, _, value = line.partition(":")
-            found[name.strip()] = value.strip()
-    return found
+            entry[name.strip()] = value.strip()
+    return entry
 
 
 def _table(path: Path) -> dict[str, str]:
@@ -121,14 +143,14 @@ def _number(value: Any) -> float | None:
 
 
 def _temperature(sys: Path) -> float | None:
-    """The first sensor that is the CPU's, in degrees Celsius."""
-    places: Mapping[str, tuple[str, str]] = {
+    """Return the first sensor of the CPU, in degrees Celsius."""
+    sensors: Mapping[str, tuple[str, str]] = {
         "class/hwmon/*": ("name", "temp1_input"),
         "class/thermal/thermal_zone*": ("type", "temp"),
     }
-    for pattern, (name, value) in places.items():
-        for place in sorted(sys.glob(pattern)):
-            if _text(place / name).strip() in SENSORS:
-                number = _number(_text(place / value))
+    for pattern, (name, value) in sensors.items():
+        for folder in sorted(sys.glob(pattern)):
+            if _text(folder / name).strip() in SENSORS:
+                number = _number(_text(folder / value))
                 return None if number is None else number / 1000
     return None

@@ -1,11 +1,11 @@
-"""NVIDIA's GPUs, through NVML, the library beneath nvidia-smi (package nvidia-ml-py).
+"""NVIDIA GPUs, through NVML, the library that nvidia-smi uses (package nvidia-ml-py).
 
-Every question is asked for itself and may be refused: an old driver does not know it, a slice of a
-GPU (MIG) has no utilisation, a container hides processes, a GPU may have fallen off the bus. What
-is refused is None and the rest is shown.
+Every query is separate and may fail: an old driver does not support it, a slice of a GPU (MIG) has
+no utilization, a container hides processes, a GPU may have fallen off the bus. What fails is None
+and the rest is shown.
 
-NVML is opened once for as long as one watches: without a running GPU process the driver itself may
-take a second to wake up.
+NVML stays open while the monitor watches: without a running GPU process the driver may take a
+second to initialize.
 """
 
 from __future__ import annotations
@@ -17,18 +17,23 @@ from pathlib import Path
 from typing import Any
 
 from packhorse.errors import MissingExtra
-from packhorse.monitor.device import Device
+from packhorse.monitor.machine import Device
 
-DRIVER = Path("/proc/driver/nvidia")  # there when a driver is loaded
+DRIVER = Path("/proc/driver/nvidia")  # exists if a driver is loaded
 LOST = "does not answer"
 
 
 @contextmanager
 def opened(library: Any | None = None) -> Iterator[tuple[Any | None, list[str]]]:
-    """NVML, ready to be asked, or None; and what a user should know of that."""
-    library, notes = (library, []) if library else _library()
-    if library is not None and (refusal := _refusal(library)):
-        library, notes = None, [refusal] if DRIVER.exists() else []
+    """Initialize NVML; yield it, or None, and notes for the user."""
+    notes: list[str] = []
+    if not library:
+        library, notes = _library()
+    if library is not None:
+        failure = _initialize(library)
+        if failure:
+            library = None
+            notes = [failure] if DRIVER.exists() else []
     try:
         yield library, notes
     finally:
@@ -45,53 +50,58 @@ def _library() -> tuple[Any | None, list[str]]:
     return pynvml, []
 
 
-def _refusal(library: Any) -> str | None:
+def _initialize(library: Any) -> str | None:
+    """Return why NVML cannot be used; None if it can."""
     try:
         library.nvmlInit()
     except library.NVMLError as error:
-        return f"GPUs cannot be read: NVML says {error}"
+        return f"GPUs cannot be read, NVML failed: {error}"
     return None
 
 
 def devices(library: Any) -> list[Device]:
-    """Every GPU, in NVML's order, which is that of the bus."""
-    count = _ask(library.nvmlDeviceGetCount, library) or 0
+    """Return all GPUs, in the order of the bus."""
+    count = _query(library, library.nvmlDeviceGetCount) or 0
     return [_device(library, number) for number in range(count)]
 
 
 def _device(library: Any, number: int) -> Device:
-    handle = _ask(library.nvmlDeviceGetHandleByIndex, library, number)
+    handle = _query(library, library.nvmlDeviceGetHandleByIndex, number)
     if handle is None:
         return Device(f"gpu {number}", LOST)
 
-    def ask(name: str, *more: Any) -> Any:
-        return _ask(getattr(library, f"nvmlDeviceGet{name}", None), library, handle, *more)
+    def query(name: str, *arguments: Any) -> Any:
+        function = getattr(library, f"nvmlDeviceGet{name}", None)
+        return _query(library, function, handle, *arguments)
 
-    memory, rates = ask("MemoryInfo"), ask("UtilizationRates")
-    milliwatts, bus = ask("PowerUsage"), ask("PciInfo")
-    using = {process.pid: process.usedGpuMemory for process in ask("ComputeRunningProcesses") or ()}
+    memory = query("MemoryInfo")
+    rates = query("UtilizationRates")
+    milliwatts = query("PowerUsage")
+    bus = query("PciInfo")
+    processes = query("ComputeRunningProcesses") or ()
+    memory_by_pid = {process.pid: process.usedGpuMemory for process in processes}
     return Device(
         f"gpu {number}",
-        _words(ask("Name")) or LOST,
+        _text(query("Name")) or LOST,
         utilisation=None if rates is None else rates.gpu / 100,
         memory_used=None if memory is None else memory.used,
         memory_total=None if memory is None else memory.total,
-        clock=ask("ClockInfo", library.NVML_CLOCK_SM),
-        temperature=ask("Temperature", library.NVML_TEMPERATURE_GPU),
+        clock=query("ClockInfo", library.NVML_CLOCK_SM),
+        temperature=query("Temperature", library.NVML_TEMPERATURE_GPU),
         power=None if milliwatts is None else milliwatts / 1000,
-        bus=None if bus is None else _words(bus.busId),
-        pids=tuple(sorted(using)),
-        memory_by_pid=using,
+        bus=None if bus is None else _text(bus.busId),
+        pids=tuple(sorted(memory_by_pid)),
+        memory_by_pid=memory_by_pid,
     )
 
 
-def _ask(question: Callable[..., Any] | None, library: Any, *about: Any) -> Any:
-    """The answer, or None where there is none."""
+def _query(library: Any, function: Callable[..., Any] | None, *arguments: Any) -> Any:
+    """Return the answer; None if the query failed or this NVML does not have it."""
     try:
-        return question(*about) if question else None
+        return function(*arguments) if function else None
     except library.NVMLError:
         return None
 
 
-def _words(value: str | bytes | None) -> str:
+def _text(value: str | bytes | None) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value or ""

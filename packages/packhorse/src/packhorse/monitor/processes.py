@@ -1,12 +1,12 @@
-"""The packhorse processes that run: what they said of themselves, and what the kernel says of them.
+"""The packhorse processes that run: what they publish, and what the kernel knows about them.
 
-Two sources are joined by the number of the process. Who publishes (`packhorse.status`) is shown
-with its figures, one line for each name it publishes under. Who only looks like packhorse by its
-command line, because it has just begun or is another user's, is shown without. The kernel is asked
-through /proc where there is one, because reading three small files is faster than importing psutil;
-elsewhere psutil is asked, and without it only what was published is known.
+Two sources are joined by process id. A process that publishes (`packhorse.status`) is shown with
+its figures, one line per name it publishes under. One that is recognized only by its command line,
+because it has just started or is another user's, is shown without. The kernel is read through /proc
+where there is one, because reading three small files is faster than importing psutil; elsewhere
+psutil is used, and without it only what was published is known.
 
-What was published is text from a file: every value is checked for its kind before it is used.
+Published figures are text from a file: every value's type is checked before it is used.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from packhorse.errors import MissingExtra
-from packhorse.monitor.device import Device
+from packhorse.monitor.machine import Device
 from packhorse.status import PublishedStatus
 
 PROC = Path("/proc")
-LONGEST = 200  # characters of a word that someone published
-LARGEST = 1e18  # beyond it nothing is a figure
-WITH_VALUE = {"-X", "-W", "--check-hash-based-pycs"}  # of Python's own options
+LONGEST = 200  # characters of a published text
+LARGEST = 1e18  # larger numbers are not shown
+WITH_VALUE = {"-X", "-W", "--check-hash-based-pycs"}  # Python's options that take a value
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What the system says of one process; None is what it keeps to itself."""
+class ProcessFacts:
+    """What the system knows about one process; None for what it does not reveal."""
 
     command: Sequence[str] = ()
     user: str | None = None
-    memory: int | None = None  # bytes that are resident
-    seconds: float | None = None  # since it began
+    memory: int | None = None  # resident, in bytes
+    seconds: float | None = None  # since it started
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One line of the monitor; None is what is not known or does not apply."""
+    """One line of the monitor; None for what is unknown or does not apply."""
 
     pid: int
     user: str | None
     command: str
-    name: str | None = None  # what it publishes under; None: it does not
+    name: str | None = None  # under which it publishes; None: it does not
     does: str | None = None
     device: str | None = None
     sequences_per_second: float | None = None
@@ -56,144 +56,161 @@ class Process:
     gpu_memory: int | None = None
     seconds: float | None = None
     silent: float | None = None  # seconds since it published last
-    figures: dict[str, Any] | None = None  # all that it published
+    figures: dict[str, Any] | None = None  # everything it published
 
 
 class System(Protocol):
-    """Who runs, and facts about them."""
+    """A way to list processes and to read facts about them."""
 
     def pids(self) -> Iterable[int]:
-        """Every process that can be seen."""
+        """Return all visible processes."""
         ...
 
     def command(self, pid: int) -> Sequence[str]:
-        """Its command line; nothing where that is not told."""
+        """Return a process's command line; empty if it cannot be read."""
         ...
 
-    def facts(self, pid: int) -> Facts | None:
-        """About one of them; None: it is gone."""
+    def facts(self, pid: int) -> ProcessFacts | None:
+        """Return facts about a process; None if it has ended."""
         ...
 
 
 def system(proc: Path = PROC) -> tuple[System, list[str]]:
-    """The way to ask that there is here, and what a user should know of that."""
+    """Return the best way to read processes on this system, and notes for the user."""
     if (proc / "uptime").exists():
-        return ByFiles(proc), []
+        return ProcSystem(proc), []
     try:
         import psutil
     except ImportError:
-        why = MissingExtra("psutil", "monitor")
-        return Unknown(), [f"of processes only what they publish is known: {why}"]
-    return ByPsutil(psutil), []
+        missing = MissingExtra("psutil", "monitor")
+        return NoSystem(), [f"only published figures of processes are known: {missing}"]
+    return PsutilSystem(psutil), []
 
 
 @dataclass(frozen=True, slots=True)
-class ByFiles:
-    """Linux: a folder a process."""
+class ProcSystem:
+    """Reads /proc, which has a folder per process (Linux)."""
 
     proc: Path
 
     def pids(self) -> Iterable[int]:
-        """Every process that can be seen."""
+        """Return all visible processes."""
         return [int(name) for name in os.listdir(self.proc) if name.isdigit()]
 
     def command(self, pid: int) -> Sequence[str]:
-        """Its command line; nothing where that is not told."""
+        """Return a process's command line; empty if it cannot be read."""
         try:
             text = (self.proc / str(pid) / "cmdline").read_bytes().decode("utf-8", "replace")
         except OSError:
             return ()
         return text.removesuffix("\0").split("\0") if text else ()
 
-    def facts(self, pid: int) -> Facts | None:
-        """About one of them; None: it is gone."""
-        place = self.proc / str(pid)
+    def facts(self, pid: int) -> ProcessFacts | None:
+        """Return facts about a process; None if it has ended."""
+        folder = self.proc / str(pid)
         try:
-            owner, text = place.stat().st_uid, (place / "stat").read_text("utf-8", "replace")
+            owner = folder.stat().st_uid
+            text = (folder / "stat").read_text("utf-8", "replace")
         except PermissionError:
-            return Facts()
+            return ProcessFacts()
         except OSError:
             return None
-        # Its name stands in brackets and may hold anything: what follows the last one counts.
+        # The name of the process is in brackets and may contain any character, brackets too: the
+        # fields start after the last one. See proc(5) for their order.
         state, *numbers = text.rpartition(")")[2].split()
-        if state in "ZX":
+        if state in "ZX":  # a zombie, or dead
             return None
-        ticks, pages = int(numbers[18]), int(numbers[20])
-        memory, seconds = pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
-        return Facts(self.command(pid), _user(owner), memory, max(0.0, self._up() - seconds))
+        started = int(numbers[18]) / os.sysconf("SC_CLK_TCK")  # seconds since boot
+        memory = int(numbers[20]) * os.sysconf("SC_PAGE_SIZE")
+        seconds = max(0.0, self._uptime() - started)
+        return ProcessFacts(self.command(pid), _user(owner), memory, seconds)
 
-    def _up(self) -> float:
+    def _uptime(self) -> float:
         return float((self.proc / "uptime").read_text().split()[0])
 
 
 @dataclass(frozen=True, slots=True)
-class ByPsutil:
-    """Everywhere else."""
+class PsutilSystem:
+    """Uses psutil, on other systems."""
 
     psutil: Any
 
     def pids(self) -> Iterable[int]:
-        """Every process that can be seen."""
+        """Return all visible processes."""
         return self.psutil.pids()
 
     def command(self, pid: int) -> Sequence[str]:
-        """Its command line; nothing where that is not told."""
+        """Return a process's command line; empty if it cannot be read."""
         try:
             return self.psutil.Process(pid).cmdline()
         except self.psutil.Error:
             return ()
 
-    def facts(self, pid: int) -> Facts | None:
-        """About one of them; None: it is gone."""
+    def facts(self, pid: int) -> ProcessFacts | None:
+        """Return facts about a process; None if it has ended."""
         try:
             process = self.psutil.Process(pid)
-            # What is not allowed to be read is None.
-            told = process.as_dict(["cmdline", "username", "memory_info", "create_time", "status"])
-        except self.psutil.NoSuchProcess:  # a zombie is one, too
+            # Values that may not be read are None.
+            values = process.as_dict(
+                ["cmdline", "username", "memory_info", "create_time", "status"]
+            )
+        except self.psutil.NoSuchProcess:  # ZombieProcess is a subclass
             return None
-        if told["status"] == self.psutil.STATUS_ZOMBIE:
+        if values["status"] == self.psutil.STATUS_ZOMBIE:
             return None
-        memory, born = told["memory_info"], told["create_time"]
-        return Facts(
-            told["cmdline"] or (),
-            told["username"],
+        memory = values["memory_info"]
+        created = values["create_time"]
+        return ProcessFacts(
+            values["cmdline"] or (),
+            values["username"],
             memory and memory.rss,
-            None if born is None else max(0.0, time.time() - born),
+            None if created is None else max(0.0, time.time() - created),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
-    """No way to ask."""
+class NoSystem:
+    """Knows no processes."""
 
     def pids(self) -> Iterable[int]:
-        """Every process that can be seen."""
+        """Return all visible processes."""
         return ()
 
     def command(self, pid: int) -> Sequence[str]:
-        """Its command line; nothing where that is not told."""
+        """Return a process's command line; empty if it cannot be read."""
         return ()
 
-    def facts(self, pid: int) -> Facts | None:
-        """About one of them; None: it is gone."""
-        return Facts()
+    def facts(self, pid: int) -> ProcessFacts | None:
+        """Return facts about a process; None if it has ended."""
+        return ProcessFacts()
 
 
-def found(system: System, said: Sequence[PublishedStatus], gpus: Sequence[Device]) -> list[Process]:
-    """Every packhorse process, those that run longest first."""
-    facts = {each.pid: system.facts(each.pid) for each in said}
-    lines = [_speaker(each, known) for each in said if (known := facts[each.pid]) is not None]
+def find_processes(
+    system: System, published: Sequence[PublishedStatus], gpus: Sequence[Device]
+) -> list[Process]:
+    """Return all packhorse processes, those that run longest first."""
+    facts_by_pid = {status.pid: system.facts(status.pid) for status in published}
+    lines: list[Process] = []
+    for status in published:
+        facts = facts_by_pid[status.pid]
+        if facts is not None:
+            lines.append(_publishing(status, facts))
     for pid in system.pids():
-        if pid in facts or ours(system.command(pid))[1:2] in ([], ["monitor"]):
+        if pid in facts_by_pid:
             continue
-        if (known := system.facts(pid)) is not None:
-            lines.append(_line(pid, known))
-    lines = [_on(gpus, line) for line in lines]
+        # Without a command it is not packhorse, or only prints help; monitors are not shown.
+        subcommand = packhorse_command(system.command(pid))[1:2]
+        if subcommand in ([], ["monitor"]):
+            continue
+        facts = system.facts(pid)
+        if facts is not None:
+            lines.append(_line(pid, facts))
+    lines = [_with_gpus(gpus, line) for line in lines]
     return sorted(lines, key=lambda line: (-(line.seconds or 0.0), line.pid, line.name or ""))
 
 
-def ours(command: Sequence[str]) -> list[str]:
-    """A packhorse command line as one would type it; nothing where it is none."""
+def packhorse_command(command: Sequence[str]) -> list[str]:
+    """Return a packhorse command line as a user types it; empty if it is another program's."""
     if not command:
         return []
     first, *rest = command
@@ -203,51 +220,52 @@ def ours(command: Sequence[str]) -> list[str]:
     while name.startswith(("python", "pypy")) and rest:
         word, *rest = rest
         if word == "-m":
-            named = bool(rest) and rest[0].split(".")[0] == "packhorse"
-            return rest if named else []
+            is_packhorse = bool(rest) and rest[0].split(".")[0] == "packhorse"
+            return rest if is_packhorse else []
         if word in WITH_VALUE:
             rest = rest[1:]
         elif not word.startswith("-"):
-            return ours([word, *rest]) if os.path.basename(word) == "packhorse" else []
+            return packhorse_command([word, *rest]) if os.path.basename(word) == "packhorse" else []
     return []
 
 
-def _line(pid: int, known: Facts) -> Process:
-    first, *rest = known.command or ("",)
-    words = ours(known.command) or [os.path.basename(first), *rest]
-    return Process(pid, known.user, " ".join(words), memory=known.memory, seconds=known.seconds)
+def _line(pid: int, facts: ProcessFacts) -> Process:
+    first, *rest = facts.command or ("",)
+    words = packhorse_command(facts.command) or [os.path.basename(first), *rest]
+    return Process(pid, facts.user, " ".join(words), memory=facts.memory, seconds=facts.seconds)
 
 
-def _speaker(said: PublishedStatus, known: Facts) -> Process:
-    figures = said.figures
+def _publishing(status: PublishedStatus, facts: ProcessFacts) -> Process:
+    figures = status.figures
     queue = _number(figures, "queue")
     return replace(
-        _line(said.pid, known),
-        name=said.name,
+        _line(status.pid, facts),
+        name=status.name,
         does=_does(figures),
-        device=_words(figures, "device"),
+        device=_text(figures, "device"),
         sequences_per_second=_number(figures, "sequences_per_second"),
         tokens_per_second=_number(figures, "tokens_per_second"),
         fill=_number(figures, "fill"),
         queue=_number(figures, "waiting_requests") if queue is None else queue,
-        silent=_number({"silent": max(0.0, time.time() - said.time)}, "silent"),
+        silent=_number({"silent": max(0.0, time.time() - status.time)}, "silent"),
         figures=figures,
     )
 
 
 def _does(figures: dict[str, Any]) -> str | None:
-    """A few words: what, how far, with which model."""
-    done, total = _number(figures, "done"), _number(figures, "total")
-    parts = [_words(figures, "does")]
-    if done is not None and total and total > 0:
-        parts.append(f"{min(1.0, done / total):.0%}")
-    parts.append(_words(figures, "model"))
+    """Describe the work in a few words: what it is, how far it is, with which model."""
+    finished = _number(figures, "done")
+    total = _number(figures, "total")
+    parts = [_text(figures, "does")]
+    if finished is not None and total and total > 0:
+        parts.append(f"{min(1.0, finished / total):.0%}")
+    parts.append(_text(figures, "model"))
     if (speed := _number(figures, "documents_per_second")) is not None:
         parts.append(f"{speed:,.0f} documents/s")
     return ", ".join(part for part in parts if part) or None
 
 
-def _words(figures: dict[str, Any], name: str) -> str | None:
+def _text(figures: dict[str, Any], name: str) -> str | None:
     value = figures.get(name)
     return value[:LONGEST] if isinstance(value, str) else None
 
@@ -259,21 +277,21 @@ def _number(figures: dict[str, Any], name: str) -> float | None:
     return value if -LARGEST < value < LARGEST else None
 
 
-def _on(gpus: Sequence[Device], line: Process) -> Process:
-    """With what it uses of GPUs, as far as NVML tells."""
+def _with_gpus(gpus: Sequence[Device], line: Process) -> Process:
+    """Add the GPUs and the GPU memory that a process uses, as far as NVML knows."""
     used = {gpu.device: gpu.memory_by_pid[line.pid] for gpu in gpus if line.pid in gpu.pids}
     if not used:
         return line
-    known = [amount for amount in used.values() if amount is not None]
+    amounts = [amount for amount in used.values() if amount is not None]
     return replace(
-        line, device=line.device or ", ".join(used), gpu_memory=sum(known) if known else None
+        line, device=line.device or ", ".join(used), gpu_memory=sum(amounts) if amounts else None
     )
 
 
-def _user(number: int) -> str:
+def _user(uid: int) -> str:
     try:
         import pwd
 
-        return pwd.getpwuid(number).pw_name
+        return pwd.getpwuid(uid).pw_name
     except (ImportError, KeyError):
-        return str(number)
+        return str(uid)

@@ -19,14 +19,14 @@ import numpy as np
 from packhorse import __version__
 from packhorse.reports.tables import Table
 from packhorse.runtime.encoder import Progress
-from packhorse.runtime.evaluation.reading import Read, Role
+from packhorse.runtime.evaluation.reading import Role, TextReader
 from packhorse.tokens import Text
 
 OURS = "packhorse"
 SAME = 5e-5  # less is no difference in four digits
 WARM_UP = 32  # texts
 
-Task = Callable[[Read, Progress | None], dict[str, float]]
+Task = Callable[[TextReader, Progress | None], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Side:
 class Clock:
     """Reads through another, and counts texts and seconds."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: TextReader) -> None:
         self.read, self.texts, self.seconds = read, 0, 0.0
 
     def __call__(
@@ -63,7 +63,11 @@ class Clock:
 
 
 def measure(
-    engine: str, read: Read, task: Task, sample: Sequence[Text], progress: Progress | None = None
+    engine: str,
+    read: TextReader,
+    task: Task,
+    sample: Sequence[Text],
+    progress: Progress | None = None,
 ) -> Side:
     """Warm up on the sample, then do the task."""
     with warnings.catch_warnings():

@@ -27,7 +27,7 @@ from packhorse.checkpoint import sentence
 from packhorse.errors import InputError, MissingExtra
 from packhorse.reports.padded import hushed
 from packhorse.runtime.encoder import Encoder, Progress
-from packhorse.runtime.evaluation.reading import Read, Role, prompt_of
+from packhorse.runtime.evaluation.reading import Role, TextReader, prompt_of
 from packhorse.tokens import Text
 
 
@@ -54,7 +54,7 @@ def choose(name: str | None, head: str) -> str | None:
     return name
 
 
-def open_peer(name: str, setting: Setting) -> Read:
+def open_peer(name: str, setting: Setting) -> TextReader:
     """The peer, ready to read; whatever it raises, now or then, is one line."""
     with _in_a_line(name, setting):
         from transformers.utils.logging import disable_progress_bar
@@ -90,7 +90,7 @@ def _installed(name: str) -> bool:
     return find_spec(name.replace("-", "_")) is not None
 
 
-def _sentence_transformers(setting: Setting) -> Read:
+def _sentence_transformers(setting: Setting) -> TextReader:
     from sentence_transformers import SentenceTransformer
 
     encoder = setting.encoder
@@ -132,7 +132,7 @@ class _Told:
             self.progress(self.done, self.total)
 
 
-def _transformers(setting: Setting) -> Read:
+def _transformers(setting: Setting) -> TextReader:
     import transformers as library
 
     encoder, embed = setting.encoder, setting.head == "embed"
@@ -225,7 +225,7 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": _largest,
 }
 # How each is opened, the heads it has, and the extra that brings it; the first is preferred.
-PEERS: dict[str, tuple[Callable[[Setting], Read], tuple[str, ...], str]] = {
+PEERS: dict[str, tuple[Callable[[Setting], TextReader], tuple[str, ...], str]] = {
     "sentence-transformers": (_sentence_transformers, ("embed",), "peers"),
     "transformers": (_transformers, ("embed", "classify"), "hf"),
 }

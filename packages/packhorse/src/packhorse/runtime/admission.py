@@ -1,46 +1,218 @@
-"""Who may wait, and who goes next: the only queue in the house.
+"""Admission: which requests may wait, and which batch runs next. The only queue in the package.
 
-Requests are admitted up to a number of tokens and of requests, and refused at once beyond it. What
-is admitted is packed as it arrives, into the open batch of its line, so that the next batch is
-ready when the last one is done. A line is for requests that ask the same of the model (the same
-heads): these can share a batch. A batch is due when it is full or when its oldest request has
-waited `timeout`; while another one runs only a full one is, because one that is not full gains by
-staying open until the device can take it.
+Requests are admitted up to a number of tokens and of requests, and refused at once beyond it. An
+admitted request is packed on arrival into the open batch of its `BatchQueue`, so that the next
+batch is ready when the last one ends. There is one queue for all requests that need the same heads:
+these can share a batch. A batch is due when it is full or when its oldest request has waited
+`timeout`; while another batch runs only a full one is due, because a batch that is not full gains
+by staying open until the device can take it.
 
-Who has many requests may have room promised for all of them and let them in one after the other, so
-that others come in between: what was promised counts as if it waited.
+A caller with many requests may reserve room for all of them and submit them one after another, so
+that requests of other callers come in between; reserved room counts as if it were in use.
 
 Where a sequence does not fit, later ones may go before it until `lookahead` have been passed over;
-those open the next batch, in their order, so no one starves. A request that is cancelled before it
+those start the next batch, in their order, so none starves. A request that is cancelled before it
 runs leaves at once: its place goes to others and its tokens back to the allowance.
 
-One lock, held for microseconds, guards all of this; the engine is woken only for what it waits for.
+**Locks.** `Admission._lock` guards everything here and is held for microseconds: nothing inside it
+computes, tokenizes or calls user code. A thread that needs several locks takes them in this order:
+
+    engine_busy  >  Admission._lock  >  the condition inside a future
+
+The engine replies while it holds `engine_busy`; a reply runs `_done`, which takes `_lock`. `push`
+takes both too, but one after the other, never together. Under `_lock` a future may be claimed
+(`set_running_or_notify_cancel`), which takes its condition; in the other direction nothing happens,
+because a future lets go of its condition before it calls `_done`.
+
+**Waits.** Each of the three ends. The engine waits for a batch to be due: it is notified when one
+becomes full, when the first request arrives and when the runner stops, and wakes by itself at the
+next deadline. A patient `push` waits for room: it is notified whenever tokens or requests leave,
+and they do leave, because the engine runs whatever waits; when the runner stops it raises. A
+patient `push` then waits for `engine_busy`, which the engine holds only while it launches a batch,
+replies to one or runs the halves of one that failed. The first two sleep at most `HEARTBEAT`
+seconds at a time, in case a notification is ever lost.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
-from packhorse.runtime.jobs import Job
-from packhorse.runtime.lines import Awaited, Batch, Line, Piece, Request
-from packhorse.runtime.modes import Shape
+from packhorse.runtime.batches import PackedShape
+from packhorse.runtime.statistics import BatchRecord
+from packhorse.runtime.tasks import InferenceJob, Row
+from packhorse.tokens import Encoding
 
-BATCHES_AHEAD = 3
-HEARTBEAT = 60.0  # the longest sleep; a wake-up that was lost costs no more than this
+BATCHES_AHEAD = 3  # that patient callers keep waiting
+HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no more than this
+
+
+class PackedFuture(Future[Any]):
+    """A future that, once it has a result, knows the batch it ran in and how long it waited."""
+
+    ran: BatchRecord | None = None  # the last of its batches
+    waited = 0.0  # seconds from admission until its first batch started
+
+
+class QueuedRequest:
+    """An admitted job, its future, and the results of its sequences as they come in."""
+
+    __slots__ = (
+        "admitted_at",
+        "future",
+        "is_waiting",
+        "job",
+        "queue_key",
+        "remaining",
+        "rows",
+        "sequences",
+        "started_at",
+    )
+
+    def __init__(self, job: InferenceJob, now: float) -> None:
+        self.job = job
+        self.queue_key: Hashable = (
+            job.heads,
+            job.only,
+        )  # with the same key, they can share a batch
+        self.future = PackedFuture()
+        self.sequences = [QueuedSequence(self, i, item) for i, item in enumerate(job.sequences)]
+        self.rows: list[Row] = [()] * len(self.sequences)
+        self.remaining = len(self.sequences)  # sequences without a result
+        self.is_waiting = True  # until the first of them runs
+        self.admitted_at = now
+        self.started_at = now
+
+
+class QueuedSequence:
+    """One sequence of a request."""
+
+    __slots__ = ("encoding", "index", "request", "tokens")
+
+    def __init__(self, request: QueuedRequest, index: int, encoding: Encoding) -> None:
+        self.request = request
+        self.index = index  # among the sequences of the request
+        self.encoding = encoding
+        self.tokens = len(encoding.ids)
+
+
+QueuedBatch = list[list[QueuedSequence]]  # the sequences of each row
+
+
+class BatchQueue:
+    """Requests that can share a batch: the open batch, and an overflow of what did not fit.
+
+    It neither locks nor waits: `Admission` does both, and decides when a batch is taken.
+    """
+
+    def __init__(self, shape: PackedShape, lookahead: int) -> None:
+        self.shape = shape
+        self.lookahead = lookahead
+        # In the other modes a batch is one row, and two comparisons decide what fits.
+        self.packer = shape.packer() if shape.mode == "mask" else None
+        # Dictionaries as ordered sets: a cancelled sequence is removed in constant time.
+        self.open: dict[QueuedSequence, None] = {}
+        self.overflow: OrderedDict[QueuedSequence, None] = OrderedDict()
+        self.tokens = 0  # of the open batch
+        self.stale = False  # the packer still counts sequences that were removed
+
+    def __len__(self) -> int:
+        return len(self.open) + len(self.overflow)
+
+    @property
+    def full(self) -> bool:
+        """Whether something did not fit, or nothing more would."""
+        return (
+            bool(self.overflow)
+            or self.tokens == self.shape.tokens
+            or len(self.open) == self.shape.max_sequences
+        )
+
+    @property
+    def oldest(self) -> float:
+        """When the request that waits longest was admitted."""
+        # Both are in order of admission, but one passed over may be older than the open batch.
+        fronts = [next(iter(sequences)) for sequences in (self.open, self.overflow) if sequences]
+        return min(sequence.request.admitted_at for sequence in fronts)
+
+    def add(self, sequence: QueuedSequence) -> None:
+        """Pack a sequence into the open batch, or keep it for a later one."""
+        if len(self.overflow) <= self.lookahead and self._pack(sequence):
+            return
+        self.overflow[sequence] = None
+        if self.stale:
+            self._repack()
+
+    def remove(self, sequence: QueuedSequence) -> bool:
+        """Remove a sequence; return whether it was still here."""
+        if sequence in self.open:
+            del self.open[sequence]
+            self.tokens -= sequence.tokens
+            self.stale = True
+            return True
+        return self.overflow.pop(sequence, sequence) is None
+
+    def take(self) -> QueuedBatch:
+        """Return the open batch and start the next one from the overflow."""
+        if self.stale:
+            self._repack()
+        sequences = list(self.open)
+        packs = self.packer.flush() if self.packer is not None else [range(len(sequences))]
+        batch = [[sequences[i] for i in pack] for pack in packs]
+        self.open = {}
+        self.tokens = 0
+        self._refill()
+        return batch
+
+    def _pack(self, sequence: QueuedSequence) -> bool:
+        if self.packer is not None:
+            fits = self.packer.add(sequence.tokens) is not None
+        else:
+            fits = self.tokens + sequence.tokens <= self.shape.tokens
+            fits &= len(self.open) != self.shape.max_sequences
+        if not fits:
+            return False
+        self.open[sequence] = None
+        self.tokens += sequence.tokens
+        return True
+
+    def _refill(self) -> None:
+        """Move from the overflow what fits, until too many were passed over."""
+        passed_over: list[QueuedSequence] = []
+        while self.overflow and len(passed_over) <= self.lookahead:
+            sequence, _ = self.overflow.popitem(last=False)
+            if not self._pack(sequence):
+                passed_over.append(sequence)
+        for sequence in reversed(passed_over):
+            self.overflow[sequence] = None
+            self.overflow.move_to_end(sequence, last=False)
+
+    def _repack(self) -> None:
+        """Pack everything again in order of admission; a packer cannot remove a sequence."""
+        sequences = sorted(
+            (*self.open, *self.overflow), key=lambda sequence: sequence.request.admitted_at
+        )
+        if self.packer is not None:
+            self.packer.flush()
+        self.open = {}
+        self.tokens = 0
+        self.stale = False
+        self.overflow = OrderedDict.fromkeys(sequences)
+        self._refill()
 
 
 class Admission:
-    """The lines, and how much may stand in them. Shared by all threads."""
+    """All queues, and how much may wait in them. Shared by all threads."""
 
     def __init__(
         self,
-        shape: Shape,
+        shape: PackedShape,
         *,
         timeout: float,
         max_tokens: int,
@@ -48,94 +220,110 @@ class Admission:
         lookahead: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.shape, self.timeout, self.lookahead, self.clock = shape, timeout, lookahead, clock
-        self.max_tokens, self.max_requests = max_tokens, max_requests
-        # Those who are patient keep the engine fed and no more: a thread that fills a long queue
-        # takes the interpreter from the engine.
-        self.ahead = min(max_tokens, BATCHES_AHEAD * shape.tokens)
-        self.waiting_tokens = self.waiting_requests = self.at_door = 0
-        self.promised_tokens = self.promised_requests = 0
-        self.admitted = self.refused = self.cancelled = 0
-        self.unanswered: dict[Future[Any], Request] = {}  # waiting or running
-        self.lines: dict[Hashable, Line] = {}
-        self.stopped: str | None = None  # why no one is admitted any more
-        self.not_before = 0.0  # no batch goes out part full
-        self.expected = 0  # requests that end that
-        # Held by the engine while it prepares a batch for an accelerator or replies to one. Those
-        # who are patient wait for that: else it gets the interpreter from them only every 5 ms,
-        # after each call of torch anew.
-        self.hands = threading.Lock()
-        # Reentrant: the garbage collector may let go of a runner while its own lock is held.
+        self.shape = shape
+        self.timeout = timeout
+        self.lookahead = lookahead
+        self.clock = clock
+        self.max_tokens = max_tokens
+        self.max_requests = max_requests
+        # Patient callers keep the engine busy and no more: a thread that fills a long queue takes
+        # the interpreter away from the engine.
+        self.patient_tokens = min(max_tokens, BATCHES_AHEAD * shape.tokens)
+        self.waiting_tokens = 0
+        self.waiting_requests = 0
+        self.preparing = 0  # requests that are being tokenized
+        self.reserved_tokens = 0
+        self.reserved_requests = 0
+        self.admitted = 0
+        self.refused = 0
+        self.cancelled = 0
+        self.unanswered: dict[Future[Any], QueuedRequest] = {}  # waiting or running
+        self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
+        self.stopped: str | None = None  # the reason why nothing is admitted any more
+        self.not_before = 0.0  # until then only full batches are due, see `linger`
+        self.expected = 0  # requests that end that earlier
+        # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
+        # callers wait for it. Otherwise they would compete with the engine for the interpreter,
+        # which switches threads only every 5 ms: the engine would lose that much at every call of
+        # torch, which releases the interpreter.
+        self.engine_busy = threading.Lock()
+        # Reentrant, because the garbage collector may finalize a runner, and so call `stop`, in a
+        # thread that holds this very lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # the engine waits here
         self._room = threading.Condition(self._lock)  # patient requests wait here
 
     @contextmanager
-    def door(self) -> Iterator[None]:
-        """Held while a request is made ready: so those being tokenized are bounded as well."""
+    def check_capacity(self) -> Iterator[None]:
+        """Raise `Overloaded` if nothing would be admitted; count a request while it is tokenized.
+
+        So the requests that are being tokenized, which are not admitted yet, are bounded as well.
+        """
         with self._lock:
             if not self._fits(1, self.max_tokens):
                 self._refuse()
-            self.at_door += 1
+            self.preparing += 1
         try:
             yield
         finally:
             with self._lock:
-                self.at_door -= 1
+                self.preparing -= 1
                 self._room.notify_all()
 
-    def promise(self, requests: int, tokens: int) -> None:
-        """Keep room for requests that are pushed one after the other, or raise Overloaded."""
+    def reserve(self, requests: int, tokens: int) -> None:
+        """Reserve room for requests that are pushed one after another, or raise `Overloaded`."""
         if requests > self.max_requests:
             raise InputError(
                 f"{requests} requests will never be admitted together: at most "
-                f"{self.max_requests} may wait; raise max_waiting_requests or divide them"
+                f"{self.max_requests} may wait; raise max_waiting_requests or send fewer at once"
             )
         with self._lock:
             if not self._fits(tokens, self.max_tokens, requests):
                 self._refuse()
-            self.promised_requests += requests
-            self.promised_tokens += tokens
+            self.reserved_requests += requests
+            self.reserved_tokens += tokens
 
     def release(self, requests: int, tokens: int) -> None:
-        """They will not come after all."""
+        """Give back reserved room that will not be used."""
         with self._lock:
-            self.promised_requests -= requests
-            self.promised_tokens -= tokens
+            self.reserved_requests -= requests
+            self.reserved_tokens -= tokens
             self._room.notify_all()
 
-    def push_promised(self, job: Job) -> Awaited:
-        """Let a job wait its turn for which there is room because it was promised."""
+    def push_reserved(self, job: InferenceJob) -> PackedFuture:
+        """Admit a job for which room was reserved."""
         with self._lock:
             if self.stopped:
                 raise RunnerStopped(self.stopped)
-            self.promised_requests -= 1
-            self.promised_tokens -= job.tokens
-            return self._admit(Request(job, self.clock()), job.tokens)
+            self.reserved_requests -= 1
+            self.reserved_tokens -= job.tokens
+            return self._admit(QueuedRequest(job, self.clock()), job.tokens)
 
-    def push(self, job: Job, patient: bool = False) -> Awaited:
-        """Let a job wait its turn. Where there is no room, wait for some or raise Overloaded."""
+    def push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
+        """Admit a job; where there is no room, wait if `patient`, else raise `Overloaded`."""
         tokens = job.tokens
         if tokens > self.max_tokens:
             raise InputError(
                 f"a request of {tokens} tokens will never be admitted: at most "
-                f"{self.max_tokens} may wait; raise max_waiting_tokens or divide it"
+                f"{self.max_tokens} may wait; raise max_waiting_tokens or split the request"
             )
+        limit = self.patient_tokens if patient else self.max_tokens
         with self._lock:
-            while not self._fits(tokens, self.ahead if patient else self.max_tokens):
+            while not self._fits(tokens, limit):
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
-            future = self._admit(Request(job, self.clock()), tokens)
+            future = self._admit(QueuedRequest(job, self.clock()), tokens)
         if patient:
-            with self.hands:
+            # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
+            with self.engine_busy:
                 pass
         return future
 
-    def next_batch(self, wait: bool) -> Batch | None:
-        """The batch that is due; None if there is none yet, or with `wait`, if none will ever be.
+    def next_batch(self, wait: bool) -> QueuedBatch | None:
+        """Return the batch that is due; None if there is none, or with `wait`, if none will come.
 
-        Without `wait` another one is running: only a full batch is due then.
+        Without `wait` another batch is running: only a full one is due then.
         """
         with self._lock:
             while True:
@@ -143,149 +331,162 @@ class Admission:
                 while key := self._due(now, idle=wait):
                     if batch := self._take(key, now):
                         return batch
-                if not wait or (self.stopped and not self.lines):
+                if not wait or (self.stopped and not self.queues):
                     return None
                 self._changed.wait(self._until_due(now))
 
     def linger(self, seconds: float, answered: int) -> None:
-        """Those who were just answered may ask again at once: give them that long to join.
+        """Give clients that were just answered that long to send their next requests.
 
-        No longer than until so many have come: a batch that leaves without them is small, and then
-        they do not all fit into the next, so that some wait for three.
+        It ends early once that many have come. A batch that leaves without them is small, and then
+        they do not all fit into the next one, so that some would wait for three batches.
         """
         with self._lock:
-            self.not_before, self.expected = self.clock() + seconds, answered
+            self.not_before = self.clock() + seconds
+            self.expected = answered
 
-    def stop(self, why: str, drain: bool = True) -> list[Request]:
-        """Admit no one any more. Without `drain` those who wait leave; they are returned.
+    def stop(self, reason: str, drain: bool = True) -> list[QueuedRequest]:
+        """Admit nothing more. Without `drain` remove what waits and return it.
 
-        Whoever gets them is the only one to answer them.
+        A returned request is claimed: only the caller can set its result.
         """
         with self._lock:
-            self.stopped = self.stopped or why
-            waiting = [] if drain else [r for r in self.unanswered.values() if r.waiting]
-            left = [request for request in waiting if self._claim(request)]
-            for request in left:
+            self.stopped = self.stopped or reason
+            waiting: list[QueuedRequest] = []
+            if not drain:
+                waiting = [request for request in self.unanswered.values() if request.is_waiting]
+            claimed = [request for request in waiting if self._claim(request)]
+            for request in claimed:
                 del self.unanswered[request.future]
             for request in waiting:
                 self._withdraw(request)
             self._changed.notify_all()
             self._room.notify_all()
-            return left
+            return claimed
 
-    def all_unanswered(self) -> list[Request]:
-        """Those who wait or run at this moment."""
+    def all_unanswered(self) -> list[QueuedRequest]:
+        """Return the requests that wait or run at this moment."""
         with self._lock:
             return list(self.unanswered.values())
+
+    # What follows is called with `_lock` held.
 
     def _fits(self, tokens: int, limit: int, requests: int = 1) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
-        before = self.waiting_requests + self.promised_requests + self.at_door
-        ahead = self.waiting_tokens + self.promised_tokens
-        return before + requests <= self.max_requests and (ahead + tokens <= limit or not ahead)
+        ahead_requests = self.waiting_requests + self.reserved_requests + self.preparing
+        ahead_tokens = self.waiting_tokens + self.reserved_tokens
+        # Where nothing waits, a request larger than the patient limit is let in, or it never would.
+        room = ahead_tokens + tokens <= limit or not ahead_tokens
+        return ahead_requests + requests <= self.max_requests and room
 
-    def _refuse(self) -> None:
+    def _refuse(self) -> NoReturn:
         self.refused += 1
-        requests = self.waiting_requests + self.promised_requests + self.at_door
-        ahead = self.waiting_tokens + self.promised_tokens
-        counted = f"{requests} requests of {ahead} tokens" if ahead else f"{requests} requests"
+        requests = self.waiting_requests + self.reserved_requests + self.preparing
+        tokens = self.waiting_tokens + self.reserved_tokens
+        waiting = f"{requests} requests of {tokens} tokens" if tokens else f"{requests} requests"
         raise Overloaded(
-            f"{counted} wait already (max_waiting_requests is {self.max_requests}, "
+            f"{waiting} wait already (max_waiting_requests is {self.max_requests}, "
             f"max_waiting_tokens {self.max_tokens}); try again in a moment"
         )
 
-    def _admit(self, request: Request, tokens: int) -> Awaited:
+    def _admit(self, request: QueuedRequest, tokens: int) -> PackedFuture:
         self.admitted += 1
         self.unanswered[request.future] = request
         request.future.add_done_callback(self._done)
         first = not self.waiting_requests
         self.waiting_requests += 1
         self.waiting_tokens += tokens
-        line = self.lines.get(request.line)
-        if line is None:
-            line = self.lines[request.line] = Line(self.shape, self.lookahead)
-        for piece in request.pieces:
-            line.add(piece)
+        queue = self.queues.get(request.queue_key)
+        if queue is None:
+            queue = self.queues[request.queue_key] = BatchQueue(self.shape, self.lookahead)
+        for sequence in request.sequences:
+            queue.add(sequence)
         self.expected -= 1
         if not self.expected:
             self.not_before = 0.0
-        if first or line.full or not self.expected:
+        # Wake the engine only where its deadline changes: waking it for each request would cost
+        # more than admitting the request.
+        if first or queue.full or not self.expected:
             self._changed.notify()
         return request.future
 
     def _done(self, future: Future[Any]) -> None:
-        """Called by every future that is answered or cancelled."""
+        """Forget a request whose future has a result or was cancelled; takes the lock itself."""
         with self._lock:
             request = self.unanswered.pop(future, None)
             if request is None:
                 return
-            if not request.left:  # all of it was run: nothing of it waits
-                request.pieces.clear()
+            if not request.remaining:  # all of it ran: none of it waits
+                request.sequences.clear()
                 return
-            self.cancelled += request.waiting and future.cancelled()
+            if request.is_waiting and future.cancelled():
+                self.cancelled += 1
             self._withdraw(request)
 
     def _due(self, now: float, idle: bool) -> Hashable:
-        """The line whose batch goes next, of those that are due the one that waits longest."""
+        """Return the key of the queue whose batch goes next: of those due, the oldest."""
         due = [
-            (line.oldest, i, key)
-            for i, (key, line) in enumerate(self.lines.items())
-            if line.full or (idle and (self.stopped or now >= self._deadline(line)))
+            (queue.oldest, i, key)  # the index, because keys have no order
+            for i, (key, queue) in enumerate(self.queues.items())
+            if queue.full or (idle and (self.stopped or now >= self._deadline(queue)))
         ]
         return min(due)[2] if due else None
 
     def _until_due(self, now: float) -> float:
-        if not self.lines:
+        if not self.queues:
             return HEARTBEAT
-        first = min(map(self._deadline, self.lines.values()))
+        first = min(map(self._deadline, self.queues.values()))
         return min(HEARTBEAT, max(0.0, first - now))
 
-    def _deadline(self, line: Line) -> float:
-        """When its batch goes out, full or not."""
-        return max(line.oldest + self.timeout, self.not_before)
+    def _deadline(self, queue: BatchQueue) -> float:
+        """Return when its batch is due even if it is not full."""
+        return max(queue.oldest + self.timeout, self.not_before)
 
-    def _take(self, key: Hashable, now: float) -> Batch | None:
-        batch = self.lines[key].take()
-        self._forget_if_empty(key)
+    def _take(self, key: Hashable, now: float) -> QueuedBatch | None:
+        batch = self.queues[key].take()
+        self._drop_if_empty(key)
         self._room.notify_all()
-        begun = [[piece for piece in row if self._begin(piece, now)] for row in batch]
-        return begun if any(begun) else None
+        started = [[sequence for sequence in row if self._start(sequence, now)] for row in batch]
+        return started if any(started) else None
 
-    def _begin(self, piece: Piece, now: float) -> bool:
-        """It goes to the device, unless it was cancelled a moment ago."""
-        self.waiting_tokens -= piece.tokens
-        request = piece.request
-        if not request.waiting:  # another sequence of it went before
+    def _start(self, sequence: QueuedSequence, now: float) -> bool:
+        """Count a sequence as running; False if its request was cancelled a moment ago."""
+        self.waiting_tokens -= sequence.tokens
+        request = sequence.request
+        if not request.is_waiting:  # another sequence of it went before
             return not request.future.done()
-        request.started = now
+        request.started_at = now
         return self._claim(request)
 
-    def _claim(self, request: Request) -> bool:
-        """From here on the answer is ours to give; False if it was cancelled or given before."""
-        self._waits_no_more(request)
+    def _claim(self, request: QueuedRequest) -> bool:
+        """Make the future uncancellable; False if it was cancelled or has a result already."""
+        self._stop_waiting(request)
         try:
             runs = request.future.set_running_or_notify_cancel()
-        except RuntimeError:  # someone answered it in our place
+        except RuntimeError:  # somebody else set its result
             return False
-        self.cancelled += not runs
+        if not runs:
+            self.cancelled += 1
         return runs
 
-    def _withdraw(self, request: Request) -> None:
-        """What of a request still waits leaves."""
-        line = self.lines.get(request.line)
-        for piece in request.pieces:
-            if line is not None and line.remove(piece):
-                self.waiting_tokens -= piece.tokens
-        request.pieces.clear()  # they know the request: a cycle, and the garbage would pile up
-        self._waits_no_more(request)
-        self._forget_if_empty(request.line)
+    def _withdraw(self, request: QueuedRequest) -> None:
+        """Remove those sequences of a request that still wait."""
+        queue = self.queues.get(request.queue_key)
+        for sequence in request.sequences:
+            if queue is not None and queue.remove(sequence):
+                self.waiting_tokens -= sequence.tokens
+        # Sequences refer to their request: break the cycle, or garbage piles up until a collection.
+        request.sequences.clear()
+        self._stop_waiting(request)
+        self._drop_if_empty(request.queue_key)
         self._room.notify_all()
 
-    def _waits_no_more(self, request: Request) -> None:
-        self.waiting_requests -= request.waiting
-        request.waiting = False
+    def _stop_waiting(self, request: QueuedRequest) -> None:
+        if request.is_waiting:
+            self.waiting_requests -= 1
+        request.is_waiting = False
 
-    def _forget_if_empty(self, key: Hashable) -> None:
-        if key in self.lines and not self.lines[key]:
-            del self.lines[key]
+    def _drop_if_empty(self, key: Hashable) -> None:
+        if key in self.queues and not self.queues[key]:
+            del self.queues[key]

@@ -1,10 +1,12 @@
 """The torch model as a backend: `backend(packed, heads) -> tensors`, on its device, in its dtype.
 
 On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
-a bucket and the layers compiled for it (one layer's compilation serves them all), and on CUDA the
-encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
-outside, on the batch's own tokens: they are small. With `fixed` tokens, shapes are those of
-`invariant`.
+a bucket and the layers are compiled for it (all layers share the compiled code of one), and on CUDA
+the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
+outside the graph, on the batch without padding: they are small. With `fixed`, batches have the
+shapes of `invariant`.
+
+Shapes: T tokens, S sequences, E hidden width.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime.invariant import FixedShapes
 
-SMALLEST_RECORDED = 1024  # tokens; below, a launch costs as much as the work
-USUAL_LENGTH = 64  # of a bucket's sequences, at least: so that most batches of a size share one
+SMALLEST_BUCKET = 64  # tokens
+SMALLEST_RECORDED_BUCKET = 1024  # tokens; a smaller batch costs no less, launching it dominates
+# A bucket has a slot for a sequence per so many tokens: most batches of a size then share a bucket.
+TOKENS_PER_SLOT = 64
 
 
 class TorchBackend:
-    """Runs a model in inference mode; frozen, or compiled per bucket, or in fixed shapes."""
+    """Runs a model in inference mode: frozen, compiled per bucket, or in fixed shapes."""
 
     def __init__(
         self, model: Model, device: torch.device, graphs: bool = False, fixed: int = 0
@@ -38,10 +42,13 @@ class TorchBackend:
         serves = model.bert.kernel.serves
         if graphs and not serves.compiles:
             name = type(model.bert.kernel).__name__.lower()
-            raise KernelError(f"kernel {name!r} plans anew for each batch and cannot be compiled")
+            raise KernelError(
+                f"kernel {name!r} makes a new plan for each batch, so graphs cannot be compiled "
+                "with it; leave out graphs, or use another kernel"
+            )
         recorded = graphs and serves.records and device.type == "cuda"
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
-        self.smallest = SMALLEST_RECORDED if recorded else 64
+        self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
         if device.type == "cpu":
             prepare = freeze if can_freeze(next(model.parameters()).dtype) and not graphs else widen
             prepare(self.model)
@@ -53,25 +60,26 @@ class TorchBackend:
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> list[Tensor]:
-        """What each head makes of the batch; `at` narrows heads of tokens to these tokens."""
+        """Return the output of each head; with `at`, per-token heads run on these tokens alone."""
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
         if self.graphs:
             bucket = _bucket(packed, self.smallest).to(self.device)
-            hidden = self._in_bucket(bucket)[: len(packed.ids)]  # padding is a tail
-            here = _unpadded(bucket, packed)
+            # The padding is at the end.
+            hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]
+            on_device = _unpadded(bucket, packed)
         else:
-            here = packed.to(self.device)
-            hidden = self.model.bert(here)
-        return self.model.apply_heads(hidden, here, heads, at)
+            on_device = packed.to(self.device)
+            hidden = self.model.bert(on_device)  # [T, E]
+        return self.model.apply_heads(hidden, on_device, heads, at)
 
     def computed(self, packed: Packed) -> int:
-        """The tokens that a batch costs, those that fill up its bucket included."""
+        """Return the tokens that are computed for a batch, the padding of its bucket included."""
         if self.fixed is not None:
             return self.fixed.computed(packed)
         tokens = len(packed.ids)
-        filled = self.graphs and not packed.capacity
-        return executable.round_up(tokens, self.smallest) if filled else tokens
+        padded = self.graphs and not packed.capacity
+        return executable.round_up(tokens, self.smallest) if padded else tokens
 
     def _in_bucket(self, bucket: Packed) -> Tensor:
         executable.allow_every_bucket()
@@ -89,25 +97,26 @@ class TorchBackend:
         max_seqlen: int,
         capacity: int,
     ) -> Tensor:
-        """The encoder over bare tensors, as a recorded graph takes them."""
+        """Run the encoder on bare tensors, which is what a recorded graph takes."""
         packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
         return self.model.bert(packed)
 
 
 def _bucket(packed: Packed, smallest: int) -> Packed:
-    """The smallest bucket that holds the batch; rows are a bucket already."""
+    """Pad a batch to the smallest bucket that holds it; a batch of rows is one already."""
     if packed.capacity:
         return _same_slots(packed)
     tokens = executable.round_up(len(packed.ids), smallest)
     dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
-    needed = max(len(packed) + dummies, tokens // USUAL_LENGTH)
+    needed = max(len(packed) + dummies, tokens // TOKENS_PER_SLOT)
     longest = 1 << (packed.max_seqlen - 1).bit_length()
     return replace(packed.pad(tokens, 1 << (needed - 1).bit_length()), max_seqlen=longest)
 
 
 def _unpadded(bucket: Packed, packed: Packed) -> Packed:
-    """The batch itself, as part of its bucket."""
-    tokens, prompts = len(packed.ids), bucket.prompt_lengths
+    """Return the batch without padding, as views of its bucket, which is on the device."""
+    tokens = len(packed.ids)
+    prompts = bucket.prompt_lengths
     return replace(
         packed,
         ids=bucket.ids[:tokens],
@@ -119,7 +128,7 @@ def _unpadded(bucket: Packed, packed: Packed) -> Packed:
 
 
 def _same_slots(packed: Packed) -> Packed:
-    """Rows have their tokens already; empty sequences at the end make one number of slots."""
+    """Add empty sequences to a batch of rows, so that all such batches have as many sequences."""
     rows = len(packed.ids) // packed.capacity
     slots = max(4 * rows, 1 << (len(packed) - 1).bit_length())
     spare = packed.cu_seqlens[-1:].expand(slots - len(packed))

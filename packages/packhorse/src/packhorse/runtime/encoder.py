@@ -1,15 +1,15 @@
-"""Texts in, results out: batches by token budget, no padding, the caller's order kept.
+"""The Encoder: texts in, results out, in batches without padding and in the caller's order.
 
 `load` opens a model and decides once where and how it runs; the `Encoder` it returns shows that in
-its repr. The encoder never waits and owns no queue: it takes all it is given, at once. Every task
-has two ends, `prepare` (texts to jobs) and a job's `finish` (numbers to the answer), which the
-runner uses without the middle. `encode` and its kin are in `sentences`: `embed` for code that was
-written for sentence-transformers.
+its repr. The encoder never waits and has no queue: it runs all its inputs at once. There is one
+method per task of `runtime.tasks`; `prepare` and a job's `finish` are its two ends, which the
+runner uses without the middle. `encode` and what belongs to it are in `sentences`, for code that
+was written for sentence-transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NoReturn, Protocol
@@ -23,18 +23,17 @@ from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime import batches, sentences, tasks
-from packhorse.runtime.jobs import Batch, Given, Job, Row
-from packhorse.runtime.tasks import Long
+from packhorse.runtime.batches import LaunchedBatch
+from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
+from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
 from packhorse.tokens import Encoding, Text, Tokenizer
 
-Progress = Callable[[int, int], None]  # sequences done, sequences in all
-
-TOKENS_A_BATCH = {"cpu": 4096, "cuda": 32768}
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}  # by device type
 
 
 class Backend(Protocol):
-    """What runs the model: torch, or another runtime over the same layout."""
+    """Runs the model: torch, or another runtime that takes the same layout."""
 
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
@@ -43,7 +42,7 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Encoder:
-    """A loaded model. Every method takes a list of any size and keeps its order."""
+    """A loaded model. Every method takes a list of any size and returns results in its order."""
 
     name: str
     tokenizer: Tokenizer
@@ -58,15 +57,15 @@ class Encoder:
     device: torch.device
     dtype: torch.dtype
     kernel: str
-    why: str  # how device, dtype and kernel were chosen
-    capacity: int = 0  # tokens a row, for kernels that need rows
-    budget: int = 4096  # tokens a batch
-    embedder: Embed | None = None  # what makes vectors; None: the graph itself
+    reason: str  # why this device, dtype and kernel were chosen
+    capacity: int = 0  # tokens per row, for kernels that need rows
+    budget: int = 4096  # tokens per batch
+    embedder: Embed | None = None  # the head that makes vectors; None: the graph does
     similarity_fn_name: str = "cosine"
-    truncate_dim: int | None = None  # numbers that `encode` keeps of a vector
-    told: set[str] = field(default_factory=set, repr=False, compare=False)  # warnings given
+    truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
+    warned: set[str] = field(default_factory=set, repr=False, compare=False)  # see `sentences`
 
-    # The shape of sentence-transformers, and what MTEB's runner asks for besides.
+    # The interface of sentence-transformers, and what MTEB's runner needs besides.
     encode = sentences.encode
     encode_query = sentences.encode_query
     encode_document = sentences.encode_document
@@ -78,18 +77,19 @@ class Encoder:
 
     @property
     def max_seq_length(self) -> int:
-        """The longest sequence, under the name that sentence-transformers has for it."""
+        """The length limit in tokens, under the name that sentence-transformers uses."""
         return self.max_length
 
     def __repr__(self) -> str:
-        how = f"{device.describe(self.device)}, {device.dtype_name(self.dtype)}, {self.kernel}"
-        return f"Encoder({self.name}: {how}; heads: {', '.join(self.heads)})"
+        dtype = device.dtype_name(self.dtype)
+        place = f"{device.describe(self.device)}, {dtype}, {self.kernel}"
+        return f"Encoder({self.name}: {place}; heads: {', '.join(self.heads)})"
 
     def __reduce__(self) -> NoReturn:
-        """Weights that were laid out for this machine's products cannot be copied."""
+        """Refuse: weights that were prepared for this processor cannot be copied."""
         raise TypeError(
-            "an Encoder is neither pickled nor copied; load it where it is needed, "
-            f"packhorse.load(…), or give threads a PackRunner over {self.name}"
+            "an Encoder cannot be pickled or copied; load it where it is needed, "
+            f"packhorse.load(…), or share a PackRunner over {self.name} between threads"
         )
 
     def embed(
@@ -102,14 +102,15 @@ class Encoder:
         normalise: bool | None = None,
         progress: Progress | None = None,
     ) -> np.ndarray:
-        """One vector a text, float32 [n, width].
+        """Return one vector per text, float32 [n, width].
 
         `prompt` names one of the model's prompts; without it the model's default goes before each
-        text, if it has one. `long` is what becomes of a text that is too long (see
-        `runtime.tasks`). Vectors are as the model makes them, unless `normalise` says.
+        text, if it has one. `long` says what to do with a text that is too long (see
+        `runtime.tasks`). Vectors are normalized if the model does that, unless `normalise` is set.
         """
-        how = {"max_length": max_length, "long": long, "normalise": normalise}
-        jobs = self.prepare("embed", texts, prompt=prompt, **how)
+        jobs = self.prepare(
+            "embed", texts, prompt=prompt, max_length=max_length, long=long, normalise=normalise
+        )
         vectors = self._finish(jobs, progress)
         return np.stack(vectors) if vectors else np.empty((0, self.width), np.float32)
 
@@ -122,12 +123,12 @@ class Encoder:
         long: Long | None = None,
         progress: Progress | None = None,
     ) -> list[Hidden]:
-        """The last layer's states of each text, and the pooled output where the model has one.
+        """Return the last layer's states of each text, and the pooled output if there is one.
 
-        No prompt but the one that is named goes before the texts.
+        A prompt goes before the texts only if it is named here.
         """
-        how = {"prompt": prompt, "max_length": max_length, "long": long}
-        return self._finish(self.prepare("hidden", texts, **how), progress)
+        jobs = self.prepare("hidden", texts, prompt=prompt, max_length=max_length, long=long)
+        return self._finish(jobs, progress)
 
     def classify(
         self,
@@ -138,12 +139,13 @@ class Encoder:
         problem: str | None = None,
         progress: Progress | None = None,
     ) -> list[Classified]:
-        """The label of each text or pair, with the scores of all labels.
+        """Return the label of each text or pair, with the scores of all labels.
 
-        `problem` is what to make of the logits instead of the model's own, see `results`.
+        `problem` says how logits become scores, if not as the model's configuration says; see
+        `results.classified`.
         """
-        how = {"max_length": max_length, "long": long, "problem": problem}
-        return self._finish(self.prepare("classify", texts, **how), progress)
+        jobs = self.prepare("classify", texts, max_length=max_length, long=long, problem=problem)
+        return self._finish(jobs, progress)
 
     def rerank(
         self,
@@ -155,9 +157,11 @@ class Encoder:
         long: Long | None = None,
         progress: Progress | None = None,
     ) -> list[Ranked]:
-        """The documents by how well they answer the query, best first; scores are logits."""
-        how = {"documents": documents, "top_k": top_k, "max_length": max_length, "long": long}
-        return self._finish(self.prepare("rerank", [query], **how), progress)[0]
+        """Return the documents by how well they answer the query, best first; scores are logits."""
+        jobs = self.prepare(
+            "rerank", [query], documents=documents, top_k=top_k, max_length=max_length, long=long
+        )
+        return self._finish(jobs, progress)[0]
 
     def answer(
         self,
@@ -170,15 +174,22 @@ class Encoder:
         no_answer: float | None = None,
         progress: Progress | None = None,
     ) -> list[list[Answer]]:
-        """The best spans for each (question, context), of at most `max_answer_tokens`.
+        """Return the best spans for each (question, context), of at most `max_answer_tokens`.
 
         Long contexts are read in windows that share `stride` tokens, by default a quarter. An empty
-        answer comes first where having none scores higher than the best span by more than
+        answer comes first where "no answer" scores higher than the best span by more than
         `no_answer`; by default there is always an answer.
         """
-        how = {"max_length": max_length, "stride": stride, "no_answer": no_answer}
-        how |= {"top_k": top_k, "max_answer_tokens": max_answer_tokens}
-        return self._finish(self.prepare("answer", pairs, **how), progress)
+        jobs = self.prepare(
+            "answer",
+            pairs,
+            top_k=top_k,
+            max_length=max_length,
+            stride=stride,
+            max_answer_tokens=max_answer_tokens,
+            no_answer=no_answer,
+        )
+        return self._finish(jobs, progress)
 
     def fill(
         self,
@@ -190,9 +201,11 @@ class Encoder:
         targets: Sequence[str] | None = None,
         progress: Progress | None = None,
     ) -> list[list[list[Filled]]]:
-        """For each text and each mask in it, the likeliest words, of all or of `targets`."""
-        how = {"top_k": top_k, "max_length": max_length, "long": long, "targets": targets}
-        return self._finish(self.prepare("fill", texts, **how), progress)
+        """Return the likeliest words for each mask of each text, of all words or of `targets`."""
+        jobs = self.prepare(
+            "fill", texts, top_k=top_k, max_length=max_length, long=long, targets=targets
+        )
+        return self._finish(jobs, progress)
 
     def label(
         self,
@@ -203,27 +216,35 @@ class Encoder:
         join: bool = True,
         progress: Progress | None = None,
     ) -> list[list[Entity]]:
-        """Labelled stretches of each text (names, places …); without `join`, its tokens."""
-        how = {"max_length": max_length, "long": long, "join": join}
-        return self._finish(self.prepare("label", texts, **how), progress)
+        """Return the labeled spans of each text (names, places …); without `join`, its tokens."""
+        jobs = self.prepare("label", texts, max_length=max_length, long=long, join=join)
+        return self._finish(jobs, progress)
 
-    def prepare(self, task: str, texts: Sequence[Given], **options: Any) -> list[Job]:
-        """A job for each text: everything that can be done and refused before the model runs.
+    def prepare(self, task: str, texts: Sequence[TaskInput], **options: Any) -> list[InferenceJob]:
+        """Return one job per text: all that can be done, and refused, before the model runs.
 
-        `options` are those of the task's own method; `rerank` takes queries for texts. Where no
-        text is asked for, token ids will do: they are taken as they are.
+        `options` are those of the task's method; `rerank` takes queries as its texts. Tasks that do
+        not need the text itself also take token ids, as they are.
         """
         return tasks.prepare(self, task, texts, **options)
 
-    def tokenize(self, texts: Sequence[Given], max_length: int | None = None) -> list[Encoding]:
-        """The sequences as they would run; warns when texts had to be cut."""
+    def tokenize(self, texts: Sequence[TaskInput], max_length: int | None = None) -> list[Encoding]:
+        """Return the sequences as they would run; warn if texts had to be cut."""
         return tasks.tokenize(self, texts, max_length)
 
-    def launch(self, packed: Packed, heads: tuple[str, ...], only: int | None = None) -> Batch:
-        """Hand a batch to the device; an accelerator computes while the caller goes on."""
-        at = None if only is None else (packed.ids == only).nonzero().flatten()
-        found = self.backend(packed, heads, None if at is None else at.to(self.device))
-        return Batch(packed, heads, found, at).sent()
+    def launch(
+        self, packed: Packed, heads: tuple[str, ...], only: int | None = None
+    ) -> LaunchedBatch:
+        """Hand a batch to the device; an accelerator computes while the caller goes on.
+
+        With `only`, per-token heads run on the tokens with this id alone.
+        """
+        if only is None:
+            outputs = self.backend(packed, heads, None)
+            return LaunchedBatch(packed, heads, outputs, None).copy_to_host()
+        indices = (packed.ids == only).nonzero().flatten()
+        outputs = self.backend(packed, heads, indices.to(self.device))
+        return LaunchedBatch(packed, heads, outputs, indices).copy_to_host()
 
     def run(
         self,
@@ -232,36 +253,39 @@ class Encoder:
         only: int | None = None,
         progress: Progress | None = None,
     ) -> list[Row]:
-        """Run heads over all sequences, batch by batch: an array a head for each, in their order.
+        """Run heads over all sequences, batch by batch; return one row per sequence, in order.
 
-        With `only`, heads of tokens see and answer for the tokens of this id alone.
+        With `only`, per-token heads run on the tokens with this id alone.
         """
-        out: list[Row] = [()] * len(sequences)
-        done = 0
-        for batch, rows in self._batch_by_batch(sequences, heads, only):
-            for index, row in zip(batch, rows, strict=True):
-                out[index] = row
-            done += len(batch)
+        results: list[Row] = [()] * len(sequences)
+        finished = 0
+        for indices, rows in self._batch_by_batch(sequences, heads, only):
+            for index, row in zip(indices, rows, strict=True):
+                results[index] = row
+            finished += len(indices)
             if progress is not None:
-                progress(done, len(sequences))
-        return out
+                progress(finished, len(sequences))
+        return results
 
     def _batch_by_batch(
         self, sequences: Sequence[Encoding], heads: tuple[str, ...], only: int | None
     ) -> Iterator[tuple[list[int], Iterator[Row]]]:
-        """Batches and their results, one batch behind: an accelerator is never kept waiting."""
-        ahead: tuple[list[int], Batch] | None = None
+        """Yield the indices and results of each batch.
+
+        Results are read one batch late, after the next was launched: an accelerator never waits.
+        """
+        previous: tuple[list[int], LaunchedBatch] | None = None
         for indices in batches.by_tokens([len(s) for s in sequences], self.budget):
             packed = batches.lay([sequences[i] for i in indices], self.capacity)
             batch = self.launch(packed, heads, only)
-            if ahead is not None:
-                yield ahead[0], ahead[1].rows()
-            ahead = indices, batch
-        if ahead is not None:
-            yield ahead[0], ahead[1].rows()
+            if previous is not None:
+                yield previous[0], previous[1].rows()
+            previous = indices, batch
+        if previous is not None:
+            yield previous[0], previous[1].rows()
 
-    def _finish(self, jobs: Sequence[Job], progress: Progress | None) -> list[Any]:
-        """Run jobs of one task, and what they make of it."""
+    def _finish(self, jobs: Sequence[InferenceJob], progress: Progress | None) -> list[Any]:
+        """Run jobs of one task and return their answers."""
         if not jobs:
             return []
         sequences = [sequence for job in jobs for sequence in job.sequences]

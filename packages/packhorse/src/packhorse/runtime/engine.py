@@ -1,15 +1,27 @@
-"""The engine of a runner: take a batch, run it, reply; in one thread that survives what it runs.
+"""The engine of a runner: one thread that takes batches, runs them and replies to requests.
 
-On an accelerator a full batch is handed over while the one before it still runs, exactly one ahead.
-When a batch has come back, the next is handed over first and replies are made while that one waits
-its turn: what replying takes is never waited for. On a CPU the engine itself computes: a thread
-beside it would only take cores from it, and requests are packed as they arrive anyway.
+On an accelerator a full batch is launched while the one before it still runs, exactly one ahead.
+When a batch has come back, the next one is launched first and the replies are made while it runs,
+so the device never waits for replies. On a CPU the engine itself computes: a second thread would
+only take cores from it, and requests are packed by the threads that submit them anyway.
 
-A request fails alone. Numbers that are not finite stay in their own sequence, because packing keeps
-sequences apart. Where the model raises, the batch is run again in halves until the culprit is by
-itself, and everyone else is answered: about 2 log2(n) small batches for one among n. The engine
-ends only with what ends any program (SystemExit, KeyboardInterrupt), a lost device or a mistake of
-ours; then every request there is or will be gets an error at once.
+A request fails alone. Values that are not finite stay in their own sequence, because packing keeps
+sequences apart. Where the model raises, the batch runs again in halves until the request that fails
+is by itself, and all others are answered: about 2 log2(n) small batches for one request of n. The
+engine dies only of what ends any program (SystemExit, KeyboardInterrupt), of a lost device or of a
+bug; then every request, present and future, gets an error at once.
+
+**Locks.** The order is that of `admission`: `engine_busy` before `Admission._lock`, and the
+recorder's lock last. The engine holds `engine_busy` while it launches and replies on an
+accelerator, and not while it waits for a batch, except for the halves of one that failed. It calls
+user code (the callbacks of futures) with `engine_busy` held but never with `Admission._lock`, so a
+callback may submit, cancel or close. It must not call `PackRunner.run`: that would wait for this
+very thread.
+
+**Waits.** The engine waits in `Admission.next_batch` and for the device; see there for why the
+first ends. A device that never answers is the one thing that can block `close` without end; at the
+exit of the interpreter the wait is bounded by `EXIT_SECONDS`. The status thread waits for `ended`,
+which the engine sets however it ends.
 """
 
 from __future__ import annotations
@@ -31,246 +43,274 @@ import torch
 
 from packhorse import status
 from packhorse.errors import PackhorseError, RequestFailed, RunnerStopped
-from packhorse.runtime import jobs
-from packhorse.runtime.admission import Admission
+from packhorse.runtime.admission import Admission, QueuedBatch, QueuedRequest, QueuedSequence
+from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.jobs import Row
-from packhorse.runtime.lines import Batch, Piece, Request
-from packhorse.runtime.statistics import Ran, Recorder, Stats
+from packhorse.runtime.statistics import BatchRecord, RunnerRecorder, RunnerStats
+from packhorse.runtime.tasks import Row
 
 LOGGER = logging.getLogger(__name__)
 PUBLISH_SECONDS = 1.0
-LINGER = 0.06  # of a batch's time: what an idle device may cost for the next to be fuller
-EXIT_SECONDS = 5.0  # how long the interpreter's exit waits for the batch that runs
+# After a batch, clients that were answered may take this share of its time to send their next
+# requests: the device is idle that long, and the next batch is fuller for it.
+LINGER = 0.06
+EXIT_SECONDS = 5.0  # how long the exit of the interpreter waits for the batch that runs
 NUMBERS = count(1)
 NOT_FINITE = (
-    "what the model made of this request is not finite (NaN, or too large for its number format); "
-    "if this is not the text's fault, load it with dtype='fp32'"
+    "the model's output for this request is not finite (NaN, or too large for its number format); "
+    "if the text is not the cause, load the model with dtype='fp32'"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
-    """A batch that was handed to the device, or what kept it from there or from coming back."""
+class BatchInFlight:
+    """A batch that was handed to the device; or the error of its launch or of its computation."""
 
-    batch: Batch
-    begun: float
-    outcome: jobs.Batch | BaseException
+    batch: QueuedBatch
+    started: float
+    outcome: LaunchedBatch | BaseException
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """What came of a batch: a row for each sequence, None where a number in it is not finite."""
+class BatchResults:
+    """Results per sequence; None if any value is not finite."""
 
     rows: Sequence[Row | None]
-    tokens: int
+    tokens: int  # of the batch, padding included
 
 
-class Engine:
-    """The threads of a runner, and all they do."""
+class RunnerEngine:
+    """The threads of a runner, and all that they do."""
 
     def __init__(self, encoder: Encoder, admission: Admission) -> None:
-        self.encoder, self.admission, self.recorder = encoder, admission, Recorder()
-        self.name, self.pid = f"runner-{next(NUMBERS)}", os.getpid()
-        self.ahead: Flight | None = None  # on an accelerator, the batch that was handed over last
-        self.back: Flight | None = None  # has landed and is not replied to yet
+        self.encoder = encoder
+        self.admission = admission
+        self.recorder = RunnerRecorder()
+        self.name = f"runner-{next(NUMBERS)}"
+        self.pid = os.getpid()
+        self.running: BatchInFlight | None = None  # on an accelerator, the last batch launched
+        self.finished: BatchInFlight | None = None  # is back and has no replies yet
         self.ended = threading.Event()
         self.threads = [threading.Thread(target=self._live, name=self.name, daemon=True)]
 
     def start(self, publish: bool) -> None:
-        """Begin to run what is admitted."""
+        """Start to run what is admitted."""
         atexit.register(self._at_exit)
         if publish:
             name = f"{self.name}-status"
-            self.threads += [threading.Thread(target=self._publish, name=name, daemon=True)]
+            self.threads.append(threading.Thread(target=self._publish, name=name, daemon=True))
         for thread in self.threads:
             thread.start()
 
-    def close(self, why: str, drain: bool, timeout: float | None = None) -> None:
-        """Answer what waits, or fail it without `drain`; then end, and wait for that."""
-        for request in self.admission.stop(why, drain):
-            self._fail(request, RunnerStopped(why))
-        if threading.current_thread() not in self.threads:  # a future's callback may close, too
+    def close(self, reason: str, drain: bool, timeout: float | None = None) -> None:
+        """Answer what waits, or fail it without `drain`; then end the threads and wait for them."""
+        for request in self.admission.stop(reason, drain):
+            self._fail(request, RunnerStopped(reason))
+        # A future's callback, which runs on the engine's thread, may close the runner; a thread
+        # cannot wait for itself, and the loop ends after the callback anyway.
+        if threading.current_thread() not in self.threads:
             for thread in self.threads:
                 thread.join(timeout)
 
-    def let_go(self) -> None:
-        """Answer what waits and end; no one is left to wait for it. Safe at any moment."""
-        if self.pid == os.getpid():
-            self.admission.stop("the runner was let go")
+    def abandon(self) -> None:
+        """Answer what waits and end, without waiting for that; the runner was garbage-collected.
 
-    def stats(self) -> Stats:
-        """The figures of this moment."""
-        admission, seen = self.admission, self.recorder
+        The collector may call it in any thread at any moment: it must not wait, and
+        `Admission.stop` takes only a lock that the thread may hold already.
+        """
+        if self.pid == os.getpid():
+            self.admission.stop("the runner was garbage-collected")
+
+    def stats(self) -> RunnerStats:
+        """Return the statistics of this moment."""
+        admission = self.admission
+        recorder = self.recorder
         waiting = admission.waiting_requests
-        return Stats(
+        return RunnerStats(
             requests=admission.admitted,
-            answered=seen.answered,
-            failed=seen.failed,
+            answered=recorder.answered,
+            failed=recorder.failed,
             cancelled=admission.cancelled,
             refused=admission.refused,
             waiting_requests=waiting,
             waiting_tokens=admission.waiting_tokens,
             running_requests=max(0, len(admission.unanswered) - waiting),
-            tokens=seen.tokens,
-            batches=seen.batches,
-            reruns=seen.reruns,
-            fill=seen.tokens / max(1, seen.batch_tokens),
-            sequences_a_batch=seen.sequences / max(1, seen.batches),
-            **seen.times(),
+            tokens=recorder.tokens,
+            batches=recorder.batches,
+            reruns=recorder.reruns,
+            fill=recorder.tokens / max(1, recorder.batch_tokens),
+            sequences_a_batch=recorder.sequences / max(1, recorder.batches),
+            **recorder.times(),
         )
 
     def _live(self) -> None:
-        why = "the runner is closed"
+        reason = "the runner is closed"
         try:
             while self._step():
                 pass
         except BaseException as error:
             LOGGER.critical("the engine of %s died", self.name, exc_info=True)
-            why = f"the runner's engine died: {type(error).__name__}: {error}"
+            reason = f"the runner's engine died: {type(error).__name__}: {error}"
         finally:
+            # Whatever ended it, nobody may wait for an answer that will not come: stop admission
+            # first, so that nothing arrives after the requests were collected.
             self.ended.set()
-            waiting = self.admission.stop(why, drain=False)
+            waiting = self.admission.stop(reason, drain=False)
             for request in [*waiting, *self.admission.all_unanswered()]:
-                self._fail(request, RunnerStopped(why))
+                self._fail(request, RunnerStopped(reason))
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
-        """Hand over a batch that is due, reply to the one that is back, wait for the one that runs.
+        """Launch a batch that is due, reply to the one that is back, wait for the one that runs.
 
-        False when all is done.
+        Return False when there is nothing left to do.
         """
-        running, back = self.ahead, self.back
-        batch = self.admission.next_batch(wait=not (running or back))
-        computes = self.encoder.device.type == "cpu"
-        with nullcontext() if computes else self.admission.hands:
-            self.ahead = self._launch(batch) if batch else None
-            if back:
-                self._finish(back)
-        self.back = _landed(running) if running else None
-        if self.ahead and computes:  # it has been computed already
-            self._finish(_landed(self.ahead))
-            self.ahead = None
-        return bool(batch or running or back)
+        running = self.running
+        finished = self.finished
+        batch = self.admission.next_batch(wait=not (running or finished))
+        on_cpu = self.encoder.device.type == "cpu"
+        with nullcontext() if on_cpu else self.admission.engine_busy:
+            self.running = self._launch(batch) if batch else None
+            if finished:
+                self._finish(finished)
+        self.finished = _wait_for(running) if running else None
+        if self.running and on_cpu:  # the launch has computed it
+            self._finish(_wait_for(self.running))
+            self.running = None
+        return bool(batch or running or finished)
 
-    def _launch(self, batch: Batch) -> Flight:
-        return Flight(batch, self.admission.clock(), _attempt(self._start, batch))
+    def _launch(self, batch: QueuedBatch) -> BatchInFlight:
+        return BatchInFlight(batch, self.admission.clock(), _attempt(self._start, batch))
 
-    def _start(self, batch: Batch) -> jobs.Batch:
+    def _start(self, batch: QueuedBatch) -> LaunchedBatch:
         places = count()
         packs = [[next(places) for _ in row] for row in batch]
-        pieces = _flat(batch)
-        packed = self.admission.shape.lay([piece.sequence for piece in pieces], packs)
-        job = pieces[0].request.job
+        sequences = _flat(batch)
+        packed = self.admission.shape.lay([sequence.encoding for sequence in sequences], packs)
+        job = sequences[0].request.job
         return self.encoder.launch(packed, job.heads, job.only)
 
-    def _finish(self, flight: Flight) -> None:
-        """Reply to a batch that is back; where it failed, try its halves."""
-        landed = _attempt(_read, flight.outcome)
-        if isinstance(landed, BaseException):
-            return self._divide(flight.batch, landed)
-        pieces = _flat(flight.batch)
-        seconds = self.admission.clock() - flight.begun
-        lengths = [[piece.tokens for piece in row] for row in flight.batch]
-        ran = self.recorder.batch(lengths, landed.tokens, seconds)
-        self._reply(pieces, landed.rows, ran)
+    def _finish(self, flight: BatchInFlight) -> None:
+        """Reply to a batch that is back; where it failed, run its halves."""
+        results = _attempt(_results, flight.outcome)
+        if isinstance(results, BaseException):
+            return self._divide(flight.batch, results)
+        sequences = _flat(flight.batch)
+        seconds = self.admission.clock() - flight.started
+        lengths = [[sequence.tokens for sequence in row] for row in flight.batch]
+        record = self.recorder.batch(lengths, results.tokens, seconds)
+        self._reply(sequences, results.rows, record)
         if self.admission.timeout:
-            self.admission.linger(LINGER * seconds, len({piece.request for piece in pieces}))
+            answered = len({sequence.request for sequence in sequences})
+            self.admission.linger(LINGER * seconds, answered)
 
-    def _divide(self, batch: Batch, error: BaseException) -> None:
-        """Run a failed batch again in halves; a sequence that fails by itself is the culprit."""
-        # Where the device is lost this raises, and the engine ends at once.
+    def _divide(self, batch: QueuedBatch, error: BaseException) -> None:
+        """Run a failed batch again in halves; a sequence that fails by itself is the cause."""
+        # Where the device is lost this raises and the engine dies at once, instead of failing
+        # request after request.
         torch.zeros(1, device=self.encoder.device).cpu()
-        if len(pieces := _flat(batch)) == 1:
-            return self._fail(pieces[0].request, _blame(error))
-        pieces = [piece for piece in pieces if not piece.request.future.done()]
-        middle = len(pieces) // 2
-        for half in map(set, (pieces[:middle], pieces[middle:])):
+        sequences = _flat(batch)
+        if len(sequences) == 1:
+            return self._fail(sequences[0].request, _request_error(error))
+        sequences = [sequence for sequence in sequences if not sequence.request.future.done()]
+        middle = len(sequences) // 2
+        for half in (set(sequences[:middle]), set(sequences[middle:])):
             if half:
                 self.recorder.rerun()
-                self._finish(
-                    _landed(self._launch([[p for p in row if p in half] for row in batch]))
-                )
+                rows = [[sequence for sequence in row if sequence in half] for row in batch]
+                self._finish(_wait_for(self._launch(rows)))
 
-    def _reply(self, pieces: Sequence[Piece], rows: Sequence[Row | None], ran: Ran) -> None:
-        """Hand each sequence its row; requests that are whole by that are answered."""
-        answers = []
-        for piece, row in zip(pieces, rows, strict=True):
-            request = piece.request
+    def _reply(
+        self, sequences: Sequence[QueuedSequence], rows: Sequence[Row | None], record: BatchRecord
+    ) -> None:
+        """Give each sequence its row; answer the requests that are complete by that."""
+        answers: list[tuple[QueuedRequest, Any]] = []
+        for sequence, row in zip(sequences, rows, strict=True):
+            request = sequence.request
             if row is None:
                 self._fail(request, RequestFailed(NOT_FINITE))
                 continue
-            request.rows[piece.index] = row
-            request.left -= 1
-            if not request.left:
-                request.future.ran, request.future.waited = ran, request.started - request.entered
+            request.rows[sequence.index] = row
+            request.remaining -= 1
+            if not request.remaining:
+                request.future.ran = record
+                request.future.waited = request.started_at - request.admitted_at
                 answers.append((request, _attempt(request.job.finish, request.rows)))
+        # Count before answering: who has its answer must find itself in the statistics.
         now = self.admission.clock()
-        good = [request for request, found in answers if not isinstance(found, BaseException)]
-        self.recorder.answer([(now - r.entered, r.future.waited) for r in good])
-        for request, found in answers:
-            if isinstance(found, BaseException):
-                self._fail(request, _blame(found))
+        self.recorder.answer(
+            [
+                (now - request.admitted_at, request.future.waited)
+                for request, answer in answers
+                if not isinstance(answer, BaseException)
+            ]
+        )
+        for request, answer in answers:
+            if isinstance(answer, BaseException):
+                self._fail(request, _request_error(answer))
             else:
-                _settle(request.future.set_result, found)
+                _settle(request.future.set_result, answer)
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def _fail(self, request: QueuedRequest, error: BaseException) -> None:
         if not request.future.done():
             self.recorder.fail()
             _settle(request.future.set_exception, error)
 
     def _publish(self) -> None:
-        """Say how it goes, once a second, in a thread that cannot harm the other."""
-        about = {"model": self.encoder.name, "device": str(self.encoder.device)}
+        """Publish the statistics once a second, in a thread that cannot harm the engine."""
+        labels = {"model": self.encoder.name, "device": str(self.encoder.device)}
         try:
-            with status.publishing(self.name, about) as say:
+            with status.publishing(self.name, labels) as report_progress:
                 while True:
-                    say({**asdict(self.stats()), "sequences": self.recorder.sequences})
+                    stats = asdict(self.stats())
+                    report_progress({**stats, "sequences": self.recorder.sequences})
                     if self.ended.wait(PUBLISH_SECONDS):
                         return
         except Exception:
-            LOGGER.debug("figures cannot be published", exc_info=True)
+            LOGGER.debug("the statistics cannot be published", exc_info=True)
 
     def _at_exit(self) -> None:
-        """A thread inside torch while the interpreter is torn down would crash it."""
+        """Stop before the interpreter is torn down: a thread inside torch would then crash it."""
         if self.pid == os.getpid():
             self.close("the interpreter exits", drain=False, timeout=EXIT_SECONDS)
 
 
-def _flat(batch: Batch) -> list[Piece]:
-    return [piece for row in batch for piece in row]
+def _flat(batch: QueuedBatch) -> list[QueuedSequence]:
+    return [sequence for row in batch for sequence in row]
 
 
-def _landed(flight: Flight) -> Flight:
-    """Wait for a batch; what kept it from the device, or from coming back, is its outcome."""
+def _wait_for(flight: BatchInFlight) -> BatchInFlight:
+    """Wait for a batch; an error on the device becomes its outcome."""
     if isinstance(flight.outcome, BaseException):
         return flight
-    return replace(flight, outcome=_attempt(flight.outcome.land))
+    return replace(flight, outcome=_attempt(flight.outcome.wait))
 
 
-def _read(outcome: jobs.Batch | BaseException) -> Landed:
+def _results(outcome: LaunchedBatch | BaseException) -> BatchResults:
     if isinstance(outcome, BaseException):
         raise outcome
     rows: list[Row | None] = [*outcome.rows()]
+    # One look at the whole batch; only where that fails, one at each sequence.
     if not outcome.finite():
         rows = [row if row and all(np.isfinite(x).all() for x in row) else None for row in rows]
-    return Landed(rows, len(outcome.packed.ids))
+    return BatchResults(rows, len(outcome.packed.ids))
 
 
-def _attempt(function: Callable[..., Any], *given: Any) -> Any:
-    """What it returns, or what it raised; native code may raise what is not an `Exception`."""
+def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result, or what was raised; native code may raise more than `Exception`."""
     try:
-        return function(*given)
+        return function(*arguments)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
         return error
 
 
-def _blame(error: BaseException) -> BaseException:
-    """The error for a request that made the model fail, with its traceback as text.
+def _request_error(error: BaseException) -> BaseException:
+    """Return the error for a request that made the model fail, with its traceback as text.
 
-    The frames themselves hold the whole batch, and whoever keeps the error would keep that too.
+    The frames themselves refer to the whole batch, and a caller that keeps the error would keep
+    that too.
     """
     text = "".join(traceback.format_exception(error))
     for link in _chain(error):
@@ -284,24 +324,24 @@ def _blame(error: BaseException) -> BaseException:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error, all that caused it and the members of groups; each once, as chains may loop."""
+    """Return an error, its causes and the members of groups, each once: chains may loop."""
     chain: dict[int, BaseException] = {}
-    ahead: list[BaseException | None] = [error]
-    while ahead:
-        link = ahead.pop()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
         if link is None or id(link) in chain:
             continue
         chain[id(link)] = link
-        ahead += [link.__cause__, link.__context__]
+        pending += [link.__cause__, link.__context__]
         if isinstance(link, BaseExceptionGroup):
-            ahead += link.exceptions
+            pending += link.exceptions
     return list(chain.values())
 
 
-def _settle(answer: Callable[[Any], None], value: Any) -> None:
-    """Answer a future. Someone may have answered it in our place, and its callbacks may raise."""
+def _settle(settle: Callable[[Any], None], value: Any) -> None:
+    """Set a future's result, unless somebody else did; errors of its callbacks are logged."""
     try:
-        answer(value)
+        settle(value)
     except InvalidStateError:
         pass
     except BaseException:

@@ -1,18 +1,18 @@
-"""Fixed shapes: what a text becomes is the same to the bit, whatever else is in the batch.
+"""Fixed shapes: the result for a text is the same bit by bit, whatever else is in the batch.
 
-Packing keeps sequences apart, but not their rounding: a library of matrix products adds up in an
-order that it chooses by the number of rows, torch's loops treat the last numbers of an array
-another way than the rest, and so a text alone and a text among others differ in the last digits.
-Here a batch is filled up to one of a few sizes, heads work on a fixed number of rows, and attention
-is by a kernel that sees one sequence at a time.
+Packing keeps sequences apart, but not their rounding: a library of matrix products sums in an order
+that it chooses by the number of rows, torch's loops treat the last numbers of an array differently
+from the rest, and so a text alone and a text among others differ in the last digits. Here a batch
+is padded to one of a few sizes, heads run on a fixed number of rows, and attention uses a kernel
+that processes one sequence at a time.
 
-Which sizes are alike is tried, not assumed: before a size is first used, sequences fill it in three
-orders and run through the first layers. Unless all come out the same, and the same as in the
-largest size, the size is passed over for the next larger. That takes many tokens, all different:
-bf16 rounds the sums that two orders make to the same number but for one in ten thousand. Where the
-library is steady few tokens cost little more than themselves, and where it is not, a batch costs as
-much as the largest. The bits are those of this machine, its libraries, and this number of tokens a
-batch; another number of threads is tried as a size is, and refused where it gives other bits.
+Which sizes give equal bits is measured, not assumed: before a size is first used, sequences fill it
+in three orders and run through the first layers. Unless all results are equal, and equal to those
+of the largest size, that size is skipped for the next larger one. The trial takes many tokens, all
+different: bf16 rounds sums in two orders to the same number in all but one case in ten thousand.
+Where the library is regular a small batch costs little more than its tokens, and where it is not,
+as much as the largest size. The bits are those of this machine, its libraries, and this number of
+tokens per batch; another number of threads is tried like a size, and refused if the bits differ.
 
 Shapes: T tokens, S sequences, E hidden width.
 """
@@ -37,194 +37,209 @@ from packhorse.model.heads import TOKEN_HEADS
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 
-# A program or call of these reads one sequence, in blocks from its own beginning. The others lay
-# several into one product, as wide as the longest of them.
+# A program or call of these kernels reads one sequence, in blocks from its start. The others put
+# several sequences into one product, as wide as the longest of them.
 ONE_AT_A_TIME = ("fused", "varlen", "native", "reference")
 SMALLEST = 16  # tokens
 FILLER = 128  # tokens of a dummy sequence, at most
-ROWS = 64  # tokens or sequences that a head works on at once
-LAYERS = 2  # that are tried: the first may lack a norm, no other has shapes of its own
-TRIED = 1024  # tokens that a size is tried with, at least
-LENGTHS = (3, 1)  # of their sequences in turn; every size is a multiple of the sum
-STRIDE = 7919  # from one's word to the next one's
-SHIFTS = range(0, ROWS, 9)  # by which heads' rows are moved
+ROWS = 64  # tokens or sequences that a head runs on at once
+LAYERS = 2  # in a trial: the first may lack a norm, all others have the same shapes
+TRIAL_TOKENS = 1024  # in a trial of a size, at least
+LENGTHS = (3, 1)  # of the sequences in a trial, in turn; every size is a multiple of the sum
+STRIDE = 7919  # from one token id of a trial to the next: a prime, so that ids do not repeat
+SHIFTS = range(0, ROWS, 9)  # by which the rows of heads are moved in a trial
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class _Sequence(NamedTuple):
+class SyntheticSequence(NamedTuple):
+    """A made-up sequence for trials, proofs and tests."""
+
     ids: np.ndarray
     types: np.ndarray
 
 
 def check(graphs: bool, dtype: str | torch.dtype | None) -> None:
-    """Refuse what does not go with it."""
+    """Raise for options that contradict invariant results."""
     if graphs:
         raise InputError(
-            "invariant does not go with graphs: what is compiled for a bucket rounds in its own "
-            "way; leave one of them out"
+            "invariant and graphs cannot be combined: the code compiled for each bucket rounds "
+            "differently; leave one of them out"
         )
     if dtype == "auto":
-        raise InputError("invariant does not go with dtype 'auto', which a clock decides; name one")
+        raise InputError(
+            "invariant and dtype 'auto' cannot be combined: 'auto' measures and may choose "
+            "differently each time; name a dtype"
+        )
 
 
 def pick(
     device: torch.device, dtype: torch.dtype, *, name: str | None = None, **needs: Any
 ) -> KernelChoice:
-    """The kernel asked for, or the fastest, if it sees one sequence at a time."""
-    found = attention.pick(device, dtype, name=name, **needs)
-    if found.name in ONE_AT_A_TIME:
-        return found
+    """Return the named kernel, or the fastest, if it processes one sequence at a time."""
+    choice = attention.pick(device, dtype, name=name, **needs)
+    if choice.name in ONE_AT_A_TIME:
+        return choice
     if name is None or name == "auto":
-        why = f"{found.reason}, but it lays sequences together and invariant was asked for"
+        why = f"{choice.reason}, but it computes several sequences together, which is not invariant"
         return replace(attention.pick(device, dtype, name="reference", **needs), reason=why)
     raise KernelError(
-        f"kernel {name!r} lays sequences together, so that results depend on neighbours in their "
-        f"last digits; with invariant, use {' or '.join(ONE_AT_A_TIME)}"
+        f"kernel {name!r} computes several sequences together, so that results depend on neighbors "
+        f"in their last digits; with invariant, use {' or '.join(ONE_AT_A_TIME)}"
     )
 
 
 def largest(budget: int, longest: int) -> int:
-    """The tokens of a full batch: the budget or the longest sequence, rounded up to a size."""
+    """Return the tokens of a full batch: the budget or the longest sequence, rounded up."""
     return executable.round_up(max(budget, longest), SMALLEST)
 
 
 class FixedShapes:
-    """Runs a model in shapes that were tried."""
+    """Runs a model in shapes that gave equal bits in a trial."""
 
     def __init__(self, model: Model, device: torch.device, tokens: int) -> None:
-        self.model, self.device = model, device
+        self.model = model
+        self.device = device
         self.sizes = tuple(executable.sizes(tokens, SMALLEST))
         self.threads = torch.get_num_threads()
-        states, rows = self._try_layers(tokens), self._try_heads()
+        states = self._try_layers(tokens)
+        rows = self._try_heads()
         if states is None or rows is None:
             raise KernelError(
-                f"on this machine, with {self.threads} threads, results depend on the place in a "
-                f"batch of {tokens} tokens; try another budget or number of threads"
+                f"on this machine, with {self.threads} threads, results depend on the position in "
+                f"a batch of {tokens} tokens; try another budget or number of threads"
             )
-        self._states, self._rows = states, rows
-        self._alike = {(self.threads, tokens): True}  # by threads and size
+        self._states = states
+        self._rows = rows
+        self._equal = {(self.threads, tokens): True}  # by threads and size
 
     def __call__(self, packed: Packed, heads: Sequence[str], at: Tensor | None) -> list[Tensor]:
-        """What `Model.forward` gives, within rounding."""
-        states = [self._in_a_size(piece) for piece in _pieces(packed, self.sizes[-1])]
-        hidden = states[0] if len(states) == 1 else torch.cat(states)
-        some = hidden if at is None else hidden[at]
-        return [self._head(name, hidden, some, packed) for name in heads]
+        """Return what `Model.forward` returns, up to rounding."""
+        states = [self._run_padded(part) for part in _parts(packed, self.sizes[-1])]
+        hidden = states[0] if len(states) == 1 else torch.cat(states)  # [T, E]
+        selected = hidden if at is None else hidden[at]
+        return [self._head(name, hidden, selected, packed) for name in heads]
 
     def computed(self, packed: Packed) -> int:
-        """The tokens that a batch costs, those that fill it up included."""
-        return sum(self.size(len(piece.ids)) for piece in _pieces(packed, self.sizes[-1]))
+        """Return the tokens that are computed for a batch, padding included."""
+        return sum(self.size(len(part.ids)) for part in _parts(packed, self.sizes[-1]))
 
     def size(self, tokens: int) -> int:
-        """The smallest that holds so many tokens and is like the largest."""
-        if not self._is_alike(self.sizes[-1]):
+        """Return the smallest size that holds the tokens and has the bits of the largest."""
+        if not self._is_equal(self.sizes[-1]):
             raise KernelError(
-                f"with {torch.get_num_threads()} threads results are not those of the "
-                f"{self.threads} that the model was loaded with; go back to these, or load it anew"
+                f"with {torch.get_num_threads()} threads results differ from those with the "
+                f"{self.threads} that the model was loaded with; go back to these, or reload it"
             )
-        return next(size for size in self.sizes if size >= tokens and self._is_alike(size))
+        return next(size for size in self.sizes if size >= tokens and self._is_equal(size))
 
-    def _in_a_size(self, piece: Packed) -> Tensor:
-        """[T, E]."""
-        tokens = len(piece.ids)
-        size, filler = self.size(tokens), min(FILLER, self.model.bert.config.max_positions)
+    def _run_padded(self, part: Packed) -> Tensor:
+        """Run the encoder on a part that fits into a size; return [T, E] without padding."""
+        tokens = len(part.ids)
+        size = self.size(tokens)
+        filler = min(FILLER, self.model.bert.config.max_positions)
         dummies = -(-(size - tokens) // filler)
-        filled = replace(piece, max_seqlen=filler).pad(size, len(piece) + dummies)
-        filled = replace(filled, max_seqlen=max(filler, piece.max_seqlen))
-        return self.model.bert(filled.to(self.device))[:tokens]
+        padded = replace(part, max_seqlen=filler).pad(size, len(part) + dummies)
+        padded = replace(padded, max_seqlen=max(filler, part.max_seqlen))
+        return self.model.bert(padded.to(self.device))[:tokens]
 
-    def _head(self, name: str, hidden: Tensor, some: Tensor, packed: Packed) -> Tensor:
-        """`some` are the rows of `hidden` that heads of tokens are asked about."""
+    def _head(self, name: str, hidden: Tensor, selected: Tensor, packed: Packed) -> Tensor:
+        """Run one head; `selected` are the rows of `hidden` that per-token heads run on."""
         if name == "hidden":
-            return some
+            return selected
         if name in self.model.heads and isinstance(self.model.heads[name], TOKEN_HEADS):
-            return self._of_tokens(name, some, packed)
-        return self._of_sequences(name, hidden, packed)
+            return self._per_token(name, selected, packed)
+        return self._per_sequence(name, hidden, packed)
 
-    def _of_tokens(self, name: str, some: Tensor, packed: Packed) -> Tensor:
+    def _per_token(self, name: str, states: Tensor, packed: Packed) -> Tensor:
         """[n, E] to [n, …], `ROWS` at a time."""
-        filled = F.pad(some, (0, 0, 0, -len(some) % ROWS))
-        found = [self.model.apply_heads(rows, packed, [name])[0] for rows in filled.split(ROWS)]
-        return torch.cat(found)[: len(some)]
+        padded = F.pad(states, (0, 0, 0, -len(states) % ROWS))
+        outputs = [self.model.apply_heads(rows, packed, [name])[0] for rows in padded.split(ROWS)]
+        return torch.cat(outputs)[: len(states)]
 
-    def _of_sequences(self, name: str, hidden: Tensor, packed: Packed) -> Tensor:
-        """[T, E] to [S, …], `ROWS` at a time; the slots left over at last are empty."""
+    def _per_sequence(self, name: str, hidden: Tensor, packed: Packed) -> Tensor:
+        """[T, E] to [S, …], `ROWS` at a time; the last group is padded with empty sequences."""
         empty = packed.cu_seqlens[-1:].expand(-len(packed) % ROWS)
         ends = torch.cat([packed.cu_seqlens, empty]).unfold(0, ROWS + 1, ROWS)  # [groups, ROWS + 1]
         prompts: Sequence[Tensor | None] = [None] * len(ends)
         if packed.prompt_lengths is not None:
-            filled = F.pad(packed.prompt_lengths, (0, -len(packed) % ROWS))
-            prompts = list(self._sent(filled).split(ROWS))
-        found = []
-        for slots, lengths, (first, last) in zip(
-            self._sent(ends - ends[:, :1]), prompts, ends[:, [0, -1]].tolist(), strict=True
-        ):
-            part = replace(packed, cu_seqlens=slots, prompt_lengths=lengths)
-            found += self.model.apply_heads(hidden[first:last], part, [name])
-        return torch.cat(found)[: len(packed)]
+            padded = F.pad(packed.prompt_lengths, (0, -len(packed) % ROWS))
+            prompts = list(self._to_device(padded).split(ROWS))
+        groups = zip(
+            self._to_device(ends - ends[:, :1]), prompts, ends[:, [0, -1]].tolist(), strict=True
+        )
+        outputs: list[Tensor] = []
+        for slots, lengths, (first, last) in groups:
+            group = replace(packed, cu_seqlens=slots, prompt_lengths=lengths)
+            outputs += self.model.apply_heads(hidden[first:last], group, [name])
+        return torch.cat(outputs)[: len(packed)]
 
-    def _sent(self, host: Tensor) -> Tensor:
-        """On the device, without waiting for what it is at."""
+    def _to_device(self, host: Tensor) -> Tensor:
+        """Copy to the device without waiting for the work that it has queued."""
         pinned = host.pin_memory() if self.device.type == "cuda" else host
         return pinned.to(self.device, non_blocking=True)
 
-    def _is_alike(self, size: int) -> bool:
-        """Does a batch of this size give what the largest gave when the model was loaded?"""
+    def _is_equal(self, size: int) -> bool:
+        """Return whether this size has the bits of the largest when the model was loaded."""
         key = torch.get_num_threads(), size
-        if key not in self._alike:
-            alike = _equal(self._try_layers(size), self._states)
-            if alike and size == self.sizes[-1]:
-                alike = _equal(self._try_heads(), self._rows)
-            self._alike[key] = alike
-        return self._alike[key]
+        if key not in self._equal:
+            equal = _equal(self._try_layers(size), self._states)
+            if equal and size == self.sizes[-1]:
+                equal = _equal(self._try_heads(), self._rows)
+            self._equal[key] = equal
+        return self._equal[key]
 
     @torch.inference_mode()
     def _try_layers(self, size: int) -> Tensor | None:
-        """The bits of some tokens' states, [tokens, E], if they are the same wherever they lie."""
+        """Return the bits of trial states, [tokens, E]; None if they depend on the position."""
         bert = _first_layers(self.model.bert)
-        batches = max(TRIED // size, 1)
-        words = np.arange(batches * size).reshape(batches, size) * STRIDE % bert.config.vocab_size
-        places = np.split(np.arange(size), np.cumsum(LENGTHS * (size // sum(LENGTHS)))[:-1])
-        orders = places, places[3:] + places[:3], places[::-1]
-        # Many small batches are compared with the largest: each need not lie in every order itself.
-        every = size == self.sizes[-1] or batches < len(orders)
-        found = []
-        for number, row in enumerate(words):
-            some = orders if every else [orders[number % len(orders)]]
-            bits = _the_same(torch.stack([self._laid(bert, row, order) for order in some]))
+        batches = max(TRIAL_TOKENS // size, 1)
+        ids = np.arange(batches * size).reshape(batches, size) * STRIDE % bert.config.vocab_size
+        spans = np.split(np.arange(size), np.cumsum(LENGTHS * (size // sum(LENGTHS)))[:-1])
+        orders = spans, spans[3:] + spans[:3], spans[::-1]
+        # Many small batches are compared with the largest, so each needs only one of the orders.
+        in_all_orders = size == self.sizes[-1] or batches < len(orders)
+        trials: list[Tensor] = []
+        for number, row in enumerate(ids):
+            chosen = orders if in_all_orders else [orders[number % len(orders)]]
+            bits = _common_bits(torch.stack([self._run(bert, row, order) for order in chosen]))
             if bits is None:
                 return None
-            found.append(bits)
-        return torch.cat(found)[:TRIED]
+            trials.append(bits)
+        return torch.cat(trials)[:TRIAL_TOKENS]
 
-    def _laid(self, bert: Bert, words: np.ndarray, order: Sequence[np.ndarray]) -> Tensor:
-        """[T, E], as if the sequences lay in the order of their words."""
-        packed = Packed.build([_Sequence(words[at], words[at] * 0) for at in order])
-        back = torch.from_numpy(np.concatenate(order).argsort()).to(self.device)
-        return bert(packed.to(self.device))[back]
+    def _run(self, bert: Bert, ids: np.ndarray, order: Sequence[np.ndarray]) -> Tensor:
+        """Run sequences, spans of `ids`, in this order; return [T, E] in the order of `ids`."""
+        packed = Packed.build([SyntheticSequence(ids[span], ids[span] * 0) for span in order])
+        inverse = torch.from_numpy(np.concatenate(order).argsort()).to(self.device)
+        return bert(packed.to(self.device))[inverse]
 
     @torch.inference_mode()
     def _try_heads(self) -> Tensor | None:
-        """The bits of what the heads make of some rows, if they are the same at every place."""
-        every = [self._try_head(name) for name in self.model.heads]
-        some = [bits.flatten().long() for bits in every if bits is not None]
-        return torch.cat([torch.empty(0), *some]) if len(some) == len(every) else None
+        """Return the bits of all heads on trial rows; None if they depend on the position."""
+        outputs: list[Tensor] = [torch.empty(0)]
+        for name in self.model.heads:
+            bits = self._try_head(name)
+            if bits is None:
+                return None
+            outputs.append(bits.flatten().long())
+        return torch.cat(outputs)
 
     def _try_head(self, name: str) -> Tensor | None:
-        """The same rows, moved."""
+        """Return the bits of one head on rows that are moved from trial to trial, or None."""
         bert = self.model.bert
         random = np.random.default_rng(0).standard_normal((ROWS, bert.config.hidden_size))
         rows = torch.from_numpy(random).to(self.device, bert.embed.words.weight.dtype)
-        packed = Packed.build([_Sequence(np.array([5]), np.array([0]))] * ROWS)
-        found = []
+        token = SyntheticSequence(np.array([5]), np.array([0]))
+        packed = Packed.build([token] * ROWS)
+        outputs: list[Tensor] = []
         for shift in SHIFTS:
             moved = rows.roll(shift, 0)
-            found.append(self._head(name, moved, moved, packed).roll(-shift, 0))
-        return _the_same(torch.stack(found))
+            outputs.append(self._head(name, moved, moved, packed).roll(-shift, 0))
+        return _common_bits(torch.stack(outputs))
 
 
-def _pieces(packed: Packed, limit: int) -> Iterator[Packed]:
-    """The batch without its rows, cut between sequences where it has more than `limit` tokens."""
+def _parts(packed: Packed, limit: int) -> Iterator[Packed]:
+    """Yield the batch as one flat part, or cut between sequences if it exceeds `limit` tokens."""
     ends = packed.cu_seqlens.tolist()
     first = 0
     for last in range(1, len(ends)):
@@ -241,27 +256,30 @@ def _cut(packed: Packed, tokens: slice, bounds: slice) -> Packed:
         positions=packed.positions[tokens],
         cu_seqlens=packed.cu_seqlens[bounds] - tokens.start,
         capacity=0,
-        prompt_lengths=None,  # heads alone ask for them, and see the whole batch
+        prompt_lengths=None,  # only heads need them, and run on the whole batch
     )
 
 
 def _first_layers(bert: Bert) -> Bert:
-    """The same weights, fewer layers; the model itself may be running in another thread."""
-    few = copy(bert)
-    layers = bert.layers[:LAYERS]
-    few.__dict__ |= {"_modules": {**bert._modules, "layers": layers}, "local": bert.local[:LAYERS]}
-    return few
+    """Return a model with the same weights and fewer layers.
+
+    A shallow copy, because the model itself may be running in another thread.
+    """
+    short = copy(bert)
+    modules = {**bert._modules, "layers": bert.layers[:LAYERS]}
+    short.__dict__ |= {"_modules": modules, "local": bert.local[:LAYERS]}
+    return short
 
 
-def _the_same(copies: Tensor) -> Tensor | None:
-    """The bits that all of [n, …] have in common; None where one differs."""
+def _common_bits(copies: Tensor) -> Tensor | None:
+    """Return the bits that all of [n, …] have in common; None if one differs."""
     bits = copies.contiguous().view(BITS[copies.element_size()])
     return bits[0].cpu() if bool((bits == bits[0]).all()) else None
 
 
-def _equal(found: Tensor | None, expected: Tensor) -> bool:
-    """As far as both go."""
-    if found is None:
+def _equal(bits: Tensor | None, expected: Tensor) -> bool:
+    """Compare bits over the length that both have."""
+    if bits is None:
         return False
-    common = min(len(found), len(expected))
-    return torch.equal(found[:common], expected[:common])
+    common = min(len(bits), len(expected))
+    return torch.equal(bits[:common], expected[:common])

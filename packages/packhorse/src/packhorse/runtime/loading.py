@@ -1,8 +1,8 @@
-"""Open a model and decide where and how it runs: device, number format, attention kernel.
+"""Load a model and decide where and how it runs: device, number format, attention kernel.
 
-`dtype="auto"` is measured, not guessed: each format the device computes in hardware encodes the
-same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. `invariant` is
-the opposite trade: shapes that are fixed, and what they fill up with is the price of equal bits.
+`dtype="auto"` is measured, not guessed: each format that the device computes in hardware encodes
+the same texts, and the fastest whose vectors stay within cosine 0.999 of fp32 is taken. `invariant`
+is the opposite trade: batches are padded to fixed shapes so that results are equal bit by bit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import TorchBackend
-from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
+from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
 from packhorse.runtime.packed_onnx import open_packed
 
 Load = Callable[..., Checkpoint]
-# torch and oneDNN each keep 1,024 prepared products, one a shape, and hardly two packed batches are
-# of one shape: half a gigabyte after a few hundred batches, for nothing that can be measured. Each
-# reads its variable at the first product that it prepares; there is no other way to tell them.
+# torch and oneDNN each cache 1,024 prepared matrix products, one per shape, and hardly two packed
+# batches have the same shape: that is half a gigabyte after a few hundred batches, and no gain that
+# can be measured. Each library reads its variable when it prepares its first product, and has no
+# other setting for it.
 PREPARED = {"LRU_CACHE_CAPACITY": "64", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
-CLOSE_ENOUGH = 0.999  # cosine to fp32 that `dtype="auto"` asks of a faster format
+CLOSE_ENOUGH = 0.999  # the least cosine to fp32 that `dtype="auto"` accepts
 SAMPLE = ("The quick brown fox jumps over the lazy dog.", "Packing leaves no token to waste. " * 12)
 
 
@@ -51,42 +52,53 @@ def load(
     gelu: str | None = None,
     ignore: Sequence[str] = (),
 ) -> Encoder:
-    """An `Encoder` over `model`: a folder, a file of weights, a TensorFlow prefix or a hub id.
+    """Return an `Encoder` over `model`: a folder, a weights file, a TensorFlow prefix or a hub id.
 
-    What `packhorse onnx pack` wrote is run as it is, on ONNX Runtime.
+    A file that `packhorse onnx pack` wrote runs on ONNX Runtime as it is.
 
-    device: "cpu", "cuda" …; the accelerator if there is one. dtype: "fp32", "bf16", "fp16" or
-    "auto"; fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by name; the fastest that
-    serves. graphs: compile each bucket of shapes, and on CUDA replay it as a graph. budget: tokens
-    a batch. invariant: a text's result is the same to the bit whatever its neighbours, its place
-    and the batch, see `runtime.invariant`; the number of torch's threads must stay. config, vocab:
-    files to use instead of those beside the weights. heads: attention heads, where no file says.
-    gelu: "erf" or "tanh", where no graph shows which GELU it is. ignore: patterns of tensors in the
-    file that are no part of the model.
+    device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
+    "fp16" or "auto"; by default fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by
+    name; by default the fastest that supports device and dtype. graphs: compile each bucket of
+    shapes, and on CUDA replay it as a graph. budget: tokens per batch. invariant: the result for a
+    text is the same bit by bit whatever its neighbors, its position and the batch, see
+    `runtime.invariant`; the number of torch's threads must not change. config, vocab: files to use
+    instead of those in the model's folder. heads: the number of attention heads, if no file has it.
+    gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names in
+    the file that are not part of the model.
 
-    The environment is asked to have torch keep few prepared products, unless it says something of
-    that itself (`LRU_CACHE_CAPACITY`, `ONEDNN_PRIMITIVE_CACHE_CAPACITY`).
+    Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
+    unless they are set, so that torch caches few prepared matrix products.
     """
-    for name, most in PREPARED.items():
-        os.environ.setdefault(name, most)
+    for name, capacity in PREPARED.items():
+        os.environ.setdefault(name, capacity)
     if budget is not None and budget < 1:
-        raise InputError(f"the budget is {budget} tokens a batch; it must be at least 1")
+        raise InputError(f"budget is {budget} tokens per batch; it must be at least 1")
     if invariant:
         shapes.check(graphs, dtype)
-    where = devices.choose_device(device)
+    chosen_device = devices.choose_device(device)
     if onnxpack.is_packed(path := Path(model).expanduser()):
         if invariant:
             raise InputError(
-                f"{path} is a packed ONNX graph, which ONNX Runtime computes as it likes; for "
-                "invariant results load the model that it was made of"
+                f"{path} is a packed ONNX graph, and ONNX Runtime does not keep results invariant; "
+                "load the model that the graph was exported from"
             )
         return open_packed(path, device, config, vocab, budget)
-    given = {"config": config, "vocab": vocab, "heads": heads, "gelu": gelu, "ignore": ignore}
-    opened = partial(checkpoint.load, model, **given)
+    load_checkpoint = partial(
+        checkpoint.load,
+        model,
+        config=config,
+        vocab=vocab,
+        heads=heads,
+        gelu=gelu,
+        ignore=ignore,
+    )
     if dtype == "auto":
-        return _fastest(opened, where, kernel, graphs, budget)
-    chosen = devices.default_dtype(where) if dtype is None else devices.parse_dtype(dtype)
-    return _open(opened, where, chosen, kernel, graphs, budget, invariant)
+        return _fastest(load_checkpoint, chosen_device, kernel, graphs, budget)
+    if dtype is None:
+        chosen_dtype = devices.default_dtype(chosen_device)
+    else:
+        chosen_dtype = devices.parse_dtype(dtype)
+    return _open(load_checkpoint, chosen_device, chosen_dtype, kernel, graphs, budget, invariant)
 
 
 def _open(
@@ -99,32 +111,33 @@ def _open(
     invariant: bool = False,
 ) -> Encoder:
     pick = shapes.pick if invariant else attention.pick
-    pick(device, dtype, name=kernel)  # refuse what cannot run before reading weights
-    found = load(device=device, dtype=dtype)
-    choice = pick(device, dtype, name=kernel, **found.config.needs)
-    tokens = budget or TOKENS_A_BATCH.get(device.type, 16384)
-    fixed = shapes.largest(tokens, found.max_length) if invariant else 0
-    found.model.bert.use(choice.kernel)
-    head = dict(found.model.heads).get("embed")
+    # Raise for a kernel that cannot run here before reading the weights, which takes long.
+    pick(device, dtype, name=kernel)
+    loaded = load(device=device, dtype=dtype)
+    choice = pick(device, dtype, name=kernel, **loaded.config.needs)
+    tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
+    fixed = shapes.largest(tokens, loaded.max_length) if invariant else 0
+    loaded.model.bert.use(choice.kernel)
+    head = dict(loaded.model.heads).get("embed")
     return Encoder(
-        name=found.name,
-        tokenizer=checkpoint.tokenizer(found),
-        backend=TorchBackend(found.model, device, graphs, fixed),
-        heads=tuple(found.model.heads),
-        width=head.width(found.config.hidden_size) if isinstance(head, Embed) else 0,
-        labels=found.labels,
-        problem=found.problem,
-        prompts=found.prompts,
-        default_prompt=found.default_prompt,
-        max_length=found.max_length,
+        name=loaded.name,
+        tokenizer=checkpoint.tokenizer(loaded),
+        backend=TorchBackend(loaded.model, device, graphs, fixed),
+        heads=tuple(loaded.model.heads),
+        width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
+        labels=loaded.labels,
+        problem=loaded.problem,
+        prompts=loaded.prompts,
+        default_prompt=loaded.default_prompt,
+        max_length=loaded.max_length,
         device=device,
         dtype=dtype,
         kernel=choice.name,
-        why=choice.reason,
-        capacity=found.max_length if choice.kernel.serves.rows else 0,
+        reason=choice.reason,
+        capacity=loaded.max_length if choice.kernel.serves.rows else 0,
         budget=tokens,
         embedder=head if isinstance(head, Embed) else None,
-        **sentence.comparing(found.layout),
+        **sentence.comparing(loaded.layout),
     )
 
 
@@ -135,21 +148,25 @@ def _fastest(
     graphs: bool,
     budget: int | None,
 ) -> Encoder:
-    """fp32, or the quickest of the other formats that stays close to it."""
-    best = _open(load, device, torch.float32, _if_it_serves(kernel, device), graphs, budget)
+    """Return the encoder in fp32, or in the fastest other format that stays close to it."""
+    best = _open(load, device, torch.float32, _if_fp32(kernel, device), graphs, budget)
     seconds, exact = _trial(best)
-    faster = [torch.bfloat16] if devices.fast_bf16(device) else []
-    faster += [torch.float16] if device.type == "cuda" else []
-    for dtype in faster:
-        other = _open(load, device, dtype, kernel, graphs, budget)
-        taken, vectors = _trial(other)
-        if taken < seconds and _cosine(exact, vectors) >= CLOSE_ENOUGH:
-            best, seconds = other, taken
+    candidates: list[torch.dtype] = []
+    if devices.fast_bf16(device):
+        candidates.append(torch.bfloat16)
+    if device.type == "cuda":
+        candidates.append(torch.float16)
+    for dtype in candidates:
+        encoder = _open(load, device, dtype, kernel, graphs, budget)
+        trial_seconds, vectors = _trial(encoder)
+        if trial_seconds < seconds and _cosine(exact, vectors) >= CLOSE_ENOUGH:
+            best = encoder
+            seconds = trial_seconds
     return best
 
 
-def _if_it_serves(kernel: str | None, device: torch.device) -> str | None:
-    """The kernel asked for may not know fp32, which is only the measure here."""
+def _if_fp32(kernel: str | None, device: torch.device) -> str | None:
+    """Return the kernel if it supports fp32, which may serve here only for comparison."""
     try:
         attention.pick(device, torch.float32, name=kernel)
     except KernelError:
@@ -158,7 +175,7 @@ def _if_it_serves(kernel: str | None, device: torch.device) -> str | None:
 
 
 def _trial(encoder: Encoder, rounds: int = 3) -> tuple[float, np.ndarray]:
-    """Best time of a few rounds over the sample, and its vectors."""
+    """Return the best time of a few rounds over the sample texts, and their vectors."""
     encodings = encoder.tokenizer.encode(SAMPLE * 8, encoder.max_length)
     head = "embed" if "embed" in encoder.heads else "hidden"
     rows = [row for (row,) in encoder.run(encodings, head)]
@@ -171,6 +188,6 @@ def _trial(encoder: Encoder, rounds: int = 3) -> tuple[float, np.ndarray]:
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """The smallest cosine between rows of the same number."""
+    """Return the smallest cosine between corresponding rows."""
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     return float(((a * b).sum(1) / norms).min())

@@ -1,8 +1,8 @@
-"""An `Encoder` over a packed ONNX model: ONNX Runtime computes, all around it is the same.
+"""An `Encoder` over a packed ONNX model: ONNX Runtime computes, everything else is the same.
 
-Such a file is the graph alone. Labels, pooling and vocabulary are looked for where those of any
-model are: in the configuration, the sentence-transformers layout and the tokenizer beside it, or
-where the user says.
+The file holds only the graph. Labels, pooling and vocabulary are looked up where those of any model
+are: in the configuration, the sentence-transformers layout and the tokenizer in the same folder, or
+in the files that the user names.
 """
 
 from __future__ import annotations
@@ -19,23 +19,35 @@ from packhorse.checkpoint import configuration, names, sentence
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
-from packhorse.runtime.encoder import TOKENS_A_BATCH, Encoder
+from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
+from packhorse.runtime.tasks import TASKS
 from packhorse.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from packhorse.onnxpack.session import OnnxBackend  # which needs the extra `onnx`
 
-Named = str | torch.device | None  # a device
+DeviceName = str | torch.device | None
+# In the order of the table. Hidden states of a fine-tuned model make no good sentence vectors.
+LABELED_HEADS = tuple(dict.fromkeys(spec.head for spec in TASKS.values() if spec.uses_labels))
+FINE_TUNED_HEADS = {spec.head for spec in TASKS.values() if spec.fine_tuned}
 
 
 def open_packed(
-    path: Path, named: Named, config: ConfigInput, vocab: str | Path | None, budget: int | None
+    path: Path,
+    device_name: DeviceName,
+    config: ConfigInput,
+    vocab: str | Path | None,
+    budget: int | None,
 ) -> Encoder:
-    """The encoder of a model that `packhorse onnx pack` wrote."""
-    device, layout = _device(named), sentence.read(path.parent)
+    """Return the encoder of a model that `packhorse onnx pack` wrote."""
+    device = _device(device_name)
+    layout = sentence.read(path.parent)
     backend = onnxpack.load(path, device=device)
-    made = _embed(backend, layout)
-    backend.torch_heads |= made
+    heads_in_torch = _embed(backend, layout)
+    backend.torch_heads |= heads_in_torch
+    width = 0
+    if "embed" in backend.heads:
+        width = backend.width("hidden" if "embed" in backend.torch_heads else "embed")
     raw = _raw(path.parent, config)
     labels = _labels(backend, raw)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
@@ -44,9 +56,7 @@ def open_packed(
         tokenizer=_tokenizer(path, vocab, backend),
         backend=backend,
         heads=backend.heads,
-        width=backend.width("hidden" if "embed" in backend.torch_heads else "embed")
-        if "embed" in backend.heads
-        else 0,
+        width=width,
         labels=labels,
         problem=names.problem(raw, labels),
         prompts=prompts,
@@ -55,33 +65,33 @@ def open_packed(
         device=device,
         dtype=torch.float32,
         kernel=backend.facts.mode,
-        why="it is a packed ONNX graph, run by ONNX Runtime",
+        reason="it is a packed ONNX graph, run by ONNX Runtime",
         capacity=backend.capacity,
-        budget=budget or TOKENS_A_BATCH.get(device.type, 16384),
-        embedder=made.get("embed"),
+        budget=budget or TOKENS_PER_BATCH.get(device.type, 16384),
+        embedder=heads_in_torch.get("embed"),
         **sentence.comparing(layout),
     )
 
 
-def _device(named: Named) -> torch.device:
-    """The one asked for; unasked an accelerator only if this ONNX Runtime serves it."""
-    found = devices.choose_device(named)
-    asked = named is not None and str(named) != "auto"
-    return found if asked or onnxpack.serves(found) else torch.device("cpu")
+def _device(name: DeviceName) -> torch.device:
+    """Return the named device; by default an accelerator only if this ONNX Runtime supports it."""
+    device = devices.choose_device(name)
+    named = name is not None and str(name) != "auto"
+    return device if named or onnxpack.serves(device) else torch.device("cpu")
 
 
 def _embed(backend: OnnxBackend, layout: sentence.SentenceLayout | None) -> dict[str, Embed]:
-    """Vectors of a graph that gives hidden states and was not trained for another task."""
+    """Return a head that pools hidden states, for a graph that has these and no other purpose."""
     heads = set(backend.facts.heads)
-    if "embed" in heads or "hidden" not in heads or heads & {"span", "classify", "tokens"}:
+    if "embed" in heads or "hidden" not in heads or heads & FINE_TUNED_HEADS:
         return {}
     if layout is None:
         return {"embed": Embed(("mean",), normalise=False)}
     if layout.layers or len(layout.pooling) != 1 or not layout.include_prompt:
         raise CheckpointError(
-            "the sentence-transformers layout beside the graph has dense layers, norms, several "
-            "poolings or a prompt that is not pooled, which are not run after a packed graph; "
-            "export them with it, or load the model that the graph was made of"
+            "the sentence-transformers layout of this model has dense layers, norms, several "
+            "poolings or a prompt excluded from pooling, which cannot run after a packed graph; "
+            "export them with the graph, or load the model that it was exported from"
         )
     return {"embed": Embed(layout.pooling, normalise=layout.normalize)}
 
@@ -92,30 +102,33 @@ def _raw(folder: Path, config: ConfigInput) -> Mapping[str, Any]:
     except CheckpointError:
         if config:
             raise
-        return {}  # a graph needs none
+        return {}  # a graph runs without one
 
 
 def _labels(backend: OnnxBackend, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    head = next((head for head in ("classify", "tokens") if head in backend.facts.heads), None)
+    head = next((head for head in LABELED_HEADS if head in backend.facts.heads), None)
     if head is None:
         return ()
     width = backend.width(head)
     named = names.named_labels(raw)
     if named and len(named) != width:
-        raise InputError(f"the configuration names {len(named)} labels, the graph gives {width}")
+        raise InputError(
+            f"the configuration names {len(named)} labels, but the graph has {width} outputs; "
+            "pass the configuration of this model (config=)"
+        )
     return named or tuple(f"LABEL_{number}" for number in range(width))
 
 
 def _tokenizer(path: Path, vocab: str | Path | None, backend: OnnxBackend) -> Tokenizer:
-    where = configuration.vocabulary(path.parent, vocab)
-    if where is None:
+    vocabulary = configuration.vocabulary(path.parent, vocab)
+    if vocabulary is None:
         raise CheckpointError(
-            f"{path} has no tokenizer.json and no vocab.txt beside it; "
-            f"copy the model's there, or pass --vocab FILE (vocab=)"
+            f"there is no tokenizer.json and no vocab.txt in the folder of {path}; "
+            "copy the model's there, or pass --vocab FILE (vocab=)"
         )
-    return Tokenizer.load(where, backend.max_length, vocab_size=backend.facts.vocab_size)
+    return Tokenizer.load(vocabulary, backend.max_length, vocab_size=backend.facts.vocab_size)
 
 
 def _max_length(backend: OnnxBackend, layout: sentence.SentenceLayout | None) -> int:
-    said = layout.max_length if layout else None
-    return min(backend.max_length, said) if said else backend.max_length
+    limit = layout.max_length if layout else None
+    return min(backend.max_length, limit) if limit else backend.max_length

@@ -1,13 +1,13 @@
-"""The shape of sentence-transformers: its names, its options, its answers, over the packed encoder.
+"""The interface of sentence-transformers over the packed encoder: `encode`, `similarity` and more.
 
-Code that calls `encode`, `encode_query`, `encode_document` and `similarity` runs as it is, and so
+Code that calls `encode`, `encode_query`, `encode_document` and `similarity` runs unchanged, and so
 does MTEB's runner, whose `encode` takes the batches of a task instead of texts. Names and order of
 the options are those of sentence-transformers 6.2 (https://www.sbert.net), and so are the vectors;
-its quirks are kept where another answer would not fit an index that is already there. What has no
-meaning here is refused in a line, never swallowed.
+its quirks are kept where other vectors would not match an index that was built with it. Options
+that have no meaning here raise an error, they are never ignored silently.
 
-The functions are methods of `Encoder`, which takes them as they are: this file knows nothing of it
-but `Encodes`.
+The functions are methods of `Encoder`, which takes them over as they are. This module knows the
+encoder only by the protocol `SentenceModel`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ from packhorse import device as devices
 from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
 from packhorse.results import Hidden
-from packhorse.runtime.jobs import Given
-from packhorse.runtime.tasks import Described
+from packhorse.runtime.tasks import Progress, TaskInput, TaskModel
 
-Advance = Callable[[int, int], None]  # sequences done, sequences in all
 Vectors = np.ndarray | Tensor | Sequence[np.ndarray] | Sequence[Tensor]
 
-ALWAYS = {"query": "", "document": ""}  # prompts that every model has, if only empty ones
+BUILT_IN_PROMPTS = {"query": "", "document": ""}  # every model has these, if only empty ones
 VALUES = ("sentence_embedding", "token_embeddings")
 PRECISIONS = ("float32", "binary", "ubinary")
 DISTANCES = {"euclidean": 2.0, "manhattan": 1.0}
 SIMILARITIES = ("cosine", "dot", *DISTANCES)
-CHOSEN = "chosen"
+CHOSEN_PROMPT = "chosen"  # the name under which a prompt given as text is passed on
 
 
 class PromptWarning(UserWarning):
-    """A model has prompts, and texts were encoded without one."""
+    """A model has prompts, but texts were encoded without one."""
 
 
-class Encodes(Described, Protocol):
-    """What this shape is put over; an `Encoder` is it."""
+class SentenceModel(TaskModel, Protocol):
+    """What these functions need of a model; `Encoder` implements it."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -61,7 +59,7 @@ class Encodes(Described, Protocol):
     @property
     def truncate_dim(self) -> int | None: ...
     @property
-    def told(self) -> set[str]: ...
+    def warned(self) -> set[str]: ...
     @property
     def embed(self) -> Callable[..., np.ndarray]: ...
     @property
@@ -69,7 +67,7 @@ class Encodes(Described, Protocol):
 
 
 def encode(
-    self: Encodes,
+    self: SentenceModel,
     inputs: str | Iterable[Any] | None = None,
     prompt_name: str | None = None,
     prompt: str | None = None,
@@ -91,19 +89,19 @@ def encode(
     hf_subset: str | None = None,
     prompt_type: Any = None,
 ) -> Any:
-    """One vector for a text, float32 [n, width] for a list of n, as sentence-transformers has it.
+    """Return a vector for a text, float32 [n, width] for a list, as sentence-transformers does.
 
-    `prompt` goes before each text as it stands, `prompt_name` names one of the model's; without
-    both its default does, if there is one, and a model that has prompts but no default says so
-    once. "query" and "document" are known to all models, and `prompt=""` is none. Vectors are first
-    cut to `truncate_dim` numbers, then `normalize_embeddings` makes them one long. They come as an
-    array, with `convert_to_tensor` as a tensor on the model's device, without `convert_to_numpy` as
-    a list of tensors; as a list of states with `output_value="token_embeddings"`. `precision` may
-    be "binary" or "ubinary".
+    `prompt` is put before each text, `prompt_name` names one of the model's prompts; without both
+    the model's default is used, if there is one, and a model that has prompts but no default warns
+    once. All models accept the names "query" and "document"; `prompt=""` means no prompt. Vectors
+    are first cut to `truncate_dim` numbers, then normalized if `normalize_embeddings`. The result
+    is an array, with `convert_to_tensor` a tensor on the model's device, without `convert_to_numpy`
+    a list of tensors, and with `output_value="token_embeddings"` a list of hidden states.
+    `precision` may be "binary" or "ubinary".
 
-    `batch_size` changes nothing: batches are counted in tokens, see `load(budget=)`. Texts that are
-    too long are cut in silence, as there; `embed` tells of it and has other ways. `sentences` is an
-    older name of `inputs`. The last four are what MTEB's runner says of its task, whose name, type
+    `batch_size` has no effect: batches are sized in tokens, see `load(budget=)`. Texts that are too
+    long are cut without a warning, as there; `embed` warns and has other options. `sentences` is an
+    older name of `inputs`. The last four parameters come from MTEB's runner; the task's name, type
     or side choose the prompt.
     """
     width = self.truncate_dim if truncate_dim is None else truncate_dim
@@ -111,87 +109,90 @@ def encode(
     _refuse(self, output_value, precision, device, pool or chunk_size)
     single, texts = _texts(inputs if sentences is None else sentences, task_metadata)
     if task_metadata is not None and prompt is None and prompt_name is None:
-        prompt_name = _of_task(self.prompts, task_metadata, prompt_type)
+        prompt_name = _prompt_of_task(self.prompts, task_metadata, prompt_type)
         if prompt_name == "document":
-            _mind_passages(self)
-    model, name = _prompting(self, prompt, prompt_name)
-    with _bar(bool(show_progress_bar)) as progress:
-        how: dict[str, Any] = {"prompt": name, "long": "truncate", "progress": progress}
+            _warn_of_passage_prompt(self)
+    model, name = _with_prompt(self, prompt, prompt_name)
+    with _progress_bar(bool(show_progress_bar)) as progress:
+        options: dict[str, Any] = {"prompt": name, "long": "truncate", "progress": progress}
         if output_value == "token_embeddings":
-            states = [torch.from_numpy(each.states) for each in model.hidden(texts, **how)]
-            found: Any = [each.to(self.device) for each in states]
-            return found[0] if single else found
-        found = np.ascontiguousarray(model.embed(texts, **how)[:, :width])
+            outputs = model.hidden(texts, **options)
+            states = [torch.from_numpy(output.states).to(self.device) for output in outputs]
+            return states[0] if single else states
+        vectors = np.ascontiguousarray(model.embed(texts, **options)[:, :width])
     if normalize_embeddings:
-        found = normalize(torch.from_numpy(found), dim=1).numpy()
+        vectors = normalize(torch.from_numpy(vectors), dim=1).numpy()
     if precision != "float32":
-        found = _bits(found, precision)
-    if convert_to_tensor or not convert_to_numpy:
-        found = torch.from_numpy(found).to(self.device)
-        found = found if convert_to_tensor else list(found)
-    return found[0] if single else found
+        vectors = _bits(vectors, precision)
+    if convert_to_numpy and not convert_to_tensor:
+        return vectors[0] if single else vectors
+    tensor = torch.from_numpy(vectors).to(self.device)
+    if single:
+        return tensor[0]
+    return tensor if convert_to_tensor else list(tensor)
 
 
 def encode_query(
-    self: Encodes,
+    self: SentenceModel,
     inputs: str | Iterable[Any] | None = None,
     prompt_name: str | None = None,
     prompt: str | None = None,
     **options: Any,
 ) -> Any:
-    """`encode` after the model's prompt "query", or none where it has none of that name."""
+    """`encode` with the model's prompt "query", or without one if it has none of that name."""
     if prompt is None and prompt_name is None:
         prompt_name = "query"
     return encode(self, inputs, prompt_name, prompt, **options)
 
 
 def encode_document(
-    self: Encodes,
+    self: SentenceModel,
     inputs: str | Iterable[Any] | None = None,
     prompt_name: str | None = None,
     prompt: str | None = None,
     **options: Any,
 ) -> Any:
-    """`encode` after the model's prompt "document", or none where it has none of that name.
+    """`encode` with the model's prompt "document", or without one if it has none of that name.
 
-    sentence-transformers passes over a prompt that is called "passage" or "corpus": so it is here,
-    but not without a word.
+    sentence-transformers ignores a prompt that is called "passage" or "corpus"; so does this, with
+    a warning.
     """
     if prompt is None and prompt_name is None:
         prompt_name = "document"
-        _mind_passages(self)
+        _warn_of_passage_prompt(self)
     return encode(self, inputs, prompt_name, prompt, **options)
 
 
-def similarity(self: Encodes, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
-    """How alike each of the first and each of the second are, [n1, n2], in the model's own way."""
-    compared = _comparable(self.similarity_fn_name, embeddings1, embeddings2)
-    one, other = map(torch.atleast_2d, compared)
+def similarity(self: SentenceModel, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
+    """Return the model's similarity of all first to all second vectors, [n1, n2]."""
+    first, second = _comparable(self.similarity_fn_name, embeddings1, embeddings2)
+    first = torch.atleast_2d(first)
+    second = torch.atleast_2d(second)
     if power := DISTANCES.get(self.similarity_fn_name):
-        return -torch.cdist(one, other, p=power)
-    return one @ other.T
+        return -torch.cdist(first, second, p=power)
+    return first @ second.T
 
 
-def similarity_pairwise(self: Encodes, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
-    """How alike the first and the second of each pair are, [n]."""
-    one, other = _comparable(self.similarity_fn_name, embeddings1, embeddings2)
+def similarity_pairwise(self: SentenceModel, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
+    """Return the model's similarity of the first and the second vector of each pair, [n]."""
+    first, second = _comparable(self.similarity_fn_name, embeddings1, embeddings2)
     if power := DISTANCES.get(self.similarity_fn_name):
-        return -torch.linalg.vector_norm(one - other, ord=power, dim=-1)
-    return (one * other).sum(-1)
+        return -torch.linalg.vector_norm(first - second, ord=power, dim=-1)
+    return (first * second).sum(-1)
 
 
-def embedding_dimension(self: Encodes) -> int:
-    """How many numbers a vector of `encode` has."""
+def embedding_dimension(self: SentenceModel) -> int:
+    """Return how many numbers a vector of `encode` has."""
     return min(self.width, self.truncate_dim or self.width)
 
 
-def mteb_model_meta(self: Encodes) -> Any:
-    """What MTEB wants to know of a model; it keeps results under this name and number format."""
+def mteb_model_meta(self: SentenceModel) -> Any:
+    """Describe the model to MTEB, which stores results under its name and number format."""
     try:
         from mteb.models.model_meta import ModelMeta, ScoringFunction
     except ImportError as error:
-        raise AttributeError("mteb_model_meta is there once mteb is installed") from error
-    said = {
+        raise AttributeError("mteb_model_meta needs the package mteb") from error
+    description = {
         "name": self.name if "/" in self.name else f"local/{self.name}",
         "framework": ["PyTorch"],
         "max_tokens": self.max_length,
@@ -200,23 +201,25 @@ def mteb_model_meta(self: Encodes) -> Any:
         "use_instructions": any(self.prompts.values()),
         "experiment_kwargs": {"packhorse": devices.dtype_name(self.dtype)},
     }
-    return ModelMeta.create_empty(overwrites=said)
+    return ModelMeta.create_empty(overwrites=description)
 
 
-def _refuse_numbers(**given: int | None) -> None:
-    for name, number in given.items():
+def _refuse_numbers(**options: int | None) -> None:
+    for name, number in options.items():
         if number is not None and number < 1:
             raise InputError(f"{name} is {number}; it must be at least 1")
 
 
-def _refuse(model: Encodes, value: str | None, precision: str, device: Any, pool: Any) -> None:
-    """Say what cannot be had before anything runs."""
+def _refuse(
+    model: SentenceModel, value: str | None, precision: str, device: Any, pool: Any
+) -> None:
+    """Raise for options that are not supported, before anything runs."""
     if value not in VALUES:
-        raise InputError(f"output_value is {value!r}; there are {', '.join(VALUES)}")
+        raise InputError(f"output_value is {value!r}; use one of {', '.join(VALUES)}")
     if precision not in PRECISIONS:
         raise InputError(
-            f"precision is {precision!r}; there are {', '.join(PRECISIONS)}; for others take "
-            "float32 and the ranges of the whole collection"
+            f"precision is {precision!r}; use one of {', '.join(PRECISIONS)}; for int8 encode in "
+            "float32 and quantize by the ranges of the whole collection"
         )
     if pool or isinstance(device, list | tuple):
         raise InputError(
@@ -225,16 +228,17 @@ def _refuse(model: Encodes, value: str | None, precision: str, device: Any, pool
         )
     if device is not None and not _same(devices.choose_device(device), model.device):
         raise InputError(
-            f"{model.name} is on {model.device}; load it with device={str(device)!r} to move it"
+            f"{model.name} is on {model.device} and cannot be moved; "
+            f"load it with device={str(device)!r}"
         )
 
 
-def _same(asked: torch.device, there: torch.device) -> bool:
-    return asked.type == there.type and (asked.index or 0) == (there.index or 0)
+def _same(first: torch.device, second: torch.device) -> bool:
+    return first.type == second.type and (first.index or 0) == (second.index or 0)
 
 
-def _texts(inputs: Any, task: Any) -> tuple[bool, list[Given]]:
-    """Whether it was one text alone, and the texts."""
+def _texts(inputs: Any, task: Any) -> tuple[bool, list[TaskInput]]:
+    """Return whether the input was a single text, and the texts."""
     if task is not None:
         return False, [text for batch in inputs for text in batch["text"]]
     if isinstance(inputs, str):
@@ -244,84 +248,86 @@ def _texts(inputs: Any, task: Any) -> tuple[bool, list[Given]]:
     return False, list(as_texts(inputs))
 
 
-def _of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
-    """The prompt for a task of MTEB: the more it says of the task, the sooner it is taken."""
+def _prompt_of_task(prompts: Mapping[str, str], task: Any, kind: Any) -> str | None:
+    """Return the prompt for a task of MTEB: the one whose name is the most specific."""
     side = getattr(kind, "value", kind)
     names = (f"{task.name}-{side}", task.name, f"{task.type}-{side}", task.type, side)
-    return next((name for name in names if name in ALWAYS or name in prompts), None)
+    return next((name for name in names if name in BUILT_IN_PROMPTS or name in prompts), None)
 
 
-def _mind_passages(model: Encodes) -> None:
-    """Tell who encodes documents that the model has a prompt for them under another name."""
-    other = next((name for name in ("passage", "corpus") if model.prompts.get(name)), None)
-    if other and "document" not in model.prompts:
+def _warn_of_passage_prompt(model: SentenceModel) -> None:
+    """Warn that the model has a prompt for documents under another name."""
+    name = next((name for name in ("passage", "corpus") if model.prompts.get(name)), None)
+    if name and "document" not in model.prompts:
         message = (
-            f"{model.name} has no prompt 'document', so none goes before the texts; "
-            f"its prompt {other!r} may be the one you want: prompt_name={other!r}"
+            f"{model.name} has no prompt 'document', so documents are encoded without one; "
+            f"to use its prompt {name!r}, pass prompt_name={name!r}"
         )
-        _tell(model, message)
+        _warn_once(model, message)
 
 
-def _prompting(model: Encodes, prompt: str | None, name: str | None) -> tuple[Encodes, str | None]:
-    """The model and the name that put the right words before a text."""
+def _with_prompt(
+    model: SentenceModel, prompt: str | None, name: str | None
+) -> tuple[SentenceModel, str | None]:
+    """Return a model that knows the prompt, and the prompt's name in it."""
     if prompt is None and name is None:
         if model.default_prompt is None and any(model.prompts.values()):
-            have = ", ".join(name for name, text in model.prompts.items() if text)
+            names = ", ".join(name for name, text in model.prompts.items() if text)
             message = (
-                f"{model.name} has prompts ({have}) and none was chosen; "
+                f"{model.name} has prompts ({names}) and none was chosen; "
                 'pass prompt_name, or prompt="" for none'
             )
-            _tell(model, message)
+            _warn_once(model, message)
         return model, model.default_prompt
     if prompt is None:
-        known = ALWAYS | dict(model.prompts)
+        known = BUILT_IN_PROMPTS | dict(model.prompts)
         if name not in known:
             raise InputError(f"{model.name} has no prompt {name!r}; it has: {', '.join(known)}")
         prompt = known[name]
     if not prompt:
         return replace(model, default_prompt=None), None
-    return replace(model, prompts={CHOSEN: prompt}), CHOSEN
+    return replace(model, prompts={CHOSEN_PROMPT: prompt}), CHOSEN_PROMPT
 
 
-def _tell(model: Encodes, message: str) -> None:
-    """Warn once in the life of a model, at the place that called the method which found it."""
-    if message not in model.told:
-        model.told.add(message)
+def _warn_once(model: SentenceModel, message: str) -> None:
+    """Warn once per model; the warning names the line that called the encoder."""
+    if message not in model.warned:
+        model.warned.add(message)
         warnings.warn(message, PromptWarning, stacklevel=4)
 
 
 @contextmanager
-def _bar(shown: bool) -> Iterator[Advance | None]:
-    """A bar on stderr, where it was asked for."""
+def _progress_bar(shown: bool) -> Iterator[Progress | None]:
+    """Show a progress bar on stderr, if it is to be shown."""
     if not shown:
         yield None
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress as ProgressBar
 
-    with Progress(console=Console(stderr=True)) as bar:
+    with ProgressBar(console=Console(stderr=True)) as bar:
         task = bar.add_task("Encoding", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        yield lambda finished, total: bar.update(task, completed=finished, total=total)
 
 
 def _bits(vectors: np.ndarray, precision: str) -> np.ndarray:
-    """A bit for each number, whether it is above 0; eight to a byte, signed or not."""
+    """Quantize to one bit per number, whether it is above 0; eight per byte, signed or not."""
     packed = np.packbits(vectors > 0, axis=-1)
     return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
 
 
-def _comparable(how: str, one: Vectors, other: Vectors) -> tuple[Tensor, Tensor]:
-    """Both as float32 on one device; all one long where only the angle counts."""
-    if how not in SIMILARITIES:
-        raise InputError(f"similarity_fn_name is {how!r}; there are {', '.join(SIMILARITIES)}")
-    first, second = _tensor(one), _tensor(other)
-    second = second.to(first.device)
-    if how == "cosine":
+def _comparable(kind: str, first: Vectors, second: Vectors) -> tuple[Tensor, Tensor]:
+    """Return both as float32 on one device; normalized for cosine similarity."""
+    if kind not in SIMILARITIES:
+        raise InputError(f"similarity_fn_name is {kind!r}; use one of {', '.join(SIMILARITIES)}")
+    first = _tensor(first)
+    second = _tensor(second).to(first.device)
+    if kind == "cosine":
         return normalize(first, dim=-1), normalize(second, dim=-1)
     return first, second
 
 
 def _tensor(vectors: Vectors) -> Tensor:
     if not isinstance(vectors, np.ndarray | Tensor):
-        vectors = torch.stack([torch.as_tensor(each) for each in vectors])
+        vectors = torch.stack([torch.as_tensor(vector) for vector in vectors])
     return torch.as_tensor(vectors).float()

@@ -1,8 +1,8 @@
-"""What a runner can say of itself: counters since it began, times over the last requests.
+"""Statistics of a runner: counters since it started, times over the last requests.
 
-Counters always add up: what was admitted has been answered, has failed, was cancelled, waits or
-runs. Times are those of a window, so that yesterday does not hide today. The last batches are kept
-as they were laid, to be shown and to tell how fast it goes.
+Counters always add up: every admitted request was answered, failed or cancelled, or waits or runs.
+Times are over a window, so that old requests do not hide what happens now. The last batches are
+recorded as they were laid out, to be shown on the server's page and to compute the throughput.
 """
 
 from __future__ import annotations
@@ -16,126 +16,139 @@ from dataclasses import dataclass
 import numpy as np
 
 REQUESTS = 4096  # in the window of latencies
-BATCHES = 512
-RECENT = 64  # batches that are kept as they were laid
+BATCHES = 512  # in the window of compute times
+RECENT = 64  # batches that are recorded as they were laid out
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
-    """The figures of a runner at one moment; times in milliseconds."""
+class RunnerStats:
+    """The statistics of a runner at one moment; times in milliseconds."""
 
     requests: int  # admitted
     answered: int
     failed: int
     cancelled: int
-    refused: int  # Overloaded: not admitted
+    refused: int  # not admitted, `Overloaded` was raised
     waiting_requests: int
     waiting_tokens: int
     running_requests: int
-    tokens: int  # that were somebody's, over all batches
+    tokens: int  # of requests, without padding, over all batches
     batches: int
-    reruns: int  # batches run again because a request in them failed
-    fill: float  # somebody's tokens / all tokens of the batches
-    sequences_a_batch: float
+    reruns: int  # batches that ran again because a request in them failed
+    fill: float  # tokens of requests / all tokens of the batches
+    sequences_a_batch: float  # mean sequences per batch
     p50_ms: float  # from admission to the answer
     p99_ms: float
     queue_ms: float  # from admission to the device, median
-    compute_ms: float  # of a batch, median
+    compute_ms: float  # per batch, median
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
-    """A batch that was run, as it was laid."""
+class BatchRecord:
+    """A batch that ran, as it was laid out."""
 
-    number: int  # of the runner's batches
-    ended: float  # seconds of `time.monotonic`
+    number: int  # counted from 1 since the runner started
+    ended: float  # when it ended, by `time.monotonic`
     rows: tuple[tuple[int, ...], ...]  # the lengths of the sequences in each row
-    tokens: int  # of the batch, with what nobody asked for
+    tokens: int  # computed, padding included
     seconds: float
 
     @property
     def sequences(self) -> int:
-        """That ran together."""
+        """The number of sequences that ran together."""
         return sum(map(len, self.rows))
 
     @property
     def used(self) -> int:
-        """Tokens that were somebody's."""
+        """The tokens without padding."""
         return sum(map(sum, self.rows))
 
     @property
     def fill(self) -> float:
-        """Somebody's tokens / all tokens."""
+        """The share of tokens that is not padding."""
         return self.used / max(1, self.tokens)
 
 
-class Recorder:
-    """Counts batches and answers; written by the engine, read by anyone."""
+class RunnerRecorder:
+    """Counts batches and answers; the engine writes, any thread reads.
+
+    Its lock is the last that a thread takes: no other is taken while it is held.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.answered = self.failed = self.reruns = 0
-        self.batches = self.sequences = self.tokens = self.batch_tokens = 0
+        self.answered = 0
+        self.failed = 0
+        self.reruns = 0
+        self.batches = 0
+        self.sequences = 0
+        self.tokens = 0
+        self.batch_tokens = 0
         self._latency: deque[float] = deque(maxlen=REQUESTS)
         self._queue: deque[float] = deque(maxlen=REQUESTS)
         self._compute: deque[float] = deque(maxlen=BATCHES)
-        self._recent: deque[Ran] = deque(maxlen=RECENT)
+        self._recent: deque[BatchRecord] = deque(maxlen=RECENT)
 
-    def batch(self, rows: Sequence[Sequence[int]], tokens: int, seconds: float) -> Ran:
-        """A batch of `tokens` tokens, sequences of these lengths among them, was run."""
-        now, laid = time.monotonic(), tuple(map(tuple, rows))
+    def batch(self, rows: Sequence[Sequence[int]], tokens: int, seconds: float) -> BatchRecord:
+        """Record a batch of `tokens` tokens; `rows` has the lengths of its sequences."""
+        now = time.monotonic()
+        lengths = tuple(map(tuple, rows))
         with self._lock:
             self.batches += 1
-            ran = Ran(self.batches, now, laid, tokens, seconds)
-            self.sequences += ran.sequences
-            self.tokens += ran.used
+            record = BatchRecord(self.batches, now, lengths, tokens, seconds)
+            self.sequences += record.sequences
+            self.tokens += record.used
             self.batch_tokens += tokens
             self._compute.append(seconds)
-            self._recent.append(ran)
-        return ran
+            self._recent.append(record)
+        return record
 
-    def recent(self) -> list[Ran]:
-        """The last batches, the newest last."""
+    def recent(self) -> list[BatchRecord]:
+        """Return the last batches, the newest last."""
         with self._lock:
             return list(self._recent)
 
     def rerun(self) -> None:
-        """Part of a batch that failed is run again."""
+        """Count a part of a failed batch that runs again."""
         with self._lock:
             self.reruns += 1
 
     def answer(self, seconds: Sequence[tuple[float, float]]) -> None:
-        """Requests were answered, each after so many seconds, of which so many in the queue."""
+        """Count answered requests, each with its latency and its share in the queue."""
         with self._lock:
             self.answered += len(seconds)
-            self._latency.extend(total for total, _ in seconds)
+            self._latency.extend(latency for latency, _ in seconds)
             self._queue.extend(queued for _, queued in seconds)
 
     def fail(self) -> None:
-        """A request was answered with an error."""
+        """Count a request that was answered with an error."""
         with self._lock:
             self.failed += 1
 
     def times(self) -> dict[str, float]:
-        """Percentiles over the window, in milliseconds; 0 where nothing was measured yet."""
+        """Return percentiles over the window in milliseconds; 0 before the first measurement."""
         with self._lock:
-            latency, queue, compute = map(list, (self._latency, self._queue, self._compute))
+            latency = list(self._latency)
+            queue = list(self._queue)
+            compute = list(self._compute)
         p50, p99 = _percentiles(latency, (50, 99))
-        (queued,), (computed,) = _percentiles(queue, (50,)), _percentiles(compute, (50,))
-        return {"p50_ms": p50, "p99_ms": p99, "queue_ms": queued, "compute_ms": computed}
+        (queue_ms,) = _percentiles(queue, (50,))
+        (compute_ms,) = _percentiles(compute, (50,))
+        return {"p50_ms": p50, "p99_ms": p99, "queue_ms": queue_ms, "compute_ms": compute_ms}
 
 
-def throughput(batches: Sequence[Ran], now: float, seconds: float) -> float:
-    """Somebody's tokens a second over the last `seconds`; `batches` as `Recorder.recent` gives.
+def throughput(batches: Sequence[BatchRecord], now: float, seconds: float) -> float:
+    """Return tokens per second, without padding, over the last `seconds`.
 
-    Where batches are so many that the memory is shorter, it is over what is remembered: from the
-    end of the oldest, which then only marks the beginning.
+    `batches` are those of `RunnerRecorder.recent`. Where these reach back less far than `seconds`,
+    the time since the end of the oldest counts, and that batch only marks the beginning.
     """
     since = now - seconds
     if len(batches) == RECENT:
         since = max(since, batches[0].ended)
-    return sum(each.used for each in batches if each.ended > since) / max(1e-9, now - since)
+    used = sum(record.used for record in batches if record.ended > since)
+    return used / max(1e-9, now - since)
 
 
-def _percentiles(seconds: list[float], which: tuple[int, ...]) -> list[float]:
-    return (1e3 * np.percentile(seconds or [0.0], which)).tolist()
+def _percentiles(seconds: list[float], percents: tuple[int, ...]) -> list[float]:
+    return (1e3 * np.percentile(seconds or [0.0], percents)).tolist()

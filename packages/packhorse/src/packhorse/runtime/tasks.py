@@ -1,45 +1,59 @@
-"""The tasks, each as its two ends: texts to jobs, and what a job's numbers mean.
+"""The tasks that a model can run: one table, and for each task the code before and after the model.
 
-Everything that can be refused is refused here, before the model runs: a head that is not there, an
-option out of range, a text that cannot be tokenized. A task is a function from an encoder's
-description and a list of texts to a list of jobs; a new one is a function and a line in `TASKS`.
+`TASKS` is the only place that says which head a task needs, which `Encoder` method runs it, which
+HTTP route and which command offer it. The encoder, the ONNX backend, the command line and the
+server all read it. A new task is a function that prepares jobs and a line in the table.
 
-What becomes of a text longer than the model takes is `long`: it is cut at its end, and a warning
-says so; the same in silence ("truncate"), at its beginning ("truncate_left"), refused ("error"), or
-read in chunks that share no token ("chunk"). Vectors and scores of chunks are averaged, each chunk
-weighing as much as it has tokens; entities and words are those of all chunks. A chunk does not see
-the others: the average is a summary, not what a model of that length would say.
+A task has two ends. `prepare` turns texts into `InferenceJob`s and refuses everything that can be
+refused before the model runs: a missing head, an option out of range, a text that cannot be
+tokenized. A job's `finish` turns the numbers of its sequences into the answer. The encoder runs
+both in one call, the runner runs batches in between; since both use the same code, a single request
+gets the same answer as one text of a long list.
+
+The option `long` says what to do with a text that is longer than the model accepts. By default its
+end is cut off and a warning is given. "truncate" does the same without a warning, "truncate_left"
+cuts off the beginning, "error" raises, and "chunk" runs the text in chunks that do not overlap.
+Vectors and scores of chunks are averaged, weighted by tokens; entities and words of all chunks are
+returned. A chunk does not see the other chunks: the average is a summary, not what a model with a
+longer context would return.
+
+This module does not import torch, so that the command line can read the table before loading it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import islice
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 
 from packhorse import results
 from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
-from packhorse.model.heads import Embed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
-from packhorse.runtime.jobs import Given, Job, Row, from_ids, is_ids
 from packhorse.tokens import Encoding, OnLong, Text, Tokenizer
 
+if TYPE_CHECKING:
+    from packhorse.model.heads import Embed
+
+TaskInput = Text | Encoding | Sequence[int] | np.ndarray  # a text, a pair, or token ids
+Row = tuple[np.ndarray, ...]  # the outputs for one sequence, one array per head
+Progress = Callable[[int, int], None]  # called with the sequences done, and all sequences
 Long = Literal["truncate", "truncate_left", "error", "chunk"]
-ONE_LONG = 1e-3  # how far from 1 the length of a normalised vector may be
+UNIT_NORM_TOLERANCE = 1e-3  # how far the norm of a normalized vector may be from 1
+UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes per number
 
 
 class TruncationWarning(UserWarning):
     """Texts were cut to the model's length."""
 
 
-class Described(Protocol):
-    """What a task has to know of a model; an `Encoder` says it."""
+class TaskModel(Protocol):
+    """What a task needs to know about a model; `Encoder` implements it."""
 
     @property
     def name(self) -> str: ...
@@ -61,48 +75,96 @@ class Described(Protocol):
     def embedder(self) -> Embed | None: ...
 
 
-def prepare(model: Described, task: str, texts: Sequence[Given], **options: Any) -> list[Job]:
-    """A job for each text; options are those of the encoder's method of the task's name."""
-    if task not in TASKS:
-        raise InputError(f"unknown task {task!r}; there are {', '.join(TASKS)}")
-    return TASKS[task](model, as_texts(texts), **options)
+@dataclass(frozen=True, slots=True)
+class InferenceJob:
+    """One request, tokenized and ready to run.
+
+    It has several sequences where a long text is run in chunks, a context in windows, or a query is
+    scored against documents.
+    """
+
+    sequences: tuple[Encoding, ...]
+    heads: tuple[str, ...]
+    finish: Callable[[Sequence[Row]], Any]  # turns the rows of all sequences into the answer
+    only: int | None = None  # run per-token heads on tokens with this id alone
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all sequences."""
+        return sum(map(len, self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """A line of the table: what a task needs, and where users find it."""
+
+    head: str  # the head it runs; every model has "hidden"
+    method: str  # the method of `Encoder` that runs it
+    route: str  # the HTTP route that is made for it; other dialects offer it under their own names
+    command: str | None  # the value of `packhorse run --task`; None: the command line has no such
+    prepare: Callable[..., list[InferenceJob]] | None  # None: the caller prepares `method` instead
+    takes_pairs: bool = True  # an input may be two texts
+    takes_query: bool = False  # one question or query is asked of all inputs
+    uses_labels: bool = False  # the head's outputs are named by the model's labels
+    fine_tuned: bool = False  # states of a model with this head do not make good sentence vectors
+
+
+def prepare(
+    model: TaskModel, task: str, texts: Sequence[TaskInput], **options: Any
+) -> list[InferenceJob]:
+    """Return one job per text; the options are those of the encoder's method for the task."""
+    spec = TASKS.get(task)
+    if spec is None or spec.prepare is None:
+        known = ", ".join(name for name, spec in TASKS.items() if spec.prepare)
+        raise InputError(f"unknown task {task!r}; use one of {known}")
+    texts = as_texts(texts)
+    if spec.head not in ("hidden", *model.heads):
+        available = ", ".join(model.heads) or "none"
+        raise CheckpointError(
+            f"{model.name} has no {spec.head!r} head (it has: {available}); "
+            "load a checkpoint that was trained for this task"
+        )
+    return spec.prepare(model, texts, **options)
 
 
 def tokenize(
-    model: Described, texts: Sequence[Given], max_length: int | None = None, depth: int = 3
+    model: TaskModel, texts: Sequence[TaskInput], max_length: int | None = None, depth: int = 3
 ) -> list[Encoding]:
-    """Tokenize; token ids stay as they are. Warns, `depth` frames up, when texts had to be cut."""
-    return [one for (one,) in _sequences(model, as_texts(texts), max_length, None, depth + 1)]
+    """Tokenize texts; token ids stay as they are. Warns, `depth` frames up, if texts were cut."""
+    sequences = _sequences(model, as_texts(texts), max_length, None, depth + 1)
+    return [sequence for (sequence,) in sequences]
 
 
-# A task is called by `prepare`, that by the encoder, and that by the method its user called.
+# The warning must name the user's line. Six frames up from here: a function of the table called
+# this, `prepare` called that, then come `Encoder.prepare`, a method of the encoder and the user.
 def _sequences(
-    model: Described,
-    texts: Sequence[Given],
+    model: TaskModel,
+    texts: Sequence[TaskInput],
     max_length: int | None,
     long: Long | None,
     depth: int = 6,
 ) -> list[tuple[Encoding, ...]]:
-    """The sequences of each text: one, or the chunks of a long one."""
+    """Tokenize each text into one sequence, or a long one into several chunks."""
     limit = _limit(model, max_length)
     if long not in (None, *get_args(Long)):
         raise InputError(f"long is {long!r}; use one of {', '.join(get_args(Long))}")
     tokenize = _chunks if long == "chunk" else partial(_whole, on_long=long or "truncate")
     if isinstance(texts, str) or not any(map(is_ids, texts)):
-        found = tokenize(model.tokenizer, cast("Sequence[Text]", texts), limit)
+        encoded = tokenize(model.tokenizer, cast("Sequence[Text]", texts), limit)
     else:
         size = model.tokenizer.vocab_size
-        found = [
+        encoded = [
             (from_ids(text, limit, size),)
             if is_ids(text)
             else tokenize(model.tokenizer, [cast("Text", text)], limit)[0]
             for text in texts
         ]
-    cut = sum(bool(e.truncated) for each in found for e in each) if long is None else 0
-    if cut:
-        message = f"{cut} of {len(found)} texts were cut to {limit} tokens"
-        warnings.warn(message, TruncationWarning, stacklevel=depth)
-    return found
+    if long is None:
+        cut = sum(bool(sequence.truncated) for sequences in encoded for sequence in sequences)
+        if cut:
+            message = f"{cut} of {len(encoded)} texts were cut to {limit} tokens"
+            warnings.warn(message, TruncationWarning, stacklevel=depth)
+    return encoded
 
 
 def _whole(
@@ -113,238 +175,351 @@ def _whole(
 
 def _chunks(tokenizer: Tokenizer, texts: Sequence[Text], limit: int) -> list[tuple[Encoding, ...]]:
     if not (isinstance(texts, str) or all(isinstance(text, str) for text in texts)):
-        raise InputError("a pair is not read in chunks; let it be truncated")
+        raise InputError('a pair cannot be run in chunks; use long="truncate"')
     return [tuple(windows) for windows in tokenizer.windows(texts, limit)]
 
 
+def is_ids(text: TaskInput) -> bool:
+    """Return whether the input is token ids, rather than a text to tokenize."""
+    if isinstance(text, Encoding | np.ndarray):
+        return True
+    return isinstance(text, list | tuple) and isinstance(text[:1] and text[0], int | np.integer)
+
+
+def from_ids(ids: TaskInput, limit: int, vocabulary: int) -> Encoding:
+    """Make a sequence of token ids as they are, special tokens included; raise if it cannot run."""
+    array = ids.ids if isinstance(ids, Encoding) else np.asarray(ids)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(f"token ids must be a flat list of integers, not {ids!r:.80}")
+    if not 1 <= len(array) <= limit:
+        raise InputError(f"there are {len(array)} token ids; the model takes 1 to {limit}")
+    # Viewed as unsigned, a negative id is too large as well: one pass instead of two.
+    if array.view(UNSIGNED[array.itemsize]).max() >= vocabulary:
+        raise InputError(
+            f"token ids must be from 0 to {vocabulary - 1}; these are {array.min()} to "
+            f"{array.max()}"
+        )
+    if isinstance(ids, Encoding):
+        return ids
+    return Encoding(array.astype(np.int32), *_plain_fields(len(array)))
+
+
+@lru_cache(maxsize=1024)
+def _plain_fields(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[slice, ...]]:
+    """Types, offsets, special flags and spans for `n` bare ids; read-only, because shared."""
+    types = np.zeros(n, np.uint8)
+    offsets = np.zeros((n, 2), np.int32)
+    special = np.zeros(n, bool)
+    for array in (types, offsets, special):
+        array.flags.writeable = False
+    return types, offsets, special, (slice(0, n),)
+
+
 def _average(rows: Sequence[Row], sequences: Sequence[Encoding]) -> np.ndarray:
-    """What a head that answers once a sequence says of all chunks together."""
+    """Average a per-sequence head over the chunks of a text, weighted by their tokens."""
     if len(rows) == 1:
-        return rows[0][0].copy()  # a vector that is kept should not keep those of its whole batch
-    weights = [each.spans[-1].stop - each.spans[-1].start for each in sequences]
+        # A copy, so that a vector that a caller keeps does not keep its whole batch alive.
+        return rows[0][0].copy()
+    weights = [sequence.spans[-1].stop - sequence.spans[-1].start for sequence in sequences]
     return np.average([row[0] for row in rows], 0, weights).astype(rows[0][0].dtype)
 
 
 def _embed(
-    model: Described,
-    texts: Sequence[Given],
+    model: TaskModel,
+    texts: Sequence[TaskInput],
     prompt: str | None = None,
     max_length: int | None = None,
     long: Long | None = None,
     normalise: bool | None = None,
-) -> list[Job]:
-    _need(model, "embed")
+) -> list[InferenceJob]:
     if normalise is False and model.embedder is None:
-        raise CheckpointError(f"{model.name} gives no vectors but those its graph makes")
+        raise CheckpointError(
+            f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
+            "before normalization; leave out normalise=False"
+        )
     raw = normalise is False and model.embedder is not None and model.embedder.normalise
     heads = ("raw",) if raw else ("embed",)
-    found = _sequences(model, prompted(model, texts, prompt), max_length, long)
+    encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
     excluded = model.embedder is not None and not model.embedder.include_prompt
-    if excluded and (before := _prompt(model, texts, prompt)):
-        length = _prompt_length(model.tokenizer, before, _limit(model, max_length))
-        found = [_unpooled(sequences, length, long) for sequences in found]
-    return [Job(each, heads, partial(_vector, each, normalise)) for each in found]
+    if excluded and (prefix := _prompt(model, texts, prompt)):
+        length = _prompt_length(model.tokenizer, prefix, _limit(model, max_length))
+        encoded = [_without_prompt(sequences, length, long) for sequences in encoded]
+    return [
+        InferenceJob(sequences, heads, partial(_vector, sequences, normalise))
+        for sequences in encoded
+    ]
 
 
 def _prompt_length(tokenizer: Tokenizer, prompt: str, limit: int) -> int:
-    """Tokens of a prompt with what the template puts before it, as sentence-transformers counts."""
+    """Count a prompt's tokens with the special ones before it, as sentence-transformers does."""
     (alone,) = tokenizer.encode([prompt], limit)
     return len(alone) - int(alone.special[-1])
 
 
-def _unpooled(
+def _without_prompt(
     sequences: tuple[Encoding, ...], length: int, long: Long | None
 ) -> tuple[Encoding, ...]:
-    """The same, where the prompt that the first one begins with is left out of the pooling."""
-    first, *others = sequences
+    """Mark the prompt, which the first sequence begins with, as not to be pooled."""
+    first, *later = sequences
     if long == "truncate_left" and first.truncated:
         raise InputError(
-            "a text was cut at its beginning, where the prompt stands that this model leaves out "
-            'of its vectors; use long="truncate"'
+            "a text was cut at its beginning, but there stands the prompt, which this model "
+            'excludes from pooling; use long="truncate"'
         )
-    return replace(first, prompt_length=length), *others
+    return replace(first, prompt_length=length), *later
 
 
 def _vector(
     sequences: Sequence[Encoding], normalise: bool | None, rows: Sequence[Row]
 ) -> np.ndarray:
     vector = _average(rows, sequences)
-    if normalise is None and len(rows) > 1:  # as those of the chunks are
-        lengths = [np.linalg.norm(row[0]) for row in rows]
-        normalise = np.allclose(lengths, 1, atol=ONE_LONG)
-    return vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny) if normalise else vector
+    if normalise is None and len(rows) > 1:
+        # An average of unit vectors is shorter than 1: normalize it if those of the chunks are.
+        norms = [np.linalg.norm(row[0]) for row in rows]
+        normalise = np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE)
+    if not normalise:
+        return vector
+    return vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
 
 
 def _hidden(
-    model: Described,
-    texts: Sequence[Given],
+    model: TaskModel,
+    texts: Sequence[TaskInput],
     prompt: str | None = None,
     max_length: int | None = None,
     long: Long | None = None,
-) -> list[Job]:
+) -> list[InferenceJob]:
     heads = ("hidden", "pooled") if "pooled" in model.heads else ("hidden",)
     if long == "chunk":
-        raise InputError("states are those of one sequence; chunks of a text have none in common")
-    given = texts if prompt is None else prompted(model, texts, prompt)
-    found = _sequences(model, given, max_length, long)
-    return [Job(each, heads, partial(_states, model.tokenizer, each[0])) for each in found]
+        raise InputError(
+            "hidden states are per sequence and chunks of a text cannot share them; "
+            "use another value of long, or split the text"
+        )
+    if prompt is not None:
+        texts = prompted(model, texts, prompt)
+    return [
+        InferenceJob(sequences, heads, partial(_states, model.tokenizer, sequences[0]))
+        for sequences in _sequences(model, texts, max_length, long)
+    ]
 
 
 def _states(tokenizer: Tokenizer, encoding: Encoding, rows: Sequence[Row]) -> Hidden:
     states, *pooled = rows[0]
-    words = tuple(map(tokenizer.token, encoding.ids.tolist()))
-    return Hidden(states, pooled[0].copy() if pooled else None, words)
+    tokens = tuple(map(tokenizer.token, encoding.ids.tolist()))
+    return Hidden(states, pooled[0].copy() if pooled else None, tokens)
 
 
 def _classify(
-    model: Described,
-    texts: Sequence[Given],
+    model: TaskModel,
+    texts: Sequence[TaskInput],
     max_length: int | None = None,
     long: Long | None = None,
     problem: str | None = None,
-) -> list[Job]:
-    _need(model, "classify")
-
-    def job(sequences: tuple[Encoding, ...]) -> Job:
+) -> list[InferenceJob]:
+    def job(sequences: tuple[Encoding, ...]) -> InferenceJob:
         def label(rows: Sequence[Row]) -> Classified:
             scores = _average(rows, sequences)
             return results.classified(scores, model.labels, problem or model.problem)
 
-        return Job(sequences, ("classify",), label)
+        return InferenceJob(sequences, ("classify",), label)
 
     return list(map(job, _sequences(model, texts, max_length, long)))
 
 
 def _rerank(
-    model: Described,
+    model: TaskModel,
     queries: Sequence[str],
     documents: Sequence[str],
     top_k: int | None = None,
     max_length: int | None = None,
     long: Long | None = None,
-) -> list[Job]:
-    _need(model, "classify")
+) -> list[InferenceJob]:
     if long == "chunk":
-        raise InputError("a ranking has no chunks; let long documents be truncated, or split them")
+        raise InputError(
+            'rerank cannot run documents in chunks; use long="truncate", or split them'
+        )
     if len(model.labels) != 1:
         raise CheckpointError(
-            f"reranking needs a head with one output; {model.name} classifies into "
-            f"{len(model.labels)} labels"
+            f"rerank needs a head with one output, but {model.name} classifies into "
+            f"{len(model.labels)} labels; load a cross-encoder"
         )
     documents = as_texts(documents)
     pairs = [(query, document) for query in queries for document in documents]
-    found = iter([one for (one,) in _sequences(model, pairs, max_length, long)])
+    sequences = iter([sequence for (sequence,) in _sequences(model, pairs, max_length, long)])
 
     def ranked(rows: Sequence[Row]) -> list[Ranked]:
         return results.ranked(np.array([row[0] for (row,) in rows]), documents, top_k)
 
-    return [Job(tuple(islice(found, len(documents))), ("classify",), ranked) for _ in queries]
+    return [
+        InferenceJob(tuple(islice(sequences, len(documents))), ("classify",), ranked)
+        for _ in queries
+    ]
 
 
 def _answer(
-    model: Described,
+    model: TaskModel,
     pairs: Sequence[tuple[str, str]],
     top_k: int = 1,
     max_length: int | None = None,
     stride: int | None = None,
     max_answer_tokens: int = 30,
     no_answer: float | None = None,
-) -> list[Job]:
-    _need(model, "span")
-    how = (top_k, max_answer_tokens, no_answer)
-
-    def job(windows: Sequence[Encoding], context: str) -> Job:
+) -> list[InferenceJob]:
+    def job(windows: Sequence[Encoding], context: str) -> InferenceJob:
         def best(rows: Sequence[Row]) -> list[Answer]:
-            return results.answers([row for (row,) in rows], windows, context, *how)
+            logits = [row for (row,) in rows]
+            return results.answers(logits, windows, context, top_k, max_answer_tokens, no_answer)
 
-        return Job(tuple(windows), ("span",), best)
+        return InferenceJob(tuple(windows), ("span",), best)
 
-    found = model.tokenizer.windows(pairs, _limit(model, max_length), stride)
-    return [job(windows, context) for windows, (_, context) in zip(found, pairs, strict=True)]
+    windows = model.tokenizer.windows(pairs, _limit(model, max_length), stride)
+    contexts = [context for _, context in pairs]
+    return list(map(job, windows, contexts))
 
 
 def _fill(
-    model: Described,
+    model: TaskModel,
     texts: Sequence[str],
     top_k: int = 5,
     max_length: int | None = None,
     long: Long | None = None,
     targets: Sequence[str] | None = None,
-) -> list[Job]:
-    _need(model, "mlm")
+) -> list[InferenceJob]:
     tokenizer = model.tokenizer
     among = None if targets is None else _first_tokens(tokenizer, targets)
 
-    def job(sequences: tuple[Encoding, ...], text: str) -> Job:
+    def job(sequences: tuple[Encoding, ...], text: str) -> InferenceJob:
         def words(rows: Sequence[Row]) -> list[list[Filled]]:
-            every = zip(rows, sequences, strict=True)
-            how = (text, tokenizer, top_k, among)
-            return [mask for row, each in every for mask in results.filled(row[0], each, *how)]
+            masks: list[list[Filled]] = []
+            for (logits,), sequence in zip(rows, sequences, strict=True):
+                masks += results.filled(logits, sequence, text, tokenizer, top_k, among)
+            return masks
 
-        return Job(sequences, ("mlm",), words, only=tokenizer.mask_id)
+        # The vocabulary is wide: logits are computed for the mask tokens alone.
+        return InferenceJob(sequences, ("mlm",), words, only=tokenizer.mask_id)
 
-    found = _sequences(model, _single(texts, "fill"), max_length, long)
-    for i, sequences in enumerate(found):
-        if not any(tokenizer.mask_id in each.ids for each in sequences):
+    encoded = _sequences(model, _single(texts, "fill"), max_length, long)
+    for i, sequences in enumerate(encoded):
+        if not any(tokenizer.mask_id in sequence.ids for sequence in sequences):
             mask = tokenizer.token(tokenizer.mask_id or 0)
-            cut = " within the model's length" if sequences[0].truncated else ""
-            raise InputError(f"text {i} has no {mask} to fill{cut}")
-    return list(map(job, found, texts))
+            within = " within the model's length" if sequences[0].truncated else ""
+            raise InputError(f"text {i} has no {mask} to fill{within}")
+    return list(map(job, encoded, texts))
 
 
 def _first_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """A word's token, or the first of those it is split into."""
-    encodings = tokenizer.encode(words)
-    found = [(e.ids[e.spans[0]], word) for e, word in zip(encodings, words, strict=True)]
-    if empty := [word for ids, word in found if not len(ids)]:
-        raise InputError(f"{empty[0]!r} has no token that could fill a mask")
-    if not found:
-        raise InputError("targets is empty; name a word, or leave it out")
-    return [int(ids[0]) for ids, _ in found]
+    """Return each word's token, or the first of those it is split into."""
+    if not words:
+        raise InputError("targets is empty; name at least one word, or leave it out")
+    tokens: list[int] = []
+    for encoding, word in zip(tokenizer.encode(words), words, strict=True):
+        ids = encoding.ids[encoding.spans[0]]
+        if not len(ids):
+            raise InputError(f"{word!r} has no token that could fill a mask")
+        tokens.append(int(ids[0]))
+    return tokens
 
 
 def _label(
-    model: Described,
+    model: TaskModel,
     texts: Sequence[str],
     max_length: int | None = None,
     long: Long | None = None,
     join: bool = True,
-) -> list[Job]:
-    _need(model, "tokens")
+) -> list[InferenceJob]:
     labels = model.labels
 
-    def job(sequences: tuple[Encoding, ...], text: str) -> Job:
-        def stretches(rows: Sequence[Row]) -> list[Entity]:
-            every = zip(rows, sequences, strict=True)
-            found = (results.entities(row[0], each, text, labels, join) for row, each in every)
-            return [entity for chunk in found for entity in chunk]
+    def job(sequences: tuple[Encoding, ...], text: str) -> InferenceJob:
+        def entities(rows: Sequence[Row]) -> list[Entity]:
+            merged: list[Entity] = []
+            for (logits,), sequence in zip(rows, sequences, strict=True):
+                merged += results.entities(logits, sequence, text, labels, join)
+            return merged
 
-        return Job(sequences, ("tokens",), stretches)
+        return InferenceJob(sequences, ("tokens",), entities)
 
-    return list(map(job, _sequences(model, _single(texts, "label"), max_length, long), texts))
+    encoded = _sequences(model, _single(texts, "label"), max_length, long)
+    return list(map(job, encoded, texts))
 
 
-TASKS: dict[str, Callable[..., list[Job]]] = {
-    "embed": _embed,
-    "hidden": _hidden,
-    "classify": _classify,
-    "rerank": _rerank,
-    "answer": _answer,
-    "fill": _fill,
-    "label": _label,
+# The order is that in which the server lists what a model can do. Two tasks ask for more than a
+# head: rerank needs exactly one label, and zero_shot needs a label for entailment.
+TASKS: dict[str, TaskSpec] = {
+    "embed": TaskSpec(
+        head="embed",
+        method="embed",
+        route="/embed",
+        command="embed",
+        prepare=_embed,
+    ),
+    "classify": TaskSpec(
+        head="classify",
+        method="classify",
+        route="/classify",
+        command="classify",
+        prepare=_classify,
+        uses_labels=True,
+        fine_tuned=True,
+    ),
+    "rerank": TaskSpec(
+        head="classify",
+        method="rerank",
+        route="/rerank",
+        command="rerank",
+        prepare=_rerank,
+        takes_pairs=False,
+        takes_query=True,
+        uses_labels=True,
+        fine_tuned=True,
+    ),
+    # The server makes a pair of the text and each label of the request, and classifies the pairs.
+    "zero_shot": TaskSpec(
+        head="classify",
+        method="classify",
+        route="/models/{name:path}/pipeline/{task}",
+        command=None,
+        prepare=None,
+        uses_labels=True,
+        fine_tuned=True,
+    ),
+    "answer": TaskSpec(
+        head="span",
+        method="answer",
+        route="/answer",
+        command="answer",
+        prepare=_answer,
+        takes_query=True,
+        fine_tuned=True,
+    ),
+    "fill": TaskSpec(
+        head="mlm",
+        method="fill",
+        route="/fill",
+        command="fill",
+        prepare=_fill,
+        takes_pairs=False,
+    ),
+    "label": TaskSpec(
+        head="tokens",
+        method="label",
+        route="/ner",
+        command="label",
+        prepare=_label,
+        takes_pairs=False,
+        uses_labels=True,
+        fine_tuned=True,
+    ),
+    "hidden": TaskSpec(
+        head="hidden",
+        method="hidden",
+        route="/embed_all",
+        command="hidden",
+        prepare=_hidden,
+    ),
 }
 
 
-def _need(model: Described, head: str) -> None:
-    if head not in model.heads:
-        have = ", ".join(model.heads) or "none"
-        raise CheckpointError(
-            f"{model.name} has no {head!r} head (it has: {have}); "
-            "load a checkpoint that was trained for this task"
-        )
-
-
-def _limit(model: Described, max_length: int | None) -> int:
+def _limit(model: TaskModel, max_length: int | None) -> int:
     if max_length is None or max_length <= 0:
         return model.max_length
     if max_length > model.max_length:
@@ -354,18 +529,20 @@ def _limit(model: Described, max_length: int | None) -> int:
     return max_length
 
 
-def prompted(model: Described, texts: Sequence[Given], prompt: str | None) -> Sequence[Given]:
-    """The texts after the model's prompt of this name; without a name its default, if any."""
-    before = _prompt(model, texts, prompt)
-    if before is None:
+def prompted(
+    model: TaskModel, texts: Sequence[TaskInput], prompt: str | None
+) -> Sequence[TaskInput]:
+    """Put the model's prompt of this name before each text; without a name its default, if any."""
+    prefix = _prompt(model, texts, prompt)
+    if prefix is None:
         return texts
     if not all(isinstance(text, str) for text in texts):
         raise InputError("a prompt goes before single texts, not before pairs or token ids")
-    return [before + str(text) for text in texts]
+    return [prefix + str(text) for text in texts]
 
 
-def _prompt(model: Described, texts: Sequence[Given], prompt: str | None) -> str | None:
-    """What goes before the texts; nothing goes before token ids unless it is named."""
+def _prompt(model: TaskModel, texts: Sequence[TaskInput], prompt: str | None) -> str | None:
+    """Return what goes before the texts; token ids get no prompt unless one is named."""
     name = model.default_prompt if prompt is None else prompt
     if name is None or (prompt is None and all(map(is_ids, texts))):
         return None

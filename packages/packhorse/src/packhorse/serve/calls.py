@@ -29,9 +29,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.runtime.jobs import Given, Job, is_ids
-from packhorse.runtime.lines import Awaited
+from packhorse.runtime.admission import PackedFuture
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import ServedModel
 from packhorse.serve.metrics import RequestRecord
@@ -71,7 +71,7 @@ async def call(
     request: Request,
     model: ServedModel,
     task: str,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     *,
     truncate: bool = True,
     **options: Any,
@@ -110,7 +110,7 @@ def json_response(document: Any, headers: Mapping[str, str] | None = None) -> Re
 
 
 def check_inputs(
-    settings: Settings, texts: Sequence[Given], options: Mapping[str, Any] | None = None
+    settings: Settings, texts: Sequence[TaskInput], options: Mapping[str, Any] | None = None
 ) -> int:
     """Return the number of characters; raise `Empty` or `TooLarge` for inputs beyond the limits."""
     inputs = (options or {}).get("documents", texts)
@@ -197,7 +197,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, runner: PackRunner, jobs: Sequence[Job], loop: asyncio.AbstractEventLoop
+        self, runner: PackRunner, jobs: Sequence[InferenceJob], loop: asyncio.AbstractEventLoop
     ) -> None:
         self.runner = runner
         self.loop = loop

@@ -22,6 +22,7 @@ from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStop
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import Settings
 
@@ -55,8 +56,8 @@ class ServedModel:
         lacking = set() if len(labels) == 1 else {"rerank"}
         if not is_entailment(labels):
             lacking.add("zero_shot")
-        heads = self.encoder.heads
-        return (*(t for t, head in HEADS.items() if head in heads and t not in lacking), "hidden")
+        heads = ("hidden", *self.encoder.heads)
+        return tuple(t for t, spec in TASKS.items() if spec.head in heads and t not in lacking)
 
     def check_task(self, task: str) -> None:
         """Raise `CheckpointError`, with the supported tasks, unless `task` is one of them."""

@@ -23,7 +23,7 @@ from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.evaluation.answering import Reply, ask, judge
+from packhorse.runtime.evaluation.answering import SpanReply, ask, judge
 from packhorse.tokens import Encoding
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on a mat and saw one red hat . ? who what ##s"
@@ -170,8 +170,8 @@ def test_questions_without_an_answer(minilm_encoder: Encoder) -> None:
 
 
 def test_a_reply_without_spans_is_no_answer() -> None:
-    assert Reply((), math.inf).texts() == [""]
-    reply = Reply((Answer("x", 0, 1, 0.5),), 2.0)
+    assert SpanReply((), math.inf).texts() == [""]
+    reply = SpanReply((Answer("x", 0, 1, 0.5),), 2.0)
     assert (reply.texts(), reply.texts(2.0), reply.texts(1.9)) == (["x"], ["x"], ["", "x"])
 
 

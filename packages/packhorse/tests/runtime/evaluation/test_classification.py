@@ -65,7 +65,7 @@ def test_the_probe_learns_what_is_there(rng: np.random.Generator) -> None:
     assert found["accuracy"] > 0.95 and found["f1_macro"] > 0.95
     nothing = probe(says(rng.normal(size=(120, 3)).astype(np.float32)), rows, rows)
     assert nothing["accuracy"] < 0.6
-    with pytest.raises(InputError, match="vectors are of single texts"):
+    with pytest.raises(InputError, match="pairs of texts have no vectors"):
         probe(says(apart), rows, LabeledTexts([("a", "b")], [0], ("0", "1"), "single_label"))
 
 

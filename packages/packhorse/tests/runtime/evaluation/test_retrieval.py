@@ -17,7 +17,7 @@ from packhorse.runtime.evaluation.reading import prompt_of
 def test_search_is_a_full_sort(
     depth: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retrieval, "SCORES_A_CHUNK", 100)  # several chunks
+    monkeypatch.setattr(retrieval, "SCORES_PER_CHUNK", 100)  # several chunks
     queries = rng.integers(-1, 2, size=(9, 3)).astype(np.float32)  # few values: many ties
     documents = rng.integers(-1, 2, size=(40, 3)).astype(np.float32)
     ids = [f"d{i}" for i in rng.permutation(40)]

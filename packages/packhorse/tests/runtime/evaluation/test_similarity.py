@@ -40,5 +40,5 @@ def test_as_scipy_has_them(rng: np.random.Generator) -> None:
 
 
 def test_single_texts_are_refused() -> None:
-    with pytest.raises(InputError, match="similarity is of pairs"):
+    with pytest.raises(InputError, match="similarity needs pairs"):
         judge(lambda *given, **how: np.zeros((1, 1)), ["alone", ("a", "b")], [1.0, 2.0])

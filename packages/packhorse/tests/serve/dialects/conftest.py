@@ -81,7 +81,7 @@ def encoders(make_model, minilm, tmp_path_factory) -> dict[str, Any]:
             device=cpu,
             dtype=torch.float32,
             kernel="bucketed",
-            why="asked for",
+            reason="asked for",
             budget=4 * 48,
             embedder=head if isinstance(head, Embed) else None,
         )

@@ -1,5 +1,5 @@
-"""How well a model does a task whose answers are known: a room a task.
+"""Evaluation: how well a model does on a task whose answers are known, one module per task.
 
-Only `answering` asks an `Encoder` itself. The others take whatever turns texts into numbers (`Read`
-in `reading`), so that ours and another library are judged by one and the same code.
+Only `answering` calls an `Encoder` itself. The others take any function that turns texts into
+arrays (`TextReader` in `reading`), so that the same code judges our models and other libraries.
 """

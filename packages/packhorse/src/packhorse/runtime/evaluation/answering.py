@@ -1,10 +1,11 @@
-"""How well a model does a task whose answers are known: so far extractive question answering.
+"""Extractive question answering (SQuAD): predictions, scores and the best threshold.
 
-A model is asked once, for its best spans and for how far it would rather not answer; predictions,
-scores and the best threshold all follow from that without asking again. Questions go to the model
-in chunks, because the tokens of a whole training set would take gigabytes.
+The model runs once, for its best spans and for how far "no answer" scores above them; predictions,
+scores and the best threshold all follow from that without another run. Questions are run in chunks,
+because the tokens of a whole training set would take gigabytes.
 
-Measures are those of `data/squad_score.py`; what a span is worth, that of `results.answers`.
+The measures are those of `data/tasks/squad_score.py`, the scores of spans those of
+`results.answers`.
 """
 
 from __future__ import annotations
@@ -27,30 +28,34 @@ from packhorse.errors import InputError
 from packhorse.results import Answer
 from packhorse.runtime.encoder import Encoder, Progress
 
-QUESTIONS_A_CHUNK = 1024
+QUESTIONS_PER_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A model's best spans for a question, and how far above the first "no answer" is."""
+class SpanReply:
+    """A model's best spans for a question, and by how much "no answer" beats the first."""
 
     spans: tuple[Answer, ...]
     null: float
 
     def texts(self, no_answer: float | None = None) -> list[str]:
-        """The best first: "" where `null` is above `no_answer`; None: only where there is none."""
-        refused = not self.spans or (no_answer is not None and self.null > no_answer)
-        return [""] * refused + [span.text for span in self.spans]
+        """Return the answers, best first, preceded by "" if `null` is above `no_answer`.
+
+        With None there is a "" only where the model has no span at all.
+        """
+        texts = [span.text for span in self.spans]
+        unanswered = not self.spans or (no_answer is not None and self.null > no_answer)
+        return ["", *texts] if unanswered else texts
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was predicted and how good it is; `within`, if any of the `top_k` best may be right."""
+class AnsweringReport:
+    """The predictions and their scores; `within` counts a hit among the `top_k` best answers."""
 
     predictions: dict[str, str]
-    score: dict[str, Score]  # of all; in v2.0 also has_answer and no_answer
+    score: dict[str, Score]  # "all"; in v2.0 also "has_answer" and "no_answer"
     within: Score
-    best: dict[str, Threshold]  # v2.0: for each measure
+    best: dict[str, Threshold]  # v2.0: by measure
 
 
 def ask(
@@ -62,15 +67,15 @@ def ask(
     stride: int | None = None,
     max_answer_tokens: int = 30,
     progress: Progress | None = None,
-) -> list[Reply]:
-    """The model's reply to each question; the options are those of `Encoder.answer`."""
-    replies: list[Reply] = []
-    for begin in range(0, len(questions), QUESTIONS_A_CHUNK):
-        chunk = questions[begin : begin + QUESTIONS_A_CHUNK]
+) -> list[SpanReply]:
+    """Return the model's reply to each question; the options are those of `Encoder.answer`."""
+    replies: list[SpanReply] = []
+    for begin in range(0, len(questions), QUESTIONS_PER_CHUNK):
+        chunk = questions[begin : begin + QUESTIONS_PER_CHUNK]
         try:
-            found = encoder.answer(
+            answers = encoder.answer(
                 [(question.question, question.context) for question in chunk],
-                top_k=top_k + 1,  # "no answer" is one of them
+                top_k=top_k + 1,  # "no answer" is one of them, because of `no_answer`
                 max_length=max_length,
                 stride=stride,
                 max_answer_tokens=max_answer_tokens,
@@ -80,22 +85,22 @@ def ask(
         except InputError as error:
             ids = f"{chunk[0].id} to {chunk[-1].id}"
             raise InputError(f"among the questions {ids}: {error}") from error
-        replies += map(_reply, found)
+        replies += map(_reply, answers)
     return replies
 
 
 def _part(progress: Progress | None, begin: int, size: int, total: int) -> Progress | None:
-    """The progress of a chunk's windows as that of all questions."""
+    """Report the progress of a chunk's windows as progress in all questions."""
     if progress is None:
         return None
-    return lambda done, windows: progress(begin + size * done // windows, total)
+    return lambda finished, windows: progress(begin + size * finished // windows, total)
 
 
-def _reply(answers: Sequence[Answer]) -> Reply:
-    """Scores are shares of one softmax: their logarithms differ as the logits do."""
+def _reply(answers: Sequence[Answer]) -> SpanReply:
+    """Scores are shares of one softmax, so their logarithms differ as the logits do."""
     spans = tuple(answer for answer in answers if answer.text)
     refusal = sum(answer.score for answer in answers if not answer.text)
-    return Reply(spans, _log(refusal) - _log(spans[0].score) if spans else math.inf)
+    return SpanReply(spans, _log(refusal) - _log(spans[0].score) if spans else math.inf)
 
 
 def _log(share: float) -> float:
@@ -104,16 +109,16 @@ def _log(share: float) -> float:
 
 def judge(
     questions: Sequence[SquadQuestion],
-    replies: Sequence[Reply],
+    replies: Sequence[SpanReply],
     no_answer: float | None,
     top_k: int = 1,
-) -> Report:
-    """Score the replies, leaving unanswered what `no_answer` says (None: nothing)."""
+) -> AnsweringReport:
+    """Score the replies; those whose `null` is above `no_answer` count as unanswered."""
     ids = [question.id for question in questions]
     texts = [reply.texts(no_answer)[:top_k] for reply in replies]
     predictions = {id: text for id, (text, *_) in zip(ids, texts, strict=True)}
     within = marks(questions, dict(zip(ids, texts, strict=True)))
-    return Report(
+    return AnsweringReport(
         predictions,
         score(questions, marks(questions, {id: [text] for id, text in predictions.items()})),
         score(questions, within)["all"],
@@ -121,12 +126,12 @@ def judge(
     )
 
 
-def _best(questions: Sequence[SquadQuestion], replies: Sequence[Reply]) -> dict[str, Threshold]:
+def _best(questions: Sequence[SquadQuestion], replies: Sequence[SpanReply]) -> dict[str, Threshold]:
     pairs = zip(questions, replies, strict=True)
     answered = marks(questions, {question.id: reply.texts()[:1] for question, reply in pairs})
     impossible = [question.impossible for question in questions]
     nulls = [reply.null for reply in replies]
     return {
-        measure: best_threshold([getattr(each, measure) for each in answered], impossible, nulls)
+        measure: best_threshold([getattr(mark, measure) for mark in answered], impossible, nulls)
         for measure in Mark._fields
     }

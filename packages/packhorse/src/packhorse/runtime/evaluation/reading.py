@@ -1,7 +1,7 @@
-"""What a task asks of a model, whosever it is: texts in, an array out, a row a text.
+"""The interface between a task and a model of any library: texts in, an array out, a row per text.
 
-Rows are vectors or logits, as the task needs them. A text may have a role in its task; what a model
-puts before texts of that role is the reader's business.
+Rows are vectors or logits, as the task needs. A text may have a role in its task; the reader
+decides which prompt the model puts before texts of that role.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from packhorse.runtime.encoder import Encoder, Progress
 from packhorse.tokens import Text
 
 Role = Literal["query", "document"]
-# As sentence-transformers looks for them.
+# The names that sentence-transformers tries for each role, in this order.
 PROMPTS: dict[str, tuple[str, ...]] = {
     "query": ("query",),
     "document": ("document", "passage", "corpus"),
 }
 
 
-class Read(Protocol):
+class TextReader(Protocol):
     """Turns texts into rows of numbers, float32 [n, width]."""
 
     def __call__(
@@ -32,12 +32,12 @@ class Read(Protocol):
 
 
 def prompt_of(role: Role | None, prompts: Mapping[str, str]) -> str | None:
-    """The name of the prompt for the role; None: the model's default, if it has one."""
+    """Return the name of the prompt for a role; None means the model's default, if any."""
     return next((name for name in PROMPTS.get(role or "", ()) if name in prompts), None)
 
 
-def reader(encoder: Encoder, head: str, max_length: int | None = None) -> Read:
-    """The vectors (embed) or the logits (classify) of an encoder."""
+def reader(encoder: Encoder, head: str, max_length: int | None = None) -> TextReader:
+    """Return a reader of an encoder's vectors (embed) or logits (classify)."""
     return partial({"embed": _vectors, "classify": _logits}[head], encoder, max_length)
 
 

@@ -1,8 +1,8 @@
-"""Semantic textual similarity: do vectors find those texts alike that people find alike?
+"""Semantic textual similarity: how well similarities of vectors agree with human scores.
 
-Both texts of all pairs are encoded in one go, so that whoever encodes may sort them by length. What
-counts is the order: Spearman's correlation of the cosine is the measure that papers report, and
-others are as cheap. Distances are negated, so that for all of them more is more alike.
+Both texts of all pairs are encoded in one call, so that the encoder may sort them by length. Only
+the order counts: papers report Spearman's correlation of the cosine, and the other measures cost
+next to nothing. Distances are negated, so that for all of them more means more similar.
 
 Cer et al., "SemEval-2017 Task 1" (2017); Reimers et al. (2016) on why Spearman.
 """
@@ -16,29 +16,33 @@ import numpy as np
 from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
 from packhorse.runtime.encoder import Progress
-from packhorse.runtime.evaluation.reading import Read
+from packhorse.runtime.evaluation.reading import TextReader
 from packhorse.tokens import Text
 
 
 def judge(
-    read: Read, pairs: Sequence[Text], scores: Sequence[float], progress: Progress | None = None
+    read: TextReader,
+    pairs: Sequence[Text],
+    scores: Sequence[float],
+    progress: Progress | None = None,
 ) -> dict[str, float]:
-    """Correlations of the pairs' likenesses with the scores that people gave."""
-    first, second = np.split(read(_apart(pairs), progress=progress).astype(np.float64), 2)
-    truth, found = np.asarray(scores, np.float64), {}
-    for name, likeness in LIKENESSES.items():
-        alike = likeness(first, second)
-        found[f"{name}_spearman"] = glue_score.spearman(alike, truth)
-        found[f"{name}_pearson"] = glue_score.pearson(alike, truth)
-    return found
+    """Return the correlations of the pairs' similarities with human scores."""
+    first, second = np.split(read(_unzipped(pairs), progress=progress).astype(np.float64), 2)
+    truth = np.asarray(scores, np.float64)
+    correlations: dict[str, float] = {}
+    for name, function in SIMILARITIES.items():
+        similarities = function(first, second)
+        correlations[f"{name}_spearman"] = glue_score.spearman(similarities, truth)
+        correlations[f"{name}_pearson"] = glue_score.pearson(similarities, truth)
+    return correlations
 
 
-def _apart(pairs: Sequence[Text]) -> list[str]:
-    """All first texts, then all second ones."""
-    two = [pair for pair in pairs if isinstance(pair, tuple)]
-    if len(two) < len(pairs):
-        raise InputError("similarity is of pairs, and there are single texts; name two columns")
-    return [first for first, _ in two] + [second for _, second in two]
+def _unzipped(pairs: Sequence[Text]) -> list[str]:
+    """Return all first texts, then all second ones."""
+    checked = [pair for pair in pairs if isinstance(pair, tuple)]
+    if len(checked) < len(pairs):
+        raise InputError("similarity needs pairs, but there are single texts; name two columns")
+    return [first for first, _ in checked] + [second for _, second in checked]
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -58,7 +62,7 @@ def _manhattan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return -np.abs(a - b).sum(1)
 
 
-LIKENESSES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+SIMILARITIES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "cosine": _cosine,
     "dot": _dot,
     "euclidean": _euclidean,
