@@ -37,7 +37,7 @@ from packhorse.model.config import BertConfig
 from packhorse.reports import subject
 from packhorse.reports.tables import Table
 from packhorse.train import cost
-from packhorse.train.job import Job
+from packhorse.train.job import TrainingJob
 from packhorse_bench import modes, training_lanes
 from packhorse_bench.training_lanes import PEERS, Lane
 from packhorse_bench.training_stage import Setup, Stage, open_stage
@@ -191,7 +191,7 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _rows(trials: Sequence[Trial], job: Job) -> list[TrainRow]:
+def _rows(trials: Sequence[Trial], job: TrainingJob) -> list[TrainRow]:
     rows = [_row(trial, job) for trial in trials]
     slow = _baseline(rows)
     return [
@@ -211,7 +211,7 @@ def _baseline(rows: Sequence[TrainRow]) -> TrainRow | None:
     return max(found, key=lambda row: "compiled" in row.way, default=None)
 
 
-def _row(trial: Trial, job: Job) -> TrainRow:
+def _row(trial: Trial, job: TrainingJob) -> TrainRow:
     lane, best, middle = trial.lane, min(trial.seconds), median(trial.seconds)
     operations = cost.operations(job.checkpoint.config, lane.work) / middle
     peak = cost.peak(job.place.device)
