@@ -18,7 +18,7 @@ from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.reports import docstrings
 from packhorse.train.preparing import prepare
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 from packhorse_bench import ablation
 from packhorse_bench.ablation import (
     MISTAKES,
@@ -116,7 +116,7 @@ def rows_of(packed: Any) -> list[list[int]]:
 def gradient(way: str, corpus: ablation.LetterCorpus) -> Tensor:
     config = BertConfig(corpus.specials.vocab_size, 32, 2, 2, 64, max_positions=48)
     kernel = attention.kernel("mask")
-    model = prepare(Settings(dropout=0.0), config, ("mlm",), kernel)[0].model.double()
+    model = prepare(TrainSettings(dropout=0.0), config, ("mlm",), kernel)[0].model.double()
     seen = Mistaken(model, MISTAKES[way]) if way in MISTAKES else model
     ablation.OBJECTIVE.loss(seen, next(ablation.steps(way, 0, corpus, SMALL)))[0].backward()
     every = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -18,7 +18,7 @@ from packhorse import checkpoint
 from packhorse.errors import InputError
 from packhorse.reports import tables as report
 from packhorse.train import cost
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 from packhorse_bench import plots as bench_plots
 from packhorse_bench import training, training_lanes, training_sets
 from packhorse_bench.training import TrainingTrial, TrainRow
@@ -101,7 +101,7 @@ def test_too_little_for_a_step_is_said() -> None:
 
 
 def test_classification_gives_each_sequence_a_label() -> None:
-    settings = Settings(task="classify", batch=6, steps=2, seed=5)
+    settings = TrainSettings(task="classify", batch=6, steps=2, seed=5)
     lengths = training_sets.draw_lengths("classify", 12, 128, seed=5)
     fed = training_sets.classification(lengths, 2048, settings, 4096)
     step = next(fed.steps(None))
@@ -130,7 +130,7 @@ def test_padding_is_masked_and_not_guessed() -> None:
 
 def test_what_a_round_holds_is_counted() -> None:
     counted = training_sets.work([example(3), example(9)], places=32)
-    assert counted == cost.Work(tokens=12, squares=90, guessed=2, places=32)
+    assert counted == cost.StepWork(tokens=12, squares=90, guessed=2, places=32)
     assert counted.fill == 12 / 32
 
 
@@ -265,7 +265,7 @@ def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
     stage = staged(tmp_path)
 
     def trial(name: str, seconds: list[float], sequences: int, peaks: list[int]) -> TrainingTrial:
-        work = cost.Work(tokens=400, squares=9000, guessed=60, places=800)
+        work = cost.StepWork(tokens=400, squares=9000, guessed=60, places=800)
         optimizer, step = stage.job.optimizer, torch.zeros
         lane = TrainingLane(name, "sdpa", step, [0, 0], optimizer, sequences, work, loss=7)
         return TrainingTrial(lane, 100, 1.5, seconds, [0.003, 0.001, 0.002], peaks)

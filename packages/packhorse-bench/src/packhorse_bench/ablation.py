@@ -54,10 +54,10 @@ from packhorse.packing.histogram import PackingPlan, assign, histogram_of, plan
 from packhorse.reports import docstrings
 from packhorse.reports.tables import Table
 from packhorse.tokens import Tokenizer
+from packhorse.train.job import StepSchedule
 from packhorse.train.objectives import Pretrain
-from packhorse.train.pace import Pace
 from packhorse.train.preparing import optimizer_for, prepare
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 from packhorse_bench.data import SENTENCE
 
 Progress = Callable[[int, int], None]
@@ -274,7 +274,7 @@ def learn(
 ) -> AblationRun:
     """Train the mini model one way; judge it every so many steps."""
     settings = _settings(setup, seed)
-    pace = Pace(settings, 1.0, 1.0)
+    pace = StepSchedule(settings, 1.0, 1.0)
     config = BertConfig(corpus.specials.vocab_size, 128, 3, 4, 512, max_positions=setup.capacity)
     model = prepare(settings, config, OBJECTIVE.heads, attention.kernel("mask"))[0].model.train()
     optimizer = optimizer_for(settings, model, half=False)
@@ -298,8 +298,8 @@ def learn(
     return AblationRun(way, seed, tuple(training), tuple(held_out), judged["mlm_accuracy"])
 
 
-def _settings(setup: AblationSetup, seed: int) -> Settings:
-    return Settings(
+def _settings(setup: AblationSetup, seed: int) -> TrainSettings:
+    return TrainSettings(
         steps=setup.steps,
         seed=seed,
         dropout=0.0,

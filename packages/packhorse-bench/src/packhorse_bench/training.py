@@ -37,7 +37,7 @@ from packhorse.model.config import BertConfig
 from packhorse.reports import subject
 from packhorse.reports.tables import Table
 from packhorse.train import cost
-from packhorse.train.job import Job
+from packhorse.train.job import TrainingJob
 from packhorse_bench import modes, training_lanes
 from packhorse_bench.training_lanes import PEERS, TrainingLane
 from packhorse_bench.training_stage import TrainingSetup, TrainingStage, open_stage
@@ -194,7 +194,7 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _rows(trials: Sequence[TrainingTrial], job: Job) -> list[TrainRow]:
+def _rows(trials: Sequence[TrainingTrial], job: TrainingJob) -> list[TrainRow]:
     rows = [_row(trial, job) for trial in trials]
     slow = _baseline(rows)
     return [
@@ -214,7 +214,7 @@ def _baseline(rows: Sequence[TrainRow]) -> TrainRow | None:
     return max(padded, key=lambda row: "compiled" in row.way, default=None)
 
 
-def _row(trial: TrainingTrial, job: Job) -> TrainRow:
+def _row(trial: TrainingTrial, job: TrainingJob) -> TrainRow:
     lane = trial.lane
     best = min(trial.seconds)
     middle = median(trial.seconds)

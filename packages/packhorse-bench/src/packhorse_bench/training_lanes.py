@@ -1,6 +1,6 @@
 """Ways to train on the same sequences: ours, packed, and transformers as it is used today.
 
-Ours is the step of `packhorse train` itself (`train.learning`). A peer gets what a careful user
+Ours is the step of `packhorse train` itself (`train.step`). A peer gets what a careful user
 would give it, and in doubt more: the same weights, the same number format (bf16 beside fp32 weights
 that the optimizer keeps), the same optimizer and clipping, no attention dropout where we have none,
 and batches that are padded before the clock starts. Its loss is its own: transformers scores the
@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from packhorse.train.step import RankGroup, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -38,9 +39,8 @@ from packhorse import executable
 from packhorse.optim import LAMB
 from packhorse.reports.padded import hushed
 from packhorse.train import cost, feed
-from packhorse.train.feed import Step
-from packhorse.train.job import Job
-from packhorse.train.learning import Ranks, learn
+from packhorse.train.feed import StepBatches
+from packhorse.train.job import TrainingJob
 from packhorse.train.objectives.stats import evaluating
 from packhorse.train.preparing import optimizer_for
 from packhorse_bench.peers import Unserved
@@ -65,7 +65,7 @@ class TrainingLane:
     steps: Sequence[Any]
     optimizer: Optimizer
     sequences: int  # of a round
-    work: cost.Work  # the same
+    work: cost.StepWork  # the same
     loss: float  # of the first batch, before anything was learned, without dropout
 
 
@@ -79,7 +79,7 @@ def ours(stage: TrainingStage) -> TrainingLane:
     return TrainingLane(
         name=OURS + (", compiled" if job.compiled else ""),
         attention=kernel,
-        step=lambda step: learn(job, step, Ranks()).row[0],
+        step=lambda step: train_step(job, step, RankGroup()).row[0],
         steps=steps,
         optimizer=job.optimizer,
         sequences=sum(step.sequences for step in steps),
@@ -88,8 +88,8 @@ def ours(stage: TrainingStage) -> TrainingLane:
     )
 
 
-def _our_loss(job: Job, step: Step) -> float:
-    batch = feed.placed(step.batches[0], job.place.device)
+def _our_loss(job: TrainingJob, step: StepBatches) -> float:
+    batch = feed.to_device(step.batches[0], job.place.device)
     with evaluating(job.model), torch.compiler.set_stance("force_eager"):
         return float(job.objective.loss(job.model, batch)[0])
 
@@ -296,7 +296,7 @@ def _stepping(
 
 
 def _sent(part: Part, device: torch.device) -> Part:
-    return {name: x if name == "longest" else feed.sent(x, device) for name, x in part.items()}
+    return {name: x if name == "longest" else feed.send(x, device) for name, x in part.items()}
 
 
 def _their_loss(stage: TrainingStage, model: nn.Module, loss: Loss, part: Part) -> float:

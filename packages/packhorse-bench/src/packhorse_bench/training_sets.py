@@ -29,8 +29,8 @@ from packhorse.errors import InputError
 from packhorse.packing.histogram import assign, histogram_of, plan
 from packhorse.reports import lengths as files
 from packhorse.train import cost, feed
-from packhorse.train.feed import Feed, Shape
-from packhorse.train.settings import Settings
+from packhorse.train.feed import BatchShape, TrainingFeed
+from packhorse.train.settings import TrainSettings
 from packhorse_bench import workloads
 
 IGNORED = -100  # no word to be guessed here; transformers' number
@@ -65,7 +65,7 @@ def draw_lengths(
 
 def pretraining(
     lengths: np.ndarray, vocab_size: int, capacity: int, steps: int, micro_tokens: int, seed: int
-) -> Feed:
+) -> TrainingFeed:
     """Rows of `capacity` tokens, as many in each of the steps."""
     rows = _rows(lengths, vocab_size, capacity, seed)
     share = len(rows) // steps
@@ -76,16 +76,16 @@ def pretraining(
         )
     parts = min(share, math.ceil(share * capacity / micro_tokens))
     batches = [batch for number in range(steps) for batch in _parts(rows, number, share, parts)]
-    return Feed(
+    return TrainingFeed(
         stream=lambda cursor: iter(batches),
         evaluate_on=None,
-        naming=lambda step: lambda: "random sequences",
+        describe=lambda step: lambda: "random sequences",
         batch=sum(batch.sequences for batch in batches) / steps,
         epoch=steps,
         tokens=float(lengths.mean()),
         squares=float((lengths.astype(np.float64) ** 2).mean()),
         parts=parts,
-        shape=Shape(math.ceil(share / parts) * capacity, longest=capacity),
+        shape=BatchShape(math.ceil(share / parts) * capacity, longest=capacity),
     )
 
 
@@ -111,8 +111,8 @@ def _parts(rows: Rows, number: int, share: int, parts: int) -> Iterator[Pretrain
 
 
 def classification(
-    lengths: np.ndarray, vocab_size: int, settings: Settings, micro_tokens: int
-) -> Feed:
+    lengths: np.ndarray, vocab_size: int, settings: TrainSettings, micro_tokens: int
+) -> TrainingFeed:
     """Sequences with one of two labels, `settings.batch` a step."""
     seed = settings.seed
     sequences = workloads.sequences(lengths, vocab_size, ends=(CLS, SEP), seed=seed)
@@ -137,9 +137,9 @@ def examples(batch: Any) -> Iterator[TrainingExample]:
         yield TrainingExample(ids[at], types[at], label, None if words is None else words[at])
 
 
-def work(examples_in: Iterable[TrainingExample], places: int) -> cost.Work:
+def work(examples_in: Iterable[TrainingExample], places: int) -> cost.StepWork:
     """What these sequences hold, where so many places are computed for them."""
     listed = list(examples_in)
     lengths = np.array([len(example.ids) for example in listed], np.float64)
     guessed = sum(int((e.words != IGNORED).sum()) for e in listed if e.words is not None)
-    return cost.Work(float(lengths.sum()), float((lengths**2).sum()), guessed, places)
+    return cost.StepWork(float(lengths.sum()), float((lengths**2).sum()), guessed, places)

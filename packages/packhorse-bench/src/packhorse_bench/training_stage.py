@@ -21,12 +21,11 @@ from packhorse.model.config import BertConfig
 from packhorse.reports import random_model
 from packhorse.reports.random_model import CONFIGS
 from packhorse.train import cost
-from packhorse.train.feed import Feed, Step
-from packhorse.train.job import Job, Place, place_for, recorder_for
+from packhorse.train.feed import StepBatches, TrainingFeed
+from packhorse.train.job import Placement, StepSchedule, TrainingJob, choose_placement, recorder_for
 from packhorse.train.objectives import Classify, Objective, Pretrain
-from packhorse.train.pace import Pace
-from packhorse.train.preparing import Labels, in_full, optimizer_for, prepare
-from packhorse.train.settings import Settings
+from packhorse.train.preparing import LabelSet, in_fp32, optimizer_for, prepare
+from packhorse.train.settings import TrainSettings
 from packhorse_bench import training_sets
 
 # Sequences a step and steps a round, by task and by whether there is a GPU.
@@ -64,8 +63,8 @@ class TrainingSetup:
 class TrainingStage:
     """What all lanes share."""
 
-    job: Job
-    steps: Sequence[Step]  # of a round, on the host
+    job: TrainingJob
+    steps: Sequence[StepBatches]  # of a round, on the host
     folder: Path  # the weights, as transformers reads them
     longest: int  # tokens of a sequence that is padded in full
     micro_tokens: int  # computed at once, at most
@@ -86,10 +85,10 @@ def open_stage(setup: TrainingSetup, device: torch.device, scratch: Path) -> Tra
             f"sequences of up to {longest} tokens, but the model has {config.max_positions} "
             f"positions; pass --max-length {config.max_positions}"
         )
-    place = place_for(setup.dtype or "auto", device)
+    place = choose_placement(setup.dtype or "auto", device)
     micro = setup.micro_tokens or cost.micro_tokens(config, device, place.half)
     batch, steps = _sizes(setup, device)
-    settings = Settings(
+    settings = TrainSettings(
         task="pretrain" if setup.task == "pretrain" else "classify",
         optimizer="lamb" if setup.task == "pretrain" else "adamw",
         batch=batch,
@@ -101,7 +100,7 @@ def open_stage(setup: TrainingSetup, device: torch.device, scratch: Path) -> Tra
     )
     fed = _feed(setup, settings, config, longest)
     job = _job(settings, place, source, fed)
-    folder = checkpoint.write(scratch / "model", in_full(job.checkpoint, job.optimizer))
+    folder = checkpoint.write(scratch / "model", in_fp32(job.checkpoint, job.optimizer))
     return TrainingStage(job, list(islice(fed.steps(None), steps)), folder, longest, micro)
 
 
@@ -123,7 +122,7 @@ def _sizes(setup: TrainingSetup, device: torch.device) -> tuple[int, int]:
     return setup.batch or batch, setup.steps or steps
 
 
-def _feed(setup: TrainingSetup, settings: Settings, config: BertConfig, longest: int) -> Feed:
+def _feed(setup: TrainingSetup, settings: TrainSettings, config: BertConfig, longest: int) -> TrainingFeed:
     count = settings.batch * settings.steps
     seed = setup.seed
     micro = settings.micro_tokens
@@ -135,13 +134,15 @@ def _feed(setup: TrainingSetup, settings: Settings, config: BertConfig, longest:
     return training_sets.pretraining(lengths, words, longest, steps, micro, seed)
 
 
-def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job:
+def _job(
+    settings: TrainSettings, place: Placement, source: Checkpoint, fed: TrainingFeed
+) -> TrainingJob:
     """As `train.job.assemble` has it, of data that is in memory."""
     pretrains = settings.task == "pretrain"
     objective: Objective = Pretrain() if pretrains else Classify()
     needs = source.config.needs
     kernel = attention.pick(place.device, place.dtype, backward=True, **needs).kernel
-    labels = Labels() if pretrains else Labels(("0", "1"))
+    labels = LabelSet() if pretrains else LabelSet(("0", "1"))
     model, _ = prepare(settings, source, objective.heads, kernel, labels)
     model.model.train().to(place.device)
     if place.float8:
@@ -152,7 +153,7 @@ def _job(settings: Settings, place: Place, source: Checkpoint, fed: Feed) -> Job
         executable.allow_every_bucket()
         executable.compile(model.model.bert.layers)
     pace = Pace(settings, fed.batch, fed.epoch)
-    return Job(
+    return TrainingJob(
         settings,
         place,
         model,

@@ -120,7 +120,7 @@ def test_sigterm_keeps_what_is_done(cli, recipe: Path, tmp_path: Path) -> None:
 def test_a_look_ahead_and_the_settings(cli, recipe: Path, tmp_path: Path) -> None:
     command = ("submit", "--config", recipe, "--out", tmp_path / "results")
     ahead = cli(*command, "--runs", 3, "--dry-run", "--json")
-    assert ahead.code == 0 and "so each of 3 runs" in ahead.err
+    assert ahead.code == 0 and "one of 3 runs" in ahead.err
     assert ahead.document["steps"] >= 40 and ahead.document["hours"] > 0
     shown = cli(*command, "--print-config")
     (tmp_path / "again.toml").write_text(shown.out)
@@ -152,8 +152,8 @@ def test_a_preset_is_submitted_from_here(
         (("--pod", 16, "--config", "x.toml"), "name one recipe"),
         (("--pod", 16, "--submission-division", "open"), "there is no configs/pod16-open.toml"),
         (("--pod", 17), "--pod"),
-        (("--config", "RECIPE", "--runs", 0), "one at least"),
-        (("--config", "RECIPE", "--submission-division", "closed"), "division closed asks for"),
+        (("--config", "RECIPE", "--runs", 0), "at least 1"),
+        (("--config", "RECIPE", "--submission-division", "closed"), "division closed requires"),
         (("--config", "RECIPE", "--traget", 1), "--traget"),
     ],
 )

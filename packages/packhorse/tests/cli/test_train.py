@@ -58,7 +58,7 @@ def test_a_flag_of_several_takes_all_that_follow(cli: Callable) -> None:
     assert (found["clamp"], found["text"], found["scale"]) == ([1.0, 3.0], ["a", "b"], [-1.0, 1.0])
     assert found["steps"] == 4
     said = cli("train", "--clamp", "3", "1", "--print-config")
-    assert said.code == 2 and "clamp is (3.0, 1.0): give the least and the most" in said.err
+    assert said.code == 2 and "clamp is (3.0, 1.0); give two numbers, the minimum" in said.err
 
 
 def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
     [
         (("--learning-rat", "1"), "--learning-rat"),
         (("--batch", "few"), "batch"),
-        (("--batch", "0", "--print-config"), "batch is 0: it must be from 1 up"),
+        (("--batch", "0", "--print-config"), "batch is 0; it must be a whole number, 1 or more"),
         (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
         (("--steps", "1"), "names no data"),
         (("--train", "nowhere", "--steps", "1"), "`packhorse data build SOURCES nowhere --tok"),
@@ -179,11 +179,11 @@ def test_a_signal_ends_behind_the_step(
     assert process.returncode == code, error
     (saved,) = tmp_path.glob("step-*")
     step = int(saved.name[5:])
-    assert f"stopped behind step {step:,}".encode() in error
+    assert f"stopped after step {step:,}".encode() in error
     assert log.read_bytes().count(b"\n") == step and not (tmp_path / "model").exists()
     said = cli(*run, "--steps", step + 2, "--json")
     assert said.code == 0 and said.document["step"] == step + 2
-    assert f"going on behind step {step}" in said.err and "steps is now" in said.err
+    assert f"resuming after step {step}" in said.err and "steps is now" in said.err
 
 
 def test_a_loss_that_is_no_number_has_its_own_code(

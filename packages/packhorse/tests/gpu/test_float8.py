@@ -15,7 +15,7 @@ from packhorse.model import float8
 from packhorse.model.bert import BertLayer
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
-from packhorse.train import warmup
+from packhorse.train import estimate
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() and device.fast_float8(torch.device("cuda"))),

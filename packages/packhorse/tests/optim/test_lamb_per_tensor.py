@@ -20,8 +20,8 @@ from torch import Tensor
 
 from packhorse import checkpoint
 from packhorse.optim import LAMB, parameter_groups
-from packhorse.train.preparing import in_full, optimizer_for
-from packhorse.train.settings import Settings
+from packhorse.train.preparing import in_fp32, optimizer_for
+from packhorse.train.settings import TrainSettings
 
 STEPS = 3
 RATE, BETAS, EPS, DECAY = 0.01, (0.71, 0.998), 1e-6, 0.01
@@ -137,7 +137,7 @@ def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensor
     """The same by our model and LAMB: what transformers reads of the result."""
     built = checkpoint.load(bert.folder)
     model = built.model.train()
-    settings = Settings(
+    settings = TrainSettings(
         optimizer="lamb",
         learning_rate=RATE,
         beta1=BETAS[0],

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from packhorse.errors import InputError
-from packhorse.serve.settings import KINDS, PREFIX, Settings, is_private, resolve
+from packhorse.serve.settings import PREFIX, Settings, is_private, resolve
+from packhorse.settings import setting_fields
 
 LIMITS = Path(__file__).resolve().parents[4] / "docs" / "limits.md"
 
@@ -138,7 +139,7 @@ def test_others_need_a_key_or_a_word(host: str) -> None:
 
 def test_every_setting_is_documented() -> None:
     told = LIMITS.read_text("utf-8")
-    for name in KINDS:
+    for name in setting_fields(Settings):
         begin = f"| `--{name.replace('_', '-')}` | `{PREFIX}{name.upper()}` |"
         assert begin in told, f"{name} has no line in docs/limits.md"
 

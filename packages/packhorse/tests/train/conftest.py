@@ -54,7 +54,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def settings(corpus: Path) -> Callable[..., Any]:
     """Settings of a run on the corpus; what a test says goes before."""
-    from packhorse.train.settings import Settings
+    from packhorse.train.settings import TrainSettings
 
     usual = {
         "train": str(corpus),
@@ -69,7 +69,7 @@ def settings(corpus: Path) -> Callable[..., Any]:
         "device": "cpu",
         "compile": "off",
     }
-    return lambda **said: Settings(**{**usual, **said})
+    return lambda **said: TrainSettings(**{**usual, **said})
 
 
 def write_vocabulary(folder: Path) -> None:

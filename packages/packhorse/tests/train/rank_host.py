@@ -39,11 +39,11 @@ from packhorse.dist import Team
 from packhorse.errors import PackhorseError
 from packhorse.launcher import STORE
 from packhorse.model.bert import Bert
-from packhorse.train import randomness
+from packhorse.train import checkpoints
 from packhorse.train.job import assemble
 from packhorse.train.loop import train
 from packhorse.train.ranks import joined
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 
 LONGEST = 60.0  # seconds for a run
 PLACES = {  # where a rank can be struck
@@ -78,7 +78,7 @@ def _wish(stop: dict[str, int] | None, rank: int) -> Callable[[], int]:
 
 def _train(told: dict[str, Any]) -> dict[str, Any]:
     """What one rank does, and what it saw."""
-    settings, notes = Settings(**told["settings"]), []
+    settings, notes = TrainSettings(**told["settings"]), []
     with joined("cpu", told.get("timeout", 20.0)) as ranks:
         job = assemble(settings, ranks.rank, ranks.world)
         if dtype := told.get("dtype"):
@@ -87,7 +87,7 @@ def _train(told: dict[str, Any]) -> dict[str, Any]:
             for parameter in job.model.parameters():
                 parameter.data += 1.0
         wish = _wish(told.get("stop"), ranks.rank)
-        outcome = train(job, Path(told["out"]), wish=wish, say=notes.append, ranks=ranks)
+        outcome = train(job, Path(told["out"]), stop_signal=wish, report=notes.append, ranks=ranks)
     weights = [float(p.detach().double().sum()) for p in job.model.parameters()]
     return {"outcome": asdict(outcome) | {"model": None}, "notes": notes, "weights": weights}
 
@@ -97,7 +97,7 @@ def _spoil(told: dict[str, Any], rank: int) -> None:
     if strike.get("rank") == rank:
         _strike(strike["at"], strike["number"], strike["how"])
     if told.get("forget"):
-        randomness.put_back = lambda *states: []
+        checkpoints.restore_rng = lambda *states: []
     if told.get("apart"):
         dist.add_in_buckets = lambda gradients, add: None
 

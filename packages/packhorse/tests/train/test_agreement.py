@@ -15,7 +15,7 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import SyntheticSequence
 from packhorse.train.objectives import Classify
 from packhorse.train.objectives.classify import ERRORS
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 
 WANTED = {
     "single_label": torch.tensor([2, 0, 1, 1, 2]),
@@ -85,14 +85,14 @@ def test_a_step_in_parts_has_the_gradient_of_one(problem: str) -> None:
     [
         ({"task": "answer"}, "it is for the task classify, not answer"),
         ({"task": "classify", "dropout": 0.0}, "two passes without dropout are the same"),
-        ({"task": "classify", "agreement": -1.0}, "it must be from 0 up"),
+        ({"task": "classify", "agreement": -1.0}, "it must be a number, 0 or more"),
     ],
 )
 def test_where_it_makes_no_sense_it_is_refused(said: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=f"agreement is .*: {told}"):
-        Settings(**{"agreement": 1.0, **said})
+    with pytest.raises(InputError, match=f"agreement is .*{told}"):
+        TrainSettings(**{"agreement": 1.0, **said})
 
 
 def test_two_passes_are_planned_for() -> None:
-    assert Settings(task="classify", agreement=1.0).passes == 2
-    assert Settings(task="classify").passes == 1
+    assert TrainSettings(task="classify", agreement=1.0).passes == 2
+    assert TrainSettings(task="classify").passes == 1

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from packhorse.train import display
-from packhorse.train.display import Shown, duration, evaluated, figures, watching
+from packhorse.train.display import RunStatus, duration, evaluation_line, progress_line, watching
 
-SHOWN = Shown(
+SHOWN = RunStatus(
     *(20, 100, 6.54321),
     accuracy=0.1234,
     sequences=640,
@@ -18,17 +18,17 @@ SHOWN = Shown(
     tokens_per_second=213_000.0,
     fill=0.9975,
     mfu=0.417,
-    left=3723.0,
+    seconds_left=3723.0,
 )
 
 
 def test_the_line_tells_all() -> None:
-    line = figures(SHOWN)
+    line = progress_line(SHOWN)
     for part in ("6.5432", "0.1234", "1,234.5 seq/s", "213,000 tok/s", "99.8% full", "MFU 41.7%"):
         assert part in line
     assert line.endswith("1:02:03 left")
-    assert "MFU" not in figures(replace(SHOWN, mfu=None))
-    assert "accuracy" not in figures(replace(SHOWN, accuracy=None))
+    assert "MFU" not in progress_line(replace(SHOWN, mfu=None))
+    assert "accuracy" not in progress_line(replace(SHOWN, accuracy=None))
 
 
 def test_times() -> None:
@@ -55,4 +55,4 @@ def test_on_a_terminal_it_lives(capfd: pytest.CaptureFixture[str]) -> None:
         watch(replace(SHOWN, evaluation={"f1[x]": 0.25}))
     found = " ".join(capfd.readouterr().err.split())
     assert "20/100" in found and "6.5432" in found
-    assert evaluated(replace(SHOWN, evaluation={"f1[x]": 0.25})) in found  # no markup
+    assert evaluation_line(replace(SHOWN, evaluation={"f1[x]": 0.25})) in found  # no markup

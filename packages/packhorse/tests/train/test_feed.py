@@ -18,12 +18,11 @@ from packhorse.data.packed.masking import Recipe
 from packhorse.data.tasks import targets
 from packhorse.errors import InputError, KernelError
 from packhorse.train import cost, feed
-from packhorse.train.job import assemble
-from packhorse.train.learning import Ranks, learn, tune
+from packhorse.train.estimate import estimate
+from packhorse.train.job import StepSchedule, assemble
 from packhorse.train.objectives import Pretrain
-from packhorse.train.outlook import outlook
-from packhorse.train.pace import Pace
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
+from packhorse.train.step import RankGroup, set_rates, train_step
 
 Make = Callable[..., Any]
 
@@ -42,7 +41,7 @@ def test_a_step_goes_on_behind_its_cursor(settings: Make) -> None:
     fed = assemble(settings(batch=14, micro_tokens=100)).feed
     stream = list(islice(fed.steps(None), 9))  # more than an epoch of 40 rows
     for i in (1, 5, 7):
-        again = next(fed.steps(stream[i - 1].behind))
+        again = next(fed.steps(stream[i - 1].after))
         for ours, theirs in zip(again.batches, stream[i].batches, strict=True):
             assert torch.equal(ours.packed.ids, theirs.packed.ids)
             assert torch.equal(ours.masked_at, theirs.masked_at)
@@ -81,7 +80,7 @@ def test_the_next_sentence_is_learned_where_there_is_one(
     single = settings(train=str(tmp_path))
     job = assemble(single)
     assert job.objective == Pretrain("token", False)
-    assert learn(job, next(job.feed.steps(None)), Ranks()).work.tokens
+    assert train_step(job, next(job.feed.steps(None)), RankGroup()).work.tokens
     with pytest.raises(InputError, match=r"train has no second segments.*set next_sentence"):
         assemble(replace(single, next_sentence=True))
     with pytest.raises(InputError, match="eval has no second segments"):
@@ -105,8 +104,8 @@ def test_one_shape_changes_nothing(settings: Make) -> None:
     for compiled in (False, True):
         job = replace(assemble(plain), compiled=compiled)
         job.model.double()
-        tune(job, 0)
-        done = learn(job, next(job.feed.steps(None)), Ranks())
+        set_rates(job, 0)
+        done = train_step(job, next(job.feed.steps(None)), RankGroup())
         found.append([p.grad for p in job.model.parameters() if p.grad is not None])
         assert (done.work.fill == 1.0) is not compiled
     for one, other in zip(*found, strict=True):
@@ -116,7 +115,7 @@ def test_one_shape_changes_nothing(settings: Make) -> None:
 def test_shapes_are_few(settings: Make) -> None:
     fed = assemble(settings(batch=13, micro_tokens=200)).feed
     batches = [batch for step in islice(fed.steps(None), 12) for batch in step.batches]
-    shaped = [feed.one_shape(batch.packed, fed.shape) for batch in batches]
+    shaped = [feed.fill_to_shape(batch.packed, fed.shape) for batch in batches]
     shapes = {(len(p.ids), len(p.cu_seqlens), p.max_seqlen) for p in shaped}
     assert len({len(batch.packed.ids) for batch in batches}) > 10
     assert len(shapes) <= 2 and {tokens for tokens, *_ in shapes} == {fed.shape.tokens}
@@ -133,14 +132,14 @@ def test_shapes_of_examples_are_few(apart: bool, parts: int, settings: Make) -> 
     assert fed.parts == parts and fed.evaluate_on is not None
     batches = [batch for step in islice(fed.steps(None), 40) for batch in step.batches]
     for met, shape in ((batches, fed.shape), (list(fed.evaluate_on())[:-1], fed.eval_shape)):
-        shaped = [feed.one_shape(batch.packed, shape) for batch in met]
+        shaped = [feed.fill_to_shape(batch.packed, shape) for batch in met]
         assert {(len(p.cu_seqlens), p.max_seqlen) for p in shaped} == {
             (len(shaped[0].cu_seqlens), 64)
         }
         assert all(p.places == batch.packed.places for p, batch in zip(shaped, met, strict=True))
-    shaped = [feed.one_shape(batch.packed, fed.shape) for batch in batches]
+    shaped = [feed.fill_to_shape(batch.packed, fed.shape) for batch in batches]
     assert len({len(p.ids) for p in shaped}) <= 5
-    free = [feed.one_shape(batch.packed, feed.Shape()) for batch in batches]  # the control
+    free = [feed.fill_to_shape(batch.packed, feed.BatchShape()) for batch in batches]  # the control
     assert len({(len(p.cu_seqlens), p.max_seqlen) for p in free}) > 1
 
 
@@ -173,25 +172,25 @@ def test_data_is_found_by_either_folder(settings: Make, corpus: Path) -> None:
 
 
 def test_the_pace() -> None:
-    told = Settings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
-    pace = Pace(told, batch=10, epoch=10.5)
+    told = TrainSettings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
+    pace = StepSchedule(told, batch=10, epoch=10.5)
     assert (pace.limit, pace.steps) == (21, 21)
     assert [pace.rate(step) for step in (0, 10, 20, 30, 40)] == [0.0, 0.5, 1.0, 0.5, 0.0]
     ends = replace(told, steps=50, max_sequences=95)
-    assert (Pace(ends, 10, 10.5).limit, Pace(ends, 10, 10.5).steps) == (21, 10)
+    assert (StepSchedule(ends, 10, 10.5).limit, StepSchedule(ends, 10, 10.5).steps) == (21, 10)
     only = replace(told, epochs=0.0, max_sequences=95)
-    assert (Pace(only, 10, 10.5).limit, Pace(only, 10, 10.5).steps) == (0, 10)
+    assert (StepSchedule(only, 10, 10.5).limit, StepSchedule(only, 10, 10.5).steps) == (0, 10)
     moving = replace(told, beta1=0.6, beta1_end=0.4, beta1_steps=10, beta2=0.9)
-    betas = [Pace(moving, 10, 10.5).betas(step)[0] for step in (0, 5, 10, 99)]
+    betas = [StepSchedule(moving, 10, 10.5).betas(step)[0] for step in (0, 5, 10, 99)]
     assert betas == pytest.approx([0.6, 0.5, 0.4, 0.4])
-    assert Pace(moving, 10, 10.5, power=2.0).betas(10) == pytest.approx((0.16, 0.81))
+    assert StepSchedule(moving, 10, 10.5, power=2.0).betas(10) == pytest.approx((0.16, 0.81))
 
 
 def test_the_packing_rule(settings: Make) -> None:
-    rows = assemble(settings(packing_keeps="batch", batch=6, beta1=0.8)).pace
+    rows = assemble(settings(packing_keeps="batch", batch=6, beta1=0.8)).schedule
     assert rows.batch == 12.0 and rows.power == 2.0
     assert rows.betas(0)[0] == pytest.approx(0.64)
-    assert assemble(settings(batch=6)).pace.power == 1.0
+    assert assemble(settings(batch=6)).schedule.power == 1.0
 
 
 def test_what_a_step_costs(settings: Make) -> None:
@@ -200,10 +199,10 @@ def test_what_a_step_costs(settings: Make) -> None:
     done = cost.work(step.batches)
     lengths = step.batches[0].packed.lengths.tolist()
     assert (done.tokens, done.squares) == (sum(lengths), sum(n * n for n in lengths))
-    assert done.guessed == len(step.batches[0].masked_at) and done.fill == 1.0
-    assert cost.work(step.batches, places=1000).fill == done.tokens / 1000
+    assert done.masked == len(step.batches[0].masked_at) and done.fill == 1.0
+    assert cost.work(step.batches, tokens_each=1000).fill == done.tokens / 1000
     linear = sum(p.numel() for n, p in job.model.bert.layers.named_parameters() if p.ndim == 2)
-    alone = cost.Work(tokens=done.tokens)
+    alone = cost.StepWork(tokens=done.tokens)
     assert cost.operations(job.checkpoint.config, alone) == 6 * linear * done.tokens
     assert cost.operations(job.checkpoint.config, done) > 6 * linear * done.tokens
     assert cost.peak(torch.device("cpu")) is None
@@ -211,14 +210,14 @@ def test_what_a_step_costs(settings: Make) -> None:
 
 
 def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
-    found = outlook(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
+    found = estimate(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
     assert (found.steps, found.accumulation, found.global_batch) == (15, 4, 16.0)
     assert found.hours > 0 and found.precision == "fp32" and "trial" in found.rate
     speed = '{"step": 1, "sequences_per_second": 2.0, "devices": 1}\n'
     (tmp_path / "speed.jsonl").write_text(speed)
     (tmp_path / "settings.toml").write_text(settings(steps=3).toml())
-    assert outlook(settings(steps=450), tmp_path).hours == pytest.approx(1.0)
-    assert "trial" in outlook(settings(steps=450, layers=3), tmp_path).rate  # another model's run
-    assert "trial" in outlook(settings(steps=450), tmp_path, world=2).rate
+    assert estimate(settings(steps=450), tmp_path).hours == pytest.approx(1.0)
+    assert "trial" in estimate(settings(steps=450, layers=3), tmp_path).rate  # another model's run
+    assert "trial" in estimate(settings(steps=450), tmp_path, world=2).rate
     with pytest.raises(InputError, match="0 processes"):
-        outlook(settings(), tmp_path, world=0)
+        estimate(settings(), tmp_path, world=0)

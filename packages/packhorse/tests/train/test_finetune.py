@@ -14,23 +14,23 @@ import torch
 import packhorse
 from packhorse.errors import CheckpointError, InputError
 from packhorse.train.job import assemble
-from packhorse.train.loop import Outcome, train
+from packhorse.train.loop import RunOutcome, train
 
 GOOD, BAD, THINGS = ("good", "fine", "nice"), ("bad", "poor", "ugly"), ("horse", "mule", "cart")
-Tune = Callable[..., Outcome]
+Tune = Callable[..., RunOutcome]
 
 
 @pytest.fixture
 def tune(tiny: Path, tmp_path: Path) -> Tune:
     """Fine-tune the tiny model on a table of this name, which is also evaluated on."""
-    from packhorse.train.settings import Settings
+    from packhorse.train.settings import TrainSettings
 
-    def run(table: str, content: str, **said: Any) -> Outcome:
+    def run(table: str, content: str, **said: Any) -> RunOutcome:
         path = tmp_path / table
         path.write_text(content)
         usual = {"model": str(tiny), "train": str(path), "eval": str(path), "device": "cpu"}
         usual |= {"steps": 60, "batch": 16, "learning_rate": 3e-3, "dropout": 0.0, "warmup": 0.1}
-        return train(assemble(Settings(**{**usual, **said})), tmp_path / "run")
+        return train(assemble(TrainSettings(**{**usual, **said})), tmp_path / "run")
 
     return run
 
@@ -147,13 +147,13 @@ def test_a_classifier_keeps_its_labels_or_gets_a_new_head(
     before = weights(first.model)["classifier.weight"]
 
     def begun(labels: list[str]) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...]]:
-        from packhorse.train.settings import Settings
+        from packhorse.train.settings import TrainSettings
 
         told = [(text, label) for (text, *_), label in zip(phrases(), labels, strict=True)]
         (tmp_path / "other.tsv").write_text(table("sentence", "label", rows=told))
         data = str(tmp_path / "other.tsv")
         usual = {"task": "classify", "steps": 1, "device": "cpu"}
-        job = assemble(Settings(model=str(first.model), train=data, **usual))
+        job = assemble(TrainSettings(model=str(first.model), train=data, **usual))
         head = job.model.get_parameter("heads.classify.dense.weight").detach()
         return head, job.checkpoint.labels, job.notes
 

@@ -11,8 +11,8 @@ import pytest
 from packhorse import checkpoint
 from packhorse.data.tasks.targets import TrainingTask
 from packhorse.errors import InputError
-from packhorse.train import finetune
-from packhorse.train.settings import Settings
+from packhorse.train import feed
+from packhorse.train.settings import TrainSettings
 
 TASKS: dict[str, dict[str, list[Any]]] = {
     "classify": {"sentence": ["good horse", "bad mule", "nice cart"], "label": [1, 0, 1]},
@@ -39,10 +39,10 @@ def test_the_same_examples(datasets: Any, tiny: Path, tmp_path: Path, task: str)
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "saved")
     text = ("first", "second") if task == "contrastive" else ()
     kept: dict[str, Any] = {"task": task, "model": str(tiny), "text": text, "steps": 1}
-    file = finetune.read(Settings(train=str(tmp_path / "a.jsonl"), **kept), found)
+    file = feed.read_task(TrainSettings(train=str(tmp_path / "a.jsonl"), **kept), found)
     named = {"train": str(tmp_path / "saved/train"), "eval": str(tmp_path / "saved/test")}
-    folder = finetune.read(Settings(**named, **kept), found)
+    folder = feed.read_task(TrainSettings(**named, **kept), found)
     assert _told(folder.train) == _told(file.train)
     assert folder.eval is not None and len(folder.eval.examples) < len(folder.train.examples)
     with pytest.raises(InputError, match="holds splits; name one of them"):
-        finetune.read(Settings(train=str(tmp_path / "saved"), **kept), found)
+        feed.read_task(TrainSettings(train=str(tmp_path / "saved"), **kept), found)

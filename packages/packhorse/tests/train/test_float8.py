@@ -17,11 +17,11 @@ from packhorse import checkpoint
 from packhorse import device as devices
 from packhorse.errors import InputError
 from packhorse.model import float8
-from packhorse.train.job import Job, assemble
-from packhorse.train.learning import learn
+from packhorse.train.estimate import estimate
+from packhorse.train.job import TrainingJob, assemble
 from packhorse.train.loop import train
-from packhorse.train.outlook import outlook
-from packhorse.train.ranks import Ranks
+from packhorse.train.ranks import RankGroup
+from packhorse.train.step import train_step
 from packhorse_bench.curves_plot import endings, read
 
 Make = Callable[..., Any]
@@ -29,12 +29,12 @@ TOLD = {"steps": 24, "optimizer": "adamw", "learning_rate": 0.005, "eval_every":
 
 
 def test_a_machine_without_it_says_what_to_choose(settings: Make, tmp_path: Path) -> None:
-    for ask in (assemble, lambda settings: outlook(settings, tmp_path)):
+    for ask in (assemble, lambda settings: estimate(settings, tmp_path)):
         with pytest.raises(InputError, match=r"float8.*cpu.*H200.*choose (bf16|fp32)"):
             ask(settings(precision="float8"))
 
 
-def products(job: Job) -> int:
+def products(job: TrainingJob) -> int:
     return sum(isinstance(module, float8.Float8Linear) for module in job.model.modules())
 
 
@@ -50,7 +50,7 @@ def test_it_learns_as_bf16_does_and_goes_on_to_the_bit(
     assert found.steps == 24 and found.last < begun - 0.03
     assert found.apart_most is not None and 0 < abs(found.apart_most) < 0.02
     asked = iter([0] * 8 + [15])
-    train(assemble(small), tmp_path / "c", wish=lambda: next(asked))
+    train(assemble(small), tmp_path / "c", stop_signal=lambda: next(asked))
     train(assemble(small), tmp_path / "c")
     for name in ("log.jsonl", "model/model.safetensors"):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
@@ -77,11 +77,11 @@ def test_on_a_gpu_it_learns_as_bf16_does_and_waits_for_nothing(
     job = assemble(settings(**there, precision="float8"))
     steps = job.feed.steps(None)
     for _ in range(3):  # what is compiled or allocated for the first time may wait
-        learn(job, next(steps), Ranks())
+        train_step(job, next(steps), RankGroup())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = learn(job, next(steps), Ranks())
+        done = train_step(job, next(steps), RankGroup())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(done.row.isfinite().all())
@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_said_once(
     settings: Make, float8_anywhere: None, tmp_path: Path
 ) -> None:
     odd = settings(precision="float8", hidden_size=24, intermediate_size=32)
-    assert outlook(odd, tmp_path).precision == "float8"
+    assert estimate(odd, tmp_path).precision == "float8"
     job = assemble(odd)
     (note,) = [note for note in job.notes if "float8" in note]
     assert note.startswith("8 products (layers.0.attention.qkv, …) are bf16") and "16" in note

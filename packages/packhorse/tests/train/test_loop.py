@@ -19,12 +19,12 @@ from torch import Tensor
 
 from packhorse.data.packed import loader, shards
 from packhorse.errors import InputError
-from packhorse.train import randomness, state
-from packhorse.train.figures import Diverged
-from packhorse.train.job import Job, assemble
-from packhorse.train.learning import Ranks, learn, tune
-from packhorse.train.loop import Outcome, train
+from packhorse.train import checkpoints
+from packhorse.train.job import TrainingJob, assemble
+from packhorse.train.journal import Diverged
+from packhorse.train.loop import RunOutcome, train
 from packhorse.train.objectives import Objective
+from packhorse.train.step import RankGroup, set_rates, train_step
 
 Make = Callable[..., Any]
 
@@ -73,7 +73,7 @@ def test_a_run_stopped_at_every_step_is_the_run_that_was_not(
 ) -> None:
     run = tmp_path / "stopped"
     for step in range(1, 20):
-        outcome = train(assemble(twenty), run, wish=stopping_after(1))
+        outcome = train(assemble(twenty), run, stop_signal=stopping_after(1))
         assert (outcome.step, outcome.signal, outcome.model) == (step, signal.SIGTERM, None)
     assert train(assemble(twenty), run).signal == 0
     assert files(run) == whole
@@ -82,9 +82,9 @@ def test_a_run_stopped_at_every_step_is_the_run_that_was_not(
 def test_without_the_random_state_it_is_another_run(
     twenty: Any, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(randomness, "put_back", lambda *states: [])
+    monkeypatch.setattr(checkpoints, "restore_rng", lambda *states: [])
     run = tmp_path / "stopped"
-    train(assemble(twenty), run, wish=stopping_after(10))
+    train(assemble(twenty), run, stop_signal=stopping_after(10))
     train(assemble(twenty), run)
     different = files(run)
     assert all(different[name] != whole[name] for name in ("model.safetensors", "log"))
@@ -97,7 +97,7 @@ def test_stopped_once_anywhere(
     step: int, twenty: Any, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     run = tmp_path / "stopped"
-    train(assemble(twenty), run, wish=stopping_after(step))
+    train(assemble(twenty), run, stop_signal=stopping_after(step))
     train(assemble(twenty), run)
     assert files(run) == whole
 
@@ -107,7 +107,7 @@ def test_bf16_goes_on_to_the_bit_and_keeps_weights_in_fp32(settings: Make, tmp_p
     job = assemble(half)
     assert {p.dtype for p in job.model.parameters()} == {torch.bfloat16}
     train(job, tmp_path / "whole")
-    train(assemble(half), tmp_path / "stopped", wish=stopping_after(5))
+    train(assemble(half), tmp_path / "stopped", stop_signal=stopping_after(5))
     train(assemble(half), tmp_path / "stopped")
     assert files(tmp_path / "whole") == files(tmp_path / "stopped")
     written = read_weights(tmp_path / "whole" / "model")
@@ -127,11 +127,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def gradients(job: Job, ranks: Ranks | None = None) -> list[Tensor]:
+def gradients(job: TrainingJob, ranks: RankGroup | None = None) -> list[Tensor]:
     """Of the first step, as they are applied, in double precision."""
     job.model.double()
-    tune(job, 0)
-    learn(job, next(job.feed.steps(None)), ranks or Ranks())
+    set_rates(job, 0)
+    train_step(job, next(job.feed.steps(None)), ranks or RankGroup())
     return [p.grad.clone() for p in job.model.parameters() if p.grad is not None]
 
 
@@ -178,7 +178,7 @@ def test_ranks_change_nothing(settings: Make) -> None:
 
     def work(rank: int) -> None:
         job = assemble(plain, rank=rank, world=2)
-        found[rank] = gradients(job, Ranks(rank, 2, lambda mine: add(rank, mine)))
+        found[rank] = gradients(job, RankGroup(rank, 2, lambda mine: add(rank, mine)))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
@@ -270,11 +270,11 @@ def test_it_ends_at_its_target(settings: Make, tmp_path: Path) -> None:
 def test_a_log_that_was_lost_is_told(settings: Make, tmp_path: Path) -> None:
     train(assemble(settings(steps=2)), tmp_path)
     notes: list[str] = []
-    train(assemble(settings(steps=3)), tmp_path, say=notes.append)
+    train(assemble(settings(steps=3)), tmp_path, report=notes.append)
     assert not [note for note in notes if "log.jsonl" in note]
     (tmp_path / "log.jsonl").unlink()
-    train(assemble(settings(steps=4)), tmp_path, say=notes.append)
-    assert [note for note in notes if "log.jsonl was shortened or lost" in note]
+    train(assemble(settings(steps=4)), tmp_path, report=notes.append)
+    assert [note for note in notes if "log.jsonl was truncated or deleted" in note]
 
 
 def test_it_ends_after_its_sequences(settings: Make, tmp_path: Path) -> None:
@@ -307,16 +307,16 @@ def test_the_best_is_kept_and_written(settings: Make, tmp_path: Path) -> None:
 
 def test_resume_says_what_it_does(settings: Make, tmp_path: Path) -> None:
     plain = settings(steps=6, save_every=2)
-    train(assemble(plain), tmp_path / "run", wish=stopping_after(5))
+    train(assemble(plain), tmp_path / "run", stop_signal=stopping_after(5))
     last = tmp_path / "run" / "step-00000005" / "optimizer.safetensors"
     last.write_bytes(last.read_bytes()[:-1])
     said: list[str] = []
     changed = replace(plain, weight_decay=0.5)
-    train(assemble(changed), tmp_path / "run", say=said.append)
+    train(assemble(changed), tmp_path / "run", report=said.append)
     told = "\n".join(said)
-    assert "passed over" in told and "going on behind step 4" in told
+    assert "skipped" in told and "resuming after step 4" in told
     assert "weight_decay is now 0.5; it was 0.01" in told
-    with pytest.raises(InputError, match="holds a run that has come to step 6"):
+    with pytest.raises(InputError, match="holds a run that has reached step 6"):
         train(assemble(plain), tmp_path / "run", resume="never")
     elsewhere = train(
         assemble(plain), tmp_path / "other", resume=str(tmp_path / "run" / "step-00000006")
@@ -339,7 +339,7 @@ def test_other_data_is_refused_with_what_to_do(
     assert f"--model {run / 'step-00000003'} and another --out" in told
     shutil.rmtree(moved / "train")
     shutil.copytree(corpus / "eval", moved / "train")
-    with pytest.raises(InputError, match=f"what {moved} holds has changed since"):
+    with pytest.raises(InputError, match=f"the content of {moved} has changed since"):
         train(assemble(settings(steps=5, train=str(moved))), run)
     anew = replace(held_out, model=str(run / "step-00000003"), steps=1)
     assert train(assemble(anew), tmp_path / "another").step == 1  # as the message says
@@ -376,16 +376,16 @@ def test_a_checkpoint_that_is_not_there_is_named_so(settings: Make, tmp_path: Pa
 
 def test_another_seed_or_optimizer_is_refused_first(settings: Make, tmp_path: Path) -> None:
     plain, said = settings(steps=4, seed=42), []
-    train(assemble(plain), tmp_path, wish=stopping_after(2))
+    train(assemble(plain), tmp_path, stop_signal=stopping_after(2))
     with pytest.raises(InputError, match=r"the seed is 7, .* use --seed 42 or another --out"):
-        train(assemble(replace(plain, seed=7)), tmp_path, say=said.append)
+        train(assemble(replace(plain, seed=7)), tmp_path, report=said.append)
     with pytest.raises(InputError, match=r"state of LAMB, not of LAMB without .*AdamW"):
-        train(assemble(replace(plain, optimizer="adamw")), tmp_path, say=said.append)
+        train(assemble(replace(plain, optimizer="adamw")), tmp_path, report=said.append)
     assert not said and train(assemble(plain), tmp_path).step == 4
 
 
 def test_two_runs_in_one_folder_are_refused(settings: Make, tmp_path: Path) -> None:
-    with state.claim(tmp_path), pytest.raises(InputError, match="another process"):
+    with checkpoints.claim(tmp_path), pytest.raises(InputError, match="another process"):
         train(assemble(settings()), tmp_path)
 
 
@@ -394,7 +394,7 @@ def test_figures_reach_the_watcher(settings: Make, tmp_path: Path) -> None:
     job = assemble(settings(steps=4, log_every=2, eval_every=4))
     train(job, tmp_path, watch=shown.append)
     assert [each.step for each in shown] == [2, 4, 4]
-    assert shown[0].sequences_per_second > 0 and shown[0].fill == 1.0 and shown[0].left > 0
+    assert shown[0].sequences_per_second > 0 and shown[0].fill == 1.0 and shown[0].seconds_left > 0
     assert shown[-1].evaluation.keys() >= {"mlm_accuracy", "loss"}
 
 
@@ -423,5 +423,5 @@ def test_what_a_run_lacks_is_told_before_it_begins(settings: Make, corpus: Path)
 
 def test_outcome_is_plain(settings: Make, tmp_path: Path) -> None:
     outcome = train(assemble(settings(steps=2)), tmp_path)
-    assert isinstance(outcome, Outcome) and outcome.model == tmp_path / "model"
+    assert isinstance(outcome, RunOutcome) and outcome.model == tmp_path / "model"
     assert (tmp_path / "settings.toml").read_text().count("steps = 2") == 1

@@ -15,7 +15,8 @@ import torch
 from packhorse.train.job import assemble
 from packhorse.train.learning import learn, tune
 from packhorse.train.loop import train
-from packhorse.train.ranks import Ranks
+from packhorse.train.ranks import RankGroup
+from packhorse.train.step import set_rates, train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 Make = Callable[..., Any]
@@ -27,12 +28,12 @@ def test_no_step_waits_for_the_device(compiled: str, settings: Make) -> None:
     job = assemble(settings(**told))
     steps = job.feed.steps(None)
     for number in range(3):  # what is compiled or allocated for the first time may wait
-        tune(job, number)
-        learn(job, next(steps), Ranks())
+        set_rates(job, number)
+        train_step(job, next(steps), RankGroup())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = [learn(job, next(steps), Ranks()) for _ in range(3)]
+        done = [train_step(job, next(steps), RankGroup()) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(bool(step.row.isfinite().all()) for step in done)
@@ -49,7 +50,7 @@ def test_it_goes_on_to_the_bit(settings: Make, tmp_path: Path) -> None:
     told = settings(device="cuda", precision="bf16", kernel="reference", steps=8, eval_every=3)
     train(assemble(told), tmp_path / "whole")
     asked = iter([0, 0, 0, 15])
-    train(assemble(told), tmp_path / "stopped", wish=lambda: next(asked))
+    train(assemble(told), tmp_path / "stopped", stop_signal=lambda: next(asked))
     train(assemble(told), tmp_path / "stopped")
     whole, stopped = (tmp_path / run / "log.jsonl" for run in ("whole", "stopped"))
     assert whole.read_bytes() == stopped.read_bytes()

@@ -36,7 +36,7 @@ from packhorse.train.objectives import (
     Similarity,
     SpanEnds,
 )
-from packhorse.train.objectives.span import asked
+from packhorse.train.objectives.span import squad_evaluation
 
 CPU = torch.device("cpu")
 KERNELS = [
@@ -595,8 +595,8 @@ def test_the_table_knows_every_problem() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Pretrain(average="pack"), "by 'token' or 'sequence', not by 'pack'"),  # type: ignore
-        (lambda: Classify("ranking"), "unknown problem 'ranking'"),  # type: ignore
+        (lambda: Pretrain(average="pack"), "average is 'pack'; .* by 'token' or 'sequence'"),  # type: ignore
+        (lambda: Classify("ranking"), "problem is 'ranking'; it can be single_label"),  # type: ignore
         (lambda: Contrastive(0.0), "above 0"),
         (lambda: Contrastive(float("nan")), "above 0"),
     ],
@@ -652,7 +652,7 @@ class Finds(torch.nn.Module):
 
 
 def scored(tokenizer: Tokenizer, count: int, first: str, last: str, **sizes: int) -> dict:
-    laid_out = asked(QUESTIONS[:count], tokenizer, **sizes)
+    laid_out = squad_evaluation(QUESTIONS[:count], tokenizer, **sizes)
     batches = list(targets.TaskLoader(laid_out.task(), examples=2, epochs=1))
     return SpanEnds(laid_out).evaluate(Finds(first, last), batches)
 
@@ -676,7 +676,7 @@ def test_no_answer_is_an_answer_where_a_question_has_none(tokenizer) -> None:
 
 
 def test_windows_left_out_are_missed(tokenizer) -> None:
-    every = asked(QUESTIONS, tokenizer)
+    every = squad_evaluation(QUESTIONS, tokenizer)
     some = list(targets.TaskLoader(every.task(), examples=1, epochs=1))[:2]
     with pytest.raises(InputError, match="2 of 3 windows were given"):
         SpanEnds(every).evaluate(Finds("old", "fox"), some)

@@ -14,14 +14,14 @@ from packhorse import attention, checkpoint
 from packhorse.errors import InputError
 from packhorse.model.config import BertConfig
 from packhorse.train.preparing import (
-    Labels,
-    in_full,
+    LabelSet,
+    in_fp32,
+    new_config,
     optimizer_for,
     prepare,
-    sized,
     truncated_normal,
 )
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 
 Make = Callable[..., Any]
 CONFIG = BertConfig(64, 32, 2, 2, 64, max_positions=48)
@@ -29,7 +29,7 @@ CONFIG = BertConfig(64, 32, 2, 2, 64, max_positions=48)
 
 def made(begun: Any, *heads: str, labels: tuple[str, ...] = (), **said: Any) -> Any:
     kernel = attention.kernel("reference")
-    return prepare(Settings(**said), begun, heads, kernel, Labels(labels))
+    return prepare(TrainSettings(**said), begun, heads, kernel, LabelSet(labels))
 
 
 def test_a_new_model_is_drawn_as_bert_was() -> None:
@@ -89,10 +89,12 @@ def test_weights_are_taken_over_and_dropout_is_set(tiny: Path) -> None:
 
 def test_sizes_must_be_set_and_agree(tiny: Path) -> None:
     with pytest.raises(InputError, match="heads is not set"):
-        sized(Settings(layers=2, hidden_size=8), 10, 16)
-    with pytest.raises(InputError, match="max_positions is 8; sequences have 16"):
-        sized(Settings(layers=2, hidden_size=8, heads=2, max_positions=8), 10, 16)
-    assert sized(Settings(layers=2, hidden_size=8, heads=2), 10, 16).intermediate_size == 32
+        new_config(TrainSettings(layers=2, hidden_size=8), 10, 16)
+    with pytest.raises(InputError, match="max_positions is 8; sequences have up to 16 tokens"):
+        new_config(TrainSettings(layers=2, hidden_size=8, heads=2, max_positions=8), 10, 16)
+    assert (
+        new_config(TrainSettings(layers=2, hidden_size=8, heads=2), 10, 16).intermediate_size == 32
+    )
     with pytest.raises(InputError, match="hidden_size is set to 8, but model has 32"):
         made(checkpoint.load(tiny), "mlm", hidden_size=8)
 
@@ -101,7 +103,7 @@ def test_adamw_is_torchs() -> None:
     torch.manual_seed(0)
     ours, theirs = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     theirs.load_state_dict(ours.state_dict())
-    settings = Settings(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, epsilon=1e-8)
+    settings = TrainSettings(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, epsilon=1e-8)
     one = optimizer_for(settings, ours, half=False)
     groups = [
         {"params": [theirs.weight], "weight_decay": 0.1},
@@ -123,10 +125,10 @@ def test_adamw_is_torchs() -> None:
 def test_bf16_moves_weights_that_it_keeps_in_fp32() -> None:
     found, _ = made(CONFIG, "mlm", "nsp")
     before = {n: p.detach().clone() for n, p in found.model.named_parameters()}
-    settings = Settings(optimizer="lamb", learning_rate=1e-5, weight_decay=0.0)
+    settings = TrainSettings(optimizer="lamb", learning_rate=1e-5, weight_decay=0.0)
     optimizer = optimizer_for(settings, found.model, half=True)
     assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
-    full = dict(in_full(found, optimizer).model.named_parameters())
+    full = dict(in_fp32(found, optimizer).model.named_parameters())
     assert all(torch.equal(full[name], before[name]) for name in before)  # nothing was rounded
     weight = found.model.bert.layers[0].get_parameter("down.weight")
     for _ in range(3):
@@ -135,7 +137,7 @@ def test_bf16_moves_weights_that_it_keeps_in_fp32() -> None:
     rounded = weight.detach().clone()
     for _ in range(20):
         optimizer.step()
-    moved = dict(in_full(found, optimizer).model.named_parameters())["bert.layers.0.down.weight"]
+    moved = dict(in_fp32(found, optimizer).model.named_parameters())["bert.layers.0.down.weight"]
     assert not torch.equal(moved, before["bert.layers.0.down.weight"])
     assert torch.equal(moved.bfloat16(), weight) and int((rounded != weight).sum()) < weight.numel()
-    assert in_full(found, optimizer).model.heads["mlm"].decoder.weight.dtype == torch.float32
+    assert in_fp32(found, optimizer).model.heads["mlm"].decoder.weight.dtype == torch.float32

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from packhorse.train import state
+from packhorse.train import checkpoints
 
 HOST = Path(__file__).with_name("rank_host.py")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -216,12 +216,12 @@ def test_a_full_disk_is_told_to_all_and_nothing_is_lost(ask: Ask, twenty: dict, 
     (kind, why), (other, same) = (each["error"] for each in told["said"])
     assert kind == other == "CheckpointError" and "No space left" in why
     assert same == f"rank 0: {why}"
-    found = state.newest(tmp_path / "full")
+    found = checkpoints.newest(tmp_path / "full")
     assert found is not None and found.step == 2 and found.world == 2
 
 
 def test_a_folder_that_is_in_use_is_refused_by_all(ask: Ask, twenty: dict, tmp_path: Path) -> None:
-    with state.claim(tmp_path / "used"):
+    with checkpoints.claim(tmp_path / "used"):
         told = ask(2, "used", twenty)
     assert told["codes"] == [INPUT, INPUT]
     assert all("another process" in each["error"][1] for each in told["said"])
@@ -251,7 +251,7 @@ def test_one_command_starts_the_ranks(settings: Make, tmp_path: Path) -> None:
     assert (document["step"], document["settings"]["learning_rate"]) == (3, 0.01)
     assert told.stderr.count(str(out / "model")) == 1  # the table's
     assert told.stderr.count("2 ranks") == 1
-    found = state.newest(out)
+    found = checkpoints.newest(out)
     assert found is not None and found.world == 2
 
 
@@ -270,5 +270,5 @@ def test_ranks_of_one_command_stop_together(settings: Make, tmp_path: Path) -> N
                 break
         lines += process.stderr.readlines()
     assert process.returncode == 130, "".join(lines)
-    assert any("stopped behind step" in line for line in lines)
-    assert state.newest(out) is not None
+    assert any("stopped after step" in line for line in lines)
+    assert checkpoints.newest(out) is not None

@@ -27,8 +27,8 @@ def padded(*lengths: int) -> TaskBatch:
         shuffle=False,
         row=ROW,
     )
-    shape = feed.Shape(slots=4 * BATCH, longest=ROW)
-    return feed.placed(batch, torch.device("cpu"), shape)
+    shape = feed.BatchShape(slots=4 * BATCH, longest=ROW)
+    return feed.to_device(batch, torch.device("cpu"), shape)
 
 
 @pytest.fixture
@@ -51,6 +51,6 @@ def test_a_graph_of_full_rows_does_not_serve_rows_with_gaps(optimizer: LAMB) -> 
 
 
 def test_only_sequences_side_by_side_are_recorded() -> None:
-    assert recording._side_by_side(padded(8, 8, 8, 8))
-    assert recording._side_by_side(padded(8, 8, 8, 5))  # its filler comes last
-    assert not recording._side_by_side(padded(8, 5, 8, 8))
+    assert recording._has_filler_last(padded(8, 8, 8, 8))
+    assert recording._has_filler_last(padded(8, 8, 8, 5))  # its filler comes last
+    assert not recording._has_filler_last(padded(8, 5, 8, 8))

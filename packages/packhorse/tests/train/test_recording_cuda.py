@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from packhorse.train import recording
-from packhorse.train.job import Job, assemble
-from packhorse.train.learning import learn, tune
+from packhorse.train.job import TrainingJob, assemble
 from packhorse.train.loop import train
-from packhorse.train.ranks import Ranks
-from packhorse.train.settings import Settings
+from packhorse.train.ranks import RankGroup
+from packhorse.train.settings import TrainSettings
+from packhorse.train.step import set_rates, train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 STEPS = 24
@@ -51,18 +51,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def job(wide: Path, **said: Any) -> Job:
+def job(wide: Path, **said: Any) -> TrainingJob:
     told = {"task": "classify", "model": str(wide / "model"), "train": str(wide / "train.tsv")}
     told |= {"batch": 16, "steps": STEPS, "device": "cuda", "precision": "bf16", "save_every": 0}
-    return assemble(Settings(**{**told, "learning_rate": 1e-3, "compile": "on", **said}))
+    return assemble(TrainSettings(**{**told, "learning_rate": 1e-3, "compile": "on", **said}))
 
 
-def learned(job: Job) -> list[list[float]]:
+def learned(job: TrainingJob) -> list[list[float]]:
     torch.manual_seed(1)
     steps, rows = job.feed.steps(None), []
     for number in range(STEPS):
-        tune(job, number)
-        rows.append(learn(job, next(steps), Ranks()).row)
+        set_rates(job, number)
+        rows.append(train_step(job, next(steps), RankGroup()).row)
     return [row.tolist() for row in rows]
 
 
@@ -71,7 +71,7 @@ def test_a_recorded_step_is_the_step(wide: Path, optimizer: str, monkeypatch) ->
     graphs = job(wide, optimizer=optimizer)
     rows = learned(graphs)
     assert not graphs.recorder.refused and graphs.recorder.recorded
-    monkeypatch.setattr(recording, "WARM", STEPS)
+    monkeypatch.setattr(recording, "WARMUP_STEPS", STEPS)
     plain = job(wide, optimizer=optimizer)
     assert learned(plain) == rows and not plain.recorder.recorded
     for mine, theirs in zip(graphs.model.parameters(), plain.model.parameters(), strict=True):
@@ -92,7 +92,7 @@ def test_a_graph_of_full_rows_serves_no_others(wide: Path, monkeypatch) -> None:
         (wide / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
     told = {"layout": "padded", "max_length": 48}
 
-    def rows() -> tuple[Job, list[list[float]]]:
+    def rows() -> tuple[TrainingJob, list[list[float]]]:
         full, gaps = (
             job(wide, train=str(wide / f"{name}.tsv"), **told) for name in ("full", "gaps")
         )
@@ -101,15 +101,15 @@ def test_a_graph_of_full_rows_serves_no_others(wide: Path, monkeypatch) -> None:
         steps = [next(feed) for feed in [first] * 5 + [second] * 5 + [first] * 2]
         found = []
         for number, step in enumerate(steps):
-            tune(full, number)
-            found.append(learn(full, step, Ranks()).row)
+            set_rates(full, number)
+            found.append(train_step(full, step, RankGroup()).row)
         return full, [row.tolist() for row in found]
 
     graphs, by_graph = rows()
     assert graphs.recorder.recorded and not graphs.recorder.refused
     shapes = {key[0] for key in graphs.recorder.seen}
     assert len(shapes) == 1 < len(graphs.recorder.seen), "or the key was never asked"
-    monkeypatch.setattr(recording, "WARM", STEPS)
+    monkeypatch.setattr(recording, "WARMUP_STEPS", STEPS)
     plain, one_by_one = rows()
     assert not plain.recorder.recorded
     assert by_graph == one_by_one
@@ -129,7 +129,7 @@ def test_the_rate_that_is_set_is_followed(wide: Path) -> None:
 def test_a_run_goes_on_to_the_bit(wide: Path, tmp_path: Path) -> None:
     train(job(wide), tmp_path / "whole")
     asked = iter([0] * 13 + [15])
-    train(job(wide), tmp_path / "stopped", wish=lambda: next(asked))
+    train(job(wide), tmp_path / "stopped", stop_signal=lambda: next(asked))
     train(job(wide), tmp_path / "stopped")
     whole, stopped = (_steps(tmp_path / run) for run in ("whole", "stopped"))
     assert whole == stopped

@@ -16,7 +16,7 @@ from packhorse import checkpoint
 from packhorse.errors import InputError
 from packhorse.train.job import assemble
 from packhorse.train.loop import train
-from packhorse.train.settings import Settings
+from packhorse.train.settings import TrainSettings
 
 Make = Callable[..., Any]
 
@@ -61,7 +61,7 @@ def test_a_finished_run_refuses_other_settings(settings: Make, finished: Path) -
 def test_a_finished_run_is_left_as_it_is(settings: Make, finished: Path) -> None:
     before, notes = record(finished), []
     same = settings(steps=3, eval_every=2, log_every=1, keep=5, tensorboard=True)
-    outcome = train(assemble(same), finished, say=notes.append)  # these decide no figure
+    outcome = train(assemble(same), finished, report=notes.append)  # these decide no figure
     assert (outcome.step, outcome.model) == (3, finished / "model")
     assert outcome.evaluation and notes == ["finished at step 3: nothing is left to train"]
     assert record(finished) == before
@@ -76,7 +76,7 @@ def test_raising_what_ends_it_goes_on(
     """Told what changed, and to the weights of a run that was to be so long from the start."""
     longer = settings(eval_every=2, schedule="constant", learning_rate=0.02, **more)
     notes: list[str] = []
-    assert train(assemble(longer), finished, say=notes.append).step == 5
+    assert train(assemble(longer), finished, report=notes.append).step == 5
     assert any("learning_rate is now 0.02; it was 0.01" in note for note in notes)
     assert 'schedule = "constant"' in (finished / "settings.toml").read_text()
 
@@ -85,7 +85,7 @@ def test_a_run_made_longer_is_the_run_that_was_so_long(settings: Make, tmp_path:
     plain = {"eval_every": 2, "schedule": "constant"}
     train(assemble(settings(steps=3, **plain)), tmp_path / "run")
     train(assemble(settings(steps=5, **plain)), tmp_path / "run")
-    train(assemble(settings(steps=3, **plain)), tmp_path / "whole", wish=stopping_after(3))
+    train(assemble(settings(steps=3, **plain)), tmp_path / "whole", stop_signal=stopping_after(3))
     train(assemble(settings(steps=5, **plain)), tmp_path / "whole")
     weights = [
         (tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("run", "whole")
@@ -94,20 +94,20 @@ def test_a_run_made_longer_is_the_run_that_was_so_long(settings: Make, tmp_path:
 
 
 def test_an_unfinished_run_goes_on_with_other_settings(settings: Make, tmp_path: Path) -> None:
-    train(assemble(settings(steps=4)), tmp_path, wish=stopping_after(2))
+    train(assemble(settings(steps=4)), tmp_path, stop_signal=stopping_after(2))
     notes: list[str] = []
     other = settings(steps=4, weight_decay=0.5)
-    assert train(assemble(other), tmp_path, say=notes.append).step == 4
+    assert train(assemble(other), tmp_path, report=notes.append).step == 4
     assert any("weight_decay is now 0.5; it was 0.01" in note for note in notes)
     assert "weight_decay = 0.5" in (tmp_path / "settings.toml").read_text()
 
 
 def test_a_start_that_learns_nothing_writes_no_settings(settings: Make, tmp_path: Path) -> None:
     """Stopped before its first step: what is there was learned with the settings before."""
-    train(assemble(settings(steps=4)), tmp_path, wish=stopping_after(2))
+    train(assemble(settings(steps=4)), tmp_path, stop_signal=stopping_after(2))
     before = record(tmp_path)
     other = settings(steps=4, weight_decay=0.5)
-    assert train(assemble(other), tmp_path, wish=stopping_after(0)).signal
+    assert train(assemble(other), tmp_path, stop_signal=stopping_after(0)).signal
     after = record(tmp_path)
     assert after["settings.toml"] == before["settings.toml"]
     assert {name: text for name, (text, _) in after.items()} == {
@@ -116,7 +116,7 @@ def test_a_start_that_learns_nothing_writes_no_settings(settings: Make, tmp_path
 
 
 def test_an_unfinished_run_can_be_ended_where_it_is(settings: Make, tmp_path: Path) -> None:
-    train(assemble(settings(steps=4)), tmp_path, wish=stopping_after(2))
+    train(assemble(settings(steps=4)), tmp_path, stop_signal=stopping_after(2))
     before = record(tmp_path)
     outcome = train(assemble(settings(steps=2)), tmp_path)
     assert (outcome.step, outcome.model) == (2, tmp_path / "model")
@@ -164,14 +164,14 @@ def test_task_data_that_changed_is_noticed(
     """Every text keeps its length, so that nothing but the content tells."""
     told = {"task": "classify", "model": str(tiny), "batch": 4, "steps": 4, "device": "cpu"}
     data, run = table(tmp_path / "data.tsv"), tmp_path / "run"
-    plain = Settings(**told, train=str(data), compile="off")
-    train(assemble(plain), run, wish=stopping_after(2))
+    plain = TrainSettings(**told, train=str(data), compile="off")
+    train(assemble(plain), run, stop_signal=stopping_after(2))
     before = record(run)
     table(data, **changed)
     with pytest.raises(InputError, match=r"step-00000002 learned from other data") as caught:
         train(assemble(plain), run)
     message = str(caught.value)
-    assert f"what {data} holds has changed since" in message
+    assert f"the content of {data} has changed since" in message
     assert f"--model {run / 'step-00000002'} and another --out" in message
     assert record(run) == before
     moved = replace(plain, train=str(table(tmp_path / "elsewhere.tsv")))

@@ -20,7 +20,7 @@ import torch
 
 from packhorse.errors import CheckpointError, InputError
 from packhorse.optim import LAMB, load_slots, parameter_groups
-from packhorse.train.start import Start, start
+from packhorse.train.preparing import StartingModel, load_model
 
 STEP = 28252
 CONFIG: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
@@ -74,7 +74,7 @@ def by_hand(values: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]
 def test_averages_go_the_way_of_their_weights(written: tuple[Any, Path]) -> None:
     built, prefix = written
     assert prefix.name == f"model.ckpt-{STEP}"
-    found = start(prefix)
+    found = load_model(prefix)
     assert found.step == STEP and set(found.checkpoint.model.heads) >= {"mlm", "nsp"}
     parameters = dict(found.checkpoint.model.named_parameters())
     for kind, suffix in {"m": "/LAMB", "v": "/LAMB_1"}.items():
@@ -95,7 +95,7 @@ def test_every_average_lands_where_its_weight_does(
     tensors = {**built.weights, "global_step": np.asarray(STEP, np.int64)}
     for name, value in built.weights.items():
         tensors |= {f"{name}/LAMB": value, f"{name}/LAMB_1": -value}
-    found = start(_saved(tmp_path / "model.ckpt-1", prefix, tensors), gelu="erf")
+    found = load_model(_saved(tmp_path / "model.ckpt-1", prefix, tensors), gelu="erf")
     parameters = dict(found.checkpoint.model.named_parameters())
     assert all(found.slots["m"][name].equal(tensor) for name, tensor in parameters.items())
     assert all(found.slots["v"][name].equal(-tensor) for name, tensor in parameters.items())
@@ -109,7 +109,7 @@ def _saved(to: Path, like: Path, tensors: dict[str, np.ndarray]) -> Path:
     return to
 
 
-def one_step(found: Start) -> tuple[LAMB, torch.Tensor]:
+def one_step(found: StartingModel) -> tuple[LAMB, torch.Tensor]:
     model = found.checkpoint.model
     optimizer = LAMB(parameter_groups(model, 0.01), betas=(0.5, 0.5), bias_correction=False)
     load_slots(optimizer, model.named_parameters(), found.slots, found.step or 0)
@@ -121,7 +121,7 @@ def one_step(found: Start) -> tuple[LAMB, torch.Tensor]:
 
 def test_lamb_goes_on_from_there(written: tuple[Any, Path]) -> None:
     built, prefix = written
-    optimizer, m = one_step(start(prefix))
+    optimizer, m = one_step(load_model(prefix))
     want = built.others["bert/embeddings/word_embeddings/LAMB"] / 2  # a step without a gradient
     np.testing.assert_array_equal(m.numpy(), want)
     assert {int(of["step"]) for of in optimizer.state.values()} == {STEP + 1}
@@ -131,7 +131,7 @@ def test_query_key_and_value_go_on_each_by_its_own_ratio(written: tuple[Any, Pat
     """TensorFlow's variables and averages in float64, one variable at a time, against our step."""
     built, prefix = written
     variables = built.weights | built.others
-    found = start(prefix)
+    found = load_model(prefix)
     one_step(found)
     moved = found.checkpoint.model.get_parameter("bert.layers.1.attention.qkv.weight").detach()
     ours = moved.double().numpy().reshape(3, 16, 16)
@@ -147,14 +147,14 @@ def test_query_key_and_value_go_on_each_by_its_own_ratio(written: tuple[Any, Pat
 def test_a_padded_vocabulary_has_averages_of_zero(written: tuple[Any, Path]) -> None:
     _, prefix = written
     with pytest.warns(UserWarning, match="padded with zeros from 40 rows to 48"):
-        found = start(prefix, vocab_size=48)
+        found = load_model(prefix, vocab_size=48)
     _, m = one_step(found)
     assert m.shape == (48, 16) and not m[40:].any() and m[:40].all()
     assert found.slots["v"]["heads.mlm.decoder.bias"].shape == (48,)
 
 
 def test_slots_are_left_out_where_asked(written: tuple[Any, Path]) -> None:
-    found = start(written[1], slots=False)
+    found = load_model(written[1], slots=False)
     assert found.slots == {} and found.step == STEP
     assert any("optimizer state left out" in note for note in found.checkpoint.notes)
 
@@ -165,19 +165,19 @@ def test_a_checkpoint_without_all_averages_is_refused(
     built, prefix = written
     some = dict(built.weights | built.others)
     del some["bert/encoder/layer_0/attention/self/key/kernel/LAMB_1"]
-    found = start(_saved(tmp_path / "model.ckpt-2", prefix, some), gelu="erf")
+    found = load_model(_saved(tmp_path / "model.ckpt-2", prefix, some), gelu="erf")
     with pytest.raises(InputError, match=r"'v' .* bert.layers.0.attention.qkv.weight"):
         one_step(found)
 
 
 def test_other_formats_have_no_averages(minilm: Path) -> None:
-    found = start(minilm)
+    found = load_model(minilm)
     assert found.slots == {} and found.step is None and "embed" in found.checkpoint.model.heads
 
 
 def test_what_is_not_there_is_told_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"28252 .* MLCommons' .*language_model/tensorflow"):
-        start(tmp_path / "bs64k_32k_ckpt" / "model.ckpt-28252")
+        load_model(tmp_path / "bs64k_32k_ckpt" / "model.ckpt-28252")
     with pytest.raises(CheckpointError) as told:
-        start(tmp_path / "my-model")
+        load_model(tmp_path / "my-model")
     assert "MLPerf" not in str(told.value)

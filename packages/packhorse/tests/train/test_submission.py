@@ -19,28 +19,37 @@ pytest.importorskip("mlperf_logging", reason="no mlperf-logging: pip install 'pa
 
 from packhorse import executable
 from packhorse.errors import InputError
-from packhorse.train import compliance, mlperf, submission, warmup
-from packhorse.train.display import Shown
+from packhorse.train import estimate, mlperf, submission
+from packhorse.train.display import RunStatus
 from packhorse.train.job import assemble
 from packhorse.train.loop import train
-from packhorse.train.mlperf import Entry
-from packhorse.train.submission import Interrupted, Plan, Result, carry_out, completed, score
+from packhorse.train.mlperf import SubmissionEntry
+from packhorse.train.submission import (
+    RunResult,
+    SubmissionInterrupted,
+    SubmissionPlan,
+    carry_out,
+    completed,
+    score,
+)
 
 Make = Callable[..., Any]
-WHO = Entry("Packhorse", "open", "two cores")
+WHO = SubmissionEntry("Packhorse", "open", "two cores")
 NEVER = 0.999
 
 
 @pytest.fixture
-def plan(settings: Make, corpus: Path, tmp_path: Path) -> Callable[..., Plan]:
+def plan(settings: Make, corpus: Path, tmp_path: Path) -> Callable[..., SubmissionPlan]:
     """Runs of 12 steps, with dropout, and an evaluation every third step on enough to tell."""
 
-    def make(runs: int = 2, out: str = "results", start_seed: int = 42, **said: Any) -> Plan:
+    def make(
+        runs: int = 2, out: str = "results", start_seed: int = 42, **said: Any
+    ) -> SubmissionPlan:
         usual = {"steps": 0, "max_sequences": 192, "eval_every_sequences": 48, "target": NEVER}
         usual |= {"division": "open", "log_every": 4, "save_every": 5, "warmup": 2}
         usual |= {"eval": str(corpus / "train"), "learning_rate": 0.05, "mask_probability": 0.4}
         made = completed(settings(**{**usual, **said}))
-        return Plan(tmp_path / out, made, WHO, runs, start_seed)
+        return SubmissionPlan(tmp_path / out, made, WHO, runs, start_seed)
 
     return make
 
@@ -83,9 +92,9 @@ def test_stopped_again_and_again_it_ends_with_the_same_logs(plan: Make, steps: i
     made, stops, first = plan(out="stopped"), 0, None
     while True:
         try:
-            found = list(carry_out(made, wish=stopping_after(steps)))
+            found = list(carry_out(made, stop_signal=stopping_after(steps)))
             break
-        except Interrupted as stopped:
+        except SubmissionInterrupted as stopped:
             stops += 1
             assert stopped.signal == signal.SIGTERM
         log = made.log(0).read_bytes()
@@ -104,7 +113,7 @@ def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     made = plan(1, "crashed", save_every=5)
     evaluations = count(1)
 
-    def crash(shown: Shown) -> None:
+    def crash(shown: RunStatus) -> None:
         if shown.evaluation and next(evaluations) in (1, 3, 5):
             raise RuntimeError("power cut")
 
@@ -137,7 +146,7 @@ def test_more_runs_are_added_and_the_finished_ones_stay(plan: Make) -> None:
     list(carry_out(made))
     log = made.log(0).read_bytes()
     notes: list[str] = []
-    assert len(list(carry_out(plan(2), say=notes.append))) == 2
+    assert len(list(carry_out(plan(2), report=notes.append))) == 2
     assert made.log(0).read_bytes() == log
     assert [note for note in notes if note.startswith("run ")] == ["run 1 of 2: seed 43"]
 
@@ -159,7 +168,7 @@ def test_a_folder_holds_one_submission(plan: Make) -> None:
         ("learning_rate 0.05, now 0.02", {"learning_rate": 0.02}),
         ("start_seed 42, now 7", {"start_seed": 7}),
     ):
-        with pytest.raises(InputError, match=f"holds a submission with {name}. Go on with"):
+        with pytest.raises(InputError, match=f"holds a submission with {name}. Continue with"):
             list(carry_out(plan(1, **other)))
     assert everything(plan(1).out) == before
     other = replace(plan(1), entry=replace(WHO, status="cloud"))
@@ -189,7 +198,7 @@ def test_a_run_that_diverges_missed_the_target_and_the_next_goes_on(
 
     monkeypatch.setattr(submission, "train", lost)
     notes: list[str] = []
-    lost_run, next_run = carry_out(plan(), say=notes.append)
+    lost_run, next_run = carry_out(plan(), report=notes.append)
     assert not lost_run.reached and lost_run.problems and lost_run.accuracies == ()
     assert any("missed the target" in note and "loss is nan" in note for note in notes)
     assert next_run.problems == () and len(next_run.accuracies) == 4
@@ -217,8 +226,8 @@ def test_the_closed_division_fixes_what_it_fixes(settings: Make, corpus: Path) -
 def test_a_closed_run_that_falls_short_is_logged_and_refused(
     plan: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compliance, "SAMPLES", 80)
-    monkeypatch.setattr(compliance, "LENGTH", 48)
+    monkeypatch.setattr(mlperf, "CLOSED_SAMPLES", 80)
+    monkeypatch.setattr(mlperf, "CLOSED_LENGTH", 48)
     made = plan(1, division="closed", target=0.0, eval_every_sequences=0)
     assert (made.settings.target, made.settings.eval_every_sequences) == (0.72, 150_000)
     made = replace(made, entry=replace(WHO, division="closed"))
@@ -228,10 +237,11 @@ def test_a_closed_run_that_falls_short_is_logged_and_refused(
     assert refusal.startswith("MLPerf's checker") and "0.720" in refusal
 
 
-def timed(*minutes: float) -> list[Result]:
+def timed(*minutes: float) -> list[RunResult]:
     """Results of so many minutes; below 0: the target was missed."""
     return [
-        Result(i, i, each > 0, 60 * abs(each), 0.0, 1, (), 0, ()) for i, each in enumerate(minutes)
+        RunResult(i, i, each > 0, 60 * abs(each), 0.0, 1, (), 0, ())
+        for i, each in enumerate(minutes)
     ]
 
 
@@ -246,7 +256,7 @@ def test_the_score_is_the_mean_without_best_and_worst() -> None:
 def test_made_up_batches_have_the_shape_of_real_ones(settings: Make) -> None:
     job = assemble(settings(micro_tokens=192, dropout=0.0))
     real = next(iter(job.feed.steps(None))).batches[0]
-    made = warmup.made_up(len(real.packed.ids), 48)
+    made = estimate.synthetic_batch(len(real.packed.ids), 48)
     loss, stats = job.objective.loss(job.model, made)
     assert math.isfinite(loss.item()) and stats.tokens == real.tokens
     assert made.packed.lengths.tolist()[:-1] == [48] * (len(made.packed) - 1)
@@ -254,8 +264,8 @@ def test_made_up_batches_have_the_shape_of_real_ones(settings: Make) -> None:
     held_out = job.feed.evaluate_on
     assert held_out is not None
     tokens = [len(batch.packed.ids) for batch in held_out()]
-    assert abs(warmup._at_once(held_out()) - tokens[0]) <= 0.3 * tokens[0]
-    warmup.warm(job)  # nothing is compiled here, so nothing is done
+    assert abs(submission._usual_tokens(held_out()) - tokens[0]) <= 0.3 * tokens[0]
+    submission.compile_ahead(job)  # nothing is compiled here, so nothing is done
     assert all(p.grad is None for p in job.model.parameters())
 
 
@@ -288,7 +298,7 @@ def test_crashes_anywhere(plan: Make, evaluation: int, save_every: int) -> None:
     (whole,) = carry_out(plan(1))
     made, seen = plan(1, "crashed", save_every=save_every), count(1)
 
-    def crash(shown: Shown) -> None:
+    def crash(shown: RunStatus) -> None:
         if shown.evaluation and next(seen) == evaluation:
             raise RuntimeError("power cut")
 

@@ -38,7 +38,7 @@ from packhorse.model.heads import Mlm, PooledLabels, Pooler
 from packhorse.model.model import Model
 from packhorse.optim import LAMB, parameter_groups
 from packhorse.packing.batch import Packed
-from packhorse.train import folders, state
+from packhorse.train import checkpoints, optimizer_state
 
 CPU = torch.device("cpu")
 KILL, FULL = 1, 2  # as in disk_faults.c
@@ -85,8 +85,10 @@ def backward(run: Run) -> None:
 
 
 def save(run: Run, folder: Path, step: int, **options: Any) -> Path:
-    progress = state.Progress(step, metrics=options.pop("metrics", {}))
-    return state.save(folder, run.of, run.optimizer, progress, [state.capture(CPU)], **options)
+    progress = checkpoints.RunProgress(step, metrics=options.pop("metrics", {}))
+    return checkpoints.save(
+        folder, run.of, run.optimizer, progress, [checkpoints.capture_rng(CPU)], **options
+    )
 
 
 def everything(run: Run) -> dict[str, Tensor]:
@@ -107,10 +109,10 @@ def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 def restored(folder: Path) -> dict[str, Tensor]:
     """All that a new process has which goes on from this folder."""
     run = make(seed=99)
-    with state.claim(folder):
-        found = state.newest(folder)
+    with checkpoints.claim(folder):
+        found = checkpoints.newest(folder)
     assert found is not None
-    state.restore(found, run.model, run.optimizer)
+    checkpoints.restore(found, run.model, run.optimizer)
     return everything(run)
 
 
@@ -153,7 +155,7 @@ class Sweep:
 
     def _save(self, place: Path) -> int:
         if self.careless:
-            folders.publish = _careless
+            checkpoints.publish = _careless
         try:
             save(self.run, place, self.step)
         except CheckpointError as error:
@@ -164,8 +166,8 @@ class Sweep:
 
 
 def _careless(draft: Path, run: Path, step: int) -> None:
-    shutil.rmtree(folders.place(run, step))
-    draft.rename(folders.place(run, step))
+    shutil.rmtree(checkpoints.checkpoint_path(run, step))
+    draft.rename(checkpoints.checkpoint_path(run, step))
 
 
 def sweep(library: str | None, folder: Path, jobs: list[Any]) -> dict[str, Any]:
@@ -197,7 +199,7 @@ def ranks(folder: Path) -> dict[str, Any]:
             os._exit(0)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     run = make(seed=98)
-    found = state.restore(state.newest(folder / "run"), run.model, run.optimizer)
+    found = checkpoints.restore(checkpoints.newest(folder / "run"), run.model, run.optimizer)
     first = read_tensors(folder, "0.safetensors")
     alone = {name: tensor for name, tensor in everything(run).items() if name != "rng"}
     return {
@@ -226,19 +228,19 @@ def _rank(folder: Path, rank: int) -> None:
     run = make(seed=1, kind=sharded)
     torch.manual_seed(rank)  # ranks drop out differently
     together(run, 2)
-    state.consolidate(run.optimizer)
+    optimizer_state.consolidate(run.optimizer)
     rng: list[Any] = [None, None]
-    distributed.all_gather_object(rng, state.capture(CPU))
+    distributed.all_gather_object(rng, checkpoints.capture_rng(CPU))
     found: dict[str, Tensor] = {}
     if rank == 0:
         found |= {f"at 2 {name}": tensor for name, tensor in everything(run).items()}
-        state.save(folder / "run", run.of, run.optimizer, state.Progress(2), rng)
+        checkpoints.save(folder / "run", run.of, run.optimizer, checkpoints.RunProgress(2), rng)
     distributed.barrier()
     together(run, 2)
     found |= {f"went {name}": t.clone() for name, t in run.model.state_dict().items()}
     for name, seed in {"resumed": None, "anew": 7}.items():
         other = make(seed=5, kind=sharded)
-        told = state.restore(
+        told = checkpoints.restore(
             folder / "run/step-00000002", other.model, other.optimizer, rank=rank, world=2
         )
         assert told.notes == () and told.world == 2

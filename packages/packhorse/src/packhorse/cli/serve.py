@@ -1,69 +1,36 @@
-"""`packhorse serve`: models behind HTTP, until a signal ends it.
+"""`packhorse serve`: serve models over HTTP until a signal ends it.
 
-Every setting is a flag, made from `Settings` itself, so that the two cannot differ; API keys are no
-setting and no flag. The line that says where it listens is printed when requests are answered, with
---json as one line of JSON on stdout.
+Every setting is a flag (`cli.settings`), except API keys. The line that says where it listens is
+printed once requests are answered; with --json it is one line of JSON on stdout.
 """
 
 import os
 import sys
-from dataclasses import asdict, field, fields, make_dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note
+from packhorse.cli.settings import PrintConfig, flags_class, passed
 from packhorse.errors import MissingExtra
-from packhorse.serve.settings import KEY_VARIABLE, KINDS, Settings, resolve
+from packhorse.serve.settings import KEY_VARIABLE, Settings, resolve
+from packhorse.settings import setting_fields
 
 if TYPE_CHECKING:
     from packhorse.serve.hosting import ServedModels
 
-FIELDS = [each for each in fields(Settings) if each.name in KINDS]
-GROUPS = list(dict.fromkeys(each.metadata["group"] for each in FIELDS))
-
-
-def _flag(name: str, group: str, help: str, least: float | None) -> Any:
-    kind = KINDS[name]
-    kind = list[get_args(kind)[0]] if get_origin(kind) is tuple else kind
-    place = Group(group, sort_key=1 + GROUPS.index(group))
-    names = (f"--{name.replace('_', '-')}", *(["-m"] if name == "model" else []))
-    return Annotated[
-        kind | None,
-        Parameter(
-            name=names,
-            group=place,
-            help=help,
-            show_default=False,
-            negative="" if kind is bool else None,
-            negative_iterable=(),
-        ),
-    ]
-
-
-if TYPE_CHECKING:
-    Flags = Settings
+    ServeFlags = Settings
 else:
-    # A twin of Settings whose fields are None unless given: a default must not hide a file's word.
-    Flags = Parameter(name="*")(
-        make_dataclass(
-            "Flags",
-            [(f.name, _flag(f.name, **f.metadata), field(default=None)) for f in FIELDS],
-            namespace={"__module__": __name__},
-            frozen=True,
-            kw_only=True,
-        )
-    )
+    ServeFlags = flags_class(Settings, negatives=False, consume_multiple=False)
 
 
 def serve(
     *,
     config: Annotated[Path | None, Parameter(help="Settings in TOML.")] = None,
-    print_config: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Show the settings; stop.")
-    ] = False,
-    flags: Flags = Flags(),  # noqa: B008 (frozen)
+    print_config: PrintConfig = False,
+    flags: ServeFlags = ServeFlags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
     """Serve models over HTTP, in the dialects of TEI, OpenAI, Cohere and Hugging Face.
@@ -78,22 +45,22 @@ def serve(
       PACKHORSE_API_KEY=secret packhorse serve --host 0.0.0.0
       packhorse serve --engine ray --replicas 2 --max-replicas 8
     """
-    given = {name: value for name, value in asdict(flags).items() if value is not None}
-    settings = resolve(config, os.environ, given)
-    os.environ.pop(KEY_VARIABLE, None)  # replicas, compilers and other children have no use for it
+    settings = resolve(config, os.environ, passed(flags))
+    # Replicas, compilers and other child processes do not need the key, so they must not get it.
+    os.environ.pop(KEY_VARIABLE, None)
     if print_config:
-        shown = {name: value for name, value in asdict(settings).items() if name in KINDS}
         print(settings.toml(), end="")
-        return emit(shown, json)
+        public = setting_fields(Settings)  # all but the keys
+        return emit({name: getattr(settings, name) for name in public}, json)
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")
-    _check_extra()
+    _require_packages()
     from packhorse.serve.life import local_app, run
 
     def ready(host: str, port: int, hosts: "ServedModels") -> None:
-        models = [{"name": each.name, "tasks": list(each.tasks)} for each in hosts]
+        models = [{"name": model.name, "tasks": list(model.tasks)} for model in hosts]
         emit({"host": host, "port": port, "pid": os.getpid(), "models": models}, json)
-        sys.stdout.flush()  # whoever started it waits for this line
+        sys.stdout.flush()  # whoever started the server waits for this line
 
     if settings.engine == "ray":
         from packhorse.serve.cluster import cluster_app
@@ -102,10 +69,8 @@ def serve(
     run(settings, ready, local_app)
 
 
-def _check_extra() -> None:
-    """Say what is missing before a model is loaded."""
-    from importlib.util import find_spec
-
+def _require_packages() -> None:
+    """Name a missing package before a model is loaded."""
     if find_spec("fastapi") is None:
         raise MissingExtra("fastapi", "serve")
     if find_spec("uvicorn") is None:

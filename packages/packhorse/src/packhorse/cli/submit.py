@@ -1,9 +1,9 @@
-"""`packhorse submit`: a recipe in, seeded runs and logs that MLPerf accepts out.
+"""`packhorse submit`: run a recipe with several seeds and write logs that MLPerf accepts.
 
-What is finished stays and what was interrupted goes on, whenever the same command is given again.
-It ends with 0 when every run reached the target and every log is accepted, with 5 when not; stopped
-by Ctrl-C or SIGTERM with 130 or 143, as `packhorse train` does. With --nproc all runs share the
-ranks, which are started once.
+The same command, given again, keeps what is finished and resumes what was interrupted. It ends with
+0 if every run reached the target and every log is accepted, with 5 if not; stopped by Ctrl-C or
+SIGTERM with 130 or 143, like `packhorse train`. With --nproc all runs share the ranks, which are
+started once.
 """
 
 import os
@@ -17,23 +17,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, table
+from packhorse.cli.settings import PrintConfig, passed
 from packhorse.cli.train import (
+    ConfigFile,
     DryRun,
-    Flags,
-    PrintConfig,
+    Processes,
+    Timeout,
+    TrainFlags,
     launch_ranks,
     leave,
-    look_ahead,
+    show_estimate,
     show_settings,
 )
 from packhorse.errors import InputError
-from packhorse.train.settings import Settings, resolve
+from packhorse.train.settings import TrainSettings, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from packhorse.train.ranks import Ranks
-    from packhorse.train.submission import Interrupted, Plan, Result
+    from packhorse.train.ranks import RankGroup
+    from packhorse.train.submission import RunResult, SubmissionInterrupted, SubmissionPlan
 
 PODS = Path("configs")
 PLOT = "accuracy.png"
@@ -42,82 +45,87 @@ Division = Literal["closed", "open"]
 
 def submit(
     *,
-    config: Annotated[
-        Path | None, Parameter(help="Settings in TOML, or a preset of Graphcore's in JSON.")
-    ] = None,
+    config: ConfigFile = None,
     pod: Annotated[
         Literal[16, 64] | None,
         Parameter(help="Settings of Graphcore's POD: configs/podN-DIVISION.toml."),
     ] = None,
     submission_division: Annotated[
-        Division | None, Parameter(help="As --division; with --pod, closed by default.")
+        Division | None, Parameter(help="Same as --division; with --pod, closed by default.")
     ] = None,
-    runs: Annotated[int, Parameter(help="So many, each with the next seed.")] = 10,
-    start_seed: Annotated[int | None, Parameter(help="Of the first; default the seed set.")] = None,
-    org: Annotated[str, Parameter(help="Who submits.")] = "Packhorse",
+    runs: Annotated[int, Parameter(help="Number of runs, each with the next seed.")] = 10,
+    start_seed: Annotated[
+        int | None, Parameter(help="Seed of the first run; default the seed setting.")
+    ] = None,
+    org: Annotated[str, Parameter(help="Name of the submitter.")] = "Packhorse",
     status: Annotated[
         Literal["onprem", "cloud", "preview", "research"],
-        Parameter(help="What MLPerf may call the system."),
+        Parameter(help="MLPerf's status of the system."),
     ] = "onprem",
-    nproc: Annotated[int, Parameter(help="Processes that train together, one a device.")] = 1,
-    timeout: Annotated[
-        float, Parameter(help="Seconds one of several waits for the others before all end.")
-    ] = 600.0,
+    nproc: Processes = 1,
+    timeout: Timeout = 600.0,
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
-    flags: Flags = Flags(),  # noqa: B008 (frozen)
+    flags: TrainFlags = TrainFlags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
-    """Run a recipe with seed after seed, and log it as MLPerf wants it.
+    """Run a recipe with seed after seed, and log it as MLPerf requires.
 
     --out (default results) gets bert/result_0.txt …, each checked by MLPerf's own
-    checker and by a stricter one; runs/run_0 … with what each run learned; and
+    checker and by a stricter one; runs/run_0 … with the files of each run; and
     accuracy.png. Any setting of `packhorse train` is a flag here too. The same
-    command goes on where it was stopped, and adds runs where more are asked for.
-    It ends with 5 where a run missed the target or a log is refused.
+    command continues where it was stopped, and adds runs if --runs is raised.
+    It ends with 5 if a run missed the target or a log is refused.
 
     Try:
       packhorse submit --config configs/mini.toml --train corpus --runs 3
       packhorse submit --pod 16 --submission-division closed --start-seed 42
       packhorse submit --pod 16 --dry-run
     """
-    given = {name: value for name, value in asdict(flags).items() if value is not None}
+    overrides = passed(flags)
     if submission_division:
-        given["division"] = submission_division
+        overrides["division"] = submission_division
     if runs < 1:
-        raise InputError(f"--runs is {runs}; there must be one at least")
+        raise InputError(f"--runs is {runs}; it must be at least 1")
     file = _recipe(config, pod, submission_division or "closed")
-    settings = _completed(_settings(file, given))
+    settings = _settings(file, overrides)
     if print_config:
         return show_settings(settings, json)
     if dry_run:
-        look_ahead(settings, Path(settings.out) / "runs" / "run_0", nproc, json)
-        return note(f"and so each of {runs} runs")
+        show_estimate(settings, Path(settings.out) / "runs" / "run_0", nproc, json)
+        return note(f"this is one of {runs} runs")
     seed = settings.seed if start_seed is None else start_seed
     if nproc != 1:
         words = ["submit", "--runs", str(runs), "--start-seed", str(seed)]
         words += ["--org", org, "--status", status]
         return launch_ranks(nproc, timeout, words, settings, json)
-    planned = partial(_plan, settings, runs, seed, {"org": org, "status": status})
-    _carry_out(planned, settings.device, timeout, json)
+    make_plan = partial(_plan, settings, runs, seed, org, status)
+    _carry_out(make_plan, settings.device, timeout, json)
 
 
-def _carry_out(planned: "Callable[[int], Plan]", device: str, timeout: float, json: bool) -> None:
-    """Alone, or as one of the ranks that were started together; `planned` is for so many."""
+def _carry_out(
+    make_plan: "Callable[[int], SubmissionPlan]", device: str, timeout: float, json: bool
+) -> None:
+    """Run the plan, alone or as one of the ranks; `make_plan` takes the number of ranks."""
     from packhorse.train.ranks import joined
 
     with joined(device, timeout) as ranks:
-        plan = planned(ranks.world)
-        found = _results(plan, ranks)
+        plan = make_plan(ranks.world)
+        results = _results(plan, ranks)
         if ranks.rank == 0:
-            if isinstance(found, list):
-                _show(plan, found, json)
+            if isinstance(results, list):
+                _show(plan, results, json)
             else:
-                told = {"out": str(plan.out), "signal": found.signal, "stopped": str(found)}
-                emit({**told, "settings": asdict(plan.settings)}, json)
+                document = {
+                    "out": str(plan.out),
+                    "signal": results.signal,
+                    "stopped": str(results),
+                    "settings": asdict(plan.settings),
+                }
+                emit(document, json)
             sys.stdout.flush()
     if ranks.rank == 0:
-        _leave(plan, found)
+        _leave(plan, results)
 
 
 def _recipe(config: Path | None, pod: int | None, division: str) -> Path:
@@ -127,96 +135,133 @@ def _recipe(config: Path | None, pod: int | None, division: str) -> Path:
         raise InputError("name one recipe: --config FILE, or --pod 16 or 64")
     file = PODS / f"pod{pod}-{division}.toml"
     if not file.is_file():
-        raise InputError(f"there is no {file} here; name it with --config")
+        raise InputError(f"there is no {file} here; name the recipe with --config")
     return file
 
 
-def _settings(file: Path, given: dict[str, Any]) -> Settings:
-    """Of a preset not where it was submitted from and on what: that is another system's."""
-    settings, notes = resolve(file, os.environ, given)
-    for each in notes:
-        note(each)
-    if file.suffix != ".json":
-        return settings
-    here = resolve(None, os.environ, given).settings
-    return replace(settings, out=here.out, platform=here.platform)
+def _settings(file: Path, overrides: dict[str, Any]) -> TrainSettings:
+    """The settings of a submission, with MLPerf's defaults.
 
-
-def _completed(settings: Settings) -> Settings:
+    The folder and the platform in a preset are those of Graphcore's system, so they are ignored.
+    """
     from packhorse.train.submission import completed
 
+    resolved = resolve(file, os.environ, overrides)
+    settings = resolved.settings
+    for message in resolved.notes:
+        note(message)
+    if file.suffix == ".json":
+        if resolved.sources.get("out") == str(file):
+            settings = replace(settings, out="")
+        if resolved.sources.get("platform") == str(file):
+            settings = replace(settings, platform="")
     return completed(replace(settings, out=settings.out or "results"))
 
 
-def _plan(settings: Settings, runs: int, seed: int, who: dict[str, Any], world: int) -> "Plan":
+def _plan(
+    settings: TrainSettings, runs: int, seed: int, org: str, status: str, world: int
+) -> "SubmissionPlan":
     from packhorse.device import choose_device, describe
-    from packhorse.train.mlperf import Entry
-    from packhorse.train.submission import Plan
+    from packhorse.train.mlperf import SubmissionEntry
+    from packhorse.train.submission import SubmissionPlan
 
-    usual = f"{world} of {describe(choose_device(settings.device))}"
-    entry = Entry(division=settings.division, platform=settings.platform or usual, **who)
-    return Plan(Path(settings.out), settings, entry, runs, seed)
+    entry = SubmissionEntry(
+        org=org,
+        division=settings.division,
+        platform=settings.platform or f"{world} of {describe(choose_device(settings.device))}",
+        status=status,
+    )
+    return SubmissionPlan(Path(settings.out), settings, entry, runs, seed)
 
 
-def _results(plan: "Plan", ranks: "Ranks") -> "list[Result] | Interrupted":
+def _results(
+    plan: "SubmissionPlan", ranks: "RankGroup"
+) -> "list[RunResult] | SubmissionInterrupted":
     from packhorse.train.display import watching
-    from packhorse.train.signals import wishes
-    from packhorse.train.submission import Interrupted, carry_out
+    from packhorse.train.loop import stop_signals
+    from packhorse.train.submission import SubmissionInterrupted, carry_out
 
-    say = note if ranks.rank == 0 else lambda message: None
+    report = note if ranks.rank == 0 else lambda message: None
     if find_spec("matplotlib") is None:
-        say(f"there will be no {PLOT}: pip install 'packhorse[plots]'")
-    found = []
+        report(f"there will be no {PLOT}: pip install 'packhorse[plots]'")
+    results = []
     try:
-        with wishes() as wish, watching(say, None if ranks.rank == 0 else False) as watch:
-            for result in carry_out(plan, watch=watch, wish=wish, say=say, ranks=ranks):
-                found.append(result)
-                say(f"run {result.run}: {_verdict(result)}")
-    except Interrupted as stopped:
-        return stopped
-    return found
+        with (
+            stop_signals() as stop_signal,
+            watching(report, None if ranks.rank == 0 else False) as watch,
+        ):
+            for result in carry_out(
+                plan, watch=watch, stop_signal=stop_signal, report=report, ranks=ranks
+            ):
+                results.append(result)
+                report(f"run {result.run}: {_verdict(result)}")
+    except SubmissionInterrupted as interrupted:
+        return interrupted
+    return results
 
 
-def _verdict(result: "Result") -> str:
+def _verdict(result: "RunResult") -> str:
     reached = "reached the target" if result.reached else "missed the target"
     problems = f"log refused: {'; '.join(result.problems)}" if result.problems else "log accepted"
     return f"{reached} in {result.seconds / 60:.2f} minutes, {problems}"
 
 
-def _show(plan: "Plan", results: "list[Result]", json: bool) -> None:
+def _show(plan: "SubmissionPlan", results: "list[RunResult]", json: bool) -> None:
     from packhorse.train.submission import score
 
-    columns = ["run", "seed", "minutes", "paused", "sequences", "evaluations", "accuracy"]
-    rows = [_row(result) for result in results]
-    table(f"{plan.out}: {len(results)} runs", [*columns, "compiled", "status", "log"], rows)
+    columns = [
+        "run",
+        "seed",
+        "minutes",
+        "paused",
+        "sequences",
+        "evaluations",
+        "accuracy",
+        "compiled",
+        "status",
+        "log",
+    ]
+    table(f"{plan.out}: {len(results)} runs", columns, [_row(result) for result in results])
     mean = score(results)
     counted = "without best and worst" if len(results) > 2 else "of all runs"
-    told = "none, too many missed the target" if mean is None else f"{mean / 60:.4g} minutes"
-    print(f"mean time {counted}: {told}")
+    shown = "none, too many missed the target" if mean is None else f"{mean / 60:.4g} minutes"
+    print(f"mean time {counted}: {shown}")
     if find_spec("matplotlib") is not None:
         from packhorse.reports.plots import draw_accuracies
 
         draw_accuracies(plan.out / PLOT, results, plan.rules.target)
         note(f"wrote {plan.out / PLOT}")
-    document = {"out": str(plan.out), "score_seconds": mean, "runs": [asdict(r) for r in results]}
-    emit({**document, "entry": asdict(plan.entry), "settings": asdict(plan.settings)}, json)
+    document = {
+        "out": str(plan.out),
+        "score_seconds": mean,
+        "runs": [asdict(result) for result in results],
+        "entry": asdict(plan.entry),
+        "settings": asdict(plan.settings),
+    }
+    emit(document, json)
 
 
-def _leave(plan: "Plan", found: "list[Result] | Interrupted") -> None:
-    """End as what happened says, so that shells and schedulers know."""
-    from packhorse.train.submission import Refused
+def _leave(plan: "SubmissionPlan", results: "list[RunResult] | SubmissionInterrupted") -> None:
+    """Exit with a code that tells shells and schedulers what happened."""
+    from packhorse.train.submission import SubmissionRefused
 
-    if not isinstance(found, list):
-        leave(found.signal, f"{plan.out}: {found}")
-    bad = [str(result.run) for result in found if result.problems or not result.reached]
+    if not isinstance(results, list):
+        leave(results.signal, f"{plan.out}: {results}")
+    bad = [str(result.run) for result in results if result.problems or not result.reached]
     if bad:
-        raise Refused(f"{plan.out} cannot be submitted: see runs {', '.join(bad)}")
+        raise SubmissionRefused(f"{plan.out} cannot be submitted: see runs {', '.join(bad)}")
 
 
-def _row(result: "Result") -> list[object]:
-    accuracy = result.accuracies[-1][1] if result.accuracies else None
+def _row(result: "RunResult") -> list[object]:
     return [
-        *(result.run, result.seed, result.seconds / 60, result.paused / 60, result.sequences),
-        *(len(result.accuracies), accuracy, result.compiled),
-        *("success" if result.reached else "aborted", "refused" if result.problems else "accepted"),
+        result.run,
+        result.seed,
+        result.seconds / 60,
+        result.paused / 60,
+        result.sequences,
+        len(result.accuracies),
+        result.accuracies[-1][1] if result.accuracies else None,
+        result.compiled,
+        "success" if result.reached else "aborted",
+        "refused" if result.problems else "accepted",
     ]

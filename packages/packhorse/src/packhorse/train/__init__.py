@@ -1,1 +1,1 @@
-"""Training packed BERT: what is learned, how, and what is kept of it."""
+"""Training of packed BERT: objectives, data, the loop, checkpoints and MLPerf submissions."""

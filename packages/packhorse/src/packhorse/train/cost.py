@@ -1,11 +1,12 @@
-"""What a step costs: arithmetic, memory, and how much of a device's peak that is.
+"""The cost of a training step: operations, memory, and the share of a device's peak (MFU).
 
-Arithmetic is the model's own (two operations a multiplication and addition, three times the forward
-pass for a step), counted over real tokens and real lengths: filler is no work. MFU is that over the
-device's peak in bf16 without sparsity (Chowdhery et al. 2022, PaLM, appendix B).
+Operations are those of the model (two per multiplication and addition, three times the forward pass
+for a step), counted over real tokens and lengths; filler is not work. MFU is that over the device's
+dense bf16 peak (Chowdhery et al. 2022, PaLM, appendix B).
 
-Memory follows Korthikanti et al. 2022: a layer keeps about 34 bytes a token and hidden unit for its
-backward pass in half precision, attention's scores not among them, for no kernel here keeps any.
+Memory follows Korthikanti et al. 2022: in half precision a layer keeps about 34 bytes per token and
+hidden unit for its backward pass. Attention scores are not included, since no kernel here keeps
+any.
 
 Shapes: T tokens, E hidden width, F feed-forward width, V vocabulary.
 """
@@ -20,7 +21,7 @@ import torch
 
 from packhorse.model.config import BertConfig
 
-# Dense bf16 operations a second, from the makers' data sheets; the first name that fits.
+# Dense bf16 operations per second from the makers' data sheets; the first matching name counts.
 PEAKS = {
     "GB200": 2.5e15,
     "B200": 2.25e15,
@@ -36,55 +37,61 @@ PEAKS = {
     "L4": 121e12,
     "A10": 125e12,
 }
-USUAL = 0.4  # of the peak, reached by BERT-Large in bf16: for what is to be expected
-KEPT = 34  # bytes a layer keeps for a token and hidden unit, in half precision
-MOST_TOKENS = 1 << 16  # at once: beyond, products get no faster
-ON_CPU = 1 << 13  # tokens at once, for the cache
-SPARE = 0.75  # of the memory is planned with
+USUAL_SHARE = 0.4  # of the peak that BERT-Large reaches in bf16, for estimates
+BYTES_KEPT = 34  # per layer, token and hidden unit, in half precision
+MAX_TOKENS = 1 << 16  # at once; beyond it, matrix products get no faster
+CPU_TOKENS = 1 << 13  # at once on a CPU, for the cache
+MEMORY_SHARE = 0.75  # of the device's memory that is planned with
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What some batches hold; sums, so that they add up."""
+class StepWork:
+    """Sizes of batches as sums, so that they can be added."""
 
-    tokens: float = 0
-    squares: float = 0  # of the sequences' lengths: what attention works on
-    guessed: float = 0  # masked tokens
-    places: float = 0  # tokens that are run, filler included
+    tokens: float = 0  # without filler
+    squares: float = 0  # of the sequences' lengths, which attention is proportional to
+    masked: float = 0  # masked tokens
+    computed: float = 0  # tokens including filler
 
-    def __add__(self, other: Work) -> Work:
-        pairs = ((getattr(self, n), getattr(other, n)) for n in self.__slots__)
-        return Work(*(a + b for a, b in pairs))
+    def __add__(self, more: StepWork) -> StepWork:
+        return StepWork(
+            self.tokens + more.tokens,
+            self.squares + more.squares,
+            self.masked + more.masked,
+            self.computed + more.computed,
+        )
 
     @property
     def fill(self) -> float:
-        """The share of what is run that is real."""
-        return self.tokens / self.places if self.places else 1.0
+        """The share of computed tokens that is not filler."""
+        return self.tokens / self.computed if self.computed else 1.0
 
 
-def work(batches: Iterable[Any], places: int = 0) -> Work:
-    """Of batches on the host; `places` where they will be filled up to so many tokens each."""
-    total = Work()
+def work(batches: Iterable[Any], tokens_each: int = 0) -> StepWork:
+    """The work of batches on the host; `tokens_each` if each will be filled up to that size."""
+    total = StepWork()
     for batch in batches:
         lengths = batch.packed.lengths[list(batch.packed.places)].long()
-        run = places or len(batch.packed.ids)
-        guessed = len(getattr(batch, "masked_at", ()))
-        total += Work(batch.tokens, int((lengths * lengths).sum()), guessed, run)
+        squares = int((lengths * lengths).sum())
+        masked = len(getattr(batch, "masked_at", ()))
+        computed = tokens_each or len(batch.packed.ids)
+        total += StepWork(batch.tokens, squares, masked, computed)
     return total
 
 
-def operations(config: BertConfig, done: Work) -> float:
-    """Of a training step on so much, forward and backward."""
-    width, wide = config.hidden_size, config.intermediate_size
-    halves = 3 if config.gated else 2  # of the feed-forward
-    linear = 2 * config.layers * (4 * width * width + halves * width * wide) * done.tokens
-    attention = 4 * config.layers * width * done.squares
-    words = 2 * config.embedding_size * (width + config.vocab_size) * done.guessed
+def operations(config: BertConfig, work: StepWork) -> float:
+    """The operations of a training step, forward and backward."""
+    hidden = config.hidden_size
+    matrices = 3 if config.gated else 2  # of the feed-forward layer
+    weights = 4 * hidden * hidden + matrices * hidden * config.intermediate_size  # per layer
+    linear = 2 * config.layers * weights * work.tokens
+    attention = 4 * config.layers * hidden * work.squares
+    words = 2 * config.embedding_size * (hidden + config.vocab_size) * work.masked
     return 3.0 * (linear + attention + words)
 
 
 def peak(device: torch.device) -> float | None:
-    """Operations a second at most, where the device is known."""
+    """The device's peak in operations per second, if it is known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -92,19 +99,21 @@ def peak(device: torch.device) -> float | None:
 
 
 def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
-    """How many tokens to run at once, so that their backward pass fits: a power of two."""
+    """How many tokens to run at once so that their backward pass fits: a power of two."""
     if device.type != "cuda":
-        return ON_CPU
+        return CPU_TOKENS
     width = 1 if half else 2
-    layers = config.layers * config.hidden_size * KEPT * width
-    words = 0.15 * config.vocab_size * (8 + 4 * width)  # scores, and their gradient
-    free = torch.cuda.get_device_properties(device).total_memory * SPARE - 20 * parameters(config)
-    fits = max(512, int(free / (layers + words)))
-    return min(MOST_TOKENS, 1 << (fits.bit_length() - 1))
+    layers = config.layers * config.hidden_size * BYTES_KEPT * width
+    words = 0.15 * config.vocab_size * (8 + 4 * width)  # logits of masked tokens, and gradients
+    memory = torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE
+    # 20 bytes per parameter: weight, gradient, two averages and a master copy.
+    free = memory - 20 * parameters(config)
+    fitting = max(512, int(free / (layers + words)))
+    return min(MAX_TOKENS, 1 << (fitting.bit_length() - 1))
 
 
 def parameters(config: BertConfig) -> int:
-    """About; each has a gradient, two averages and maybe a master."""
-    halves = 3 if config.gated else 2
-    layer = 4 * config.hidden_size**2 + halves * config.hidden_size * config.intermediate_size
+    """The approximate number of parameters."""
+    matrices = 3 if config.gated else 2
+    layer = 4 * config.hidden_size**2 + matrices * config.hidden_size * config.intermediate_size
     return config.layers * layer + config.vocab_size * config.embedding_size

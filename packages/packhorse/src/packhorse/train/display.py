@@ -1,11 +1,11 @@
-"""How a run is going: a live line on a terminal, plain lines elsewhere.
+"""Progress of a run for people: a live bar on a terminal, plain lines elsewhere.
 
-    with watching(say) as watch:
-        watch(Shown(step=10, steps=100, loss=6.9, accuracy=0.1, …))
+    with watching(report) as watch:
+        watch(RunStatus(step=10, steps=100, loss=6.9, accuracy=0.1, …))
 
-What is shown is fetched from the device anyway; looking costs nothing more. Elsewhere than on a
-terminal there is a line now and then, and one for each evaluation and for the end, so that a log
-can be read and searched. Nothing is printed from here: lines go to `say`, rich writes to stderr.
+The figures are fetched from the device anyway, so displaying them costs nothing more. Without a
+terminal there is a line now and then, and one per evaluation and for the end, so that a log can be
+read and searched. Nothing is printed here: lines go to `report`, rich writes to stderr.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-Watch = Callable[["Shown"], None]
+Watch = Callable[["RunStatus"], None]
 PAUSE = 5.0  # seconds between two plain lines
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """The figures since the last look, and how far the run is."""
+class RunStatus:
+    """How far a run is, and its figures since the last status."""
 
     step: int
-    steps: int  # expected in all
+    steps: int  # expected in total
     loss: float
     accuracy: float | None = None
-    sequences: int = 0  # learned from so far, by all ranks
+    sequences: int = 0  # of the run so far, on all ranks
     sequences_per_second: float = 0.0
-    tokens_per_second: float = 0.0  # real ones
-    fill: float = 1.0  # of the tokens that are run, the real
-    mfu: float | None = None  # of the device's peak; None where that is not known
-    left: float | None = None  # seconds, about
-    evaluation: Mapping[str, float] = field(default_factory=dict)  # not empty: there was one
+    tokens_per_second: float = 0.0  # without filler
+    fill: float = 1.0  # share of computed tokens that is not filler
+    mfu: float | None = None  # share of the device's peak; None if that is not known
+    seconds_left: float | None = None  # estimated
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # not empty after an evaluation
 
 
-def figures(shown: Shown) -> str:
-    """What a person wants to see, in one line."""
-    parts = [f"loss {shown.loss:.4f}"]
-    if shown.accuracy is not None:
-        parts.append(f"accuracy {shown.accuracy:.4f}")
-    parts.append(f"{shown.sequences_per_second:,.1f} seq/s")
-    parts.append(f"{shown.tokens_per_second:,.0f} tok/s")
-    parts.append(f"{shown.fill:.1%} full")
-    if shown.mfu is not None:
-        parts.append(f"MFU {shown.mfu:.1%}")
-    if shown.left is not None:
-        parts.append(f"{duration(shown.left)} left")
+def progress_line(status: RunStatus) -> str:
+    """The figures of recent steps in one line."""
+    parts = [f"loss {status.loss:.4f}"]
+    if status.accuracy is not None:
+        parts.append(f"accuracy {status.accuracy:.4f}")
+    parts.append(f"{status.sequences_per_second:,.1f} seq/s")
+    parts.append(f"{status.tokens_per_second:,.0f} tok/s")
+    parts.append(f"{status.fill:.1%} full")
+    if status.mfu is not None:
+        parts.append(f"MFU {status.mfu:.1%}")
+    if status.seconds_left is not None:
+        parts.append(f"{duration(status.seconds_left)} left")
     return ", ".join(parts)
 
 
-def evaluated(shown: Shown) -> str:
-    """An evaluation, in one line."""
-    said = ", ".join(f"{name} {value:.6g}" for name, value in shown.evaluation.items())
-    return f"step {shown.step:,}, {shown.sequences:,} sequences: {said}"
+def evaluation_line(status: RunStatus) -> str:
+    """The measures of an evaluation in one line."""
+    measures = ", ".join(f"{name} {value:.6g}" for name, value in status.evaluation.items())
+    return f"step {status.step:,}, {status.sequences:,} sequences: {measures}"
 
 
 def duration(seconds: float) -> str:
@@ -66,46 +66,47 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def watching(say: Callable[[str], None], live: bool | None = None) -> Iterator[Watch]:
-    """Something to be shown figures, as often as one likes; `live`: default on a terminal."""
+def watching(report: Callable[[str], None], live: bool | None = None) -> Iterator[Watch]:
+    """A function that displays a status; `live` is a bar, by default on a terminal."""
     if sys.stderr.isatty() if live is None else live:
         with _bar() as watch:
             yield watch
     else:
-        yield _lines(say)
+        yield _lines(report)
 
 
-def _lines(say: Callable[[str], None]) -> Watch:
-    said = -PAUSE
+def _lines(report: Callable[[str], None]) -> Watch:
+    last = -PAUSE
 
-    def watch(shown: Shown) -> None:
-        nonlocal said
-        if shown.evaluation:
-            say(evaluated(shown))
-        elif shown.step >= shown.steps or time.monotonic() - said >= PAUSE:
-            said = time.monotonic()
-            say(f"step {shown.step:,} of {shown.steps:,}: {figures(shown)}")
+    def watch(status: RunStatus) -> None:
+        nonlocal last
+        if status.evaluation:
+            report(evaluation_line(status))
+        elif status.step >= status.steps or time.monotonic() - last >= PAUSE:
+            last = time.monotonic()
+            report(f"step {status.step:,} of {status.steps:,}: {progress_line(status)}")
 
     return watch
 
 
 @contextmanager
 def _bar() -> Iterator[Watch]:
-    """A bar, and below it the figures, which may take two lines."""
+    """A bar with the figures below it, which may take two lines."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.text import Text
 
     bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn())
-    task, told = bar.add_task("", total=None), Text()
-    with Live(Group(bar, told), console=Console(stderr=True)) as live:
+    task = bar.add_task("", total=None)
+    figures = Text()
+    with Live(Group(bar, figures), console=Console(stderr=True)) as live:
 
-        def watch(shown: Shown) -> None:
-            if shown.evaluation:
-                live.console.print(Text(evaluated(shown)))
+        def watch(status: RunStatus) -> None:
+            if status.evaluation:
+                live.console.print(Text(evaluation_line(status)))
             else:
-                bar.update(task, completed=shown.step, total=max(shown.steps, shown.step))
-                told.plain = figures(shown)
+                bar.update(task, completed=status.step, total=max(status.steps, status.step))
+                figures.plain = progress_line(status)
 
         yield watch

@@ -1,9 +1,13 @@
-"""What a run is fed: the data of a task as steps, and as batches to evaluate on.
+"""The data of a run: training batches as steps, evaluation batches, and the examples of tasks.
 
-A step is a global batch: the next so many rows of packed shards, or the next so many examples of a
-task, of which each rank gets its share, in as many parts as memory asks for. Both kinds of loader
-are streams with a cursor; what differs between them is told here once, so that the loop knows one
-kind of data. Shuffled epochs follow each other without a seam: every step is a full batch.
+A step is a global batch: the next rows of packed shards, or the next examples of a task. Each rank
+gets its share, in as many parts as its memory requires. Both kinds of loader are streams with a
+cursor; their differences are handled here, so that the loop knows one kind of data. Shuffled epochs
+follow each other without a gap: every step is a full batch.
+
+The examples of a task come from a table of texts and labels, of pairs and scores, of pairs alone,
+or from SQuAD's questions. The kind of problem follows from the settings and the table. A classifier
+that is trained further keeps its labels and their head if the table has the same labels.
 
 Shapes: T tokens, S sequences.
 """
@@ -21,151 +25,196 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse import executable
+from packhorse import checkpoint, executable
+from packhorse.checkpoint import Checkpoint
 from packhorse.data.order import permuted
 from packhorse.data.packed import loader, shards
 from packhorse.data.packed.masking import Recipe
+from packhorse.data.tables.texts import read_texts
 from packhorse.data.tasks import targets
+from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
+from packhorse.data.tasks.spans import span_task
+from packhorse.data.tasks.squad import read_squad
+from packhorse.data.tasks.targets import Task, contrastive_task, labelled_task
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
-from packhorse.train.settings import Settings
+from packhorse.tokens import Tokenizer
+from packhorse.train.objectives import OBJECTIVES, Objective, SpanEnds
+from packhorse.train.objectives.span import squad_evaluation
+from packhorse.train.preparing import LabelSet
+from packhorse.train.settings import TrainSettings
 
-EVAL_SEED = 12345  # of the masks that are guessed in every evaluation, whatever the run's seed
-USUAL_LENGTH = 128  # a slot for so many tokens, at least: empty ones cost attention time
+EVAL_SEED = 12345  # of the masks in every evaluation, whatever the run's seed
+USUAL_LENGTH = 128  # at least one slot per this many tokens; empty slots cost attention time
+SHOWN_NUMBERS = 32  # of rows or examples in a message
 
 Cursor = Mapping[str, Any]
 Batch = Any  # of `data.packed.loader` or `data.tasks.targets`
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """This rank's batches of a global batch, on the host, and its place in the stream."""
+class StepBatches:
+    """This rank's batches of a global batch, on the host, and their position in the stream."""
 
     batches: list[Batch]
-    before: Cursor | None  # None: the very beginning
-    behind: Cursor
+    before: Cursor | None  # None: the beginning of the data
+    after: Cursor
 
     @property
     def sequences(self) -> int:
-        """That are learned from; a pair counts once."""
+        """Sequences to learn from; a pair counts once."""
         return sum(_examples(batch) for batch in self.batches)
 
     @property
     def tokens(self) -> int:
-        """Real ones."""
+        """Tokens without filler."""
         return sum(batch.tokens for batch in self.batches)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What batches are filled up to, at least, where a compiled model is to meet few shapes."""
+class BatchShape:
+    """Minimum sizes to fill batches up to, so that a compiled model meets few shapes."""
 
     tokens: int = 0  # 0: the next bucket
     slots: int = 0  # for sequences
-    longest: int = 1  # what the longest sequence counts as
+    longest: int = 1  # of the maximum sequence length
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
-    """Made by `pretraining` or `examples`."""
+class TrainingFeed:
+    """The batches of a run and their statistics; made by `pretraining` or `examples`."""
 
     stream: Callable[[Cursor | None], Iterator[Batch]]
     evaluate_on: Callable[[], Iterable[Batch]] | None
-    naming: Callable[[Step], Callable[[], str]]  # which rows or examples it has, for a message
-    batch: float  # sequences a step, on average
-    epoch: float  # steps of one pass over the data
-    tokens: float  # of a sequence, on average
-    squares: float  # of its length, on average
-    parts: int  # batches a rank's share of a step is divided into
-    shape: Shape = Shape()
-    eval_shape: Shape = Shape()
+    describe: Callable[[StepBatches], Callable[[], str]]  # its rows or examples, for a message
+    batch: float  # mean sequences per step
+    epoch: float  # steps per pass over the data
+    tokens: float  # mean length of a sequence
+    squares: float  # mean squared length of a sequence
+    parts: int  # batches that a rank's share of a step is divided into
+    shape: BatchShape = BatchShape()
+    eval_shape: BatchShape = BatchShape()
     data: tuple[str, ...] = ()  # the fingerprints that its cursors may have
 
-    def steps(self, cursor: Cursor | None) -> Iterator[Step]:
-        """From the cursor on, without end."""
+    def steps(self, cursor: Cursor | None) -> Iterator[StepBatches]:
+        """An endless stream of steps from the cursor on."""
         batches: list[Batch] = []
-        before, number = cursor, cursor["batch"] if cursor else 0
+        before = cursor
+        number = cursor["batch"] if cursor else 0
         for batch in self.stream(cursor):
             batches.append(batch)
-            # The last part of a step is the one whose cursor is behind it.
+            # The cursor advances to the next global batch with the last part of a step.
             if batch.cursor["batch"] > number:
-                yield Step(batches, before, batch.cursor)
-                batches, before, number = [], batch.cursor, batch.cursor["batch"]
+                yield StepBatches(batches, before, batch.cursor)
+                batches = []
+                before = batch.cursor
+                number = batch.cursor["batch"]
 
 
 def pretraining(
-    settings: Settings, rows: int, micro_tokens: int, rank: int = 0, world: int = 1
-) -> Feed:
-    """Packed rows, `rows` a step, with masks drawn anew unless they are stored."""
+    settings: TrainSettings, rows: int, micro_tokens: int, rank: int = 0, world: int = 1
+) -> TrainingFeed:
+    """Packed rows, `rows` per step, with new masks per epoch unless masks are stored."""
     dataset = open_dataset(settings.train, "train")
+    eval_dataset = evaluation_dataset(settings)
     manifest = dataset.manifest
-    share, longest = math.ceil(rows / world), manifest.layout.capacity
-    at_once = max(1, micro_tokens // longest)
-    parts = math.ceil(share / at_once)
-    made = {"masking": masking(settings, dataset), "rank": rank, "world": world}
-    how = {**made, "rows": rows, "seed": settings.seed, "parts": parts, "balanced": world > 1}
-    held_out = evaluation_dataset(settings)
-    once = {**made, "rows": at_once * world, "seed": EVAL_SEED, "shuffle": False, "epochs": 1}
-    if held_out is not None:
-        once["masking"] = masking(settings, held_out)
-
-    loader.Loader(dataset, **how)  # refuses at once what would be refused at the first step
-    return Feed(
-        stream=lambda cursor: iter(loader.Loader(dataset, **how, cursor=cursor)),
-        evaluate_on=(lambda: loader.Loader(held_out, **once)) if held_out is not None else None,
-        naming=lambda step: partial(_rows, step.before, step.behind, dataset, settings.seed),
+    capacity = manifest.layout.capacity
+    share = math.ceil(rows / world)
+    rows_at_once = max(1, micro_tokens // capacity)
+    parts = math.ceil(share / rows_at_once)
+    options: dict[str, Any] = {
+        "masking": masking(settings, dataset),
+        "rank": rank,
+        "world": world,
+        "rows": rows,
+        "seed": settings.seed,
+        "parts": parts,
+        "balanced": world > 1,
+    }
+    eval_options: dict[str, Any] = {
+        "masking": masking(settings, dataset if eval_dataset is None else eval_dataset),
+        "rank": rank,
+        "world": world,
+        "rows": rows_at_once * world,
+        "seed": EVAL_SEED,
+        "shuffle": False,
+        "epochs": 1,
+    }
+    loader.Loader(dataset, **options)  # raises now what would be raised at the first step
+    return TrainingFeed(
+        stream=lambda cursor: iter(loader.Loader(dataset, **options, cursor=cursor)),
+        evaluate_on=(
+            (lambda: loader.Loader(eval_dataset, **eval_options))
+            if eval_dataset is not None
+            else None
+        ),
+        describe=lambda step: partial(
+            _describe_rows, step.before, step.after, dataset, settings.seed
+        ),
         batch=rows * manifest.sequences / manifest.rows,
         epoch=manifest.rows / rows,
         tokens=manifest.tokens / manifest.sequences,
         squares=_mean_square(manifest.histogram),
         parts=parts,
-        shape=Shape(math.ceil(share / parts) * manifest.layout.capacity, longest=longest),
-        eval_shape=Shape(longest=longest),
+        shape=BatchShape(math.ceil(share / parts) * capacity, longest=capacity),
+        eval_shape=BatchShape(longest=capacity),
         data=(dataset.fingerprint,),
     )
 
 
 def examples(
     task: targets.TrainingTask,
-    held_out: targets.TrainingTask | None,
-    settings: Settings,
+    eval_task: targets.TrainingTask | None,
+    settings: TrainSettings,
     micro_tokens: int,
     rank: int = 0,
     world: int = 1,
-) -> Feed:
-    """Labelled examples, `settings.batch` a step."""
+) -> TrainingFeed:
+    """Labelled examples, `settings.batch` per step."""
     lengths = [len(s.ids) for example in task.examples for s in example.sequences]
-    mean = sum(lengths) / max(1, len(task.examples))
-    most_long = max(_longest(each) for each in (task, held_out) if each)
-    row = (settings.max_length or most_long) if settings.layout == "padded" else 0
-    computed = row * len(lengths) / max(1, len(task.examples)) if row else mean
-    most = max(1, settings.batch // world)
-    parts = min(most, math.ceil(settings.batch * computed / world / micro_tokens))
-    if task.problem == "contrastive" and not settings.micro_tokens:
-        parts = 1  # what a pair is told from is its batch: no other may be made by itself
-    shared: dict[str, Any] = {"rank": rank, "world": world, "row": row}
-    how: dict[str, Any] = {
-        **shared,
+    mean_tokens = sum(lengths) / max(1, len(task.examples))
+    longest = max(_longest(source) for source in (task, eval_task) if source)
+    row = (settings.max_length or longest) if settings.layout == "padded" else 0
+    # Tokens that are computed per example, padding included.
+    computed = row * len(lengths) / max(1, len(task.examples)) if row else mean_tokens
+    max_parts = max(1, settings.batch // world)
+    parts = min(max_parts, math.ceil(settings.batch * computed / world / micro_tokens))
+    examples_at_once = max(1, int(micro_tokens / computed)) * world
+    if task.problem == "contrastive":
+        # A pair's negatives are the rest of its batch, so its size is part of the recipe.
+        examples_at_once = settings.batch
+        if not settings.micro_tokens:
+            parts = 1
+    options: dict[str, Any] = {
+        "rank": rank,
+        "world": world,
+        "row": row,
         "examples": settings.batch,
         "seed": settings.seed,
         "parts": parts,
     }
-    at_once = max(1, int(micro_tokens / computed)) * world
-    if task.problem == "contrastive":
-        at_once = settings.batch
-    once: dict[str, Any] = {**shared, "examples": at_once, "shuffle": False, "epochs": 1}
-    targets.TaskLoader(task, **how)  # refuses at once what would be refused at the first step
-    return Feed(
-        stream=lambda cursor: iter(targets.TaskLoader(task, **how, cursor=cursor)),
-        evaluate_on=(lambda: targets.TaskLoader(held_out, **once)) if held_out else None,
-        naming=lambda step: partial(_numbers, [n for b in step.batches for n in b.numbers]),
+    eval_options: dict[str, Any] = {
+        "rank": rank,
+        "world": world,
+        "row": row,
+        "examples": examples_at_once,
+        "shuffle": False,
+        "epochs": 1,
+    }
+    targets.TaskLoader(task, **options)  # raises now what would be raised at the first step
+    return TrainingFeed(
+        stream=lambda cursor: iter(targets.TaskLoader(task, **options, cursor=cursor)),
+        evaluate_on=(lambda: targets.TaskLoader(eval_task, **eval_options)) if eval_task else None,
+        describe=lambda step: partial(
+            _describe_examples, [n for batch in step.batches for n in batch.numbers]
+        ),
         batch=settings.batch,
         epoch=len(task.examples) / settings.batch,
-        tokens=mean,
+        tokens=mean_tokens,
         squares=sum(length**2 for length in lengths) / len(task.examples),
         parts=parts,
-        shape=Shape(slots=_slots(task, settings.batch / world / parts), longest=most_long),
-        eval_shape=Shape(slots=_slots(task, at_once / world), longest=most_long),
+        shape=BatchShape(slots=_slots(task, settings.batch / world / parts), longest=longest),
+        eval_shape=BatchShape(slots=_slots(task, examples_at_once / world), longest=longest),
         data=task.fingerprints,
     )
 
@@ -175,132 +224,233 @@ def _longest(task: targets.TrainingTask) -> int:
 
 
 def _slots(task: targets.TrainingTask, examples: float) -> int:
-    """For so many examples and for filler: a bucket's is a quarter of its tokens at most."""
-    each = max((len(example.sequences) for example in task.examples), default=1)
-    sequences = math.ceil(examples) * each
+    """Slots for this many examples and for filler: at most a quarter of a bucket is filler."""
+    per_example = max((len(example.sequences) for example in task.examples), default=1)
+    sequences = math.ceil(examples) * per_example
     return sequences + sequences // 4 + 1
 
 
 def _mean_square(histogram: Sequence[int]) -> float:
-    """Of the lengths that it counts, from 1 on."""
+    """The mean squared length in a histogram of lengths, which begins at 1."""
     counts = np.array(histogram, np.float64)
     return float((counts * np.arange(1, len(counts) + 1) ** 2).sum() / counts.sum())
 
 
 def open_dataset(folder: str, part: str) -> shards.Dataset:
-    """A dataset by its folder, or by the folder that `packhorse data build` made."""
+    """A dataset by its own folder, or by the folder that `packhorse data build` made."""
     if not folder:
         raise InputError(f"{part} names no data; make some with `packhorse data build`")
     path = Path(folder)
     if not path.exists():
         target = path.parent if path.name == part else path
-        how = f"`packhorse data build SOURCES {target} --tokenizer VOCAB`"
-        held = ", with --eval-hashes what is held out too" if part == "eval" else ""
-        raise InputError(f"{part} is {path}, which does not exist; {how} makes it{held}")
+        command = f"`packhorse data build SOURCES {target} --tokenizer VOCAB`"
+        hint = ", with --eval-hashes for the held-out part" if part == "eval" else ""
+        raise InputError(f"{part} is {path}, which does not exist; {command} makes it{hint}")
     inner = path / part
     return shards.open(inner if (inner / "manifest.json").is_file() else path)
 
 
-def evaluation_dataset(settings: Settings) -> shards.Dataset | None:
-    """What is held out: as named, or what lies beside the training rows."""
+def evaluation_dataset(settings: TrainSettings) -> shards.Dataset | None:
+    """The held-out dataset: as named, or the eval folder beside the training rows."""
     if settings.eval:
         return open_dataset(settings.eval, "eval")
     path = Path(settings.train)
-    for beside in (path / "eval", path.parent / "eval"):
-        if beside != path and (beside / "manifest.json").is_file():
-            return shards.open(beside)
+    for candidate in (path / "eval", path.parent / "eval"):
+        if candidate != path and (candidate / "manifest.json").is_file():
+            return shards.open(candidate)
     return None
 
 
-def masking(settings: Settings, dataset: shards.Dataset) -> Recipe | None:
-    """As the data was built to be masked, but for what is set; None: its masks are stored."""
+def masking(settings: TrainSettings, dataset: shards.Dataset) -> Recipe | None:
+    """The masking of the data, with what the settings change; None if masks are stored."""
     manifest = dataset.manifest
     if manifest.layout.static_masks:
         return None
-    told: dict[str, Any] = {
-        name: value
-        for name in ("mask_probability", "max_predictions")
-        if (value := getattr(settings, name))
-    }
+    changes: dict[str, Any] = {}
+    if settings.mask_probability:
+        changes["mask_probability"] = settings.mask_probability
+    if settings.max_predictions:
+        changes["max_predictions"] = settings.max_predictions
     if settings.whole_words is not None:
-        told["whole_words"] = settings.whole_words
-    return replace(manifest.masking, **told)
+        changes["whole_words"] = settings.whole_words
+    return replace(manifest.masking, **changes)
 
 
-def next_sentence(settings: Settings) -> bool:
-    """Is it learned whether the second segment follows? As set, or if the data has any."""
-    train, held_out = open_dataset(settings.train, "train"), evaluation_dataset(settings)
-    wanted = settings.next_sentence
-    if wanted is None:
-        wanted = train.manifest.layout.next_sentence
-    for each in (train, held_out):
-        if wanted and each is not None and not each.manifest.layout.next_sentence:
+def next_sentence(settings: TrainSettings) -> bool:
+    """Is next-sentence prediction trained? As set, or if the data has second segments."""
+    train = open_dataset(settings.train, "train")
+    enabled = settings.next_sentence
+    if enabled is None:
+        enabled = train.manifest.layout.next_sentence
+    for dataset in (train, evaluation_dataset(settings)):
+        if enabled and dataset is not None and not dataset.manifest.layout.next_sentence:
             raise InputError(
-                f"{each.folder} has no second segments, so whether they follow cannot be learned;"
-                " set next_sentence to false, or build the data without --single"
+                f"{dataset.folder} has no second segments, so next-sentence prediction cannot be "
+                "trained; set next_sentence to false, or build the data without --single"
             )
-    return wanted
+    return enabled
 
 
-def placed(batch: Batch, device: torch.device, shape: Shape | None = None) -> Batch:
+def to_device(batch: Batch, device: torch.device, shape: BatchShape | None = None) -> Batch:
     """The batch on the device; with `shape`, filled up to it for a compiled model."""
-    packed = batch.packed if shape is None else one_shape(batch.packed, shape)
-    others = {
-        name: sent(value, device)
+    packed = batch.packed if shape is None else fill_to_shape(batch.packed, shape)
+    tensors = {
+        name: send(value, device)
         for name in ("masked_at", "masked_ids", "next_labels", "targets")
         if (value := getattr(batch, name, None)) is not None
     }
-    return replace(batch, packed=packed.to(device), **others)
+    return replace(batch, packed=packed.to(device), **tensors)
 
 
-def one_shape(packed: Packed, shape: Shape) -> Packed:
-    """Filled up to a shape, or beyond it to powers of two; most batches then have the same."""
-    have = len(packed.ids)
-    tokens = max(have, shape.tokens) if shape.tokens else executable.round_up(have)
-    dummies = -(-(tokens - have) // packed.max_seqlen)
-    slots = _power(max(len(packed) + dummies, shape.slots, tokens // USUAL_LENGTH))
-    return replace(
-        packed.pad(tokens, slots), max_seqlen=_power(max(packed.max_seqlen, shape.longest))
-    )
+def fill_to_shape(packed: Packed, shape: BatchShape) -> Packed:
+    """Fill a batch up to a shape, or beyond it to powers of two, so that most have the same."""
+    length = len(packed.ids)
+    tokens = max(length, shape.tokens) if shape.tokens else executable.round_up(length)
+    dummies = -(-(tokens - length) // packed.max_seqlen)
+    slots = _next_power_of_two(max(len(packed) + dummies, shape.slots, tokens // USUAL_LENGTH))
+    longest = _next_power_of_two(max(packed.max_seqlen, shape.longest))
+    return replace(packed.pad(tokens, slots), max_seqlen=longest)
 
 
-def _power(size: int) -> int:
-    """The next power of two."""
+def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device; from pinned memory, so that its work is not waited for."""
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device; from pinned memory, so that the host does not wait."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
-def _rows(before: Cursor | None, behind: Cursor, dataset: shards.Dataset, seed: int) -> str:
-    """The rows of a global batch, by the numbers they have in their dataset."""
+def _describe_rows(before: Cursor | None, after: Cursor, dataset: shards.Dataset, seed: int) -> str:
+    """The rows of a global batch, by their numbers in the dataset."""
     size = len(dataset)
-    stream = np.arange(_place(before, size), _place(behind, size))
-    epochs, places = np.divmod(stream, size)
+    stream = np.arange(_position(before, size), _position(after, size))
+    epochs, positions = np.divmod(stream, size)
     rows = [
         int(row)
         for epoch in np.unique(epochs).tolist()
-        for row in permuted(places[epochs == epoch], size, seed, epoch)
+        for row in permuted(positions[epochs == epoch], size, seed, epoch)
     ]
-    return f"rows {_listed(rows)} of {dataset.folder}"
+    return f"rows {_listing(rows)} of {dataset.folder}"
 
 
-def _place(cursor: Cursor | None, size: int) -> int:
+def _position(cursor: Cursor | None, size: int) -> int:
     return cursor["epoch"] * size + cursor["row"] if cursor else 0
 
 
-def _numbers(numbers: list[int]) -> str:
-    return f"examples {_listed(numbers)}"
+def _describe_examples(numbers: list[int]) -> str:
+    return f"examples {_listing(numbers)}"
 
 
 def _examples(batch: Batch) -> int:
     return batch.sequences if isinstance(batch, loader.PretrainingBatch) else len(batch.numbers)
 
 
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:32]))
-    return f"{shown} … ({len(numbers)} in all)" if len(numbers) > 32 else shown
+def _listing(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:SHOWN_NUMBERS]))
+    return f"{shown} … ({len(numbers)} in all)" if len(numbers) > SHOWN_NUMBERS else shown
+
+
+# Tasks
+
+
+@dataclass(frozen=True, slots=True)
+class TaskData:
+    """A task's examples, and the objective that learns them."""
+
+    train: Task
+    eval: Task | None
+    objective: Objective
+    labels: LabelSet = LabelSet()  # noqa: RUF009 (frozen)
+    notes: tuple[str, ...] = ()
+
+
+def read_task(settings: TrainSettings, model: Checkpoint) -> TaskData:
+    """The examples that the settings name, tokenized for the model."""
+    # Embedding models are trained up to a maximum length; other tasks may use all positions.
+    is_embedding = settings.task in ("similarity", "contrastive")
+    max_length = model.max_length if is_embedding else model.config.max_positions
+    if settings.max_length > max_length:
+        raise InputError(
+            f"max_length is {settings.max_length}; {model.name} takes {max_length} tokens"
+        )
+    reader = {"answer": _read_questions, "contrastive": _read_pairs}.get(
+        settings.task, _read_labelled
+    )
+    return reader(settings, model, checkpoint.tokenizer(model))
+
+
+def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    is_similarity = settings.task == "similarity"
+    layout = Layout(
+        text=settings.text,
+        label=settings.label,
+        separator=settings.separator,
+        scale=(settings.scale[0], settings.scale[1]) if settings.scale else None,
+    )
+    problem: Any = None if settings.problem == "auto" else settings.problem
+    read = partial(read_labelled, layout=layout, problem="regression" if is_similarity else problem)
+    table = _read_with_model_labels(read, settings.train, model) or read(settings.train)
+    make_task = partial(
+        labelled_task,
+        tokenizer=tokenizer,
+        apart=is_similarity,
+        max_length=settings.max_length or None,
+    )
+    train = make_task(table)
+    eval_task = None
+    if settings.eval:
+        eval_task = make_task(
+            read_labelled(settings.eval, layout, problem=table.problem, labels=table.labels)
+        )
+    objective = OBJECTIVES[train.problem]
+    return TaskData(
+        train,
+        eval_task,
+        objective() if is_similarity else objective(agreement=settings.agreement),
+        LabelSet() if is_similarity else LabelSet(table.labels, table.problem),
+        _truncation_notes(train),
+    )
+
+
+def _read_with_model_labels(
+    read: partial[Labelled], source: str, model: Checkpoint
+) -> Labelled | None:
+    """The table with the labels of the classifier that is trained further, if they are the same."""
+    if "classify" not in model.model.heads or model.problem == "regression":
+        return None
+    try:
+        return read(source, labels=model.labels)
+    except InputError:
+        return None  # other labels, so a new head; any other error shows when it is read again
+
+
+def _read_pairs(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    def read(source: str) -> Task:
+        rows = read_texts(source, settings.text or None)
+        return contrastive_task([row.text for row in rows], tokenizer, settings.max_length or None)
+
+    objective = OBJECTIVES["contrastive"](settings.temperature)
+    return TaskData(read(settings.train), read(settings.eval) if settings.eval else None, objective)
+
+
+def _read_questions(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
+    max_length = settings.max_length or None
+    stride = settings.stride or None
+    train, report = span_task(list(read_squad(settings.train)), tokenizer, max_length, stride)
+    notes = ()
+    if report.dropped:
+        question, reason = next(iter(report.dropped.items()))
+        notes = (f"{len(report.dropped)} questions cannot be used; {question}: {reason}",)
+    if not settings.eval:
+        return TaskData(train, None, SpanEnds(), notes=notes)
+    evaluation = squad_evaluation(list(read_squad(settings.eval)), tokenizer, max_length, stride)
+    return TaskData(train, evaluation.task(), SpanEnds(evaluation), notes=notes)
+
+
+def _truncation_notes(task: Task) -> tuple[str, ...]:
+    if not task.truncated:
+        return ()
+    return (f"{task.truncated:,} of {len(task.examples):,} examples were truncated",)

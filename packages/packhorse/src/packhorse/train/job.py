@@ -1,11 +1,11 @@
-"""From settings to all that a run needs: data, model, objective, optimizer, and how they are cut.
+"""From settings to everything that a run needs: data, model, objective, optimizer, schedule.
 
     job = assemble(resolve(Path("configs/sst2.toml")).settings)
     outcome = train(job, Path("runs/sst2"))                # `loop`
 
-A recipe says how many sequences a step has. How many rows that is follows from the data, and how
-many run at once, and in how many parts, from the devices and their memory: so the same recipe runs
-anywhere, and learns the same.
+A recipe sets the sequences per step. How many rows that is follows from the data, and how many run
+at once, in how many parts, from the devices and their memory. So the same recipe runs anywhere and
+learns the same.
 """
 
 from __future__ import annotations
@@ -26,23 +26,33 @@ from packhorse.errors import InputError, KernelError
 from packhorse.model import float8
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
-from packhorse.optim import load_slots, packing_rule
-from packhorse.train import cost, feed, finetune
-from packhorse.train.feed import Feed
+from packhorse.optim import SCHEDULES, load_slots, packing_rule
+from packhorse.train import cost, feed
+from packhorse.train.checkpoints import BestMetric
+from packhorse.train.feed import TrainingFeed
 from packhorse.train.objectives import Objective, Pretrain
-from packhorse.train.pace import Pace
-from packhorse.train.preparing import Labels, optimizer_for, prepare, sized
-from packhorse.train.recording import Recorder
-from packhorse.train.settings import Settings
-from packhorse.train.start import Start, find, start
-from packhorse.train.state import Best
+from packhorse.train.preparing import (
+    LabelSet,
+    StartingModel,
+    find_model,
+    load_model,
+    new_config,
+    optimizer_for,
+    prepare,
+)
+from packhorse.train.recording import StepRecorder
+from packhorse.train.settings import TrainSettings
 
-EMBEDDED = {"minilm": "all-MiniLM-L6-v2"}
-# By the problem that is learned: what an evaluation measures, first what tells a good model.
+ALIASES = {"minilm": "all-MiniLM-L6-v2"}
+# The measures of an evaluation per problem; the first decides which model is best.
 MEASURES = {
     "pretrain": (
-        *("mlm_accuracy", "mlm_sequence_accuracy", "nsp_accuracy"),
-        *("loss", "mlm_loss", "nsp_loss"),
+        "mlm_accuracy",
+        "mlm_sequence_accuracy",
+        "nsp_accuracy",
+        "loss",
+        "mlm_loss",
+        "nsp_loss",
     ),
     "single_label": ("accuracy", "f1", "matthews", "loss"),
     "multi_label": ("f1", "accuracy", "loss"),
@@ -54,14 +64,14 @@ MEASURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where, and as which of them, a process trains."""
+class Placement:
+    """The device and precision of a process, and its rank among the processes of the run."""
 
     device: torch.device
     half: bool  # computes in bf16
     rank: int = 0
     world: int = 1
-    float8: bool = False  # multiplies in it; all else is bf16 then
+    float8: bool = False  # matrix products in float8; everything else is bf16 then
 
     @property
     def dtype(self) -> torch.dtype:
@@ -69,20 +79,74 @@ class Place:
         return torch.bfloat16 if self.half else torch.float32
 
 
-@dataclass(frozen=True, eq=False)
-class Ground:
-    """What a run begins with; there is no optimizer yet, and maybe no weights."""
+@dataclass(frozen=True, slots=True)
+class StepSchedule:
+    """Length of a run, and learning rate and betas as functions of the step; the first is 0."""
 
-    settings: Settings
-    place: Place
+    settings: TrainSettings
+    batch: float  # sequences per step
+    epoch: float  # steps per pass over the data
+    power: float = 1.0  # of the betas, by the packing rule
+
+    @property
+    def limit(self) -> int:
+        """The number of steps that ends the run; 0 if only a number of sequences does."""
+        ends = [self.settings.steps, math.ceil(self.settings.epochs * self.epoch)]
+        return min((end for end in ends if end), default=0)
+
+    @property
+    def steps(self) -> int:
+        """The expected number of steps."""
+        by_sequences = math.ceil(self.settings.max_sequences / self.batch)
+        return min(end for end in (self.limit, by_sequences) if end)
+
+    @property
+    def total(self) -> int:
+        """Steps until the learning rate has decayed."""
+        return self.settings.decay_steps or self.steps
+
+    @property
+    def warmup(self) -> int:
+        """Steps during which the learning rate rises."""
+        warmup = self.settings.warmup
+        return round(warmup if warmup >= 1 else warmup * self.total)
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step."""
+        settings = self.settings
+        options: dict[str, Any] = {"warmup": self.warmup}
+        if settings.schedule != "constant":
+            options["total"] = self.total
+            options["end"] = settings.end
+        if settings.schedule == "polynomial":
+            options["power"] = settings.power
+            options["decay_from_zero"] = settings.decay_from_zero
+        return settings.learning_rate * SCHEDULES[settings.schedule](step, **options)
+
+    def betas(self, step: int) -> tuple[float, float]:
+        """The betas of LAMB or Adam at a step; the first may move over beta1_steps."""
+        settings = self.settings
+        beta1 = settings.beta1
+        if settings.beta1_steps:
+            progress = min(1.0, step / settings.beta1_steps)
+            beta1 += (settings.beta1_end - beta1) * progress
+        return beta1**self.power, settings.beta2**self.power
+
+
+@dataclass(frozen=True, eq=False)
+class RunInputs:
+    """What a run starts from; there is no optimizer yet, and possibly no weights."""
+
+    settings: TrainSettings
+    place: Placement
     source: Checkpoint | BertConfig
     objective: Objective
     problem: str  # a key of MEASURES
-    feed: Feed
-    pace: Pace
+    feed: TrainingFeed
+    schedule: StepSchedule
     micro_tokens: int
-    begun: Start | None = None
-    labels: Labels | None = None
+    start: StartingModel | None = None
+    labels: LabelSet | None = None
     vocabulary: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -92,7 +156,7 @@ class Ground:
         return self.source.config if isinstance(self.source, Checkpoint) else self.source
 
     def attention(self) -> attention.KernelChoice:
-        """The kernel that is asked for, or the fastest."""
+        """The attention kernel that is set, or the fastest."""
         return attention.pick(
             self.place.device,
             self.place.dtype,
@@ -104,107 +168,128 @@ class Ground:
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """Everything a run is made of, ready to begin at step 0."""
+class TrainingJob:
+    """Everything a run consists of, ready to start at step 0."""
 
-    settings: Settings
-    place: Place
+    settings: TrainSettings
+    place: Placement
     checkpoint: Checkpoint  # holds the model that is trained
     objective: Objective
-    feed: Feed
-    pace: Pace
-    optimizer: Optimizer  # LAMB, on several ranks divided among them
+    feed: TrainingFeed
+    schedule: StepSchedule
+    optimizer: Optimizer  # LAMB; with several ranks, sharded
     compiled: bool
     measure: str
     notes: tuple[str, ...] = ()
-    recorder: Recorder | None = None  # of steps as CUDA graphs
+    recorder: StepRecorder | None = None  # records steps as CUDA graphs
 
     @property
     def model(self) -> Model:
-        """What is trained."""
+        """The model that is trained."""
         return self.checkpoint.model
 
     @property
-    def best(self) -> Best:
+    def best(self) -> BestMetric:
         """What makes a checkpoint the best."""
-        return Best(self.measure, larger="loss" not in self.measure)
+        return BestMetric(self.measure, larger="loss" not in self.measure)
 
     def prefers(self, value: float, than: float | None) -> bool:
-        """Is it a better value of the measure? What is no number is worse than any."""
+        """Is it a better value of the measure? NaN is worse than any number."""
         if than is None or math.isnan(than):
             return not math.isnan(value)
         return value > than if self.best.larger else value < than
 
 
-def assemble(settings: Settings, rank: int = 0, world: int = 1) -> Job:
-    """Open what the settings name; this process is `rank` of `world`."""
-    ground = survey(settings, rank, world)
-    place = ground.place
-    choice = ground.attention()
-    compiled = _compiles(settings, choice, place.device)
-    labelled = (ground.labels, ground.vocabulary)
-    heads = ground.objective.heads
-    made, new = prepare(settings, ground.source, heads, choice.kernel, *labelled)
-    made.model.train().to(place.device)
-    optimizer = optimizer_for(settings, made.model, place.half)
-    if ground.begun and ground.begun.slots:
-        found = ground.begun
-        load_slots(optimizer, made.model.named_parameters(), found.slots, found.step or 0)
-    left = float8.use(made.model.bert) if place.float8 else []
+def assemble(settings: TrainSettings, rank: int = 0, world: int = 1) -> TrainingJob:
+    """Open everything that the settings name, as rank `rank` of `world` processes."""
+    inputs = open_inputs(settings, rank, world)
+    place = inputs.place
+    choice = inputs.attention()
+    compiled = _is_compiled(settings, choice, place.device)
+    checkpoint, new_parameters = prepare(
+        settings,
+        inputs.source,
+        inputs.objective.heads,
+        choice.kernel,
+        inputs.labels,
+        inputs.vocabulary,
+    )
+    model = checkpoint.model
+    model.train().to(place.device)
+    optimizer = optimizer_for(settings, model, place.half)
+    start = inputs.start
+    if start and start.slots:
+        load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
+    not_float8 = float8.use(model.bert) if place.float8 else []
     if compiled:
         executable.allow_every_bucket()
-        executable.compile(made.model.bert.layers)
-    drawn = _new(new) if ground.begun else ()
-    return Job(
-        *(settings, place, made, ground.objective, ground.feed, ground.pace, optimizer, compiled),
-        measure=settings.measure or MEASURES[ground.problem][0],
-        notes=(*ground.notes, *made.notes, *drawn, *_left(left)),
+        executable.compile(model.bert.layers)
+    notes = [*inputs.notes, *checkpoint.notes]
+    if start:
+        notes += _new_parameter_notes(new_parameters)
+    return TrainingJob(
+        settings=settings,
+        place=place,
+        checkpoint=checkpoint,
+        objective=inputs.objective,
+        feed=inputs.feed,
+        schedule=inputs.schedule,
+        optimizer=optimizer,
+        compiled=compiled,
+        measure=settings.measure or MEASURES[inputs.problem][0],
+        notes=(*notes, *_float8_notes(not_float8)),
         recorder=recorder_for(settings, place, compiled),
     )
 
 
-def recorder_for(settings: Settings, place: Place, compiled: bool) -> Recorder | None:
-    """Of fine-tuning, where it is compiled, on a GPU that learns alone."""
-    alone = place.device.type == "cuda" and place.world == 1
-    return Recorder(place.device) if alone and compiled and settings.task != "pretrain" else None
+def recorder_for(settings: TrainSettings, place: Placement, compiled: bool) -> StepRecorder | None:
+    """A recorder for fine-tuning, if it is compiled, on one GPU."""
+    is_alone = place.device.type == "cuda" and place.world == 1
+    is_recorded = is_alone and compiled and settings.task != "pretrain"
+    return StepRecorder(place.device) if is_recorded else None
 
 
-def survey(settings: Settings, rank: int = 0, world: int = 1, *, weights: bool = True) -> Ground:
-    """Open the data, and the model it is for; without `weights` its sizes will do, if set."""
+def open_inputs(
+    settings: TrainSettings, rank: int = 0, world: int = 1, *, weights: bool = True
+) -> RunInputs:
+    """Open the data and the model; without `weights`, the model's sizes suffice if they are set."""
     _check(settings)
     device = devices.choose_device(settings.device)
-    place = place_for(settings.precision, device, rank, world)
+    place = choose_placement(settings.precision, device, rank, world)
     if settings.task == "pretrain":
-        ground = _pretraining(settings, place, weights or not settings.layers)
+        inputs = _pretraining(settings, place, weights or not settings.layers)
     else:
-        ground = _fine_tuning(settings, place)
-    if settings.target and ground.feed.evaluate_on is None:
-        raise InputError(_nothing_held_out(settings, ground.feed))
-    if settings.measure and settings.measure not in MEASURES[ground.problem]:
-        known = ", ".join(MEASURES[ground.problem])
-        raise InputError(f"measure is {settings.measure!r}; of this task there are {known}")
-    return ground
+        inputs = _fine_tuning(settings, place)
+    if settings.target and inputs.feed.evaluate_on is None:
+        raise InputError(_missing_evaluation(settings, inputs.feed))
+    measures = MEASURES[inputs.problem]
+    if settings.measure and settings.measure not in measures:
+        raise InputError(f"measure is {settings.measure!r}; this task has {', '.join(measures)}")
+    return inputs
 
 
-def _nothing_held_out(settings: Settings, fed: Feed) -> str:
-    """What is missing for the target, and the command that makes it."""
-    missing = f"target is {settings.target:g}, and there is nothing held out to measure it on"
+def _missing_evaluation(settings: TrainSettings, training_feed: TrainingFeed) -> str:
+    """A message that there is no evaluation data for the target, and the command that makes it."""
+    missing = f"target is {settings.target:g}, but there is no evaluation data to measure it on"
     if settings.task != "pretrain":
         return f"{missing}: set eval to a file like train"
     corpus = Path(settings.train)
-    beside = corpus.parent if corpus.name == "train" else corpus
-    words = ["packhorse data build HELD_OUT_TEXTS", f"{beside}-eval"]
+    folder = corpus.parent if corpus.name == "train" else corpus
+    words = ["packhorse data build HELD_OUT_TEXTS", f"{folder}-eval"]
     words += ["--tokenizer", str(_vocabulary(settings) or "VOCAB")]
-    words += ["--max-length", str(fed.shape.longest)]
-    words += ["--single"] * (not feed.next_sentence(settings))
-    return f"{missing}: `{' '.join(words)}` makes it; then set eval to {beside}-eval/train"
+    words += ["--max-length", str(training_feed.shape.longest)]
+    if not feed.next_sentence(settings):
+        words.append("--single")
+    return f"{missing}: `{' '.join(words)}` makes it; then set eval to {folder}-eval/train"
 
 
-def _check(settings: Settings) -> None:
+def _check(settings: TrainSettings) -> None:
     if not (settings.steps or settings.epochs or settings.max_sequences):
         raise InputError("nothing ends this run: set steps, epochs or max_sequences")
     if settings.averages and (settings.optimizer != "lamb" or not settings.model):
-        raise InputError("averages are taken over from a model, for lamb; set both or leave it out")
+        raise InputError(
+            "averages are loaded from a model, for lamb; set model and optimizer, or leave it out"
+        )
     if not settings.train:
         raise InputError("train names no data to learn from")
     if settings.task == "pretrain" and settings.layout == "padded":
@@ -214,104 +299,135 @@ def _check(settings: Settings) -> None:
         )
 
 
-def place_for(asked: str, device: torch.device, rank: int = 0, world: int = 1) -> Place:
-    """Where this rank computes, and in which precision: what is asked for, or the device's."""
-    if asked == "auto":
-        asked = devices.dtype_name(devices.default_dtype(device))
-    if asked == "float8" and not devices.fast_float8(device):
-        other = "bf16" if devices.fast_bf16(device) else "fp32"
+def choose_placement(
+    precision: str, device: torch.device, rank: int = 0, world: int = 1
+) -> Placement:
+    """The placement of a rank in the precision that is set, or in the device's default."""
+    if precision == "auto":
+        precision = devices.dtype_name(devices.default_dtype(device))
+    if precision == "float8" and not devices.fast_float8(device):
+        alternative = "bf16" if devices.fast_bf16(device) else "fp32"
         raise InputError(
             f"precision is 'float8', which {devices.describe(device)} has no hardware for; H100, "
-            f"H200 and later NVIDIA GPUs have: choose {other} here"
+            f"H200 and later NVIDIA GPUs have: choose {alternative} here"
         )
-    return Place(device, asked in ("bf16", "float8"), rank, world, asked == "float8")
+    is_half = precision in ("bf16", "float8")
+    return Placement(device, is_half, rank, world, precision == "float8")
 
 
-def _begun(settings: Settings) -> Start:
-    """The model to begin from."""
-    resized = {"vocab_size": settings.vocab_size, "max_positions": settings.max_positions}
-    options: dict[str, Any] = {key: size for key, size in resized.items() if size}
+def _starting_model(settings: TrainSettings) -> StartingModel:
+    sizes = {"vocab_size": settings.vocab_size, "max_positions": settings.max_positions}
+    options: dict[str, Any] = {name: size for name, size in sizes.items() if size}
     if settings.tokenizer:
         options["vocab"] = settings.tokenizer
-    return start(_model(settings), slots=settings.averages, **options)
+    return load_model(_model_name(settings), slots=settings.averages, **options)
 
 
-def _model(settings: Settings) -> str:
-    return EMBEDDED.get(settings.model, settings.model)
+def _model_name(settings: TrainSettings) -> str:
+    return ALIASES.get(settings.model, settings.model)
 
 
-def _pretraining(settings: Settings, place: Place, weights: bool) -> Ground:
+def _pretraining(settings: TrainSettings, place: Placement, weights: bool) -> RunInputs:
     manifest = feed.open_dataset(settings.train, "train").manifest
-    words, longest = manifest.layout.vocab_size, manifest.layout.capacity
-    begun = _begun(settings) if settings.model and weights else None
-    if settings.model and begun is None:
-        find(_model(settings))  # refuses one that does not exist
-    source = _roomy(begun.checkpoint, words, longest) if begun else sized(settings, words, longest)
-    factor, kept = manifest.sequences / manifest.rows, settings.packing_keeps
-    betas = (settings.beta1, settings.beta2)
-    scaled = packing_rule(betas, settings.learning_rate, settings.batch, factor, kept)
-    config = source.config if isinstance(source, Checkpoint) else source
-    micro = settings.micro_tokens or cost.micro_tokens(config, place.device, place.half)
-    fed = feed.pretraining(settings, scaled.rows, micro, place.rank, place.world)
-    pace = Pace(settings, fed.batch, fed.epoch, factor if kept == "batch" else 1.0)
-    objective = Pretrain(settings.average, feed.next_sentence(settings))
-    vocabulary = None if begun and begun.checkpoint.vocabulary else _vocabulary(settings)
-    parts = (settings, place, source, objective, "pretrain", fed, pace, micro)
-    return Ground(*parts, begun=begun, vocabulary=vocabulary)
+    vocab_size = manifest.layout.vocab_size
+    capacity = manifest.layout.capacity
+    start = _starting_model(settings) if settings.model and weights else None
+    if settings.model and start is None:
+        find_model(_model_name(settings))  # raises if it does not exist
+    if start:
+        source = _check_capacity(start.checkpoint, vocab_size, capacity)
+        config = source.config
+    else:
+        source = config = new_config(settings, vocab_size, capacity)
+    factor = manifest.sequences / manifest.rows
+    scaled = packing_rule(
+        (settings.beta1, settings.beta2),
+        settings.learning_rate,
+        settings.batch,
+        factor,
+        settings.packing_keeps,
+    )
+    micro_tokens = settings.micro_tokens or cost.micro_tokens(config, place.device, place.half)
+    training_feed = feed.pretraining(settings, scaled.rows, micro_tokens, place.rank, place.world)
+    power = factor if settings.packing_keeps == "batch" else 1.0
+    has_vocabulary = start is not None and start.checkpoint.vocabulary is not None
+    return RunInputs(
+        settings=settings,
+        place=place,
+        source=source,
+        objective=Pretrain(settings.average, feed.next_sentence(settings)),
+        problem="pretrain",
+        feed=training_feed,
+        schedule=StepSchedule(settings, training_feed.batch, training_feed.epoch, power),
+        micro_tokens=micro_tokens,
+        start=start,
+        vocabulary=None if has_vocabulary else _vocabulary(settings),
+    )
 
 
-def _roomy(found: Checkpoint, words: int, longest: int) -> Checkpoint:
-    """Refuse data whose tokens or positions the model has not."""
-    config = found.config
-    if config.vocab_size < words or config.max_positions < longest:
+def _check_capacity(checkpoint: Checkpoint, vocab_size: int, capacity: int) -> Checkpoint:
+    """Refuse data with token ids or positions that the model does not have."""
+    config = checkpoint.config
+    if config.vocab_size < vocab_size or config.max_positions < capacity:
         raise InputError(
-            f"the data has {words} words and rows of {longest}; {found.name} has room for "
-            f"{config.vocab_size} and {config.max_positions}: set vocab_size, or use its data"
+            f"the data has a vocabulary of {vocab_size} and rows of {capacity}; {checkpoint.name} "
+            f"has room for {config.vocab_size} and {config.max_positions}: set vocab_size and "
+            "max_positions, or use data made for this model"
         )
-    return found
+    return checkpoint
 
 
-def _vocabulary(settings: Settings) -> Path | None:
-    """The tokenizer of a new model: as named, or what `packhorse data build` left by the rows."""
+def _vocabulary(settings: TrainSettings) -> Path | None:
+    """The tokenizer of a new model: as named, or the one beside the rows of `data build`."""
     if settings.tokenizer:
         return Path(settings.tokenizer)
     path = Path(settings.train)
-    beside = (path / "tokenizer", path.parent / "tokenizer")
-    return next((folder for folder in beside if folder.is_dir()), None)
+    candidates = (path / "tokenizer", path.parent / "tokenizer")
+    return next((folder for folder in candidates if folder.is_dir()), None)
 
 
-def _fine_tuning(settings: Settings, place: Place) -> Ground:
+def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
     if not settings.model:
-        raise InputError(f"a task ({settings.task}) is learned by a model: set model")
-    begun = _begun(settings)
-    found = begun.checkpoint
-    data = finetune.read(settings, found)
-    most = cost.micro_tokens(found.config, place.device, place.half) // settings.passes
-    micro = settings.micro_tokens or most
-    shared = (settings, micro, place.rank, place.world)
-    fed = feed.examples(data.train, data.eval, *shared)
-    pace = Pace(settings, fed.batch, fed.epoch)
-    parts = (settings, place, found, data.objective, data.train.problem, fed, pace, micro)
-    return Ground(*parts, begun=begun, labels=data.labels, notes=data.notes)
+        raise InputError(f"the task {settings.task} needs a model to start from: set model")
+    start = _starting_model(settings)
+    checkpoint = start.checkpoint
+    data = feed.read_task(settings, checkpoint)
+    fitting = cost.micro_tokens(checkpoint.config, place.device, place.half) // settings.passes
+    micro_tokens = settings.micro_tokens or fitting
+    training_feed = feed.examples(
+        data.train, data.eval, settings, micro_tokens, place.rank, place.world
+    )
+    return RunInputs(
+        settings=settings,
+        place=place,
+        source=checkpoint,
+        objective=data.objective,
+        problem=data.train.problem,
+        feed=training_feed,
+        schedule=StepSchedule(settings, training_feed.batch, training_feed.epoch),
+        micro_tokens=micro_tokens,
+        start=start,
+        labels=data.labels,
+        notes=data.notes,
+    )
 
 
-def _compiles(settings: Settings, choice: attention.KernelChoice, device: torch.device) -> bool:
-    can = choice.kernel.serves.compiles_backward
-    if settings.compile == "on" and not can:
+def _is_compiled(settings: TrainSettings, choice: attention.KernelChoice, device: torch.device) -> bool:
+    is_supported = choice.kernel.serves.compiles_backward
+    if settings.compile == "on" and not is_supported:
         raise KernelError(f"kernel {choice.name!r} cannot be compiled to train; leave compile off")
-    asked = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
-    return can and asked
+    is_enabled = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
+    return is_supported and is_enabled
 
 
-def _new(names: Sequence[str]) -> tuple[str, ...]:
+def _new_parameter_notes(names: Sequence[str]) -> tuple[str, ...]:
     shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
     return (f"new weights, drawn from the seed: {shown}",) if names else ()
 
 
-def _left(names: Sequence[str]) -> tuple[str, ...]:
-    """What of a model cannot be float8."""
+def _float8_notes(names: Sequence[str]) -> tuple[str, ...]:
+    """A note about matrix products that cannot be float8."""
     if not names:
         return ()
-    some, many = names[0], len(names)
-    why = f"both sizes of a weight must be multiples of {float8.MULTIPLE}"
-    return (f"{many} products ({some}, …) are bf16, not float8: {why}",)
+    reason = f"both sizes of a weight must be multiples of {float8.MULTIPLE}"
+    return (f"{len(names)} products ({names[0]}, …) are bf16, not float8: {reason}",)

@@ -4,15 +4,16 @@
         job = assemble(settings, ranks.rank, ranks.world)
         outcome = train(job, out, ranks=ranks)
 
-Each rank learns from its share of a step, gradients are added up in buckets behind the last of its
-parts, and every rank holds the whole model. Not DistributedDataParallel: it averages where sums are
-wanted, and to begin adding before the backward pass has ended saves at most what adding costs, on
-paper 7 ms of a step of 300 (BERT-Large on eight H200: 1.3 GB of gradients at 350 GB/s), for a
-wrapper around the model that must know of accumulation, of compiled layers and of uneven shares.
+Each rank trains on its share of a step. Gradients are summed in buckets after the last of its
+parts, and every rank holds the whole model. DistributedDataParallel is not used: it averages where
+sums are needed, and starting to sum before the backward pass has ended saves at most what summing
+costs, on paper 7 ms of a step of 300 (BERT-Large on eight H200: 1.3 GB of gradients at 350 GB/s).
+For that it wraps the model, and the wrapper would have to know about accumulation, compiled layers
+and uneven shares.
 
-The optimizer's state is divided (ZeRO-1, Rajbhandari et al. 2019, as torch has it): a rank keeps
-and updates whole tensors, as LAMB needs, and then tells the others. To be saved it is brought to
-rank 0 (`optimizer_state.consolidate`).
+The optimizer's state is sharded (ZeRO-1, Rajbhandari et al. 2019, torch's implementation): a rank
+keeps and updates whole tensors, as LAMB requires, and then sends them to the others. To be saved,
+the state is gathered on rank 0 (`optimizer_state.consolidate`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from packhorse import dist
 from packhorse.device import choose_device
 from packhorse.dist import Team, decode, encode, rank_errors
 from packhorse.errors import CheckpointError, InputError, KernelError, PackhorseError
-from packhorse.train.objectives.stats import Gather, Stats, alone
+from packhorse.train.objectives.stats import BatchStats, Gather, alone
 from packhorse.train.optimizer_state import is_sharded
 
-KINDS = {kind.__name__: kind for kind in (CheckpointError, InputError, KernelError)}
+# Errors that other ranks raise as the same class when rank 0 has failed.
+ERRORS = {kind.__name__: kind for kind in (CheckpointError, InputError, KernelError)}
 
 T = TypeVar("T")
 Lead = Callable[[Callable[[], Any]], Any]
@@ -41,99 +43,102 @@ Divide = Callable[[nn.Module, Optimizer], Optimizer]
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among those that train together; alone, every sum is what it is."""
+class RankGroup:
+    """This process among those that train together; the defaults are for a single process."""
 
     rank: int = 0
     world: int = 1
-    add: Callable[[Tensor], Tensor] = lambda mine: mine  # over all ranks, on host or device
+    add: Callable[[Tensor], Tensor] = lambda tensor: tensor  # sum over ranks, on host or device
     gather: Gather = alone
-    lead: Lead = lambda work: work()  # rank 0 does it; all get what came of it, or its error
-    divide: Divide = lambda model, optimizer: optimizer  # its state among ranks that begin alike
+    lead: Lead = lambda work: work()  # rank 0 does it; all get its result or its error
+    divide: Divide = lambda model, optimizer: optimizer  # shard the optimizer's state
 
 
 @contextmanager
-def joined(device: str = "auto", timeout: float = dist.TIMEOUT) -> Iterator[Ranks]:
-    """Meet those that were started together with this process, if any, and part at the end."""
+def joined(device: str = "auto", timeout: float = dist.TIMEOUT) -> Iterator[RankGroup]:
+    """Join the processes that were started together with this one, if any; leave at the end."""
     with dist.joined(choose_device(device), timeout) as team:
-        yield of(team)
+        yield rank_group(team)
 
 
-def of(team: Team) -> Ranks:
-    """What training asks of a team."""
+def rank_group(team: Team) -> RankGroup:
+    """The operations of training on a team of processes."""
     if team.world == 1:
-        return Ranks()
-    return Ranks(
-        team.rank,
-        team.world,
-        team.add,
-        lambda mine: _gather(team, mine),
-        lambda work: _lead(team, work),
-        lambda model, optimizer: _divide(team, model, optimizer),
+        return RankGroup()
+    return RankGroup(
+        rank=team.rank,
+        world=team.world,
+        add=team.add,
+        gather=lambda items: _gather(team, items),
+        lead=lambda work: _lead(team, work),
+        divide=lambda model, optimizer: _divide(team, model, optimizer),
     )
 
 
-def _gather(team: Team, mine: list[Any]) -> list[Any]:
-    told = [_told(each) for each in mine]
-    every = [decode(each) for each in team.gather(encode(told))]
-    return [_heard(each) for rank in every for each in rank]
+def _gather(team: Team, items: list[Any]) -> list[Any]:
+    message = encode([_to_message(item) for item in items])
+    lists = [decode(received) for received in team.gather(message)]
+    return [_from_message(item) for rank_items in lists for item in rank_items]
 
 
-def _told(each: Any) -> Any:
-    if isinstance(each, Stats):
-        return {"stats": (each.names, each.sums, each.sequences, each.tokens)}
-    return {"plain": each}
+def _to_message(item: Any) -> Any:
+    if isinstance(item, BatchStats):
+        return {"stats": (item.names, item.sums, item.sequences, item.tokens)}
+    return {"plain": item}
 
 
-def _heard(each: dict[str, Any]) -> Any:
-    return Stats(*each["stats"]) if "stats" in each else each["plain"]
+def _from_message(message: dict[str, Any]) -> Any:
+    return BatchStats(*message["stats"]) if "stats" in message else message["plain"]
 
 
 def _lead(team: Team, work: Callable[[], T]) -> T:
-    """Rank 0's work; where it fails, all fail, and none waits for what will not come."""
-    said = failed = None
+    """Do rank 0's work; if it fails, all ranks fail, and none waits for a result in vain."""
+    message: dict[str, Any] | None = None
+    failure: Exception | None = None
     if team.rank == 0:
         try:
-            said = {"did": work()}
+            message = {"result": work()}
         except Exception as error:
-            said, failed = {"failed": (type(error).__name__, str(error))}, error
-    heard = decode(team.broadcast(encode(said) if team.rank == 0 else None))
-    if failed is not None:
-        raise failed
-    if "failed" in heard:
-        kind, message = heard["failed"]
-        raise KINDS.get(kind, PackhorseError)(f"rank 0: {message}")
-    return heard["did"]
+            message = {"error": (type(error).__name__, str(error))}
+            failure = error
+    received = decode(team.hear(encode(message) if team.rank == 0 else None))
+    if failure is not None:
+        raise failure
+    if "error" in received:
+        kind, text = received["error"]
+        raise ERRORS.get(kind, PackhorseError)(f"rank 0: {text}")
+    return received["result"]
 
 
 def _divide(team: Team, model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """Rank 0's weights and state for all, whatever they read; then each keeps its share of it."""
+    """Give all ranks rank 0's weights and state, whatever they read; then keep a shard on each."""
     team.share([parameter.detach() for parameter in model.parameters()])
     for kinds in optimizer.state.values():
         team.share([kinds[kind] for kind in sorted(kinds)])
-    divided = _zero()([dict(group) for group in optimizer.param_groups], type(optimizer))
-    for group in divided.optim.param_groups:
+    groups = [dict(group) for group in optimizer.param_groups]
+    sharded = _zero_redundancy_optimizer()(groups, type(optimizer))
+    for group in sharded.optim.param_groups:
         for parameter in group["params"]:
             if parameter in optimizer.state:
-                divided.optim.state[parameter] = optimizer.state[parameter]
-    return divided
+                sharded.optim.state[parameter] = optimizer.state[parameter]
+    return sharded
 
 
-def _zero() -> Any:
+def _zero_redundancy_optimizer() -> Any:
     with warnings.catch_warnings():
-        # torch compiles optimizers that nobody asked for when this is imported.
+        # On import torch compiles optimizers that nobody uses here, with a deprecation warning.
         warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     return ZeroRedundancyOptimizer
 
 
-def add_gradients(gradients: Sequence[Tensor], ranks: Ranks) -> None:
-    """Those of all ranks, in place of this one's."""
+def add_gradients(gradients: Sequence[Tensor], ranks: RankGroup) -> None:
+    """Replace the gradients by their sums over all ranks."""
     if ranks.world > 1:
         dist.add_in_buckets(gradients, ranks.add)
 
 
 def update(optimizer: Optimizer) -> None:
-    """A step of it; where it is divided, each rank then hears of the parameters of the others."""
-    with rank_errors() if is_sharded(optimizer) else nullcontext():
+    """Take an optimizer step; a sharded one then receives the parameters of the other ranks."""
+    with listening() if is_sharded(optimizer) else nullcontext():
         optimizer.step()

@@ -1,21 +1,22 @@
-"""What is learned: a loss for a packed batch that weights sequences as unpacked training would.
+"""Training objectives: losses of packed batches that weight sequences as unpacked training would.
 
-An objective says what the model must have (`heads`), what a batch weighs, its loss and its figures,
-and how good a model is. A step may be many batches on many ranks, and the mean of their means is
-not the mean: packed batches hold as many sequences as fit. So a loss is a sum over what the *whole
-step* weighs. The loop adds up `weigh` over the step's batches and ranks before the first forward
-pass (counts of labels, no model needed), hands the totals to each `loss`, and adds gradients up:
+An objective defines the heads that the model must have, the weight of a batch, its loss and
+figures, and the evaluation. A step may be many batches on many ranks, and the mean of their means
+is not the mean, since packed batches hold as many sequences as fit. So a loss is a sum divided by
+the weight of the *whole step*. The loop sums `weigh` over the step's batches and ranks before the
+first forward pass (counts of labels, no model needed), passes the totals to each `loss`, and sums
+gradients:
 
     totals = sum(objective.weigh(batch) for batch in batches)      # and over ranks: all_reduce
     for batch in batches:
         loss, stats = objective.loss(model, batch, totals)
-        loss.backward()                                            # ranks add their gradients up
+        loss.backward()                                            # ranks sum their gradients
 
 The losses then sum to the step's loss, exactly as if every sequence had been run alone. Without
-totals a batch is a step of its own. Parts of a loss (words, next sentences) weigh by themselves.
-Dummy sequences weigh nothing.
+totals a batch counts as a whole step. Parts of a loss (masked words, next sentences) have separate
+weights. Dummy sequences have none.
 
-`model` is called as `model(packed, *heads, at=…)`: a `Model`, or what wraps one.
+`model` is called as `model(packed, *heads, at=…)`: a `Model`, or a wrapper of one.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from packhorse.train.objectives.classify import Classify
 from packhorse.train.objectives.pretrain import Pretrain
 from packhorse.train.objectives.similarity import Contrastive, Similarity
 from packhorse.train.objectives.span import SpanEnds
-from packhorse.train.objectives.stats import Gather, Stats, alone
+from packhorse.train.objectives.stats import BatchStats, Gather, alone
 
 
 class Objective(Protocol):
-    """Batches come from `data.packed.loader` or `data.tasks.targets`, on the model's device."""
+    """A training objective; batches are from `data.packed.loader` or `data.tasks.targets`."""
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What the model must have."""
+        """The heads that the model must have."""
         ...
 
     def weigh(self, batch: Any) -> Tensor:
-        """[parts] int64: what each part of the batch's loss is divided by."""
+        """[parts] int64: the batch's weight in each part of the loss."""
         ...
 
     def loss(
         self, model: nn.Module, batch: Any, totals: Tensor | None = None
-    ) -> tuple[Tensor, Stats]:
-        """The batch's share of the step's loss, to be summed, and its figures."""
+    ) -> tuple[Tensor, BatchStats]:
+        """The batch's share of the step's loss, and its figures."""
         ...
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], gather: Gather = alone
     ) -> dict[str, float]:
-        """How good the model is; `gather` joins a rank's results with those of the others."""
+        """Measures of the model; `gather` joins the results of all ranks."""
         ...
 
 
-# By the problem of a `data.tasks.targets.Task`, which says so itself.
+# By the problem of a `data.tasks.targets.Task`.
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "pretrain": Pretrain,
     "single_label": partial(Classify, "single_label"),
@@ -71,11 +72,11 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 __all__ = [
     "OBJECTIVES",
+    "BatchStats",
     "Classify",
     "Contrastive",
     "Objective",
     "Pretrain",
     "Similarity",
     "SpanEnds",
-    "Stats",
 ]

@@ -1,12 +1,12 @@
-"""One label, several labels or a score for each sequence, as fine-tuning on GLUE learns them.
+"""Sequence classification: one label, several labels or a score per sequence, as in GLUE.
 
-Follows transformers' sequence classifiers: cross entropy, a binary one for every label, or the
-squared error, each averaged over the sequences of the step (of several labels, over all of them).
+Follows transformers' sequence classifiers: cross entropy, binary cross entropy per label, or
+squared error, each averaged over the sequences of the step (with several labels, over all labels).
 
-With `agreement` each sequence is answered twice, dropout drawn anew, and the two answers are to
-agree as well as to be right (R-Drop, Liang et al. 2021): half of both Kullback-Leibler divergences
-between them. For all three kinds that is the difference of what they expect times the difference of
-logits, halved, for what they are normalised by cancels out.
+With `agreement` each sequence is predicted twice with different dropout, and the two predictions
+should agree (R-Drop, Liang et al. 2021): the loss gets half the sum of both Kullback-Leibler
+divergences. For all three problems that is half of the difference of expectations times the
+difference of logits, because the normalizers cancel out.
 
 Shapes: N sequences, C labels.
 """
@@ -23,7 +23,14 @@ from torch.nn import functional as F
 
 from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
-from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
+from packhorse.train.objectives.stats import (
+    BatchStats,
+    Gather,
+    alone,
+    at_least_fp32,
+    evaluating,
+    share_of_loss,
+)
 
 if TYPE_CHECKING:
     from packhorse.data.tasks.targets import TaskBatch
@@ -33,76 +40,78 @@ Problem = Literal["single_label", "multi_label", "regression"]
 
 @dataclass(frozen=True, slots=True)
 class Classify:
-    """The targets are those of `data.tasks.targets` for the problem."""
+    """Classification of sequences; the targets are those of `data.tasks.targets`."""
 
     problem: Problem = "single_label"
-    agreement: float = 0.0  # the weight of how far two answers are apart; 0: there is one
+    agreement: float = 0.0  # weight of the difference between two predictions; 0: predict once
 
     def __post_init__(self) -> None:
         if self.problem not in get_args(Problem):
             known = ", ".join(get_args(Problem))
-            raise InputError(f"unknown problem {self.problem!r}; there are {known}")
+            raise InputError(f"problem is {self.problem!r}; it can be {known}")
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What the model must have."""
+        """The heads that the model must have."""
         return ("classify",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
-        """[1]: sequences; of several labels, all labels of all sequences."""
+        """[1]: sequences; with several labels, all labels of all sequences."""
         targets = batch.targets
         return targets.new_full((1,), targets.numel(), dtype=torch.int64)
 
     def loss(
         self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
-    ) -> tuple[Tensor, Stats]:
+    ) -> tuple[Tensor, BatchStats]:
         """The batch's share of the step's loss, and its figures."""
-        logits, weights = self._logits(model, batch), self.weigh(batch)
+        logits = self._logits(model, batch)
+        weights = self.weigh(batch)
         total = ERRORS[self.problem](logits, batch.targets)
         if self.agreement:
-            total = self._with_another(model, batch, logits, total)
+            total = self._with_agreement(model, batch, logits, total)
         figures: dict[str, tuple[Tensor, Tensor | float]] = {"loss": (total, weights[0])}
         if self.problem != "regression":
             right = self._predicted(logits.detach()) == batch.targets
             figures["accuracy"] = (right.sum(), weights[0])
-        loss = divided(total[None], weights if totals is None else totals)
-        return loss, Stats.of(batch.packed, batch.tokens, **figures)
+        loss = share_of_loss(total[None], weights if totals is None else totals)
+        return loss, BatchStats.of(batch.packed, batch.tokens, **figures)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
-        """Loss and GLUE's measures over all batches of all ranks."""
+        """Loss and GLUE's measures over the batches of all ranks."""
         with evaluating(model):
-            mine = [(self._logits(model, batch).cpu(), batch.targets.cpu()) for batch in batches]
-        found = gather(mine)
-        if not sum(len(targets) for _, targets in found):
-            raise InputError("there is nothing to evaluate on: no example was given")
-        logits, targets = (torch.cat(column) for column in zip(*found, strict=True))
+            local = [(self._logits(model, batch).cpu(), batch.targets.cpu()) for batch in batches]
+        results = gather(local)
+        if not sum(len(targets) for _, targets in results):
+            raise InputError("there is nothing to evaluate on: the data has no example")
+        logits, targets = (torch.cat(column) for column in zip(*results, strict=True))
         loss = float(ERRORS[self.problem](logits, targets)) / targets.numel()
-        both = self._predicted(logits).numpy(), targets.numpy()
-        measured = glue_score.measured(self.problem, *both, logits.shape[1])
-        return {"loss": loss, **measured, "sequences": float(len(targets))}
+        predictions = self._predicted(logits).numpy()
+        measures = glue_score.measured(self.problem, predictions, targets.numpy(), logits.shape[1])
+        return {"loss": loss, **measures, "sequences": float(len(targets))}
 
     def _logits(self, model: nn.Module, batch: TaskBatch) -> Tensor:
         """[N, C]."""
         (logits,) = model(batch.packed, *self.heads)
-        mine = wide(batch.packed.pick(logits))
-        outputs = mine.shape[1]
+        logits = at_least_fp32(batch.packed.pick(logits))
+        outputs = logits.shape[1]
         if self.problem == "regression" and outputs != 1:
-            raise InputError(f"a score is one output; the model's head has {outputs}")
+            raise InputError(f"a score needs one output; the model's head has {outputs}")
         if self.problem == "multi_label" and outputs != batch.targets.shape[1]:
             labels = batch.targets.shape[1]
             raise InputError(f"there are {labels} labels; the model's head has {outputs}")
-        return mine
+        return logits
 
-    def _with_another(
+    def _with_agreement(
         self, model: nn.Module, batch: TaskBatch, first: Tensor, error: Tensor
     ) -> Tensor:
-        """The mean of two answers' errors, and how far they are apart."""
-        second, expected = self._logits(model, batch), EXPECTED[self.problem]
-        errors = (error + ERRORS[self.problem](second, batch.targets)) / 2
-        apart = ((expected(first) - expected(second)) * (first - second)).sum() / 2
-        return errors + self.agreement * apart
+        """The mean error of two predictions, plus the weighted difference between them."""
+        second = self._logits(model, batch)
+        expected = EXPECTED[self.problem]
+        mean_error = (error + ERRORS[self.problem](second, batch.targets)) / 2
+        divergence = ((expected(first) - expected(second)) * (first - second)).sum() / 2
+        return mean_error + self.agreement * divergence
 
     def _predicted(self, logits: Tensor) -> Tensor:
         if self.problem == "single_label":
@@ -110,25 +119,25 @@ class Classify:
         return logits.squeeze(1) if self.problem == "regression" else (logits > 0).to(logits.dtype)
 
 
-def _one(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def _several(logits: Tensor, targets: Tensor) -> Tensor:
+def _binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, targets.to(logits), reduction="sum")
 
 
-def _squared(logits: Tensor, targets: Tensor) -> Tensor:
+def _squared_error(logits: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(logits.squeeze(1), targets.to(logits), reduction="sum")
 
 
 ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "single_label": _one,
-    "multi_label": _several,
-    "regression": _squared,
+    "single_label": _cross_entropy,
+    "multi_label": _binary_cross_entropy,
+    "regression": _squared_error,
 }
 
-# What logits stand for.
+# The expectation that logits stand for.
 EXPECTED: dict[str, Callable[[Tensor], Tensor]] = {
     "single_label": lambda logits: logits.softmax(-1),
     "multi_label": torch.sigmoid,

@@ -1,10 +1,10 @@
-"""Vectors whose cosine says how alike two texts are: learned from scores, or from pairs alone.
+"""Embeddings whose cosine is the similarity of two texts, learned from scores or from pairs alone.
 
-`Similarity` brings the cosine of each pair to its score. `Contrastive` (van den Oord et al. 2018,
-as sentence-transformers' multiple negatives) has pairs without scores: among the second texts of
-its batch each first text should be nearest to its own. A pair is never divided between batches.
-What it is told from is the batch as it is run: pairs of other ranks and parts are not looked at, so
-a step's parts should be as large as memory allows, and their number is part of the recipe.
+`Similarity` fits the cosine of each pair to its score. `Contrastive` (van den Oord et al. 2018, the
+multiple negatives of sentence-transformers) has pairs without scores: among the second texts of its
+batch each first text should be nearest to its own. A pair is never divided between batches. The
+negatives are those of the batch as it is run; pairs of other ranks and parts are not used. So a
+step's parts should be as large as memory allows, and their number is part of the recipe.
 
 Shapes: N pairs (sequences 2i and 2i + 1), E width of a vector.
 """
@@ -23,12 +23,19 @@ from torch.nn import functional as F
 
 from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
-from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
+from packhorse.train.objectives.stats import (
+    BatchStats,
+    Gather,
+    alone,
+    at_least_fp32,
+    evaluating,
+    share_of_loss,
+)
 
 if TYPE_CHECKING:
     from packhorse.data.tasks.targets import TaskBatch
 
-NOTHING = "there is nothing to evaluate on: no pair was given"
+NO_PAIRS = "there is nothing to evaluate on: the data has no pair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ class Similarity:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What the model must have."""
+        """The heads that the model must have."""
         return ("embed",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
@@ -46,7 +53,7 @@ class Similarity:
 
     def loss(
         self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
-    ) -> tuple[Tensor, Stats]:
+    ) -> tuple[Tensor, BatchStats]:
         """The batch's share of the step's loss, and its figures."""
         cosines = _cosines(model, batch)
         total = F.mse_loss(cosines, batch.targets.to(cosines), reduction="sum")
@@ -55,13 +62,13 @@ class Similarity:
     def evaluate(
         self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
-        """Loss and correlations over all batches of all ranks."""
+        """Loss and correlations over the batches of all ranks."""
         with evaluating(model):
-            mine = [(_cosines(model, batch).cpu(), batch.targets.cpu()) for batch in batches]
-        found = gather(mine)
-        if not sum(len(scores) for _, scores in found):
-            raise InputError(NOTHING)
-        cosines, scores = (torch.cat(column).double() for column in zip(*found, strict=True))
+            local = [(_cosines(model, batch).cpu(), batch.targets.cpu()) for batch in batches]
+        results = gather(local)
+        if not sum(len(scores) for _, scores in results):
+            raise InputError(NO_PAIRS)
+        cosines, scores = (torch.cat(column).double() for column in zip(*results, strict=True))
         return {
             "loss": float(F.mse_loss(cosines, scores)),
             "pearson": glue_score.pearson(cosines.numpy(), scores.numpy()),
@@ -78,11 +85,11 @@ class Contrastive:
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
-            raise InputError(f"the temperature must be above 0, got {self.temperature}")
+            raise InputError(f"temperature is {self.temperature}; it must be above 0")
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What the model must have."""
+        """The heads that the model must have."""
         return ("embed",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
@@ -91,25 +98,26 @@ class Contrastive:
 
     def loss(
         self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
-    ) -> tuple[Tensor, Stats]:
+    ) -> tuple[Tensor, BatchStats]:
         """The batch's share of the step's loss, and its figures."""
         first, second = _vectors(model, batch)
-        likeness = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T  # [N, N]
-        logits = likeness / self.temperature
-        own = torch.arange(len(logits), device=logits.device)
+        cosines = F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T  # [N, N]
+        logits = cosines / self.temperature
+        partners = torch.arange(len(logits), device=logits.device)
         total = (logits.logsumexp(1) - logits.diagonal()).sum()
-        right = (logits.detach().argmax(1) == own).sum() if len(own) else own.sum()
-        return _share(batch, totals, loss=total, accuracy=right)
+        # argmax refuses a batch without pairs.
+        correct = (logits.detach().argmax(1) == partners).sum() if len(logits) else partners.sum()
+        return _share(batch, totals, loss=total, accuracy=correct)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
-        """Loss, and how often a text's own partner is the nearest in its batch."""
+        """Loss, and how often the nearest text in the batch is the partner."""
         with evaluating(model):
-            found = gather([self.loss(model, batch)[1].cpu() for batch in batches])
-        if not sum(stats.sequences for stats in found):
-            raise InputError(NOTHING)
-        total = reduce(add, found)
+            results = gather([self.loss(model, batch)[1].cpu() for batch in batches])
+        if not sum(stats.sequences for stats in results):
+            raise InputError(NO_PAIRS)
+        total = reduce(add, results)
         return {**total.means(), "pairs": total.sequences / 2}
 
 
@@ -117,19 +125,19 @@ def _pairs(batch: TaskBatch) -> Tensor:
     return batch.targets.new_full((1,), len(batch.targets), dtype=torch.int64)
 
 
-def _share(batch: TaskBatch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor, Stats]:
-    """The batch's share of the step's loss, and its figures, of sums over its pairs."""
+def _share(batch: TaskBatch, totals: Tensor | None, **sums: Tensor) -> tuple[Tensor, BatchStats]:
+    """The batch's share of the step's loss and its figures, from sums over its pairs."""
     pairs = _pairs(batch)
-    loss = divided(sums["loss"][None], pairs if totals is None else totals)
+    loss = share_of_loss(sums["loss"][None], pairs if totals is None else totals)
     figures = {name: (total, pairs[0]) for name, total in sums.items()}
-    return loss, Stats.of(batch.packed, batch.tokens, **figures)
+    return loss, BatchStats.of(batch.packed, batch.tokens, **figures)
 
 
 def _vectors(model: nn.Module, batch: TaskBatch) -> tuple[Tensor, Tensor]:
-    """[N, E] each: of the first texts and of the second."""
+    """The embeddings of the first texts [N, E] and of the second [N, E]."""
     (vectors,) = model(batch.packed, "embed")
-    mine = wide(batch.packed.pick(vectors))
-    return mine[::2], mine[1::2]
+    vectors = at_least_fp32(batch.packed.pick(vectors))
+    return vectors[::2], vectors[1::2]
 
 
 def _cosines(model: nn.Module, batch: TaskBatch) -> Tensor:

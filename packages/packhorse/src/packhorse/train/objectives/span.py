@@ -1,10 +1,10 @@
-"""Answers as spans of a context, as BERT learns SQuAD: a chance for each first and last token.
+"""Extractive question answering as in SQuAD: probabilities of the first and last answer token.
 
-The chances of a sequence's tokens are a softmax over that sequence alone. (transformers' own, over
-padded rows, gives padding a chance too.) The loss is the mean of the two ends' cross entropies,
-averaged over the windows of the step; a window without the answer has both ends at its first token.
+The probabilities are a softmax over the tokens of one sequence. (That of transformers, over padded
+rows, includes padding.) The loss is the mean of the cross entropies of the two ends, averaged over
+the windows of the step; in a window without the answer both ends are at its first token.
 
-Scoring asks the questions themselves, all of them, windows and all: `asked` lays them out.
+Evaluation scores whole questions, over all of their windows: see `squad_evaluation`.
 
 Shapes: T tokens, S sequences, N windows.
 """
@@ -26,52 +26,59 @@ from packhorse import results
 from packhorse.data.tasks.squad import is_v2, marks, score
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
-from packhorse.train.objectives.stats import Gather, Stats, alone, divided, evaluating, wide
+from packhorse.train.objectives.stats import (
+    BatchStats,
+    Gather,
+    alone,
+    at_least_fp32,
+    evaluating,
+    share_of_loss,
+)
 
 if TYPE_CHECKING:
     from packhorse.data.tasks.squad import SquadQuestion
     from packhorse.data.tasks.targets import TaskBatch, TrainingTask
     from packhorse.tokens import Encoding, Tokenizer
 
-NOTHING = "there is nothing to evaluate on: no window was given"
+NO_WINDOWS = "there is nothing to evaluate on: the data has no window"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Questions and the windows of each: what a model is scored on."""
+class SquadEvaluation:
+    """Questions and the windows of each, to score a model on."""
 
     questions: Sequence[SquadQuestion]
     windows: Sequence[Sequence[Encoding]]
 
-    def task(self) -> TrainingTask:
-        """Every window as an example, in order; what they are taught is not looked at."""
-        from packhorse.data.tasks.targets import Span, TaskExample, TrainingTask
+    def task(self) -> Task:
+        """Every window as an example, in order; their targets are not used."""
+        from packhorse.data.tasks.targets import Example, Span, Task
 
-        flat = [window for each in self.windows for window in each]
-        return TrainingTask([TaskExample((window,), Span(0, 0)) for window in flat], "span")
+        windows = [window for question_windows in self.windows for window in question_windows]
+        return Task([Example((window,), Span(0, 0)) for window in windows], "span")
 
 
-def asked(
-    questions: Sequence[SquadQuestion],
+def squad_evaluation(
+    questions: Sequence[Question],
     tokenizer: Tokenizer,
     max_length: int | None = None,
     stride: int | None = None,
-) -> Asked:
-    """Lay the questions out; lengths and stride are those of `Tokenizer.windows`."""
+) -> SquadEvaluation:
+    """Split the questions' contexts into windows, as `Tokenizer.windows` does."""
     pairs = [(question.question, question.context) for question in questions]
-    return Asked(questions, tokenizer.windows(pairs, max_length, stride))
+    return SquadEvaluation(questions, tokenizer.windows(pairs, max_length, stride))
 
 
 @dataclass(frozen=True, slots=True)
 class SpanEnds:
-    """With `asked`, evaluation takes batches of its task and scores answers; else loss alone."""
+    """Loss of the two ends; with `evaluation`, answers are scored, on the batches of its task."""
 
-    asked: Asked | None = None
-    longest: int = 30  # tokens of an answer, in scoring
+    evaluation: SquadEvaluation | None = None
+    longest: int = 30  # maximum tokens of an answer in scoring
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What the model must have."""
+        """The heads that the model must have."""
         return ("span",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
@@ -80,75 +87,82 @@ class SpanEnds:
 
     def loss(
         self, model: nn.Module, batch: TaskBatch, totals: Tensor | None = None
-    ) -> tuple[Tensor, Stats]:
+    ) -> tuple[Tensor, BatchStats]:
         """The batch's share of the step's loss, and its figures."""
-        weights, packed = self.weigh(batch), batch.packed
+        weights = self.weigh(batch)
+        packed = batch.packed
         (logits,) = model(packed, *self.heads)
-        logits = wide(logits)
-        top, norms = _norms(logits, packed)  # [N, 2] each
+        logits = at_least_fp32(logits)
+        top, log_sums = _log_sums(logits, packed)  # [N, 2] each
         chosen = logits.gather(0, batch.targets)
-        total = (norms - chosen).mean(1).sum()
-        right = (chosen.detach() >= top).all(1).sum()
-        loss = divided(total[None], weights if totals is None else totals)
-        figures = {"loss": (total, weights[0]), "accuracy": (right, weights[0])}
-        return loss, Stats.of(packed, batch.tokens, **figures)
+        total = (log_sums - chosen).mean(1).sum()
+        correct = (chosen.detach() >= top).all(1).sum()
+        loss = share_of_loss(total[None], weights if totals is None else totals)
+        figures = {"loss": (total, weights[0]), "accuracy": (correct, weights[0])}
+        return loss, BatchStats.of(packed, batch.tokens, **figures)
 
     def evaluate(
         self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
     ) -> dict[str, float]:
-        """Exact match and F1, in percent; without questions, loss and right pairs of ends."""
-        if self.asked is not None:
-            return self._score(self.asked, model, batches, gather)
+        """Exact match and F1 in percent; without questions, loss and accuracy of both ends."""
+        if self.evaluation is not None:
+            return self._score(self.evaluation, model, batches, gather)
         with evaluating(model):
-            found = gather([self.loss(model, batch)[1].cpu() for batch in batches])
-        if not sum(stats.sequences for stats in found):
-            raise InputError(NOTHING)
-        total = reduce(add, found)
+            local = [self.loss(model, batch)[1].cpu() for batch in batches]
+        all_stats = gather(local)
+        if not sum(stats.sequences for stats in all_stats):
+            raise InputError(NO_WINDOWS)
+        total = reduce(add, all_stats)
         return {**total.means(), "windows": float(total.sequences)}
 
     def _score(
-        self, asked: Asked, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather
+        self,
+        evaluation: SquadEvaluation,
+        model: nn.Module,
+        batches: Iterable[TaskBatch],
+        gather: Gather,
     ) -> dict[str, float]:
         with evaluating(model):
-            found = gather([pair for batch in batches for pair in _numbered(model, batch)])
-        logits = dict(found)
-        bounds = list(accumulate(map(len, asked.windows), initial=0))
-        if sorted(logits) != list(range(bounds[-1])) or not found:
+            local = [pair for batch in batches for pair in _numbered_logits(model, batch)]
+        logits = dict(gather(local))
+        questions = evaluation.questions
+        bounds = list(accumulate(map(len, evaluation.windows), initial=0))
+        if sorted(logits) != list(range(bounds[-1])) or not logits:
             raise InputError(
                 f"{len(logits)} of {bounds[-1]} windows were given; evaluate on one epoch of `task`"
             )
-        no_answer = 0.0 if is_v2(asked.questions) else None
+        no_answer = 0.0 if is_v2(questions) else None
         predicted = {}
-        for i, (question, windows) in enumerate(zip(asked.questions, asked.windows, strict=True)):
-            mine = [logits[number] for number in range(bounds[i], bounds[i + 1])]
+        for i, (question, windows) in enumerate(zip(questions, evaluation.windows, strict=True)):
+            window_logits = [logits[number] for number in range(bounds[i], bounds[i + 1])]
             best = results.answers(
-                mine, windows, question.context, 1, self.longest, no_answer=no_answer
+                window_logits, windows, question.context, 1, self.longest, no_answer=no_answer
             )
             predicted[question.id] = [answer.text for answer in best] or [""]
-        scores = score(asked.questions, marks(asked.questions, predicted))
-        named = {("" if part == "all" else f"{part}_"): each for part, each in scores.items()}
-        return {
-            f"{part}{measure}": float(getattr(each, measure))
-            for part, each in named.items()
-            for measure in ("exact_match", "f1", "questions")
-        }
+        scores = score(questions, marks(questions, predicted))
+        measures = {}
+        for part, part_score in scores.items():
+            prefix = "" if part == "all" else f"{part}_"
+            for measure in ("exact_match", "f1", "questions"):
+                measures[f"{prefix}{measure}"] = float(getattr(part_score, measure))
+        return measures
 
 
-def _norms(logits: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """Of each of the caller's sequences the largest logits, and the logarithms of their sums."""
+def _log_sums(logits: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Per sequence (without dummies) the largest logits, and the logarithm of their softmax sum."""
     lengths = packed.lengths.long()
     numbers = torch.arange(len(lengths), device=lengths.device)
     owner = numbers.repeat_interleave(lengths, output_size=len(logits))
     top = torch.segment_reduce(logits.detach(), "max", lengths=lengths, axis=0, unsafe=True)
     powers = (logits - top[owner]).exp()
     sums = torch.segment_reduce(powers, "sum", lengths=lengths, axis=0, unsafe=True)
-    # Picked before the logarithm: an empty slot has none, and no gradient either.
-    mine = packed.pick(top)
-    return mine, mine + packed.pick(sums).log()
+    # Picked before the logarithm: that of an empty slot is not finite, nor is its gradient.
+    top = packed.pick(top)
+    return top, top + packed.pick(sums).log()
 
 
-def _numbered(model: nn.Module, batch: TaskBatch) -> list[tuple[int, np.ndarray]]:
-    """The number of each window and its logits, [n, 2]."""
+def _numbered_logits(model: nn.Module, batch: TaskBatch) -> list[tuple[int, np.ndarray]]:
+    """The number of each window, and its logits [n, 2]."""
     (logits,) = model(batch.packed, "span")
-    pieces = batch.packed.split(wide(logits).cpu())
+    pieces = batch.packed.split(at_least_fp32(logits).cpu())
     return [(n, piece.numpy()) for n, piece in zip(batch.numbers, pieces, strict=True)]

@@ -1,4 +1,4 @@
-"""What batches showed, as sums and counts: these add up over batches and ranks, means do not.
+"""Figures of batches as sums and counts, which add up over batches and ranks; means do not.
 
 Sums stay on the device, so that a training step waits for no figure; `means` fetches them.
 """
@@ -19,31 +19,35 @@ Gather = Callable[[list[Any]], list[Any]]  # a rank's results to those of all ra
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
-    """Figures of one or more batches; over ranks `sums` can be reduced as it is."""
+class BatchStats:
+    """Figures of one or more batches; `sums` can be reduced over ranks as it is."""
 
     names: tuple[str, ...]
-    sums: Tensor  # [names, 2]: a sum, and what it is to be divided by
-    sequences: int  # dummies do not count
+    sums: Tensor  # [names, 2]: a sum, and the count to divide it by
+    sequences: int  # without dummies
     tokens: int
 
     @classmethod
-    def of(cls, packed: Packed, tokens: int, **pairs: tuple[Tensor, Tensor | float]) -> Stats:
-        """Each figure as its sum and its count."""
+    def of(cls, packed: Packed, tokens: int, **pairs: tuple[Tensor, Tensor | float]) -> BatchStats:
+        """The figures of a batch, each as its sum and its count."""
         like = next(iter(pairs.values()))[0].detach()
         sums = torch.stack([_scalar(x, like) for pair in pairs.values() for x in pair])
         return cls(tuple(pairs), sums.unflatten(0, (-1, 2)), len(packed.places), tokens)
 
-    def __add__(self, other: Stats) -> Stats:
-        sequences, tokens = self.sequences + other.sequences, self.tokens + other.tokens
-        return Stats(self.names, self.sums + other.sums, sequences, tokens)
+    def __add__(self, more: BatchStats) -> BatchStats:
+        return BatchStats(
+            self.names,
+            self.sums + more.sums,
+            self.sequences + more.sequences,
+            self.tokens + more.tokens,
+        )
 
-    def cpu(self) -> Stats:
+    def cpu(self) -> BatchStats:
         """The same on the host, in double precision."""
         return replace(self, sums=self.sums.cpu().double())
 
     def means(self) -> dict[str, float]:
-        """Each figure; 0 where nothing was counted."""
+        """The mean of each figure; 0 if nothing was counted."""
         pairs = self.sums.cpu().double().tolist()
         return {
             name: total / count if count else 0.0
@@ -52,31 +56,31 @@ class Stats:
 
 
 def _scalar(x: Tensor | float, like: Tensor) -> Tensor:
-    # A number is filled in on the device: copied there, it would wait for the device's work.
+    # A number is filled in on the device: copying it there would wait for the device's work.
     return x.detach().to(like) if isinstance(x, Tensor) else like.new_full((), x)
 
 
-def divided(sums: Tensor, totals: Tensor) -> Tensor:
-    """A batch's share of the loss: each part's sum over the part's total, added up.
+def share_of_loss(sums: Tensor, totals: Tensor) -> Tensor:
+    """A batch's share of the loss: the sum of each part over that part's total, added up.
 
-    Totals are counts. Where one is 0 there is nothing to divide, and the part adds 0.
+    Totals are counts. If one is 0, there is nothing to divide, and the part adds 0.
     """
     return (sums / totals.to(sums, non_blocking=True).clamp(min=1)).sum()
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     """In fp32 or wider: a softmax over thousands of half-precision numbers loses digits."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def alone(results: list[Any]) -> list[Any]:
-    """The results of all ranks, where there is one."""
+    """The results of all ranks, if there is one."""
     return results
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Nothing is dropped out and nothing kept for a backward pass; afterwards all is as before."""
+    """Without dropout and without gradients; afterwards the model's mode is restored."""
     training = model.training
     model.eval()
     try:

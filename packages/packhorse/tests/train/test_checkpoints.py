@@ -20,8 +20,8 @@ from packhorse.checkpoint.sentence import SentenceLayer, SentenceLayout
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 from packhorse.optim import LAMB, parameter_groups
-from packhorse.train import folders, randomness, saved, state
-from packhorse.train.state import Best, Progress
+from packhorse.train import checkpoints
+from packhorse.train.checkpoints import BestMetric, RunProgress
 
 from . import tiny_run
 from .tiny_run import CPU, SAID, everything, make, same, save, train
@@ -62,7 +62,7 @@ def test_going_on_is_as_never_having_stopped(options: dict[str, Any], tmp_path: 
     want = everything(run)
     for seed, alike in {None: True, 5: False}.items():  # the control draws other numbers
         other = make(seed=2, **options)
-        assert state.restore(path, other.model, other.optimizer).step == 3
+        assert checkpoints.restore(path, other.model, other.optimizer).step == 3
         if seed is not None:
             torch.manual_seed(seed)
         train(other, 2)
@@ -75,11 +75,13 @@ def test_progress_comes_back(tmp_path: Path) -> None:
     run = make(seed=1)
     cursor = {"dataset": "ab12", "epoch": 3, "row": 2**53 + 1, "shuffle": True}
     metrics = {"loss": 0.1 + 0.2, "perplexity": math.inf}
-    progress = Progress(12, cursor, {"seconds": -0.0}, metrics, {"π": [1, None]})
-    path = state.save(tmp_path, run.of, run.optimizer, progress, [state.capture(CPU)])
+    progress = RunProgress(12, cursor, {"seconds": -0.0}, metrics, {"π": [1, None]})
+    path = checkpoints.save(
+        tmp_path, run.of, run.optimizer, progress, [checkpoints.capture_rng(CPU)]
+    )
     assert path.name == "step-00000012"
-    found = state.newest(tmp_path)
-    assert found == state.read(path)
+    found = checkpoints.newest(tmp_path)
+    assert found == checkpoints.read(path)
     assert found and found.progress == progress and found.world == 1 and not found.notes
 
 
@@ -137,12 +139,14 @@ def test_a_checkpoint_is_a_model_folder(
 
     of = filled(1)
     optimizer = LAMB(parameter_groups(of.model, 0.0))
-    path = state.save(tmp_path / "run", of, optimizer, Progress(0), [state.capture(CPU)])
+    path = checkpoints.save(
+        tmp_path / "run", of, optimizer, RunProgress(0), [checkpoints.capture_rng(CPU)]
+    )
     want = of.model.state_dict()
     opened = checkpoint.load(path).model.state_dict()
     assert all(opened[name].equal(tensor) for name, tensor in want.items())
     other = filled(2).model
-    state.restore(path, other)
+    checkpoints.restore(path, other)
     assert same(dict(other.state_dict()), dict(want))
 
 
@@ -151,15 +155,17 @@ def test_nothing_is_pickled_and_the_vocabulary_is_there(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(35))]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     of = checkpoint.Checkpoint(run.of.config, run.model, tmp_path / "vocab.txt", "", 12)
-    path = state.save(tmp_path, of, run.optimizer, Progress(1), [state.capture(CPU)])
+    path = checkpoints.save(
+        tmp_path, of, run.optimizer, RunProgress(1), [checkpoints.capture_rng(CPU)]
+    )
     files = sorted(file.name for file in path.iterdir())
-    assert files == sorted([*FILES, saved.NAME, "vocab.txt", "tokenizer_config.json"])
+    assert files == sorted([*FILES, checkpoints.STATE, "vocab.txt", "tokenizer_config.json"])
     assert checkpoint.tokenizer(checkpoint.load(path)).encode(["w3"])[0].ids.tolist() == [2, 8, 3]
     modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
     assert len(modes) == 1, "a file that only its owner may read"
 
 
-@pytest.mark.parametrize("name", [*FILES, saved.NAME])
+@pytest.mark.parametrize("name", [*FILES, checkpoints.STATE])
 @pytest.mark.parametrize("how", ["flip", "cut", "empty", "missing"])
 def test_damage_is_found_and_passed_over(name: str, how: str, two: Path) -> None:
     file = two / "step-00000002" / name
@@ -175,44 +181,46 @@ def test_damage_is_found_and_passed_over(name: str, how: str, two: Path) -> None
         else:
             file.write_bytes(data[: place if how == "cut" else 0])
         with pytest.raises(CheckpointError, match=r"damaged|there is no"):
-            state.read(file.parent)
-        found = state.newest(two)
+            checkpoints.read(file.parent)
+        found = checkpoints.newest(two)
         assert found and found.step == 1
-        assert found.notes[0].startswith("passed over: ") and name in found.notes[0]
-        assert found.notes[1] == f"going on from {two / 'step-00000001'}"
+        assert found.notes[0].startswith("skipped: ") and name in found.notes[0]
+        assert found.notes[1] == f"resuming from {two / 'step-00000001'}"
     file.write_bytes(data)
-    found = state.newest(two)
+    found = checkpoints.newest(two)
     assert found and found.step == 2 and not found.notes
 
 
 def test_every_byte_of_the_manifest_counts(two: Path) -> None:
-    file = two / "step-00000002" / saved.NAME
+    file = two / "step-00000002" / checkpoints.STATE
     data = file.read_bytes()
     for place in [*range(30), *range(30, len(data), 37)]:
         for change in (1, 0x20, 0x80):
             file.write_bytes(data[:place] + bytes([data[place] ^ change]) + data[place + 1 :])
             with pytest.raises(CheckpointError):
-                saved.tell(file.parent)
+                checkpoints.read_state(file.parent)
 
 
 def test_no_checkpoint_and_none_that_is_whole(two: Path, tmp_path: Path) -> None:
-    assert state.newest(tmp_path / "nowhere") is None
+    assert checkpoints.newest(tmp_path / "nowhere") is None
     (tmp_path / "empty").mkdir()
-    assert state.newest(tmp_path / "empty") is None
-    for _, path in folders.listed(two):
-        (path / saved.NAME).unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole .*step-00000002.*00000001"):
-        state.newest(two)
+    assert checkpoints.newest(tmp_path / "empty") is None
+    for _, path in checkpoints.list_checkpoints(two):
+        (path / checkpoints.STATE).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint is complete .*step-00000002.*00000001"
+    ):
+        checkpoints.newest(two)
 
 
 def test_a_newer_format_is_refused_not_passed_over(
     two: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "FORMAT", 2)
+    monkeypatch.setattr(checkpoints, "FORMAT", 2)
     save(make(seed=1), two, 3)
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"has format 2, written by .* reads format 1: update"):
-        state.newest(two)
+        checkpoints.newest(two)
 
 
 def test_what_does_not_fit_changes_nothing(two: Path) -> None:
@@ -221,7 +229,7 @@ def test_what_does_not_fit_changes_nothing(two: Path) -> None:
     def refuses(run: tiny_run.Run, error: type[Exception], match: str) -> None:
         before = everything(run)
         with pytest.raises(error, match=match):
-            state.restore(path, run.model, run.optimizer)
+            checkpoints.restore(path, run.model, run.optimizer)
         assert same(everything(run), before)
 
     said = r"another model: bert.embed.words.weight is \[40, 16\] in the checkpoint and \[40, 8\]"
@@ -232,12 +240,12 @@ def test_what_does_not_fit_changes_nothing(two: Path) -> None:
     frozen.optimizer = LAMB(parameter_groups(frozen.model, 0.01))
     refuses(frozen, InputError, r"step-00000002: bert.embed.words.weight was trained and is not")
     with pytest.raises(InputError, match="not the model's"):
-        state.restore(path, make(seed=3).model, make(seed=3).optimizer)
+        checkpoints.restore(path, make(seed=3).model, make(seed=3).optimizer)
 
 
 def test_options_are_todays_and_the_change_is_told(two: Path) -> None:
     run = make(seed=3, betas=(0.5, 0.75))
-    found = state.restore(state.newest(two) or "", run.model, run.optimizer)
+    found = checkpoints.restore(checkpoints.newest(two) or "", run.model, run.optimizer)
     assert found.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
     assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 3
 
@@ -251,28 +259,31 @@ def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_told(tmp_path: Pat
         del group["stacked"]
     path = save(old, tmp_path, 1)
     new = make(seed=2)
-    found = state.restore(path, new.model, new.optimizer)
+    found = checkpoints.restore(path, new.model, new.optimizer)
     assert found.notes == (
-        "LAMB has 3 trust ratios for query, key and value now, and had 1; split_qkv = false goes "
-        "on as before",
+        "LAMB has 3 trust ratios for query, key and value now, and had 1; split_qkv = false "
+        "continues as before",
     )
     for mine, theirs in zip(new.model.parameters(), old.model.parameters(), strict=True):
         assert same(new.optimizer.state[mine], old.optimizer.state[theirs])
 
 
 def steps(run: Path) -> list[int]:
-    return sorted(step for step, _ in folders.listed(run))
+    return sorted(step for step, _ in checkpoints.list_checkpoints(run))
 
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
-    run, best = make(seed=1), Best("accuracy")
+    run, best = make(seed=1), BestMetric("accuracy")
     scores = [0.5, 0.7, math.nan, 0.7, 0.6, math.inf]
     for step, score in enumerate(scores, 1):
         save(run, tmp_path, step, metrics={"accuracy": score}, keep=2, best=best)
     assert steps(tmp_path) == [2, 5, 6]
-    assert state.best_of(tmp_path, best) == tmp_path / "step-00000002"
-    assert state.best_of(tmp_path, Best("accuracy", larger=False)) == tmp_path / "step-00000005"
-    assert state.best_of(tmp_path, Best("loss")) is None
+    assert checkpoints.best_of(tmp_path, best) == tmp_path / "step-00000002"
+    assert (
+        checkpoints.best_of(tmp_path, BestMetric("accuracy", larger=False))
+        == tmp_path / "step-00000005"
+    )
+    assert checkpoints.best_of(tmp_path, BestMetric("loss")) is None
     save(run, tmp_path, 7, keep=1, best=best)
     assert steps(tmp_path) == [2, 7]
     save(run, tmp_path, 8, keep=1)
@@ -285,31 +296,31 @@ def test_a_run_wound_back_goes_on_from_there(two: Path) -> None:
     run = make(seed=1)
     for step in (3, 4):
         save(run, two, step, keep=9)
-    (two / "step-00000004" / saved.NAME).write_bytes(b"torn")
+    (two / "step-00000004" / checkpoints.STATE).write_bytes(b"torn")
     train(run, 1)
     save(run, two, 2, keep=1)  # again, and otherwise
     assert steps(two) == [2, 4], "what cannot be read is not ours to delete"
     other = make(seed=2)
-    state.restore(state.newest(two) or "", other.model, other.optimizer)
+    checkpoints.restore(checkpoints.newest(two) or "", other.model, other.optimizer)
     assert same(everything(other), everything(run))
     save(run, two, 4, keep=1)
-    assert steps(two) == [4] and not (state.newest(two) or pytest.fail()).notes
+    assert steps(two) == [4] and not (checkpoints.newest(two) or pytest.fail()).notes
 
 
 def test_one_run_a_folder(tmp_path: Path) -> None:
     run = tmp_path / "a" / "run"
     with (
-        state.claim(run),
+        checkpoints.claim(run),
         pytest.raises(InputError, match="another process"),
-        state.claim(run),
+        checkpoints.claim(run),
     ):
         pytest.fail("two runs hold one folder")
-    with state.claim(run):
+    with checkpoints.claim(run):
         pass
     (tmp_path / "file").touch()
     with (
         pytest.raises(CheckpointError, match="file cannot be written"),
-        state.claim(tmp_path / "file"),
+        checkpoints.claim(tmp_path / "file"),
     ):
         pass
 
@@ -322,35 +333,35 @@ def test_litter_is_swept_and_a_replacement_takes_its_place(two: Path) -> None:
     (two / "..step-00000003.00112233.partial.44556677.partial").mkdir()
     (two / ".mine").mkdir()
     (two / "step-notes").mkdir()
-    found = state.newest(two)
+    found = checkpoints.newest(two)
     assert found and found.path.name == "step-00000002.new", "the newer of the two"
-    with state.claim(two):
+    with checkpoints.claim(two):
         left = sorted(path.name for path in two.iterdir())
         assert left == [
             *(".mine", "elsewhere", "lock", "step-00000001", "step-00000002", "step-notes")
         ]
     other = make(seed=8)
-    state.restore(two / "step-00000002", other.model)
+    checkpoints.restore(two / "step-00000002", other.model)
     assert same(dict(other.model.state_dict()), dict(run.model.state_dict()))
 
 
 def test_weights_alone_leave_random_numbers_alone(two: Path) -> None:
     run = make(seed=3)
     before = torch.get_rng_state()
-    state.restore(two / "step-00000002", run.model)
+    checkpoints.restore(two / "step-00000002", run.model)
     assert torch.get_rng_state().equal(before)
 
 
 def test_ranks_that_were_not_there_draw_numbers_of_their_own() -> None:
     def drawn(rank: int, world: int) -> tuple[float, list[str]]:
         torch.manual_seed(rank * 100)
-        notes = randomness.put_back(states, CPU, rank, world)
+        notes = checkpoints.restore_rng(states, CPU, rank, world)
         return float(torch.rand(())), notes
 
     states = []
     for seed in (11, 12):
         torch.manual_seed(seed)
-        states.append(state.capture(CPU))
+        states.append(checkpoints.capture_rng(CPU))
     want = []
     for rank in (0, 1):
         torch.set_rng_state(states[rank]["cpu"])
@@ -405,7 +416,9 @@ def check(outcomes: dict[str, Any], scene: str, how: str) -> None:
     found = outcomes[f"{scene} {how}"]
     for each in found:
         assert len(each["is"]) == 1 and each["is"][0] in ALLOWED[scene], each
-        assert all(name == "lock" or folders.NAME.fullmatch(name) for name in each["left"]), each
+        assert all(
+            name == "lock" or checkpoints.FOLDER_NAME.fullmatch(name) for name in each["left"]
+        ), each
         assert each["code"] in (0, -9 if how == "kill" else SAID), each
         assert each["code"] or each["is"] == ["new"], each
         assert how == "kill" or not each["code"] or each["is"] == ["old 2"], each
@@ -441,6 +454,5 @@ def test_two_ranks_go_on_and_one_alone(outcomes: dict[str, Any]) -> None:
     assert found["same"] == [[True, False]] * 2, "as never stopped; the control draws otherwise"
     assert found["alone"] and found["names"] > 100, "sharded state is whole in the file"
     assert found["notes"] == [
-        "ranks: 2 when it was written, 1 now; "
-        "from here on other random numbers are drawn than would have been"
+        "ranks: 2 when it was written, 1 now; random numbers differ from here on"
     ]

@@ -10,50 +10,53 @@ from typing import Any
 
 import pytest
 
-from packhorse.train import trial
-from packhorse.train.job import survey
-from packhorse.train.outlook import outlook
-from packhorse.train.trial import Trial, attempt
+from packhorse.train import estimate as estimates
+from packhorse.train.estimate import SpeedTrial, estimate, measure_speed
+from packhorse.train.job import open_inputs
 
 Make = Callable[..., Any]
 
 
-def sound(found: Trial) -> bool:
+def sound(found: SpeedTrial) -> bool:
     return all(0 < rate < math.inf for rate in (found.operations, found.parameters))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_pretraining_is_tried(precision: str, settings: Make) -> None:
-    assert sound(attempt(survey(settings(precision=precision, layers=5))))
+    assert sound(measure_speed(open_inputs(settings(precision=precision, layers=5))))
 
 
 def test_fine_tuning_is_tried(settings: Make, tiny: Path, tmp_path: Path) -> None:
     table = tmp_path / "train.tsv"
     table.write_text("sentence\tlabel\n" + "good horse\t1\nbad mule cart\t0\n" * 4)
     found = {"task": "classify", "model": str(tiny), "train": str(table)}
-    assert sound(attempt(survey(settings(**found, layers=0, hidden_size=0, heads=0, batch=4))))
+    assert sound(
+        measure_speed(open_inputs(settings(**found, layers=0, hidden_size=0, heads=0, batch=4)))
+    )
 
 
 def test_hours_follow_from_work_and_parameters(
     settings: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Trial(operations=10.0, parameters=100.0).step(20.0, 50.0) == 2.5
-    monkeypatch.setattr("packhorse.train.outlook.attempt", lambda ground: Trial(1e6, math.inf))
+    assert SpeedTrial(operations=10.0, parameters=100.0).step(20.0, 50.0) == 2.5
+    monkeypatch.setattr(
+        "packhorse.train.estimate.measure_speed", lambda ground: SpeedTrial(1e6, math.inf)
+    )
 
     def hours(**said: Any) -> float:
-        return outlook(settings(**said), tmp_path).hours
+        return estimate(settings(**said), tmp_path).hours
 
     assert hours(steps=12) == pytest.approx(2 * hours(steps=6))
     assert hours(batch=32, steps=6) == pytest.approx(2 * hours(batch=16, steps=6))
     assert 1.3 * hours(layers=2) < hours(layers=4) < 2 * hours(layers=2)  # words are the rest
-    both = outlook(settings(), tmp_path, world=2)
+    both = estimate(settings(), tmp_path, world=2)
     assert both.hours == pytest.approx(hours()) and both.devices == 2  # they share the cores
 
 
 def test_what_is_tried_is_what_runs_at_once(settings: Make) -> None:
-    ground = survey(settings(batch=16, micro_tokens=100))
-    batch = trial._batch(ground)
+    ground = open_inputs(settings(batch=16, micro_tokens=100))
+    batch = estimates._trial_batch(ground)
     per_part = ground.feed.batch * ground.feed.tokens / ground.feed.parts
     assert batch.tokens == round(per_part) and batch.packed.max_seqlen == round(ground.feed.tokens)
     large = replace(ground, feed=replace(ground.feed, parts=1, batch=1e6))
-    assert trial._batch(large).tokens == trial.TOKENS
+    assert estimates._trial_batch(large).tokens == estimates.MAX_TOKENS
