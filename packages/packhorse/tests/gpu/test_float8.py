@@ -112,7 +112,7 @@ def learned(layer: BertLayer, x: Tensor, gradient: Tensor, packed: Packed) -> li
 def test_a_layer_compiles_whole_and_stays_what_it_is() -> None:
     """One graph, forward and backward, in Inductor; near the uncompiled layer and near bf16's."""
     config = BertConfig(97, 1024, 1, 16, 4096, dropout=0.0)
-    packed = warmup.made_up(4096, 512).packed.to(torch.device("cuda"))
+    packed = estimate.synthetic_batch(4096, 512).packed.to(torch.device("cuda"))
     layer = BertLayer(config, attention.kernel("varlen")).to("cuda", torch.bfloat16)
     x, gradient = drawn(4096, 1024), drawn(4096, 1024, scale=1e-4)
     half = learned(layer, x, gradient, packed)

@@ -158,7 +158,7 @@ def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensor
         for name, gradient in gradients.items():
             named[name].grad = gradient.clone()
         optimizer.step()
-    checkpoint.write(out, in_full(built, optimizer))
+    checkpoint.write(out, in_fp32(built, optimizer))
     return _read(out)
 
 
