@@ -56,7 +56,6 @@ REACH = {
         "packhorse.dist",
         "packhorse.errors",
         "packhorse.executable",
-        "packhorse.native",
         "packhorse.optim",
         "packhorse.status",
     },

@@ -5,9 +5,8 @@
 The folder is the one of `enableExecutableCaching` or `POPTORCH_CACHE_DIR`, else that of
 `packhorse.executable`; compiled code is loaded from nowhere else, and from there only if nobody but
 the user can write to it. Random numbers are left to torch's own kernels, so that dropout draws what
-it would have drawn, and small convolutions are done by `convolve`. Sums are taken in another order
-than modules take them: the numbers are those of the plain loop within rounding, no longer to the
-bit.
+it would have drawn. Sums are taken in another order than modules take them: the numbers are those
+of the plain loop within rounding, no longer to the bit.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from packhorse import executable
 from packhorse.cache import keep_compiled_code_private
-from packhorse_port import convolve
 from packhorse_port.losses import Untraceable
 from packhorse_port.trace import Graph
 
@@ -37,7 +35,6 @@ def compile_graph(graph: Graph, inputs: Sequence[Tensor], folder: str | None) ->
         raise Untraceable("no C++ compiler is installed (g++ or clang++)")
     from torch._inductor import config
 
-    convolve.use(graph.module)
     run = torch.compile(graph.module, dynamic=False, fullgraph=True)
     copies, state = [each.clone() for each in inputs], torch.get_rng_state()
     with _cached(folder), warnings.catch_warnings(), config.patch(SETTINGS), torch.no_grad():
