@@ -22,7 +22,7 @@ from .models import Classifier, Line, images, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.PoplarExecutor:
@@ -31,7 +31,7 @@ def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.
 
 def told(subject: str) -> list[str]:
     """The keys of what the script was told about a subject."""
-    return [notice.key for notice in notices.taken() if notice.key.startswith(subject)]
+    return [notice.key for notice in notices.logged() if notice.key.startswith(subject)]
 
 
 # "PyTorch buffers"

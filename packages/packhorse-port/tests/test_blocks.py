@@ -17,7 +17,7 @@ from .models import Line, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 class Divided(nn.Module):
@@ -66,7 +66,7 @@ def test_a_strategy_changes_no_number(strategy):
         "second.weight",
         "second.bias",
     ]
-    assert [said.key for said in notices.taken()] == ["blocks", "recomputationCheckpoint"]
+    assert [said.key for said in notices.logged()] == ["blocks", "recomputationCheckpoint"]
 
 
 def test_stages_and_phases_can_be_asked_for():

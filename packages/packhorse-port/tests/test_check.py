@@ -14,7 +14,7 @@ import pytest
 from packhorse_port import check
 from packhorse_port.check import Finding, examine
 from packhorse_port.names import EXTRAS, NAMES
-from packhorse_port.origins import Origins
+from packhorse_port.syntax import NameOrigins
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIBRARY = Path(__file__).resolve().parents[2] / "packhorse" / "pyproject.toml"
@@ -229,4 +229,4 @@ def test_every_name_that_is_set_is_found() -> None:
         maker = "trainingModel" if head == "PoplarExecutor" else head
         tree = ast.parse(f"import poptorch\nx = poptorch.{maker}()\nx.{rest}")
         last = tree.body[-1]
-        assert isinstance(last, ast.Expr) and Origins(tree).name(last.value) == name
+        assert isinstance(last, ast.Expr) and NameOrigins(tree).name(last.value) == name

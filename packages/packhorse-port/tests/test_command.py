@@ -35,7 +35,7 @@ def test_check_lists_every_line(cli, script: Path) -> None:
     assert said.document["counts"] == {"as is": 0, "emulated": 3, "ignored": 1, "fails": 0}
     ignored = next(each for each in said.document["findings"] if each["kind"] == "ignored")
     assert ignored["line"] == 4 and ignored["source"].startswith("opts.syncPattern")
-    assert "one device has nobody to wait for" in said.out and "0 fails" in said.err
+    assert "one device waits for no other" in said.out and "0 fails" in said.err
 
 
 def test_check_ends_with_1_where_something_will_fail(cli, script: Path) -> None:
@@ -83,10 +83,10 @@ def test_check_and_patch_know_the_version(cli, script: Path, tmp_path: Path) -> 
 def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
     for words, part in (
         (["--check", tmp_path / "none.py"], "cannot be read"),
-        (["--check", script, "three"], "nothing is run: three"),
+        (["--check", script, "three"], "leave out three"),
         (["--check", script, "--epochs", "3"], "--epochs"),
         (["--nope", script], "--nope"),
-        (["--overwrite", script], "with --patch only"),
+        (["--overwrite", script], "for --patch only"),
         ([], "SCRIPT"),
     ):
         said = cli("port", *words)

@@ -17,7 +17,7 @@ from .models import Classifier, Line, images, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.PoplarExecutor:
@@ -35,7 +35,7 @@ def test_options_and_optimizer_may_be_left_out():
     other(data, targets)[1].backward()
     optimizer.step()
     assert torch.equal(model.line.weight, other.line.weight)
-    assert [said.key for said in notices.taken()] == ["optimizer"]
+    assert [said.key for said in notices.logged()] == ["optimizer"]
     assert torch.equal(poptorch.inferenceModel(model)(data), model(data).detach())
 
 

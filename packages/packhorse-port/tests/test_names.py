@@ -9,7 +9,7 @@ import pytest
 
 import packhorse_port as poptorch
 from packhorse.errors import PackhorseError
-from packhorse_port import enums, groups, optim
+from packhorse_port import enums, optim, options
 from packhorse_port.loader import DataLoader
 from packhorse_port.names import EMULATED, FAILS, IGNORED, NAMES, install_line, nearest
 from packhorse_port.options import Options
@@ -17,12 +17,12 @@ from packhorse_port.settings import Ignored
 
 GROUPS = {
     "Options": Options,
-    "Options.Training": groups.Training,
-    "Options.Precision": groups.Precision,
-    "Options.TensorLocations": groups.TensorLocations,
-    "Options.Distributed": groups.Distributed,
-    "Options.Jit": groups.Jit,
-    "Options._Popart": groups.Popart,
+    "Options.Training": options.Training,
+    "Options.Precision": options.Precision,
+    "Options.TensorLocations": options.TensorLocations,
+    "Options.Distributed": options.Distributed,
+    "Options.Jit": options.Jit,
+    "Options._Popart": options.Popart,
 }
 
 

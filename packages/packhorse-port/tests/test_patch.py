@@ -21,7 +21,7 @@ from packhorse_port.patch import MARK, plain_functions, translate
 def patched(text: str) -> str:
     """The script without the functions that were put at its top."""
     done = translate(dedent(text).encode(), "script.py")
-    assert done.left == ()
+    assert done.untranslated == ()
     return below(done.text)
 
 
@@ -152,14 +152,14 @@ def test_what_stands_under_main_is_under_no_condition() -> None:
     script = "import poptorch\nif __name__ == '__main__':\n    opts = poptorch.Options()\n"
     script += "    opts.deviceIterations(4)\n    d = poptorch.DataLoader(opts, x, batch_size=2)\n"
     result = translate(script.encode(), "script.py")
-    assert not result.left and "batch_size=2 * 4" in result.text
+    assert not result.untranslated and "batch_size=2 * 4" in result.text
 
 
 def test_options_out_of_a_function_stay_whole() -> None:
     script = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n"
     script += "    opts.deviceIterations(n)\n    return opts\nopts = f(3)\n"
     result = translate(script.encode(), "script.py")
-    assert [line for line, _ in result.left][:2] == [3, 4]
+    assert [line for line, _ in result.untranslated][:2] == [3, 4]
     assert "opts = poptorch.Options()" in result.text
 
 
@@ -187,7 +187,7 @@ def test_options_that_change_later_count_from_there() -> None:
         ("d = poptorch.DataLoader(make_options(), x)", "make_options() is set to cannot be told"),
         ("d = poptorch.DataLoader(*arguments)", "not written out"),
         ("if fast: opts.deviceIterations(8)", "under a condition"),
-        ("opts.enableSyntheticData(True)", "random data"),
+        ("opts.enableSyntheticData(True)", "data of the first call"),
         ("print(model.getLatency())", "seconds of a call"),
         ("print(model.getLatency(), other.getLatency())", "seconds of a call"),
         ("print(f'{poptorch.__version__:>9}')", "__version__: inside an f-string"),
@@ -198,7 +198,7 @@ def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> N
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
     done = translate((text + line + "\n").encode(), "script.py")
-    ((number, why),) = done.left
+    ((number, why),) = done.untranslated
     assert number == 4 and part in why
     *_, mark, kept = below(done.text).splitlines()
     assert mark == MARK + why and kept == line
@@ -222,9 +222,9 @@ def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
     done = translate((text + line).encode(), "script.py")
-    assert [number for number, _ in done.left] == [4] * len(parts)
-    assert all(part in why for part, (_, why) in zip(parts, done.left, strict=True))
-    marks = [MARK + why for _, why in done.left]
+    assert [number for number, _ in done.untranslated] == [4] * len(parts)
+    assert all(part in why for part, (_, why) in zip(parts, done.untranslated, strict=True))
+    marks = [MARK + why for _, why in done.untranslated]
     assert below(done.text).splitlines()[-len(parts) - 1 :] == [*marks, line]
 
 
@@ -238,7 +238,7 @@ def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None
 )
 def test_an_order_that_is_drawn_early_is_told(call: str) -> None:
     done = translate(f"import poptorch\nd = poptorch.{call}\n".encode(), "script.py")
-    ((number, why),) = done.left
+    ((number, why),) = done.untranslated
     assert number == 2 and "early_preload" in why and "poptorch." not in done.text
 
 
@@ -269,7 +269,7 @@ def test_both_ways_train_alike(mode: DataLoaderMode, monkeypatch: pytest.MonkeyP
     ours, theirs = {"Net": Pair}, {"Net": Pair}
     exec(text, ours)
     done = translate(text.encode(), "script.py")
-    assert done.left == ()
+    assert done.untranslated == ()
     exec(done.text, theirs)
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 

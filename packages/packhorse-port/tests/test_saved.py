@@ -86,7 +86,7 @@ def test_is_safetensors_and_json_and_nothing_else(tmp_path):
     training = trained()
     training.save(tmp_path)
     with safe_open(tmp_path / "model.poptorch", "pt") as file:
-        about = json.loads(file.metadata()["packhorse_port"])
+        about = json.loads(file.metadata()["packhorse.port"])
         names = set(file.keys())
     assert {"model.conv.weight", "optimizer.conv.weight|exp_avg", "rng"} <= names
     assert about["training"] and about["model"].endswith("models:Classifier")

@@ -156,8 +156,8 @@ def test_an_earlier_sitecustomize_still_runs(tmp_path: Path) -> None:
 
 NOTICES = """
 import poptorch
-from packhorse_port.notices import say_once
-say_once("stochastic", "enableStochasticRounding has no effect: numbers are rounded")
+from packhorse_port.notices import log_once
+log_once("stochastic", "enableStochasticRounding has no effect: numbers are rounded")
 print("out")
 """
 

@@ -32,7 +32,7 @@ def _modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
     monkeypatch.setenv("PACKHORSE_DATASETS", "digits")
     monkeypatch.chdir(tmp_path)
-    notices.forget()
+    notices.reset()
 
 
 def test_it_runs_unchanged(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_it_runs_unchanged(tmp_path: Path) -> None:
 def both(text: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a script leaves behind, ported and translated."""
     done = translate(text.encode(), "script.py")
-    assert done.left == ()
+    assert done.untranslated == ()
     tree = ast.parse(done.text)
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert "poptorch" not in named and "import packhorse" not in done.text

@@ -10,7 +10,7 @@ import pytest
 
 import packhorse_port as poptorch
 from packhorse import status
-from packhorse_port import telling
+from packhorse_port import executor
 
 from .models import Line, points
 
@@ -38,7 +38,7 @@ def test_a_running_executor_is_seen_until_it_leaves_the_device() -> None:
 
 
 def test_calls_and_samples_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "PAUSE", 0.1)
+    monkeypatch.setattr(executor, "PUBLISH_SECONDS", 0.1)
     monkeypatch.setattr(status, "PAUSE", 0.05)
     opts = poptorch.Options().deviceIterations(2)
     model = poptorch.inferenceModel(Line(), opts)

@@ -30,10 +30,10 @@ def ipu(tf: ModuleType) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def _fresh(ipu: ModuleType):
-    notices.forget()
+    notices.reset()
     ipu.config.reset_ipu_configuration()
     yield
-    notices.forget()
+    notices.reset()
 
 
 def keras() -> Any:
@@ -102,7 +102,7 @@ def test_one_ipu_is_keras_to_the_bit(ipu: Any, tf: Any, execution: int) -> None:
     alone.set_weights(expected)
     assert np.array_equal(outputs, alone.predict(X, batch_size=8, verbose=0))
     assert accuracy == pytest.approx((outputs.argmax(1) == Y).mean())
-    assert not notices.taken() and loss > 0
+    assert not notices.logged() and loss > 0
 
 
 def test_a_pipeline_accumulates(ipu: Any) -> None:
@@ -330,7 +330,7 @@ def test_too_few_samples_for_the_replicas_and_some_left_over(ipu: Any) -> None:
         with pytest.raises(InputError, match="for each of 4 replicas"):
             model.predict(X[:16], batch_size=8, verbose=0)
         assert len(model.predict(X[:40], batch_size=8, verbose=0)) == 32
-    assert [each.key for each in notices.taken()] == ["replicas.dropped"]
+    assert [each.key for each in notices.logged()] == ["replicas.dropped"]
 
 
 def test_every_name_of_the_table_is_there_or_says_why(ipu: Any) -> None:
@@ -368,7 +368,7 @@ def test_keras_2_is_translated_and_said_once(ipu: Any, tmp_path: Path) -> None:
     model.save_weights(tmp_path / "weights")
     loaded.load_weights(str(tmp_path / "weights"))
     tf_keras().callbacks.ModelCheckpoint(str(tmp_path / "at"), save_weights_only=True)
-    assert {each.key.removeprefix("Keras 2: ") for each in notices.taken()} == {
+    assert {each.key.removeprefix("Keras 2: ") for each in notices.logged()} == {
         *("lr", "decay", "Input", "workers", "use_multiprocessing", "fit_generator"),
         *("file.keras", "file.weights.h5", "save_format"),
     }
@@ -387,13 +387,13 @@ def test_xla_keeps_what_it_compiles_where_the_flags_say(
     folder = tmp_path / "executables"
     monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=0")
     monkeypatch.setenv("TF_POPLAR_FLAGS", f"--use_ipu_model --executable_cache_path={folder}")
-    room._cache()
+    room._set_xla_cache()
     asked = os.environ["TF_XLA_FLAGS"].split()
     assert asked[:2] == ["--tf_xla_auto_jit=0", f"--tf_xla_persistent_cache_directory={folder}/xla"]
     monkeypatch.setenv("TF_XLA_FLAGS", "")
     folder.chmod(0o777)
     with pytest.raises(InputError, match="can be written by others"):
-        room._cache()
+        room._set_xla_cache()
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 

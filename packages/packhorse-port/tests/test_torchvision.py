@@ -29,7 +29,7 @@ COLOUR = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 @pytest.fixture(autouse=True)
 def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine may have installed is not seen."""
-    monkeypatch.delenv(files.PLACES, raising=False)
+    monkeypatch.delenv(files.VARIABLE, raising=False)
     monkeypatch.setattr(files, "DEBIAN", Path("/nonexistent"))
 
 
@@ -216,7 +216,7 @@ def test_folders_of_the_environment_and_debian(
     with pytest.raises(InputError) as told:
         datasets.MNIST(tmp_path / "none")
     assert "apt" not in str(told.value) and "PACKHORSE_DATASETS=digits" in str(told.value)
-    monkeypatch.setenv(files.PLACES, str(tmp_path / "here"))
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "here"))
     assert len(datasets.MNIST(tmp_path / "none")) == 6
 
 
@@ -271,7 +271,7 @@ def test_download_with_its_checksum(
 
 def test_digits_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    monkeypatch.setenv(files.PLACES, files.DIGITS)
+    monkeypatch.setenv(files.VARIABLE, files.DIGITS)
     trained, tested = (datasets.FashionMNIST(tmp_path, train=train) for train in (True, False))
     assert (len(trained), len(tested)) == (1500, 297)
     real = load_digits()
