@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import packhorse_port as poptorch
-from packhorse import dist
+from packhorse import launcher
 from packhorse.errors import InputError
 from packhorse_port.replicas import ReplicaGroup, _interleave
 
@@ -49,9 +49,9 @@ def started(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
 def test_each_process_has_its_share(monkeypatch):
     started(monkeypatch, 1, 2)
     group = ReplicaGroup.of(poptorch.Options().replicationFactor(4))
-    assert group.local == range(2, 4) and group.shared
+    assert group.local == range(2, 4) and group.shares_batches
     batches = [[number] for number in range(8)]  # two of each replica
-    assert [(r, b[0]) for r, b in group.shares(batches)] == [(2, 2), (3, 3), (2, 6), (3, 7)]
+    assert [(r, b[0]) for r, b in group.local_batches(batches)] == [(2, 2), (3, 3), (2, 6), (3, 7)]
 
 
 def test_processes_that_do_not_fit_name_the_line(monkeypatch):
@@ -79,7 +79,7 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     command = [sys.executable, str(tmp_path / "rank.py"), str(here), str(tmp_path)]
     said: list[str] = []
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    assert dist.launch(2, command, environ=environ, say=said.append) == 0, said
+    assert launcher.launch(2, command, environ=environ, say=said.append) == 0, said
     torch.manual_seed(1)
     model = Classifier()
     opts = poptorch.Options().deviceIterations(2).replicationFactor(2)

@@ -169,7 +169,7 @@ def test_the_summary_recalls_what_was_said(tmp_path: Path) -> None:
     assert said == "script.py:4: enableStochasticRounding has no effect: numbers are rounded"
     assert summary == [
         "packhorse port: poptorch was packhorse_port",
-        "packhorse port: other than on an IPU, each said above: stochastic (script.py:4)",
+        "packhorse port: different from an IPU, each logged above: stochastic (script.py:4)",
     ]
     quiet = python(*PORT, "--quiet", script, cwd=tmp_path)
     assert (quiet.stdout, quiet.stderr) == ("out\n", "")

@@ -123,7 +123,7 @@ ipu.utils.get_ipu_configs()
 def test_check_tells_of_every_use() -> None:
     tree = ast.parse(USED)
     found = list(names.uses(tree, NameOrigins(tree)))
-    assert sorted((each.line, each.known.kind, each.name) for each in found) == [
+    assert sorted((each.line, each.entry.kind, each.name) for each in found) == [
         (5, "emulated", "ipu.config.IPUConfig"),
         (6, "ignored", "IPUConfig.convolutions.poplar_options.update"),
         (7, "fails", "IPUConfig.auto_select_ipu"),
@@ -135,7 +135,7 @@ def test_check_tells_of_every_use() -> None:
         (13, "ignored", "Model.set_outfeed_queue_options"),
         (14, "fails", "ipu.utils.get_ipu_configs"),
     ]
-    meanings = {each.name: each.known.meaning for each in found}
+    meanings = {each.name: each.entry.meaning for each in found}
     assert "IPUConfig.auto_select_ipus" in meanings["IPUConfig.auto_select_ipu"]
     assert "ON_DEMAND" in meanings["ipu.config.DeviceConnectionType.ONDEMAND"]
     assert "steps_per_execution" in meanings["ipu.loops.repeat"]

@@ -145,7 +145,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         for notice in report["notices"]
     ]
     if keys:
-        lines.append(f"other than on an IPU, each said above: {', '.join(keys)}")
+        lines.append(f"different from an IPU, each logged above: {', '.join(keys)}")
     lines += [f"{name} is missing: {command}" for name, command in report["missing"].items()]
     return lines
 

@@ -9,11 +9,12 @@ and optimizer, gradients of all are summed before the step, and each replica has
 (such as the running statistics of a batch norm), initialized from the module's. The module keeps
 those of the first replica, which is what PopTorch copies to the host.
 
-Started as several processes (`torchrun --nproc-per-node n script.py`, or `packhorse.dist.launch`),
-each process runs its share of the replicas, on its own GPU if there are any, and gradients are
-summed across processes. Every process runs the whole script; weights and data of the first one are
-used, so that the script needs no seeds, and all get the outputs of all. With `Options.Distributed`
-each process instead reads its own part of the data and returns its own outputs.
+Started as several processes (by `torchrun --nproc-per-node n script.py`, or by
+`packhorse.launcher.launch`), each process runs its share of the replicas, on its own GPU if there
+are any, and gradients are summed across processes. Every process runs the whole script; weights and
+data of the first one are used, so that the script needs no seeds, and all get the outputs of all.
+With `Options.Distributed` each process instead reads its own part of the data and returns its own
+outputs.
 """
 
 from __future__ import annotations
