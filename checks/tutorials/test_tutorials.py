@@ -79,7 +79,7 @@ def run(
     """Runs a script, or a text in its place: (what it leaves behind, what it said)."""
     monkeypatch.setitem(sys.modules, "poptorch", packhorse_port)
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
-    monkeypatch.setattr(sys, "meta_path", [script.Finder, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [script.ImportFinder, *sys.meta_path])
     monkeypatch.chdir(tmp_path)
     notices.reset()
 

@@ -59,7 +59,7 @@ def data(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int = 1) -> None:
-    images, labels = (each.cuda() for each in data(BATCH * ITERATIONS * accumulation * CALLS))
+    images, labels = (item.cuda() for item in data(BATCH * ITERATIONS * accumulation * CALLS))
     for begin in range(0, len(images), BATCH * accumulation):
         optimizer.zero_grad()
         for at in range(begin, begin + BATCH * accumulation, BATCH):
@@ -83,17 +83,17 @@ def ported(model: nn.Module, optimizer: Any, accumulation: int = 1, compiled: bo
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_captured_call_is_the_plain_loop(name, accumulation):
     torch.manual_seed(0)
-    mine = Net()
-    theirs = copy.deepcopy(mine).cuda()
-    plain(theirs, OPTIMIZERS[name](theirs.parameters()), accumulation)
-    training = ported(mine, OPTIMIZERS[name](mine.parameters()), accumulation)
+    actual = Net()
+    expected = copy.deepcopy(actual).cuda()
+    plain(expected, OPTIMIZERS[name](expected.parameters()), accumulation)
+    training = ported(actual, OPTIMIZERS[name](actual.parameters()), accumulation)
     recorded = training._runner.recorded
     assert bool(recorded) == (name != "lamb"), training._runner.refused
     # The first call makes the optimizer's moments, so those after it are counted anew.
-    assert all(each.uses == CALLS - WARMUP_CALLS - 1 for each in recorded.values())
+    assert all(item.uses == CALLS - WARMUP_CALLS - 1 for item in recorded.values())
     training.detachFromDevice()
-    for key, value in mine.state_dict().items():
-        torch.testing.assert_close(value, theirs.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
+    for key, value in actual.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_draws_anew_in_each_step():
@@ -146,13 +146,13 @@ def test_weights_are_on_both_sides():
 
 def test_as_python_a_call_is_the_plain_loop_and_no_graph():
     torch.manual_seed(0)
-    mine = Net()
-    theirs = copy.deepcopy(mine).cuda()
-    plain(theirs, OPTIMIZERS["adam"](theirs.parameters()))
-    training = ported(mine, OPTIMIZERS["adam"](mine.parameters()), compiled=False)
+    actual = Net()
+    expected = copy.deepcopy(actual).cuda()
+    plain(expected, OPTIMIZERS["adam"](expected.parameters()))
+    training = ported(actual, OPTIMIZERS["adam"](actual.parameters()), compiled=False)
     assert not training._runner.recorded
-    for key, value in mine.state_dict().items():
-        torch.testing.assert_close(value, theirs.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
+    for key, value in actual.state_dict().items():
+        torch.testing.assert_close(value, expected.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
 
 
 def test_a_change_of_the_input_reaches_the_script():
@@ -173,11 +173,11 @@ def test_inference_is_the_modules():
     opts = poptorch.Options().deviceIterations(2).compileStep()
     inference = poptorch.inferenceModel(model, opts)
     images, _ = data(8)
-    found = [inference(images + call) for call in range(WARMUP_CALLS + 2)]
+    actual = [inference(images + call) for call in range(WARMUP_CALLS + 2)]
     inference.detachFromDevice()
-    for call, one in enumerate(found):
-        wanted = model(images + call).detach()
-        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+    for call, single in enumerate(actual):
+        expected = model(images + call).detach()
+        torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4)
 
 
 class Looks(Net):
@@ -200,7 +200,7 @@ def test_a_capture_that_fails_leaves_dropout_and_stream_as_they_were():
     first = torch.rand(8, device="cuda")
     torch.cuda.manual_seed(3)
     assert torch.equal(torch.rand(8, device="cuda"), first)
-    again = ported(other := Net(dropout=0.5), torch.optim.SGD(other.parameters(), lr=0.01))
+    again = ported(second := Net(dropout=0.5), torch.optim.SGD(second.parameters(), lr=0.01))
     assert again._runner.recorded, again._runner.refused
 
 

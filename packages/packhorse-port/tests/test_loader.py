@@ -90,9 +90,9 @@ def test_combined_batches(batch, iterations, replicas, accumulation, n, drop_las
     batches = list(loader)
     assert loader.combinedBatchSize == combined and loader.options is opts
     assert len(batches) == len(loader) == (n // combined if drop_last else -(-n // combined))
-    kept = n - n % combined if drop_last else n
-    assert elements(batches) == list(range(kept))
-    assert all(len(each[0]) == combined for each in batches[: n // combined])
+    stored = n - n % combined if drop_last else n
+    assert elements(batches) == list(range(stored))
+    assert all(len(item[0]) == combined for item in batches[: n // combined])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,12 +110,12 @@ def test_every_mode_gives_the_same_in_the_same_order(mode: DataLoaderMode) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_that_were_asked_for_draw_as_torchs_do(mode: DataLoaderMode) -> None:
-    asked = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    requested = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
     torch.manual_seed(3)
-    plain = torch.utils.data.DataLoader(data(24), 4, drop_last=True, **asked)
+    plain = torch.utils.data.DataLoader(data(24), 4, drop_last=True, **requested)
     expected = [elements(plain) for _ in range(3)]
     torch.manual_seed(3)
-    with DataLoader(None, data(24), 4, mode=mode, **asked) as loader:
+    with DataLoader(None, data(24), 4, mode=mode, **requested) as loader:
         assert [elements(loader) for _ in range(3)] == expected
 
 
@@ -202,7 +202,7 @@ def test_an_error_of_the_data_arrives(mode: DataLoaderMode) -> None:
     def refuse(batch):
         if batch[0][0] >= 4:
             raise OSError("torn page")
-        return torch.tensor([each[0] for each in batch])
+        return torch.tensor([item[0] for item in batch])
 
     with DataLoader(None, data(8), 2, mode=mode, collate_fn=refuse) as loader:
         reading = iter(loader)
@@ -393,12 +393,12 @@ def test_rows_of_tensors_come_as_torch_gives_them(shuffle: bool) -> None:
     data = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
     options = Options().deviceIterations(2)
     torch.manual_seed(3)
-    ours = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
+    packhorse_result = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
     after = torch.rand(1)
     torch.manual_seed(3)
     theirs = list(torch.utils.data.DataLoader(data, 4, shuffle, drop_last=True))
     assert torch.equal(after, torch.rand(1)), "the generator is left as torch's loader leaves it"
-    assert len(ours) == len(theirs) == 2
-    for mine, other in zip(ours, theirs, strict=True):
-        assert type(mine) is type(other)
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert len(packhorse_result) == len(theirs) == 2
+    for ported, another in zip(packhorse_result, theirs, strict=True):
+        assert type(ported) is type(another)
+        assert all(torch.equal(a, b) for a, b in zip(ported, another, strict=True))

@@ -19,7 +19,7 @@ def test_once_per_key(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         notices.log_once("a", "a has no effect")
         notices.log_once("b", "b has none either")
-    assert [(each.key, each.text) for each in notices.logged()] == [
+    assert [(item.key, item.text) for item in notices.logged()] == [
         ("a", "a has no effect"),
         ("b", "b has none either"),
     ]

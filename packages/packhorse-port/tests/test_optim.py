@@ -83,8 +83,8 @@ def test_state_goes_to_torchs_and_back(name: str, settings: dict[str, Any]) -> N
 
 def test_defaults_are_torchs() -> None:
     for name in ("Adam", "AdamW", "RMSprop"):
-        mine = getattr(optim, name)(model().parameters()).defaults
-        assert mine == getattr(torch.optim, name)(model().parameters()).defaults
+        actual = getattr(optim, name)(model().parameters()).defaults
+        assert actual == getattr(torch.optim, name)(model().parameters()).defaults
     assert "lr" in inspect.signature(optim.SGD).parameters
     with pytest.raises(TypeError, match="lr"):
         optim.SGD(model().parameters())  # pyright: ignore[reportCallIssue]
@@ -135,8 +135,8 @@ def test_adamw_without_bias_correction() -> None:
                 p, lr=0.01, weight_decay=0.1, bias_correction=False, foreach=each
             )
         )
-        for one, other in zip(uncorrected, train(by_hand), strict=True):
-            assert torch.allclose(one, other, atol=1e-6, rtol=1e-5)
+        for single, second in zip(uncorrected, train(by_hand), strict=True):
+            assert torch.allclose(single, second, atol=1e-6, rtol=1e-5)
     assert not torch.allclose(
         uncorrected[0], train(lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1))[0], atol=1e-3
     )

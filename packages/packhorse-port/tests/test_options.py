@@ -113,7 +113,7 @@ def test_a_pickled_copy_stays_as_it_was() -> None:
         ("device_iteration", "device_iterations"),
         ("setRandomSeed", "randomSeed"),
         ("training", "Training"),
-        ("qqqqqqqq", "nothing like it"),
+        ("qqqqqqqq", "nothing similar"),
     ],
 )
 def test_unknown_names_name_the_nearest(wrong: str, nearest: str) -> None:

@@ -86,12 +86,12 @@ def test_rebatched_keeps_order_and_drops_only_the_last(sizes, size: int, drop_la
     numbers = torch.arange(sum(sizes))
     parts = [{"x": part, "y": (part * 2,)} for part in numbers.split(sizes)] if sizes else []
     batches = list(rebatch(iter(parts), size, drop_last))
-    kept = sum(sizes) - (sum(sizes) % size if drop_last else 0)
+    stored = sum(sizes) - (sum(sizes) % size if drop_last else 0)
     assert [batch_length(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)
-    assert len(batches) == -(-kept // size)
+    assert len(batches) == -(-stored // size)
     if batches:
-        assert torch.equal(torch.cat([batch["x"] for batch in batches]), numbers[:kept])
-        assert torch.equal(torch.cat([batch["y"][0] for batch in batches]), 2 * numbers[:kept])
+        assert torch.equal(torch.cat([batch["x"] for batch in batches]), numbers[:stored])
+        assert torch.equal(torch.cat([batch["y"][0] for batch in batches]), 2 * numbers[:stored])
 
 
 def test_nested_batches_keep_their_kind() -> None:

@@ -77,9 +77,9 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     here = Path(__file__).parent
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, str(tmp_path / "rank.py"), str(here), str(tmp_path)]
-    said: list[str] = []
+    result: list[str] = []
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    assert launcher.launch(2, command, environ=environ, say=said.append) == 0, said
+    assert launcher.launch(2, command, environ=environ, say=result.append) == 0, result
     torch.manual_seed(1)
     model = Classifier()
     opts = poptorch.Options().deviceIterations(2).replicationFactor(2)

@@ -559,7 +559,7 @@ def trainingModel(
         optimizer = torch.optim.SGD(module.parameters(), lr=DEFAULT_LEARNING_RATE)
         log_once(
             "optimizer",
-            f"no optimizer was given: SGD with lr={DEFAULT_LEARNING_RATE}, as PopTorch takes",
+            f"no optimizer was given: SGD with lr={DEFAULT_LEARNING_RATE} is used, as in PopTorch",
         )
     return PoplarExecutor(module, options, True, optimizer)
 

@@ -117,7 +117,7 @@ def translate(source: bytes, name: str) -> PatchedScript:
         text = decode_source(source)
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise InputError(f"{name} is no Python that can be read: {error}") from error
+        raise InputError(f"{name} cannot be parsed as Python: {error}") from error
     script = ScriptPatcher(SourceText(text), tree, NameOrigins(tree))
     for body in bodies(tree):
         deleted = [statement for statement in body if script.statement(statement)]
@@ -196,7 +196,7 @@ class ScriptPatcher:
         """Whether a target also holds something else, so that its use cannot be followed."""
         names = [dotted(target) for target in getattr(node, "targets", [])]
         if ambiguous := [name for name in names if name not in self.origins.variables]:
-            self.report(f"what {ambiguous[0]} is set to cannot be told")
+            self.report(f"the value of {ambiguous[0]} is not known")
         return bool(ambiguous)
 
     def decorator(self, node: ast.AST) -> bool:
@@ -346,7 +346,7 @@ class ScriptPatcher:
         root, calls = split_chain(options, self.origins)
         if self.origins.kind(options) == "Options" and self.origins.path(root):
             return apply_calls(OptionsPlan(), calls, self.origins)
-        raise Untranslatable(f"what {ast.unparse(options)} is set to cannot be told")
+        raise Untranslatable(f"the value of {ast.unparse(options)} is not known")
 
     def loader(self, arguments: CallArguments) -> list[ast.AST]:
         factor = self.plan(arguments.value("options")).factor(*BATCH_FACTORS)

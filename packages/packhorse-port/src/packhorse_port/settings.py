@@ -142,7 +142,7 @@ class Settings:
         names = (*dir(type(self)), *self._values)
         lower = {known.lower(): known for known in names if not known.startswith("__")}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-        return f"the nearest it has is {lower[near[0]]!r}" if near else "and nothing like it"
+        return f"the nearest it has is {lower[near[0]]!r}" if near else "there is nothing similar"
 
 
 def plain(value: Any) -> Any:

@@ -301,7 +301,7 @@ def apply_calls(
 ) -> OptionsPlan:
     """The plan after these calls; raises `Untranslatable` if one's effect is not known."""
     if plan is None:
-        raise Untranslatable("where these options come from cannot be told")
+        raise Untranslatable("the origin of these options is not known")
     unknown = []
     for call in calls:
         if (name := origins.name(call.func)) != "Options":

@@ -310,8 +310,8 @@ def prepare_data(
     if not _is_arrays(x):
         if replicas > 1:
             raise input_error(
-                f"a {type(x).__name__} cannot be dealt to {replicas} replicas:"
-                " give arrays or a tf.data.Dataset"
+                f"a {type(x).__name__} cannot be divided among {replicas} replicas:"
+                " pass arrays or a tf.data.Dataset"
             )
         return ReplicaData(x, y, sample_weight, batch_size, steps, steps)
     size = batch_size or DEFAULT_BATCH_SIZE
@@ -341,13 +341,12 @@ def _prepare_arrays(
         whole = samples - samples % batch
         advice = f"cut them: x = x[:{whole}], y = y[:{whole}]; or take" if whole else "take"
         raise input_error(
-            f"{samples} samples are no whole number of batches of {batch}: {advice} another"
-            " batch_size"
+            f"{samples} samples do not fill batches of {batch}: {advice} another batch_size"
         )
     used = samples - samples % (batch * replicas)
     if not used:
         raise input_error(
-            f"{samples} samples are less than a batch of {batch} for each of {replicas} replicas:"
+            f"{samples} samples are fewer than a batch of {batch} for each of {replicas} replicas:"
             " take a smaller batch_size or a smaller auto_select_ipus"
         )
     if used < samples:
@@ -386,14 +385,14 @@ def _steps_per_replica(steps: int | None, replicas: int) -> int | None:
     if steps is None:
         return None
     if steps < replicas:
-        raise input_error(f"{steps} steps are less than one for each of {replicas} replicas")
+        raise input_error(f"{steps} steps are fewer than one for each of {replicas} replicas")
     return steps // replicas
 
 
 def _log_dropped(batches: int, replicas: int) -> None:
     log_once(
         "replicas.dropped",
-        f"{batches} of the batches do not go round {replicas} replicas and are dropped",
+        f"{batches} batches cannot be divided evenly among {replicas} replicas and are dropped",
     )
 
 

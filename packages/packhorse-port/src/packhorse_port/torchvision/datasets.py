@@ -179,8 +179,8 @@ class CIFAR10(Dataset):
             if (path := folder / name).exists():
                 return np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
         raise InputError(
-            f"CIFAR10 is not here: {name} of its binary version (cifar-10-binary.tar.gz) is looked"
-            f" for in {Path(self.root) / 'cifar-10-batches-bin'} and in {files.VARIABLE}"
+            f"CIFAR10 was not found: {name} of its binary version (cifar-10-binary.tar.gz) is"
+            f" looked for in {Path(self.root) / 'cifar-10-batches-bin'} and in {files.VARIABLE}"
         )
 
     def __len__(self) -> int:

@@ -105,7 +105,7 @@ def fetch(folder: Path, files: Sequence[tuple[str, str]], mirrors: Sequence[str]
         if not target.exists():
             data = _download([name] if "://" in name else [mirror + name for mirror in mirrors])
             if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
-                raise InputError(f"{name} arrived damaged (its md5 is not {md5}); try again")
+                raise InputError(f"{name} was downloaded damaged (its md5 is not {md5}); try again")
             with new_file(target) as file:
                 file.write(data)
 
@@ -132,5 +132,5 @@ def missing_dataset(root: Path, name: str, reason: str = "") -> InputError:
     if name == "FashionMNIST":
         ways.insert(0, "apt install dataset-fashion-mnist")
     return InputError(
-        f"{name} is not here{f': {reason}' if reason else ''}. Either {'; or '.join(ways)}"
+        f"{name} was not found{f': {reason}' if reason else ''}. Either {'; or '.join(ways)}"
     )
