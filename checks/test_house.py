@@ -57,7 +57,6 @@ REACH = {
         "packhorse.dist",
         "packhorse.errors",
         "packhorse.executable",
-        "packhorse.native",
         "packhorse.optim",
         "packhorse.status",
     },

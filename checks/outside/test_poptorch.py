@@ -117,11 +117,11 @@ def run(file: Path, folder: Path) -> Result:
     report = folder / "report.xml"
     environment = os.environ | {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([script.STARTUP, str(HERE)]),
+        "PYTHONPATH": os.pathsep.join([script.STARTUP_FOLDER, str(HERE)]),
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTEST_ADDOPTS": f"-p standins -p no:cacheprovider -c {os.devnull}",  # some start another
     }
-    environment.pop(script.RUN, None)
+    environment.pop(script.RUN_VARIABLE, None)
     words = ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
     if expression := NOT_RUN.get(file.stem.removesuffix("_test")):
         words += ["-k", f"not ({expression})"]

@@ -22,7 +22,7 @@ from .models import Classifier, Line, images, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.PoplarExecutor:
@@ -31,7 +31,7 @@ def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.
 
 def told(subject: str) -> list[str]:
     """The keys of what the script was told about a subject."""
-    return [notice.key for notice in notices.taken() if notice.key.startswith(subject)]
+    return [notice.key for notice in notices.logged() if notice.key.startswith(subject)]
 
 
 # "PyTorch buffers"
@@ -74,8 +74,8 @@ def test_what_a_step_returns_is_a_copy(mode):
     opts = poptorch.Options().deviceIterations(4)
     opts.outputMode(poptorch.OutputMode[mode], 2 if mode == "EveryN" else None)
     counting = poptorch.inferenceModel(Counter(buffer=True), opts)
-    wanted = {"All": [1, 2, 3, 4], "Final": [4], "Sum": [10], "EveryN": [2, 4]}[mode]
-    assert counting(torch.zeros(4)).tolist() == wanted
+    expected = {"All": [1, 2, 3, 4], "Final": [4], "Sum": [10], "EveryN": [2, 4]}[mode]
+    assert counting(torch.zeros(4)).tolist() == expected
 
 
 class ReturnsAll(Line):
@@ -135,11 +135,11 @@ class Remembers(Line):
 def test_python_state_is_followed_or_a_trace_is_refused(steps):
     torch.manual_seed(0)
     model = Remembers()
-    other = copy.deepcopy(model)
+    second = copy.deepcopy(model)
     x, _ = points(4)
     running = poptorch.inferenceModel(model, as_asked(steps))
     for _ in range(4):
-        assert torch.equal(running(x), other(x).detach())
+        assert torch.equal(running(x), second(x).detach())
     assert told("steps") == ["steps Remembers"] * (steps == "traced")
 
 
@@ -252,9 +252,9 @@ def test_any_way_to_read_a_weight_gives_the_trained_one(read):
     torch.manual_seed(0)
     model, (x, y) = Line(), points(4)
     before = copy.deepcopy(model)
-    kept = model.line.weight  # by a name that the script had before
+    stored = model.line.weight  # by a name that the script had before
     trainer(model)(x, y)
-    assert str(read(kept)) != str(read(before.line.weight))
+    assert str(read(stored)) != str(read(before.line.weight))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)
@@ -313,21 +313,21 @@ def test_a_learning_rate_acts_through_setOptimizer():
 
 def test_moments_are_the_optimizers_and_live_on_in_the_next():
     torch.manual_seed(0)
-    mine, (x, y) = Line(), points(4)
-    theirs = copy.deepcopy(mine)
-    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    first = torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9)
-    training = poptorch.trainingModel(mine, None, first)
+    ported, (x, y) = Line(), points(4)
+    expected = copy.deepcopy(ported)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    first = torch.optim.SGD(ported.parameters(), lr=0.1, momentum=0.9)
+    training = poptorch.trainingModel(ported, None, first)
     for step in range(4):
         if step == 2:  # another one without moments: those on the device stay
-            training.setOptimizer(torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9))
+            training.setOptimizer(torch.optim.SGD(ported.parameters(), lr=0.1, momentum=0.9))
         training(x, y)
         optimizer.zero_grad()
-        theirs(x, y)[1].backward()
+        expected(x, y)[1].backward()
         optimizer.step()
-    assert torch.equal(mine.line.weight, theirs.line.weight)
-    moment = first.state[mine.line.weight]["momentum_buffer"]
-    assert torch.equal(moment, optimizer.state[theirs.line.weight]["momentum_buffer"])
+    assert torch.equal(ported.line.weight, expected.line.weight)
+    moment = first.state[ported.line.weight]["momentum_buffer"]
+    assert torch.equal(moment, optimizer.state[expected.line.weight]["momentum_buffer"])
 
 
 # What says otherwise

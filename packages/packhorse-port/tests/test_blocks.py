@@ -17,7 +17,7 @@ from .models import Line, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 class Divided(nn.Module):
@@ -66,7 +66,7 @@ def test_a_strategy_changes_no_number(strategy):
         "second.weight",
         "second.bias",
     ]
-    assert [said.key for said in notices.taken()] == ["blocks", "recomputationCheckpoint"]
+    assert [result.key for result in notices.logged()] == ["blocks", "recomputationCheckpoint"]
 
 
 def test_stages_and_phases_can_be_asked_for():
@@ -112,8 +112,8 @@ def test_a_decoder_adds_up_what_spells_the_same():
 def test_printing_shows_value_and_gradient(capfd):
     x = torch.ones(2, requires_grad=True)
     (poptorch.ipu_print_tensor(x, "x") * 3).sum().backward()
-    said = capfd.readouterr().err
-    assert "x: tensor([1., 1.]" in said and "Gradient___x: tensor([3., 3.])" in said
+    result = capfd.readouterr().err
+    assert "x: tensor([1., 1.]" in result and "Gradient___x: tensor([3., 3.])" in result
 
 
 def test_what_only_arranges_gives_back_what_it_got():

@@ -14,7 +14,7 @@ import pytest
 from packhorse_port import check
 from packhorse_port.check import Finding, examine
 from packhorse_port.names import EXTRAS, NAMES
-from packhorse_port.origins import Origins
+from packhorse_port.syntax import NameOrigins
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIBRARY = Path(__file__).resolve().parents[2] / "packhorse" / "pyproject.toml"
@@ -32,7 +32,7 @@ def told(text: str) -> list[tuple[int, str, str]]:
 def test_the_courses_script_runs() -> None:
     path = SCRIPTS / "section_four.py"
     report = examine(path.read_bytes(), path)
-    by_name = {(each.line, each.name): each for each in report.findings}
+    by_name = {(item.line, item.name): item for item in report.findings}
     lines = path.read_text().splitlines()
     where = {text: number for number, text in enumerate(lines, 1)}
     assert by_name[where["import poptorch"], "poptorch"].kind == "emulated"
@@ -40,9 +40,9 @@ def test_the_courses_script_runs() -> None:
     detach = by_name[where["poptorch_model.detachFromDevice()"], "PoplarExecutor.detachFromDevice"]
     assert detach.source == "poptorch_model.detachFromDevice()"
     assert report.document()["plain_lines"] == report.plain > 30
-    assert {each.kind for each in report.findings} <= {"as is", "emulated", "fails"}
+    assert {item.kind for item in report.findings} <= {"as is", "emulated", "fails"}
     assert all(
-        each.meaning.startswith("not installed") for each in report.findings if each.kind == "fails"
+        item.meaning.startswith("not installed") for item in report.findings if item.kind == "fails"
     )
 
 
@@ -111,8 +111,8 @@ def test_names_are_followed_through_chains_and_aliases() -> None:
     ],
 )
 def test_what_will_fail_says_what_to_do(line: str, name: str, part: str) -> None:
-    fails = [each for each in found(f"import poptorch\n{line}\n") if each.kind == "fails"]
-    assert [(each.line, each.name) for each in fails] == [(2, name)]
+    fails = [item for item in found(f"import poptorch\n{line}\n") if item.kind == "fails"]
+    assert [(item.line, item.name) for item in fails] == [(2, name)]
     assert part in fails[0].meaning and fails[0].source == line
 
 
@@ -169,7 +169,7 @@ def test_missing_modules_are_told_with_their_extra(monkeypatch: pytest.MonkeyPat
         "import tqdm\nfrom sklearn.metrics import accuracy_score\nimport os\nimport torchvision\n"
     )
     text += "from tensorflow.python import ipu\nfrom torchvision import models, datasets\n"
-    kinds = {each.name: (each.kind, each.meaning) for each in found(text)}
+    kinds = {item.name: (item.kind, item.meaning) for item in found(text)}
     assert kinds["tqdm"] == ("fails", "not installed: pip install 'packhorse[tutorials]'")
     assert "[tutorials]" in kinds["sklearn.metrics"][1]
     assert kinds["os"][0] == "as is" and kinds["torchvision"][0] == "emulated"
@@ -180,14 +180,14 @@ def test_missing_modules_are_told_with_their_extra(monkeypatch: pytest.MonkeyPat
 
 def test_an_installed_torchvision_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: object())
-    kinds = [each.kind for each in found("import torchvision\ntorchvision.models.resnet18()\n")]
+    kinds = [item.kind for item in found("import torchvision\ntorchvision.models.resnet18()\n")]
     assert kinds == ["as is"]
 
 
 @pytest.mark.parametrize("text", ["print 'old'\n", "x = (\n", "a\x00b"])
 def test_what_is_no_python_fails_at_its_line(text: str) -> None:
     report = examine(text.encode(), Path("script.py"))
-    assert [each.kind for each in report.findings] == ["fails"]
+    assert [item.kind for item in report.findings] == ["fails"]
     assert not report.document()["runs"]
 
 
@@ -201,10 +201,10 @@ def test_checking_needs_no_torch() -> None:
     script = SCRIPTS / "section_four.py"
     code = "import sys; from packhorse.cli import main; main(['port', '--check', sys.argv[1]])\n"
     code += "print('torch' in sys.modules, 'numpy' in sys.modules)"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, script], capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.splitlines()[-1] == "False False"
+    assert completed.stdout.splitlines()[-1] == "False False"
 
 
 def test_the_extras_bring_their_modules() -> None:
@@ -229,4 +229,4 @@ def test_every_name_that_is_set_is_found() -> None:
         maker = "trainingModel" if head == "PoplarExecutor" else head
         tree = ast.parse(f"import poptorch\nx = poptorch.{maker}()\nx.{rest}")
         last = tree.body[-1]
-        assert isinstance(last, ast.Expr) and Origins(tree).name(last.value) == name
+        assert isinstance(last, ast.Expr) and NameOrigins(tree).name(last.value) == name

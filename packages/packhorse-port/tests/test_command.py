@@ -30,29 +30,29 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_check_lists_every_line(cli, script: Path) -> None:
-    said = cli("port", "--check", script, "--json")
-    assert said.code == 0 and said.document["runs"] and said.document["script"] == str(script)
-    assert said.document["counts"] == {"as is": 0, "emulated": 3, "ignored": 1, "fails": 0}
-    ignored = next(each for each in said.document["findings"] if each["kind"] == "ignored")
+    result = cli("port", "--check", script, "--json")
+    assert result.code == 0 and result.document["runs"] and result.document["script"] == str(script)
+    assert result.document["counts"] == {"as is": 0, "emulated": 3, "ignored": 1, "fails": 0}
+    ignored = next(item for item in result.document["findings"] if item["kind"] == "ignored")
     assert ignored["line"] == 4 and ignored["source"].startswith("opts.syncPattern")
-    assert "one device has nobody to wait for" in said.out and "0 fails" in said.err
+    assert "one device waits for no other" in result.out and "0 fails" in result.err
 
 
 def test_check_ends_with_1_where_something_will_fail(cli, script: Path) -> None:
     script.write_text(GOOD + "opts.deviceIteration(2)\n")
-    said = cli("port", "--check", script)
-    assert said.code == 1
-    assert "the nearest is Options.deviceIterations" in said.out
-    assert said.err.splitlines()[-1] == f"packhorse: {script}: 1 things will fail"
+    result = cli("port", "--check", script)
+    assert result.code == 1
+    assert "the nearest is Options.deviceIterations" in result.out
+    assert result.err.splitlines()[-1] == f"packhorse: {script}: 1 things will fail"
 
 
 def test_patch_writes_and_tells_what_is_left(cli, script: Path, tmp_path: Path) -> None:
     script.write_text(GOOD + "y = poptorch.custom_op([x], 'Cube', 'c', 1)\n")
     out = tmp_path / "plain.py"
-    said = cli("port", "--patch", out, script, "--json")
-    assert said.code == 0 and f"written: {out}" in said.err
-    assert [left["line"] for left in said.document["left"]] == [5]
-    assert f"{script}:5: not translated" in said.err
+    result = cli("port", "--patch", out, script, "--json")
+    assert result.code == 0 and f"written: {out}" in result.err
+    assert [remaining["line"] for remaining in result.document["left"]] == [5]
+    assert f"{script}:5: not translated" in result.err
     assert out.read_text().splitlines()[-1].startswith("y = ") and "Options" not in out.read_text()
 
 
@@ -67,30 +67,30 @@ def test_patch_replaces_a_file_only_where_asked(cli, script: Path, tmp_path: Pat
     assert "mine" not in out.read_text()
     link.symlink_to(script)
     for same in (script, link):
-        for asked in ([], ["--overwrite"]):
-            refused = cli("port", "--patch", same, script, *asked)
+        for requested in ([], ["--overwrite"]):
+            refused = cli("port", "--patch", same, script, *requested)
             assert refused.code == 2 and "would overwrite the script" in refused.err
     assert script.read_text() == GOOD
 
 
 def test_check_and_patch_know_the_version(cli, script: Path, tmp_path: Path) -> None:
     script.write_text("import poptorch\nprint(poptorch.__version__)\n")
-    said = cli("port", "--check", "--patch", tmp_path / "plain.py", script, "--json")
-    assert said.code == 0 and said.document["left"] == []
+    result = cli("port", "--check", "--patch", tmp_path / "plain.py", script, "--json")
+    assert result.code == 0 and result.document["left"] == []
     assert (tmp_path / "plain.py").read_text() == 'print("3.3.0")\n'
 
 
 def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
     for words, part in (
         (["--check", tmp_path / "none.py"], "cannot be read"),
-        (["--check", script, "three"], "nothing is run: three"),
+        (["--check", script, "three"], "leave out three"),
         (["--check", script, "--epochs", "3"], "--epochs"),
         (["--nope", script], "--nope"),
-        (["--overwrite", script], "with --patch only"),
+        (["--overwrite", script], "for --patch only"),
         ([], "SCRIPT"),
     ):
-        said = cli("port", *words)
-        assert said.code == 2 and part in said.err and len(said.err.splitlines()) == 1
+        result = cli("port", *words)
+        assert result.code == 2 and part in result.err and len(result.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

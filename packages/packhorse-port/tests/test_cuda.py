@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import packhorse_port as poptorch
-from packhorse_port.capture import WARM
+from packhorse_port.step import WARMUP_CALLS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-BATCH, ITERATIONS, CALLS = 4, 5, WARM + 4
+BATCH, ITERATIONS, CALLS = 4, 5, WARMUP_CALLS + 4
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +83,16 @@ def ported(model: nn.Module, optimizer: Any, accumulation: int = 1, compiled: bo
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_captured_call_is_the_plain_loop(name, accumulation):
     torch.manual_seed(0)
-    trained = Net()
-    expected = copy.deepcopy(trained).cuda()
+    actual = Net()
+    expected = copy.deepcopy(actual).cuda()
     plain(expected, OPTIMIZERS[name](expected.parameters()), accumulation)
-    training = ported(trained, OPTIMIZERS[name](trained.parameters()), accumulation)
-    recorded = training._graphs.recorded
-    assert bool(recorded) == (name != "lamb"), training._graphs.refused
+    training = ported(actual, OPTIMIZERS[name](actual.parameters()), accumulation)
+    recorded = training._runner.recorded
+    assert bool(recorded) == (name != "lamb"), training._runner.refused
     # The first call makes the optimizer's moments, so those after it are counted anew.
-    assert all(item.uses == CALLS - WARM - 1 for item in recorded.values())
+    assert all(item.uses == CALLS - WARMUP_CALLS - 1 for item in recorded.values())
     training.detachFromDevice()
-    for key, value in trained.state_dict().items():
+    for key, value in actual.state_dict().items():
         torch.testing.assert_close(value, expected.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_dropout_draws_anew_in_each_step():
     torch.manual_seed(0)
     opts = poptorch.Options().deviceIterations(4).outputMode(poptorch.OutputMode.All)
     inference = poptorch.inferenceModel(nn.Dropout(0.5), opts.compileStep())
-    drawn = [inference(torch.ones(4, 64)) for _ in range(WARM + 3)]
+    drawn = [inference(torch.ones(4, 64)) for _ in range(WARMUP_CALLS + 3)]
     assert len({tuple(row.tolist()) for call in drawn for row in call}) == 4 * len(drawn)
 
 
@@ -118,7 +118,7 @@ def test_a_new_learning_rate_is_followed():
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = poptorch.trainingModel(Loss(), poptorch.Options().compileStep(), optimizer)
-    for _ in range(WARM + 2):
+    for _ in range(WARMUP_CALLS + 2):
         training(torch.ones(2, 2))
     training.detachFromDevice()
     before = model.bias.detach().clone()
@@ -146,12 +146,12 @@ def test_weights_are_on_both_sides():
 
 def test_as_python_a_call_is_the_plain_loop_and_no_graph():
     torch.manual_seed(0)
-    trained = Net()
-    expected = copy.deepcopy(trained).cuda()
+    actual = Net()
+    expected = copy.deepcopy(actual).cuda()
     plain(expected, OPTIMIZERS["adam"](expected.parameters()))
-    training = ported(trained, OPTIMIZERS["adam"](trained.parameters()), compiled=False)
-    assert not training._graphs.recorded
-    for key, value in trained.state_dict().items():
+    training = ported(actual, OPTIMIZERS["adam"](actual.parameters()), compiled=False)
+    assert not training._runner.recorded
+    for key, value in actual.state_dict().items():
         torch.testing.assert_close(value, expected.state_dict()[key].cpu(), rtol=1e-4, atol=1e-5)
 
 
@@ -163,9 +163,9 @@ def test_a_change_of_the_input_reaches_the_script():
     for compiled in (False, True):
         x = torch.zeros(4)
         adding = poptorch.inferenceModel(AddsOne(), poptorch.Options().compileStep(compiled))
-        for _ in range(WARM + 3):
+        for _ in range(WARMUP_CALLS + 3):
             adding(x)
-        assert torch.equal(x, torch.full((4,), WARM + 3.0))
+        assert torch.equal(x, torch.full((4,), WARMUP_CALLS + 3.0))
 
 
 def test_inference_is_the_modules():
@@ -173,9 +173,9 @@ def test_inference_is_the_modules():
     opts = poptorch.Options().deviceIterations(2).compileStep()
     inference = poptorch.inferenceModel(model, opts)
     images, _ = data(8)
-    result = [inference(images + call) for call in range(WARM + 2)]
+    actual = [inference(images + call) for call in range(WARMUP_CALLS + 2)]
     inference.detachFromDevice()
-    for call, single in enumerate(result):
+    for call, single in enumerate(actual):
         expected = model(images + call).detach()
         torch.testing.assert_close(single, expected, rtol=1e-4, atol=1e-4)
 
@@ -194,14 +194,14 @@ def test_a_capture_that_fails_leaves_dropout_and_stream_as_they_were():
     stream = torch.cuda.current_stream()
     model = Looks(dropout=0.5)
     training = ported(model, torch.optim.SGD(model.parameters(), lr=0.01))
-    assert training._graphs.refused and not training._graphs.recorded
+    assert training._runner.refused and not training._runner.recorded
     assert torch.cuda.current_stream() == stream
     torch.cuda.manual_seed(3)
     first = torch.rand(8, device="cuda")
     torch.cuda.manual_seed(3)
     assert torch.equal(torch.rand(8, device="cuda"), first)
-    again = ported(another := Net(dropout=0.5), torch.optim.SGD(another.parameters(), lr=0.01))
-    assert again._graphs.recorded, again._graphs.refused
+    again = ported(second := Net(dropout=0.5), torch.optim.SGD(second.parameters(), lr=0.01))
+    assert again._runner.recorded, again._runner.refused
 
 
 class Collects(Net):
@@ -220,7 +220,7 @@ def test_a_graph_that_ends_spoils_no_capture():
 
     for _ in range(3):
         training = train()
-        assert training._graphs.recorded, training._graphs.refused
+        assert training._runner.recorded, training._runner.refused
         training.itself = training  # ends when the collector runs: amid the next one's capture
         del training
 
@@ -233,4 +233,4 @@ def test_a_schedule_by_the_step_stops_the_captures():
         optimizer.param_groups[0]["lr"] = 0.1 / (call + 1)
         training.setOptimizer(optimizer)
         training(*data(BATCH))
-    assert len(training._graphs.recorded) == 0  # no rate was seen often enough to be captured
+    assert len(training._runner.recorded) == 0  # no rate was seen often enough to be captured

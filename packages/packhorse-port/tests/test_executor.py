@@ -17,7 +17,7 @@ from .models import Classifier, Line, images, points
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.PoplarExecutor:
@@ -28,14 +28,14 @@ def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.
 def test_options_and_optimizer_may_be_left_out():
     torch.manual_seed(0)
     model = Line()
-    other = copy.deepcopy(model)
+    second = copy.deepcopy(model)
     data, targets = points(4)
     poptorch.trainingModel(model)(data, targets)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
-    other(data, targets)[1].backward()
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.01)
+    second(data, targets)[1].backward()
     optimizer.step()
-    assert torch.equal(model.line.weight, other.line.weight)
-    assert [said.key for said in notices.taken()] == ["optimizer"]
+    assert torch.equal(model.line.weight, second.line.weight)
+    assert [result.key for result in notices.logged()] == ["optimizer"]
     assert torch.equal(poptorch.inferenceModel(model)(data), model(data).detach())
 
 

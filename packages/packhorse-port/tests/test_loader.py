@@ -18,9 +18,13 @@ from packhorse.errors import InputError
 from packhorse_port import loader as module
 from packhorse_port import notices
 from packhorse_port.enums import DataLoaderMode
-from packhorse_port.loader import AsynchronousDataAccessor, DataLoader
+from packhorse_port.loader import (
+    AsynchronousDataAccessor,
+    CombinedBatchSampler,
+    DataLoader,
+    ProcessSampler,
+)
 from packhorse_port.options import Options
-from packhorse_port.samplers import Joined, Share
 from packhorse_port.settings import OptionsError
 
 # Python 3.12 warns of any fork beside threads, torch's own included; scripts count on forks.
@@ -31,7 +35,7 @@ nothing: Any = 1
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 class Numbers(IterableDataset):
@@ -86,9 +90,9 @@ def test_combined_batches(batch, iterations, replicas, accumulation, n, drop_las
     batches = list(loader)
     assert loader.combinedBatchSize == combined and loader.options is opts
     assert len(batches) == len(loader) == (n // combined if drop_last else -(-n // combined))
-    kept = n - n % combined if drop_last else n
-    assert elements(batches) == list(range(kept))
-    assert all(len(each[0]) == combined for each in batches[: n // combined])
+    stored = n - n % combined if drop_last else n
+    assert elements(batches) == list(range(stored))
+    assert all(len(item[0]) == combined for item in batches[: n // combined])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,12 +110,12 @@ def test_every_mode_gives_the_same_in_the_same_order(mode: DataLoaderMode) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_that_were_asked_for_draw_as_torchs_do(mode: DataLoaderMode) -> None:
-    asked = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+    requested = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
     torch.manual_seed(3)
-    plain = torch.utils.data.DataLoader(data(24), 4, drop_last=True, **asked)
+    plain = torch.utils.data.DataLoader(data(24), 4, drop_last=True, **requested)
     expected = [elements(plain) for _ in range(3)]
     torch.manual_seed(3)
-    with DataLoader(None, data(24), 4, mode=mode, **asked) as loader:
+    with DataLoader(None, data(24), 4, mode=mode, **requested) as loader:
         assert [elements(loader) for _ in range(3)] == expected
 
 
@@ -138,7 +142,7 @@ def test_async_reads_in_another_process_and_ahead() -> None:
 
 
 def test_without_forks_async_is_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_forks", lambda: False)
+    monkeypatch.setattr(module, "_starts_by_fork", lambda: False)
     with DataLoader(None, Whereabouts(), 2, mode=DataLoaderMode.Async) as loader:
         assert loader.num_workers == 0
         assert {int(pid) for batch in loader for pid in batch} == {os.getpid()}
@@ -148,16 +152,16 @@ def test_async_has_batches_ready_while_the_caller_works() -> None:
     with DataLoader(None, data(20), 1, mode=DataLoaderMode.Async) as loader:
         reading = iter(loader)
         end = time.monotonic() + 10
-        while (not loader._ahead or loader._ahead.waiting < 3) and time.monotonic() < end:
+        while (not loader._prefetcher or loader._prefetcher.ready < 3) and time.monotonic() < end:
             time.sleep(0.001)
-        assert loader._ahead and loader._ahead.waiting == 3
+        assert loader._prefetcher and loader._prefetcher.ready == 3
         assert int(next(reading)[0]) == 0
 
 
 def test_early_preload_begins_at_once() -> None:
     early = {"early_preload": True, "buffer_size": 2}
     with DataLoader(None, data(20), 1, mode=DataLoaderMode.Async, async_options=early) as loader:
-        assert loader._ahead is not None
+        assert loader._prefetcher is not None
         assert elements(loader) == list(range(20)) == elements(loader)
 
 
@@ -198,7 +202,7 @@ def test_an_error_of_the_data_arrives(mode: DataLoaderMode) -> None:
     def refuse(batch):
         if batch[0][0] >= 4:
             raise OSError("torn page")
-        return torch.tensor([each[0] for each in batch])
+        return torch.tensor([item[0] for item in batch])
 
     with DataLoader(None, data(8), 2, mode=mode, collate_fn=refuse) as loader:
         reading = iter(loader)
@@ -228,7 +232,7 @@ def test_iterable_data_sets(mode, drop_last: bool, worker_size, kept: int) -> No
     assert all(len(batch) == 8 for batch in batches[:2]) and len(set(elements([batches]))) == 8
     if mode == DataLoaderMode.AsyncRebatched:
         assert len(loader) == len(batches)
-    assert not notices.taken()
+    assert not notices.logged()
 
 
 def test_rebatching_saves_what_each_worker_would_drop() -> None:
@@ -244,7 +248,7 @@ def test_rebatching_saves_what_each_worker_would_drop() -> None:
     mode = DataLoaderMode.AsyncRebatched
     with DataLoader(None, Numbers(22), 12, num_workers=2, mode=mode) as loader:
         assert sum(len(batch) for batch in loader) == 12
-    assert [notice.key for notice in notices.taken()] == ["worker_init_fn"]
+    assert [notice.key for notice in notices.logged()] == ["worker_init_fn"]
 
 
 def test_batch_sampler_batches_are_joined() -> None:
@@ -254,13 +258,18 @@ def test_batch_sampler_batches_are_joined() -> None:
             assert loader.combinedBatchSize == 12 and len(loader) == 2
             assert [len(batch[0]) for batch in loader] == [12, 12]
             assert elements(loader) == list(range(24))
-    last = Joined([[0], [1], [2]], 2, drop_last=False)
+    last = CombinedBatchSampler([[0], [1], [2]], 2, drop_last=False)
     assert list(last) == [[0, 1], [2]] and len(last) == 2
-    assert list(Joined([[0, 1], [2]], 2, drop_last=False)) == [[0, 1, 2]]  # as PopTorch's does
+    assert list(CombinedBatchSampler([[0, 1], [2]], 2, drop_last=False)) == [
+        [0, 1, 2]
+    ]  # as PopTorch's does
     for batches_of, drop_last in (([[0, 1], [2]], True), ([[0, 1], [2], [3, 4]], False)):
         with pytest.raises(InputError, match="batches of one size"):
-            list(Joined(batches_of, 2, drop_last))
-    assert list(Joined([[0, 1], [2]], 1, drop_last=True)) == [[0, 1], [2]]  # one batch per call
+            list(CombinedBatchSampler(batches_of, 2, drop_last))
+    assert list(CombinedBatchSampler([[0, 1], [2]], 1, drop_last=True)) == [
+        [0, 1],
+        [2],
+    ]  # one batch per call
     with pytest.raises(InputError, match="shuffle"):
         DataLoader(None, data(4), batch_sampler=batches, shuffle=True)
 
@@ -277,7 +286,7 @@ def test_processes_divide_the_data(processes, combined, n, shuffle, drop_last) -
     for number in range(processes):
         opts = Options().randomSeed(5)
         opts.Distributed.configureProcessId(number, processes)
-        shares.append(Share(n, opts, combined, shuffle, drop_last))
+        shares.append(ProcessSampler(n, opts, combined, shuffle, drop_last))
     first, second = ([list(share) for share in shares] for _ in range(2))
     for epoch in (first, second):
         together = [index for share in epoch for index in share]
@@ -306,13 +315,13 @@ def test_a_distributed_loader_reads_its_share() -> None:
 
 
 def test_worker_counts_are_capped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_cores", lambda: 2)
+    monkeypatch.setattr(module, "_core_count", lambda: 2)
     loader = DataLoader(None, data(8), 2, num_workers=20)
     assert loader.num_workers == 2 and loader.persistent_workers
-    assert "2 workers read" in notices.taken()[0].text
+    assert "2 workers read" in notices.logged()[0].text
     assert DataLoader(None, data(8), 2, num_workers=2, persistent_workers=False).num_workers == 2
     assert DataLoader(None, data(8), 2).num_workers == 0
-    assert len(notices.taken()) == 1
+    assert len(notices.logged()) == 1
 
 
 def test_the_options_are_fixed_by_a_loader() -> None:
@@ -324,9 +333,9 @@ def test_the_options_are_fixed_by_a_loader() -> None:
 
 def test_a_last_batch_that_is_too_small_is_said() -> None:
     DataLoader(options(4, 2), data(100), 3, drop_last=False)
-    assert "100 elements are not divisible by the 24" in notices.taken()[0].text
-    assert "deviceIterations 4 x replicationFactor 2" in notices.taken()[0].text
-    assert "the last batch has 4" in notices.taken()[0].text
+    assert "100 elements are not divisible by the 24" in notices.logged()[0].text
+    assert "deviceIterations 4 x replicationFactor 2" in notices.logged()[0].text
+    assert "the last batch has 4" in notices.logged()[0].text
 
 
 @pytest.mark.parametrize(
@@ -384,12 +393,12 @@ def test_rows_of_tensors_come_as_torch_gives_them(shuffle: bool) -> None:
     data = TensorDataset(torch.arange(20.0).reshape(10, 2), torch.arange(10))
     options = Options().deviceIterations(2)
     torch.manual_seed(3)
-    ours = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
+    packhorse_result = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
     after = torch.rand(1)
     torch.manual_seed(3)
     theirs = list(torch.utils.data.DataLoader(data, 4, shuffle, drop_last=True))
     assert torch.equal(after, torch.rand(1)), "the generator is left as torch's loader leaves it"
-    assert len(ours) == len(theirs) == 2
-    for mine, other in zip(ours, theirs, strict=True):
-        assert type(mine) is type(other)
-        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert len(packhorse_result) == len(theirs) == 2
+    for ported, another in zip(packhorse_result, theirs, strict=True):
+        assert type(ported) is type(another)
+        assert all(torch.equal(a, b) for a, b in zip(ported, another, strict=True))

@@ -39,10 +39,10 @@ def expected(loss, batch=X) -> torch.Tensor:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", 0, 1, 2])
 def test_identity_loss_reduces_as_asked(reduction):
-    how = str({0: "sum", 1: "mean", 2: "none"}.get(reduction, reduction))
+    method = str({0: "sum", 1: "mean", 2: "none"}.get(reduction, reduction))
     got = weight_after(lambda out, y: poptorch.identity_loss((out - y) ** 2, reduction))
-    wanted = expected(lambda out, y: f.mse_loss(out, y, reduction=how))
-    torch.testing.assert_close(got, wanted)
+    reference = expected(lambda out, y: f.mse_loss(out, y, reduction=method))
+    torch.testing.assert_close(got, reference)
 
 
 def test_a_marked_loss_need_not_be_returned():
@@ -58,8 +58,8 @@ def test_the_last_of_marks_that_lead_to_each_other_counts():
         part = poptorch.identity_loss(out - y, reduction="none")
         return poptorch.identity_loss(part * part * 5, reduction="mean")
 
-    wanted = expected(lambda out, y: (((out - y) ** 2) * 5).mean())
-    torch.testing.assert_close(weight_after(forward), wanted)
+    reference = expected(lambda out, y: (((out - y) ** 2) * 5).mean())
+    torch.testing.assert_close(weight_after(forward), reference)
 
 
 def test_independent_marks_are_refused():

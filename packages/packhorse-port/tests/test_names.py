@@ -9,7 +9,7 @@ import pytest
 
 import packhorse_port as poptorch
 from packhorse.errors import PackhorseError
-from packhorse_port import enums, groups, optim
+from packhorse_port import enums, optim, options
 from packhorse_port.loader import DataLoader
 from packhorse_port.names import EMULATED, FAILS, IGNORED, NAMES, install_line, nearest
 from packhorse_port.options import Options
@@ -17,12 +17,12 @@ from packhorse_port.settings import Ignored
 
 GROUPS = {
     "Options": Options,
-    "Options.Training": groups.Training,
-    "Options.Precision": groups.Precision,
-    "Options.TensorLocations": groups.TensorLocations,
-    "Options.Distributed": groups.Distributed,
-    "Options.Jit": groups.Jit,
-    "Options._Popart": groups.Popart,
+    "Options.Training": options.Training,
+    "Options.Precision": options.Precision,
+    "Options.TensorLocations": options.TensorLocations,
+    "Options.Distributed": options.Distributed,
+    "Options.Jit": options.Jit,
+    "Options._Popart": options.Popart,
 }
 
 
@@ -52,15 +52,15 @@ def test_what_is_told_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FAILS if "." not in name])
 def test_what_fails_says_what_to_do(name: str) -> None:
-    with pytest.raises(AttributeError) as told:
+    with pytest.raises(AttributeError) as caught:
         getattr(poptorch, name)
-    assert FAILS[name] in str(told.value)
+    assert FAILS[name] in str(caught.value)
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_settings_are_told_as_they_are(group: str) -> None:
     kind = GROUPS[group]
-    methods = own(kind) - {"fromDict"} - {each.rpartition(".")[2] for each in GROUPS}
+    methods = own(kind) - {"fromDict"} - {item.rpartition(".")[2] for item in GROUPS}
     told = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == group}
     assert methods <= told, f"add {methods - told} to packhorse_port.names"
     for name in told:
@@ -103,9 +103,11 @@ def test_nearest_and_extras() -> None:
 )
 def test_a_mistake_is_told_with_its_line(line: str, part: str) -> None:
     code = compile(f"\n\n{line}\n", "script.py", "exec")
-    with pytest.raises((AttributeError, ImportError, PackhorseError), match=re.escape(part)) as why:
+    with pytest.raises(
+        (AttributeError, ImportError, PackhorseError), match=re.escape(part)
+    ) as reason:
         exec(code, {"poptorch": poptorch, "__name__": "__main__"})
-    assert str(why.value).startswith("script.py:3: ")
+    assert str(reason.value).startswith("script.py:3: ")
 
 
 def test_a_name_that_is_not_there_is_an_attribute_that_is_not_there() -> None:

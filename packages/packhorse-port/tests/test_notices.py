@@ -12,43 +12,43 @@ from packhorse_port import notices
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def test_once_per_key(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
-        notices.say_once("a", "a has no effect")
-        notices.say_once("b", "b has none either")
-    assert [(each.key, each.text) for each in notices.taken()] == [
+        notices.log_once("a", "a has no effect")
+        notices.log_once("b", "b has none either")
+    assert [(item.key, item.text) for item in notices.logged()] == [
         ("a", "a has no effect"),
         ("b", "b has none either"),
     ]
     assert len(caplog.records) == 2
     assert caplog.records[0].getMessage().endswith(": a has no effect")
-    notices.forget()
-    notices.say_once("a", "a has no effect")
+    notices.reset()
+    notices.log_once("a", "a has no effect")
     assert len(caplog.records) == 3
 
 
 def test_quieter_where_asked(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        notices.say_once("a", "a detail", level=logging.INFO)
-    assert not caplog.records and notices.taken()
+        notices.log_once("a", "a detail", level=logging.INFO)
+    assert not caplog.records and notices.logged()
 
 
 def test_the_line_is_the_scripts(tmp_path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("\n\nimport torch\nnotices.say_once('k', 'text')\n")
+    script.write_text("\n\nimport torch\nnotices.log_once('k', 'text')\n")
     exec(compile(script.read_text(), str(script), "exec"), {"notices": notices, "__name__": "x"})
-    assert notices.taken()[0].line == "train.py:4"
+    assert notices.logged()[0].line == "train.py:4"
 
 
 def test_threads_say_it_once() -> None:
     threads = [
-        threading.Thread(target=notices.say_once, args=("same", f"text {i}")) for i in range(8)
+        threading.Thread(target=notices.log_once, args=("same", f"text {i}")) for i in range(8)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(notices.taken()) == 1
+    assert len(notices.logged()) == 1

@@ -16,7 +16,7 @@ from packhorse_port import notices, optim
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    notices.forget()
+    notices.reset()
 
 
 def model() -> nn.Module:
@@ -83,8 +83,8 @@ def test_state_goes_to_torchs_and_back(name: str, settings: dict[str, Any]) -> N
 
 def test_defaults_are_torchs() -> None:
     for name in ("Adam", "AdamW", "RMSprop"):
-        mine = getattr(optim, name)(model().parameters()).defaults
-        assert mine == getattr(torch.optim, name)(model().parameters()).defaults
+        actual = getattr(optim, name)(model().parameters()).defaults
+        assert actual == getattr(torch.optim, name)(model().parameters()).defaults
     assert "lr" in inspect.signature(optim.SGD).parameters
     with pytest.raises(TypeError, match="lr"):
         optim.SGD(model().parameters())  # pyright: ignore[reportCallIssue]
@@ -135,8 +135,8 @@ def test_adamw_without_bias_correction() -> None:
                 p, lr=0.01, weight_decay=0.1, bias_correction=False, foreach=each
             )
         )
-        for one, other in zip(uncorrected, train(by_hand), strict=True):
-            assert torch.allclose(one, other, atol=1e-6, rtol=1e-5)
+        for single, second in zip(uncorrected, train(by_hand), strict=True):
+            assert torch.allclose(single, second, atol=1e-6, rtol=1e-5)
     assert not torch.allclose(
         uncorrected[0], train(lambda p: torch.optim.AdamW(p, 0.01, weight_decay=0.1))[0], atol=1e-3
     )
@@ -177,7 +177,7 @@ def test_lamb_has_poptorchs_defaults() -> None:
     settings = {"lr": 0.01, "max_weight_norm": 2.0, "bias_correction": False}
     expected = train(lambda p: ours.LAMB(p, eps=1e-8, **settings))
     assert same(train(lambda p: optim.LAMB(p, **settings, loss_scaling=64.0)), expected)
-    assert [notice.key for notice in notices.taken()] == ["optim.loss_scaling"]
+    assert [notice.key for notice in notices.logged()] == ["optim.loss_scaling"]
 
 
 def test_without_effect_is_kept_and_said_once() -> None:
@@ -186,10 +186,10 @@ def test_without_effect_is_kept_and_said_once() -> None:
     optim.SGD(model().parameters(), 0.1, use_combined_accum=True, **scaled, **types)
     optimizer = optim.SGD(model().parameters(), 0.1, use_combined_accum=True, **scaled, **types)
     assert optimizer.loss_scaling == 8.0 and optimizer.accum_type == torch.float16
-    assert len(notices.taken()) == 5
-    notices.forget()
+    assert len(notices.logged()) == 5
+    notices.reset()
     optim.AdamW(model().parameters(), loss_scaling=1.0, accum_type=torch.float32)
-    assert not notices.taken()
+    assert not notices.logged()
 
 
 def test_variable_attributes() -> None:

@@ -14,16 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packhorse.errors import InputError
-from packhorse_port import enums, groups, notices
+from packhorse_port import enums, notices
 from packhorse_port.enums import ConnectionType, OutputMode, ReductionType, TensorLocationSettings
-from packhorse_port.optionfile import ConfigFileError
-from packhorse_port.options import PARTS, Options, cache_from_environment
+from packhorse_port.options import GROUPS, ConfigFileError, Options, cache_from_environment
 from packhorse_port.settings import Ignored, OptionsError, Settings
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    notices.forget()
+    notices.reset()
     for name in ("POPTORCH_CACHE_DIR", "TF_POPLAR_FLAGS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -45,7 +44,7 @@ def test_defaults_are_poptorchs() -> None:
     assert opts.connection_type == ConnectionType.Always
     assert opts.random_seed is None and opts.cache_path is None and not opts.synthetic_data
     assert (opts.Distributed.processId, opts.Distributed.numProcesses) == (0, 1)
-    assert not notices.taken()
+    assert not notices.logged()
 
 
 def test_calls_chain_and_are_read_back() -> None:
@@ -56,7 +55,7 @@ def test_calls_chain_and_are_read_back() -> None:
     assert opts.anchorMode(OutputMode.All).output_every == 1
     assert opts.useOfflineIpuTarget().connection_type == ConnectionType.Never
     assert "device_iterations=4" in repr(opts) and "Training.gradient_accumulation=8" in repr(opts)
-    assert not notices.taken()
+    assert not notices.logged()
 
 
 def test_random_seed_seeds_torch_at_the_call() -> None:
@@ -114,7 +113,7 @@ def test_a_pickled_copy_stays_as_it_was() -> None:
         ("device_iteration", "device_iterations"),
         ("setRandomSeed", "randomSeed"),
         ("training", "Training"),
-        ("qqqqqqqq", "nothing like it"),
+        ("qqqqqqqq", "nothing similar"),
     ],
 )
 def test_unknown_names_name_the_nearest(wrong: str, nearest: str) -> None:
@@ -161,11 +160,11 @@ def test_without_meaning_is_said_once_with_its_line(caplog: pytest.LogCaptureFix
     for _ in range(3):
         Options().autoRoundNumIPUs(True).Precision.enableStochasticRounding(True)
     first = line() - 1
-    assert [notice.key for notice in notices.taken()] == [
+    assert [notice.key for notice in notices.logged()] == [
         "autoRoundNumIPUs",
         "enableStochasticRounding",
     ]
-    assert {notice.line for notice in notices.taken()} == {f"test_options.py:{first}"}
+    assert {notice.line for notice in notices.logged()} == {f"test_options.py:{first}"}
     assert len(caplog.records) == 2
     assert all(record.name == "packhorse_port" for record in caplog.records)
     assert caplog.records[0].levelno == logging.WARNING
@@ -174,14 +173,14 @@ def test_without_meaning_is_said_once_with_its_line(caplog: pytest.LogCaptureFix
 def test_asking_for_what_is_anyway_is_not_said() -> None:
     opts = Options().autoRoundNumIPUs(False).useIpuModel(False).logCycleCount(False)
     opts.Precision.enableStochasticRounding(False).setPartialsType(torch.float)
-    assert not notices.taken()
+    assert not notices.logged()
     assert opts.use_model is False and opts.Precision.partials_type == torch.float32
 
 
 def everything_ignored() -> list[tuple[type[Settings], str, Ignored]]:
     return [
         (group, name, method.setting)
-        for group in (Options, *PARTS.values())
+        for group in (Options, *GROUPS.values())
         for name, method in vars(group).items()
         if isinstance(getattr(method, "setting", None), Ignored)
     ]
@@ -195,7 +194,7 @@ def test_each_ignored_setting_keeps_what_it_got(group, name: str, setting: Ignor
     value = object()
     assert getattr(owner, name)(*[value] * len(parameters)) is owner
     assert getattr(owner, setting.name) != setting.default
-    assert [notice.key for notice in notices.taken()] == [name]
+    assert [notice.key for notice in notices.logged()] == [name]
     with pytest.raises(TypeError):
         getattr(owner, name)(nonsense=1)
 
@@ -204,7 +203,7 @@ def test_popart_options_are_kept_and_said_by_key() -> None:
     opts = Options()
     opts._Popart.set("autoRecomputation", 3).setPatterns({"A": True}).setEngineOptions({"x": "y"})
     assert opts._Popart.options["autoRecomputation"] == 3
-    assert len(notices.taken()) == 4
+    assert len(notices.logged()) == 4
     assert opts.toDict()["popart"]["patterns"] == {"A": True}
 
 
@@ -326,4 +325,4 @@ def test_numbers_of_the_enumerations() -> None:
     assert (OutputMode.Final, OutputMode.All) == (0, 2) and enums.AnchorMode is OutputMode
     assert (ReductionType.Sum, ReductionType.Mean, ReductionType.NoReduction) == (0, 1, 2)
     assert enums.OverlapMode("no_overlap") is enums.OverlapMode.NoOverlap
-    assert groups.Training.DEFAULTS["gradient_accumulation"] == 1
+    assert GROUPS["Training"].DEFAULTS["gradient_accumulation"] == 1

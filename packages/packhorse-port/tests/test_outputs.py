@@ -101,13 +101,13 @@ def test_structures_come_back_as_they_are(make):
     x = torch.arange(4.0)
     executor = poptorch.inferenceModel(Made(), opts)
     executor(x)  # as modules and as a check; then as a trace
-    found, want = executor(x), make(x)
-    assert type(found) is type(want)
+    actual, want = executor(x), make(x)
+    assert type(actual) is type(want)
     if isinstance(want, dict):
-        assert list(found) == list(want)
-        assert torch.equal(found["b"] if "name" not in want else found["a"], x)
-        assert found.get("name") == want.get("name")
+        assert list(actual) == list(want)
+        assert torch.equal(actual["b"] if "name" not in want else actual["a"], x)
+        assert actual.get("name") == want.get("name")
     elif not isinstance(want, torch.Tensor):
-        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, want, strict=True))
     else:
-        assert torch.equal(found, want)
+        assert torch.equal(actual, want)

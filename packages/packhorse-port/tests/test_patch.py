@@ -20,9 +20,9 @@ from packhorse_port.patch import MARK, plain_functions, translate
 
 def patched(text: str) -> str:
     """The script without the functions that were put at its top."""
-    done = translate(dedent(text).encode(), "script.py")
-    assert done.left == ()
-    return below(done.text)
+    completed = translate(dedent(text).encode(), "script.py")
+    assert completed.untranslated == ()
+    return below(completed.text)
 
 
 def below(text: str) -> str:
@@ -143,23 +143,27 @@ def test_a_block_is_never_left_empty() -> None:
             @poptorch.BlockFunction("b", ipu_id=1)
             def forward(self): return 1
         """
-    done = patched(text)
-    assert done.count("pass") == 2 and "BlockFunction" not in done and "stage" not in done
-    ast.parse(done)
+    completed = patched(text)
+    assert (
+        completed.count("pass") == 2
+        and "BlockFunction" not in completed
+        and "stage" not in completed
+    )
+    ast.parse(completed)
 
 
 def test_what_stands_under_main_is_under_no_condition() -> None:
     script = "import poptorch\nif __name__ == '__main__':\n    opts = poptorch.Options()\n"
     script += "    opts.deviceIterations(4)\n    d = poptorch.DataLoader(opts, x, batch_size=2)\n"
     result = translate(script.encode(), "script.py")
-    assert not result.left and "batch_size=2 * 4" in result.text
+    assert not result.untranslated and "batch_size=2 * 4" in result.text
 
 
 def test_options_out_of_a_function_stay_whole() -> None:
     script = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n"
     script += "    opts.deviceIterations(n)\n    return opts\nopts = f(3)\n"
     result = translate(script.encode(), "script.py")
-    assert [line for line, _ in result.left][:2] == [3, 4]
+    assert [line for line, _ in result.untranslated][:2] == [3, 4]
     assert "opts = poptorch.Options()" in result.text
 
 
@@ -172,10 +176,10 @@ def test_options_that_change_later_count_from_there() -> None:
         b = poptorch.DataLoader(opts, x, batch_size=1)
         c = poptorch.DataLoader(opts, x)
         """
-    done = patched(text)
-    assert "a = torch.utils.data.DataLoader(x, batch_size=1, drop_last=True)" in done
-    assert "b = torch.utils.data.DataLoader(x, batch_size=1 * 6, drop_last=True)" in done
-    assert "c = torch.utils.data.DataLoader(x, batch_size=6, drop_last=True)" in done
+    completed = patched(text)
+    assert "a = torch.utils.data.DataLoader(x, batch_size=1, drop_last=True)" in completed
+    assert "b = torch.utils.data.DataLoader(x, batch_size=1 * 6, drop_last=True)" in completed
+    assert "c = torch.utils.data.DataLoader(x, batch_size=6, drop_last=True)" in completed
 
 
 @pytest.mark.parametrize(
@@ -184,10 +188,10 @@ def test_options_that_change_later_count_from_there() -> None:
         ("y = poptorch.custom_op([x], 'Cube', 'c', 1)", "custom_op"),
         ("o = poptorch.optim.LAMB(p)", "LAMB"),
         ("o = poptorch.optim.AdamW(p, bias_correction=False)", "has no bias_correction"),
-        ("d = poptorch.DataLoader(make_options(), x)", "make_options() is set to cannot be told"),
+        ("d = poptorch.DataLoader(make_options(), x)", "the value of make_options() is not known"),
         ("d = poptorch.DataLoader(*arguments)", "not written out"),
         ("if fast: opts.deviceIterations(8)", "under a condition"),
-        ("opts.enableSyntheticData(True)", "random data"),
+        ("opts.enableSyntheticData(True)", "data of the first call"),
         ("print(model.getLatency())", "seconds of a call"),
         ("print(model.getLatency(), other.getLatency())", "seconds of a call"),
         ("print(f'{poptorch.__version__:>9}')", "__version__: inside an f-string"),
@@ -197,12 +201,12 @@ def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> N
     text = (
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
-    done = translate((text + line + "\n").encode(), "script.py")
-    ((number, why),) = done.left
-    assert number == 4 and part in why
-    *_, mark, kept = below(done.text).splitlines()
-    assert mark == MARK + why and kept == line
-    ast.parse(done.text)
+    completed = translate((text + line + "\n").encode(), "script.py")
+    ((number, reason),) = completed.untranslated
+    assert number == 4 and part in reason
+    *_, mark, stored = below(completed.text).splitlines()
+    assert mark == MARK + reason and stored == line
+    ast.parse(completed.text)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +225,13 @@ def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None
     text = (
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
-    done = translate((text + line).encode(), "script.py")
-    assert [number for number, _ in done.left] == [4] * len(parts)
-    assert all(part in why for part, (_, why) in zip(parts, done.left, strict=True))
-    marks = [MARK + why for _, why in done.left]
-    assert below(done.text).splitlines()[-len(parts) - 1 :] == [*marks, line]
+    completed = translate((text + line).encode(), "script.py")
+    assert [number for number, _ in completed.untranslated] == [4] * len(parts)
+    assert all(
+        part in reason for part, (_, reason) in zip(parts, completed.untranslated, strict=True)
+    )
+    marks = [MARK + reason for _, reason in completed.untranslated]
+    assert below(completed.text).splitlines()[-len(parts) - 1 :] == [*marks, line]
 
 
 @pytest.mark.parametrize(
@@ -237,9 +243,9 @@ def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None
     ],
 )
 def test_an_order_that_is_drawn_early_is_told(call: str) -> None:
-    done = translate(f"import poptorch\nd = poptorch.{call}\n".encode(), "script.py")
-    ((number, why),) = done.left
-    assert number == 2 and "early_preload" in why and "poptorch." not in done.text
+    completed = translate(f"import poptorch\nd = poptorch.{call}\n".encode(), "script.py")
+    ((number, reason),) = completed.untranslated
+    assert number == 2 and "early_preload" in reason and "poptorch." not in completed.text
 
 
 EPOCHS = """\
@@ -266,12 +272,12 @@ def test_both_ways_train_alike(mode: DataLoaderMode, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "poptorch", packhorse_port)
     monkeypatch.setenv("PACKHORSE_DEVICE", "cpu")
     text = dedent(EPOCHS).replace("Async", mode.name)
-    ours, theirs = {"Net": Pair}, {"Net": Pair}
-    exec(text, ours)
-    done = translate(text.encode(), "script.py")
-    assert done.left == ()
-    exec(done.text, theirs)
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    packhorse_result, theirs = {"Net": Pair}, {"Net": Pair}
+    exec(text, packhorse_result)
+    completed = translate(text.encode(), "script.py")
+    assert completed.untranslated == ()
+    exec(completed.text, theirs)
+    assert packhorse_result["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
 
 
 def test_wrong_scripts_are_refused() -> None:
@@ -314,13 +320,14 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_call_is_steps_of_micro_batches(data, mean: bool) -> None:
     """3 iterations of 2 micro batches of 2 replicas each, against the loop written out."""
     torch.manual_seed(1)
-    ours, theirs = Net(), Net()
-    theirs.load_state_dict(ours.state_dict())
+    packhorse_result, theirs = Net(), Net()
+    theirs.load_state_dict(packhorse_result.state_dict())
     first, second = (
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (ours, theirs)
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for net in (packhorse_result, theirs)
     )
     outputs, losses, word = plain.call_training(
-        *(ours, *data), optimizer=first, iterations=3, accumulation=2, replicas=2,
+        *(packhorse_result, *data), optimizer=first, iterations=3, accumulation=2, replicas=2,
         mean=mean, outputs="all",
     )  # fmt: skip
     expected = []
@@ -334,7 +341,7 @@ def test_a_call_is_steps_of_micro_batches(data, mean: bool) -> None:
         second.step()
     assert torch.equal(losses, torch.stack(expected)) and word == "word"
     assert outputs["out"].shape == (24, 2) and not outputs["out"].requires_grad
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert all(map(torch.equal, packhorse_result.parameters(), theirs.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -347,10 +354,10 @@ def test_which_results_come_back(outputs: str, every: int, expected) -> None:
     def model(x):
         return x
 
-    made = plain.call_inference(
+    created = plain.call_inference(
         model, torch.arange(12), iterations=6, replicas=2, outputs=outputs, every=every
     )
-    assert made.tolist() == list(expected)
+    assert created.tolist() == list(expected)
 
 
 def test_sums_and_scalars() -> None:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import packhorse_port as poptorch
-from packhorse import dist
+from packhorse import launcher
 from packhorse.errors import InputError
-from packhorse_port.replicas import Group, _interleaved
+from packhorse_port.replicas import ReplicaGroup, _interleave
 
 from .models import Classifier, Line, images
 
@@ -48,10 +48,10 @@ def started(monkeypatch: pytest.MonkeyPatch, rank: int, world: int) -> None:
 
 def test_each_process_has_its_share(monkeypatch):
     started(monkeypatch, 1, 2)
-    group = Group.of(poptorch.Options().replicationFactor(4))
-    assert group.local == range(2, 4) and group.shared
+    group = ReplicaGroup.of(poptorch.Options().replicationFactor(4))
+    assert group.local == range(2, 4) and group.shares_batches
     batches = [[number] for number in range(8)]  # two of each replica
-    assert [(r, b[0]) for r, b in group.shares(batches)] == [(2, 2), (3, 3), (2, 6), (3, 7)]
+    assert [(r, b[0]) for r, b in group.local_batches(batches)] == [(2, 2), (3, 3), (2, 6), (3, 7)]
 
 
 def test_processes_that_do_not_fit_name_the_line(monkeypatch):
@@ -67,9 +67,9 @@ def test_processes_that_do_not_fit_name_the_line(monkeypatch):
 
 def test_outputs_are_in_the_order_of_one_process():
     first, second = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])
-    assert _interleaved((first, second), 2).tolist() == list(range(8))
-    assert _interleaved((torch.tensor(1), torch.tensor(2)), 1).tolist() == [1, 2]
-    assert _interleaved(("a", "b"), 1) == "a"
+    assert _interleave((first, second), 2).tolist() == list(range(8))
+    assert _interleave((torch.tensor(1), torch.tensor(2)), 1).tolist() == [1, 2]
+    assert _interleave(("a", "b"), 1) == "a"
 
 
 @pytest.mark.slow
@@ -77,9 +77,9 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     here = Path(__file__).parent
     (tmp_path / "rank.py").write_text(RANK)
     command = [sys.executable, str(tmp_path / "rank.py"), str(here), str(tmp_path)]
-    said: list[str] = []
+    result: list[str] = []
     environ = {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
-    assert dist.launch(2, command, environ=environ, report=said.append) == 0, said
+    assert launcher.launch(2, command, environ=environ, report=result.append) == 0, result
     torch.manual_seed(1)
     model = Classifier()
     opts = poptorch.Options().deviceIterations(2).replicationFactor(2)

@@ -48,9 +48,9 @@ print(json.dumps([loss.item(), weights, cache_misses(), graphs, training._step.r
 def process(mode: str, path: Path, cache: Path | str) -> Any:
     """What a process of its own says."""
     words = [str(Path(__file__).parent), mode, str(path), str(cache)]
-    said = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    result = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
 def trained(kind: Any = Classifier, opts=None, optimizer: Any = torch.optim.AdamW, calls=3):
@@ -86,11 +86,11 @@ def test_is_safetensors_and_json_and_nothing_else(tmp_path):
     training = trained()
     training.save(tmp_path)
     with safe_open(tmp_path / "model.poptorch", "pt") as file:
-        about = json.loads(file.metadata()["packhorse_port"])
+        header = json.loads(file.metadata()["packhorse.port"])
         names = set(file.keys())
     assert {"model.conv.weight", "optimizer.conv.weight|exp_avg", "rng"} <= names
-    assert about["training"] and about["model"].endswith("models:Classifier")
-    assert about["options"]["device_iterations"] == 2
+    assert header["training"] and header["model"].endswith("models:Classifier")
+    assert header["options"]["device_iterations"] == 2
     training.save(tmp_path / "small", export_model=False, save_rng_state=False)
     with safe_open(tmp_path / "small", "pt") as file:
         assert not list(file.keys())
@@ -107,10 +107,10 @@ def test_the_inference_model_is_the_same_one(tmp_path):
 
 def test_loadExecutable_leaves_the_weights(tmp_path):
     trained().save(tmp_path / "one", export_model=False)
-    other = trained(calls=1)
-    before = [weight.clone() for weight in weights(other)]
-    other.loadExecutable(tmp_path / "one")
-    assert all(map(torch.equal, weights(other), before))
+    second = trained(calls=1)
+    before = [weight.clone() for weight in weights(second)]
+    second.loadExecutable(tmp_path / "one")
+    assert all(map(torch.equal, weights(second), before))
     opts = poptorch.Options().deviceIterations(4)
     with pytest.raises(InputError, match="device_iterations 2 and these options say 4"):
         trained(opts=opts, calls=0).loadExecutable(tmp_path / "one")
@@ -158,20 +158,20 @@ def test_no_class_is_imported_because_a_file_says_so(tmp_path):
 @pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
 def test_compiled_within_rounding_and_opened_elsewhere_without_compiling(tmp_path):
     path, cache = tmp_path / "model.poptorch", tmp_path / "cache"
-    loss, made, misses, compiled, refused = process("make", path, cache)
+    loss, created, misses, compiled, refused = process("make", path, cache)
     assert compiled and misses > 0 and not refused and any(cache.rglob("*"))
     _, plain, none, *_ = process("make", tmp_path / "plain", "")
-    assert none == 0 and plain != made
-    for a, b in zip(made, plain, strict=True):
+    assert none == 0 and plain != created
+    for a, b in zip(created, plain, strict=True):
         torch.testing.assert_close(torch.tensor(a), torch.tensor(b), rtol=0, atol=1e-5)
     other_loss, opened, misses, compiled, refused = process("open", path, cache)
     assert compiled and misses == 0 and not refused
-    assert (other_loss, opened) == (loss, made)
+    assert (other_loss, opened) == (loss, created)
 
 
 def test_a_half_model_comes_back_half(tmp_path):
     model = Line().half()
-    data, targets = (each.half() for each in points(4))
+    data, targets = (item.half() for item in points(4))
     training = poptorch.trainingModel(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     training(data, targets)
     training.save(tmp_path / "half.poptorch")

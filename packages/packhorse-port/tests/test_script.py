@@ -60,32 +60,36 @@ def test_it_is_as_under_python(text: str, tmp_path: Path) -> None:
     write(tmp_path / "in", "x = 1\n", "sibling.py")
     script = write(tmp_path / "in", text).relative_to(tmp_path)
     words = (script, "--json", "-x", "--", "--quiet", "a b")
-    theirs = python(*words, cwd=tmp_path, given="input")
-    ours = python(*PORT, *words, cwd=tmp_path, given="input")
-    assert ours.returncode == theirs.returncode
-    assert (ours.stdout, ours.stderr) == (theirs.stdout, theirs.stderr)
+    expected = python(*words, cwd=tmp_path, given="input")
+    packhorse_result = python(*PORT, *words, cwd=tmp_path, given="input")
+    assert packhorse_result.returncode == expected.returncode
+    assert (packhorse_result.stdout, packhorse_result.stderr) == (expected.stdout, expected.stderr)
 
 
 @pytest.mark.parametrize("word", ["none.py", "-", "package", ""])
 def test_other_scripts_are_as_under_python(word: str, tmp_path: Path) -> None:
     """None there, standard input, a folder with a `__main__`, and no name at all."""
     write(tmp_path / "package", "print(__file__, __name__)", "__main__.py")
-    given = "import sys; print(sys.argv, __name__)"
-    theirs = python(word, "a", cwd=tmp_path, given=given)
-    ours = python(*PORT, word, "a", cwd=tmp_path, given=given)
-    assert ours.returncode == theirs.returncode
-    assert (ours.stdout, ours.stderr) == (theirs.stdout, theirs.stderr)
+    arguments = "import sys; print(sys.argv, __name__)"
+    expected = python(word, "a", cwd=tmp_path, given=arguments)
+    packhorse_result = python(*PORT, word, "a", cwd=tmp_path, given=arguments)
+    assert packhorse_result.returncode == expected.returncode
+    assert (packhorse_result.stdout, packhorse_result.stderr) == (expected.stdout, expected.stderr)
 
 
 def test_pythons_own_options_reach_the_script(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys\nprint(sys.flags.optimize, sys.warnoptions)")
     flags = ("-O", "-W", "error", "-u")
-    theirs = python(*flags, script, cwd=tmp_path)
-    for ours in (
+    expected = python(*flags, script, cwd=tmp_path)
+    for packhorse_result in (
         python(*flags, *PORT, script, cwd=tmp_path),
         python(*flags, "-m", "packhorse_port", script, cwd=tmp_path),
     ):
-        assert (ours.returncode, ours.stdout, ours.stderr) == (0, theirs.stdout, "")
+        assert (packhorse_result.returncode, packhorse_result.stdout, packhorse_result.stderr) == (
+            0,
+            expected.stdout,
+            "",
+        )
     refused = python("-I", *PORT, script, cwd=tmp_path)
     assert refused.returncode == 2 and "without them" in refused.stderr
 
@@ -106,13 +110,13 @@ except ModuleNotFoundError as error:
 
 
 def test_poptorch_is_one_module_under_two_names(tmp_path: Path) -> None:
-    done = python(*PORT, write(tmp_path, MODULES), cwd=tmp_path)
-    assert done.stdout.splitlines() == [
+    completed = python(*PORT, write(tmp_path, MODULES), cwd=tmp_path)
+    assert completed.stdout.splitlines() == [
         "True True True",
         "All packhorse_port",
         "No module named 'poptorch.nothing'",
     ]
-    assert done.stderr == "packhorse port: poptorch was packhorse_port\n"
+    assert completed.stderr == "packhorse port: poptorch was packhorse_port\n"
     without = python(tmp_path / "script.py", cwd=tmp_path)
     assert "No module named 'poptorch'" in without.stderr, "else the test proves nothing"
 
@@ -133,62 +137,70 @@ if __name__ == "__main__":
 
 
 def test_processes_that_the_script_starts_import_poptorch(tmp_path: Path) -> None:
-    done = python(*PORT, write(tmp_path, WORKERS), cwd=tmp_path)
-    told = [f"{how} [(2, 'All')]" for how in ("fork", "spawn", "forkserver")]
-    assert sorted(done.stdout.splitlines()) == sorted([*told, "another"])
-    assert done.stderr.count("packhorse port:") == 1, "the summary is the script's own process's"
+    completed = python(*PORT, write(tmp_path, WORKERS), cwd=tmp_path)
+    caught = [f"{how} [(2, 'All')]" for how in ("fork", "spawn", "forkserver")]
+    assert sorted(completed.stdout.splitlines()) == sorted([*caught, "another"])
+    assert completed.stderr.count("packhorse port:") == 1, (
+        "the summary is the script's own process's"
+    )
 
 
 def test_a_poptorch_beside_the_script_goes_first(tmp_path: Path) -> None:
     write(tmp_path, "name = 'mine'\n", "poptorch.py")
-    done = python(*PORT, write(tmp_path, "import poptorch; print(poptorch.name)"), cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("mine\n", "")
+    completed = python(
+        *PORT, write(tmp_path, "import poptorch; print(poptorch.name)"), cwd=tmp_path
+    )
+    assert (completed.stdout, completed.stderr) == ("mine\n", "")
 
 
 def test_an_earlier_sitecustomize_still_runs(tmp_path: Path) -> None:
     write(tmp_path / "site", "print('customized')", "sitecustomize.py")
     script = write(tmp_path, "import sitecustomize; print(sitecustomize.__file__)")
     environment = {"PYTHONPATH": str(tmp_path / "site")}
-    ours = python("-m", "packhorse_port", script, cwd=tmp_path, **environment).stdout.splitlines()
-    theirs = python(script, cwd=tmp_path, **environment).stdout.splitlines()
-    assert ours == ["customized", *theirs], "once for the command, once for the script"
+    packhorse_result = python(
+        "-m", "packhorse_port", script, cwd=tmp_path, **environment
+    ).stdout.splitlines()
+    expected = python(script, cwd=tmp_path, **environment).stdout.splitlines()
+    assert packhorse_result == ["customized", *expected], (
+        "once for the command, once for the script"
+    )
 
 
 NOTICES = """
 import poptorch
-from packhorse_port.notices import say_once
-say_once("stochastic", "enableStochasticRounding has no effect: numbers are rounded")
+from packhorse_port.notices import log_once
+log_once("stochastic", "enableStochasticRounding has no effect: numbers are rounded")
 print("out")
 """
 
 
 def test_the_summary_recalls_what_was_said(tmp_path: Path) -> None:
     script = write(tmp_path, NOTICES)
-    done = python(*PORT, script, cwd=tmp_path)
-    said, *summary = done.stderr.splitlines()
-    assert said == "script.py:4: enableStochasticRounding has no effect: numbers are rounded"
+    completed = python(*PORT, script, cwd=tmp_path)
+    result, *summary = completed.stderr.splitlines()
+    assert result == "script.py:4: enableStochasticRounding has no effect: numbers are rounded"
     assert summary == [
         "packhorse port: poptorch was packhorse_port",
-        "packhorse port: other than on an IPU, each said above: stochastic (script.py:4)",
+        "packhorse port: different from an IPU, each logged above: stochastic (script.py:4)",
     ]
     quiet = python(*PORT, "--quiet", script, cwd=tmp_path)
     assert (quiet.stdout, quiet.stderr) == ("out\n", "")
 
 
 def test_the_summary_as_json_leaves_stdout_alone(tmp_path: Path) -> None:
-    done = python(*PORT, "--json", write(tmp_path, NOTICES), cwd=tmp_path)
-    assert done.stdout == "out\n"
-    found = json.loads(done.stderr.splitlines()[-1])
-    assert found["provided"] == {"poptorch": "packhorse_port"}
-    assert [notice["key"] for notice in found["notices"]] == ["stochastic"]
+    completed = python(*PORT, "--json", write(tmp_path, NOTICES), cwd=tmp_path)
+    assert completed.stdout == "out\n"
+    actual = json.loads(completed.stderr.splitlines()[-1])
+    assert actual["provided"] == {"poptorch": "packhorse_port"}
+    assert [notice["key"] for notice in actual["notices"]] == ["stochastic"]
 
 
 def test_a_missing_import_is_told_with_its_extra(tmp_path: Path) -> None:
     # A stub that fails as a missing package does, for those who have scikit-learn.
     text = "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"
-    done = python(*PORT, write(tmp_path, text), cwd=tmp_path)
-    assert done.returncode == 1 and "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("pip install 'packhorse[tutorials]'")
+    completed = python(*PORT, write(tmp_path, text), cwd=tmp_path)
+    assert completed.returncode == 1 and "Traceback" in completed.stderr
+    assert completed.stderr.splitlines()[-1].endswith("pip install 'packhorse[tutorials]'")
 
 
 IMPORTS = """
@@ -204,10 +216,10 @@ def test_torchvision_is_ours_where_it_fails(broken: bool, tmp_path: Path) -> Non
     working = "__version__ = 'real'"
     write(tmp_path / "torchvision", failing if broken else working, "__init__.py")
     write(tmp_path / "torchvision", "", "part.py")
-    done = python(*PORT, write(tmp_path, IMPORTS), cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.strip() == ("0+packhorse False" if broken else "real False")
-    assert ("operator torchvision::nms" in done.stderr) == broken
+    completed = python(*PORT, write(tmp_path, IMPORTS), cwd=tmp_path)
+    assert completed.returncode == 0
+    assert completed.stdout.strip() == ("0+packhorse False" if broken else "real False")
+    assert ("operator torchvision::nms" in completed.stderr) == broken
 
 
 IPU = """
@@ -234,8 +246,8 @@ def test_tensorflows_modules_come_from_their_room(tmp_path: Path) -> None:
     stand_in = f"import sys; sys.path.insert(0, {str(room.parent)!r})\n"
     stand_in += "import packhorse_port, packhorse_port.script as script, room\n"
     stand_in += "script.TENSORFLOW = 'room'\n"
-    done = python(*PORT, write(tmp_path, stand_in + IPU), cwd=tmp_path)
-    assert (done.stdout, done.returncode) == ("ipu config\n", 0), done.stderr
+    completed = python(*PORT, write(tmp_path, stand_in + IPU), cwd=tmp_path)
+    assert (completed.stdout, completed.returncode) == ("ipu config\n", 0), completed.stderr
 
 
 BERT = """
@@ -258,5 +270,5 @@ print(torchvision.datasets.MNIST.__name__, "and", type(model).__name__)
 @pytest.mark.skipif(bool(find_spec("torchvision")), reason="the installed torchvision is used")
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_a_transformers_model_runs_beside_our_torchvision(tmp_path: Path) -> None:
-    done = python(*PORT, write(tmp_path, BERT), cwd=tmp_path)
-    assert done.stdout == "MNIST and BertModel\n", done.stderr
+    completed = python(*PORT, write(tmp_path, BERT), cwd=tmp_path)
+    assert completed.stdout == "MNIST and BertModel\n", completed.stderr

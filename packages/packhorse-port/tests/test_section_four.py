@@ -32,32 +32,32 @@ def _modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", torchvision)
     monkeypatch.setenv("PACKHORSE_DATASETS", "digits")
     monkeypatch.chdir(tmp_path)
-    notices.forget()
+    notices.reset()
 
 
 def test_it_runs_unchanged(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "packhorse", "port", str(SCRIPT)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stderr
-    accuracy = re.fullmatch(r"Eval accuracy: ([0-9.]+)%\n", done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    accuracy = re.fullmatch(r"Eval accuracy: ([0-9.]+)%\n", completed.stdout)
     assert accuracy and float(accuracy[1]) > 60, "ten classes, one epoch of 1,500 digits"
     assert set(torch.load(tmp_path / "classifier.pth")) > {"conv1.weight", "fc2.bias"}
-    assert "section_four.py:19: FashionMNIST is scikit-learn's digits" in done.stderr
-    assert "packhorse port: poptorch was packhorse_port" in done.stderr
+    assert "section_four.py:19: FashionMNIST is scikit-learn's digits" in completed.stderr
+    assert "packhorse port: poptorch was packhorse_port" in completed.stderr
 
 
 def both(text: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a script leaves behind, ported and translated."""
-    done = translate(text.encode(), "script.py")
-    assert done.left == ()
-    tree = ast.parse(done.text)
+    completed = translate(text.encode(), "script.py")
+    assert completed.untranslated == ()
+    tree = ast.parse(completed.text)
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert "poptorch" not in named and "import packhorse" not in done.text
+    assert "poptorch" not in named and "import packhorse" not in completed.text
     (folder / "ported.py").write_text(text)
-    (folder / "plain.py").write_text(done.text)
+    (folder / "plain.py").write_text(completed.text)
     return (
         runpy.run_path(str(folder / "ported.py"), run_name="__main__"),
         runpy.run_path(str(folder / "plain.py"), run_name="__main__"),
@@ -65,10 +65,10 @@ def both(text: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def same(ported: dict[str, Any], plain: dict[str, Any], *names: str) -> None:
-    for one, other in zip(
+    for single, second in zip(
         ported["model"].state_dict().values(), plain["model"].state_dict().values(), strict=True
     ):
-        assert torch.equal(one, other)
+        assert torch.equal(single, second)
     for name in names:
         assert torch.equal(torch.as_tensor(ported[name]), torch.as_tensor(plain[name]))
 

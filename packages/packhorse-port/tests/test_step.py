@@ -87,44 +87,48 @@ def test_one_replica_gives_the_bits_of_the_plain_loop(
 ):
     calls = 3
     data, labels = images(batch * iterations * accumulation * calls)
-    mine, theirs = pair(lambda: Classifier(dropout, norm))
+    actual, expected = pair(lambda: Classifier(dropout, norm))
     torch.manual_seed(7)
-    plain(theirs, OPTIMIZERS[name](theirs.parameters()), data, labels, batch, accumulation, mean)
+    plain(
+        expected, OPTIMIZERS[name](expected.parameters()), data, labels, batch, accumulation, mean
+    )
     drawn = torch.get_rng_state()
     torch.manual_seed(7)
     opts = options(iterations, accumulation, mean=mean, compiled=compiled)
-    training = ported(mine, OPTIMIZERS[name](mine.parameters()), opts, data, labels, batch, calls)
-    assert same(mine, theirs)
+    training = ported(
+        actual, OPTIMIZERS[name](actual.parameters()), opts, data, labels, batch, calls
+    )
+    assert same(actual, expected)
     assert torch.equal(drawn, torch.get_rng_state())  # as many random numbers, too
     assert bool(training._step.graphs) == (compiled == "trace")  # and it was a trace if asked for
 
 
 def test_the_comparison_can_fail():
     data, labels = images(12)
-    mine, theirs = pair(Classifier)
-    plain(theirs, OPTIMIZERS["sgd"](theirs.parameters()), data, labels, 2)
-    ported(mine, OPTIMIZERS["sgd"](mine.parameters()), options(2, 2), data, labels, 2, 1)
-    assert not same(mine, theirs)
+    actual, expected = pair(Classifier)
+    plain(expected, OPTIMIZERS["sgd"](expected.parameters()), data, labels, 2)
+    ported(actual, OPTIMIZERS["sgd"](actual.parameters()), options(2, 2), data, labels, 2, 1)
+    assert not same(actual, expected)
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("mean", [True, False])
 def test_replicas_are_accumulation_side_by_side(replicas, mean):
     data, labels = images(4 * replicas * 2 * 3)
-    mine, theirs = pair(Classifier)
-    plain(theirs, OPTIMIZERS["sgd"](theirs.parameters()), data, labels, 4, replicas * 2, mean)
+    actual, expected = pair(Classifier)
+    plain(expected, OPTIMIZERS["sgd"](expected.parameters()), data, labels, 4, replicas * 2, mean)
     opts = options(1, 2, replicas, mean)
-    ported(mine, OPTIMIZERS["sgd"](mine.parameters()), opts, data, labels, 4, 3)
-    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+    ported(actual, OPTIMIZERS["sgd"](actual.parameters()), opts, data, labels, 4, 3)
+    for a, b in zip(actual.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
 
 
 def test_each_replica_has_statistics_of_its_own_and_the_module_the_first_ones():
     data, labels = images(4 * 2 * 4)
-    mine, theirs = pair(lambda: Classifier(norm=True))
-    assert isinstance(mine, Classifier) and isinstance(theirs, Classifier)
-    ported(mine, OPTIMIZERS["sgd"](mine.parameters()), options(2, 1, 2), data, labels, 4, 2)
-    first, second = theirs, copy.deepcopy(theirs)
+    actual, expected = pair(lambda: Classifier(norm=True))
+    assert isinstance(actual, Classifier) and isinstance(expected, Classifier)
+    ported(actual, OPTIMIZERS["sgd"](actual.parameters()), options(2, 1, 2), data, labels, 4, 2)
+    first, second = expected, copy.deepcopy(expected)
     optimizer = OPTIMIZERS["sgd"](first.parameters())
     for step in range(4):
         optimizer.zero_grad()
@@ -135,35 +139,35 @@ def test_each_replica_has_statistics_of_its_own_and_the_module_the_first_ones():
             assert a.grad is not None and b.grad is not None
             a.grad, b.grad = a.grad + b.grad, None
         optimizer.step()
-    assert mine.state_dict()["norm.num_batches_tracked"] == 4
-    for a, b in zip(mine.state_dict().values(), first.state_dict().values(), strict=True):
+    assert actual.state_dict()["norm.num_batches_tracked"] == 4
+    for a, b in zip(actual.state_dict().values(), first.state_dict().values(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-6)
 
 
 def test_a_learning_rate_that_changes_is_followed():
     data, labels = images(4 * 8)
-    mine, theirs = pair(Classifier)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, theirs)]
+    actual, expected = pair(Classifier)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (actual, expected)]
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in optimizers]
-    training = poptorch.trainingModel(mine, options(2, compiled="trace"), optimizers[0])
+    training = poptorch.trainingModel(actual, options(2, compiled="trace"), optimizers[0])
     for at in range(0, 32, 8):
         training(data[at : at + 8], labels[at : at + 8])
         schedules[0].step()
         training.setOptimizer(optimizers[0])
-        plain(theirs, optimizers[1], data[at : at + 8], labels[at : at + 8], 4)
+        plain(expected, optimizers[1], data[at : at + 8], labels[at : at + 8], 4)
         schedules[1].step()
-    assert same(mine, theirs) and training._step.graphs
+    assert same(actual, expected) and training._step.graphs
 
 
 def test_what_changes_in_the_model_is_seen():
     data, labels = images(40)
-    mine, theirs = pair(lambda: Classifier(0.5))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, theirs)]
-    training = poptorch.trainingModel(mine, options(2), optimizers[0])
+    actual, expected = pair(lambda: Classifier(0.5))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (actual, expected)]
+    training = poptorch.trainingModel(actual, options(2), optimizers[0])
     states = [torch.get_rng_state()] * 2
     for at in range(0, 40, 8):
         rows = slice(at, at + 8)
-        for number, model in enumerate((mine, theirs)):
+        for number, model in enumerate((actual, expected)):
             torch.set_rng_state(states[number])
             if at == 16:
                 model.drop.p = 0.0
@@ -176,7 +180,7 @@ def test_what_changes_in_the_model_is_seen():
             else:
                 training(data[rows], labels[rows])
             states[number] = torch.get_rng_state()
-    assert same(mine, theirs)
+    assert same(actual, expected)
 
 
 class Counting(Line):
@@ -205,16 +209,16 @@ class Printing(Line):
 @pytest.mark.parametrize("kind", [Counting, Rolling, Asking, Printing])
 def test_what_a_trace_cannot_say_runs_as_modules(kind, capfd):
     data, labels = points(4 * 6)
-    mine, theirs = pair(kind)
+    actual, expected = pair(kind)
     random.seed(3)
-    plain(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), data, labels, 4)
+    plain(expected, torch.optim.SGD(expected.parameters(), lr=0.1), data, labels, 4)
     random.seed(3)
-    optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-    training = ported(mine, optimizer, options(2, compiled="trace"), data, labels, 4, 3)
-    assert same(mine, theirs)
+    optimizer = torch.optim.SGD(actual.parameters(), lr=0.1)
+    training = ported(actual, optimizer, options(2, compiled="trace"), data, labels, 4, 3)
+    assert same(actual, expected)
     assert training._step.refused and not training._step.graphs
     if kind is Counting:
-        assert mine.calls == theirs.calls
+        assert actual.calls == expected.calls
     assert capfd.readouterr().err.count("x: tensor") == (12 if kind is Printing else 0)
 
 
@@ -244,9 +248,9 @@ def test_weights_that_are_not_used_stay():
             super().__init__()
             self.spare = nn.Linear(2, 2)
 
-    mine, theirs = pair(Half)
+    actual, expected = pair(Half)
     data, labels = points(24)
-    plain(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.1), data, labels, 4)
-    optimizer = torch.optim.AdamW(mine.parameters(), lr=0.1)
-    ported(mine, optimizer, options(2), data, labels, 4, 3)
-    assert same(mine, theirs)
+    plain(expected, torch.optim.AdamW(expected.parameters(), lr=0.1), data, labels, 4)
+    optimizer = torch.optim.AdamW(actual.parameters(), lr=0.1)
+    ported(actual, optimizer, options(2), data, labels, 4, 3)
+    assert same(actual, expected)

@@ -10,7 +10,7 @@ import pytest
 
 import packhorse_port as poptorch
 from packhorse import status
-from packhorse_port import telling
+from packhorse_port import executor
 
 from .models import Line, points
 
@@ -25,9 +25,9 @@ def test_a_running_executor_is_seen_until_it_leaves_the_device() -> None:
     assert status.read() == []  # it has not run
     data, _ = points(4)
     model(data)
-    (said,) = status.read()
-    assert said.figures["model"] == "Line" and said.figures["device"]
-    assert said.figures["does"].startswith("inference")
+    (result,) = status.read()
+    assert result.figures["model"] == "Line" and result.figures["device"]
+    assert result.figures["does"].startswith("inference")
     model.detachFromDevice()
     assert status.read() == []
     model(data)
@@ -38,7 +38,7 @@ def test_a_running_executor_is_seen_until_it_leaves_the_device() -> None:
 
 
 def test_calls_and_samples_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "PAUSE", 0.1)
+    monkeypatch.setattr(executor, "PUBLISH_SECONDS", 0.1)
     monkeypatch.setattr(status, "PAUSE", 0.05)
     opts = poptorch.Options().deviceIterations(2)
     model = poptorch.inferenceModel(Line(), opts)
@@ -47,12 +47,12 @@ def test_calls_and_samples_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     while time.monotonic() < until:
         model(data)
         calls += 1
-    (said,) = status.read()
-    assert 0 < said.figures["calls"] <= calls
-    assert said.figures["sequences"] == 8 * said.figures["calls"]
-    speeds = said.figures["calls_per_second"], said.figures["sequences_per_second"]
+    (result,) = status.read()
+    assert 0 < result.figures["calls"] <= calls
+    assert result.figures["sequences"] == 8 * result.figures["calls"]
+    speeds = result.figures["calls_per_second"], result.figures["sequences_per_second"]
     assert 0 < speeds[0] < speeds[1]
-    assert "host calls/s" in said.figures["does"]
+    assert "host calls/s" in result.figures["does"]
     model.detachFromDevice()
 
 

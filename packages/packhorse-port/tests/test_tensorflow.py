@@ -30,10 +30,10 @@ def ipu(tf: ModuleType) -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def _fresh(ipu: ModuleType):
-    notices.forget()
+    notices.reset()
     ipu.config.reset_ipu_configuration()
     yield
-    notices.forget()
+    notices.reset()
 
 
 def keras() -> Any:
@@ -68,7 +68,7 @@ def ready(model: Any, rate: float = 0.1, execution: int = 1, momentum: float = 0
 
 
 def weights(model: Any) -> list[np.ndarray]:
-    return [np.array(each) for each in model.get_weights()]
+    return [np.array(item) for item in model.get_weights()]
 
 
 def plain(batch: int, rate: float = 0.1, **fit: Any) -> tuple[list[np.ndarray], Any]:
@@ -93,8 +93,8 @@ def test_one_ipu_is_keras_to_the_bit(ipu: Any, tf: Any, execution: int) -> None:
         model = ready(network(dropout=0.5), execution=execution)
         assert isinstance(model.distribute_strategy, tf.distribute.Strategy)
         assert model.distribute_strategy.num_replicas_in_sync == 1
-        done = model.fit(X, Y, 8, 2, verbose=0, validation_data=(X[:32], Y[:32]))
-        assert far(weights(model), expected) == 0.0 and done.history == history
+        completed = model.fit(X, Y, 8, 2, verbose=0, validation_data=(X[:32], Y[:32]))
+        assert far(weights(model), expected) == 0.0 and completed.history == history
         loss, accuracy = model.evaluate(X, Y, batch_size=8, verbose=0)
     outputs = model.predict(X, batch_size=8, verbose=0)
     # The same batches: a product of more rows may be summed in another order.
@@ -102,27 +102,27 @@ def test_one_ipu_is_keras_to_the_bit(ipu: Any, tf: Any, execution: int) -> None:
     alone.set_weights(expected)
     assert np.array_equal(outputs, alone.predict(X, batch_size=8, verbose=0))
     assert accuracy == pytest.approx((outputs.argmax(1) == Y).mean())
-    assert not notices.taken() and loss > 0
+    assert not notices.logged() and loss > 0
 
 
 def test_a_pipeline_accumulates(ipu: Any) -> None:
     """Four batches of eight are one of thirty-two: averaged; or summed, at four times the rate."""
     expected, _ = plain(32, shuffle=False)
-    found = []
+    actual = []
     for reduction, rate in (("mean", 0.1), (None, 0.025)):
         keras().utils.set_random_seed(1)
         with strategy(ipu, 2).scope():
             model = network(stages=2)
-            given = {"gradient_accumulation_reduction_method": reduction} if reduction else {}
+            arguments = {"gradient_accumulation_reduction_method": reduction} if reduction else {}
             model.set_pipelining_options(
                 gradient_accumulation_steps_per_replica=4,
                 pipeline_schedule=ipu.ops.pipelining_ops.PipelineSchedule.Interleaved,
-                **given,
+                **arguments,
             )
             ready(model, rate, execution=8)
             model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0)
-            found.append(far(weights(model), expected))
-    assert max(found) < 1e-5
+            actual.append(far(weights(model), expected))
+    assert max(actual) < 1e-5
     control, _ = plain(8, shuffle=False)
     assert far(control, expected) > 1e-3, "else nothing was shown"
 
@@ -137,10 +137,10 @@ def test_replicas_add_their_gradients(ipu: Any, tf: Any) -> None:
             model = network()
             model.set_gradient_accumulation_options(2, "mean")
             ready(model, execution=4)
-            done = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+            completed = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
         assert far(weights(model), expected) < 1e-5
-        assert done.params["steps"] == 4, "a step is a batch for each replica"
-        assert done.history["accuracy"][0] == history["accuracy"][0], "no sample is left out"
+        assert completed.params["steps"] == 4, "a step is a batch for each replica"
+        assert completed.history["accuracy"][0] == history["accuracy"][0], "no sample is left out"
     assert np.allclose(model.predict(X, batch_size=8, verbose=0), model(X), atol=1e-6)
     assert model.evaluate(data, verbose=0, return_dict=True)["loss"] > 0
 
@@ -164,8 +164,10 @@ def test_a_script_s_own_train_step_is_replicated(ipu: Any, tf: Any) -> None:
             x, y = data
             with tf.GradientTape() as tape:
                 loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            own = self.trainable_variables
-            self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own, strict=True))
+            module_own = self.trainable_variables
+            self.optimizer.apply_gradients(
+                zip(tape.gradient(loss, module_own), module_own, strict=True)
+            )
             return {"loss": loss}
 
     expected, _ = plain(16, rate=0.2, shuffle=False)
@@ -193,21 +195,21 @@ def test_stages_can_be_listed_and_set(ipu: Any, capsys: pytest.CaptureFixture) -
     layers = keras().layers
     with strategy(ipu, 2).scope():
         model = network(stages=2)
-        found = model.get_pipeline_stage_assignment()
-        assert [each.pipeline_stage for each in found] == [0, 0, 1]
-        assert found[2].inbound_layers == [found[1].layer]
+        actual = model.get_pipeline_stage_assignment()
+        assert [item.pipeline_stage for item in actual] == [0, 0, 1]
+        assert actual[2].inbound_layers == [actual[1].layer]
         model.print_pipeline_stage_assignment_summary()
         assert capsys.readouterr().out.splitlines()[-1].endswith(" 1")
-        one = keras().Sequential([layers.Input((8,)), layers.Dense(4), layers.Dense(3)])
-        one.set_pipeline_stage_assignment([0, 1])
+        single = keras().Sequential([layers.Input((8,)), layers.Dense(4), layers.Dense(3)])
+        single.set_pipeline_stage_assignment([0, 1])
         with pytest.raises(InputError, match="3 stages for 2 layers"):
-            one.set_pipeline_stage_assignment([0, 1, 1])
+            single.set_pipeline_stage_assignment([0, 1, 1])
         with pytest.raises(InputError, match="no layer is in pipeline stage 0"):
-            one.set_pipeline_stage_assignment([1, 2])
+            single.set_pipeline_stage_assignment([1, 2])
         with keras().ipu.PipelineStage(1):
-            kept = layers.Dense(3)
+            stored = layers.Dense(3)
     assert layers.Dense(3)._inbound_nodes == [] and "_ipu_stage" not in vars(layers.Dense(3))
-    assert vars(kept)["_ipu_stage"] == 1, "made in a stage, called outside of one"
+    assert vars(stored)["_ipu_stage"] == 1, "made in a stage, called outside of one"
 
 
 def test_stages_of_a_class_s_own_call(ipu: Any) -> None:
@@ -290,7 +292,7 @@ class Ways:
 
 
 WRONG = {
-    "batch": "60 samples are no whole number of batches of 8: cut them: x = x[:56]",
+    "batch": "60 samples do not fill batches of 8: cut them: x = x[:56]",
     "evaluated": "another batch_size",
     "short": ".batch(n, drop_remainder=True)",
     "devices": "2 pipeline stages and the system 1 IPU: set auto_select_ipus = 2",
@@ -330,7 +332,7 @@ def test_too_few_samples_for_the_replicas_and_some_left_over(ipu: Any) -> None:
         with pytest.raises(InputError, match="for each of 4 replicas"):
             model.predict(X[:16], batch_size=8, verbose=0)
         assert len(model.predict(X[:40], batch_size=8, verbose=0)) == 32
-    assert [each.key for each in notices.taken()] == ["replicas.dropped"]
+    assert [item.key for item in notices.logged()] == ["replicas.dropped"]
 
 
 def test_every_name_of_the_table_is_there_or_says_why(ipu: Any) -> None:
@@ -338,8 +340,8 @@ def test_every_name_of_the_table_is_there_or_says_why(ipu: Any) -> None:
     for name in [*EMULATED, *FAILS]:
         first, *rest = name.split(".")
         value = homes[first]
-        for each in rest:
-            value = getattr(value, each)
+        for item in rest:
+            value = getattr(value, item)
         if name in FAILS and first != "Model":
             with pytest.raises(InputError) as raised:
                 value.anything() if isinstance(value, ModuleType) else value()
@@ -368,7 +370,7 @@ def test_keras_2_is_translated_and_said_once(ipu: Any, tmp_path: Path) -> None:
     model.save_weights(tmp_path / "weights")
     loaded.load_weights(str(tmp_path / "weights"))
     tf_keras().callbacks.ModelCheckpoint(str(tmp_path / "at"), save_weights_only=True)
-    assert {each.key.removeprefix("Keras 2: ") for each in notices.taken()} == {
+    assert {item.key.removeprefix("Keras 2: ") for item in notices.logged()} == {
         *("lr", "decay", "Input", "workers", "use_multiprocessing", "fit_generator"),
         *("file.keras", "file.weights.h5", "save_format"),
     }
@@ -387,13 +389,16 @@ def test_xla_keeps_what_it_compiles_where_the_flags_say(
     folder = tmp_path / "executables"
     monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_auto_jit=0")
     monkeypatch.setenv("TF_POPLAR_FLAGS", f"--use_ipu_model --executable_cache_path={folder}")
-    room._cache()
-    asked = os.environ["TF_XLA_FLAGS"].split()
-    assert asked[:2] == ["--tf_xla_auto_jit=0", f"--tf_xla_persistent_cache_directory={folder}/xla"]
+    room._set_xla_cache()
+    requested = os.environ["TF_XLA_FLAGS"].split()
+    assert requested[:2] == [
+        "--tf_xla_auto_jit=0",
+        f"--tf_xla_persistent_cache_directory={folder}/xla",
+    ]
     monkeypatch.setenv("TF_XLA_FLAGS", "")
     folder.chmod(0o777)
     with pytest.raises(InputError, match="can be written by others"):
-        room._cache()
+        room._set_xla_cache()
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 

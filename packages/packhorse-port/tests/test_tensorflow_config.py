@@ -10,17 +10,17 @@ import pytest
 
 from packhorse.errors import InputError
 from packhorse_port import notices
-from packhorse_port.origins import Origins
-from packhorse_port.tensorflow import config, uses
+from packhorse_port.syntax import NameOrigins
+from packhorse_port.tensorflow import config, names
 from packhorse_port.tensorflow.config import DeviceConnectionType, IPUConfig, ipus
 
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    notices.forget()
+    notices.reset()
     config.reset_ipu_configuration()
     yield
-    notices.forget()
+    notices.reset()
     config.reset_ipu_configuration()
 
 
@@ -28,15 +28,15 @@ def test_the_course_configures_so_many_ipus() -> None:
     assert ipus() == 1, "what was never configured is one"
     settings = IPUConfig()
     settings.device_connection.type = DeviceConnectionType.ON_DEMAND
-    for given, number in ((1, 1), (4, 4), ([2, 2], 2), ((8,), 8)):
-        settings.auto_select_ipus = given
+    for arguments, number in ((1, 1), (4, 4), ([2, 2], 2), ((8,), 8)):
+        settings.auto_select_ipus = arguments
         settings.configure_ipu_system()
         assert ipus() == number
     assert config.get_ipu_config() == [settings]
     chosen = IPUConfig()
     chosen.select_ipus = 0
     chosen.configure_ipu_system()
-    assert ipus() == 1 and not notices.taken()
+    assert ipus() == 1 and not notices.logged()
 
 
 def test_settings_without_meaning_are_said_once() -> None:
@@ -47,12 +47,12 @@ def test_settings_without_meaning_are_said_once() -> None:
     settings.io_tiles.available_memory_proportion = 1
     settings.matmuls.poplar_options["availableMemoryProportion"] = "0.1"
     settings.allow_recompute = False
-    assert [each.key for each in notices.taken()] == [
+    assert [item.key for item in notices.logged()] == [
         "IPUConfig.floating_point_behaviour.esr",
         "IPUConfig.convolutions.poplar_options",
         "IPUConfig.io_tiles.available_memory_proportion",
     ], "a default says nothing"
-    assert notices.taken()[0].line.startswith("test_tensorflow_config.py:")
+    assert notices.logged()[0].line.startswith("test_tensorflow_config.py:")
     copy = IPUConfig()
     copy.from_dict(settings.to_dict())
     assert copy.to_dict() == settings.to_dict()
@@ -122,8 +122,8 @@ ipu.utils.get_ipu_configs()
 
 def test_check_tells_of_every_use() -> None:
     tree = ast.parse(USED)
-    found = list(uses.uses(tree, Origins(tree)))
-    assert sorted((each.line, each.known.kind, each.name) for each in found) == [
+    actual = list(names.uses(tree, NameOrigins(tree)))
+    assert sorted((item.line, item.entry.kind, item.name) for item in actual) == [
         (5, "emulated", "ipu.config.IPUConfig"),
         (6, "ignored", "IPUConfig.convolutions.poplar_options.update"),
         (7, "fails", "IPUConfig.auto_select_ipu"),
@@ -135,14 +135,16 @@ def test_check_tells_of_every_use() -> None:
         (13, "ignored", "Model.set_outfeed_queue_options"),
         (14, "fails", "ipu.utils.get_ipu_configs"),
     ]
-    meanings = {each.name: each.known.meaning for each in found}
+    meanings = {item.name: item.entry.meaning for item in actual}
     assert "IPUConfig.auto_select_ipus" in meanings["IPUConfig.auto_select_ipu"]
     assert "ON_DEMAND" in meanings["ipu.config.DeviceConnectionType.ONDEMAND"]
     assert "steps_per_execution" in meanings["ipu.loops.repeat"]
 
 
 def test_tensorflow_is_not_imported_before_it_is_used() -> None:
-    code = "import sys, packhorse_port.tensorflow.uses\n"
+    code = "import sys, packhorse_port.tensorflow.names\n"
     code += "print([n for n in ('tensorflow', 'keras', 'numpy', 'torch') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[]\n", done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.stdout == "[]\n", completed.stderr

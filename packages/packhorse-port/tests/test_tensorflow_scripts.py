@@ -44,25 +44,25 @@ def port(script: str, images: Path, folder: Path, **environment: str):
 
 
 def accuracies(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"accuracy: ([\d.]+)", text)]
+    return [float(actual) for actual in re.findall(r"accuracy: ([\d.]+)", text)]
 
 
 def test_the_courses_script(images: Path, tmp_path: Path) -> None:
-    done = port("section_three", images, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "Program ran successfully"
-    assert len(set(accuracies(done.stdout))) > 1, "it trained and evaluated"
-    told = done.stderr.splitlines()[-2:]
-    assert told[0] == "packhorse port: tensorflow.python.ipu was packhorse_port.tensorflow"
-    assert "mnist (section_three.py:16)" in told[1]
+    completed = port("section_three", images, tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "Program ran successfully"
+    assert len(set(accuracies(completed.stdout))) > 1, "it trained and evaluated"
+    caught = completed.stderr.splitlines()[-2:]
+    assert caught[0] == "packhorse port: tensorflow.python.ipu was packhorse_port.tensorflow"
+    assert "mnist (section_three.py:16)" in caught[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", VARIANTS)
 def test_its_variants(script: str, images: Path, tmp_path: Path) -> None:
-    done = port(script, images, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "Program ran successfully"
+    completed = port(script, images, tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "Program ran successfully"
 
 
 @pytest.mark.slow
@@ -75,9 +75,9 @@ def test_compiled_code_is_found_again(images: Path, tmp_path: Path) -> None:
     )
     cache = tmp_path / "cache"
     flags = {"TF_POPLAR_FLAGS": f"--executable_cache_path={cache}"}
-    kept = []
+    stored = []
     for _ in range(2):
-        done = port(str(script.with_suffix("")), images, tmp_path, **flags)
-        assert done.returncode == 0, done.stderr
-        kept.append({path.name: path.stat().st_mtime_ns for path in (cache / "xla").iterdir()})
-    assert kept[0] and kept[0] == kept[1]
+        completed = port(str(script.with_suffix("")), images, tmp_path, **flags)
+        assert completed.returncode == 0, completed.stderr
+        stored.append({path.name: path.stat().st_mtime_ns for path in (cache / "xla").iterdir()})
+    assert stored[0] and stored[0] == stored[1]

@@ -29,7 +29,7 @@ COLOUR = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 @pytest.fixture(autouse=True)
 def _no_collections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine may have installed is not seen."""
-    monkeypatch.delenv(files.PLACES, raising=False)
+    monkeypatch.delenv(files.VARIABLE, raising=False)
     monkeypatch.setattr(files, "DEBIAN", Path("/nonexistent"))
 
 
@@ -68,28 +68,28 @@ def test_it_offers_what_it_says() -> None:
 @pytest.mark.parametrize("make", [np.asarray, Image.fromarray])
 @pytest.mark.parametrize("array", [GRADIENT, COLOUR], ids=["grey", "colour"])
 def test_to_tensor_is_a_fraction_of_255(array: np.ndarray, make) -> None:
-    made = transforms.ToTensor()(make(array))
+    created = transforms.ToTensor()(make(array))
     expected = torch.from_numpy(array.reshape(4, 6, -1)).permute(2, 0, 1).float() / 255
-    assert made.dtype == torch.float32 and torch.equal(made, expected)
-    back = transforms.ToPILImage()(made)
+    assert created.dtype == torch.float32 and torch.equal(created, expected)
+    back = transforms.ToPILImage()(created)
     assert np.array_equal(np.asarray(back), array)
     assert torch.equal(transforms.PILToTensor()(make(array)).float() / 255, expected)
 
 
 def test_to_tensor_keeps_what_is_no_byte() -> None:
-    made = transforms.ToTensor()(np.ones((2, 3), np.float64))
-    assert made.dtype == torch.float64 and made.shape == (1, 2, 3)
+    created = transforms.ToTensor()(np.ones((2, 3), np.float64))
+    assert created.dtype == torch.float64 and created.shape == (1, 2, 3)
     black_and_white = Image.fromarray(GRADIENT).convert("1")
     assert set(transforms.ToTensor()(black_and_white).unique().tolist()) <= {0.0, 1.0}
     with pytest.raises(InputError, match="not Tensor"):
-        transforms.ToTensor()(made)
+        transforms.ToTensor()(created)
 
 
 def test_normalize_by_channel() -> None:
     image = torch.rand(3, 4, 5)
-    made = transforms.Normalize((0.1, 0.2, 0.3), (0.5, 2.0, 4.0))(image)
+    created = transforms.Normalize((0.1, 0.2, 0.3), (0.5, 2.0, 4.0))(image)
     for channel, (mean, std) in enumerate(((0.1, 0.5), (0.2, 2.0), (0.3, 4.0))):
-        assert torch.equal(made[channel], (image[channel] - mean) / std)
+        assert torch.equal(created[channel], (image[channel] - mean) / std)
     with pytest.raises(InputError, match="holds a zero"):
         transforms.Normalize((0.5,), (0.0,))(image)
     with pytest.raises(InputError, match="put ToTensor before"):
@@ -109,11 +109,11 @@ def test_resize_by_the_shorter_side_and_by_both() -> None:
 def test_bilinear_halving_of_a_ramp_is_linear() -> None:
     """Half as wide: each new pixel lies between two old ones, weighted 1 3 3 1 by antialiasing."""
     ramp = torch.arange(16.0).expand(1, 16, 16)
-    made = transforms.Resize((16, 8))(ramp)
+    created = transforms.Resize((16, 8))(ramp)
     inner = torch.arange(1, 7) * 2 + 0.5
-    assert torch.allclose(made[0, 0, 1:7], inner)
+    assert torch.allclose(created[0, 0, 1:7], inner)
     whole = transforms.Resize((16, 8))(ramp.to(torch.uint8))
-    assert whole.dtype == torch.uint8 and torch.equal(whole, made.round().to(torch.uint8))
+    assert whole.dtype == torch.uint8 and torch.equal(whole, created.round().to(torch.uint8))
 
 
 @pytest.mark.parametrize("make", [np.asarray, Image.fromarray, torch.from_numpy])
@@ -121,23 +121,23 @@ def test_crops_pads_and_flips_move_pixels(make) -> None:
     def array(image) -> np.ndarray:
         return np.asarray(image)
 
-    given = make(GRADIENT if make is not torch.from_numpy else GRADIENT.copy())
+    arguments = make(GRADIENT if make is not torch.from_numpy else GRADIENT.copy())
     if make is torch.from_numpy:
-        given = given[None]
+        arguments = arguments[None]
 
     def same(image, expected: np.ndarray) -> None:
         assert np.array_equal(array(image).reshape(expected.shape), expected)
 
-    same(transforms.CenterCrop(2)(given), GRADIENT[1:3, 2:4])
-    same(transforms.CenterCrop((2, 3))(given), GRADIENT[1:3, 2:5])  # Python rounds 1.5 to 2
-    same(transforms.CenterCrop((6, 6))(given), np.pad(GRADIENT, ((1, 1), (0, 0))))
-    same(functional.hflip(given), GRADIENT[:, ::-1])
-    same(functional.vflip(given), GRADIENT[::-1])
-    same(transforms.Pad(1, fill=9)(given), np.pad(GRADIENT, 1, constant_values=9))
-    same(transforms.Pad((1, 2))(given), np.pad(GRADIENT, ((2, 2), (1, 1))))
-    same(transforms.Pad((1, 0, 2, 3))(given), np.pad(GRADIENT, ((0, 3), (1, 2))))
-    same(transforms.Pad(1, padding_mode="edge")(given), np.pad(GRADIENT, 1, mode="edge"))
-    same(transforms.Pad(2, padding_mode="reflect")(given), np.pad(GRADIENT, 2, mode="reflect"))
+    same(transforms.CenterCrop(2)(arguments), GRADIENT[1:3, 2:4])
+    same(transforms.CenterCrop((2, 3))(arguments), GRADIENT[1:3, 2:5])  # Python rounds 1.5 to 2
+    same(transforms.CenterCrop((6, 6))(arguments), np.pad(GRADIENT, ((1, 1), (0, 0))))
+    same(functional.hflip(arguments), GRADIENT[:, ::-1])
+    same(functional.vflip(arguments), GRADIENT[::-1])
+    same(transforms.Pad(1, fill=9)(arguments), np.pad(GRADIENT, 1, constant_values=9))
+    same(transforms.Pad((1, 2))(arguments), np.pad(GRADIENT, ((2, 2), (1, 1))))
+    same(transforms.Pad((1, 0, 2, 3))(arguments), np.pad(GRADIENT, ((0, 3), (1, 2))))
+    same(transforms.Pad(1, padding_mode="edge")(arguments), np.pad(GRADIENT, 1, mode="edge"))
+    same(transforms.Pad(2, padding_mode="reflect")(arguments), np.pad(GRADIENT, 2, mode="reflect"))
 
 
 def test_random_transforms_draw_as_torchvision_does() -> None:
@@ -145,10 +145,12 @@ def test_random_transforms_draw_as_torchvision_does() -> None:
     image, tall, wide = torch.arange(80.0).reshape(1, 8, 10), 3, 4
     for seed in range(5):
         torch.manual_seed(seed)
-        top, left = (int(torch.randint(0, n, (1,))) for n in (8 + 2 - tall + 1, 10 + 2 - wide + 1))
+        top, remaining = (
+            int(torch.randint(0, n, (1,))) for n in (8 + 2 - tall + 1, 10 + 2 - wide + 1)
+        )
         flips = bool(torch.rand(1) < 0.5)
         expected = torch.nn.functional.pad(image, (1, 1, 1, 1))
-        expected = expected[:, top : top + tall, left : left + wide]
+        expected = expected[:, top : top + tall, remaining : remaining + wide]
         torch.manual_seed(seed)
         both = transforms.Compose(
             [transforms.RandomCrop((tall, wide), padding=1), transforms.RandomHorizontalFlip()]
@@ -213,10 +215,10 @@ def test_folders_of_the_environment_and_debian(
         datasets.FashionMNIST(tmp_path / "none")
     monkeypatch.setattr(files, "DEBIAN", tmp_path / "here")
     assert len(datasets.FashionMNIST(tmp_path / "none")) == 6
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         datasets.MNIST(tmp_path / "none")
-    assert "apt" not in str(told.value) and "PACKHORSE_DATASETS=digits" in str(told.value)
-    monkeypatch.setenv(files.PLACES, str(tmp_path / "here"))
+    assert "apt" not in str(caught.value) and "PACKHORSE_DATASETS=digits" in str(caught.value)
+    monkeypatch.setenv(files.VARIABLE, str(tmp_path / "here"))
     assert len(datasets.MNIST(tmp_path / "none")) == 6
 
 
@@ -255,7 +257,7 @@ def test_download_with_its_checksum(
         (path.name, hashlib.md5(path.read_bytes()).hexdigest()) for path in sorted(folder.iterdir())
     ]
     monkeypatch.setattr(datasets.MNIST, "mirrors", (address + "gone/", address))
-    with pytest.raises(InputError, match="arrived damaged"):
+    with pytest.raises(InputError, match="downloaded damaged"):
         datasets.MNIST(tmp_path / "a", download=True)
     assert not list((tmp_path / "a").rglob("*.gz"))
     monkeypatch.setattr(datasets.MNIST, "resources", sums)
@@ -271,7 +273,7 @@ def test_download_with_its_checksum(
 
 def test_digits_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    monkeypatch.setenv(files.PLACES, files.DIGITS)
+    monkeypatch.setenv(files.VARIABLE, files.DIGITS)
     trained, tested = (datasets.FashionMNIST(tmp_path, train=train) for train in (True, False))
     assert (len(trained), len(tested)) == (1500, 297)
     real = load_digits()

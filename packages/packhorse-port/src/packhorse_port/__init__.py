@@ -1,4 +1,4 @@
-"""PopTorch's own names, for the CPU or GPU at hand: `import packhorse_port as poptorch`.
+"""PopTorch's interface on a CPU or GPU: `import packhorse_port as poptorch`.
 
     opts = poptorch.Options().deviceIterations(20)
     loader = poptorch.DataLoader(opts, dataset, batch_size=16, shuffle=True)
@@ -6,8 +6,8 @@
     for data, labels in loader:
         output, loss = training(data, labels)
 
-The names, arguments and semantics are those of PopTorch 3.3; `names` says of each what becomes of
-it. They are imported on first use. A name that PopTorch has and this has not is an error that says
+Names, arguments and semantics are those of PopTorch 3.3; `names` lists how each is handled. They
+are imported on first use. A name that PopTorch has and this package lacks raises an error that says
 what to write instead.
 """
 
@@ -22,59 +22,59 @@ if TYPE_CHECKING:
     from packhorse_port import ops as ops
     from packhorse_port import optim as optim
     from packhorse_port import options as options
-    from packhorse_port.blocks import BeginBlock as BeginBlock
-    from packhorse_port.blocks import Block as Block
     from packhorse_port.executor import PoplarExecutor as PoplarExecutor
+    from packhorse_port.executor import inferenceModel as inferenceModel
+    from packhorse_port.executor import load as load
+    from packhorse_port.executor import trainingModel as trainingModel
     from packhorse_port.loader import AsynchronousDataAccessor as AsynchronousDataAccessor
     from packhorse_port.loader import DataLoader as DataLoader
     from packhorse_port.losses import identity_loss as identity_loss
+    from packhorse_port.ops import BeginBlock as BeginBlock
+    from packhorse_port.ops import Block as Block
     from packhorse_port.options import Options as Options
-    from packhorse_port.wrapping import inferenceModel as inferenceModel
-    from packhorse_port.wrapping import load as load
-    from packhorse_port.wrapping import trainingModel as trainingModel
 
 __version__ = "3.3.0"  # of PopTorch, whose interface this is
 
-_ROOMS = {
-    "executor": "PoplarExecutor",
-    "wrapping": "inferenceModel load trainingModel",
+# The public names by the module that defines each; a module is imported when a name is first used.
+_NAMES_BY_MODULE = {
+    "executor": "PoplarExecutor inferenceModel load trainingModel",
     "options": "Options",
     "loader": "AsynchronousDataAccessor DataLoader",
-    "arguments": "ICustomArgParser registerCustomArgParser",
-    "faults": "Error RecoverableError UnrecoverableError",
+    "step": "ICustomArgParser registerCustomArgParser",
     "losses": "identity_loss isRunningOnIpu",
-    "hardware": "ipuHardwareIsAvailable ipuHardwareVersion setLogLevel",
-    "blocks": "BeginBlock Block BlockFunction ParallelPhasedExecution Phase PipelinedExecution "
-    "SerialPhasedExecution ShardedExecution Stage addBlock removeBlocks",
-    "ops": "Attribute CPU MultiConv NameScope ctc_beam_search_decoder dynamic_slice dynamic_update "
-    "for_loop ipu_print_tensor nop recomputationCheckpoint serializedMatMul set_available_memory "
+    "hardware": "Error RecoverableError UnrecoverableError ipuHardwareIsAvailable "
+    "ipuHardwareVersion setLogLevel",
+    "ops": "Attribute BeginBlock Block BlockFunction CPU MultiConv NameScope "
+    "ParallelPhasedExecution Phase PipelinedExecution SerialPhasedExecution ShardedExecution Stage "
+    "addBlock ctc_beam_search_decoder dynamic_slice dynamic_update for_loop ipu_print_tensor nop "
+    "recomputationCheckpoint removeBlocks serializedMatMul set_available_memory "
     "set_overlap_for_input set_overlap_for_output",
     "enums": "AnchorMode AutoStage CommGroupType ConnectionType DataLoaderMode "
     "HalfFloatCastingBehavior Liveness MatMulSerializationMode MeanReductionStrategy "
     "MultiConvPlanType OutputMode OverlapMode ReductionType SharingStrategy SyncPattern "
     "TensorLocationSettings VariableRetrievalMode",
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}
 _MODULES = ("enums", "ops", "optim", "options")
-__all__ = [*_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_MODULE_OF, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"packhorse_port.{name}")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         from packhorse_port.names import FAILS, nearest
-        from packhorse_port.notices import place
+        from packhorse_port.notices import line_prefix
 
-        hint = f": {FAILS[name]}" if name in FAILS else nearest(name, list(_HOMES))
-        # Of an AttributeError, `from poptorch import name` would show nothing.
-        kind = ImportError if _imports(sys._getframe(1)) else AttributeError
-        raise kind(f"{place()}poptorch.{name} is not provided here{hint}")
-    return getattr(import_module(f"packhorse_port.{_HOMES[name]}"), name)
+        hint = f": {FAILS[name]}" if name in FAILS else nearest(name, list(_MODULE_OF))
+        # `from poptorch import name` replaces the message of an AttributeError by its own.
+        kind = ImportError if _is_import_from(sys._getframe(1)) else AttributeError
+        raise kind(f"{line_prefix()}poptorch.{name} is not provided here{hint}")
+    return getattr(import_module(f"packhorse_port.{_MODULE_OF[name]}"), name)
 
 
-def _imports(frame: FrameType) -> bool:
-    """Is a frame at a `from … import`?"""
+def _is_import_from(frame: FrameType) -> bool:
+    """Whether a frame currently executes `from … import`."""
     return frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 

@@ -1,8 +1,4 @@
-"""`python -m packhorse_port SCRIPT`: the command `packhorse port`, without its script installed.
-
-Imports point down, and the command line is above this room; so it is started by name, as Python
-itself would start it.
-"""
+"""`python -m packhorse_port SCRIPT`: the command `packhorse port`, without the installed script."""
 
 import runpy
 import sys

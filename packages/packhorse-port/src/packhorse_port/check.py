@@ -1,9 +1,9 @@
-"""`packhorse port --check`: what would become of each line of a script, before anything runs.
+"""`packhorse port --check`: how each line of a script would be handled, without running it.
 
-The script is read as syntax (`ast`), its imports are looked up but not executed. So the answer
-comes at once and does no harm, and cannot know what only a run would show: a name made at run time,
-an installed package that fails when it is imported. What is found is one of four kinds: it runs *as
-is*, is *emulated*, is *ignored* (and why), or *fails* (and what to do).
+The script is parsed (`ast`), its imports are looked up but not executed. So the check is fast and
+safe, and does not see what only a run would show: a name created at run time, an installed package
+that fails when it is imported. Each finding is one of four kinds: it runs *as is*, is *emulated*,
+is *ignored* (and why), or *fails* (and what to do). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple, get_args
 
 from packhorse_port import enums
 from packhorse_port.names import EXTRAS, NAMES, Kind, Name, install_line, nearest
-from packhorse_port.origins import Origins, dotted
 from packhorse_port.patch import SCALING
-from packhorse_port.script import IPU
-from packhorse_port.tensorflow import uses as tensorflow
+from packhorse_port.script import IPU_MODULES
+from packhorse_port.syntax import NameOrigins, dotted
+from packhorse_port.tensorflow import names as tensorflow
 from packhorse_port.torchvision import PROVIDES
 
 ENUMS = {
-    name: [member.name for member in each]
-    for name, each in vars(enums).items()
-    if isinstance(each, type) and issubclass(each, Enum) and each.__module__ == enums.__name__
+    name: [member.name for member in value]
+    for name, value in vars(enums).items()
+    if isinstance(value, type) and issubclass(value, Enum) and value.__module__ == enums.__name__
 }
 SDK = {
     "popart": "graphs of PopART cannot run here; write the model in PyTorch",
@@ -42,7 +42,7 @@ SDK = {
 
 
 class Finding(NamedTuple):
-    """One thing in one line: what becomes of it, and why or what to do."""
+    """One name in one line: how it is handled, and why or what to do."""
 
     line: int
     kind: Kind
@@ -52,108 +52,109 @@ class Finding(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
-    """What was found in a script, by line."""
+class CheckReport:
+    """The findings of a script, by line."""
 
     findings: tuple[Finding, ...]
-    plain: int  # lines with a statement and nothing to tell
+    plain: int  # lines with a statement and no finding
 
     def count(self, kind: Kind) -> int:
-        return sum(each.kind == kind for each in self.findings)
+        return sum(finding.kind == kind for finding in self.findings)
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The report as plain values, for --json."""
         return {
-            "findings": [each._asdict() for each in self.findings],
+            "findings": [finding._asdict() for finding in self.findings],
             "counts": {kind: self.count(kind) for kind in get_args(Kind)},
             "plain_lines": self.plain,
             "runs": not self.count("fails"),
         }
 
     def last_line(self) -> str:
-        """The whole in one line."""
+        """The counts, in one line."""
         counts = ", ".join(f"{self.count(kind)} {kind}" for kind in get_args(Kind))
         return f"{counts}; {self.plain} other lines are plain Python and run as they are"
 
 
-def examine(source: bytes, path: Path) -> Report:
-    """Read the script at `path`; what can be told of each of its lines."""
+def examine(source: bytes, path: Path) -> CheckReport:
+    """Check the script at `path`."""
     try:
         text = decode_source(source)
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        return Report((Finding(line, "fails", "syntax", f"{error}"),), 0)
-    lines, origins = text.splitlines(), Origins(tree, functions=True)
-    found = {
-        (each.line, each.name): each._replace(source=lines[each.line - 1].strip())
-        for each in _everything(tree, path.parent, origins)
+        return CheckReport((Finding(line, "fails", "syntax", f"{error}"),), 0)
+    lines = text.splitlines()
+    origins = NameOrigins(tree, functions=True)
+    findings = {
+        (finding.line, finding.name): finding._replace(source=lines[finding.line - 1].strip())
+        for finding in _all_findings(tree, path.parent, origins)
     }
-    ordered = sorted(found.values(), key=lambda each: (each.line, each.name))
+    ordered = sorted(findings.values(), key=lambda finding: (finding.line, finding.name))
     statements = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
-    return Report(tuple(ordered), len(statements - {each.line for each in ordered}))
+    return CheckReport(tuple(ordered), len(statements - {finding.line for finding in ordered}))
 
 
-def _everything(tree: ast.Module, folder: Path, origins: Origins) -> Iterator[Finding]:
+def _all_findings(tree: ast.Module, folder: Path, origins: NameOrigins) -> Iterator[Finding]:
     yield from _imports(tree, folder)
     yield from _uses(tree, origins)
-    yield from _scalings(tree, origins)
+    yield from _scaling_arguments(tree, origins)
     yield from _ipu_uses(tree, origins)
 
 
-def _scalings(tree: ast.Module, origins: Origins) -> Iterator[Finding]:
-    """Arguments of PopTorch's optimizers that nothing follows from."""
+def _scaling_arguments(tree: ast.Module, origins: NameOrigins) -> Iterator[Finding]:
+    """Arguments of PopTorch's optimizers that have no effect."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and origins.path(node.func).startswith("poptorch.optim."):
             for word in node.keywords:
                 if word.arg in SCALING:
-                    why = "kept, not applied: it only keeps half precision in range"
-                    yield Finding(word.value.lineno, "ignored", word.arg, why)
+                    reason = "kept, not applied: it only keeps half precision in range"
+                    yield Finding(word.value.lineno, "ignored", word.arg, reason)
 
 
 def _imports(tree: ast.Module, folder: Path) -> Iterator[Finding]:
-    """Every module that is imported, wherever the statement stands."""
-    spared = _spared(tree)
+    """Every imported module, wherever the statement is."""
+    guarded = _guarded(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{'.' * node.level}{node.module or ''}"]
-            if f"{node.module}.{node.names[0].name}".startswith(IPU):
+            if f"{node.module}.{node.names[0].name}".startswith(IPU_MODULES):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         for name in names:
             kind, meaning = _module(name, folder)
-            if kind == "fails" and node in spared:
+            if kind == "fails" and node in guarded:
                 kind, meaning = "as is", "missing here, which the script expects"
             yield Finding(node.lineno, kind, name, meaning)
 
 
-def _spared(tree: ast.Module) -> set[ast.AST]:
-    """What stands in a `try` that catches a failed import."""
+def _guarded(tree: ast.Module) -> set[ast.AST]:
+    """Nodes inside a `try` that catches a failed import."""
     catching = {"", "ImportError", "ModuleNotFoundError", "Exception"}
     return {
         inner
         for node in ast.walk(tree)
         if isinstance(node, ast.Try)
         for handler in node.handlers
-        if catching & set(map(dotted, _kinds(handler.type)))
+        if catching & set(map(dotted, _exception_types(handler.type)))
         for statement in node.body
         for inner in ast.walk(statement)
     }
 
 
-def _kinds(caught: ast.expr | None) -> list[ast.expr | None]:
-    return list(caught.elts) if isinstance(caught, ast.Tuple) else [caught]
+def _exception_types(expression: ast.expr | None) -> list[ast.expr | None]:
+    return list(expression.elts) if isinstance(expression, ast.Tuple) else [expression]
 
 
 def _module(name: str, folder: Path) -> Name:
     top = name.partition(".")[0]
     if not top:
         return Name("fails", "a script has no package: import it by its name")
-    if name.startswith(IPU):
-        return _ipu(top, name)
+    if name.startswith(IPU_MODULES):
+        return _ipu_module(top, name)
     if (folder / f"{top}.py").exists() or (folder / top).is_dir():
         return Name("as is", "a file of yours")
     if top == "poptorch":
@@ -169,53 +170,51 @@ def _module(name: str, folder: Path) -> Name:
     return Name("fails", f"not installed: {install_line(name)}")
 
 
-def _ipu(top: str, name: str) -> Name:
+def _ipu_module(top: str, name: str) -> Name:
     if not find_spec(top):
         return Name("fails", f"{top} is not installed: pip install 'packhorse[{EXTRAS[top]}]'")
-    return tensorflow.known(tensorflow.short(name))
+    return tensorflow.lookup(tensorflow.short_name(name))
 
 
-def _ipu_uses(tree: ast.Module, origins: Origins) -> Iterator[Finding]:
-    for line, name, known in tensorflow.uses(tree, origins):
-        yield Finding(line, *_row(name, known))
+def _ipu_uses(tree: ast.Module, origins: NameOrigins) -> Iterator[Finding]:
+    for line, name, entry in tensorflow.uses(tree, origins):
+        yield Finding(line, entry.kind, name, entry.meaning)
 
 
 def _poptorch_module(name: str) -> Name:
     if name == "poptorch":
         return Name("emulated", "packhorse_port")
-    return _known(name.removeprefix("poptorch."))
+    return _lookup(name.removeprefix("poptorch."))
 
 
-def _uses(tree: ast.Module, origins: Origins) -> Iterator[Finding]:
-    """Every use of a name of PopTorch's, and of torchvision's where ours takes its place."""
+def _uses(tree: ast.Module, origins: NameOrigins) -> Iterator[Finding]:
+    """Every use of a name of PopTorch, and of torchvision if ours replaces it."""
     provided = find_spec("torchvision") is None
     for node, name in imported_names(tree):
         top, _, rest = name.partition(".")
         if top == "poptorch" and rest != "*":
-            yield Finding(node.lineno, *_row(rest, _known(rest)))
+            entry = _lookup(rest)
+            yield Finding(node.lineno, entry.kind, rest, entry.meaning)
         elif top == "torchvision" and provided:
-            yield from _stand_in(node, rest)
-    waiting: list[ast.AST] = [tree]
+            yield from _torchvision_use(node, rest)
+    pending: list[ast.AST] = [tree]
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Attribute | ast.Name):
             path = origins.path(node)
             if name := origins.name(node):
-                yield Finding(_line(node), *_row(name, _known(name, id(node) in called)))
+                entry = _lookup(name, id(node) in called)
+                yield Finding(_line(node), entry.kind, name, entry.meaning)
                 node = _root(node)
             elif path.startswith("torchvision.") and provided:
-                yield from _stand_in(node, path.removeprefix("torchvision."))
+                yield from _torchvision_use(node, path.removeprefix("torchvision."))
                 node = _root(node)
-        waiting += ast.iter_child_nodes(node)
-
-
-def _row(name: str, known: Name) -> tuple[Kind, str, str]:
-    return known.kind, name, known.meaning
+        pending += ast.iter_child_nodes(node)
 
 
 def _line(node: ast.AST) -> int:
-    """Of the last part of a chain, which may stand lines below its beginning."""
+    """The line of the last part of a chain, which may be lines below its beginning."""
     return getattr(node, "end_lineno", None) or node.lineno  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -233,8 +232,8 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[ast.ImportFrom, str]]:
                 yield node, f"{node.module}.{alias.name}"
 
 
-def _known(name: str, is_called: bool = False) -> Name:
-    """What the table says of a name; one that it lacks fails, with the nearest that it has."""
+def _lookup(name: str, is_called: bool = False) -> Name:
+    """The entry of a name in `NAMES`; a missing one fails, with the nearest name."""
     first, _, rest = name.partition(".")
     if name in NAMES:
         return NAMES[name]
@@ -243,7 +242,7 @@ def _known(name: str, is_called: bool = False) -> Name:
             return Name("emulated", "a value that an option takes")
         return Name("fails", f"{first} has {', '.join(ENUMS[first])}")
     if first in ("enums", "options", "ops"):
-        return _known(rest, is_called)
+        return _lookup(rest, is_called)
     if first == "Strategy":
         return NAMES["PipelinedExecution"]
     if first == "PoplarExecutor":
@@ -255,16 +254,17 @@ def _known(name: str, is_called: bool = False) -> Name:
     return Name("fails", f"PopTorch has no such name{nearest(name, [*NAMES, *ENUMS])}")
 
 
-def _stand_in(node: ast.AST, name: str) -> Iterator[Finding]:
+def _torchvision_use(node: ast.AST, name: str) -> Iterator[Finding]:
     """Whether packhorse's torchvision has the name."""
-    room, _, rest = name.partition(".")
-    name, line = f"torchvision.{name}", _line(node)
-    if room not in PROVIDES:
-        how = f"packhorse's torchvision has {', '.join(PROVIDES)} only: pip install torchvision"
-        yield Finding(line, "fails", name, how)
-    elif rest and rest.split(".")[0] not in PROVIDES[room]:
-        near = nearest(rest, PROVIDES[room])
-        how = f"packhorse's torchvision lacks it{near}; or pip install torchvision"
-        yield Finding(line, "fails", name, how)
+    module, _, rest = name.partition(".")
+    name = f"torchvision.{name}"
+    line = _line(node)
+    if module not in PROVIDES:
+        meaning = f"packhorse's torchvision has {', '.join(PROVIDES)} only: pip install torchvision"
+        yield Finding(line, "fails", name, meaning)
+    elif rest and rest.split(".")[0] not in PROVIDES[module]:
+        near = nearest(rest, PROVIDES[module])
+        meaning = f"packhorse's torchvision lacks it{near}; or pip install torchvision"
+        yield Finding(line, "fails", name, meaning)
     else:
         yield Finding(line, "emulated", name, "packhorse's, with torchvision's results")

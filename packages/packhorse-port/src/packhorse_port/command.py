@@ -1,8 +1,8 @@
-"""`packhorse port`: a script written for PopTorch or TensorFlow's IPU, run, checked or translated.
+"""`packhorse port`: run, check or translate a script written for PopTorch or TensorFlow's IPU.
 
-A script is run as `python SCRIPT` would run it, so its stdout is its own: what this command has to
-say goes to stderr, --json included. What stands before SCRIPT is this command's, what stands behind
-it the script's.
+A script runs as `python SCRIPT` would run it, so stdout is the script's: the command's own output
+goes to stderr, including that of --json. Arguments before SCRIPT are the command's, those after it
+the script's.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from packhorse.cli.console import JsonFlag, emit, note, short, table
 from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
-    from packhorse_port.check import Report
+    from packhorse_port.check import CheckReport
 
 SWITCH = Parameter(negative="", show_default=False)
-OUTSIDE = ("--check", "--patch")  # nothing is run: all flags are ours, wherever they stand
+NOT_RUNNING = ("--check", "--patch")  # the script is not run, so flags after it are ours too
 
 
 class WillFail(PackhorseError):
-    """A script that was checked cannot run as it is."""
+    """A checked script cannot run as it is."""
 
     exit_code = 1
 
@@ -32,11 +32,13 @@ def port(
     script: Annotated[str, Parameter(help="The script; - is standard input.")],
     /,
     *arguments: Annotated[str, Parameter(help="The script's own arguments.")],
-    check: Annotated[bool, SWITCH, Parameter(help="Say what would happen, line by line.")] = False,
+    check: Annotated[
+        bool, SWITCH, Parameter(help="Report what would happen, line by line.")
+    ] = False,
     patch: Annotated[
-        Path | None, Parameter(help="Write the plain PyTorch script it stands for.")
+        Path | None, Parameter(help="Write an equivalent plain PyTorch script.")
     ] = None,
-    overwrite: Annotated[bool, SWITCH, Parameter(help="Replace a file that is there.")] = False,
+    overwrite: Annotated[bool, SWITCH, Parameter(help="Replace an existing file.")] = False,
     quiet: Annotated[bool, SWITCH, Parameter(help="No notices, no summary at the end.")] = False,
     json: JsonFlag = False,
 ) -> None:
@@ -44,12 +46,13 @@ def port(
 
     The script runs as `python SCRIPT` would run it; `import poptorch` works,
     and so do torchvision's datasets and transforms where it is not installed.
-    At the end a summary on stderr says what was other than on an IPU; with
-    --json it is one line of JSON, also on stderr, for stdout is the script's.
-    It runs on the GPU if there is one; PACKHORSE_DEVICE=cpu says otherwise.
+    At the end a summary on stderr lists what differed from an IPU; with --json
+    it is one line of JSON, also on stderr, because stdout is the script's.
+    It runs on the GPU if there is one, unless PACKHORSE_DEVICE=cpu is set.
     Steps run as Python; PACKHORSE_PORT_STEPS=traced or compiled is faster and
-    freezes what forward does besides torch. Weights changed on the host act
-    when PopTorch would copy them; PACKHORSE_PORT_WEIGHTS=shared: at once.
+    freezes what forward does besides torch. Weights changed on the host take
+    effect when PopTorch would copy them, or with PACKHORSE_PORT_WEIGHTS=shared
+    immediately.
 
     --check runs nothing and lists what runs as is, what is emulated, what is
     ignored and what will fail (then the exit code is 1). --patch writes a
@@ -61,15 +64,17 @@ def port(
       packhorse port --patch plain.py train.py
     """
     if patch is not None:
-        _refuse(patch, script, overwrite)
+        _check_output(patch, script, overwrite)
     elif overwrite:
-        raise InputError("--overwrite has a meaning with --patch only; leave it out")
+        raise InputError("--overwrite is for --patch only; leave it out")
     if not check and patch is None:
         from packhorse_port.script import run
 
-        run([script, *arguments], say="quiet" if quiet else "json" if json else "text")
+        run([script, *arguments], summary="quiet" if quiet else "json" if json else "text")
     if arguments:
-        raise InputError(f"nothing is run: {' '.join(arguments)} has no meaning here")
+        raise InputError(
+            f"the script is not run, so it takes no arguments; leave out {' '.join(arguments)}"
+        )
     source = _read(script)
     document: dict[str, object] = {"script": script}
     report = None
@@ -87,14 +92,14 @@ def port(
 
 
 def prepare_tokens(tokens: Sequence[str]) -> list[str]:
-    """Put `--` before the script: all tokens after it are the script's own, flags included."""
-    words = iter(enumerate(tokens))
-    next((place for place, token in words if token == "port"), None)
-    for place, token in words:
-        if token in ("--", *OUTSIDE) or token.startswith("--patch="):
+    """Insert `--` before the script: all tokens after it are the script's, including flags."""
+    numbered = iter(enumerate(tokens))
+    next((token for _, token in numbered if token == "port"), None)  # skip up to the command
+    for position, token in numbered:
+        if token in ("--", *NOT_RUNNING) or token.startswith("--patch="):
             break
         if token == "-" or not token.startswith("-"):
-            return [*tokens[:place], "--", *tokens[place:]]
+            return [*tokens[:position], "--", *tokens[position:]]
     return list(tokens)
 
 
@@ -105,17 +110,17 @@ def _read(script: str) -> bytes:
         raise InputError(f"{script} cannot be read: {error.strerror or error}") from error
 
 
-def _show(report: "Report", script: str) -> None:
+def _show(report: "CheckReport", script: str) -> None:
     rows = [
-        [each.line, each.kind, each.name, each.meaning, short(each.source, 40)]
-        for each in report.findings
+        [finding.line, finding.kind, finding.name, finding.meaning, short(finding.source, 40)]
+        for finding in report.findings
     ]
-    table(script, ["line", "", "name", "what becomes of it", "source"], rows)
+    table(script, ["line", "", "name", "how it is handled", "source"], rows)
     note(report.last_line())
 
 
-def _refuse(out: Path, script: str, overwrite: bool) -> None:
-    """The script itself is never replaced, another file only where that was asked for."""
+def _check_output(out: Path, script: str, overwrite: bool) -> None:
+    """Raise if `out` is the script itself, or exists and `overwrite` is not set."""
     if out.exists() and Path(script).exists() and out.samefile(script):
         raise InputError(f"--patch {out} would overwrite the script; name another file")
     if out.exists() and not overwrite:
@@ -126,12 +131,13 @@ def _patch(source: bytes, script: str, out: Path) -> dict[str, object]:
     from packhorse.atomic import new_file
     from packhorse_port.patch import translate
 
-    done = translate(source, Path(script).name)
+    patched = translate(source, Path(script).name)
     with new_file(out) as file:
-        file.write(done.text.encode("utf-8"))
-    for line, what in done.left:
-        note(f"{script}:{line}: not translated: {what}")
+        file.write(patched.text.encode("utf-8"))
+    for line, reason in patched.untranslated:
+        note(f"{script}:{line}: not translated: {reason}")
     if b"torchvision" in source and find_spec("torchvision") is None:
         note("the plain script needs torchvision itself, which is not installed here")
     note(f"written: {out}")
-    return {"patched": str(out), "left": [{"line": line, "what": what} for line, what in done.left]}
+    untranslated = [{"line": line, "what": reason} for line, reason in patched.untranslated]
+    return {"patched": str(out), "left": untranslated}

@@ -1,9 +1,9 @@
-"""PopTorch's enumerations, by its own names and numbers, and where it would store a tensor.
+"""PopTorch's enumerations with its names and numbers, and `TensorLocationSettings`.
 
-Scripts pass these around, compare them and now and then print them, so the members and their values
-are those of PopTorch 3.x (`AnchorMode` is what 2.x called `OutputMode`). What a member *means* here
-stands with whoever acts on it: output modes in `outputs`, reductions in `step`, loader modes in
-`loader`. Many have no meaning on a CPU or GPU; `options` says so when one is set.
+Scripts pass these around, compare them and sometimes print them, so members and values are those of
+PopTorch 3.x (`AnchorMode` is `OutputMode` in 2.x). What a member does is documented where it is
+used: output modes and reductions in `step`, loader modes in `loader`. Many have no effect on a CPU
+or GPU; `options` logs that when one is set. Imports no torch, for `packhorse port --check`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from packhorse.errors import InputError
 
 
 class OutputMode(IntEnum):
-    """Which of a host call's batches the outputs are returned for.
+    """Which outputs of a host call are returned.
 
-    `Final` the last, `EveryN` each nth, `All` every one, `Sum` their sum; `Default` is `Final` for
+    `Final` the last, `EveryN` every nth, `All` all, `Sum` their sum; `Default` is `Final` for
     training and `All` for inference.
     """
 
@@ -32,7 +32,7 @@ AnchorMode = OutputMode
 
 
 class ReductionType(IntEnum):
-    """How several values, a loss or gradients, become one."""
+    """How several values (losses, gradients) are reduced to one."""
 
     Sum = 0
     Mean = 1
@@ -40,7 +40,7 @@ class ReductionType(IntEnum):
 
 
 class MeanReductionStrategy(IntEnum):
-    """When a mean over micro batches divides: on the way, at the end, or half and half."""
+    """When a mean over micro batches divides: at each step, at the end, or partly at both."""
 
     Running = 0
     Post = 1
@@ -48,7 +48,7 @@ class MeanReductionStrategy(IntEnum):
 
 
 class DataLoaderMode(IntEnum):
-    """Read when asked; read ahead beside the caller; read ahead and rebatch across workers."""
+    """Read on demand; read ahead in a thread; read ahead and rebatch across workers."""
 
     Sync = 0
     Async = 1
@@ -56,7 +56,7 @@ class DataLoaderMode(IntEnum):
 
 
 class SharingStrategy(IntEnum):
-    """How PopTorch's reading process hands tensors over; here a thread does, which shares all."""
+    """How PopTorch's reading process passes tensors; no effect, a thread shares all memory."""
 
     SharedMemory = 0
     FileSystem = 1
@@ -65,7 +65,7 @@ class SharingStrategy(IntEnum):
 
 
 class ConnectionType(IntEnum):
-    """When the device is attached: at once, when there is something to run, or never."""
+    """When the device is attached: immediately, at the first run, or never."""
 
     Always = 0
     OnDemand = 1
@@ -73,7 +73,7 @@ class ConnectionType(IntEnum):
 
 
 class HalfFloatCastingBehavior(IntEnum):
-    """The type of an operation between float16 and float32."""
+    """The dtype of an operation between float16 and float32."""
 
     FloatDowncastToHalf = 0
     HalfUpcastToFloat = 1
@@ -97,14 +97,14 @@ class OverlapMode(Enum):
 
 
 class AutoStage(IntEnum):
-    """The stage of a block that was given none: its device's number, or the next one."""
+    """The stage of a block without one: its device's number, or the next number."""
 
     SameAsIpu = 0
     AutoIncrement = 1
 
 
 class Liveness(IntEnum):
-    """Where phased execution leaves activations between phases."""
+    """Where phased execution keeps activations between phases."""
 
     AlwaysLive = 0
     OffChipAfterFwd = 1
@@ -113,7 +113,7 @@ class Liveness(IntEnum):
 
 
 class MatMulSerializationMode(Enum):
-    """The dimension a matrix product is cut along."""
+    """The dimension along which a matrix product is split."""
 
     InputChannels = "input_channels"
     ReducingDim = "reducing_dim"
@@ -145,7 +145,7 @@ class VariableRetrievalMode(IntEnum):
 
 
 class TensorLocationSettings:
-    """Where a kind of tensor would lie on an IPU: kept, compared, printed, without effect here."""
+    """Where an IPU would store a kind of tensor: stored, compared, printed, without effect here."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -178,7 +178,7 @@ class TensorLocationSettings:
         return self._with("useIOTilesToStore", use, bool)
 
     def toDict(self) -> dict[str, int]:
-        """As PopTorch writes them: numbers by name."""
+        """The settings as numbers by name, as in PopTorch."""
         return {name: int(value) for name, value in self.settings.items()}
 
     def __eq__(self, other: object) -> bool:

@@ -1,21 +1,24 @@
-"""What `trainingModel` and `inferenceModel` return: a module whose call is a host call.
+"""PopTorch's models: `trainingModel` and `inferenceModel` wrap a module in a `PoplarExecutor`.
 
     training = trainingModel(model, options=opts, optimizer=optimizer)
-    out, loss = training(data, labels)                    # many steps, one call
+    inference = inferenceModel(model.eval(), options=opts)
+    out, loss = training(data, labels)                    # one host call: many steps
     training.save("model.poptorch")
 
-An executor has PopTorch's methods, and the module's own attributes behind them. It computes with
-weights of its own (`weights`), in a mode of its own (`modes`), and with the optimizer as it was set
-(`twin`); they are copied from and to the module when PopTorch's user guide says so. With
-`Options().shareWeights()` what the script changes acts at once. Questions about latency and cycles
-are answered with the time the last call took.
+An executor has PopTorch's methods and forwards other attributes to the module. It keeps its own
+copy of weights, optimizer settings and train/eval mode (`device_state`) and copies them from and to
+the module at the points that PopTorch's user guide names. With `Options().shareWeights()` changes
+to the module take effect immediately. Latency and cycle queries return wall-clock times of the last
+call.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from typing import Any
 
@@ -23,24 +26,172 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from packhorse.errors import InputError
-from packhorse_port import capture, saved, telling
-from packhorse_port.constants import Constants
-from packhorse_port.device_optimizer import DeviceOptimizer
+from packhorse import status
+from packhorse.errors import InputError, PackhorseError
+from packhorse_port import saved
+from packhorse_port.device_state import Constants, DeviceOptimizer, DeviceWeights, ExecutorMode
 from packhorse_port.enums import ConnectionType
-from packhorse_port.modes import Mode
 from packhorse_port.names import NAMES, nearest
-from packhorse_port.notices import place
+from packhorse_port.notices import line_prefix, log_once
 from packhorse_port.options import Options
-from packhorse_port.replicas import Group, local_device
-from packhorse_port.step import Setting, Step
-from packhorse_port.timing import Timed
-from packhorse_port.weights import DeviceWeights
-from packhorse_port.wrapped import unwrap, wrap
+from packhorse_port.replicas import ReplicaGroup, local_device
+from packhorse_port.step import CudaGraphRunner, Step, StepSettings
+
+DEFAULT_LEARNING_RATE = 0.01  # of the SGD that PopTorch uses when no optimizer is passed
+EVENTS = ("input", "input_complete", "output", "output_complete")
 
 
-class PoplarExecutor(Timed):
-    """What `trainingModel` and `inferenceModel` return."""
+class CallTimes:
+    """PopTorch's latency queries, answered with the wall-clock times of the last call."""
+
+    _times: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # one per event in EVENTS
+
+    def cycleCount(self) -> int:
+        """Compute time of the last call in nanoseconds; one nanosecond counts as one cycle."""
+        if not self._times[2]:
+            raise InputError(
+                f"{line_prefix()}cycleCount() is that of the last call: call the model first"
+            )
+        return int((self._times[2] - self._times[1]) * 1e9)
+
+    def getPerfCounters(self) -> dict[str, list[list[float]]]:
+        """When the inputs and outputs of the last call were requested and complete."""
+        times = zip(EVENTS, self._times, strict=True)
+        return {name: [[seconds] if seconds else []] for name, seconds in times}
+
+    def _latency(self, begin: int, end: int) -> tuple[float, float, float]:
+        """Minimum, maximum and mean; all equal, because a call is timed as a whole."""
+        seconds = self._times[end] - self._times[begin]
+        return (seconds, seconds, seconds)
+
+    def getLatency(self) -> tuple[float, float, float]:
+        """Seconds of the whole last call."""
+        return self._latency(0, 3)
+
+    def getHostIpuLatency(self) -> tuple[float, float, float]:
+        """Seconds spent on copying the inputs to the device."""
+        return self._latency(0, 1)
+
+    def getComputeLatency(self) -> tuple[float, float, float]:
+        """Seconds spent on computing."""
+        return self._latency(1, 2)
+
+    def getIpuHostLatency(self) -> tuple[float, float, float]:
+        """Seconds spent on copying the outputs to the host."""
+        return self._latency(2, 3)
+
+
+# Which modules are wrapped by a trainingModel. PopTorch refuses a second one, which would train a
+# second set of weights, and gives a wrapped module two methods of its executor.
+
+WRAPPED_METHODS = ("destroy", "copyWeightsToHostIfNeeded")
+_wrapped: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+class AlreadyWrapped(PackhorseError, RuntimeError):
+    """A module was passed to a second trainingModel; PopTorch raises a RuntimeError."""
+
+
+class ExecutorMethod:
+    """A method of the executor on the module it wraps; does nothing once copied or outlived.
+
+    It is an object and not a bound method, so that a pickle or deep copy of the module does not
+    drag the executor along: `__reduce__` drops the reference.
+    """
+
+    def __init__(self, name: str = "", executor: weakref.ref[Any] | None = None) -> None:
+        self.name = name
+        self.executor = executor
+
+    def __call__(self) -> Any:
+        executor = self.executor() if self.executor else None
+        return getattr(executor, self.name)() if executor else False
+
+    def __reduce__(self) -> Any:
+        return ExecutorMethod, (self.name,)
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if a trainingModel wraps this module; the message is PopTorch's."""
+    reference = _wrapped.get(model)
+    if reference is not None and reference() is not None:
+        raise AlreadyWrapped(
+            f"{line_prefix()}Model has already been wrapped in 'poptorch.trainingModel'. Call"
+            " model.destroy() on the model to unwrap before wrapping again."
+        )
+
+
+def wrap(model: nn.Module, executor: object) -> None:
+    """Record that a trainingModel wraps this module."""
+    reference = weakref.ref(executor)
+    _wrapped[model] = reference
+    for name in WRAPPED_METHODS:
+        if not hasattr(model, name):
+            model.__dict__[name] = ExecutorMethod(name, reference)
+
+
+def unwrap(model: nn.Module) -> None:
+    """Allow the module to be wrapped again."""
+    _wrapped.pop(model, None)
+    for name in WRAPPED_METHODS:
+        if isinstance(model.__dict__.get(name), ExecutorMethod):
+            del model.__dict__[name]
+
+
+# Progress for `packhorse monitor`. A script may make thousands of calls per second, so a call only
+# increments counters; they are published once per second (`packhorse.status`).
+
+PUBLISH_SECONDS = 1.0
+EXECUTOR_NUMBERS = itertools.count(1)
+
+ReportCall = Callable[[int], None]
+StopReporting = Callable[[], Any]
+
+
+def report_nothing(samples: int) -> None:
+    """Report of an executor that is not attached to a device."""
+
+
+def stop_nothing() -> None:
+    """Counterpart of `report_nothing`."""
+
+
+def start_reporting(
+    owner: object, activity: str, labels: Mapping[str, Any]
+) -> tuple[ReportCall, StopReporting]:
+    """Publish progress of `owner`: a function to call after each host call, and one to stop.
+
+    Publishing also stops when `owner` is collected or the process ends.
+    """
+    stack = ExitStack()
+    publish = stack.enter_context(status.speaking(f"port-{next(EXECUTOR_NUMBERS)}", labels))
+    calls = samples = published_calls = 0
+    published = time.monotonic()
+    publish({"does": f"{activity}, first call", "calls": 0, "sequences": 0})
+
+    def report(new_samples: int) -> None:
+        nonlocal calls, samples, published_calls, published
+        calls += 1
+        samples += new_samples
+        now = time.monotonic()
+        if now - published < PUBLISH_SECONDS:
+            return
+        speed = (calls - published_calls) / (now - published)
+        published_calls = calls
+        published = now
+        rates = {"calls_per_second": speed, "calls": calls, "sequences": samples}
+        publish({"does": f"{activity}, {speed:,.3g} host calls/s", **rates})
+
+    return report, weakref.finalize(owner, stack.close)
+
+
+def count_samples(leaves: Sequence[Any]) -> int:
+    """Samples of a call: the first dimension of its first tensor."""
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+class PoplarExecutor(CallTimes):
+    """Runs a module as PopTorch does; `trainingModel` and `inferenceModel` return it."""
 
     def __init__(
         self,
@@ -53,50 +204,53 @@ class PoplarExecutor(Timed):
         self._options = options.taken("trainingModel" if training else "inferenceModel", training)
         self._training = training
         self._device = local_device()
-        setting = Setting.of(self._options, training)
-        self._step = Step(model, None, setting, Group.of(self._options))
-        self._graphs = capture.Captured(self._step)
-        self._mode = Mode(model, training)
+        settings = StepSettings.of(self._options, training)
+        self._step = Step(model, None, settings, ReplicaGroup.of(self._options))
+        self._runner = CudaGraphRunner(self._step)
+        self._mode = ExecutorMode(model, training)
         self._weights = DeviceWeights(model, self._device, training, options.share_weights)
         self._optimizer = DeviceOptimizer()
         self._attached = False
         self._compiled = False
-        self._tell, self._hush, self._rows = telling.SILENCE
-        self._inputs: Any = None  # what was called last, as shapes; or the data itself, synthetic
+        self._report: ReportCall = report_nothing
+        self._stop_reporting: StopReporting = stop_nothing
+        self._samples = 0  # of the last call
+        self._inputs: Any = None  # shapes of the last call; with synthetic data, the data itself
         if optimizer is not None:
             self.setOptimizer(optimizer)
         if training:
             wrap(model, self)
-            # What was trained is not lost with an executor that a function forgets at its end.
+            # An executor that goes out of scope still copies the trained weights to the module.
             weakref.finalize(self, self._weights.release).atexit = False
 
     # Running
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One host call; takes what the module's forward takes, for a combined batch."""
+        """Run one host call; takes what the module's forward takes, for a combined batch."""
         if self._options.connection_type == ConnectionType.Never:
             raise InputError(
-                f"{place()}connectionType(Never) compiles and does not run: call"
+                f"{line_prefix()}connectionType(Never) compiles and does not run: call"
                 " model.compile(inputs), or set connectionType(poptorch.ConnectionType.Always)"
             )
-        begun = time.perf_counter()
-        self._ready()
-        leaves, (args, kwargs) = self._fed(args, kwargs)
-        given = time.perf_counter()
-        with self._weights.mounted(), self._mode.held():
-            outputs = self._graphs(args, kwargs)
-        self._stepped()
-        done = time.perf_counter()
-        for mine, theirs, version in leaves:
-            if mine is not theirs and mine._version != version:  # changed in place by the model
-                theirs.copy_(mine)
-        outputs = tree_map(self._returned, outputs)
-        self._times = (begun, given, done, time.perf_counter())
-        self._tell(self._rows)
+        started = time.perf_counter()
+        self._prepare()
+        transfers, (args, kwargs) = self._to_device(args, kwargs)
+        inputs_ready = time.perf_counter()
+        with self._weights.mounted(), self._mode.applied():
+            outputs = self._runner(args, kwargs)
+        self._record_changes()
+        computed = time.perf_counter()
+        for device_tensor, host_tensor, version in transfers:
+            # A model may change its inputs in place, and the script may rely on it.
+            if device_tensor is not host_tensor and device_tensor._version != version:
+                host_tensor.copy_(device_tensor)
+        outputs = tree_map(self._to_host, outputs)
+        self._times = (started, inputs_ready, computed, time.perf_counter())
+        self._report(self._samples)
         return outputs
 
-    def _ready(self) -> None:
-        """On the device, with its weights there and the settings that hold for this call."""
+    def _prepare(self) -> None:
+        """Attach to the device and bring weights, mode and optimizer up to date for a call."""
         if not self._compiled:
             self._mode.settle()
             self._step.constants = Constants(self._user_model)
@@ -111,7 +265,7 @@ class PoplarExecutor(Timed):
             self._weights.follow_training()
         self._optimizer.take_loaded_state(self._weights.counterparts)
 
-    def _stepped(self) -> None:
+    def _record_changes(self) -> None:
         """Note what a call has changed on the device."""
         if self._training:
             self._weights.stale = not self._weights.aliased
@@ -119,21 +273,25 @@ class PoplarExecutor(Timed):
         if self._weights.unwatched:
             self._weights.download()
 
-    def _fed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Inputs on the device, and (input there, the script's own, version) of each tensor."""
+    def _to_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """(device tensor, host tensor, version) per input tensor, and the inputs on the device."""
         if self._options.synthetic_data and self._inputs is not None:
             return [], self._inputs
         leaves, spec = tree_flatten((args, kwargs))
-        fed = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
-        self._rows = telling.rows(fed)
-        self._step.group.first_ones(fed)
-        inputs = tree_unflatten(fed, spec)
-        self._inputs = inputs if self._options.synthetic_data else saved.shapes(fed, spec)
-        pairs = zip(fed, leaves, strict=True)
-        return [(x, own, x._version) for x, own in pairs if isinstance(x, Tensor)], inputs
+        moved = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
+        self._samples = count_samples(moved)
+        self._step.group.share_inputs(moved)
+        inputs = tree_unflatten(moved, spec)
+        self._inputs = inputs if self._options.synthetic_data else saved.shapes(moved, spec)
+        transfers = [
+            (device_leaf, leaf, device_leaf._version)
+            for device_leaf, leaf in zip(moved, leaves, strict=True)
+            if isinstance(device_leaf, Tensor)
+        ]
+        return transfers, inputs
 
-    def _returned(self, value: Any) -> Any:
-        """On the host; and a plain loop's `loss.backward()` is told what to do."""
+    def _to_host(self, value: Any) -> Any:
+        """An output on the host; its `backward()` explains itself to a plain training loop."""
         if not isinstance(value, Tensor):
             return value
         value = value.to("cpu")
@@ -142,56 +300,58 @@ class PoplarExecutor(Timed):
         return value
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Build the step for such inputs without running it; later calls begin at once."""
-        begun = time.perf_counter()
-        self._ready()
+        """Build the step for such inputs without running it; later calls start immediately."""
+        started = time.perf_counter()
+        self._prepare()
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [x.to(self._device) if isinstance(x, Tensor) else x for x in leaves]
         self._inputs = saved.shapes(leaves, spec)
-        with self._weights.mounted(), self._mode.held():
-            self._step.warm(*tree_unflatten(leaves, spec))
-        self._step.compiling = max(self._step.compiling, time.perf_counter() - begun)
+        with self._weights.mounted(), self._mode.applied():
+            self._step.build(*tree_unflatten(leaves, spec))
+        self._step.compile_seconds = max(self._step.compile_seconds, time.perf_counter() - started)
 
     # Mode
 
     def train(self, mode: bool = True) -> nn.Module:
-        """Put the module in train mode, and the executor if it has not been called yet."""
+        """Put the module in train mode, and the executor too if it has not been called yet."""
         self._user_model.train(mode)
         if not self._compiled:
             self._mode.record()
         return self._user_model
 
     def eval(self) -> nn.Module:
-        """Put the module in eval mode, and the executor if it has not been called yet."""
+        """Put the module in eval mode, and the executor too if it has not been called yet."""
         return self.train(False)
 
     # Optimizer, weights, random numbers
 
     def setOptimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Train with this one, and with the values it has now, until the next time."""
+        """Train with this optimizer and its current settings, until the next setOptimizer."""
         if not self._training:
-            raise InputError(f"{place()}setOptimizer belongs to a trainingModel; delete the line")
+            raise InputError(
+                f"{line_prefix()}setOptimizer belongs to a trainingModel; delete the line"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(
-                f"{place()}the optimizer is a {type(optimizer).__name__}; write"
+                f"{line_prefix()}the optimizer is a {type(optimizer).__name__}; write"
                 " poptorch.optim.SGD(model.parameters(), lr=…) or one of torch.optim"
             )
-        mine = {id(p) for p in self._user_model.parameters()}
-        its = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not mine & its:
+        model_ids = {id(p) for p in self._user_model.parameters()}
+        optimizer_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not model_ids & optimizer_ids:
             raise InputError(
-                f"{place()}the optimizer holds none of the model's parameters; build it with"
+                f"{line_prefix()}the optimizer holds none of the model's parameters; build it with"
                 " model.parameters() of the model that is wrapped"
             )
         self._optimizer.set(optimizer, self._weights.counterparts)
         self._step.optimizer = self._optimizer.device
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The module's."""
+        """The module's state dictionary."""
         return self._user_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Into the module, and to the device."""
+        """Load into the module, and copy to the device if attached."""
         result = self._user_model.load_state_dict(state_dict, strict)
         if self._attached:
             self.copyWeightsToDevice()
@@ -199,7 +359,7 @@ class PoplarExecutor(Timed):
 
     @property
     def rng_state(self) -> list[Any]:
-        """The seed and the generator's state."""
+        """The seed and the state of the device's random number generator."""
         generator = self._generator()
         return [generator.initial_seed(), generator.get_state()]
 
@@ -217,83 +377,84 @@ class PoplarExecutor(Timed):
 
     def copyWeightsToHost(self) -> None:
         """Copy weights and buffers to the module."""
-        self._insist_compiled()
+        self._require_compiled()
         self._weights.download()
 
     def copyWeightsToHostIfNeeded(self) -> bool:
-        """The same if a step has changed them since; whether it had."""
+        """Copy weights and buffers to the module if a step has changed them; whether it had."""
         return self._weights.download_if_stale()
 
     def copyWeightsToDevice(self) -> None:
         """Copy weights and buffers from the module, over what was trained since the last copy."""
-        self._insist_compiled()
-        self._step.group.own.clear()
+        self._require_compiled()
+        self._step.group.replica_buffers.clear()
         self._weights.upload()
 
     def copyNamedBuffersToDevice(self) -> None:
-        """Copy from the module the buffers that `updatableNamedBuffers` names."""
-        self._insist_compiled()
+        """Copy the buffers that `updatableNamedBuffers` names from the module."""
+        self._require_compiled()
         names = self._options.updatable_named_buffers
         if not names:
             raise InputError(
-                f"{place()}copyNamedBuffersToDevice() copies the buffers that the options name, and"
-                " they name none: set opts.updatableNamedBuffers([name, …])"
+                f"{line_prefix()}copyNamedBuffersToDevice() copies the buffers that the options"
+                " name, and they name none: set opts.updatableNamedBuffers([name, …])"
             )
         self._weights.upload(only=set(names))
 
-    def _insist_compiled(self) -> None:
+    def _require_compiled(self) -> None:
         if not self._compiled:
             raise InputError(
-                f"{place()}Model has not been compiled or has been destroyed: call the model, or"
-                " model.compile(inputs), before this line"
+                f"{line_prefix()}Model has not been compiled or has been destroyed: call the model,"
+                " or model.compile(inputs), before this line"
             )
 
     # Device
 
     def attachToDevice(self) -> None:
-        """Copy weights and moments to the device, for which nobody competes here."""
+        """Copy weights and optimizer state to the device."""
         if self._attached:
             return
-        self._insist_compiled()
-        about = {"model": type(self._user_model).__name__, "device": str(self._device)}
-        does = "training" if self._training else "inference"
-        self._tell, self._hush = telling.voice(self, does, about)
+        self._require_compiled()
+        labels = {"model": type(self._user_model).__name__, "device": str(self._device)}
+        activity = "training" if self._training else "inference"
+        self._report, self._stop_reporting = start_reporting(self, activity, labels)
         self._attached = True
         self.copyWeightsToDevice()
         unknown = set(self._options.updatable_named_buffers) - {*self.getTensorNames()}
         if unknown:
             raise InputError(
-                f"{place()}updatableNamedBuffers names {', '.join(sorted(unknown))}, which the"
-                " model does not have"
+                f"{line_prefix()}updatableNamedBuffers names {', '.join(sorted(unknown))}, which"
+                " the model does not have"
             )
         self._optimizer.refresh(self._weights.counterparts)
-        if self._step.group.meet(self._weights, self._device):
+        if self._step.group.connect(self._weights, self._device):
             self._weights.download()
 
     def detachFromDevice(self) -> None:
-        """Copy weights and moments to the host, and leave the device."""
+        """Copy weights and optimizer state to the host, and free the device's memory."""
         if self._training:
             self._weights.download_if_stale()
         host = torch.device("cpu")
         self._weights.move(host)
         self._optimizer.move(host)
-        self._hush()
+        self._stop_reporting()
         self._attached = False
 
     def isAttachedToDevice(self) -> bool:
+        """Whether the weights are on the device."""
         return self._attached
 
     def isCompiled(self) -> bool:
-        """Was a step built or run?"""
+        """Whether a step was built or run."""
         return self._compiled
 
     def destroy(self) -> None:
-        """Leave the device and forget what was built; the module can be wrapped again."""
+        """Detach and discard what was built; the module can be wrapped again."""
         self.detachFromDevice()
         self._weights.release()
         unwrap(self._user_model)
         self._step.graphs.clear()
-        self._graphs = capture.Captured(self._step)
+        self._runner = CudaGraphRunner(self._step)
         self._compiled = False
 
     # Files
@@ -304,21 +465,21 @@ class PoplarExecutor(Timed):
         export_model: bool = True,
         save_rng_state: bool = True,
     ) -> None:
-        """Write safetensors with a JSON header: shapes and options, and with `export_model` the
-        weights, the optimizer and the name of the module's class."""
+        """Write safetensors with a JSON header: input shapes and options, and with `export_model`
+        the weights, the optimizer and the name of the module's class."""
         if not self._compiled:
             raise InputError(
-                f"{place()}there is nothing to save yet: call the model, or"
+                f"{line_prefix()}there is nothing to save yet: call the model, or"
                 " model.compile(inputs), before this line"
             )
-        state = self.rng_state if save_rng_state else None
+        rng_state = self.rng_state if save_rng_state else None
         inputs = self._inputs
         if self._options.synthetic_data:
             inputs = saved.shapes(*tree_flatten(inputs))
         options = self._options.toDict()
-        about = {"training": self._training, "options": options, "inputs": inputs}
+        header = {"training": self._training, "options": options, "inputs": inputs}
         model = self._user_model if export_model else None
-        saved.write(filename, about, state, model, self._optimizer.host)
+        saved.write(filename, header, rng_state, model, self._optimizer.host)
 
     def compileAndExport(
         self, filename: str | PathLike[str], *args: Any, export_model: bool = True, **kwargs: Any
@@ -328,34 +489,36 @@ class PoplarExecutor(Timed):
         self.save(filename, export_model)
 
     def loadExecutable(self, filename: str | PathLike[str]) -> None:
-        """Build the step that was saved, for the same inputs; weights stay as they are."""
-        found = saved.read(filename)
-        saved.check(found, self._training, self._options.toDict())
-        args, kwargs = saved.examples(found, self._device)
+        """Build the saved step for the same inputs; the weights are not loaded."""
+        executor_file = saved.read(filename)
+        saved.check(executor_file, self._training, self._options.toDict())
+        args, kwargs = saved.examples(executor_file, self._device)
         self.compile(*args, **kwargs)
 
-    def _restore(self, found: saved.Saved) -> None:
-        args, kwargs = saved.examples(found, self._device)
+    def _restore(self, executor_file: saved.SavedExecutor) -> None:
+        args, kwargs = saved.examples(executor_file, self._device)
         self.compile(*args, **kwargs)
-        if "rng" in found.tensors:
-            self.rng_state = [found.about["seed"], found.tensors["rng"]]
+        if "rng" in executor_file.tensors:
+            self.rng_state = [executor_file.header["seed"], executor_file.tensors["rng"]]
 
     def compilationTime(self) -> float:
-        """Seconds that building steps took."""
-        return self._step.compiling
+        """Seconds spent on building steps."""
+        return self._step.compile_seconds
 
-    # The module behind
+    # The wrapped module
 
     @property
     def model(self) -> nn.Module:
+        """The wrapped module."""
         return self._user_model
 
     @property
     def options(self) -> Options:
+        """The executor's copy of the options, frozen."""
         return self._options
 
     def getTensorNames(self) -> list[str]:
-        """Of weights and buffers."""
+        """Names of weights and buffers."""
         return [*dict(self._user_model.named_parameters()), *dict(self._user_model.named_buffers())]
 
     def __getattr__(self, name: str) -> Any:
@@ -364,11 +527,11 @@ class PoplarExecutor(Timed):
             return getattr(model, name)
         if name.startswith("__"):
             raise AttributeError(name)
-        known = NAMES.get(f"PoplarExecutor.{name}")
-        mine = [each for each in dir(self) if not each.startswith("_")]
-        hint = f": {known.meaning}" if known else nearest(name, mine)
+        entry = NAMES.get(f"PoplarExecutor.{name}")
+        public = [attribute for attribute in dir(self) if not attribute.startswith("_")]
+        hint = f": {entry.meaning}" if entry else nearest(name, public)
         raise AttributeError(
-            f"{place()}neither the executor nor {type(model).__name__} has {name!r}{hint}"
+            f"{line_prefix()}neither the executor nor {type(model).__name__} has {name!r}{hint}"
         )
 
     def __repr__(self) -> str:
@@ -376,8 +539,76 @@ class PoplarExecutor(Timed):
 
 
 def no_backward(*_: Any, **__: Any) -> None:
-    """What a plain loop does by itself has been done."""
+    """`loss.backward()` on an executor's output: the backward pass has already run."""
     raise InputError(
-        f"{place()}delete the line with backward(): a trainingModel's call has done the backward"
-        " pass and the optimizer's step (delete zero_grad() and step() too)"
+        f"{line_prefix()}delete the line with backward(): a trainingModel's call has done the"
+        " backward pass and the optimizer's step (delete zero_grad() and step() too)"
     )
+
+
+def trainingModel(
+    model: nn.Module | PoplarExecutor,
+    options: Options | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> PoplarExecutor:
+    """Wrap a module whose forward returns a loss; the default optimizer is SGD with lr=0.01."""
+    module = _require_module(model, "trainingModel")
+    options = _require_options(options, "trainingModel")
+    refuse_wrapped(module)
+    if optimizer is None:
+        optimizer = torch.optim.SGD(module.parameters(), lr=DEFAULT_LEARNING_RATE)
+        log_once(
+            "optimizer",
+            f"no optimizer was given: SGD with lr={DEFAULT_LEARNING_RATE} is used, as in PopTorch",
+        )
+    return PoplarExecutor(module, options, True, optimizer)
+
+
+def inferenceModel(
+    model: nn.Module | PoplarExecutor, options: Options | None = None
+) -> PoplarExecutor:
+    """Wrap a module to run without gradients, in its current mode; call `model.eval()` first."""
+    module = _require_module(model, "inferenceModel")
+    options = _require_options(options, "inferenceModel")
+    if options.gradient_accumulation != 1:
+        raise InputError(
+            f"{line_prefix()}You must set poptorch.Options().Training.gradientAccumulation to 1 or"
+            " leave it as its default value (1) when running a poptorch.inferenceModel(). Give it"
+            " options of its own: poptorch.Options().deviceIterations(n)"
+        )
+    return PoplarExecutor(module, options, False)
+
+
+def load(
+    filename: str | PathLike[str], edit_opts_fn: Callable[[Options], Any] | None = None
+) -> PoplarExecutor:
+    """Open what `save` or `compileAndExport` wrote; the module's class must be imported."""
+    executor_file = saved.read(filename)
+    options = Options.fromDict(executor_file.header["options"])
+    if edit_opts_fn is not None:
+        edit_opts_fn(options)
+    module = saved.rebuild(executor_file)
+    optimizer = saved.rebuild_optimizer(executor_file, module)
+    executor = PoplarExecutor(module, options, executor_file.header["training"], optimizer)
+    executor._restore(executor_file)
+    return executor
+
+
+def _require_module(model: Any, function: str) -> nn.Module:
+    if isinstance(model, PoplarExecutor):
+        return model.model
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{line_prefix()}{function} takes a torch.nn.Module, not a {type(model).__name__};"
+            f" write {function}(model, options=opts)"
+        )
+    return model
+
+
+def _require_options(options: Any, function: str) -> Options:
+    if options is not None and not isinstance(options, Options):
+        raise InputError(
+            f"{line_prefix()}the options of {function} are a {type(options).__name__}; write"
+            f" {function}(model, options=poptorch.Options())"
+        )
+    return options if options is not None else Options()

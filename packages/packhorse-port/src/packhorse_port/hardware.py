@@ -1,14 +1,14 @@
-"""What a script asks of the machine: is there an IPU, which one, how much shall be logged.
+"""What a script asks of the machine: is there an IPU, which version, its errors, its log level.
 
-There is none, and saying so is the honest answer: a script that asks has a branch for that. What
-runs in its place is `packhorse.device.choose_device()`'s, a GPU if torch sees one.
+There is none, and the functions say so: a script that asks has a branch for that. The device that
+runs models is chosen by `packhorse.device.choose_device()`: a GPU if torch sees one.
 """
 
 from __future__ import annotations
 
 import logging
 
-from packhorse.errors import InputError
+from packhorse.errors import InputError, PackhorseError
 from packhorse_port.notices import LOGGER
 
 LEVELS = {
@@ -21,19 +21,32 @@ LEVELS = {
     "OFF": logging.CRITICAL + 1,
 }
 
+# `except poptorch.Error` catches every error that Packhorse raises.
+Error = PackhorseError
+
+
+class RecoverableError(Error):
+    """An IPU failed and can be reset; never raised here."""
+
+    recovery_action = ""
+
+
+class UnrecoverableError(Error):
+    """An IPU failed for good; never raised here."""
+
 
 def ipuHardwareIsAvailable(num_ipus: int = 1) -> bool:
-    """No: there is no IPU."""
+    """False: there is no IPU."""
     return False
 
 
 def ipuHardwareVersion() -> int:
-    """0, for no IPU; PopTorch answers 2 for a Mk2."""
+    """0, for no IPU; PopTorch returns 2 for a Mk2."""
     return 0
 
 
 def setLogLevel(level: str | int) -> None:
-    """How much `packhorse_port` logs, in PopTorch's words."""
+    """Set the level of the logger `packhorse_port`, by PopTorch's names."""
     if isinstance(level, str) and level.upper() not in LEVELS:
         raise InputError(f"setLogLevel takes one of {', '.join(LEVELS)}, not {level!r}")
     number = LEVELS[level.upper()] if isinstance(level, str) else level

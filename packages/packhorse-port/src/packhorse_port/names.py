@@ -1,10 +1,10 @@
-"""Every public name of PopTorch, and what becomes of it here: one table for checks and documents.
+"""Every public name of PopTorch and how it is handled here: one table for checks and documents.
 
     NAMES["Options.deviceIterations"]      # Name("emulated", "steps within one host call")
 
-Names are written as a script would: `optim.SGD` of the module, `Options.…` and `PoplarExecutor.…`
-of what a script has made. The table is written out, not gathered from the modules, so that
-`packhorse port --check` needs no torch; a test holds it against the modules.
+Names are written as in a script: `optim.SGD` for the module's, `Options.…` and `PoplarExecutor.…`
+for attributes of objects. The table is written out instead of collected from the modules, so that
+`packhorse port --check` needs no torch; a test compares it with the modules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Kind = Literal["as is", "emulated", "ignored", "fails"]
 
 
 class Name(NamedTuple):
-    """What becomes of a name, and why or how in a few words."""
+    """How a name is handled, and why or how in a few words."""
 
     kind: Kind
     meaning: str
@@ -28,17 +28,17 @@ EMULATED = {
     "Options": "settings of a run",
     "DataLoader": "batches of batch_size times iterations, replicas and accumulation",
     "AsynchronousDataAccessor": "reads ahead in a thread",
-    "trainingModel": "one call: so many micro batches, optimizer steps and all",
-    "inferenceModel": "one call: so many batches",
+    "trainingModel": "one call runs many micro batches with their optimizer steps",
+    "inferenceModel": "one call runs many batches",
     "PoplarExecutor": "what trainingModel and inferenceModel return",
     "load": "opens what PoplarExecutor.save wrote: safetensors and JSON",
-    "ICustomArgParser": "how inputs of a class of your own are taken apart",
+    "ICustomArgParser": "how inputs of your own class are flattened",
     "registerCustomArgParser": "the same, for a class",
-    "Error": "Packhorse's errors are of this kind",
+    "Error": "base class of Packhorse's errors",
     "RecoverableError": "never raised: no IPU fails here",
     "UnrecoverableError": "never raised: no IPU fails here",
-    "identity_loss": "marks the loss; reduces it as asked",
-    "optim": "optimizers on top of torch.optim",
+    "identity_loss": "reduces the loss and marks it",
+    "optim": "optimizers based on torch.optim",
     "optim.SGD": "torch.optim.SGD",
     "optim.Adam": "torch.optim.Adam",
     "optim.AdamW": "torch.optim.AdamW",
@@ -51,45 +51,45 @@ EMULATED = {
     "ipuHardwareIsAvailable": "False: there is no IPU",
     "ipuHardwareVersion": "there is no IPU",
     "setLogLevel": "the level of the logger packhorse_port",
-    "serializedMatMul": "a matrix product, in one piece",
+    "serializedMatMul": "a matrix product, not split",
     "dynamic_slice": "a slice at an index that is a tensor",
-    "dynamic_update": "the same, written",
+    "dynamic_update": "replaces such a slice",
     "ctc_beam_search_decoder": "decodes with beams, in Python",
-    "CPU": "calls the function, where it is",
+    "CPU": "calls the function directly",
     "enums": "the enumerations",
     "options": "Options and its groups",
     "ops": "the functions of poptorch itself",
     "Options.deviceIterations": "steps within one host call",
-    "Options.replicationFactor": "shares of a step; here in turn, or one process each",
-    "Options.outputMode": "which outputs of a call come back",
+    "Options.replicationFactor": "shares of a step; run in turn, or one process each",
+    "Options.outputMode": "which outputs of a call are returned",
     "Options.anchorMode": "outputMode under its old name",
-    "Options.defaultOutputMode": "whether outputMode was left alone",
-    "Options.defaultAnchorMode": "whether outputMode was left alone",
-    "Options.randomSeed": "seeds torch, now",
-    "Options.enableExecutableCaching": "where code of compileStep(True) is kept",
-    "Options.enableSyntheticData": "random data of the right shapes, made once",
+    "Options.defaultOutputMode": "whether outputMode is the default",
+    "Options.defaultAnchorMode": "whether outputMode is the default",
+    "Options.randomSeed": "seeds torch immediately",
+    "Options.enableExecutableCaching": "where code of compileStep(True) is cached",
+    "Options.enableSyntheticData": "reuses the data of the first call",
     "Options.connectionType": "Never compiles and does not run",
     "Options.useOfflineIpuTarget": "compiles and does not run",
-    "Options.modelName": "kept",
+    "Options.modelName": "stored",
     "Options.compileStep": "Packhorse's own: steps compiled or traced, not as Python",
-    "Options.shareWeights": "Packhorse's own: changes of the module act at once",
+    "Options.shareWeights": "Packhorse's own: changes of the module take effect immediately",
     "Options.updatableNamedBuffers": "which buffers copyNamedBuffersToDevice copies",
     "Options.setExecutionStrategy": "one device; same numbers",
     "Options.broadcastBuffers": "whether replicas share buffers",
-    "Options.clone": "a copy that can be changed",
-    "Options.toDict": "every setting, plain",
-    "Options.loadFromFile": "settings from a file, one a line",
+    "Options.clone": "a copy that is not frozen",
+    "Options.toDict": "all settings as plain values",
+    "Options.loadFromFile": "settings from a file, one per line",
     "Options.exists": "whether there is such a setting",
     "Options.Training": "the group of training settings",
     "Options.Training.gradientAccumulation": "micro batches of one optimizer step",
     "Options.Training.accumulationAndReplicationReductionType": "mean or sum of gradients",
     "Options.Training.accumulationReductionType": "mean or sum of gradients, its old name",
     "Options.Distributed": "which of several processes this is",
-    "Options.Distributed.configureProcessId": "this process's number; loaders divide by it",
+    "Options.Distributed.configureProcessId": "this process's number; loaders partition by it",
     "Options.Distributed.setEnvVarNames": "the same, from the environment",
     "Options.Distributed.disable": "one process",
     "Options.Distributed.processId": "this process's number",
-    "Options.Distributed.numProcesses": "how many there are",
+    "Options.Distributed.numProcesses": "the number of processes",
     "Options.Precision": "the group of number formats",
     "Options.TensorLocations": "the group of memory settings",
     "Options.Jit": "the group of tracing settings",
@@ -101,7 +101,7 @@ EMULATED = {
     "PoplarExecutor.compileAndExport": "the same, and saves it",
     "PoplarExecutor.save": "safetensors and JSON",
     "PoplarExecutor.loadExecutable": "what compileAndExport wrote",
-    "PoplarExecutor.setOptimizer": "another optimizer, or its new values",
+    "PoplarExecutor.setOptimizer": "another optimizer, or its new settings",
     "PoplarExecutor.state_dict": "the model's",
     "PoplarExecutor.load_state_dict": "the model's",
     "PoplarExecutor.train": "the module's; the executor keeps the mode of its first call",
@@ -119,7 +119,7 @@ EMULATED = {
     "PoplarExecutor.cycleCount": "the time of a call, in nanoseconds",
     "PoplarExecutor.compilationTime": "the time it took to build the step",
     "PoplarExecutor.getPerfCounters": "times of the last call",
-    "PoplarExecutor.getLatency": "seconds of a call: least, most, mean",
+    "PoplarExecutor.getLatency": "seconds of a call: minimum, maximum, mean",
     "PoplarExecutor.getComputeLatency": "seconds of computing",
     "PoplarExecutor.getHostIpuLatency": "seconds of copying in",
     "PoplarExecutor.getIpuHostLatency": "seconds of copying out",
@@ -139,7 +139,7 @@ IGNORED = {
     "ShardedExecution": "one device, blocks in turn; same numbers",
     "SerialPhasedExecution": "one device, phases in turn; same numbers",
     "ParallelPhasedExecution": "one device, phases in turn; same numbers",
-    "recomputationCheckpoint": "activations are kept, not computed again",
+    "recomputationCheckpoint": "activations are kept, not recomputed",
     "set_available_memory": "memory is not divided into tiles here",
     "set_overlap_for_input": "inputs are not copied tile by tile",
     "set_overlap_for_output": "outputs are not copied tile by tile",
@@ -147,19 +147,19 @@ IGNORED = {
     "NameScope": "operations have no name scope here",
     "Attribute": "operations have no attributes here",
     "nop": "the tensor itself",
-    "TensorLocationSettings": "all tensors lie in the memory of the one device",
+    "TensorLocationSettings": "all tensors are in the memory of the one device",
     "Options.autoRoundNumIPUs": "one device runs the model",
     "Options.useIpuModel": "there is no simulated IPU",
     "Options.useIpuId": "one device runs the model",
-    "Options.syncPattern": "one device has nobody to wait for",
+    "Options.syncPattern": "one device waits for no other",
     "Options.setAvailableMemoryProportion": "memory is not divided into tiles here",
     "Options.logDir": "no log files are written",
     "Options.enableProfiling": "profile with torch.profiler",
-    "Options.logCycleCount": "PoplarExecutor.cycleCount answers with time",
+    "Options.logCycleCount": "PoplarExecutor.cycleCount returns the time",
     "Options.showCompilationProgressBar": "compiling shows no progress bar",
     "Options.relaxOptimizerAttributesChecks": "an optimizer's attributes are not compared",
     "Options.enableStableNorm": "torch's norms are the stable ones",
-    "Options.maxRepeatLogs": "each notice is said once",
+    "Options.maxRepeatLogs": "each notice is logged once",
     "Options.appendToLocationExcludes": "no source locations are recorded",
     "Options.sourceLocationExcludes": "no source locations are recorded",
     "Options.disableModuleNamescope": "operations have no name scope here",
@@ -176,10 +176,10 @@ IGNORED = {
     "Options.Precision.enableStochasticRounding": "values are rounded to the nearest",
     "Options.Precision.setPartialsType": "partial sums are kept as torch keeps them",
     "Options.TensorLocations.numIOTiles": "memory is not divided into tiles here",
-    "Options.TensorLocations.setActivationLocation": "activations lie in the device's memory",
-    "Options.TensorLocations.setWeightLocation": "weights lie in the device's memory",
-    "Options.TensorLocations.setOptimizerLocation": "optimizer state lies in the device's memory",
-    "Options.TensorLocations.setAccumulatorLocation": "gradients lie in the device's memory",
+    "Options.TensorLocations.setActivationLocation": "activations are in the device's memory",
+    "Options.TensorLocations.setWeightLocation": "weights are in the device's memory",
+    "Options.TensorLocations.setOptimizerLocation": "optimizer state is in the device's memory",
+    "Options.TensorLocations.setAccumulatorLocation": "gradients are in the device's memory",
     "Options.Distributed.IPUoFConfigFiles": "one device runs the model",
     "Options.Jit.traceModel": "the module is called as it is",
     "Options._Popart.set": "there is no PopART here",
@@ -198,7 +198,7 @@ FAILS = {
     "distributed": "use torch.distributed",
     "poptorch_core": "there is no compiled core; use the public names",
     "fps": "farthest-point sampling is not provided",
-    "nearest": "nearest neighbours are not provided; use torch.cdist",
+    "nearest": "nearest neighbors are not provided; use torch.cdist",
 }
 
 NAMES: dict[str, Name] = {
@@ -207,7 +207,7 @@ NAMES: dict[str, Name] = {
     **{name: Name("fails", meaning) for name, meaning in FAILS.items()},
 }
 
-# Modules that scripts of this kind import, and the extra of ours that brings them.
+# Modules that such scripts import, and the extra of packhorse that installs them.
 EXTRAS = {
     "sklearn": "tutorials",
     "tqdm": "tutorials",
@@ -225,14 +225,14 @@ EXTRAS = {
 
 
 def install_line(module: str) -> str:
-    """How to get a module that is missing."""
+    """The command that installs a missing module."""
     top = module.partition(".")[0]
-    what = f"'packhorse[{EXTRAS[top]}]'" if top in EXTRAS else top
-    return f"pip install {what}"
+    package = f"'packhorse[{EXTRAS[top]}]'" if top in EXTRAS else top
+    return f"pip install {package}"
 
 
 def nearest(name: str, known: Iterable[str] = NAMES) -> str:
-    """`; the nearest is …` among known names, or nothing where none is near."""
-    lower = {each.lower(): each for each in known}
+    """`; the nearest is …` among known names, or an empty string if none is similar."""
+    lower = {candidate.lower(): candidate for candidate in known}
     near = get_close_matches(name.lower(), lower, n=1, cutoff=0.6)
     return f"; the nearest is {lower[near[0]]}" if near else ""

@@ -1,13 +1,13 @@
-"""PopTorch's optimizers: torch's own steps, to the bit, behind PopTorch's arguments.
+"""PopTorch's optimizers: torch's own steps, to the bit, with PopTorch's arguments.
 
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, loss_scaling=1024)
 
-An argument left None has torch's default. What PopTorch adds falls in two kinds. With a meaning
-here: `max_grad_norm` (all gradients clipped together before the step), `bias_correction=False`,
-`use_tf_variant` (RMSprop as TensorFlow has it: mean squares begin at 1, ε inside the root, the rate
-inside the momentum). Without: scaling of loss and velocity and the types of accumulators, which
-only keep half precision in range; they are kept as attributes and said once. `LAMB` is
-`packhorse.optim.LAMB` (You et al. 2019) with PopTorch's defaults.
+None means torch's default. Of PopTorch's own arguments these have an effect: `max_grad_norm` (all
+gradients clipped together before the step), `bias_correction=False`, `use_tf_variant` (RMSprop as
+in TensorFlow: mean squares start at 1, ε inside the root, learning rate inside the momentum).
+Scaling of loss and velocity and the dtypes of accumulators only keep half precision in range; they
+are stored as attributes and logged once. `LAMB` is `packhorse.optim.LAMB` (You et al. 2019) with
+PopTorch's defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from packhorse import optim
 from packhorse.errors import InputError
 from packhorse.optim.lamb import STEP_WITHOUT_CORRECTION
 from packhorse_port.names import nearest
-from packhorse_port.notices import place, say_once
+from packhorse_port.notices import line_prefix, log_once
 
 OPTIMIZERS = ("SGD", "Adam", "AdamW", "RMSprop", "LAMB")
 NO_CLIP = float("inf")
@@ -31,10 +31,11 @@ Closure = Callable[[], Any]
 
 
 class VariableAttributes:
-    """Which attributes PopTorch would compile as variables: those given. All may change here."""
+    """Which attributes PopTorch would compile as variables; here all may change."""
 
     def __init__(self, variable_attributes: Iterable[str], allowed: Iterable[str]) -> None:
-        self._variable, self._allowed = set(variable_attributes), list(allowed)
+        self._variable = set(variable_attributes)
+        self._allowed = list(allowed)
 
     def isConstant(self, attr: str) -> bool:
         return attr not in self._variable
@@ -51,15 +52,15 @@ class VariableAttributes:
         return attr
 
 
-class _Kept:
-    """What every optimizer here keeps of PopTorch's arguments; `_keep` sets it."""
+class _PopTorchArguments:
+    """PopTorch's arguments that every optimizer here has as attributes; see `_store`."""
 
     loss_scaling: float
     accum_type: torch.dtype
     variable_attrs: VariableAttributes
 
 
-class SGD(_Kept, torch.optim.SGD):
+class SGD(_PopTorchArguments, torch.optim.SGD):
     """`torch.optim.SGD`; `use_combined_accum` and the scalings change nothing but memory."""
 
     max_grad_norm: float
@@ -82,13 +83,19 @@ class SGD(_Kept, torch.optim.SGD):
         velocity_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        given = _given(locals())
-        super().__init__(params, **_torchs(given))
-        own = {"velocity_scaling": 1.0, "use_combined_accum": False, "max_grad_norm": NO_CLIP}
-        _keep(self, given, **own, velocity_accum_type=torch.float32)
+        arguments = _passed(locals())
+        super().__init__(params, **_torch_arguments(arguments))
+        _store(
+            self,
+            arguments,
+            velocity_scaling=1.0,
+            use_combined_accum=False,
+            max_grad_norm=NO_CLIP,
+            velocity_accum_type=torch.float32,
+        )
 
 
-class Adam(_Kept, torch.optim.Adam):
+class Adam(_PopTorchArguments, torch.optim.Adam):
     """`torch.optim.Adam`."""
 
     max_grad_norm: float
@@ -112,13 +119,13 @@ class Adam(_Kept, torch.optim.Adam):
         second_order_momentum_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        given = _given(locals())
-        super().__init__(params, **_torchs(given))
-        _keep(self, given, **_MOMENTS, max_grad_norm=NO_CLIP)
+        arguments = _passed(locals())
+        super().__init__(params, **_torch_arguments(arguments))
+        _store(self, arguments, **_MOMENTS, max_grad_norm=NO_CLIP)
 
 
-class AdamW(_Kept, torch.optim.AdamW):
-    """`torch.optim.AdamW`, and without bias correction where asked."""
+class AdamW(_PopTorchArguments, torch.optim.AdamW):
+    """`torch.optim.AdamW`, optionally without bias correction."""
 
     max_grad_norm: float
     bias_correction: bool
@@ -143,14 +150,14 @@ class AdamW(_Kept, torch.optim.AdamW):
         second_order_momentum_accum_type: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        given = _given(locals())
-        super().__init__(params, **_torchs(given, "bias_correction"))
-        _keep(self, given, **_MOMENTS, max_grad_norm=NO_CLIP, bias_correction=True)
+        arguments = _passed(locals())
+        super().__init__(params, **_torch_arguments(arguments, "bias_correction"))
+        _store(self, arguments, **_MOMENTS, max_grad_norm=NO_CLIP, bias_correction=True)
         if bias_correction is False:
-            self.register_step_pre_hook(_settle)
+            self.register_step_pre_hook(_skip_bias_correction)
 
 
-class RMSprop(_Kept, torch.optim.RMSprop):
+class RMSprop(_PopTorchArguments, torch.optim.RMSprop):
     """`torch.optim.RMSprop`, or TensorFlow's with `use_tf_variant=True`."""
 
     use_tf_variant: bool
@@ -173,15 +180,15 @@ class RMSprop(_Kept, torch.optim.RMSprop):
         second_order_momentum_accum_type: torch.dtype | None = None,
         use_tf_variant: bool | None = None,
     ) -> None:
-        given = _given(locals())
-        super().__init__(params, **_torchs(given))
-        _keep(self, given, **_MOMENTS, use_tf_variant=False)
+        arguments = _passed(locals())
+        super().__init__(params, **_torch_arguments(arguments))
+        _store(self, arguments, **_MOMENTS, use_tf_variant=False)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update."""
+        """Update the weights once."""
         if not self.use_tf_variant:
-            return _unhooked(torch.optim.RMSprop.step)(self, closure)
+            return _without_hooks(torch.optim.RMSprop.step)(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -206,11 +213,11 @@ def LAMB(
     first_order_momentum_accum_type: torch.dtype | None = None,
     second_order_momentum_accum_type: torch.dtype | None = None,
 ) -> optim.LAMB:
-    """`packhorse.optim.LAMB` with PopTorch's ε of 1e-8; a weight norm counts up to 65500."""
-    given = _given(locals())
+    """`packhorse.optim.LAMB` with PopTorch's ε of 1e-8 and weight norms clipped to 65500."""
+    arguments = _passed(locals())
     settings: dict[str, Any] = {"eps": 1e-8, "weight_decay": 1e-2, "max_weight_norm": 65500.0}
-    optimizer = optim.LAMB(params, **(settings | _torchs(given)))
-    _keep(optimizer, given, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
+    optimizer = optim.LAMB(params, **(settings | _torch_arguments(arguments)))
+    _store(optimizer, arguments, **_MOMENTS, bias_correction=True, max_weight_norm=65500.0)
     return optimizer
 
 
@@ -219,13 +226,19 @@ _MOMENTS = {
     "second_order_momentum_accum_type": torch.float32,
 }
 # PopTorch's own arguments; the others are torch's.
-_OWN = {
-    *("loss_scaling", "velocity_scaling", "use_combined_accum", "accum_type", "max_grad_norm"),
-    *("velocity_accum_type", "use_tf_variant", *_MOMENTS),
+_POPTORCH_ONLY = {
+    "loss_scaling",
+    "velocity_scaling",
+    "use_combined_accum",
+    "accum_type",
+    "max_grad_norm",
+    "velocity_accum_type",
+    "use_tf_variant",
+    *_MOMENTS,
 }
 _SCALING = "has no effect: nothing is scaled; in fp32 nothing vanishes, in half small gradients may"
 _STORED = "has no effect: gradients and moments have the types torch gives them"
-_WHY = {
+_NO_EFFECT = {
     "loss_scaling": _SCALING,
     "velocity_scaling": _SCALING,
     "use_combined_accum": "has no effect: gradient and velocity are two tensors",
@@ -235,8 +248,8 @@ _WHY = {
 }
 
 
-def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, of a constructor's `locals()`."""
+def _passed(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are not None, from a constructor's `locals()`."""
     skipped = ("self", "params", "__class__")
     return {
         name: value
@@ -245,63 +258,63 @@ def _given(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _torchs(given: dict[str, Any], *also: str) -> dict[str, Any]:
-    """What torch's constructor takes: all that is not PopTorch's own, nor one of `also`."""
-    return {name: value for name, value in given.items() if name not in {*_OWN, *also}}
+def _torch_arguments(arguments: dict[str, Any], *excluded: str) -> dict[str, Any]:
+    """The arguments of torch's constructor: without PopTorch's own and those excluded."""
+    skipped = {*_POPTORCH_ONLY, *excluded}
+    return {name: value for name, value in arguments.items() if name not in skipped}
 
 
-def _keep(optimizer: Any, given: dict[str, Any], **defaults: Any) -> None:
-    """PopTorch's attributes on the optimizer; what has no effect is said."""
+def _store(optimizer: Any, arguments: dict[str, Any], **defaults: Any) -> None:
+    """Set PopTorch's attributes on the optimizer, and log those without effect."""
     for name, default in {"loss_scaling": 1.0, "accum_type": torch.float32, **defaults}.items():
-        value = given.get(name, default)
+        value = arguments.get(name, default)
         if name.endswith("accum_type") and value not in ACCUM_TYPES:
             raise InputError(f"{name} is torch.float32 or torch.float16, not {value!r}")
         setattr(optimizer, name, value)
-        if value != default and name in _WHY:
-            say_once(f"optim.{name}", f"{name}={value} {_WHY[name]}")
+        if value != default and name in _NO_EFFECT:
+            log_once(f"optim.{name}", f"{name}={value} {_NO_EFFECT[name]}")
     allowed = [*optimizer.defaults, "loss_scaling"]
-    optimizer.variable_attrs = VariableAttributes(given, allowed)
+    optimizer.variable_attrs = VariableAttributes(arguments, allowed)
     if getattr(optimizer, "max_grad_norm", NO_CLIP) != NO_CLIP:
         optimizer.register_step_pre_hook(_clip)
 
 
 def _clip(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Before a step: clip the gradients, or have a closure that makes them clip them."""
+    """Before a step: clip the gradients, or wrap a closure so that it clips them."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
 
     def clip() -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(parameters, optimizer.max_grad_norm)
 
-    def closed() -> Any:
+    def clipped_closure() -> Any:
         loss = closure()
         clip()
         return loss
 
     if closure is not None:
-        return (optimizer, closed), {}
+        return (optimizer, clipped_closure), {}
     clip()
     return None
 
 
-def _settle(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Before a step: new state begins so old that correcting its bias divides by 1."""
+def _skip_bias_correction(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Before a step: start the counter of new state so high that the bias correction is 1."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None or optimizer.state[parameter]:
                 continue
             on_device = group["capturable"] or group["fused"]
-            place = parameter.device if on_device else "cpu"
-            names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * bool(group["amsgrad"])]
+            device = parameter.device if on_device else "cpu"
+            names = ["exp_avg", "exp_avg_sq"]
+            if group["amsgrad"]:
+                names.append("max_exp_avg_sq")
             state = {name: torch.zeros_like(parameter) for name in names}
-            optimizer.state[parameter] = {
-                "step": torch.tensor(STEP_WITHOUT_CORRECTION, device=place),
-                **state,
-            }
+            optimizer.state[parameter] = {"step": torch.tensor(STEP_WITHOUT_CORRECTION, device=device), **state}
 
 
-def _unhooked(step: Any) -> Any:
-    """torch wraps the step of a class it makes to call hooks; ours has called them already."""
+def _without_hooks(step: Any) -> Any:
+    """torch's `step` without its wrapper that calls hooks: ours has called them already."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -313,7 +326,8 @@ def _tensorflow_rmsprop(parameter: Any, state: dict[str, Any], group: dict[str, 
     state["step"] += 1
     gradient = -parameter.grad if group["maximize"] else parameter.grad
     gradient = gradient + group["weight_decay"] * parameter
-    alpha, squares = group["alpha"], state["square_avg"]
+    alpha = group["alpha"]
+    squares = state["square_avg"]
     squares.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
     variance = squares
     if group["centered"]:
@@ -331,4 +345,4 @@ def __getattr__(name: str) -> Any:
     near = nearest(name, OPTIMIZERS)
     if hasattr(torch.optim, name):
         near = f"; write torch.optim.{name}, which trainingModel takes as well"
-    raise AttributeError(f"{place()}poptorch.optim has no {name}{near}")
+    raise AttributeError(f"{line_prefix()}poptorch.optim has no {name}{near}")

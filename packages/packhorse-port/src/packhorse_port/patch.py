@@ -1,10 +1,11 @@
-"""`packhorse port --patch`: the plain PyTorch script that a PopTorch script stands for.
+"""`packhorse port --patch`: the plain PyTorch script that is equivalent to a PopTorch script.
 
-The text is edited where PopTorch's names stand and left alone elsewhere, comments and layout
-included. Settings of `Options` are read from the script's lines (`settle`) and written where they
-act: as a factor of a batch size, as arguments of `call_training` and `call_inference`, whose source
-(`plain`) is written once at the top. A setting made under a condition, options that come out of a
-function, an operation without a counterpart: such a line is kept, marked and reported.
+The text is edited where PopTorch's names are and left alone elsewhere, including comments and
+layout. Settings of `Options` are read from the syntax tree (`syntax`) and written where they act:
+as a factor of a batch size, and as arguments of `call_training` and `call_inference`, whose source
+(`plain`) is written once at the top. A line that cannot be translated (a setting made under a
+condition, options returned by a function, an operation without a counterpart) is kept, marked and
+reported.
 """
 
 from __future__ import annotations
@@ -14,23 +15,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import decode_source
 from pathlib import Path
+from typing import NamedTuple
 
 from packhorse.errors import InputError
 from packhorse_port import __version__
-from packhorse_port.edit import Left, Slots, Text
 from packhorse_port.names import NAMES
-from packhorse_port.origins import Origins, dotted
-from packhorse_port.settle import READ, Plan, chain, made, meaning, preloads, settle
+from packhorse_port.syntax import (
+    ATTRIBUTES,
+    NameOrigins,
+    OptionsPlan,
+    Untranslatable,
+    apply_calls,
+    describe,
+    dotted,
+    option_plans,
+    preloads,
+    split_chain,
+)
 
 MARK = "# packhorse port, not translated: "
 VERSION = "__version__"
 LOADERS = ("DataLoader", "AsynchronousDataAccessor")
-# Statements that need no counterpart: nothing has to happen.
+# Statements that a plain script does not need
 NEEDLESS = {
-    *("setLogLevel", "DataLoader.terminate", "removeBlocks", "Block.start"),
-    *("PoplarExecutor.detachFromDevice", "PoplarExecutor.attachToDevice"),
-    *("PoplarExecutor.destroy", "PoplarExecutor.compile", "PoplarExecutor.copyWeightsToHost"),
-    *("PoplarExecutor.copyWeightsToHostIfNeeded", "PoplarExecutor.copyWeightsToDevice"),
+    "setLogLevel",
+    "DataLoader.terminate",
+    "removeBlocks",
+    "Block.start",
+    "PoplarExecutor.detachFromDevice",
+    "PoplarExecutor.attachToDevice",
+    "PoplarExecutor.destroy",
+    "PoplarExecutor.compile",
+    "PoplarExecutor.copyWeightsToHost",
+    "PoplarExecutor.copyWeightsToHostIfNeeded",
+    "PoplarExecutor.copyWeightsToDevice",
     "PoplarExecutor.copyNamedBuffersToDevice",
 }
 CONSTANTS = {
@@ -44,82 +62,96 @@ TYPES = {
     "PoplarExecutor": "object",
     "DataLoader": "torch.utils.data.DataLoader",
 }
-# Calls that give back what they are given: the first argument, a checkpoint all of them.
-THROUGH = {
-    *("recomputationCheckpoint", "nop", "ipu_print_tensor", "set_available_memory"),
-    *("set_overlap_for_input", "set_overlap_for_output", "BeginBlock", "CPU"),
+# Calls that return their first argument; a recomputationCheckpoint returns all of them.
+IDENTITIES = {
+    "recomputationCheckpoint",
+    "nop",
+    "ipu_print_tensor",
+    "set_available_memory",
+    "set_overlap_for_input",
+    "set_overlap_for_output",
+    "BeginBlock",
+    "CPU",
     "AsynchronousDataAccessor",
 }
 CONTEXTS = {"Block", "Stage", "Phase", "NameScope", "Attribute", "MultiConv"}
-# Arguments of PopTorch's optimizers that only keep half precision in range.
+# Arguments of PopTorch's optimizers that only keep half precision in range
 SCALING = (
-    *("loss_scaling", "velocity_scaling", "use_combined_accum", "accum_type"),
-    *("velocity_accum_type", "first_order_momentum_accum_type"),
+    "loss_scaling",
+    "velocity_scaling",
+    "use_combined_accum",
+    "accum_type",
+    "velocity_accum_type",
+    "first_order_momentum_accum_type",
     "second_order_momentum_accum_type",
 )
-LOADER = ("options", "dataset", "batch_size", "shuffle", "num_workers", "drop_last")
-LOADER_OWN = ("mode", "async_options", "rebatched_worker_size", "auto_distributed_partitioning")
-SHARES = ("iterations", "accumulation", "replicas")
-# By what makes the model, and whether a call is more than one batch.
+LOADER_POSITIONAL = ("options", "dataset", "batch_size", "shuffle", "num_workers", "drop_last")
+LOADER_ONLY = ("mode", "async_options", "rebatched_worker_size", "auto_distributed_partitioning")
+BATCH_FACTORS = ("iterations", "accumulation", "replicas")
+# The function of `plain` by what creates the model, and whether a call is more than one batch
 STEPS = {
     ("trainingModel", False): "train_once",
     ("trainingModel", True): "call_training",
     ("inferenceModel", False): "infer_once",
     ("inferenceModel", True): "call_inference",
 }
-# Of the executor's names, those that are the module's.
-MODULES = {"PoplarExecutor.state_dict", "PoplarExecutor.load_state_dict", "PoplarExecutor.model"}
+# Names of the executor that are the module's
+MODULE_NAMES = {
+    "PoplarExecutor.state_dict",
+    "PoplarExecutor.load_state_dict",
+    "PoplarExecutor.model",
+}
 
 
 @dataclass(frozen=True)
-class Patched:
-    """The new text, and what of the old could not be translated: line, why."""
+class PatchedScript:
+    """The new text, and (line, reason) of what could not be translated."""
 
     text: str
-    left: tuple[tuple[int, str], ...]
+    untranslated: tuple[tuple[int, str], ...]
 
 
-def translate(source: bytes, name: str) -> Patched:
-    """The plain PyTorch script of the script `source`."""
+def translate(source: bytes, name: str) -> PatchedScript:
+    """Translate a PopTorch script to plain PyTorch."""
     try:
         text = decode_source(source)
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
-        raise InputError(f"{name} is no Python that can be read: {error}") from error
-    script = Script(Text(text), tree, Origins(tree))
+        raise InputError(f"{name} cannot be parsed as Python: {error}") from error
+    script = ScriptPatcher(SourceText(text), tree, NameOrigins(tree))
     for body in bodies(tree):
-        gone = [statement for statement in body if script.statement(statement)]
-        for statement in gone:
-            last = len(gone) == len(body) and statement is gone[-1]
-            script.text.delete(statement, alone=last)
-    left = sorted(dict.fromkeys(script.left), key=lambda each: each[0])
-    for line, why in left:
-        script.text.above(line, MARK + why)
+        deleted = [statement for statement in body if script.statement(statement)]
+        for statement in deleted:
+            last = len(deleted) == len(body) and statement is deleted[-1]
+            script.text.delete(statement, only_one=last)
+    untranslated = sorted(dict.fromkeys(script.untranslated), key=lambda entry: entry[0])
+    for line, reason in untranslated:
+        script.text.insert_line(line, MARK + reason)
     script.header()
-    return Patched(script.text.result(), tuple(left))
+    return PatchedScript(script.text.result(), tuple(untranslated))
 
 
 @dataclass
-class Script:
-    """A script under translation: what of it is edited, what stays, and what the new one needs."""
+class ScriptPatcher:
+    """A script being translated: its edits, what stays, and what the new one needs."""
 
-    text: Text
+    text: SourceText
     tree: ast.Module
-    origins: Origins
-    left: list[tuple[int, str]] = field(default_factory=list)
-    steps: set[str] = field(default_factory=set)
-    needs: set[str] = field(default_factory=set)
-    at: int = 1  # the line of the statement under translation
+    origins: NameOrigins
+    untranslated: list[tuple[int, str]] = field(default_factory=list)
+    steps: set[str] = field(default_factory=set)  # functions of `plain` that are called
+    modules: set[str] = field(default_factory=set)  # to import
+    line: int = 1  # of the current statement
 
     def __post_init__(self) -> None:
-        self.plans = settle(self.tree, self.origins)
-        self.left += self.plans.left
+        self.plans = option_plans(self.tree, self.origins)
+        self.untranslated += self.plans.untranslated
 
     # Statements
 
     def statement(self, node: ast.stmt) -> bool:
-        """Translate one statement without those inside it; True where nothing is left of it."""
-        self.at = node.lineno
+        """Translate one statement without those inside it; True if it is to be deleted."""
+        self.line = node.lineno
         if isinstance(node, ast.Import | ast.ImportFrom):
             return self.imports(node)
         value = getattr(node, "value", None)
@@ -131,7 +163,7 @@ class Script:
             called = value.func if isinstance(value, ast.Call) else value
             if isinstance(node, ast.Expr) and self.origins.name(called) in NEEDLESS:
                 return True
-        for part in own_parts(node):
+        for part in statement_parts(node):
             if not (part in getattr(node, "decorator_list", []) and self.decorator(part)):
                 self.expression(part)
         return False
@@ -139,14 +171,14 @@ class Script:
     def imports(self, node: ast.Import | ast.ImportFrom) -> bool:
         if isinstance(node, ast.ImportFrom):
             return (node.module or "").partition(".")[0] == "poptorch" and not node.level
-        kept = [alias for alias in node.names if alias.name.partition(".")[0] != "poptorch"]
-        if kept and len(kept) < len(node.names):
-            self.text.instead_of(node, ast.unparse(ast.Import(kept)))
-        return not kept
+        remaining = [alias for alias in node.names if alias.name.partition(".")[0] != "poptorch"]
+        if remaining and len(remaining) < len(node.names):
+            self.text.replace_node(node, ast.unparse(ast.Import(remaining)))
+        return not remaining
 
     def options(self, node: ast.stmt, value: ast.expr) -> bool:
-        """Settings act where they are used; a seed alone acts at once."""
-        if node.lineno in dict(self.plans.left) or self.lost(node):
+        """Delete settings, which act where they are used; only a seed acts here."""
+        if node.lineno in dict(self.plans.untranslated) or self.is_ambiguous(node):
             return False
         seeds = [
             ast.unparse(call.args[0])
@@ -156,43 +188,44 @@ class Script:
         ]
         if not seeds:
             return True
-        self.needs.add("torch")
-        self.text.instead_of(node, f"torch.manual_seed({seeds[-1]})")
+        self.modules.add("torch")
+        self.text.replace_node(node, f"torch.manual_seed({seeds[-1]})")
         return False
 
-    def lost(self, node: ast.stmt) -> bool:
-        """Is it assigned to a variable that also holds something else, so that its use is lost?"""
+    def is_ambiguous(self, node: ast.stmt) -> bool:
+        """Whether a target also holds something else, so that its use cannot be followed."""
         names = [dotted(target) for target in getattr(node, "targets", [])]
-        if lost := [name for name in names if name not in self.origins.made]:
-            self.tell(f"what {lost[0]} is set to cannot be told")
-        return bool(lost)
+        if ambiguous := [name for name in names if name not in self.origins.variables]:
+            self.report(f"the value of {ambiguous[0]} is not known")
+        return bool(ambiguous)
 
     def decorator(self, node: ast.AST) -> bool:
-        """A function that was a block is one no more."""
+        """Delete the decorator of a block."""
         if not isinstance(node, ast.Call) or self.origins.name(node.func) != "BlockFunction":
             return False
-        lines = self.text.starts
-        self.text.replace(lines[node.lineno - 1], lines[node.end_lineno or node.lineno], "")
+        starts = self.text.line_starts
+        self.text.replace(starts[node.lineno - 1], starts[node.end_lineno or node.lineno], "")
         return True
 
-    def tell(self, *reasons: str) -> None:
-        """What of the statement is not translated."""
-        self.left += [(self.at, why) for why in reasons]
+    def report(self, *reasons: str) -> None:
+        """Record why the current statement is not fully translated."""
+        self.untranslated += [(self.line, reason) for reason in reasons]
 
     # Expressions
 
     def expression(self, node: ast.AST) -> None:
-        """Translate what stands for something of PopTorch's, and everything inside."""
+        """Translate an expression and everything inside it."""
         try:
-            inner = self.parts(node)
-        except Left as why:
-            self.tell(*why.args)
-            inner = [each for each in ast.iter_child_nodes(node) if isinstance(node, ast.Call)][1:]
-        for each in inner:
-            self.expression(each)
+            remaining = self.translate_node(node)
+        except Untranslatable as reasons:
+            self.report(*reasons.args)
+            children = list(ast.iter_child_nodes(node)) if isinstance(node, ast.Call) else []
+            remaining = children[1:]  # the arguments, without the function
+        for child in remaining:
+            self.expression(child)
 
-    def parts(self, node: ast.AST) -> list[ast.AST]:
-        """Translate this one; the parts of it that are still to be translated."""
+    def translate_node(self, node: ast.AST) -> list[ast.AST]:
+        """Translate one node; returns the parts of it that are still to be translated."""
         if isinstance(node, ast.Call) and (name := self.origins.name(node.func)):
             return self.call(node, name)
         if isinstance(node, ast.FormattedValue) and self.has_version(node.value):
@@ -201,81 +234,93 @@ class Script:
             if name := self.origins.name(node):
                 return self.name(node, name)
             if self.origins.kind(node) == "Options" and isinstance(node.ctx, ast.Load):
-                self.text.instead_of(node, "None")
+                self.text.replace_node(node, "None")
                 return []
         return list(ast.iter_child_nodes(node))
 
     def call(self, node: ast.Call, name: str) -> list[ast.AST]:
         if name in CONSTANTS:
-            self.text.instead_of(node, CONSTANTS[name])
+            self.text.replace_node(node, CONSTANTS[name])
             return []
         if name in CONTEXTS:
-            self.needs.add("contextlib")
-            self.text.instead_of(node, "contextlib.nullcontext()")
+            self.modules.add("contextlib")
+            self.text.replace_node(node, "contextlib.nullcontext()")
             return []
         if name in LOADERS and preloads(node):
-            self.tell(f"{name}: early_preload would draw the order before the loop begins")
-        if name in THROUGH and node.args:
-            return self.through(node, node.args[: None if name == "recomputationCheckpoint" else 1])
+            self.report(f"{name}: early_preload would draw the order before the loop begins")
+        if name in IDENTITIES and node.args:
+            returned = node.args if name == "recomputationCheckpoint" else node.args[:1]
+            return self.identity(node, returned)
         if name == "identity_loss" and node.args:
             return self.loss(node)
         if name == "PoplarExecutor.setOptimizer" and isinstance(node.func, ast.Attribute):
             return self.set_optimizer(node, node.func)
         if name == "DataLoader":
-            return self.loader(Slots(self.text, node, LOADER))
+            return self.loader(CallArguments(self.text, node, LOADER_POSITIONAL))
         if name in ("trainingModel", "inferenceModel"):
-            return self.model(Slots(self.text, node, ("model", "options", "optimizer")), name)
+            positional = ("model", "options", "optimizer")
+            return self.model(CallArguments(self.text, node, positional), name)
         if name.startswith("optim.") and name != "optim.LAMB":
-            return self.optimizer(Slots(self.text, node, ()), name)
+            return self.optimizer(CallArguments(self.text, node, ()), name)
         return [*self.name(node.func, name), *node.args, *node.keywords]
 
     def name(self, node: ast.expr, name: str) -> list[ast.AST]:
-        """A name that is not called, or whose arguments stay."""
+        """Translate a name that is not called, or whose arguments stay."""
         if name in TYPES:
-            self.needs.add("torch")
-            self.text.instead_of(node, TYPES[name])
+            self.modules.add("torch")
+            self.text.replace_node(node, TYPES[name])
         elif name == VERSION:
-            self.text.instead_of(node, f'"{__version__}"')
+            self.text.replace_node(node, f'"{__version__}"')
         elif isinstance(node, ast.Attribute) and name.startswith(f"{VERSION}."):
             return [node.value]
         elif isinstance(node, ast.Attribute) and name == "DataLoader.combinedBatchSize":
             self.text.replace(self.text.end(node.value), self.text.end(node), ".batch_size")
-        elif name in READ and (plan := self.plans.at(dotted(node).partition(".")[0], self.at)):
-            self.text.instead_of(node, getattr(plan, READ[name]))
-        elif isinstance(node, ast.Attribute) and _is_modules(name):
+        elif name in ATTRIBUTES and (
+            plan := self.plans.at(dotted(node).partition(".")[0], self.line)
+        ):
+            self.text.replace_node(node, getattr(plan, ATTRIBUTES[name]))
+        elif isinstance(node, ast.Attribute) and _is_of_module(name):
             # The model is the first argument that functools.partial holds.
-            own = "" if name.endswith(".model") else f".{node.attr}"
-            self.text.replace(self.text.end(node.value), self.text.end(node), f".args[0]{own}")
+            attribute = "" if name.endswith(".model") else f".{node.attr}"
+            begin = self.text.end(node.value)
+            self.text.replace(begin, self.text.end(node), f".args[0]{attribute}")
         else:
-            raise Left(meaning(name))
+            raise Untranslatable(describe(name))
         return []
 
     def has_version(self, node: ast.AST) -> bool:
-        return any(self.origins.name(each) == VERSION for each in ast.walk(node))
+        return any(self.origins.name(inner) == VERSION for inner in ast.walk(node))
 
     def formatted(self, node: ast.FormattedValue) -> list[ast.AST]:
-        """The version in an f-string becomes text: a literal's quotes might end the string."""
-        begin, end = self.text.begin(node.value), self.text.end(node.value)
-        before, after = self.text.source[:begin].rstrip(), self.text.source[end:].lstrip()
+        """Write the version into an f-string as text: quotes might end the string."""
+        begin = self.text.begin(node.value)
+        end = self.text.end(node.value)
+        before = self.text.source[:begin].rstrip()
+        after = self.text.source[end:].lstrip()
         if self.origins.name(node.value) != VERSION or (before[-1:], after[:1]) != (b"{", b"}"):
-            raise Left(f"{VERSION}: inside an f-string")
+            raise Untranslatable(f"{VERSION}: inside an f-string")
         close = len(self.text.source) - len(after) + 1
         self.text.replace(len(before) - 1, close, __version__)
         return []
 
-    def through(self, node: ast.Call, kept: list[ast.expr]) -> list[ast.AST]:
-        opening, closing = ("(", ")") if len(kept) > 1 else ("", "")
-        self.text.replace(self.text.begin(node), self.text.begin(kept[0]), opening)
-        self.text.replace(self.text.end(kept[-1]), self.text.end(node), closing)
-        return list(kept)
+    def identity(self, node: ast.Call, returned: list[ast.expr]) -> list[ast.AST]:
+        """Replace a call by the arguments that it returns."""
+        several = len(returned) > 1
+        self.text.replace(
+            self.text.begin(node), self.text.begin(returned[0]), "(" if several else ""
+        )
+        self.text.replace(self.text.end(returned[-1]), self.text.end(node), ")" if several else "")
+        return list(returned)
 
     def loss(self, node: ast.Call) -> list[ast.AST]:
-        given = {word.arg: word.value for word in node.keywords}
-        how = node.args[1] if len(node.args) > 1 else given.get("reduction", ast.Constant("none"))
-        method = how.value if isinstance(how, ast.Constant) else None
+        keywords = {word.arg: word.value for word in node.keywords}
+        default = keywords.get("reduction", ast.Constant("none"))
+        reduction = node.args[1] if len(node.args) > 1 else default
+        method = reduction.value if isinstance(reduction, ast.Constant) else None
         if method not in ("mean", "sum", "none"):
-            raise Left("identity_loss: its reduction is not written out")
-        loss, text = node.args[0], self.text
+            raise Untranslatable("identity_loss: its reduction is not written out")
+        loss = node.args[0]
+        text = self.text
         plain = method == "none" or isinstance(loss, ast.Name | ast.Attribute | ast.Call)
         text.replace(text.begin(node), text.begin(loss), "" if plain else "(")
         after = ("" if plain else ")") + ("" if method == "none" else f".{method}()")
@@ -284,114 +329,126 @@ class Script:
 
     def set_optimizer(self, node: ast.Call, func: ast.Attribute) -> list[ast.AST]:
         if len(node.args) != 1:
-            raise Left("setOptimizer: its optimizer is not written out")
-        begin, end = self.text.end(func.value), self.text.begin(node.args[0])
+            raise Untranslatable("setOptimizer: its optimizer is not written out")
+        begin = self.text.end(func.value)
+        end = self.text.begin(node.args[0])
         self.text.replace(begin, end, ".keywords.update(optimizer=")
         return [func.value, *node.args]
 
     # Calls whose arguments change
 
-    def plan(self, given: ast.expr | None) -> Plan:
-        if given is None or (isinstance(given, ast.Constant) and given.value is None):
-            return Plan()
-        if plan := self.plans.at(dotted(given), self.at):
+    def plan(self, options: ast.expr | None) -> OptionsPlan:
+        """What the options passed to a loader or model are set to."""
+        if options is None or (isinstance(options, ast.Constant) and options.value is None):
+            return OptionsPlan()
+        if plan := self.plans.at(dotted(options), self.line):
             return plan
-        root, calls = chain(given, self.origins)
-        if self.origins.kind(given) == "Options" and self.origins.path(root):
-            return made(Plan(), calls, self.origins)
-        raise Left(f"what {ast.unparse(given)} is set to cannot be told")
+        root, calls = split_chain(options, self.origins)
+        if self.origins.kind(options) == "Options" and self.origins.path(root):
+            return apply_calls(OptionsPlan(), calls, self.origins)
+        raise Untranslatable(f"the value of {ast.unparse(options)} is not known")
 
-    def loader(self, slots: Slots) -> list[ast.AST]:
-        factor = self.plan(slots.value("options")).factor(*SHARES)
-        slots.drop("options", *LOADER_OWN)
-        slots.name_positional(but="dataset")
-        if (size := slots.value("batch_size")) is not None and factor:
-            slots.times(size, factor)
+    def loader(self, arguments: CallArguments) -> list[ast.AST]:
+        factor = self.plan(arguments.value("options")).factor(*BATCH_FACTORS)
+        arguments.drop("options", *LOADER_ONLY)
+        arguments.name_positional(except_for="dataset")
+        if (size := arguments.value("batch_size")) is not None and factor:
+            arguments.multiply(size, factor)
         elif factor:
-            slots.add(f"batch_size={factor}")
-        workers = slots.value("num_workers")
+            arguments.add(f"batch_size={factor}")
+        workers = arguments.value("num_workers")
         if workers is not None and not (isinstance(workers, ast.Constant) and workers.value == 0):
-            # More workers than cores is what a host of IPUs has; and they live through the epochs.
-            self.needs.add("os")
-            self.text.around(workers, "min(", ", os.cpu_count() or 1)")
-            if slots.value("persistent_workers") is None:
-                some = isinstance(workers, ast.Constant)
-                slots.add(f"persistent_workers={'True' if some else ast.unparse(workers) + ' > 0'}")
-        if slots.value("drop_last") is None:
-            slots.add("drop_last=True")
-        return self.renamed(slots, "torch.utils.data.DataLoader")
+            # Scripts for an IPU's host often request more workers than there are cores; and
+            # PopTorch's workers persist across epochs.
+            self.modules.add("os")
+            self.text.surround(workers, "min(", ", os.cpu_count() or 1)")
+            if arguments.value("persistent_workers") is None:
+                literal = isinstance(workers, ast.Constant)
+                persistent = "True" if literal else ast.unparse(workers) + " > 0"
+                arguments.add(f"persistent_workers={persistent}")
+        if arguments.value("drop_last") is None:
+            arguments.add("drop_last=True")
+        return self.renamed_call(arguments, "torch.utils.data.DataLoader")
 
-    def model(self, slots: Slots, name: str) -> list[ast.AST]:
-        plan, training = self.plan(slots.value("options")), name == "trainingModel"
-        if training and slots.value("optimizer") is None:
-            raise Left("trainingModel: without an optimizer")
+    def model(self, arguments: CallArguments, name: str) -> list[ast.AST]:
+        plan = self.plan(arguments.value("options"))
+        training = name == "trainingModel"
+        if training and arguments.value("optimizer") is None:
+            raise Untranslatable("trainingModel: without an optimizer")
         if plan.replicas != "1" and b"BatchNorm" in self.text.source:
-            self.tell("BatchNorm counts all replicas, not the first alone")
-        trained = ("accumulation", "mean") if training else ()
-        words = plan.words(("iterations", *trained, "replicas", "outputs", "every"))
-        step = STEPS[name, bool(words)]
-        slots.drop("options")
-        slots.name_positional(but="model")
-        slots.first("model", before=f"{step}, ")
-        for word in words:
-            slots.add(word)
+            self.report("BatchNorm counts all replicas, not the first alone")
+        training_only = ("accumulation", "mean") if training else ()
+        keywords = plan.keywords(("iterations", *training_only, "replicas", "outputs", "every"))
+        step = STEPS[name, bool(keywords)]
+        arguments.drop("options")
+        arguments.name_positional(except_for="model")
+        arguments.unname_first("model", before=f"{step}, ")
+        for keyword in keywords:
+            arguments.add(keyword)
         self.steps.add(step)
-        self.needs |= {"functools", "typing"}
-        return self.renamed(slots, "functools.partial")
+        self.modules |= {"functools", "typing"}
+        return self.renamed_call(arguments, "functools.partial")
 
-    def optimizer(self, slots: Slots, name: str) -> list[ast.AST]:
+    def optimizer(self, arguments: CallArguments, name: str) -> list[ast.AST]:
         kind = name.removeprefix("optim.")
-        words = ("max_grad_norm", "bias_correction", "use_tf_variant")
-        if given := [word for word in words if slots.value(word) is not None]:
-            raise Left(*(f"torch.optim.{kind} has no {word}" for word in given))
-        slots.drop(*SCALING)
-        return self.renamed(slots, f"torch.optim.{kind}")
+        poptorch_only = ("max_grad_norm", "bias_correction", "use_tf_variant")
+        if used := [word for word in poptorch_only if arguments.value(word) is not None]:
+            raise Untranslatable(*(f"torch.optim.{kind} has no {word}" for word in used))
+        arguments.drop(*SCALING)
+        return self.renamed_call(arguments, f"torch.optim.{kind}")
 
-    def renamed(self, slots: Slots, name: str) -> list[ast.AST]:
-        self.needs.add("torch")
-        self.text.instead_of(slots.call.func, name)
-        return slots.done()
+    def renamed_call(self, arguments: CallArguments, name: str) -> list[ast.AST]:
+        self.modules.add("torch")
+        self.text.replace_node(arguments.call.func, name)
+        return arguments.write()
 
     # The top of the new script
 
     def header(self) -> None:
-        """What the new text needs, behind the imports at the top."""
+        """Insert imports and functions after the imports at the top."""
         bound = {name for name, home in self.origins.imported.items() if name == home}
-        wanted = [f"import {name}" for name in sorted(self.needs - bound - {"typing"})]
-        wanted += ["from typing import Any"] if "typing" in self.needs else []
-        if not wanted:
+        imports = [f"import {name}" for name in sorted(self.modules - bound - {"typing"})]
+        if "typing" in self.modules:
+            imports.append("from typing import Any")
+        if not imports:
             return
         functions = plain_functions(self.steps)
-        taken = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
-        if clash := sorted(taken & set(functions)):
+        defined = {node.name for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
+        if clash := sorted(defined & set(functions)):
             raise InputError(f"the script has a function {clash[0]} of its own; rename it first")
-        line = max((node.end_lineno or 0 for node in leading(self.tree)), default=0)
-        text = "\n".join(wanted) + "\n"
+        line = max((node.end_lineno or 0 for node in leading_imports(self.tree)), default=0)
+        text = "\n".join(imports) + "\n"
         text += "".join(f"\n\n{function}\n" for function in functions.values())
-        self.text.insert(self.text.starts[line], text + ("\n\n" if functions else ""))
+        self.text.insert(self.text.line_starts[line], text + ("\n\n" if functions else ""))
 
 
-def _is_modules(name: str) -> bool:
-    """Is it the wrapped module's, which the executor only hands on?"""
-    return name in MODULES or (name.startswith("PoplarExecutor.") and name not in NAMES)
+def _is_of_module(name: str) -> bool:
+    """Whether the executor only forwards this name to the wrapped module."""
+    return name in MODULE_NAMES or (name.startswith("PoplarExecutor.") and name not in NAMES)
 
 
 def plain_functions(steps: set[str]) -> dict[str, str]:
-    """The source of functions of `plain`, with those they call."""
+    """The source of these functions of `plain`, and of those they call."""
     text = (Path(__file__).parent / "plain.py").read_text("utf-8")
-    every = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    needed, waiting = set(), list(steps)
-    while waiting:
-        if (name := waiting.pop()) not in needed:
+    functions = {
+        node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)
+    }
+    needed = set()
+    pending = list(steps)
+    while pending:
+        if (name := pending.pop()) not in needed:
             needed.add(name)
-            used = {node.id for node in ast.walk(every[name]) if isinstance(node, ast.Name)}
-            waiting += used & every.keys()
-    wanted = [node for name, node in every.items() if name in needed]
-    return {node.name: ast.get_source_segment(text, node) or "" for node in wanted}
+            used = {node.id for node in ast.walk(functions[name]) if isinstance(node, ast.Name)}
+            pending += used & functions.keys()
+    return {
+        name: ast.get_source_segment(text, node) or ""
+        for name, node in functions.items()
+        if name in needed
+    }
 
 
-def leading(tree: ast.Module) -> Iterator[ast.stmt]:
-    """The imports at the top, among texts alone."""
+def leading_imports(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The imports at the top, up to the first statement that is neither import nor string."""
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -408,8 +465,155 @@ def bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
                 yield block
 
 
-def own_parts(node: ast.stmt) -> Iterator[ast.AST]:
+def statement_parts(node: ast.stmt) -> Iterator[ast.AST]:
     """The expressions of a statement, without the statements inside it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield child
+
+
+# Editing source text at positions that the syntax tree names
+
+EditableNode = ast.expr | ast.stmt | ast.keyword
+
+
+class SourceText:
+    """A text and its pending edits.
+
+    Edits are applied in one pass at the end, so that all offsets are those of the original text;
+    what is not edited keeps its layout and comments. Offsets count bytes, as `ast` does.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.source = source.encode()
+        self.lines = self.source.splitlines(keepends=True)
+        self.line_starts = [0]
+        for line in self.lines:
+            self.line_starts.append(self.line_starts[-1] + len(line))
+        self.edits: list[tuple[int, int, str]] = []
+
+    def begin(self, node: EditableNode) -> int:
+        return self.line_starts[node.lineno - 1] + node.col_offset
+
+    def end(self, node: EditableNode) -> int:
+        return self.line_starts[(node.end_lineno or 1) - 1] + (node.end_col_offset or 0)
+
+    def replace(self, begin: int, end: int, text: str) -> None:
+        self.edits.append((begin, end, text))
+
+    def insert(self, offset: int, text: str) -> None:
+        self.edits.append((offset, offset, text))
+
+    def replace_node(self, node: EditableNode, text: str) -> None:
+        self.replace(self.begin(node), self.end(node), text)
+
+    def surround(self, node: EditableNode, before: str, after: str) -> None:
+        self.insert(self.begin(node), before)
+        self.insert(self.end(node), after)
+
+    def insert_line(self, line: int, text: str) -> None:
+        """Insert a line above a line, with the same indentation."""
+        old = self.lines[line - 1]
+        indent = old[: len(old) - len(old.lstrip())].decode()
+        self.insert(self.line_starts[line - 1], f"{indent}{text}\n")
+
+    def delete(self, node: ast.stmt, only_one: bool) -> None:
+        """Delete a statement with its lines; write `pass` if its line or block has nothing else."""
+        first = node.lineno - 1
+        last = (node.end_lineno or node.lineno) - 1
+        before = self.lines[first][: node.col_offset]
+        after = self.lines[last][node.end_col_offset :].strip()
+        shares_line = before.strip() or (after and not after.startswith(b"#"))
+        if shares_line or (only_one and before):
+            self.replace_node(node, "pass")
+        else:
+            self.replace(self.line_starts[first], self.line_starts[last + 1], "")
+
+    def result(self) -> str:
+        """The text with all edits applied."""
+        parts = []
+        position = 0
+        for begin, end, text in sorted(self.edits, key=lambda edit: edit[:2]):
+            parts += [self.source[position:begin], text.encode()]
+            position = end
+        parts.append(self.source[position:])
+        return b"".join(parts).decode()
+
+
+class CallArgument(NamedTuple):
+    """One argument of a call: its name, its node (a keyword's includes the name), its value."""
+
+    name: str | None
+    node: ast.expr | ast.keyword
+    value: ast.expr
+
+
+class CallArguments:
+    """The arguments of a call, to be dropped, named and added to."""
+
+    def __init__(self, text: SourceText, call: ast.Call, names: tuple[str, ...]) -> None:
+        """names: of the positional parameters."""
+        if any(isinstance(argument, ast.Starred) for argument in call.args):
+            raise Untranslatable("its arguments are not written out")
+        self.text = text
+        self.call = call
+        arguments = [
+            CallArgument(names[i] if i < len(names) else None, value, value)
+            for i, value in enumerate(call.args)
+        ]
+        arguments += [CallArgument(word.arg, word, word.value) for word in call.keywords]
+        self.arguments = sorted(arguments, key=lambda argument: text.begin(argument.node))
+        self.dropped: set[str | None] = set()
+        self.added: list[str] = []
+
+    def value(self, name: str) -> ast.expr | None:
+        return next((argument.value for argument in self.arguments if argument.name == name), None)
+
+    def drop(self, *names: str) -> None:
+        self.dropped |= set(names)
+
+    def add(self, text: str) -> None:
+        self.added.append(text)
+
+    def name_positional(self, except_for: str) -> None:
+        """Turn positional arguments into keywords, except the one that both calls have first."""
+        for argument in self.remaining():
+            if argument.node is argument.value and argument.name not in (except_for, None):
+                self.text.insert(self.text.begin(argument.node), f"{argument.name}=")
+
+    def unname_first(self, name: str, before: str = "") -> None:
+        """Make the argument `name`, which must be first, positional, after the text `before`."""
+        argument = next(iter(self.remaining()), None)
+        if argument is None or argument.name != name:
+            raise Untranslatable(f"write the {name} first")
+        begin = self.text.begin(argument.node)
+        self.text.replace(begin, self.text.begin(argument.value), before)
+
+    def multiply(self, value: ast.expr, factor: str) -> None:
+        plain = isinstance(value, ast.Name | ast.Attribute | ast.Constant | ast.Call)
+        opening, closing = ("", "") if plain else ("(", ")")
+        self.text.surround(value, opening, f"{closing} * {factor}")
+
+    def remaining(self) -> list[CallArgument]:
+        return [
+            argument
+            for argument in self.arguments
+            if argument.name not in self.dropped or argument.name is None
+        ]
+
+    def write(self) -> list[ast.AST]:
+        """Write all changes; returns the remaining values, which are still to be translated."""
+        remaining = self.remaining()
+        text = self.text
+        added = ", ".join(self.added)
+        if not remaining:
+            text.replace(text.end(self.call.func) + 1, text.end(self.call) - 1, added)
+            return []
+        last = text.end(remaining[-1].node)
+        text.insert(last, f", {added}" if added else "")
+        for argument, following in zip(self.arguments, self.arguments[1:], strict=False):
+            if argument not in remaining and text.begin(argument.node) < last:
+                text.replace(text.begin(argument.node), text.begin(following.node), "")
+        if (end := text.end(self.arguments[-1].node)) > last:
+            text.replace(last, end, "")
+        return [argument.value for argument in remaining]

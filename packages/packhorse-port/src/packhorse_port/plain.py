@@ -1,11 +1,11 @@
-"""What a call of PopTorch's models does, as plain functions: `--patch` writes them into the script.
+"""What a call of PopTorch's models does, as plain functions that `--patch` writes into the script.
 
     model = functools.partial(call_training, net, optimizer=optimizer, iterations=4)
     output, loss = model(data, labels)
 
-They are written to be read, copied and changed, so they use torch alone and know nothing of the
-rest of this package; the numbers are those of `trainingModel` and `inferenceModel`. The text of a
-function here is the text that is written.
+They are meant to be read, copied and changed, so they use torch only and nothing else of this
+package; results are those of `trainingModel` and `inferenceModel`. The source text of a function
+here is copied as it is.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 def train_once(
     model: torch.nn.Module, *inputs: Any, optimizer: torch.optim.Optimizer, **named: Any
 ) -> Any:
-    """One step of the optimizer on one batch; what the model returned."""
+    """Take one optimizer step on one batch; returns the model's outputs."""
     optimizer.zero_grad()
     result = model(*inputs, **named)
     _find_loss(result).backward()
@@ -25,7 +25,7 @@ def train_once(
 
 
 def infer_once(model: torch.nn.Module, *inputs: Any, **named: Any) -> Any:
-    """What the model returns for one batch."""
+    """Run the model on one batch."""
     with torch.no_grad():
         return model(*inputs, **named)
 
@@ -42,10 +42,10 @@ def call_training(
     every: int = 1,
     **named: Any,
 ) -> Any:
-    """Train on `iterations` times `accumulation` times `replicas` micro batches, laid end to end.
+    """Train on `iterations * accumulation * replicas` micro batches, concatenated in the inputs.
 
-    After each `accumulation * replicas` of them the optimizer makes one step, with the mean of
-    their gradients or the sum. Which results come back is said by `outputs`; see `_joined`.
+    After each `accumulation * replicas` of them the optimizer takes one step, with the mean of
+    their gradients or the sum. `outputs` chooses which results are returned; see `_joined`.
     """
     micro_batches = accumulation * replicas
     parts = iter(_split((inputs, named), iterations * micro_batches))
@@ -71,7 +71,7 @@ def call_inference(
     every: int = 1,
     **named: Any,
 ) -> Any:
-    """Run the model on `iterations` times `replicas` batches, laid end to end."""
+    """Run the model on `iterations * replicas` batches, concatenated in the inputs."""
     with torch.no_grad():
         parts = _split((inputs, named), iterations * replicas)
         results = [model(*positional, **keywords) for positional, keywords in parts]
@@ -79,7 +79,7 @@ def call_inference(
 
 
 def _split(value: Any, count: int) -> list[Any]:
-    """`count` equal parts of every tensor, along its first dimension; other values in each."""
+    """Split every tensor into `count` parts along its first dimension; repeat other values."""
     if count == 1:
         return [value]
     if isinstance(value, torch.Tensor) and value.dim():
@@ -87,20 +87,21 @@ def _split(value: Any, count: int) -> list[Any]:
             raise ValueError(f"a batch of {len(value)} cannot be divided by {count}")
         return list(value.split(len(value) // count))
     if isinstance(value, (tuple, list)):
-        parts = zip(*(_split(each, count) for each in value), strict=True)
+        parts = zip(*(_split(item, count) for item in value), strict=True)
         return [type(value)(part) for part in parts] if value else [value] * count
     if isinstance(value, dict):
-        parts = {name: _split(each, count) for name, each in value.items()}
-        return [{name: each[i] for name, each in parts.items()} for i in range(count)]
+        split = {name: _split(item, count) for name, item in value.items()}
+        return [{name: items[i] for name, items in split.items()} for i in range(count)]
     return [value] * count
 
 
 def _find_loss(result: Any) -> torch.Tensor:
-    """The one number among a model's results that was computed from its weights."""
-    found = [each for each in _tensors_in(result) if each.requires_grad and each.dim() == 0]
-    if len(found) != 1:
-        raise ValueError(f"the model returns {len(found)} losses; let it return one")
-    return found[0]
+    """The only scalar among a model's results that was computed from its weights."""
+    tensors = _tensors_in(result)
+    losses = [tensor for tensor in tensors if tensor.requires_grad and tensor.dim() == 0]
+    if len(losses) != 1:
+        raise ValueError(f"the model returns {len(losses)} losses; let it return one")
+    return losses[0]
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -109,22 +110,22 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     inner = value.values() if isinstance(value, dict) else value
     inner = inner if isinstance(value, (tuple, list, dict)) else ()
-    return [tensor for each in inner for tensor in _tensors_in(each)]
+    return [tensor for item in inner for tensor in _tensors_in(item)]
 
 
 def _detached(result: Any) -> Any:
-    """A result without the memory of how it was computed."""
+    """A result without its autograd history."""
     if isinstance(result, torch.Tensor):
         return result.detach()
     if isinstance(result, (tuple, list)):
-        return type(result)(_detached(each) for each in result)
+        return type(result)(_detached(item) for item in result)
     if isinstance(result, dict):
-        return {name: _detached(each) for name, each in result.items()}
+        return {name: _detached(item) for name, item in result.items()}
     return result
 
 
 def _joined(results: list[Any], outputs: str, every: int, replicas: int) -> Any:
-    """The results of a call: "all", "final" of each replica, "sum" over each, or "every" nth."""
+    """The results of a call: "all", the "final" one or the "sum" per replica, or "every" nth."""
     steps = [results[i : i + replicas] for i in range(0, len(results), replicas)]
     if outputs == "final":
         chosen = steps[-1]
@@ -132,19 +133,19 @@ def _joined(results: list[Any], outputs: str, every: int, replicas: int) -> Any:
         chosen = [_concatenated(of_replica, add=True) for of_replica in zip(*steps, strict=True)]
     else:
         period = every if outputs == "every" else 1
-        chosen = [each for step in steps[period - 1 :: period] for each in step]
+        chosen = [result for step in steps[period - 1 :: period] for result in step]
     return _concatenated(chosen)
 
 
 def _concatenated(results: Any, add: bool = False) -> Any:
-    """Tensors end to end, numbers as a vector; or all added up."""
+    """Concatenate tensors and stack scalars to a vector; or add all up."""
     first = results[0]
     if len(results) == 1 or not isinstance(first, (torch.Tensor, tuple, list, dict)):
         return results[-1]
     if isinstance(first, dict):
-        return {name: _concatenated([each[name] for each in results], add) for name in first}
+        return {name: _concatenated([result[name] for result in results], add) for name in first}
     if not isinstance(first, torch.Tensor):
-        return type(first)(_concatenated(each, add) for each in zip(*results, strict=True))
+        return type(first)(_concatenated(column, add) for column in zip(*results, strict=True))
     if add:
         return sum(results[1:], first)
     return torch.cat(list(results)) if first.dim() else torch.stack(list(results))

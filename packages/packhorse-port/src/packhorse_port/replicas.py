@@ -1,19 +1,20 @@
-"""Replicas: copies of the model that each take a share of every step.
+"""Replicas: copies of the model that each process a share of every step.
 
-    group = Group.of(options)
-    for replica, leaves in group.shares(batches): ...
+    group = ReplicaGroup.of(options)
+    for replica, leaves in group.local_batches(batches): ...
     group.add_gradients(model)
 
-In one process, replicas run one after the other with the numbers of n devices: weights and
-optimizer are one, gradients of all are added up before the step, and each replica has buffers of
-its own (the running statistics of a batch norm, say), begun from the module's. The module keeps
-those of the first, which is what PopTorch copies to the host.
+In one process, replicas run one after the other with the results of n devices: they share weights
+and optimizer, gradients of all are summed before the step, and each replica has its own buffers
+(such as the running statistics of a batch norm), initialized from the module's. The module keeps
+those of the first replica, which is what PopTorch copies to the host.
 
-Started as several processes (`torchrun --nproc-per-node n script.py`, or `packhorse.dist.launch`),
-each runs its share of the replicas, on a GPU of its own where there are any, and gradients are
-added up between them. Every process runs the whole script; the first one's weights and data count,
-so that nothing about seeds must be written, and all get the outputs of all. With
-`Options.Distributed` on top each process reads its own part of the data and has its own outputs.
+Started as several processes (by `torchrun --nproc-per-node n script.py`, or by
+`packhorse.launcher.launch`), each process runs its share of the replicas, on its own GPU if there
+are any, and gradients are summed across processes. Every process runs the whole script; weights and
+data of the first one are used, so that the script needs no seeds, and all get the outputs of all.
+With `Options.Distributed` each process instead reads its own part of the data and returns its own
+outputs.
 """
 
 from __future__ import annotations
@@ -30,35 +31,36 @@ from torch import Tensor, nn
 from packhorse import dist
 from packhorse.device import choose_device
 from packhorse.errors import InputError
+from packhorse_port.device_state import DeviceWeights
 from packhorse_port.enums import OutputMode
 from packhorse_port.options import Options
-from packhorse_port.weights import DeviceWeights
 
 
 @dataclass
-class Group:
+class ReplicaGroup:
     """The replicas that this process runs, and the processes that run the others."""
 
     count: int = 1
-    local: range = range(1)  # numbers of those that run here
-    apart: int = 1  # processes with data of their own
+    local: range = range(1)  # numbers of the replicas that run here
+    data_processes: int = 1  # processes that each read their own data
     team: dist.Team = field(default_factory=dist.Team)
-    own: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # buffers, by replica
-    meeting: ExitStack = field(default_factory=ExitStack)
-    met: bool = False
+    replica_buffers: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by replica
+    connection: ExitStack = field(default_factory=ExitStack)
+    connected: bool = False
 
     @classmethod
-    def of(cls, options: Options) -> Group:
-        """Who runs what; refused where processes and replicas do not go together."""
-        team, count = dist.team_from_environment(), options.replication_factor
-        apart = options.Distributed.numProcesses
-        if apart > 1:
-            if team.world != apart:
+    def of(cls, options: Options) -> ReplicaGroup:
+        """Assign replicas to processes; raises if their numbers do not fit."""
+        team = dist.team_from_environment()
+        count = options.replication_factor
+        data_processes = options.Distributed.numProcesses
+        if data_processes > 1:
+            if team.world != data_processes:
                 raise InputError(
-                    f"Options.Distributed says {apart} processes and {team.world} run; start them"
-                    f" with torchrun --nproc-per-node {apart} SCRIPT"
+                    f"Options.Distributed says {data_processes} processes and {team.world} run;"
+                    f" start them with torchrun --nproc-per-node {data_processes} SCRIPT"
                 )
-            return cls(count, range(count), apart, team)
+            return cls(count, range(count), data_processes, team)
         if count % team.world:
             raise InputError(
                 f"replicationFactor({count}) cannot be shared by {team.world} processes; write"
@@ -68,60 +70,61 @@ class Group:
         return cls(count, range(team.rank * share, (team.rank + 1) * share), 1, team)
 
     @property
-    def shared(self) -> bool:
-        """Do several processes work on one batch?"""
-        return self.team.world > 1 and self.apart == 1
+    def shares_batches(self) -> bool:
+        """Whether several processes work on one batch."""
+        return self.team.world > 1 and self.data_processes == 1
 
-    def meet(self, weights: DeviceWeights, device: torch.device) -> bool:
-        """Before the first call: find the others and have the first one's weights; if there are."""
-        if self.met or self.team.world == 1:
+    def connect(self, weights: DeviceWeights, device: torch.device) -> bool:
+        """Join the other processes, if any, and take the first one's weights; whether it did."""
+        if self.connected or self.team.world == 1:
             return False
-        self.meeting.enter_context(dist.joined(device))
-        atexit.register(self.meeting.close)
-        self.met = True
+        self.connection.enter_context(dist.joined(device))
+        atexit.register(self.connection.close)
+        self.connected = True
         with torch.no_grad():
             self.team.share([tensor.detach() for tensor in weights.counterparts.values()])
         return True
 
-    def first_ones(self, leaves: Sequence[Any]) -> None:
-        """The inputs become those of the first process, in place."""
-        if self.shared:
+    def share_inputs(self, leaves: Sequence[Any]) -> None:
+        """Overwrite the inputs with those of the first process, in place."""
+        if self.shares_batches:
             self.team.share([leaf for leaf in leaves if isinstance(leaf, Tensor)])
 
-    def shares(self, batches: Sequence[list[Any]]) -> Iterator[tuple[int, list[Any]]]:
-        """Replica and inputs of each micro batch of an iteration that runs here."""
+    def local_batches(self, batches: Sequence[list[Any]]) -> Iterator[tuple[int, list[Any]]]:
+        """(replica, inputs) of each micro batch of an iteration that runs in this process."""
         for number, leaves in enumerate(batches):
             if number % self.count in self.local:
                 yield number % self.count, leaves
 
-    def give_buffers(self, model: nn.Module) -> None:
-        """Before the first step: every replica begins with the module's buffers as they are."""
+    def initialize_buffers(self, model: nn.Module) -> None:
+        """Copy the module's buffers for each local replica but the first, unless it has some."""
         for replica in self.local[1:]:
-            if replica not in self.own:
-                self.own[replica] = {name: b.clone() for name, b in model.named_buffers()}
+            if replica not in self.replica_buffers:
+                copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+                self.replica_buffers[replica] = copies
 
     def buffers(self, replica: int) -> dict[str, Tensor] | None:
-        """A replica's own; None for the first one here, whose are the module's."""
-        return self.own.get(replica)
+        """A replica's buffers; None for the first local one, which uses the module's."""
+        return self.replica_buffers.get(replica)
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Over all processes."""
+        """Sum the gradients over all processes, in place."""
         if self.team.world > 1:
-            found = [p.grad for p in model.parameters() if p.grad is not None]
-            dist.add_in_buckets(found, self.team.add)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            dist.add_in_buckets(gradients, self.team.add)
 
-    def outputs(self, values: list[Any], setting: Any) -> list[Any]:
-        """Those of all replicas, in the order of one process."""
-        if not self.shared:
+    def gather_outputs(self, values: list[Any], settings: Any) -> list[Any]:
+        """The outputs of all replicas, in the order that a single process returns them."""
+        if not self.shares_batches:
             return values
-        per_replica = setting.iterations * setting.accumulation // setting.every
-        steps = per_replica if setting.mode in (OutputMode.All, OutputMode.EveryN) else 1
-        parts = [dist.decode(said) for said in self.team.gather(dist.encode(list(values)))]
-        return [_interleaved(column, steps) for column in zip(*parts, strict=True)]
+        per_replica = settings.iterations * settings.accumulation // settings.output_period
+        steps = per_replica if settings.mode in (OutputMode.All, OutputMode.EveryN) else 1
+        parts = [dist.decode(message) for message in self.team.gather(dist.encode(list(values)))]
+        return [_interleave(column, steps) for column in zip(*parts, strict=True)]
 
 
-def _interleaved(parts: tuple[Any, ...], steps: int) -> Any:
-    """Rows of `steps` micro batches of each process, as one process would have them."""
+def _interleave(parts: tuple[Any, ...], steps: int) -> Any:
+    """Rows of `steps` micro batches per process, in the order of a single process."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     rows = [part if part.dim() else part[None] for part in parts]
@@ -130,8 +133,9 @@ def _interleaved(parts: tuple[Any, ...], steps: int) -> Any:
 
 
 def local_device() -> torch.device:
-    """Where this process runs its replicas: its own accelerator of several, or the CPU."""
-    device, team = choose_device(), dist.team_from_environment()
-    return (
-        device if device.type == "cpu" or team.world == 1 else torch.device(device.type, team.local)
-    )
+    """The device of this process: its own accelerator if there are several, or the CPU."""
+    device = choose_device()
+    team = dist.team_from_environment()
+    if device.type == "cpu" or team.world == 1:
+        return device
+    return torch.device(device.type, team.local)

@@ -1,11 +1,10 @@
-"""A saved executor: one safetensors file whose header holds the rest as JSON. Nothing is pickled.
+"""A saved executor: one safetensors file with a JSON header. Nothing is pickled.
 
-PopTorch pickles the module and appends machine code. Here a file says what the step was built for
-(the inputs' shapes, the options), and with `export_model` holds the weights, the optimizer's
-moments and the *names* of both classes. A class is looked up among those the running script has
-imported and never imported or unpickled, so opening a file runs no code of the file's choosing.
-Compiled code is not in it: it comes from the user's own cache, where the same step finds what the
-first run left.
+PopTorch pickles the module and appends machine code. Here a file describes what the step was built
+for (input shapes, options), and with `export_model` contains the weights, the optimizer's state and
+the *names* of both classes. A class is looked up among those that the running script has imported;
+it is never imported or unpickled, so opening a file runs no code of the file's choosing. Compiled
+code is not in the file: it comes from the user's own cache.
 """
 
 from __future__ import annotations
@@ -25,21 +24,22 @@ from torch.utils._pytree import TreeSpec, tree_unflatten, treespec_dumps, treesp
 from packhorse.atomic import new_file
 from packhorse.errors import CheckpointError, InputError
 
-KEY, FORMAT = "packhorse.port", 1
-NAME = "model.poptorch"  # in a folder
+HEADER_KEY = "packhorse.port"
+FORMAT = 1
+DEFAULT_NAME = "model.poptorch"  # if the path is a folder
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a file holds."""
+class SavedExecutor:
+    """The contents of a file."""
 
     path: Path
-    about: dict[str, Any]
+    header: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 def shapes(leaves: Sequence[Any], spec: TreeSpec) -> dict[str, Any]:
-    """Inputs without their data, as JSON holds them."""
+    """Shapes and dtypes of inputs, as plain values for JSON."""
     described = [
         {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if isinstance(x, Tensor)
@@ -49,49 +49,51 @@ def shapes(leaves: Sequence[Any], spec: TreeSpec) -> dict[str, Any]:
     return {"leaves": described, "spec": treespec_dumps(spec)}
 
 
-def examples(found: Saved, device: torch.device) -> Any:
-    """Inputs of zeros, of the shapes that a step was built for."""
-    inputs = found.about["inputs"]
+def examples(executor_file: SavedExecutor, device: torch.device) -> Any:
+    """Zeros of the shapes that a step was built for."""
+    inputs = executor_file.header["inputs"]
     leaves = [
-        each["value"]
-        if "value" in each
-        else torch.zeros(each["shape"], dtype=getattr(torch, each["dtype"]), device=device)
-        for each in inputs["leaves"]
+        leaf["value"]
+        if "value" in leaf
+        else torch.zeros(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=device)
+        for leaf in inputs["leaves"]
     ]
     return tree_unflatten(leaves, treespec_loads(inputs["spec"]))
 
 
 def write(
     filename: str | PathLike[str],
-    about: dict[str, Any],
+    header: dict[str, Any],
     rng: list[Any] | None,
     model: nn.Module | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """The file, whole or not at all; about: whether it trains, options, and inputs as `shapes`."""
+    """Write the file atomically; `header` has "training", "options" and "inputs" (`shapes`)."""
     from safetensors.torch import save
 
     path = Path(filename)
-    path = path / NAME if path.is_dir() else path
+    path = path / DEFAULT_NAME if path.is_dir() else path
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {**about, "format": FORMAT, "model": None if model is None else _class(model)}
+    model_class = None if model is None else _class_name(model)
+    header = {**header, "format": FORMAT, "model": model_class}
     tensors: dict[str, Tensor] = {}
     if rng is not None:
-        about["seed"], tensors["rng"] = rng
+        header["seed"] = rng[0]
+        tensors["rng"] = rng[1]
     if model is not None:
-        about |= {"looks": _looks(model), "mode": model.training}
+        header |= {"looks": _fingerprint(model), "mode": model.training}
         tensors |= {f"model.{name}": value for name, value in model.state_dict().items()}
         if optimizer is not None:
-            about["optimizer"] = _optimizer(optimizer, model, tensors)
-    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+            header["optimizer"] = _describe_optimizer(optimizer, model, tensors)
+    contents = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with new_file(path) as file:
-        file.write(save(whole, {KEY: json.dumps(about)}))
+        file.write(save(contents, {HEADER_KEY: json.dumps(header)}))
 
 
-def _optimizer(
+def _describe_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
-    """Its settings by group and its moments by weight; tensors go beside the weights."""
+    """Settings by group and state by weight; the state's tensors are added to `tensors`."""
     names = {id(p): name for name, p in model.named_parameters()}
     plain: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -104,30 +106,30 @@ def _optimizer(
     groups = [
         {
             "params": [names[id(p)] for p in group["params"] if id(p) in names],
-            **{key: value for key, value in group.items() if _json(value) and key != "params"},
+            **{key: value for key, value in group.items() if _is_json(value) and key != "params"},
         }
         for group in optimizer.param_groups
     ]
-    return {"class": _class(optimizer), "groups": groups, "state": plain}
+    return {"class": _class_name(optimizer), "groups": groups, "state": plain}
 
 
-def _json(value: Any) -> bool:
+def _is_json(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_json, value))
+        return all(map(_is_json, value))
     return isinstance(value, bool | int | float | str | None)
 
 
-def read(filename: str | PathLike[str]) -> Saved:
-    """Open a file that `write` made."""
+def read(filename: str | PathLike[str]) -> SavedExecutor:
+    """Open a file that `write` wrote."""
     from safetensors import SafetensorError, safe_open
 
     path = Path(filename)
-    path = path / NAME if path.is_dir() else path
+    path = path / DEFAULT_NAME if path.is_dir() else path
     try:
         with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(KEY)
+            text = (file.metadata() or {}).get(HEADER_KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        about = json.loads(text) if text else {}
+        header = json.loads(text) if text else {}
     except FileNotFoundError:
         raise CheckpointError(f"there is no {path}; save one with model.save(…)") from None
     except (OSError, SafetensorError, ValueError) as error:
@@ -136,83 +138,92 @@ def read(filename: str | PathLike[str]) -> Saved:
             " holds pickles and IPU code: save the weights with torch.save there, load them with"
             " model.load_state_dict here"
         ) from error
-    if about.get("format") != FORMAT:
+    if header.get("format") != FORMAT:
         raise CheckpointError(f"{path} was not written by model.save(…), or by a newer version")
-    return Saved(path, about, tensors)
+    return SavedExecutor(path, header, tensors)
 
 
-def check(found: Saved, training: bool, options: dict[str, Any]) -> None:
-    """Refuse a file that was saved for another kind of step."""
-    if found.about["training"] != training:
+def check(executor_file: SavedExecutor, training: bool, options: dict[str, Any]) -> None:
+    """Raise if a file was saved for a different kind of step."""
+    if executor_file.header["training"] != training:
         kinds = ("an inferenceModel", "a trainingModel")
         raise InputError(
-            f"{found.path} was saved by {kinds[found.about['training']]}; load it into one"
+            f"{executor_file.path} was saved by {kinds[executor_file.header['training']]}; load it"
+            " into one"
         )
     names = ("device_iterations", "replication_factor", "gradient_accumulation")
     for name in names:
-        if found.about["options"][name] != options[name]:
+        expected = executor_file.header["options"][name]
+        if expected != options[name]:
             raise InputError(
-                f"{found.path} was saved with {name} {found.about['options'][name]} and these"
-                f" options say {options[name]}; give the model the same options"
+                f"{executor_file.path} was saved with {name} {expected} and these options say"
+                f" {options[name]}; give the model the same options"
             )
 
 
-def rebuild(found: Saved) -> nn.Module:
-    """The module, of a class that is imported and needs no arguments, with the saved weights."""
-    name = found.about["model"]
+def rebuild(executor_file: SavedExecutor) -> nn.Module:
+    """The module with the saved weights; its class must be imported and need no arguments."""
+    name = executor_file.header["model"]
     if name is None:
         raise InputError(
-            f"{found.path} was saved with export_model=False; build the model and call"
+            f"{executor_file.path} was saved with export_model=False; build the model and call"
             " poptorch.inferenceModel(model, opts).loadExecutable(file)"
         )
-    kind = _find(name, nn.Module, found)
+    kind = _find_class(name, nn.Module, executor_file)
     try:
         model = kind()
-        if _looks(model) != found.about["looks"]:
+        if _fingerprint(model) != executor_file.header["looks"]:
             raise TypeError("it was built with arguments")
-        prefix = "model."
-        _load(
-            model,
-            {n.removeprefix(prefix): t for n, t in found.tensors.items() if n.startswith(prefix)},
-        )
+        state = {
+            name.removeprefix("model."): tensor
+            for name, tensor in executor_file.tensors.items()
+            if name.startswith("model.")
+        }
+        _load(model, state)
     except (TypeError, RuntimeError) as error:
         raise InputError(
-            f"{name} cannot be made anew from {found.path} ({str(error).partition(chr(10))[0]});"
-            " build the model yourself, load its weights, and call"
-            " poptorch.inferenceModel(model, opts).loadExecutable(file)"
+            f"{name} cannot be rebuilt from {executor_file.path}"
+            f" ({str(error).partition(chr(10))[0]}); build the model yourself, load its weights,"
+            " and call poptorch.inferenceModel(model, opts).loadExecutable(file)"
         ) from error
-    return model.train(found.about["mode"])
+    return model.train(executor_file.header["mode"])
 
 
 def _load(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """In the types they had: a model that was halved after it was built is half here too."""
-    for name, own in [*model.named_parameters(), *model.named_buffers()]:
+    """Load weights in the dtypes they were saved in: a model may be halved after it is built."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in state:
-            own.data = own.data.to(state[name].dtype)
+            tensor.data = tensor.data.to(state[name].dtype)
     model.load_state_dict(state)
 
 
-def rebuild_optimizer(found: Saved, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer with its moments; None for inference."""
-    about = found.about.get("optimizer")
-    if about is None:
+def rebuild_optimizer(
+    executor_file: SavedExecutor, model: nn.Module
+) -> torch.optim.Optimizer | None:
+    """The optimizer with its saved state; None for inference."""
+    description = executor_file.header.get("optimizer")
+    if description is None:
         return None
     weights = dict(model.named_parameters())
-    groups = [{**g, "params": [weights[name] for name in g["params"]]} for g in about["groups"]]
+    groups = [
+        {**g, "params": [weights[name] for name in g["params"]]} for g in description["groups"]
+    ]
     for group in groups:
         group |= {key: tuple(v) for key, v in group.items() if key == "betas"}
-    optimizer = _find(about["class"], torch.optim.Optimizer, found)(groups, lr=groups[0]["lr"])
-    for name, state in about["state"].items():
+    optimizer = _find_class(description["class"], torch.optim.Optimizer, executor_file)(
+        groups, lr=groups[0]["lr"]
+    )
+    for name, state in description["state"].items():
         optimizer.state[weights[name]].update(state)
-    for place, value in found.tensors.items():
-        if place.startswith("optimizer."):
-            name, _, key = place.removeprefix("optimizer.").rpartition("|")
+    for path, value in executor_file.tensors.items():
+        if path.startswith("optimizer."):
+            name, _, key = path.removeprefix("optimizer.").rpartition("|")
             optimizer.state[weights[name]][key] = value
     return optimizer
 
 
-def _looks(model: nn.Module) -> str:
-    """Its modules with their sizes and rates, so that one built otherwise is not taken for it."""
+def _fingerprint(model: nn.Module) -> str:
+    """Modules with their plain attributes: a model built with other arguments has another one."""
     plain = [
         {n: v for n, v in vars(m).items() if isinstance(v, bool | int | float | str | None)}
         for m in model.modules()
@@ -222,19 +233,19 @@ def _looks(model: nn.Module) -> str:
     return repr((repr(model), plain))
 
 
-def _class(value: Any) -> str:
+def _class_name(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _find(name: str, kind: type, found: Saved) -> Any:
-    """A class among the modules that are imported already."""
+def _find_class(name: str, kind: type, executor_file: SavedExecutor) -> Any:
+    """A class of a module that is already imported."""
     module, _, path = name.partition(":")
     value: Any = sys.modules.get(module)
     for part in path.split("."):
         value = getattr(value, part, None)
     if not (isinstance(value, type) and issubclass(value, kind)):
         raise InputError(
-            f"{found.path} was saved for {name}, which this script has not defined or imported;"
-            f" write `from {module} import {path}` above poptorch.load"
+            f"{executor_file.path} was saved for {name}, which this script has not defined or"
+            f" imported; write `from {module} import {path}` above poptorch.load"
         )
     return value

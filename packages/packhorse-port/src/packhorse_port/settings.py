@@ -1,10 +1,10 @@
-"""How `options` keeps a group of settings: by name, checked, fixed once used.
+"""How `options` stores a group of settings: by name, checked, frozen once used.
 
-A setting is stored under the name of PopTorch's own attribute, read as `options.device_iterations`,
-written only through the method that belongs to it. One that has no meaning here is an empty method
-with `@ignored`: it takes PopTorch's arguments, keeps them, and says once why nothing follows. All
-groups of one `Options` share one `Use`: the first loader or model that takes the options fixes them
-all, because what was built from them would not follow a change.
+A setting is stored under the name of PopTorch's attribute, read as `options.device_iterations`, and
+written only through its method. One without effect here is an empty method with `@ignored`: it
+takes PopTorch's arguments, stores them, and logs once why they have no effect. All groups of one
+`Options` share one `OptionsUse`: the first loader or model that uses the options freezes them all,
+because what was built from them would not follow a change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from packhorse.errors import InputError, PackhorseError
-from packhorse_port.notices import place, say_once
+from packhorse_port.notices import line_prefix, log_once
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -29,25 +29,26 @@ class OptionsError(PackhorseError, AttributeError):
 
 
 class Ignored(NamedTuple):
-    """A setting without effect: where its value is kept, its default, why nothing follows."""
+    """A setting without effect: the name it is stored under, its default, the reason."""
 
     name: str
     default: Any
-    why: str
+    reason: str
 
 
 @dataclass
-class Use:
-    """Who took the options first, and at which line; empty while they may still change."""
+class OptionsUse:
+    """What used the options first, and at which line; empty while they may still change."""
 
-    by: str = ""
+    owner: str = ""
     line: str = ""
 
 
-def ignored(name: str, default: Any, why: str) -> Callable[[Method], Method]:
-    """An empty method becomes one that keeps its arguments as `name` and says `why` once.
+def ignored(name: str, default: Any, reason: str) -> Callable[[Method], Method]:
+    """Decorate an empty method: it stores its arguments as `name` and logs `reason` once.
 
-    Asking for the default is nothing to speak of. `method.setting` is for those who list settings.
+    Setting the default is not logged. `method.setting` describes the setting to those who list
+    them.
     """
 
     def decorate(method: Method) -> Method:
@@ -55,16 +56,16 @@ def ignored(name: str, default: Any, why: str) -> Callable[[Method], Method]:
 
         @functools.wraps(method)
         def accept(self: Settings, *args: Any, **kwargs: Any) -> Settings:
-            given = signature.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            values = dict(list(given.arguments.items())[1:])
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            values = dict(list(bound.arguments.items())[1:])
             value = next(iter(values.values())) if len(values) == 1 else values
             self._set(method.__name__, **{name: value})
             if value != default:
-                say_once(method.__name__, f"{method.__name__} has no effect: {why}")
+                log_once(method.__name__, f"{method.__name__} has no effect: {reason}")
             return self
 
-        accept.setting = Ignored(name, default, why)  # pyright: ignore[reportAttributeAccessIssue]
+        accept.setting = Ignored(name, default, reason)  # pyright: ignore[reportAttributeAccessIssue]
         return accept  # pyright: ignore[reportReturnType]
 
     return decorate
@@ -75,7 +76,7 @@ class Settings:
 
     DEFAULTS: ClassVar[dict[str, Any]]
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: OptionsUse) -> None:
         self.__dict__.update(_use=use, _values=self._fresh())
 
     @classmethod
@@ -87,11 +88,11 @@ class Settings:
         return values
 
     def _set(self, method: str, **values: Any) -> Self:
-        """Keep the values, unless the options are in use."""
-        if self._use.by:
+        """Store values; raises if the options are in use."""
+        if self._use.owner:
             shown = ", ".join(repr(value) for value in values.values())
             raise OptionsError(
-                f"{place()}these options can no longer change: {self._use.by} took them"
+                f"{line_prefix()}these options can no longer change: {self._use.owner} took them"
                 f"{' at ' + self._use.line if self._use.line else ''}. Set {method}({shown}) before"
                 " that line, or write `opts = opts.clone()` first and pass the copy on"
             )
@@ -99,7 +100,7 @@ class Settings:
         return self
 
     def exists(self, option: str) -> bool:
-        """Is there a setting stored under this name?"""
+        """Whether there is a setting with this name."""
         return option in self._values
 
     def toDict(self) -> dict[str, Any]:
@@ -109,8 +110,8 @@ class Settings:
     def _restore(self, values: dict[str, Any]) -> None:
         for name, default in self._values.items():
             if name in values:
-                known = isinstance(default, Enum)
-                self._values[name] = type(default)(values[name]) if known else values[name]
+                is_enum = isinstance(default, Enum)
+                self._values[name] = type(default)(values[name]) if is_enum else values[name]
 
     def _changed(self) -> dict[str, Any]:
         fresh = self._fresh()
@@ -122,49 +123,53 @@ class Settings:
             return values[name]
         if name.startswith("__"):
             raise AttributeError(name)
-        raise OptionsError(f"{place()}{type(self).__name__} has no {name!r}; {self._nearest(name)}")
+        raise OptionsError(
+            f"{line_prefix()}{type(self).__name__} has no {name!r}; {self._nearest(name)}"
+        )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if callable(getattr(type(self), name, None)):
             raise OptionsError(
-                f"{place()}{name} is set by calling it: write .{name}({value!r}), not"
+                f"{line_prefix()}{name} is set by calling it: write .{name}({value!r}), not"
                 f" .{name} = {value!r}"
             )
-        how = self._nearest(name) if name not in self._values else "call the method that sets it"
-        raise OptionsError(f"{place()}{type(self).__name__}.{name} cannot be assigned; {how}")
+        hint = self._nearest(name) if name not in self._values else "call the method that sets it"
+        raise OptionsError(
+            f"{line_prefix()}{type(self).__name__}.{name} cannot be assigned; {hint}"
+        )
 
     def _nearest(self, name: str) -> str:
-        known = [each for each in (*dir(type(self)), *self._values) if not each.startswith("__")]
-        lower = {each.lower(): each for each in known}
+        names = (*dir(type(self)), *self._values)
+        lower = {known.lower(): known for known in names if not known.startswith("__")}
         near = get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-        return f"the nearest it has is {lower[near[0]]!r}" if near else "and nothing like it"
+        return f"the nearest it has is {lower[near[0]]!r}" if near else "there is nothing similar"
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON could hold it."""
+    """A setting as a plain value for JSON."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if hasattr(value, "toDict"):
         return value.toDict()
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an integer that is not below `least`."""
+    """`value` as an integer of at least `least`; raises if it is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"{place()}{name} takes a whole number, not {value!r}")
+        raise InputError(f"{line_prefix()}{name} takes a whole number, not {value!r}")
     if value < least:
-        raise InputError(f"{place()}{name} must be at least {least}, got {value}")
+        raise InputError(f"{line_prefix()}{name} must be at least {least}, got {value}")
     return value.__index__()
 
 
 def member(name: str, value: Any, kind: type[Enum]) -> Any:
-    """`value`, which must be one of an enumeration."""
+    """`value` if it is a member of the enumeration; raises if it is not."""
     if not isinstance(value, kind):
-        choices = ", ".join(f"poptorch.{kind.__name__}.{each.name}" for each in kind)
-        raise InputError(f"{place()}{name} takes one of {choices}; not {value!r}")
+        choices = ", ".join(f"poptorch.{kind.__name__}.{choice.name}" for choice in kind)
+        raise InputError(f"{line_prefix()}{name} takes one of {choices}; not {value!r}")
     return value

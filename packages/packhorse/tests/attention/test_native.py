@@ -275,14 +275,12 @@ from packhorse.attention.reference import Reference
 from packhorse.model.bert import AddNorm
 from packhorse.model.freeze import FrozenAddNorm
 from packhorse.packing.batch import Packed
-from packhorse_port.convolve import convolve, convolve_backward
 from packhorse.runtime.proof import SyntheticSequence
 
 lengths = (300, 40, 129)
 packed = Packed.build([SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in lengths])
 native, reference, norm = Native(), Reference(), AddNorm(1024, 1e-12)
-frozen, x, grad = FrozenAddNorm(norm), torch.randn(8, 3, 12, 12), torch.randn(8, 16, 8, 8)
-filters = torch.randn(16, 3, 5, 5)
+frozen = FrozenAddNorm(norm)
 
 def work():
     torch.set_num_threads(2)
@@ -295,9 +293,6 @@ def work():
                 differences.append(float((found - expected).abs().max()))
         rows = torch.randn(2, 64, 1024)
         differences.append(float((frozen(*rows) - norm(*rows)).abs().max()))
-        expected = torch.nn.functional.conv2d(x, filters)
-        differences.append(float((convolve(x, filters, None) - expected).abs().max()))
-        convolve_backward(grad, x, filters, True)
 
 differences = []
 threading.stack_size(256 << 10)
@@ -320,7 +315,7 @@ def test_threads_with_small_stacks():
     )
     assert completed.returncode == 0, (completed.returncode, completed.stderr)
     count, difference = completed.stdout.split()
-    assert int(count) == 12 and float(difference) < 0.05
+    assert int(count) == 10 and float(difference) < 0.05
 
 
 @needs_native

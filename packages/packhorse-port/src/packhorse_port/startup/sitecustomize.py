@@ -1,8 +1,8 @@
-"""What Python runs first where `packhorse port` put this folder on its path: `script.install()`.
+"""Runs `script.install()` at the start of every Python that `packhorse port` starts.
 
-Python imports a module of this name at its start, whichever it finds first. This one leaves the
-path as it was without it, and then runs the next of its name, where the system or the user has one.
-A Python that cannot import packhorse (another version that the script starts) goes on without it.
+Python imports the first module named `sitecustomize` on its path when it starts. This one removes
+its folder from the path and then imports the next `sitecustomize`, if the system or the user has
+one. A Python that cannot import packhorse (another version, started by the script) runs without it.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+SOURCE = os.path.dirname(os.path.dirname(FOLDER))  # the folder that holds packhorse_port
 
 
 def begin() -> None:
-    """Install the finder of the packhorse that this file belongs to; leave no trace in the path."""
-    sys.path[:] = [place for place in sys.path if os.path.abspath(place) != HERE]
+    """Install the import finder of the packhorse_port that this file is part of."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != FOLDER]
     path = list(sys.path)
-    sys.path.append(ROOT)  # for those who run packhorse from its folder, not installed
+    sys.path.append(SOURCE)  # in case packhorse_port is not installed
     with contextlib.suppress(Exception):
         import_module("packhorse_port.script").install()
     sys.path[:] = path

@@ -1,4 +1,4 @@
-"""TensorFlow's modules for the IPU, on the CPU or GPU at hand: `from tensorflow.python import ipu`.
+"""TensorFlow's modules for the IPU, on a CPU or GPU: `from tensorflow.python import ipu`.
 
     config = ipu.config.IPUConfig()
     config.auto_select_ipus = 1
@@ -6,12 +6,12 @@
     with ipu.ipu_strategy.IPUStrategy().scope():
         model.fit(x, y, batch_size=64)
 
-`install()` puts the modules under their names in `sys.modules` and teaches Keras's models what an
-IPU's can. It is called by the import finder of `packhorse port` when a script asks for one of them,
-not before: only then TensorFlow is needed. The modules are made of the table in `names`, so that a
-name of the SDK that is not here says at its line what to write instead. Keras's classes are changed
-in place, once, because scripts make models of them by many names; models that were not made under
-`IPUStrategy` keep Keras's behaviour.
+`install()` puts the modules into `sys.modules` and adds the IPU's methods to Keras's models. The
+import finder of `packhorse port` calls it when a script imports one of them, and only then
+TensorFlow is needed. The modules are built from the table in `names`, so that a name of the SDK
+that is missing here says at its line what to write instead. Keras's classes are changed in place,
+once, because scripts reach them by many names; models that were not created under `IPUStrategy`
+keep Keras's behavior.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any, NoReturn
 
 from packhorse.errors import InputError, MissingExtra
 from packhorse_port.names import nearest
-from packhorse_port.notices import caller
+from packhorse_port.notices import line_prefix
 from packhorse_port.tensorflow.names import FAILS, NAMES
 
 HOMES = {"ipu": "tensorflow.python.ipu", "keras.ipu": "tensorflow.keras.ipu"}
 KERAS = ("keras", "tensorflow.keras", "keras._tf_keras.keras")
-FLAGS = "TF_XLA_FLAGS"
+XLA_FLAGS = "TF_XLA_FLAGS"
 
 
 def install() -> None:
@@ -40,10 +40,10 @@ def install() -> None:
         import tensorflow.python as python
     except ImportError as error:
         raise MissingExtra("tensorflow-cpu", "tensorflow") from error
-    _cache()
-    # `tf.keras`, `import tensorflow.keras` and `import keras` are three modules over one Keras.
+    _set_xla_cache()
+    # `tf.keras`, `import tensorflow.keras` and `import keras` are three modules of one Keras.
     packages = [import_module(name) for name in KERAS]
-    _extend(packages)
+    _extend_keras(packages)
     sys.modules |= modules()
     sys.modules["keras.ipu"] = sys.modules[HOMES["keras.ipu"]]
     python.__dict__["ipu"] = sys.modules[HOMES["ipu"]]
@@ -51,58 +51,60 @@ def install() -> None:
         package.__dict__["ipu"] = sys.modules[HOMES["keras.ipu"]]
 
 
-def _extend(packages: list[ModuleType]) -> None:
-    from packhorse_port.tensorflow import datasets, options, spelling, training
+def _extend_keras(packages: list[ModuleType]) -> None:
+    from packhorse_port.tensorflow import extensions, keras_compat, training
 
     model = packages[0].Model
-    for method in options.METHODS:
+    for method in extensions.METHODS:
         setattr(model, method.__name__, method)
-    for exchange in (
+    for wrap in (
         training.fit,
         training.evaluate,
         training.predict,
         training.make_train_function,
     ):
-        setattr(model, exchange.__name__, exchange(getattr(model, exchange.__name__)))
-    spelling.install(packages)
-    datasets.install(packages)
+        setattr(model, wrap.__name__, wrap(getattr(model, wrap.__name__)))
+    keras_compat.install(packages)
+    keras_compat.install_local_datasets(packages)
 
 
 def modules() -> dict[str, ModuleType]:
-    """Every module of the table by its full name, with what it has in it."""
-    rooms = {name.rpartition(".")[0] for name in NAMES} & NAMES.keys()
-    whole = {name for name in FAILS if name.rpartition(".")[0] in HOMES and name.islower()}
-    made = {name: _module(name) for name in rooms | whole}
-    absent = {name: Absent(name) for name in FAILS if name.rpartition(".")[0] in made}
-    for name, value in {**absent, **_values(), **made}.items():
-        room, _, last = name.rpartition(".")
-        if room in made:
-            setattr(made[room], last, value)
-    return {module.__name__: module for module in made.values()}
+    """Every module of the table, with its contents, by its full name."""
+    provided = {name.rpartition(".")[0] for name in NAMES} & NAMES.keys()
+    missing_modules = {
+        name for name in FAILS if name.rpartition(".")[0] in HOMES and name.islower()
+    }
+    created = {name: _module(name) for name in provided | missing_modules}
+    absent = {name: MissingName(name) for name in FAILS if name.rpartition(".")[0] in created}
+    for name, value in {**absent, **_values(), **created}.items():
+        parent, _, last = name.rpartition(".")
+        if parent in created:
+            setattr(created[parent], last, value)
+    return {module.__name__: module for module in created.values()}
 
 
 def _values() -> dict[str, Any]:
-    """What stands behind the names that are emulated."""
-    from packhorse_port.tensorflow import config, options, stages, strategy
+    """The objects of the emulated names."""
+    from packhorse_port.tensorflow import config, extensions, strategy
 
     values: dict[str, Any] = {
-        f"ipu.{room}.{name}": getattr(config, name)
-        for room in ("config", "utils")
+        f"ipu.{module}.{name}": getattr(config, name)
+        for module in ("config", "utils")
         for name in vars(config)
-        if f"ipu.{room}.{name}" in NAMES
+        if f"ipu.{module}.{name}" in NAMES
     }
     values["ipu.utils.get_num_of_ipus_in_device"] = lambda device="", session=None: config.ipus()
     for name in ("IPUStrategy", "IPUStrategyV1"):
         values[f"ipu.ipu_strategy.{name}"] = strategy.IPUStrategy
-    for room in ("ipu.ops.pipelining_ops", "ipu.pipelining_ops"):
-        for value in (options.PipelineSchedule, options.RecomputationMode):
-            values[f"{room}.{value.__name__}"] = value
-    method = options.GradientAccumulationReductionMethod
+    for module in ("ipu.ops.pipelining_ops", "ipu.pipelining_ops"):
+        for value in (extensions.PipelineSchedule, extensions.RecomputationMode):
+            values[f"{module}.{value.__name__}"] = value
+    method = extensions.GradientAccumulationReductionMethod
     values[f"ipu.gradient_accumulation.{method.__name__}"] = method
-    values["keras.ipu.PipelineStage"] = stages.PipelineStage
+    values["keras.ipu.PipelineStage"] = extensions.PipelineStage
     for kind in ("Functional", "Sequential", "Model"):
         name = f"keras.ipu.{kind}LayerPipelineStageAssignment"
-        values[name] = stages.LayerPipelineStageAssignment
+        values[name] = extensions.LayerPipelineStageAssignment
     return values
 
 
@@ -115,15 +117,15 @@ def _module(short: str) -> ModuleType:
         if name.startswith("__"):
             raise AttributeError(name)
         if short in FAILS:
-            return Absent(f"{short}.{name}")
+            return MissingName(f"{short}.{name}")
         raise AttributeError(missing(f"{short}.{name}"))
 
     module.__getattr__ = __getattr__  # pyright: ignore[reportAttributeAccessIssue]
     return module
 
 
-class Absent:
-    """A name of the SDK's that is not here: it can be imported, and says so where it is used."""
+class MissingName:
+    """A name of the SDK that is not provided: it can be imported, and raises when it is used."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -138,32 +140,32 @@ class Absent:
 
 
 def missing(name: str) -> str:
-    """What to say of a name that is not here: what to write instead, or the nearest there is."""
-    rooms = [name.rsplit(".", cut)[0] for cut in range(name.count(".") + 1)]
-    hint = next((f": {FAILS[room]}" for room in rooms if room in FAILS), "")
-    room = name.rpartition(".")[0]
-    hint = hint or nearest(name, [known for known in NAMES if known.startswith(f"{room}.")])
-    line = caller()
-    return f"{f'{line}: ' if line else ''}{name} is not provided here{hint}"
+    """The message for a missing name: what to write instead, or the nearest name."""
+    prefixes = [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
+    hint = next((f": {FAILS[prefix]}" for prefix in prefixes if prefix in FAILS), "")
+    module = name.rpartition(".")[0]
+    hint = hint or nearest(name, [known for known in NAMES if known.startswith(f"{module}.")])
+    return f"{line_prefix()}{name} is not provided here{hint}"
 
 
-def _cache() -> None:
-    """Have XLA keep what it compiles where `TF_POPLAR_FLAGS` says, if others cannot write there."""
-    asked, given = os.environ.get("TF_POPLAR_FLAGS", ""), os.environ.get(FLAGS, "")
-    if "executable_cache_path" not in asked or "persistent_cache_directory" in given:
+def _set_xla_cache() -> None:
+    """Cache XLA's code in the folder of `TF_POPLAR_FLAGS`, if no other user can write to it."""
+    poplar_flags = os.environ.get("TF_POPLAR_FLAGS", "")
+    xla_flags = os.environ.get(XLA_FLAGS, "")
+    if "executable_cache_path" not in poplar_flags or "persistent_cache_directory" in xla_flags:
         return
     from packhorse.cache import private_folder
     from packhorse_port.options import cache_from_environment
 
-    folder = cache_from_environment({"TF_POPLAR_FLAGS": asked})
+    folder = cache_from_environment({"TF_POPLAR_FLAGS": poplar_flags})
     before = os.environ.get("PACKHORSE_CACHE")
     os.environ["PACKHORSE_CACHE"] = folder or ""
     try:
-        kept = private_folder("xla")
+        private = private_folder("xla")
     finally:
         del os.environ["PACKHORSE_CACHE"]
         os.environ |= {"PACKHORSE_CACHE": before} if before is not None else {}
-    os.environ[FLAGS] = (
-        f"{given} --tf_xla_persistent_cache_directory={kept}"
+    os.environ[XLA_FLAGS] = (
+        f"{xla_flags} --tf_xla_persistent_cache_directory={private}"
         " --tf_xla_persistent_cache_device_types=CPU,GPU,XLA_CPU_JIT,XLA_GPU_JIT"
     ).strip()

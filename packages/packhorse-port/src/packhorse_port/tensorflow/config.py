@@ -1,14 +1,14 @@
-"""`tensorflow.python.ipu.config`: the settings of an IPU system, and what is left of them here.
+"""`tensorflow.python.ipu.config`: the settings of an IPU system.
 
     config = IPUConfig()
     config.auto_select_ipus = 2
     config.configure_ipu_system()
-    ipus()      # 2: so many replicas, or pipeline stages times replicas
+    ipus()      # 2: as many replicas, or pipeline stages times replicas
 
-Of some sixty settings one has a meaning without an IPU: how many there are. The others are taken,
-checked for their type and said once; a name that the SDK (3.3) does not have is an error that names
-the nearest. The system is one for the whole process, as the SDK has it, so it is held here.
-Nothing of TensorFlow is needed.
+Of about sixty settings one has an effect without an IPU: how many there are. The others are
+accepted, checked for their type and logged once; a name that the SDK (3.3) does not have is an
+error that names the nearest. As in the SDK, the system belongs to the whole process, so it is
+stored in this module. Needs no TensorFlow.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from enum import Enum
 from typing import Any
 
 from packhorse_port.names import nearest
-from packhorse_port.notices import say_once
-from packhorse_port.tensorflow.refusal import refuse
+from packhorse_port.notices import input_error, log_once
 
 
 class DeviceConnectionType(Enum):
@@ -32,7 +31,7 @@ class DeviceConnectionType(Enum):
 
 
 class SelectionOrder(Enum):
-    """In which order IPUs are taken."""
+    """In which order IPUs are selected."""
 
     AUTO = 0
     ZIGZAG = 1
@@ -41,7 +40,7 @@ class SelectionOrder(Enum):
 
 
 class ExecutionProfileType(Enum):
-    """What a profile should tell."""
+    """What a profile contains."""
 
     NO_PROFILE = 0
     DEVICE_PROFILE = 1
@@ -68,7 +67,7 @@ class SchedulingAlgorithm(Enum):
 
 
 class StochasticRoundingBehaviour(Enum):
-    """Where numbers are rounded by chance."""
+    """Where stochastic rounding is used."""
 
     OFF = 0
     ON = 1
@@ -79,8 +78,8 @@ class StochasticRoundingBehaviour(Enum):
         return StochasticRoundingBehaviour.ON if value else StochasticRoundingBehaviour.OFF
 
 
-# Every setting with its default; a mapping is a group, `dict` stands for an empty dictionary.
-TREE: dict[str, Any] = {
+# Every setting with its default; a mapping is a group, the type `dict` an empty dictionary.
+SETTINGS: dict[str, Any] = {
     "allow_recompute": False,
     "selection_order": SelectionOrder.AUTO,
     "serialization_output_folder": "",
@@ -149,92 +148,94 @@ TREE: dict[str, Any] = {
     },
 }
 COUNTS = ("auto_select_ipus", "select_ipus")
-MEANT = (*COUNTS, "device_connection.type")
-WHY = {
-    "floating_point_behaviour": "numbers are rounded and overflow as this machine does it",
-    "norms": "each replica takes its own statistics, as TensorFlow computes them",
+EFFECTIVE = (*COUNTS, "device_connection.type")  # the settings with an effect
+NO_EFFECT = {
+    "floating_point_behaviour": "numbers are rounded and overflow as on this machine",
+    "norms": "each replica has its own statistics, as TensorFlow computes them",
     "experimental": "there is one process",
     "ipu_model": "there is no model of an IPU",
     "device_connection": "there is nothing to attach to",
 }
 
 
-class _Settings:
-    """One level of the tree; made as `Group` or `IPUConfig`, never itself."""
+class _ConfigSettings:
+    """One level of settings; abstract, see `ConfigGroup` and `IPUConfig`."""
 
-    def __init__(self, tree: Mapping[str, Any], path: str = "") -> None:
-        object.__setattr__(self, "_tree", tree)
+    def __init__(self, defaults: Mapping[str, Any], path: str = "") -> None:
+        # Past our own __setattr__, which accepts settings only.
+        object.__setattr__(self, "_defaults", defaults)
         object.__setattr__(self, "_path", path)
-        for name, default in tree.items():
+        for name, default in defaults.items():
             if isinstance(default, Mapping):
-                value: Any = Group(default, f"{path}{name}.")
+                value: Any = ConfigGroup(default, f"{path}{name}.")
             else:
                 value = default() if isinstance(default, type) else default
             object.__setattr__(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self._tree:
-            raise refuse(_unknown(self._tree, self._path, name))
+        if name not in self._defaults:
+            raise input_error(_unknown(self._defaults, self._path, name))
         path = self._path + name
-        default = self._tree[name]
+        default = self._defaults[name]
         if not _fits(path, default, value):
-            raise refuse(f"IPUConfig.{path} takes {_kind(path, default)}, not {value!r}")
+            raise input_error(f"IPUConfig.{path} takes {_kind(path, default)}, not {value!r}")
         object.__setattr__(self, name, value)
-        if path not in MEANT and value != default:
-            why = WHY.get(path.split(".")[0], "it is for the IPU's compiler")
-            say_once(f"IPUConfig.{path}", f"IPUConfig.{path} has no effect: {why}")
+        if path not in EFFECTIVE and value != default:
+            reason = NO_EFFECT.get(path.split(".")[0], "it is for the IPU's compiler")
+            log_once(f"IPUConfig.{path}", f"IPUConfig.{path} has no effect: {reason}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(_unknown(self._tree, self._path, name))
+        raise AttributeError(_unknown(self._defaults, self._path, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """Every setting by its dotted name."""
+        """All settings by dotted name."""
         return dict(_flat(self))
 
     def from_dict(self, settings: Mapping[str, Any]) -> None:
-        """Set what is given by dotted names."""
+        """Set settings by dotted name."""
         for path, value in settings.items():
             *groups, name = path.split(".")
-            at: Any = self
+            owner: Any = self
             for group in groups:
-                at = getattr(at, group)
-            setattr(at, name, value)
+                owner = getattr(owner, group)
+            setattr(owner, name, value)
 
 
-class Group(_Settings):
+class ConfigGroup(_ConfigSettings):
     """A group of settings within another."""
 
 
-class IPUConfig(_Settings):
+class IPUConfig(_ConfigSettings):
     """The settings of an IPU system, all at their defaults."""
 
     def __init__(self) -> None:
-        super().__init__(TREE)
+        super().__init__(SETTINGS)
 
     def configure_ipu_system(self, device: str = "cpu") -> None:
-        """Make this the system of the process."""
+        """Use this configuration for the process."""
         configure_ipu_system(self, device)
 
 
-def _unknown(tree: Mapping[str, Any], path: str, name: str) -> str:
-    near = nearest(name, tree) or nearest(name, {leaf: 0 for leaf, _ in _leaves(TREE)})
+def _unknown(defaults: Mapping[str, Any], path: str, name: str) -> str:
+    near = nearest(name, defaults) or nearest(name, setting_paths(SETTINGS))
     return f"IPUConfig has no {path}{name}{near}"
 
 
-def _leaves(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
+def setting_paths(defaults: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The dotted names of all settings."""
+    for name, value in defaults.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{path}{name}.")
+            yield from setting_paths(value, f"{path}{name}.")
         else:
-            yield path + name, value
+            yield path + name
 
 
-def _flat(settings: _Settings) -> Iterator[tuple[str, Any]]:
-    for name in settings._tree:
+def _flat(settings: _ConfigSettings) -> Iterator[tuple[str, Any]]:
+    for name in settings._defaults:
         value = getattr(settings, name)
-        if isinstance(value, Group):
+        if isinstance(value, ConfigGroup):
             yield from _flat(value)
         else:
             yield settings._path + name, value
@@ -262,7 +263,7 @@ def _kind(path: str, default: Any) -> str:
         return f"no value, but settings within it: {', '.join(default)}"
     if isinstance(default, Enum):
         kind = type(default)
-        return f"one of {', '.join(f'{kind.__name__}.{each.name}' for each in kind)}"
+        return f"one of {', '.join(f'{kind.__name__}.{member.name}' for member in kind)}"
     return f"a {(default if isinstance(default, type) else type(default)).__name__}"
 
 
@@ -272,52 +273,54 @@ _system: list[IPUConfig] = []
 def configure_ipu_system(
     config: IPUConfig, device: str = "cpu", reset_configuration: bool = True
 ) -> None:
-    """Make `config` the system of the process, in place of any before."""
+    """Use `config` for the process, instead of any previous one."""
     if not isinstance(config, IPUConfig):
-        raise refuse(f"configure_ipu_system takes an IPUConfig, not {config!r}")
+        raise input_error(f"configure_ipu_system takes an IPUConfig, not {config!r}")
     if config.auto_select_ipus and config.select_ipus:
-        raise refuse("set one of auto_select_ipus and select_ipus, not both")
+        raise input_error("set one of auto_select_ipus and select_ipus, not both")
     connection = config.device_connection.type
     if connection in (DeviceConnectionType.NEVER, DeviceConnectionType.PRE_COMPILE):
-        raise refuse(
+        raise input_error(
             f"device_connection.type = {connection.name} compiles for an IPU and runs nothing;"
             " to run here set it to DeviceConnectionType.ON_DEMAND"
         )
     for count in _counts(config):
         if count < 1 or count & (count - 1):
-            wanted = 1 << max(count - 1, 0).bit_length()
-            raise refuse(
-                f"auto_select_ipus = {count}: IPUs come as 1, 2, 4, 8, …; set it to {wanted}"
+            fitting = 1 << max(count - 1, 0).bit_length()
+            raise input_error(
+                f"auto_select_ipus = {count}: IPUs come as 1, 2, 4, 8, …; set it to {fitting}"
             )
     _system[:] = [config]
 
 
 def _counts(config: IPUConfig) -> list[int]:
-    """IPUs of each device of TensorFlow's; selected by number, each counts as one."""
-    chosen = config.select_ipus
-    if isinstance(chosen, int) or chosen:
-        return [1] * (1 if isinstance(chosen, int) else len(chosen))
+    """IPUs of each TensorFlow device; those selected by number count as one each."""
+    selected = config.select_ipus
+    if isinstance(selected, int):
+        return [1]
+    if selected:
+        return [1 for _ in selected]
     counts = config.auto_select_ipus
     return [counts] if isinstance(counts, int) else list(counts)
 
 
 def reset_ipu_configuration() -> None:
-    """Forget the system."""
+    """Clear the configuration of the process."""
     _system.clear()
 
 
 def get_ipu_config(session: object = None) -> list[IPUConfig]:
-    """The system of the process, as a list of one."""
+    """The configuration of the process, as a list of one."""
     if not _system:
-        raise refuse("no IPU is configured; call configure_ipu_system() of an IPUConfig first")
+        raise input_error("no IPU is configured; call configure_ipu_system() of an IPUConfig first")
     return list(_system)
 
 
 def ipus() -> int:
-    """How many IPUs the first device of the system has; one where none was configured."""
+    """How many IPUs the first device has; one if none was configured."""
     return (_counts(_system[0]) or [1])[0] if _system else 1
 
 
 def running_on_ipu_model() -> bool:
-    """Whether a model of an IPU is run in place of one: never."""
+    """Whether a simulated IPU is used: never."""
     return False

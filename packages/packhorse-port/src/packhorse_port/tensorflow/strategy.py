@@ -1,9 +1,9 @@
-"""`IPUStrategy`: one device of TensorFlow's own, with what a script asks of an IPU system.
+"""`IPUStrategy`: TensorFlow's strategy for one device, with the attributes of an IPU system.
 
-It is `tf.distribute.OneDeviceStrategy` on the first GPU, or the CPU where there is none. So a model
-made and run in its scope computes what it would compute without it, to the bit. Replicas are not
-replicas of `tf.distribute` (nor are they on an IPU, where the strategy too has one): a step takes
-one batch for each and adds their gradients, see `training`.
+It is `tf.distribute.OneDeviceStrategy` on the first GPU, or on the CPU if there is none. So a model
+that is created and run in its scope computes the same as without it, to the bit. Replicas are not
+replicas of `tf.distribute` (on an IPU they are not either): a step takes one batch per replica and
+adds their gradients, see `training`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from packhorse_port.tensorflow import config
 
 
 class IPUStrategy(tf.distribute.OneDeviceStrategy):
-    """A strategy for the system that was configured, on the one device there is."""
+    """A strategy for the configured system, on the one device there is."""
 
     def __init__(
         self,
@@ -28,11 +28,11 @@ class IPUStrategy(tf.distribute.OneDeviceStrategy):
         gpus = tf.config.list_physical_devices("GPU")
         super().__init__("/device:GPU:0" if gpus else cpu_device)
         self.enable_keras_extensions = enable_keras_extensions
-        self.stage: int | None = None  # of the pipeline, where layers are now made and called
+        self.stage: int | None = None  # the pipeline stage whose scope is open
 
     @property
     def ipus(self) -> int:
-        """How many IPUs the script has asked for."""
+        """How many IPUs the script has configured."""
         return config.ipus()
 
     @property
@@ -41,7 +41,8 @@ class IPUStrategy(tf.distribute.OneDeviceStrategy):
 
 
 def strategy_of(model: Any) -> IPUStrategy | None:
-    """The IPU's strategy that a model was made under, if it was."""
+    """The `IPUStrategy` that a model was created under, or None."""
     strategy = model.distribute_strategy
-    ours = isinstance(strategy, IPUStrategy) and strategy.enable_keras_extensions
-    return strategy if ours else None
+    if isinstance(strategy, IPUStrategy) and strategy.enable_keras_extensions:
+        return strategy
+    return None

@@ -1,9 +1,9 @@
-"""The datasets and transforms of torchvision that tutorials use, where torchvision cannot be had.
+"""The datasets and transforms of torchvision that tutorials use, if torchvision is not available.
 
-torchvision is compiled for one version of torch; where the two do not match it fails at import, and
-then a script that only wants MNIST fails with it. These have torchvision's names, arguments and
-results, on tensors, arrays and (where Pillow is installed) its images. Models, operators and
-decoders are not here. Nothing of torch is imported before it is used.
+torchvision is compiled for one version of torch; if the two do not match it fails at import, and a
+script that only needs MNIST fails with it. These have torchvision's names, arguments and results,
+on tensors, arrays and (if Pillow is installed) Pillow's images. There are no models, operators or
+decoders. torch is not imported before it is used.
 """
 
 from importlib import import_module
@@ -35,10 +35,10 @@ PROVIDES = {
 }
 
 
-def lacks(room: str, name: str) -> AttributeError:
-    """What to say of a name that only torchvision has."""
+def missing_name(name: str) -> AttributeError:
+    """The error for a name that only torchvision has."""
     return AttributeError(
-        f"packhorse's stand-in for torchvision has no {room}{name}; for this one install"
+        f"packhorse's stand-in for torchvision has no {name}; for this one install"
         " torchvision itself, in the version made for your torch"
     )
 
@@ -48,4 +48,4 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name.startswith("__"):
         raise AttributeError(name)
-    raise lacks("", name)
+    raise missing_name(name)

@@ -1,8 +1,8 @@
 """torchvision's datasets that tutorials use: MNIST, FashionMNIST, CIFAR10, and FakeData.
 
-The same items as torchvision gives, in the same order: an image (Pillow's, or an array of bytes
-where Pillow is not installed) and its class. Where the files come from is `files`' business.
-CIFAR-10 is read from its binary version: the other is a pickle, which can run code.
+The same items as torchvision's, in the same order: an image (Pillow's, or an array of bytes if
+Pillow is not installed) and its class. `files` finds and reads the files. CIFAR-10 is read from its
+binary version: the other one is a pickle, which can run code.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ import torch
 from torch.utils.data import Dataset
 
 from packhorse.errors import InputError
-from packhorse_port.notices import say_once
-from packhorse_port.torchvision import files, lacks
+from packhorse_port.notices import log_once
+from packhorse_port.torchvision import files, missing_name
 from packhorse_port.torchvision.transforms.functional import from_array, to_pil_image
 
-Change = Callable[[Any], Any] | None
-# A script may put addresses of its own here, as torchvision's users do.
-Resources = Sequence[tuple[str, str]]
+Transform = Callable[[Any], Any] | None
+Resources = Sequence[tuple[str, str]]  # (file name or URL, md5); scripts may set their own URLs
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise lacks("datasets.", name)
+    raise missing_name(f"datasets.{name}")
 
 
-class Idx(Dataset):
-    """Abstract: a collection in four idx files, which a subclass names."""
+class IdxDataset(Dataset):
+    """Abstract: a data set in four idx files, which a subclass names."""
 
     mirrors: ClassVar[Sequence[str]]
     resources: ClassVar[Resources]
@@ -43,12 +42,14 @@ class Idx(Dataset):
         self,
         root: str | os.PathLike[str],
         train: bool = True,
-        transform: Change = None,
-        target_transform: Change = None,
+        transform: Transform = None,
+        target_transform: Transform = None,
         download: bool = False,
     ) -> None:
-        self.root, self.train = os.path.expanduser(root), train
-        self.transform, self.target_transform = transform, target_transform
+        self.root = os.path.expanduser(root)
+        self.train = train
+        self.transform = transform
+        self.target_transform = target_transform
         images, labels = self._read(download)
         if len(images) != len(labels):
             raise InputError(f"{len(images)} images but {len(labels)} labels of {self.root}")
@@ -56,20 +57,21 @@ class Idx(Dataset):
         self.targets = torch.from_numpy(labels.astype(np.int64))
 
     def _read(self, download: bool) -> tuple[np.ndarray, np.ndarray]:
-        name, root = type(self).__name__, Path(self.root)
-        if os.environ.get(files.PLACES) == files.DIGITS:
-            say_once(name, f"{name} is scikit-learn's digits, as {files.PLACES} asks")
+        name = type(self).__name__
+        root = Path(self.root)
+        if os.environ.get(files.VARIABLE) == files.DIGITS:
+            log_once(name, f"{name} is scikit-learn's digits, as {files.VARIABLE} asks")
             return files.digits(self.train)
-        found = files.find_idx(root, name, self.train)
-        if found is None and download:
+        paths = files.find_idx(root, name, self.train)
+        if paths is None and download:
             try:
                 files.fetch(root / name / "raw", self.resources, self.mirrors)
             except InputError as error:
-                raise files.not_here(root, name, str(error)) from error
-            found = files.find_idx(root, name, self.train)
-        if found is None:
-            raise files.not_here(root, name)
-        return files.read_idx(found[0]), files.read_idx(found[1])
+                raise files.missing_dataset(root, name, str(error)) from error
+            paths = files.find_idx(root, name, self.train)
+        if paths is None:
+            raise files.missing_dataset(root, name)
+        return files.read_idx(paths[0]), files.read_idx(paths[1])
 
     @property
     def raw_folder(self) -> str:
@@ -84,16 +86,18 @@ class Idx(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image = from_array(self.data[index].numpy())
-        return _changed(image, int(self.targets[index]), self.transform, self.target_transform)
+        return _transformed(image, int(self.targets[index]), self.transform, self.target_transform)
 
 
-def _changed(image: Any, target: int, transform: Change, of_target: Change) -> tuple[Any, Any]:
+def _transformed(
+    image: Any, target: int, transform: Transform, target_transform: Transform
+) -> tuple[Any, Any]:
     image = transform(image) if transform else image
-    return image, of_target(target) if of_target else target
+    return image, target_transform(target) if target_transform else target
 
 
-class MNIST(Idx):
-    """Handwritten digits: 60,000 to train on, 10,000 to test with, 28 by 28."""
+class MNIST(IdxDataset):
+    """Handwritten digits: 60,000 for training, 10,000 for testing, 28 by 28."""
 
     mirrors = (
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -113,7 +117,7 @@ class MNIST(Idx):
     )
 
 
-class FashionMNIST(Idx):
+class FashionMNIST(IdxDataset):
     """Clothes, in MNIST's shape."""
 
     mirrors = ("http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",)
@@ -124,29 +128,47 @@ class FashionMNIST(Idx):
         ("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
     )
     classes = (
-        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
     )
 
 
 class CIFAR10(Dataset):
-    """Small colour photographs of ten kinds: 50,000 and 10,000, 32 by 32."""
+    """Small color photographs of ten classes: 50,000 and 10,000, 32 by 32."""
 
     classes = (
-        *("airplane", "automobile", "bird", "cat", "deer"),
-        *("dog", "frog", "horse", "ship", "truck"),
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
     )
 
     def __init__(
         self,
         root: str | os.PathLike[str],
         train: bool = True,
-        transform: Change = None,
-        target_transform: Change = None,
+        transform: Transform = None,
+        target_transform: Transform = None,
         download: bool = False,
     ) -> None:
-        self.root, self.train = os.path.expanduser(root), train
-        self.transform, self.target_transform = transform, target_transform
+        self.root = os.path.expanduser(root)
+        self.train = train
+        self.transform = transform
+        self.target_transform = target_transform
         names = [f"data_batch_{n}.bin" for n in range(1, 6)] if train else ["test_batch.bin"]
         records = np.concatenate([self._records(name) for name in names])
         self.targets = records[:, 0].astype(int).tolist()
@@ -157,8 +179,8 @@ class CIFAR10(Dataset):
             if (path := folder / name).exists():
                 return np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32)
         raise InputError(
-            f"CIFAR10 is not here: {name} of its binary version (cifar-10-binary.tar.gz) is looked"
-            f" for in {Path(self.root) / 'cifar-10-batches-bin'} and in {files.PLACES}"
+            f"CIFAR10 was not found: {name} of its binary version (cifar-10-binary.tar.gz) is"
+            f" looked for in {Path(self.root) / 'cifar-10-batches-bin'} and in {files.VARIABLE}"
         )
 
     def __len__(self) -> int:
@@ -166,7 +188,7 @@ class CIFAR10(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image = from_array(np.ascontiguousarray(self.data[index]))
-        return _changed(image, self.targets[index], self.transform, self.target_transform)
+        return _transformed(image, self.targets[index], self.transform, self.target_transform)
 
 
 class FakeData(Dataset):
@@ -177,12 +199,15 @@ class FakeData(Dataset):
         size: int = 1000,
         image_size: tuple[int, ...] = (3, 224, 224),
         num_classes: int = 10,
-        transform: Change = None,
-        target_transform: Change = None,
+        transform: Transform = None,
+        target_transform: Transform = None,
         random_offset: int = 0,
     ) -> None:
-        self.size, self.image_size, self.num_classes = size, image_size, num_classes
-        self.transform, self.target_transform = transform, target_transform
+        self.size = size
+        self.image_size = image_size
+        self.num_classes = num_classes
+        self.transform = transform
+        self.target_transform = target_transform
         self.random_offset = random_offset
 
     def __len__(self) -> int:
@@ -191,7 +216,7 @@ class FakeData(Dataset):
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if not 0 <= index < self.size:
             raise IndexError(f"item {index} of {self.size}")
-        made = torch.Generator().manual_seed(index + self.random_offset)
-        image = torch.randn(*self.image_size, generator=made)
-        target = int(torch.randint(0, self.num_classes, size=(1,), generator=made))
-        return _changed(to_pil_image(image), target, self.transform, self.target_transform)
+        generator = torch.Generator().manual_seed(index + self.random_offset)
+        image = torch.randn(*self.image_size, generator=generator)
+        target = int(torch.randint(0, self.num_classes, size=(1,), generator=generator))
+        return _transformed(to_pil_image(image), target, self.transform, self.target_transform)

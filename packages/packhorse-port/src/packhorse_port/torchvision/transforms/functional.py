@@ -1,8 +1,8 @@
 """torchvision's functions on images: a tensor [..., C, H, W], an array [H, W(, C)], or Pillow's.
 
-The numbers are those of torchvision: on Pillow's images Pillow's own operations, on tensors torch's
-with its rounding. An array is what a dataset gives where Pillow is not installed; it is treated as
-the tensor with the same values.
+Results are those of torchvision: Pillow's own operations on its images, torch's on tensors with
+torchvision's rounding. Datasets return arrays if Pillow is not installed; an array is treated as a
+tensor with the same values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FILTERS = {"nearest": "NEAREST", "bilinear": "BILINEAR", "bicubic": "BICUBIC"}
 
 
 class InterpolationMode(Enum):
-    """How pixels between pixels are made."""
+    """How pixels are interpolated."""
 
     NEAREST = "nearest"
     BILINEAR = "bilinear"
@@ -34,7 +34,7 @@ class InterpolationMode(Enum):
 
 @cache
 def pillow() -> Any:
-    """Pillow's module of images, or None where it is not installed."""
+    """Pillow's `Image` module, or None if it is not installed."""
     try:
         from PIL import Image
     except ImportError:
@@ -47,12 +47,12 @@ def is_pillow(image: Any) -> bool:
 
 
 def from_array(array: np.ndarray) -> Any:
-    """An image of these bytes: Pillow's where it is installed, else the array."""
+    """An image of these bytes: Pillow's if it is installed, else the array."""
     return pillow().fromarray(array) if pillow() else array
 
 
 def _on_tensor(image: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`change` applied to a tensor, or to an array as if it were one."""
+    """Apply `change` to a tensor, or to an array as if it were one."""
     if isinstance(image, Tensor):
         return change(image)
     if not isinstance(image, np.ndarray):
@@ -79,13 +79,13 @@ def get_dimensions(image: Any) -> list[int]:
 
 
 def pil_to_tensor(image: Any) -> Tensor:
-    """The pixels as they are, channels first."""
+    """The pixels as a tensor, channels first."""
     array = np.array(image, copy=True) if is_pillow(image) else np.asarray(image)
     return _channels_first(array)
 
 
 def to_tensor(image: Any) -> Tensor:
-    """Channels first; bytes become fractions of 255."""
+    """The pixels as a tensor, channels first; bytes are divided by 255."""
     if not (isinstance(image, np.ndarray) or is_pillow(image)):
         raise InputError(f"ToTensor takes an array or an image, not {type(image).__name__}")
     tensor = pil_to_tensor(image)
@@ -97,7 +97,7 @@ def to_tensor(image: Any) -> Tensor:
 
 
 def to_pil_image(image: Any, mode: str | None = None) -> Any:
-    """Back to an image of bytes; fractions are cut, as torchvision does."""
+    """Convert to an image of bytes; fractions are truncated, as in torchvision."""
     if isinstance(image, Tensor):
         if image.is_floating_point() and mode != "F":
             image = image.mul(255).byte()
@@ -105,14 +105,15 @@ def to_pil_image(image: Any, mode: str | None = None) -> Any:
         image = array if array.ndim == 2 else array.transpose(1, 2, 0)
     if image.ndim == 3 and image.shape[2] == 1:
         image = image[:, :, 0]
-    made = from_array(np.ascontiguousarray(image))
-    return made.convert(mode) if mode and is_pillow(made) and made.mode != mode else made
+    result = from_array(np.ascontiguousarray(image))
+    converts = mode and is_pillow(result) and result.mode != mode
+    return result.convert(mode) if converts else result
 
 
 def normalize(
     tensor: Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False
 ) -> Tensor:
-    """Subtract each channel's mean, divide by its deviation."""
+    """Subtract each channel's mean and divide by its standard deviation."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise InputError("Normalize takes a tensor of fractions; put ToTensor before it")
     means, stds = (
@@ -131,23 +132,26 @@ def resize(
     max_size: int | None = None,
     antialias: bool | None = True,
 ) -> Any:
-    """To `size` (height, width), or the shorter side to it and the other in proportion."""
+    """Resize to `size` (height, width), or the shorter side to it in proportion."""
     _, height, width = get_dimensions(image)
-    wanted = [size] if isinstance(size, int) else list(size)
-    to = _in_proportion(height, width, wanted[0], max_size) if len(wanted) == 1 else wanted
-    if [height, width] == to:
+    target = [size] if isinstance(size, int) else list(size)
+    if len(target) == 1:
+        target = _in_proportion(height, width, target[0], max_size)
+    if [height, width] == target:
         return image
     mode = InterpolationMode(interpolation).value
     if is_pillow(image):
-        return image.resize((to[1], to[0]), pillow().Resampling[FILTERS[mode]])
-    return _on_tensor(image, lambda tensor: _resized(tensor, to, mode, bool(antialias)))
+        return image.resize((target[1], target[0]), pillow().Resampling[FILTERS[mode]])
+    return _on_tensor(image, lambda tensor: _resized(tensor, target, mode, bool(antialias)))
 
 
 def _in_proportion(height: int, width: int, size: int, max_size: int | None) -> list[int]:
     short, long = sorted((height, width))
-    new_short, new_long = size, int(size * long / short)
+    new_short = size
+    new_long = int(size * long / short)
     if max_size is not None and new_long > max_size:
-        new_short, new_long = int(max_size * new_short / new_long), max_size
+        new_short = int(max_size * new_short / new_long)
+        new_long = max_size
     return [new_short, new_long] if height <= width else [new_long, new_short]
 
 
@@ -155,7 +159,7 @@ def _resized(tensor: Tensor, size: list[int], mode: str, antialias: bool) -> Ten
     smooth = mode != "nearest"
     batch = tensor if tensor.ndim == 4 else tensor.reshape(1, -1, *tensor.shape[-2:])
     fractions = batch if batch.is_floating_point() else batch.float()
-    made = interpolate(
+    resized = interpolate(
         fractions,
         size,
         mode=mode,
@@ -163,14 +167,14 @@ def _resized(tensor: Tensor, size: list[int], mode: str, antialias: bool) -> Ten
         antialias=antialias and smooth,
     )
     if not tensor.is_floating_point():
-        made = (made.clamp(0, 255) if tensor.dtype == torch.uint8 else made).round()
-    return made.to(tensor.dtype).reshape(*tensor.shape[:-2], *size)
+        resized = (resized.clamp(0, 255) if tensor.dtype == torch.uint8 else resized).round()
+    return resized.to(tensor.dtype).reshape(*tensor.shape[:-2], *size)
 
 
 def pad(
     image: Any, padding: int | Sequence[int], fill: float = 0, padding_mode: str = "constant"
 ) -> Any:
-    """Wider by `padding`: all sides; or left-right, top-bottom; or left, top, right, bottom."""
+    """Add a border: on all sides; left-right and top-bottom; or left, top, right, bottom."""
     sides = [padding] if isinstance(padding, int) else list(padding)
     if len(sides) not in (1, 2, 4):
         raise InputError(f"padding is 1, 2 or 4 numbers, not {len(sides)}")
@@ -180,7 +184,7 @@ def pad(
             return _expanded(image, (left, top, right, bottom), fill)
         array = np.asarray(image)
         widths = [(top, bottom), (left, right), (0, 0)][: array.ndim]
-        return from_array(np.pad(array, widths, mode=_numpys(padding_mode)))
+        return from_array(np.pad(array, widths, mode=_numpy_mode(padding_mode)))
     widths = (left, right, top, bottom)
     return _on_tensor(image, lambda tensor: _padded(tensor, widths, fill, padding_mode))
 
@@ -192,7 +196,7 @@ def _expanded(image: Any, sides: tuple[int, ...], fill: float) -> Any:
     return ImageOps.expand(image, sides, int(fill) if bands == 1 else (int(fill),) * bands)
 
 
-def _numpys(mode: str) -> Any:
+def _numpy_mode(mode: str) -> Any:
     return {"edge": "edge", "reflect": "reflect", "symmetric": "symmetric"}[mode]
 
 
@@ -202,46 +206,51 @@ def _padded(tensor: Tensor, widths: tuple[int, ...], fill: float, mode: str) -> 
     if mode not in ("edge", "reflect"):
         raise InputError(f"padding_mode of a tensor is constant, edge or reflect, not {mode}")
     batch = tensor.reshape(1, -1, *tensor.shape[-2:]).float()
-    made = pad_tensor(batch, widths, mode="replicate" if mode == "edge" else mode)
-    return made.to(tensor.dtype).reshape(*tensor.shape[:-2], *made.shape[-2:])
+    padded = pad_tensor(batch, widths, mode="replicate" if mode == "edge" else mode)
+    return padded.to(tensor.dtype).reshape(*tensor.shape[:-2], *padded.shape[-2:])
 
 
 def crop(image: Any, top: int, left: int, height: int, width: int) -> Any:
-    """A window; what lies outside the image is black."""
+    """A window of the image; parts outside of it are black."""
     if is_pillow(image):
         return image.crop((left, top, left + width, top + height))
     _, tall, wide = get_dimensions(image)
-    below, beside = max(0, top + height - tall), max(0, left + width - wide)
-    image = pad(image, [max(0, -left), max(0, -top), beside, below])
-    top, left = max(0, top), max(0, left)
+    missing_right = max(0, left + width - wide)
+    missing_bottom = max(0, top + height - tall)
+    image = pad(image, [max(0, -left), max(0, -top), missing_right, missing_bottom])
+    top = max(0, top)
+    left = max(0, left)
     return _on_tensor(image, lambda tensor: tensor[..., top : top + height, left : left + width])
 
 
 def center_crop(image: Any, output_size: int | Sequence[int]) -> Any:
-    """The middle of the image; of a smaller one, the whole in the middle of black."""
-    height, width = _both(output_size)
+    """The center of the image; a smaller image is surrounded by black."""
+    height, width = _height_and_width(output_size)
     _, tall, wide = get_dimensions(image)
-    more, taller = max(0, width - wide), max(0, height - tall)
-    if more or taller:
-        image = pad(image, [more // 2, taller // 2, (more + 1) // 2, (taller + 1) // 2])
+    extra_width = max(0, width - wide)
+    extra_height = max(0, height - tall)
+    if extra_width or extra_height:
+        left = extra_width // 2
+        top = extra_height // 2
+        image = pad(image, [left, top, extra_width - left, extra_height - top])
         _, tall, wide = get_dimensions(image)
     return crop(image, round((tall - height) / 2), round((wide - width) / 2), height, width)
 
 
-def _both(size: int | Sequence[int]) -> tuple[int, int]:
+def _height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
     sizes = [size] if isinstance(size, int) else list(size)
     return sizes[0], sizes[-1]
 
 
 def hflip(image: Any) -> Any:
-    """Left becomes right."""
+    """Flip left and right."""
     if is_pillow(image):
         return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
     return _on_tensor(image, lambda tensor: tensor.flip(-1))
 
 
 def vflip(image: Any) -> Any:
-    """Top becomes bottom."""
+    """Flip top and bottom."""
     if is_pillow(image):
         return image.transpose(pillow().Transpose.FLIP_TOP_BOTTOM)
     return _on_tensor(image, lambda tensor: tensor.flip(-2))
@@ -250,35 +259,36 @@ def vflip(image: Any) -> Any:
 def rgb_to_grayscale(image: Any, num_output_channels: int = 1) -> Any:
     """Brightness (ITU-R 601), in one channel or three equal ones."""
     if is_pillow(image):
-        grey = image.convert("L")
-        return grey if num_output_channels == 1 else pillow().merge("RGB", [grey] * 3)
-    return _on_tensor(image, lambda tensor: _grey(tensor, num_output_channels))
+        gray = image.convert("L")
+        return gray if num_output_channels == 1 else pillow().merge("RGB", [gray, gray, gray])
+    return _on_tensor(image, lambda tensor: _grayscale(tensor, num_output_channels))
 
 
-def _grey(tensor: Tensor, channels: int) -> Tensor:
+def _grayscale(tensor: Tensor, channels: int) -> Tensor:
     if tensor.shape[-3] == 3:
         red, green, blue = tensor.unbind(-3)
-        grey = (0.2989 * red + 0.587 * green + 0.114 * blue).to(tensor.dtype).unsqueeze(-3)
+        gray = (0.2989 * red + 0.587 * green + 0.114 * blue).to(tensor.dtype).unsqueeze(-3)
     else:
-        grey = tensor[..., :1, :, :]
-    return grey.expand(*grey.shape[:-3], channels, *grey.shape[-2:]).clone()
+        gray = tensor[..., :1, :, :]
+    return gray.expand(*gray.shape[:-3], channels, *gray.shape[-2:]).clone()
 
 
 def convert_image_dtype(image: Tensor, dtype: torch.dtype = torch.float) -> Tensor:
-    """Another type, and the range that goes with it: 0 to 1 for fractions, 0 to the most else."""
+    """Convert to another dtype and its range: 0 to 1, or 0 to the largest integer."""
     if image.dtype == dtype:
         return image
     if image.is_floating_point():
-        # Not to the most itself: 1.0 would fall beyond it. The margin is torchvision's.
+        # Scaled by slightly less than the range, so that 1.0 stays inside it; as in torchvision.
         return (
             image.to(dtype)
             if dtype.is_floating_point
             else image.mul(torch.iinfo(dtype).max + 1.0 - 1e-3).to(dtype)
         )
-    most = torch.iinfo(image.dtype).max
+    largest = torch.iinfo(image.dtype).max
     if dtype.is_floating_point:
-        return image.to(dtype) / most
-    new = torch.iinfo(dtype).max
-    if most > new:
-        return image.div((most + 1) // (new + 1), rounding_mode="floor").to(dtype)
-    return image.to(dtype) * ((new + 1) // (most + 1))
+        return image.to(dtype) / largest
+    new_largest = torch.iinfo(dtype).max
+    if largest > new_largest:
+        divisor = (largest + 1) // (new_largest + 1)
+        return image.div(divisor, rounding_mode="floor").to(dtype)
+    return image.to(dtype) * ((new_largest + 1) // (largest + 1))
