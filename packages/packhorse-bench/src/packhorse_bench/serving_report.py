@@ -97,7 +97,7 @@ def draw(path: Path, setup: Setup, found: Comparison, about: str) -> None:
     axes = figure.subplots()
     top = 4 * setup.limit_ms
     for row in (row for row in found.rows if row.problem is None):
-        colour = COLOURS.get(row.server, plots.GREY)
+        colour = COLOURS.get(row.server, plots.GRAY)
         held, failed = _curve(found.points, row.server)
         label = f"{row.server}: {row.held_rate:.0f}/s"
         rates, slowest = [rate for rate, _ in held], [p99 for _, p99 in held]

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 
 from packhorse import executable
 from packhorse.optim import LAMB
-from packhorse.reports.padded import hushed
+from packhorse.reports.padded import silence_libraries
 from packhorse.train import cost, feed
 from packhorse.train.feed import Step
 from packhorse.train.job import Job
@@ -258,7 +258,7 @@ def _opened(stage: Stage, attention: str) -> tuple[nn.Module, LAMB]:
     library.utils.logging.disable_progress_bar()
     kinds = (library.AutoModelForSequenceClassification, library.AutoModelForPreTraining)
     job = stage.job
-    with hushed():
+    with silence_libraries():
         model = kinds[stage.pretrains].from_pretrained(
             stage.folder,
             dtype=torch.float32,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
+
+from packhorse.cli import console
 
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
 pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
@@ -37,48 +40,57 @@ def build(home: Path, *more: object) -> tuple[object, ...]:
 def test_a_single_document_is_warned_of(cli, home: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("the mule rests. the horse rests.\n" * 9)
     flags = ("--tokenizer", home / "vocab.txt", "--max-length", 32, "--workers", 1)
-    said = cli("data", "build", tmp_path / "one.txt", tmp_path / "pairs", *flags)
-    assert said.code == 0 and "of a single document every sentence pair follows" in said.err
-    said = cli("data", "build", tmp_path / "one.txt", tmp_path / "single", *flags, "--single")
-    assert said.code == 0 and "single document" not in said.err
+    result = cli("data", "build", tmp_path / "one.txt", tmp_path / "pairs", *flags)
+    assert (
+        result.code == 0 and "in a single document every sentence pair is consecutive" in result.err
+    )
+    result = cli("data", "build", tmp_path / "one.txt", tmp_path / "single", *flags, "--single")
+    assert result.code == 0 and "single document" not in result.err
 
 
 def test_a_seed_below_zero_is_refused(cli, tmp_path: Path) -> None:
-    said = cli("data", "stats", tmp_path, "--seed", "-1")
-    assert said.code == 2 and "--seed is -1; it must be 0 or more" in said.err
+    result = cli("data", "stats", tmp_path, "--seed", "-1")
+    assert result.code == 2 and "--seed is -1; it must be 0 or more" in result.err
 
 
 def test_build_then_stats(cli, home: Path) -> None:
-    said = cli(*build(home, "--json"))
-    assert said.code == 0, said.err
-    found = said.document
-    assert found["found"]["documents"] == 60 and not found["already"]
-    train = found["train"]
+    result = cli(*build(home, "--json"))
+    assert result.code == 0, result.err
+    document = result.document
+    assert document["found"]["documents"] == 60 and not document["already"]
+    train = document["train"]
     assert train["rows"] >= train["lower_bound"] and train["efficiency"] <= 1
-    assert "no plan is fuller" in said.err and f"{train['efficiency']:.2%}" in said.err
-    assert "reading: 100%, 60 documents" in said.err and "MB/s" in said.err
-    assert "writing train: 100%" in said.err
+    assert "no plan is fuller" in result.err and f"{train['efficiency']:.2%}" in result.err
+    assert "reading:" not in result.err, "with --json no progress is shown"
     read = "60 documents, 0 of them held out, "
-    assert read in said.err and "0 redirects" in said.err and "0 without text" in said.err
+    assert read in result.err and "0 redirects" in result.err and "0 without text" in result.err
 
-    told = cli("data", "stats", home / "out", "--json", "--verify", "--samples", 2, "--top", 4)
-    assert told.code == 0, told.err
-    shown = told.document["train"]
+    stats = cli("data", "stats", home / "out", "--json", "--verify", "--samples", 2, "--top", 4)
+    assert stats.code == 0, stats.err
+    shown = stats.document["train"]
     assert {name: shown[name] for name in train} == train
-    assert sum(shown["lengths"]) == train["sequences"] and told.document["verified"]
+    assert sum(shown["lengths"]) == train["sequences"] and stats.document["verified"]
     assert sum(shown["row_tokens"]) == train["rows"]
     assert len(shown["strategies"]) == 4 and len(shown["samples"]) == 2
-    assert "[MASK=" in shown["samples"][0]["text"] and "[MASK=" in told.err
-    assert "█" in told.err and "drawn when loading" in told.err
-    assert "every byte" in told.err and read in told.err
+    assert "[MASK=" in shown["samples"][0]["text"] and "[MASK=" in stats.err
+    assert "█" in stats.err and "drawn when loading" in stats.err
+    assert "every byte" in stats.err and read in stats.err
+
+
+def test_progress_of_each_stage(cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "PAUSE", 0.0)
+    result = cli(*build(home))
+    assert result.code == 0, result.err
+    assert re.search(r"^reading: .* \(100%\), 60 documents, .* MB/s$", result.err, re.MULTILINE)
+    assert re.search(r"^writing train: .* \(100%\), [\d,]+ sequences$", result.err, re.MULTILINE)
 
 
 def test_the_same_again_and_another(cli, home: Path) -> None:
     cli(*build(home))
     again = cli(*build(home))
     assert again.code == 0 and "nothing to do" in again.err
-    other = cli(*build(home, "--seed", 1))
-    assert other.code == 2 and "recipe.seed" in other.err and "--overwrite" in other.err
+    changed = cli(*build(home, "--seed", 1))
+    assert changed.code == 2 and "recipe.seed" in changed.err and "--overwrite" in changed.err
     assert cli(*build(home, "--seed", 1, "--overwrite")).code == 0
 
 
@@ -110,17 +122,17 @@ def test_every_flag_arrives(cli, home: Path) -> None:
 def test_bad_input_is_counted_at_the_end(cli, home: Path) -> None:
     with (home / "part-00000").open("ab") as file:
         file.write(b"\nbroken \xff .\n")
-    said = cli(*build(home))
-    assert said.code == 2 and "not UTF-8" in said.err and "--max-bad 1" in said.err
-    said = cli(*build(home, "--max-bad", 1))
-    assert said.code == 0 and "warning: 1 documents or places" in said.err
+    result = cli(*build(home))
+    assert result.code == 2 and "not UTF-8" in result.err and "--max-bad 1" in result.err
+    result = cli(*build(home, "--max-bad", 1))
+    assert result.code == 0 and "warning: 1 unreadable documents" in result.err
 
 
 def test_a_plot(cli, home: Path) -> None:
     pytest.importorskip("matplotlib")
     cli(*build(home))
-    said = cli("data", "stats", home / "out" / "train", "--plot", home / "a.png", "--samples", 0)
-    assert said.code == 0 and "drawn" in said.err
+    result = cli("data", "stats", home / "out" / "train", "--plot", home / "a.png", "--samples", 0)
+    assert result.code == 0 and "plotted" in result.err
     assert (home / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -141,7 +153,7 @@ def test_a_plot(cli, home: Path) -> None:
         ),
         (
             [*ALL, "--eval-count", "5"],
-            "--eval-count is for --eval-hashes",
+            "--eval-count needs --eval-hashes",
         ),
         ([*ALL, "--max-bad", "-1"], "max_bad is -1"),
         ([*ALL, "--seed", "-1"], "seed -1"),
@@ -152,9 +164,9 @@ def test_a_plot(cli, home: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, home: Path, arguments: list[str], part: str) -> None:
-    said = cli("data", *(argument.format(home=home) for argument in arguments))
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("data", *(argument.format(home=home) for argument in arguments))
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
     assert not (home / "out").exists()
 
 
@@ -165,12 +177,12 @@ def test_a_flipped_byte_is_found(cli, home: Path) -> None:
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     for flags in ((), ("--verify",)):
-        said = cli("data", "stats", home / "out", *flags)
-        assert said.code == 2 and "shard-00000.arrow is damaged" in said.err
+        result = cli("data", "stats", home / "out", *flags)
+        assert result.code == 2 and "shard-00000.arrow is damaged" in result.err
 
 
 def test_no_tokenizer_no_samples(cli, home: Path) -> None:
     cli(*build(home))
     (home / "out" / "train").rename(home / "alone")
-    said = cli("data", "stats", home / "alone")
-    assert said.code == 0 and "no tokenizer" in said.err and "[MASK" not in said.out
+    result = cli("data", "stats", home / "alone")
+    assert result.code == 0 and "no tokenizer" in result.err and "[MASK" not in result.out

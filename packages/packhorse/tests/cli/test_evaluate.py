@@ -17,7 +17,7 @@ Tiny = Callable[[str], Path]
 CONTEXT = "The good horse carries sacks to market. " * 6 + "A bad mule carries the market to hello."
 
 
-def made(tmp_path: Path, impossible: bool, moved: int = 0) -> Path:
+def write_squad(tmp_path: Path, impossible: bool, moved: int = 0) -> Path:
     golds = {"a": "horse", "b": "sacks to market", "c": "bad mule"}
     questions: list[dict[str, Any]] = [
         {
@@ -41,30 +41,32 @@ def squad(path: Path, *more: object) -> list[object]:
 
 
 def test_the_score_of_a_model_is_that_of_its_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path, out = made(tmp_path, impossible=True), tmp_path / "predictions.json"
-    said = cli(*squad(path, "-m", tiny("span"), "--predictions", out, "--no-answer", 0.3, "--json"))
-    assert said.code == 0, said.err
-    assert "windows of 64 tokens, of which a quarter is shared" in said.err
-    found = said.document
-    assert found["threshold"] == 0.3 and found["questions"] == 5 and found["seconds"] > 0
-    assert found["has_answer"]["questions"] == 3 and found["no_answer"]["questions"] == 2
+    path, out = write_squad(tmp_path, impossible=True), tmp_path / "predictions.json"
+    result = cli(
+        *squad(path, "-m", tiny("span"), "--predictions", out, "--no-answer", 0.3, "--json")
+    )
+    assert result.code == 0, result.err
+    assert "windows of 64 tokens, of which a quarter is shared" in result.err
+    document = result.document
+    assert document["threshold"] == 0.3 and document["questions"] == 5 and document["seconds"] > 0
+    assert document["has_answer"]["questions"] == 3 and document["no_answer"]["questions"] == 2
     predictions = json.loads(out.read_text())
     assert list(predictions) == list("abcde")
     assert all(text in CONTEXT for text in predictions.values())
     again = cli(*squad(path, "--predictions-in", out, "--json")).document
     shared = ("exact_match", "f1", "questions", "has_answer", "no_answer")
-    assert {name: again[name] for name in shared} == {name: found[name] for name in shared}
+    assert {name: again[name] for name in shared} == {name: document[name] for name in shared}
     # The best threshold is one that can be asked for, and then gives what was promised.
-    for measure, best in found["best"].items():
-        how = ("-m", tiny("span"), "--no-answer", repr(best["threshold"] + 1e-9), "--json")
-        assert cli(*squad(path, *how)).document[measure] == pytest.approx(best["score"])
+    for measure, best in document["best"].items():
+        flags = ("-m", tiny("span"), "--no-answer", repr(best["threshold"] + 1e-9), "--json")
+        assert cli(*squad(path, *flags)).document[measure] == pytest.approx(best["score"])
 
 
 def test_the_table(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path = made(tmp_path, impossible=False)
-    said = cli(*squad(path, "-m", tiny("span"), "--top-k", 3, "--limit", 2))
-    assert said.code == 0, said.err
-    head, _, *rows = said.out.splitlines()
+    path = write_squad(tmp_path, impossible=False)
+    result = cli(*squad(path, "-m", tiny("span"), "--top-k", 3, "--limit", 2))
+    assert result.code == 0, result.err
+    head, _, *rows = result.out.splitlines()
     assert head.split() == ["exact", "match", "F1", "questions", "seconds", "questions/s"]
     assert rows[0].split()[:2] == ["all", "questions"] and rows[0].split()[4] == "2"
     assert rows[1].startswith("best of top-k") and len(rows) == 2
@@ -74,28 +76,28 @@ def test_the_table(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_a_file_of_predictions_needs_no_model(cli: Cli, tmp_path: Path) -> None:
-    path, given = made(tmp_path, impossible=True), tmp_path / "given.json"
+    path, predicted = write_squad(tmp_path, impossible=True), tmp_path / "given.json"
     right = {"a": "the HORSE!", "b": "sacks to market", "c": "a bad mule", "d": "", "e": ""}
-    given.write_text(json.dumps(right))
-    said = cli(*squad(path, "--predictions-in", given, "--json"))
-    assert said.document["exact_match"] == said.document["f1"] == 100
-    given.write_text(json.dumps({"a": "good horse", "d": "horse", "other": "x"}))
-    said = cli(*squad(path, "--predictions-in", given, "--json"))
-    assert said.document["exact_match"] == 0 and said.document["missing"] == 3
-    assert said.document["f1"] == pytest.approx(100 * (2 / 3) / 5)
-    assert "3 of 5 questions have no prediction" in said.err
+    predicted.write_text(json.dumps(right))
+    result = cli(*squad(path, "--predictions-in", predicted, "--json"))
+    assert result.document["exact_match"] == result.document["f1"] == 100
+    predicted.write_text(json.dumps({"a": "good horse", "d": "horse", "other": "x"}))
+    result = cli(*squad(path, "--predictions-in", predicted, "--json"))
+    assert result.document["exact_match"] == 0 and result.document["missing"] == 3
+    assert result.document["f1"] == pytest.approx(100 * (2 / 3) / 5)
+    assert "3 of 5 questions have no prediction" in result.err
 
 
 def test_misplaced_answers_are_counted_and_scored(cli: Cli, tmp_path: Path) -> None:
-    path, given = made(tmp_path, impossible=False, moved=1), tmp_path / "given.json"
-    given.write_text(json.dumps({"a": "horse"}))
-    said = cli(*squad(path, "--predictions-in", given, "--json"))
-    assert "3 of 3 answers do not stand in their context" in said.err
-    assert said.document["exact_match"] == pytest.approx(100 / 3)
+    path, predicted = write_squad(tmp_path, impossible=False, moved=1), tmp_path / "given.json"
+    predicted.write_text(json.dumps({"a": "horse"}))
+    result = cli(*squad(path, "--predictions-in", predicted, "--json"))
+    assert "3 of 3 answers are not at the offset in their context" in result.err
+    assert result.document["exact_match"] == pytest.approx(100 / 3)
 
 
 def test_a_file_is_replaced_only_when_asked(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path, out = made(tmp_path, impossible=False), tmp_path / "predictions.json"
+    path, out = write_squad(tmp_path, impossible=False), tmp_path / "predictions.json"
     out.write_text("mine")
     command = squad(path, "-m", tiny("span"), "--predictions", out)
     refused = cli(*command)
@@ -105,7 +107,7 @@ def test_a_file_is_replaced_only_when_asked(cli: Cli, tiny: Tiny, tmp_path: Path
 
 
 def test_what_cannot_be_meant_is_refused(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path, empty = made(tmp_path, impossible=False), tmp_path / "empty.json"
+    path, empty = write_squad(tmp_path, impossible=False), tmp_path / "empty.json"
     empty.write_text('{"data": []}')
     for arguments, complaint in [
         (squad(path), "either --model or"),
@@ -122,6 +124,6 @@ def test_what_cannot_be_meant_is_refused(cli: Cli, tiny: Tiny, tmp_path: Path) -
         (["evaluate", "--task", "chess", "--input", path], "chess"),
         (["evaluate", "--task", "squad"], "input"),
     ]:
-        said = cli(*arguments)
-        assert said.code == 2 and complaint in said.err, said.err
-        assert len(said.err.splitlines()[-1:]) == 1 and "Traceback" not in said.err
+        result = cli(*arguments)
+        assert result.code == 2 and complaint in result.err, result.err
+        assert len(result.err.splitlines()[-1:]) == 1 and "Traceback" not in result.err

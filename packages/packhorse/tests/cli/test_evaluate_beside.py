@@ -41,8 +41,8 @@ def labelled(tmp_path: Path) -> Path:
     return path
 
 
-def sides(found: dict[str, Any]) -> list[str]:
-    return [side["engine"] for side in found["engines"]]
+def sides(document: dict[str, Any]) -> list[str]:
+    return [side["engine"] for side in document["engines"]]
 
 
 @pytest.mark.parametrize("name", ["sentence-transformers", "transformers"])
@@ -51,18 +51,18 @@ def test_real_pairs_are_equal_to_four_digits(
 ) -> None:
     pytest.importorskip(name.replace("-", "_"))
     path = shared_data / "glue" / "stsb-en-dev.csv"
-    how = ("-m", minilm, "--device", "cpu", "--dtype", "fp32", "--limit", 64, "--json")
-    said = cli(*task("stsb", path, *how, "--beside", name))
-    assert said.code == 0, said.err
-    found = said.document
-    assert found["pairs"] == 64 and sides(found) == ["packhorse", name]
-    ours, theirs = (side["metrics"] for side in found["engines"])
-    assert len(ours) == 8 and ours["cosine_spearman"] > 0.85
-    for measure, value in ours.items():
-        assert f"{value:.4f}" == f"{theirs[measure]:.4f}", measure
-    assert found["equal_to_four_digits"] is True and found["largest_difference"] < 5e-5
-    assert found["ratio"] == pytest.approx(
-        found["engines"][1]["seconds"] / found["engines"][0]["seconds"]
+    flags = ("-m", minilm, "--device", "cpu", "--dtype", "fp32", "--limit", 64, "--json")
+    result = cli(*task("stsb", path, *flags, "--beside", name))
+    assert result.code == 0, result.err
+    document = result.document
+    assert document["pairs"] == 64 and sides(document) == ["packhorse", name]
+    our_metrics, their_metrics = (side["metrics"] for side in document["engines"])
+    assert len(our_metrics) == 8 and our_metrics["cosine_spearman"] > 0.85
+    for measure, value in our_metrics.items():
+        assert f"{value:.4f}" == f"{their_metrics[measure]:.4f}", measure
+    assert document["equal_to_four_digits"] is True and document["largest_difference"] < 5e-5
+    assert document["ratio"] == pytest.approx(
+        document["engines"][1]["seconds"] / document["engines"][0]["seconds"]
     )
 
 
@@ -70,23 +70,23 @@ def test_real_pairs_are_equal_to_four_digits(
 def test_the_whole_of_stsb(cli: Cli, minilm: Path, shared_data: Path) -> None:
     pytest.importorskip("sentence_transformers")
     path = shared_data / "glue" / "stsb-en-dev.csv"
-    found = cli(*task("stsb", path, "-m", minilm, "--dtype", "fp32", "--json")).document
-    for side in found["engines"]:
+    document = cli(*task("stsb", path, "-m", minilm, "--dtype", "fp32", "--json")).document
+    for side in document["engines"]:
         assert f"{side['metrics']['cosine_spearman']:.4f}" == "0.8672"
 
 
 def test_columns_by_name_and_the_note(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path, kept = tmp_path / "rows.jsonl", tmp_path / "note.md"
+    path, note = tmp_path / "rows.jsonl", tmp_path / "note.md"
     rows = [{"left": a, "right": b, "worth": 20 * score} for a, b, score in PAIRS]
     path.write_text("\n".join(map(json.dumps, rows)))
     columns = ("--text", "left", "--text", "right", "--label", "worth")
-    said = cli(
-        *task("sts", path, "-m", tiny("embed"), *columns, "--beside", "none", "--note", kept)
+    result = cli(
+        *task("sts", path, "-m", tiny("embed"), *columns, "--beside", "none", "--note", note)
     )
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert lines[0].split()[:2] == ["measure", "packhorse"] and "cosine spearman" in lines[2]
-    assert "| cosine spearman |" in kept.read_text() and "- pairs: 4" in kept.read_text()
+    assert "| cosine spearman |" in note.read_text() and "- pairs: 4" in note.read_text()
 
 
 def test_retrieval_of_a_folder_and_of_squad(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -96,10 +96,10 @@ def test_retrieval_of_a_folder_and_of_squad(cli: Cli, tiny: Tiny, tmp_path: Path
     (tmp_path / "corpus.jsonl").write_text("\n".join(corpus))
     (tmp_path / "queries.jsonl").write_text(json.dumps({"_id": "q", "text": PAIRS[0][0]}))
     (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq\td0\t1\n")
-    how = ("-m", tiny("embed"), "--beside", "transformers", "--json")
-    found = cli(*task("retrieval", tmp_path, *how)).document
-    assert (found["documents"], found["queries"]) == (4, 1)
-    for side in found["engines"]:
+    flags = ("-m", tiny("embed"), "--beside", "transformers", "--json")
+    document = cli(*task("retrieval", tmp_path, *flags)).document
+    assert (document["documents"], document["queries"]) == (4, 1)
+    for side in document["engines"]:
         assert side["metrics"]["ndcg@10"] == side["metrics"]["recall@1"] == 1
         assert side["texts"] == 5
     paragraphs = [
@@ -111,25 +111,25 @@ def test_retrieval_of_a_folder_and_of_squad(cli: Cli, tiny: Tiny, tmp_path: Path
     ]
     path = tmp_path / "dev.json"
     path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    how = ("-m", tiny("embed"), "--beside", "none", "--limit", 2, "--similarity", "dot", "--json")
-    found = cli(*task("retrieval", path, *how)).document
-    assert (found["documents"], found["queries"]) == (4, 2) and found["ratio"] is None
-    assert found["engines"][0]["metrics"]["map"] == 1 and sides(found) == ["packhorse"]
+    flags = ("-m", tiny("embed"), "--beside", "none", "--limit", 2, "--similarity", "dot", "--json")
+    document = cli(*task("retrieval", path, *flags)).document
+    assert (document["documents"], document["queries"]) == (4, 2) and document["ratio"] is None
+    assert document["engines"][0]["metrics"]["map"] == 1 and sides(document) == ["packhorse"]
 
 
 def test_classification_by_head_or_by_vectors(cli: Cli, tiny: Tiny, labelled: Path) -> None:
-    how = ("-m", tiny("classify"), "--json")
-    said = cli(*task("classification", labelled, *how))
-    assert said.code == 0, said.err
-    found = said.document  # labels are numbers in the file and names in the model
-    assert sides(found)[0] == "packhorse" and found["labels"] == 2
-    assert list(found["engines"][0]["metrics"]) == ["accuracy", "f1", "matthews"]
-    if len(found["engines"]) > 1:
-        assert sides(found)[1] == "transformers" and found["equal_to_four_digits"] is True
+    flags = ("-m", tiny("classify"), "--json")
+    result = cli(*task("classification", labelled, *flags))
+    assert result.code == 0, result.err
+    document = result.document  # labels are numbers in the file and names in the model
+    assert sides(document)[0] == "packhorse" and document["labels"] == 2
+    assert list(document["engines"][0]["metrics"]) == ["accuracy", "f1", "matthews"]
+    if len(document["engines"]) > 1:
+        assert sides(document)[1] == "transformers" and document["equal_to_four_digits"] is True
     pytest.importorskip("sklearn")
     learned = ("-m", tiny("embed"), "--train", labelled, "--beside", "none", "--json")
-    found = cli(*task("classification", labelled, *learned)).document
-    assert found["train_rows"] == 4 and found["engines"][0]["metrics"]["accuracy"] >= 0.5
+    document = cli(*task("classification", labelled, *learned)).document
+    assert document["train_rows"] == 4 and document["engines"][0]["metrics"]["accuracy"] >= 0.5
 
 
 def test_a_library_nobody_asked_for_may_fail(
@@ -144,11 +144,11 @@ def test_a_library_nobody_asked_for_may_fail(
     for opened in (broken, lambda setting: lambda *texts: broken(texts)):
         peers = {"transformers": (opened, ("embed",), "hf")}
         monkeypatch.setattr(text_peers, "PEERS", peers)
-        said = cli(*task("sts", pairs, "-m", tiny("embed"), "--json"))
-        assert said.code == 0 and sides(said.document) == ["packhorse"]
-        assert "ours alone is scored: transformers fails on embed (RuntimeError: no" in said.err
-        asked = cli(*task("sts", pairs, "-m", tiny("embed"), "--beside", "transformers"))
-        assert asked.code == 2 and "pass --beside none" in asked.err.splitlines()[-1]
+        result = cli(*task("sts", pairs, "-m", tiny("embed"), "--json"))
+        assert result.code == 0 and sides(result.document) == ["packhorse"]
+        assert "ours alone is scored: transformers fails on embed (RuntimeError: no" in result.err
+        chosen = cli(*task("sts", pairs, "-m", tiny("embed"), "--beside", "transformers"))
+        assert chosen.code == 2 and "pass --beside none" in chosen.err.splitlines()[-1]
     monkeypatch.setattr(text_peers, "_installed", lambda name: False)
     alone = cli(*task("sts", pairs, "-m", tiny("embed")))
     assert alone.code == 0 and "neither sentence-transformers nor transformers is" in alone.err
@@ -165,7 +165,7 @@ def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labelled: Path, tmp_
     for arguments, complaint in [
         (task("stsb", empty), "holds no rows"),
         (task("stsb", high), "5.5 is not within 0 to 5"),
-        (task("sts", labelled), "similarity is of pairs"),
+        (task("sts", labelled), "similarity needs pairs"),
         (task("sts", pairs, "--text", "left", "--text", "right"), "no column 'left'"),
         (task("sts", tmp_path / "none.csv"), "cannot be read"),
         (task("sts", pairs, "-m", span, *alone), "no 'embed' head"),
@@ -205,6 +205,9 @@ def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labelled: Path, tmp_
         (task("sts", pairs, "-m", embed, *alone, "--max-length", 999), "takes 64 tokens"),
         (task("chess", pairs), "chess"),
     ]:
-        said = cli(*arguments)
-        assert said.code == 2 and complaint in said.err.splitlines()[-1], (arguments, said.err)
-        assert "Traceback" not in said.err and said.out == ""
+        result = cli(*arguments)
+        assert result.code == 2 and complaint in result.err.splitlines()[-1], (
+            arguments,
+            result.err,
+        )
+        assert "Traceback" not in result.err and result.out == ""
