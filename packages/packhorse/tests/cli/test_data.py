@@ -1,15 +1,22 @@
-"""`packhorse data build` and `stats`: what they say, and to whom."""
+"""`packhorse data`: what build, import and stats print, write and refuse."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 
 from packhorse.cli import console
+from packhorse.data.packed import shards
 
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
 pytest.importorskip("nupunkt", reason="no nupunkt: pip install 'packhorse[data]'")
@@ -186,3 +193,129 @@ def test_no_tokenizer_no_samples(cli, home: Path) -> None:
     (home / "out" / "train").rename(home / "alone")
     result = cli("data", "stats", home / "alone")
     assert result.code == 0 and "no tokenizer" in result.err and "[MASK" not in result.out
+
+
+# packhorse data import -------------------------------------------------------------------------
+
+IMPORT_VOCABULARY = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *(f"w{number}" for number in range(95)),
+]
+
+
+@pytest.fixture(scope="module")
+def record_files() -> ModuleType:
+    """Records of every form, put together by plain loops (see the module)."""
+    path = Path(__file__).parents[1] / "data" / "record_files.py"
+    spec = importlib.util.spec_from_file_location("record_files", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def sequences(record_files: ModuleType, rng: np.random.Generator) -> list:
+    return [record_files.draw(rng, 40, 100) for _ in range(60)]
+
+
+@pytest.fixture
+def unpacked(record_files: ModuleType, sequences: list, tmp_path: Path) -> Path:
+    records = (
+        record_files.example(record_files.unpacked(sequence, 40, 7)) for sequence in sequences
+    )
+    return record_files.write(tmp_path / "part-00000.tfrecord", records, "gzip")
+
+
+def test_records_become_a_dataset(
+    cli: Callable[..., Any],
+    record_files: ModuleType,
+    sequences: list,
+    unpacked: Path,
+    tmp_path: Path,
+) -> None:
+    vocab, out = tmp_path / "vocab.txt", tmp_path / "out"
+    vocab.write_text("\n".join(IMPORT_VOCABULARY) + "\n")
+    records = (
+        record_files.example(record_files.unpacked(sequence, 40, 7)) for sequence in sequences[:9]
+    )
+    held = record_files.write(tmp_path / "eval_9", records)
+    command = (unpacked, out, "--tokenizer", vocab, "--eval", held, "--workers", 1)
+    result = cli("data", "import", *command, "--json")
+    assert result.code == 0, result.err
+    train, held_out = result.document["train"], result.document["eval"]
+    assert (train["files"], train["records"], train["sequences"]) == (1, 60, 60)
+    assert held_out["sequences"] == 9
+    assert train["lower_bound"] <= train["rows"] < 60
+    assert (out / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    dataset = shards.open(out / "train", verify=True)
+    assert len(dataset) == train["rows"]
+    assert "imported in" in result.err and "train" in result.err
+    stats = cli("data", "stats", out, "--samples", 2, "--json")
+    assert stats.code == 0, stats.err
+    assert "=w" in stats.out  # a masked word, shown as text
+    again = cli("data", "import", *command, "--json")
+    assert again.document["already"] and "imported already" in again.err
+    assert "imported before" in again.err and "imported in" not in again.err
+
+
+def test_graphcore_files_and_rows(
+    cli: Callable[..., Any], record_files: ModuleType, sequences: list, tmp_path: Path
+) -> None:
+    rows = record_files.packs(sequences, 40, 2)
+    source, out = tmp_path / "strategy_20_20_part_0", tmp_path / "out"
+    empty = {name: [0] * len(v) for name, v in record_files.ten_arrays([], 40, 7, 2).items()}
+    content = [record_files.ten_arrays(row, 40, 7, 2) for row in rows]
+    source.write_bytes(b"".join(map(record_files.words, [*content, empty])))
+    command = ["data", "import", source, out, "--vocab-size", 100, "--workers", 1, "--json"]
+    result = cli(*command, "--max-length", 40, "--max-predictions", 7)
+    assert result.code == 2
+    assert "not a whole number of records" in result.err
+    sizes = ("--max-length", 40, "--max-predictions", 7, "--max-sequences-per-pack", 2)
+    result = cli(*command, *sizes)
+    assert result.code == 0, result.err
+    assert result.document["train"]["rows"] == len(rows)
+    assert "1 records held no sequence" in result.err
+    result = cli(*command, *sizes, "--repack")
+    assert result.code == 2
+    assert "--overwrite" in result.err
+    result = cli(*command, *sizes, "--repack", "--overwrite", "--max-per-pack", 0)
+    assert result.document["train"]["sequences"] == 60
+    assert result.document["train"]["rows"] <= len(rows)
+
+
+def test_what_is_wrong_is_one_line(cli: Callable[..., Any], unpacked: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(unpacked.read_bytes()[:-30])
+    out = tmp_path / "out"
+    for arguments, message in (
+        ((unpacked,), "the folder for the result"),
+        ((unpacked, out), "--tokenizer PATH or --vocab-size N"),
+        ((damaged, out, "--vocab-size", 100), "damaged, record"),
+        ((unpacked, out, "--vocab-size", 20), "not of the vocabulary"),
+        ((unpacked, out, "--vocab-size", 100, "--format", "csv"), "format"),
+        ((unpacked, out, "--vocab-size", 100, "--max-length", 0), "numbers of 1 and above"),
+    ):
+        result = cli("data", "import", *arguments)
+        assert (result.code, result.err.count("\n")) == (2, 1), result.err
+        assert message in result.err
+        assert not out.exists()
+
+
+def test_the_real_file(cli: Callable[..., Any], shared_data: Path, tmp_path: Path) -> None:
+    source = shared_data / "packing" / "sample_text_packed.tfrecord"
+    vocab = shared_data / "vocab" / "bert-base-uncased-vocab.txt"
+    out = tmp_path / "out"
+    result = cli("data", "import", source, out, "--tokenizer", vocab, "--workers", 1, "--json")
+    assert result.code == 0, result.err
+    train = result.document["train"]
+    assert (train["records"], train["rows"], train["sequences"]) == (44, 44, 45)
+    stats = cli("data", "stats", out, "--samples", 1, "--json")
+    assert stats.code == 0, stats.err
+    manifest = json.loads((out / "train" / "manifest.json").read_text())
+    assert manifest["static_masks"] and manifest["capacity"] == 128
