@@ -131,7 +131,7 @@ def test_every_peer_agrees(name: str, setting: padded.PeerSetting, sequences: li
 
 
 def test_hushed_ends(caplog: pytest.LogCaptureFixture) -> None:
-    with padded.hushed():
+    with padded.silence_libraries():
         logging.getLogger("x").warning("not heard")
         warnings.warn("not an error", stacklevel=1)
     logging.getLogger("x").warning("heard")

@@ -23,7 +23,7 @@ sys.path.insert(0, sys.argv[1])
 import models
 import packhorse_port as poptorch
 from packhorse import dist
-rank = dist.told().rank
+rank = dist.team_from_environment().rank
 torch.manual_seed(rank)  # neither weights nor data agree by themselves
 model = models.Classifier()
 if rank == 0:

@@ -20,7 +20,7 @@ def draw(path: Path, results: Sequence[RunResult], target: float) -> None:
         sequences, accuracies = (
             zip(*result.accuracies, strict=True) if result.accuracies else ((), ())
         )
-        colour = plots.OURS if result.reached else plots.GREY
+        colour = plots.OURS if result.reached else plots.GRAY
         axes.plot(sequences, accuracies, "o-", markersize=3, linewidth=1.2, color=colour)
     axes.axhline(target, color=plots.PADDING, linestyle="--")
     place = {"xytext": (4, 3), "textcoords": "offset points"}

@@ -18,7 +18,7 @@ from packhorse.errors import InputError
 from packhorse.reports import plots
 
 Curve = Sequence[tuple[float, float]]
-COLOURS = (plots.OURS, plots.PADDING, "#7a5c99", "#a33b3b", plots.OURS_LIGHT, plots.GREY)
+COLOURS = (plots.OURS, plots.PADDING, "#7a5c99", "#a33b3b", plots.OURS_LIGHT, plots.GRAY)
 LONG = 60  # points; from here on a curve is averaged
 WINDOW = 1 / 20  # of a curve, that an average is made of
 

@@ -30,7 +30,7 @@ from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.reports import subject
-from packhorse.reports.padded import ORDERS, PeerEngine, PeerSetting, Work
+from packhorse.reports.padded import ORDERS, PeerEngine, PeerSetting, TextsOrTokens
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
@@ -165,7 +165,7 @@ def packhorse_engine(
     encoder = load(folder, graphs=graphs, invariant=invariant, **options)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
 
-    def run(work: Work, order: str) -> np.ndarray:
+    def run(work: TextsOrTokens, order: str) -> np.ndarray:
         sequences = _tokenized(encoder, work)
         chunks = [sequences] if order == "sorted" else as_they_come(sequences, encoder.budget)
         return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
@@ -173,7 +173,7 @@ def packhorse_engine(
     return PeerEngine(_name(way), dtype, ORDERS, run)
 
 
-def _tokenized(encoder: Encoder, work: Work) -> list[Encoding]:
+def _tokenized(encoder: Encoder, work: TextsOrTokens) -> list[Encoding]:
     encodings = [item for item in work if isinstance(item, Encoding)]
     return encodings or encoder.tokenize([item for item in work if isinstance(item, str)])
 
@@ -220,7 +220,7 @@ def _setting(
 
 def _reference(
     request: EncodeRequest, folder: Path, device: torch.device
-) -> tuple[Work, np.ndarray, np.ndarray]:
+) -> tuple[TextsOrTokens, np.ndarray, np.ndarray]:
     """What is encoded, its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
@@ -276,7 +276,7 @@ def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> l
 
 def _warm_up(
     candidate: Candidate,
-    work: Work,
+    work: TextsOrTokens,
     trials: list[EncodeTrial],
     failures: list[EncodeRow],
 ) -> None:
@@ -299,7 +299,7 @@ def _reason(error: Exception) -> str:
     return kind + lines[0][:200]
 
 
-def _timed(trial: EncodeTrial, work: Work, device: torch.device) -> float:
+def _timed(trial: EncodeTrial, work: TextsOrTokens, device: torch.device) -> float:
     devices.synchronize(device)
     start = time.perf_counter()
     trial.engine.run(work, trial.order)

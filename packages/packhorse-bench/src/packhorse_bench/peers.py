@@ -27,12 +27,12 @@ from packhorse import executable
 from packhorse.reports.padded import (
     PeerEngine,
     PeerSetting,
-    Work,
-    hushed,
+    TextsOrTokens,
     mean_pool,
     padded,
     padding_engine,
     pooled,
+    silence_libraries,
     transformers,
     transformers_model,
     transformers_states,
@@ -57,7 +57,7 @@ def transformers_compiled(setting: PeerSetting, dtype: str) -> PeerEngine:
     vectors = pooled(compiled, setting.device)
     step = -(-setting.longest // SHAPES)
 
-    def run(work: Work, order: str) -> np.ndarray:
+    def run(work: TextsOrTokens, order: str) -> np.ndarray:
         def width(longest: int) -> int:
             narrow = min(-(-longest // step) * step, setting.longest)
             return narrow if order == "sorted" else setting.longest
@@ -71,7 +71,7 @@ def sentence_transformers(setting: PeerSetting, dtype: str) -> PeerEngine:
     """sentence-transformers' `encode`, which sorts by length itself, so there is no other order."""
     from sentence_transformers import SentenceTransformer
 
-    with hushed():
+    with silence_libraries():
         model = SentenceTransformer(
             str(setting.folder),
             device=str(setting.device),
@@ -79,7 +79,7 @@ def sentence_transformers(setting: PeerSetting, dtype: str) -> PeerEngine:
         )
     model.max_seq_length = setting.longest
 
-    def run(work: Work, order: str) -> np.ndarray:
+    def run(work: TextsOrTokens, order: str) -> np.ndarray:
         texts = [item for item in work if isinstance(item, str)]
         if len(texts) < len(work):
             raise Unserved("encode takes texts, not token ids")
@@ -129,7 +129,7 @@ def openvino(setting: PeerSetting, dtype: str) -> PeerEngine:
         "INFERENCE_NUM_THREADS": setting.threads,
         "PERFORMANCE_HINT": "LATENCY",
     }
-    with hushed():
+    with silence_libraries():
         model = library.convert_model(_three_inputs(setting), example_input=_example())
         compiled = library.compile_model(model, "CPU", settings)
 
@@ -151,7 +151,7 @@ def ctranslate2(setting: PeerSetting, dtype: str) -> PeerEngine:
         raise Unserved(f"CTranslate2 has no {dtype} on this processor")
     folder = setting.scratch / "ctranslate2"
     if not folder.exists():
-        with hushed():
+        with silence_libraries():
             TransformersConverter(str(setting.folder)).convert(str(folder))
     encoder = library.Encoder(
         str(folder), compute_type=types[dtype], intra_threads=setting.threads, inter_threads=1
@@ -217,7 +217,7 @@ def fused_onnx(setting: PeerSetting) -> Path:
     plain = setting.scratch / "plain.onnx"
     names = ["input_ids", "attention_mask", "token_type_ids"]
     model = _three_inputs(setting, attn_implementation="eager")
-    with hushed(), torch.no_grad():
+    with silence_libraries(), torch.no_grad():
         torch.onnx.export(
             model,
             _example(),
@@ -248,7 +248,7 @@ def _quantised(model: Path) -> Path:
 
     path = model.with_name("int8.onnx")
     unknown = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused nodes put out
-    with hushed():
+    with silence_libraries():
         quantize_dynamic(
             model, path, weight_type=QuantType.QInt8, per_channel=True, extra_options=unknown
         )

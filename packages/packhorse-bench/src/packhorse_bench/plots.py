@@ -50,7 +50,7 @@ def _encode_color(row: EncodeRow) -> str:
     return (
         (plots.OURS_LIGHT if online else plots.OURS)
         if is_ours
-        else (plots.LIGHT if online else plots.GREY)
+        else (plots.LIGHT if online else plots.GRAY)
     )
 
 
@@ -129,7 +129,7 @@ def draw_training(path: Path, rows: Sequence[TrainRow], title: str) -> None:
 def _training_color(row: TrainRow) -> str:
     if row.way.startswith("packhorse"):
         return plots.OURS
-    return plots.PADDING if "padded" in row.way else plots.GREY
+    return plots.PADDING if "padded" in row.way else plots.GRAY
 
 
 def _training_label(row: TrainRow) -> str:

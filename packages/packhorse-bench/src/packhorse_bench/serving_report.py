@@ -108,7 +108,7 @@ def draw(path: Path, setup: ServingSetup, comparison: ServingComparison, title: 
     axes = figure.subplots()
     top = 4 * setup.limit_ms
     for row in (row for row in comparison.rows if row.problem is None):
-        colour = COLOURS.get(row.server, plots.GREY)
+        colour = COLOURS.get(row.server, plots.GRAY)
         held, failed = _curve(comparison.points, row.server)
         label = f"{row.server}: {row.held_rate:.0f}/s"
         rates = [rate for rate, _ in held]

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from packhorse import executable
 from packhorse.optim import LAMB
-from packhorse.reports.padded import hushed
+from packhorse.reports.padded import silence_libraries
 from packhorse.train import cost, feed
 from packhorse.train.feed import StepBatches
 from packhorse.train.job import TrainingJob
@@ -260,7 +260,7 @@ def _opened(stage: TrainingStage, attention: str) -> tuple[nn.Module, LAMB]:
     library.utils.logging.disable_progress_bar()
     kinds = (library.AutoModelForSequenceClassification, library.AutoModelForPreTraining)
     job = stage.job
-    with hushed():
+    with silence_libraries():
         model = kinds[stage.pretrains].from_pretrained(
             stage.folder,
             dtype=torch.float32,

@@ -164,7 +164,7 @@ def start_reporting(
     Publishing also stops when `owner` is collected or the process ends.
     """
     stack = ExitStack()
-    publish = stack.enter_context(status.speaking(f"port-{next(EXECUTOR_NUMBERS)}", labels))
+    publish = stack.enter_context(status.publishing(f"port-{next(EXECUTOR_NUMBERS)}", labels))
     calls = samples = published_calls = 0
     published = time.monotonic()
     publish({"does": f"{activity}, first call", "calls": 0, "sequences": 0})

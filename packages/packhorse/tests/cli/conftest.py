@@ -80,5 +80,5 @@ def write_tiny(head: str, home: Path) -> Path:
     (home / "vocab").mkdir()
     (home / "vocab" / "vocab.txt").write_text("\n".join(words) + "\n")
     model = Model(bert, {"classify" if head == "rerank" else head: heads[head]()}).eval()
-    made = checkpoint.Checkpoint(config, model, home / "vocab", head, 64, labels=labels)
-    return checkpoint.write(home / head, made)
+    model_files = checkpoint.Checkpoint(config, model, home / "vocab", head, 64, labels=labels)
+    return checkpoint.write(home / head, model_files)

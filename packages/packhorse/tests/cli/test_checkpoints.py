@@ -15,15 +15,15 @@ def test_convert_then_verify(cli, tiny, tmp_path: Path, to: str) -> None:
     if to == "onnx":
         pytest.importorskip("onnx")
     source = tiny("mlm")
-    made = cli("convert", source, tmp_path / "there", "--to", to, "--json")
-    assert made.code == 0, made.err
-    assert made.document["to"] == to and "mlm" in made.document["heads"]
-    assert sorted(made.document["files"]) == made.document["files"]
+    converted = cli("convert", source, tmp_path / "there", "--to", to, "--json")
+    assert converted.code == 0, converted.err
+    assert converted.document["to"] == to and "mlm" in converted.document["heads"]
+    assert sorted(converted.document["files"]) == converted.document["files"]
     same = cli("verify", source, tmp_path / "there", "--json")
     assert same.code == 0, same.err
     assert same.document["same"] and not same.document["only_a"]
-    assert all(found["equal"] for found in same.document["tensors"])
-    assert {found["name"] for found in same.document["outputs"]} >= {"hidden", "mlm"}
+    assert all(tensor["equal"] for tensor in same.document["tensors"])
+    assert {output["name"] for output in same.document["outputs"]} >= {"hidden", "mlm"}
     assert "the same model" in same.err
 
 
@@ -36,33 +36,33 @@ def test_verify_sees_one_bit(cli, tiny, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("layer.1.output.dense.weight"))
     tensors[name][3, 4] += 1
     save_file(tensors, weights, metadata={"format": "pt"})
-    found = cli("verify", source, tmp_path / "other", "--json")
-    assert found.code == 1 and not found.document["same"]
-    apart = [entry["name"] for entry in found.document["tensors"] if not entry["equal"]]
+    result = cli("verify", source, tmp_path / "other", "--json")
+    assert result.code == 1 and not result.document["same"]
+    apart = [entry["name"] for entry in result.document["tensors"] if not entry["equal"]]
     assert apart == ["bert.layers.1.down.weight"]
-    assert "not the same model: outputs of hidden" in found.err
+    assert "not the same model: outputs of hidden" in result.err
     assert cli("verify", source, tmp_path / "other", "--tolerance", "100").code == 0
 
 
 def test_verify_compares_heads_that_one_lacks(cli, tiny) -> None:
-    found = cli("verify", tiny("embed"), tiny("mlm"))
-    assert found.code == 1 and "are only in" in found.err
+    result = cli("verify", tiny("embed"), tiny("mlm"))
+    assert result.code == 1 and "are only in" in result.err
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_verify_sees_other_shapes_and_other_words(cli, tiny, tmp_path: Path) -> None:
     source = tiny("embed")
     assert cli("convert", source, tmp_path / "short", "--max-positions", "32").code == 0
-    found = cli("verify", source, tmp_path / "short")
-    assert found.code == 1 and "other shapes (first bert.embed.positions.weight)" in found.err
+    result = cli("verify", source, tmp_path / "short")
+    assert result.code == 1 and "other shapes (first bert.embed.positions.weight)" in result.err
     assert cli("convert", source, tmp_path / "words").code == 0
     vocabulary = tmp_path / "words" / "vocab.txt"
     words = vocabulary.read_text().splitlines()
     a, b = words.index("e"), words.index("s")
     words[a], words[b] = words[b], words[a]
     vocabulary.write_text("\n".join(words) + "\n")
-    found = cli("verify", source, tmp_path / "words")
-    assert found.code == 1 and "their tokenizers read the texts differently" in found.err
+    result = cli("verify", source, tmp_path / "words")
+    assert result.code == 1 and "their tokenizers encode the texts differently" in result.err
 
 
 def test_a_vocabulary_given_apart_keeps_its_settings(cli, tiny, tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_a_vocabulary_given_apart_keeps_its_settings(cli, tiny, tmp_path: Path) 
     apart.mkdir()
     (apart / "vocab.txt").write_text((tiny("embed") / "vocab.txt").read_text())
     (apart / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    for number, given in enumerate((apart / "vocab.txt", apart)):
+    for number, vocab in enumerate((apart / "vocab.txt", apart)):
         target = tmp_path / f"out{number}"
-        assert cli("convert", tiny("embed"), target, "--vocab", given).code == 0
+        assert cli("convert", tiny("embed"), target, "--vocab", vocab).code == 0
         assert json.loads((target / "tokenizer_config.json").read_text())["do_lower_case"] is False
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
 def test_a_table_smaller_than_the_vocabulary_is_told(cli, tiny, tmp_path: Path) -> None:
-    made = cli("convert", tiny("embed"), tmp_path / "crop", "--vocab-size", "40")
-    assert made.code == 0 and "cannot be used with texts" in made.err
+    converted = cli("convert", tiny("embed"), tmp_path / "crop", "--vocab-size", "40")
+    assert converted.code == 0 and "cannot be used with texts" in converted.err
 
 
 def test_verify_on_ones_own_texts(cli, tiny, tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_convert_keeps_or_changes_the_dtype(cli, tiny, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "half" / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert cli("convert", tmp_path / "half", tmp_path / "again", "--to", "tf1").code == 0
-    found = cli("inspect", tmp_path / "again", "--json").document
-    assert {facts["dtype"] for facts in found["tensors"]} == {"bfloat16"}
+    result = cli("inspect", tmp_path / "again", "--json").document
+    assert {facts["dtype"] for facts in result["tensors"]} == {"bfloat16"}
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
@@ -140,9 +140,9 @@ def test_inspect_says_why_a_model_does_not_run(cli, tiny, tmp_path: Path) -> Non
     tensors["stray"] = torch.full((2,), float("nan"))
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((tiny("embed") / "config.json").read_text())
-    found = cli("inspect", tmp_path, "--json")
-    assert found.code == 0 and not found.document["runs"]
-    assert "stray" in found.document["why_not"] and found.document["nonfinite"] == 2
+    result = cli("inspect", tmp_path, "--json")
+    assert result.code == 0 and not result.document["runs"]
+    assert "stray" in result.document["why_not"] and result.document["nonfinite"] == 2
 
 
 def test_checksums_do_not_depend_on_the_format(cli, tiny, tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_checksums_do_not_depend_on_the_format(cli, tiny, tmp_path: Path) -> Non
     name = "embeddings.word_embeddings.weight"
     first = cli("inspect", tiny("embed"), "--json").document["tensors"]
     second = cli("inspect", tmp_path / "tf1", "--json").document["tensors"]
-    ours = next(facts["crc32c"] for facts in first if facts["name"].endswith(name))
-    theirs = next(f["crc32c"] for f in second if f["name"] == "bert/embeddings/word_embeddings")
-    assert ours == theirs
+    expected = next(facts["crc32c"] for facts in first if facts["name"].endswith(name))
+    checksum = next(f["crc32c"] for f in second if f["name"] == "bert/embeddings/word_embeddings")
+    assert expected == checksum
 
 
 def test_run_takes_a_tensorflow_checkpoint_by_its_prefix(cli, tiny, tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_run_takes_a_tensorflow_checkpoint_by_its_prefix(cli, tiny, tmp_path: Pa
 )
 def test_mistakes_are_one_line(cli, tiny, tmp_path: Path, arguments: list[str], message) -> None:
     filled = [part.format(model=tiny("embed"), folder=tmp_path) for part in arguments]
-    found = cli(*filled)
-    assert found.code == 2 and message in found.err and "Traceback" not in found.err
+    result = cli(*filled)
+    assert result.code == 2 and message in result.err and "Traceback" not in result.err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -211,22 +211,22 @@ def test_gelu_and_ignore(cli, bare: Path, tmp_path: Path) -> None:
     flags = ("--ignore", "queue/*")
     needed = cli("inspect", bare, *flags, "--ignore", "bert/encoder/*")
     assert "--ignore bert/encoder/* (ignore=) matches bert/encoder/layer_0" in needed.out
-    asked = cli("inspect", bare, *flags)
-    assert asked.code == 0 and asked.err.count("--gelu tanh (gelu='tanh')") == 1
-    assert "exact (erf): transformers reads it so" in asked.out
-    assert "training state skipped: good_steps" in asked.err
-    assert "ignored: 1 tensors (queue/keys)" in asked.err
-    said = cli("convert", bare, tmp_path / "hf", *flags, "--gelu", "tanh", "--json")
-    assert said.code == 0 and "February 2019" not in said.err
-    assert "GELU: approximated by tanh (gelu_new): --gelu (gelu=) says so" in said.err
-    assert (said.document["gelu"], said.document["gelu_reason"]) == (
+    inspected = cli("inspect", bare, *flags)
+    assert inspected.code == 0 and inspected.err.count("--gelu tanh (gelu='tanh')") == 1
+    assert "exact (erf): transformers reads it so" in inspected.out
+    assert "training state skipped: good_steps" in inspected.err
+    assert "ignored: 1 tensors (queue/keys)" in inspected.err
+    result = cli("convert", bare, tmp_path / "hf", *flags, "--gelu", "tanh", "--json")
+    assert result.code == 0 and "February 2019" not in result.err
+    assert "GELU: approximated by tanh (gelu_new): --gelu (gelu=) says so" in result.err
+    assert (result.document["gelu"], result.document["gelu_reason"]) == (
         "tanh",
         "--gelu (gelu=) says so",
     )
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["hidden_act"] == "gelu_new"
     same = cli("verify", bare, tmp_path / "hf", *flags, "--gelu", "tanh")
     assert same.code == 0, same.err
-    other = cli("verify", bare, tmp_path / "hf", *flags, "--gelu", "erf")
-    assert other.code == 1 and "outputs of" in other.err
+    changed = cli("verify", bare, tmp_path / "hf", *flags, "--gelu", "erf")
+    assert changed.code == 1 and "outputs of" in changed.err
     ran = cli("run", "-m", bare, "--task", "fill", "the [MASK]", *flags, "--gelu", "tanh")
     assert ran.code == 0, ran.err

@@ -43,30 +43,30 @@ def test_run(cli, tiny, home: Path) -> None:
     vectors = []
     for source in ("texts.jsonl", "saved/train"):
         out = home / f"{len(vectors)}.npy"
-        asked = ("--input", home / source, "--column", "body", "--out", out, "-m", tiny("embed"))
-        assert cli("run", "--task", "embed", *asked).code == 0
+        flags = ("--input", home / source, "--column", "body", "--out", out, "-m", tiny("embed"))
+        assert cli("run", "--task", "embed", *flags).code == 0
         vectors.append(np.load(out))
     assert vectors[0].tobytes() == vectors[1].tobytes() and len(vectors[1]) == len(TEXTS)
 
 
 def test_a_run_does_not_go_on_with_another_table(cli, tiny, home: Path) -> None:
-    from packhorse.cli.flags import Options
-    from packhorse.cli.writing import _input
+    from packhorse.cli.flags import RunFlags
+    from packhorse.cli.writing import _input_stamp
 
-    options = Options(input=str(home / "saved" / "train"))
-    before = _input([], options)
-    assert _input([], options) == before
+    flags = RunFlags(input=str(home / "saved" / "train"))
+    before = _input_stamp([], flags)
+    assert _input_stamp([], flags) == before
     (file,) = (home / "saved" / "train").glob("*.arrow")
     os.utime(file, ns=(1, 1))  # the folder itself looks as it did
-    assert _input([], options) != before
+    assert _input_stamp([], flags) != before
 
 
 def test_waste(cli, tiny, home: Path) -> None:
-    found = [
+    documents = [
         cli("waste", home / source, *more, "-m", tiny("embed"), "--json").document
         for source, *more in (("texts.jsonl", "--column", "body"), ("saved/train",))
     ]
-    assert found[0] == found[1] and found[1]["texts"] == len(TEXTS)
+    assert documents[0] == documents[1] and documents[1]["texts"] == len(TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_mistakes_are_one_line(
     cli, tiny, home: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     words = [home / word if (home / word).exists() else word for word in arguments]
-    said = cli(*words, "-m", tiny("embed"))
-    assert said.code == 2 and says in said.err
-    assert len([line for line in said.err.splitlines() if says in line]) == 1
+    result = cli(*words, "-m", tiny("embed"))
+    assert result.code == 2 and says in result.err
+    assert len([line for line in result.err.splitlines() if says in line]) == 1
 
 
 def test_build(cli, home: Path, datasets: Any) -> None:
@@ -94,20 +94,20 @@ def test_build(cli, home: Path, datasets: Any) -> None:
     texts = [f"mule horse {'sacks ' * (n % 5)}. horse mule." for n in range(40)]
     (home / "corpus.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts))
     datasets.Dataset.from_dict({"body": texts}).save_to_disk(home / "corpus", num_shards=2)
-    how = ("--tokenizer", home / "vocab.txt", "--max-length", 32, "--workers", 1, "--json")
-    found = []
+    flags = ("--tokenizer", home / "vocab.txt", "--max-length", 32, "--workers", 1, "--json")
+    documents = []
     for source, *more in (("corpus.jsonl", "--column", "body"), ("corpus",)):
-        said = cli("data", "build", home / source, home / f"out-{source}", *more, *how)
-        assert said.code == 0, said.err
-        found.append(said.document)
+        result = cli("data", "build", home / source, home / f"out-{source}", *more, *flags)
+        assert result.code == 0, result.err
+        documents.append(result.document)
     for name in ("documents", "sentences", "bad"):
-        assert found[0]["found"][name] == found[1]["found"][name], name
-    assert found[1]["found"]["documents"] == 40
+        assert documents[0]["found"][name] == documents[1]["found"][name], name
+    assert documents[1]["found"]["documents"] == 40
 
 
 def test_evaluate_squad(cli, tiny, home: Path) -> None:
-    said = cli(
+    result = cli(
         *("evaluate", "--task", "squad", "--input", home / "squad", "-m", tiny("span"), "--json")
     )
-    assert said.code == 0, said.err
-    assert said.document["questions"] == 2
+    assert result.code == 0, result.err
+    assert result.document["questions"] == 2

@@ -26,11 +26,11 @@ def test_both_sides_agree_and_a_query_is_answered(cli, tmp_path: Path) -> None:
     plot = tmp_path / "demo.png"
     said = cli("demo", "parse a mail message", *FEW, "--plot", plot, "--json")
     assert said.code == 0
-    found = said.document
-    assert [way["padding"] > 0 for way in found["ways"]] == [False, True, True]
-    assert found["largest_difference"] < 1e-4 and found["smallest_cosine"] > 0.99999
-    assert found["texts"] == 12 and found["searched"] == 40
-    (answer,) = found["answers"]
+    document = said.document
+    assert [way["padding"] > 0 for way in document["ways"]] == [False, True, True]
+    assert document["largest_difference"] < 1e-4 and document["smallest_cosine"] > 0.99999
+    assert document["texts"] == 12 and document["searched"] == 40
+    (answer,) = document["answers"]
     scores = [result["score"] for result in answer["results"]]
     assert answer["query"] == "parse a mail message"
     assert len(scores) == 5 and scores == sorted(scores, reverse=True)
@@ -42,29 +42,29 @@ def test_both_sides_agree_and_a_query_is_answered(cli, tmp_path: Path) -> None:
 def test_without_a_query_off_a_terminal_there_is_a_default(cli) -> None:
     from packhorse.cli.demo import DEFAULT_QUERY
 
-    said = cli("demo", *FEW, "--json")
-    assert [answer["query"] for answer in said.document["answers"]] == [DEFAULT_QUERY]
+    result = cli("demo", *FEW, "--json")
+    assert [answer["query"] for answer in result.document["answers"]] == [DEFAULT_QUERY]
 
 
 def test_disagreement_fails_the_demo(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     right = side_by_side.packed_vectors
     monkeypatch.setattr(
-        side_by_side, "packed_vectors", lambda *given: np.roll(right(*given), 1, axis=0)
+        side_by_side, "packed_vectors", lambda *inputs: np.roll(right(*inputs), 1, axis=0)
     )
-    said = cli("demo", *FEW)
-    assert said.code == 1
-    assert "do not agree" in said.err.splitlines()[-1]
+    result = cli("demo", *FEW)
+    assert result.code == 1
+    assert "do not agree" in result.err.splitlines()[-1]
 
 
 def test_the_first_look_decides_how_many(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.cli.demo.COMPARE_SECONDS", 1e-9)
     monkeypatch.setattr("packhorse.cli.demo.SEARCH_SECONDS", 1e-9)
-    monkeypatch.setattr("packhorse.cli.demo.FIRST_LOOK", 8)
-    said = cli("demo", "mail", "--json")
-    assert said.document["texts"] == said.document["searched"] == 8
+    monkeypatch.setattr("packhorse.cli.demo.TRIAL_TEXTS", 8)
+    result = cli("demo", "mail", "--json")
+    assert result.document["texts"] == result.document["searched"] == 8
 
 
 @pytest.mark.parametrize("flag", ["--sample", "--texts"])
 def test_nothing_to_do_is_refused(cli, flag: str) -> None:
-    said = cli("demo", flag, 0)
-    assert said.code == 2 and said.err == f"packhorse: {flag} is 0; it must be 1 or more\n"
+    result = cli("demo", flag, 0)
+    assert result.code == 2 and result.err == f"packhorse: {flag} is 0; it must be 1 or more\n"

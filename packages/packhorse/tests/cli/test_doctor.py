@@ -16,9 +16,9 @@ pytestmark = pytest.mark.machine
 def test_it_says_what_runs_and_why_not(capsys) -> None:
     assert main(["doctor", "--json"]) == 0
     out, shown = capsys.readouterr()
-    found = json.loads(out)
-    assert found["machine"]["torch"] == torch.__version__
-    on_cpu = {(r["kernel"], r["dtype"]): r for r in found["kernels"] if r["device"] == "cpu"}
+    report = json.loads(out)
+    assert report["machine"]["torch"] == torch.__version__
+    on_cpu = {(r["kernel"], r["dtype"]): r for r in report["kernels"] if r["device"] == "cpu"}
     assert set(on_cpu) == {(name, dtype) for name in KERNELS for dtype in ("fp32", "bf16")}
     assert on_cpu["reference", "fp32"]["runs"] is True
     assert on_cpu["varlen", "fp32"]["runs"] is False
@@ -32,9 +32,9 @@ def test_missing_things_come_with_their_fix(monkeypatch) -> None:
 
     monkeypatch.setattr(executable, "cpp_compiler", lambda: None)
     monkeypatch.setitem(doctor.EXTRAS, "data", "a-package-nobody-has")
-    found = doctor.examine()
-    assert "none" in found["machine"]["C++ compiler"]
-    extra = next(row for row in found["extras"] if row["extra"] == "data")
+    report = doctor.examine()
+    assert "none" in report["machine"]["C++ compiler"]
+    extra = next(row for row in report["extras"] if row["extra"] == "data")
     assert extra == {"extra": "data", "version": None, "fix": "pip install 'packhorse[data]'"}
 
 

@@ -43,19 +43,41 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], N
 
 
 def test_help_names_every_command(cli: Cli) -> None:
-    said = cli("--help")
-    assert said.code == 0 and said.err == ""
+    result = cli("--help")
+    assert result.code == 0 and result.err == ""
     for name, (_, line) in frame.COMMANDS.items():
-        assert name in said.out and line in said.out
-    assert cli().out == said.out
+        assert name in result.out and line in result.out
+    assert cli().out == result.out
 
 
 @pytest.mark.parametrize("name", frame.COMMANDS)
 def test_every_command_has_help_with_examples(name: str, cli: Cli) -> None:
-    said = cli(name, "--help")
-    assert said.code == 0
-    below_usage = said.out.partition("\n")[2]
+    result = cli(name, "--help")
+    assert result.code == 0
+    below_usage = result.out.partition("\n")[2]
     assert f"packhorse {name}" in below_usage or "Commands" in below_usage
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (
+            "evaluate",
+            ["--task", "--input", "--model", "--limit", "--config", "--beside", "--top-k"],
+        ),
+        ("data stats", ["--verify", "--samples"]),
+        ("data build", ["--tokenizer", "--max-bad", "--workers", "--json"]),
+        ("onnx pack", ["--mode", "--explain", "--input-shape"]),
+        ("freeze", ["--input-checkpoint", "--input_checkpoint"]),
+        ("waste", ["--column", "--batch-size", "--price"]),
+    ],
+)
+def test_flags_with_and_without_a_group_are_in_the_help(
+    command: str, flags: list[str], cli: Cli
+) -> None:
+    result = cli(*command.split(), "--help")
+    assert result.code == 0
+    assert [flag for flag in flags if f" {flag} " not in result.out] == []
 
 
 def test_commands_are_cheap_to_import() -> None:
@@ -84,11 +106,11 @@ def test_module_and_version() -> None:
     ],
 )
 def test_usage_errors_are_one_line(arguments: list[str], message: str, cli: Cli) -> None:
-    said = cli(*arguments)
-    assert said.code == 2 and said.out == ""
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
-    assert message in said.err
-    assert ("`packhorse run --help`" in said.err) == (arguments[0] == "run")
+    result = cli(*arguments)
+    assert result.code == 2 and result.out == ""
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
+    assert message in result.err
+    assert ("`packhorse run --help`" in result.err) == (arguments[0] == "run")
 
 
 @pytest.mark.parametrize(
@@ -108,8 +130,8 @@ def test_errors_are_one_line(
         raise error
 
     command(do)
-    said = cli("do")
-    assert said.code == code and line in said.err and said.err.count("\n") == 1
+    result = cli("do")
+    assert result.code == code and line in result.err and result.err.count("\n") == 1
 
 
 def test_a_traceback_on_demand(command: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +155,7 @@ def test_warnings_are_notes(cli: Cli, command: Callable) -> None:
 
 
 def test_warnings_of_one_kind_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.once(FutureWarning), pytest.warns(UserWarning, match="another kind"):
+    with console.summarize_warnings(FutureWarning), pytest.warns(UserWarning, match="another kind"):
         for text in ("12 cut", "3 cut"):
             warnings.warn(text, FutureWarning, stacklevel=2)
         warnings.warn("another kind", UserWarning, stacklevel=2)
@@ -141,8 +163,8 @@ def test_warnings_of_one_kind_are_one_line(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_list_that_goes_on_says_so(cli) -> None:
-    said = cli("runn")
-    assert said.code == 2 and ", ...; see `packhorse --help`" in said.err
+    result = cli("runn")
+    assert result.code == 2 and ", ...; see `packhorse --help`" in result.err
 
 
 def test_a_closed_pipe_is_quiet() -> None:
@@ -157,8 +179,8 @@ def test_a_closed_pipe_is_quiet() -> None:
         assert process.stdout and process.stderr
         process.stdout.read(10)
         process.stdout.close()
-        said = process.stderr.read()
-    assert (process.returncode, said) == (141, b"")
+        result = process.stderr.read()
+    assert (process.returncode, result) == (141, b"")
 
 
 def test_a_terminal_without_the_characters() -> None:
@@ -238,9 +260,9 @@ def test_progress_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "PAUSE", 0.0)
-    with console.progress("packing", quiet=True) as advance:
+    with console.reserve_stdout_for_json(), console.progress("packing") as advance:
         advance(1, 1)
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "", "a program that reads the document sees no progress"
     monkeypatch.setattr(sys, "stderr", Terminal())
     with console.progress("packing") as advance:
         advance(1, 4)

@@ -39,39 +39,39 @@ def prefix(bert: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_graph_is_frozen(cli, prefix: Path, tmp_path: Path) -> None:
     from packhorse.checkpoint.tensorflow import frozen
 
-    said = cli(
+    result = cli(
         *("freeze", "--input-meta-graph", f"{prefix}.meta", "--input-checkpoint", prefix),
         *("--output-node-names", "nsp_logits,pooled_output", "--clear-devices"),
         *("--output-graph", tmp_path / "frozen.pb", "--json"),
     )
-    assert said.code == 0 and "variables as constants" in said.err
-    theirs = frozen.read(prefix.parent / "theirs.pb").tensors
-    assert frozen.read(tmp_path / "frozen.pb").tensors.keys() == theirs.keys()
-    found = said.document
-    assert found["outputs"] == ["nsp_logits", "pooled_output"]
-    assert found["variables"] == len(theirs) and found["nodes"] < found["nodes_before"]
-    assert found["bytes"] == (tmp_path / "frozen.pb").stat().st_size
+    assert result.code == 0 and "variables as constants" in result.err
+    reference = frozen.read(prefix.parent / "theirs.pb").tensors
+    assert frozen.read(tmp_path / "frozen.pb").tensors.keys() == reference.keys()
+    document = result.document
+    assert document["outputs"] == ["nsp_logits", "pooled_output"]
+    assert document["variables"] == len(reference) and document["nodes"] < document["nodes_before"]
+    assert document["bytes"] == (tmp_path / "frozen.pb").stat().st_size
 
 
 @pytest.mark.parametrize("name", ["", "model.ckpt.index"])
 def test_a_folder_or_an_index_leads_to_the_graph(
     cli, prefix: Path, tmp_path: Path, name: str
 ) -> None:
-    said = cli(
+    result = cli(
         *("freeze", "--input-checkpoint", prefix.parent / name),
         *("--output-node-names", "nsp_logits", "--output-graph", tmp_path / "frozen.pb"),
     )
-    assert said.code == 0 and (tmp_path / "frozen.pb").stat().st_size > 10_000
+    assert result.code == 0 and (tmp_path / "frozen.pb").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("binary", [["--input_binary=True"], ["--input_binary", "true"], []])
 def test_the_spellings_of_tensorflow(cli, prefix: Path, tmp_path: Path, binary: list[str]) -> None:
-    said = cli(
+    result = cli(
         *("freeze", f"--input_meta_graph={prefix}.meta", f"--input_checkpoint={prefix}"),
         *("--output_node_names=nsp_logits:0", "--clear_devices"),
         *(f"--output_graph={tmp_path / 'frozen.pb'}", *binary),
     )
-    assert said.code == 0 and said.out == ""
+    assert result.code == 0 and result.out == ""
     assert (tmp_path / "frozen.pb").stat().st_size > 10_000
 
 
@@ -98,9 +98,9 @@ def test_mistakes_are_one_line(
         **changes,
     }
     words = [str(word).format(prefix=prefix) for flag in flags.items() if flag[1] for word in flag]
-    said = cli("freeze", *words)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("freeze", *words)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
     assert not (tmp_path / "frozen.pb").exists()
 
 
@@ -109,9 +109,9 @@ def test_a_checkpoint_without_its_graph(cli, prefix: Path, tmp_path: Path) -> No
     for path in prefix.parent.glob("model.ckpt.[id]*"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     bare = tmp_path / "model.ckpt"
-    said = cli(
+    result = cli(
         *("freeze", "--input-checkpoint", bare, "--output-node-names", "nsp_logits"),
         *("--output-graph", tmp_path / "frozen.pb"),
     )
-    assert said.code == 2 and "has weights but no graph" in said.err
-    assert f"packhorse run --model {bare}" in said.err
+    assert result.code == 2 and "has weights but no graph" in result.err
+    assert f"packhorse run --model {bare}" in result.err

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from packhorse import status
-from packhorse.cli import console, data_progress
+from packhorse.cli import console, data
 from packhorse.cli import monitor as command
-from packhorse.cli import monitor_view as view
 from packhorse.data.corpus.building import Progress
 from packhorse.data.corpus.parts import Found
 from packhorse.monitor import Snapshot, look
@@ -45,25 +44,27 @@ def publish() -> None:
 
 def test_once_as_a_table(cli: Cli) -> None:
     publish()
-    said = cli("monitor")
-    assert said.code == 0 and "\x1b" not in said.out
-    line = next(line for line in said.out.splitlines() if line.split()[:1] == [str(os.getpid())])
+    result = cli("monitor")
+    assert result.code == 0 and "\x1b" not in result.out
+    line = next(line for line in result.out.splitlines() if line.split()[:1] == [str(os.getpid())])
     assert all(word in line for word in ("reading a very long book", "12.2", "3,456", "97.5%"))
-    assert re.search(r"^ *cpu ", said.out, re.M) and "Devices" in said.out
+    assert re.search(r"^ *cpu ", result.out, re.M) and "Devices" in result.out
 
 
 def test_once_as_json(cli: Cli) -> None:
     publish()
-    said = cli("monitor", "--json")
-    assert said.code == 0 and len(said.out.splitlines()) == 1
-    mine = [each for each in said.document["processes"] if each["pid"] == os.getpid()]
-    assert mine[0]["queue"] == 4 and mine[0]["figures"]["fill"] == 0.975 and mine[0]["memory"]
-    assert said.document["devices"][0]["device"] == "cpu"
+    result = cli("monitor", "--json")
+    assert result.code == 0 and len(result.out.splitlines()) == 1
+    (process,) = [
+        process for process in result.document["processes"] if process["pid"] == os.getpid()
+    ]
+    assert process["queue"] == 4 and process["figures"]["fill"] == 0.975 and process["memory"]
+    assert result.document["devices"][0]["device"] == "cpu"
 
 
 def test_nothing_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.monitor.processes.ProcSystem.pids", lambda self: [])
-    assert view.IDLE in cli("monitor").out
+    monkeypatch.setattr("packhorse.monitor.processes.ByFiles.pids", lambda self: [])
+    assert command.NO_PROCESS in cli("monitor").out
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
@@ -81,30 +82,30 @@ def test_no_line_is_wider_than_it_may_be(
 
 
 def test_words_give_way_before_figures() -> None:
-    columns = [view.Column("id"), view.Column("a", words=True), view.Column("b", 1)]
+    columns = [command.Column("id"), command.Column("a", is_text=True), command.Column("b", 1)]
     rows = [["1", "a long story " * 3, "12345"]]
-    assert view.fit(columns, rows, None, gap=2)[1] == rows
-    kept, cells, widths = view.fit(columns, rows, 30, gap=2)
-    assert len(kept) == 3 and sum(widths) + 4 == 30 and cells[0][1].endswith("…")
-    kept, cells, _ = view.fit(columns, rows, 15, gap=2)
-    assert [column.title for column in kept] == ["id", "a"] and cells[0][0] == "1"
-    assert len(view.fit(columns, [["1", "x", ""]], None, gap=2)[0]) == 2, "no one has a figure"
+    assert command.fit(columns, rows, None, gap=2)[1] == rows
+    shown, cells, widths = command.fit(columns, rows, 30, gap=2)
+    assert len(shown) == 3 and sum(widths) + 4 == 30 and cells[0][1].endswith("…")
+    shown, cells, _ = command.fit(columns, rows, 15, gap=2)
+    assert [column.title for column in shown] == ["id", "a"] and cells[0][0] == "1"
+    assert len(command.fit(columns, [["1", "x", ""]], None, gap=2)[0]) == 2, "no one has a figure"
 
 
 def test_text_of_others_cannot_speak_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     bad = "\x1b]0;title\x07[red]"
     process = Process(5, bad, bad, "x", bad, bad, silent=99.0, gpu_memory=3 << 30, memory=1 << 30)
     gpu = Device("gpu 0", bad, utilisation=0.5, temperature=40, power=70.4, pids=(5,))
-    view.show(Snapshot(0.0, (gpu,), (process,)))
-    said = capsys.readouterr().out
-    assert "\x1b" not in said and "\x07" not in said and "[red]" in said
-    assert all(word in said for word in ("50%", "40 °C", "70 W", "1.0 + 3.0 on GPU GiB", "1:39"))
+    command.show(Snapshot(0.0, (gpu,), (process,)))
+    result = capsys.readouterr().out
+    assert "\x1b" not in result and "\x07" not in result and "[red]" in result
+    assert all(word in result for word in ("50%", "40 °C", "70 W", "1.0 + 3.0 on GPU GiB", "1:39"))
 
 
 def test_a_number_needs_watch(cli: Cli) -> None:
     for arguments in (["5"], ["--watch", "0"], ["--watch", "nan"], ["--watch", "-1"]):
-        said = cli("monitor", *arguments)
-        assert said.code == 2 and len(said.err.splitlines()) == 1
+        result = cli("monitor", *arguments)
+        assert result.code == 2 and len(result.err.splitlines()) == 1
 
 
 def test_lines_of_json_and_tables_for_a_file(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +116,11 @@ def test_lines_of_json_and_tables_for_a_file(cli: Cli, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(command.time, "sleep", third)
     monkeypatch.setenv("PACKHORSE_RUNTIME", "/dev/null")
-    said = cli("monitor", "--watch", "0.5", "--json")
-    assert said.code == 0 and len([json.loads(line) for line in said.out.splitlines()]) == 3
-    assert len(said.err.splitlines()) == 1, "what is to be noted is noted once"
-    said = cli("monitor", "--watch")
-    assert said.code == 0 and said.out.count("Devices") == 3 and "\x1b" not in said.out
+    result = cli("monitor", "--watch", "0.5", "--json")
+    assert result.code == 0 and len([json.loads(line) for line in result.out.splitlines()]) == 3
+    assert len(result.err.splitlines()) == 1, "what is to be noted is noted once"
+    result = cli("monitor", "--watch")
+    assert result.code == 0 and result.out.count("Devices") == 3 and "\x1b" not in result.out
 
 
 # On a terminal
@@ -139,24 +140,24 @@ class Terminal:
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
         )
         os.close(child)
-        self.said = b""
+        self.output = b""
 
     def until(self, words: bytes, seconds: float = 20.0) -> None:
-        """Read until it has said this."""
+        """Read until these words appear."""
         deadline = time.monotonic() + seconds
-        while words not in self.said:
-            assert time.monotonic() < deadline, self.said
+        while words not in self.output:
+            assert time.monotonic() < deadline, self.output
             try:
-                self.said += os.read(self.main, 1 << 16)
+                self.output += os.read(self.main, 1 << 16)
             except OSError:  # it has ended
-                assert words in self.said
+                assert words in self.output
                 return
 
     def end(self) -> int:
-        """Its exit code, once it has said all."""
+        """Return the exit code, once all output is read."""
         try:
             while part := os.read(self.main, 1 << 16):
-                self.said += part
+                self.output += part
         except OSError:
             pass
         os.close(self.main)
@@ -175,17 +176,19 @@ def test_a_screen_is_left_and_the_terminal_put_right(way: str | signal.Signals, 
     else:
         terminal.process.send_signal(way)
     assert terminal.end() == code
-    said = terminal.said.decode()
-    assert "History" in said and "reading" in said and "Traceback" not in said
-    assert said.count("\x1b[?1049h") == said.count("\x1b[?1049l") == 1, "the screen is given back"
-    assert said.rfind("\x1b[?25h") > said.rfind("\x1b[?25l"), "and the cursor"
+    result = terminal.output.decode()
+    assert "History" in result and "reading" in result and "Traceback" not in result
+    assert result.count("\x1b[?1049h") == result.count("\x1b[?1049l") == 1, (
+        "the screen is given back"
+    )
+    assert result.rfind("\x1b[?25h") > result.rfind("\x1b[?25l"), "and the cursor"
 
 
 def test_once_on_a_terminal() -> None:
     publish()
     terminal = Terminal()
     assert terminal.end() == 0
-    assert "╭" in terminal.said.decode() and b"reading" in terminal.said
+    assert "╭" in terminal.output.decode() and b"reading" in terminal.output
 
 
 def test_it_imports_neither_torch_nor_numpy() -> None:
@@ -205,7 +208,7 @@ def test_it_imports_neither_torch_nor_numpy() -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def published(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """All that is published, in this process; a word at every chance."""
     words, publish = [], status.publish
 
@@ -218,38 +221,39 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return words
 
 
-def test_progress_is_published(said: list[dict[str, Any]]) -> None:
-    with console.progress("packing", quiet=True, counts="sequences") as advance:
+def test_progress_is_published(published: list[dict[str, Any]]) -> None:
+    with console.progress("packing", counts="sequences") as advance:
         advance(10, 40)
         advance(20, 40)
-        (mine,) = [each for each in look(None).processes if each.name]
-        assert mine.does == "packing, 50%" and mine.sequences_per_second
-    assert [(each["done"], each["total"]) for each in said] == [(10, 40), (20, 40)]
+        (process,) = [process for process in look(None).processes if process.name]
+        assert process.does == "packing, 50%" and process.sequences_per_second
+    assert [(figures["done"], figures["total"]) for figures in published] == [(10, 40), (20, 40)]
     assert status.read() == []
 
 
-def test_a_build_is_published(said: list[dict[str, Any]]) -> None:
-    with data_progress.watching() as watch:
-        watch(CorpusProgress("reading", 10, 100, CorpusCounts(documents=3, sequences=5, tokens=50)))
-        watch(
-            CorpusProgress("reading", 60, 100, CorpusCounts(documents=9, sequences=20, tokens=90))
-        )
-        (mine,) = [each for each in look(None).processes if each.name]
-        assert mine.does and re.fullmatch(r"reading, 60%, [\d,]+ documents/s", mine.does)
-        watch(CorpusProgress("writing train", 1, 2, CorpusCounts(sequences=20)))
-    assert said[-1]["does"] == "writing train" and "sequences_per_second" not in said[-1]
+def test_a_build_is_published(published: list[dict[str, Any]]) -> None:
+    with data.build_progress() as watch:
+        watch(Progress("reading", 10, 100, Found(documents=3, sequences=5, tokens=50)))
+        watch(Progress("reading", 60, 100, Found(documents=9, sequences=20, tokens=90)))
+        (process,) = [process for process in look(None).processes if process.name]
+        assert process.does and re.fullmatch(r"reading, 60%, [\d,]+ documents/s", process.does)
+        watch(Progress("writing train", 1, 2, Found(sequences=20)))
+    assert published[-1]["does"] == "writing train" and "sequences_per_second" not in published[-1]
 
 
-@pytest.mark.parametrize("how", [["--perf", "-i", "2"], ["--chunk", "1", "--out", "OUT.jsonl"]])
+@pytest.mark.parametrize("flags", [["--perf", "-i", "2"], ["--chunk", "1", "--out", "OUT.jsonl"]])
 def test_a_run_is_published(
-    how: list[str],
+    flags: list[str],
     cli: Cli,
     tiny: Callable[[str], Path],
-    said: list[dict[str, Any]],
+    published: list[dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    how = [word.replace("OUT", str(tmp_path / "out")) for word in how]
-    assert cli("run", "the horse", "a mule", "-m", tiny("embed"), "--task", "embed", *how).code == 0
-    assert said[-1]["sequences"] >= 2 and said[-1]["sequences_per_second"] > 0
-    assert (said[-1]["device"], said[-1]["model"]) == ("cpu", "embed")
+    flags = [word.replace("OUT", str(tmp_path / "out")) for word in flags]
+    assert (
+        cli("run", "the horse", "a mule", "-m", tiny("embed"), "--task", "embed", *flags).code == 0
+    )
+    last = published[-1]
+    assert last["sequences"] >= 2 and last["sequences_per_second"] > 0
+    assert (last["device"], last["model"]) == ("cpu", "embed")
     assert status.read() == []

@@ -34,15 +34,15 @@ def model(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
 
 def test_packs_and_explains(cli: Cli, model: Path, tmp_path: Path) -> None:
     target = tmp_path / "packed.onnx"
-    said = cli(
+    result = cli(
         *("onnx", "pack", model, target, "--mode", "mask", "--input-shape", "4,32"),
         *("--output", "logits=sequence", "--explain", "--json"),
     )
-    assert said.code == 0, said.err
-    assert target.is_file() and "nodes became" in said.err
-    for told in ("positions", "Gather", "Softmax", "first token", "one per sequence"):
-        assert told in said.out
-    document = said.document
+    assert result.code == 0, result.err
+    assert target.is_file() and "nodes became" in result.err
+    for word in ("positions", "Gather", "Softmax", "first token", "one a sequence"):
+        assert word in result.out
+    document = result.document
     assert document["mode"] == "mask" and document["shape"] == [4, 32]
     assert document["outputs"]["last_hidden_state"] == "token"
     assert document["outputs"]["logits"] == "sequence"
@@ -50,7 +50,7 @@ def test_packs_and_explains(cli: Cli, model: Path, tmp_path: Path) -> None:
     assert document["files"] == [str(target)]
     assert min(document["nodes"].values()) > 50
     assert document["difference"] < 1e-5
-    assert {found["what"] for found in document["findings"]} == {
+    assert {finding["what"] for finding in document["findings"]} == {
         *("positions", "head", "attention", "output"),
     }
 
@@ -80,24 +80,24 @@ def test_replaces_only_when_told(cli: Cli, model: Path, tmp_path: Path) -> None:
 def test_mistakes_are_one_line(
     flags: tuple[str, ...], message: str, cli: Cli, model: Path, tmp_path: Path
 ) -> None:
-    said = cli("onnx", "pack", model, tmp_path / "packed.onnx", *flags)
-    assert said.code == 2 and message in said.err and said.err.count("\n") == 1
+    result = cli("onnx", "pack", model, tmp_path / "packed.onnx", *flags)
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_help_tells_the_modes(cli: Cli) -> None:
-    said = cli("onnx", "pack", "--help")
-    assert said.code == 0
-    for told in ("positions", "unpack_info", "first_positions", "packhorse onnx pack model.onnx"):
-        assert told in said.out
+    result = cli("onnx", "pack", "--help")
+    assert result.code == 0
+    words = ("positions", "unpack_info", "first_positions", "packhorse onnx pack model.onnx")
+    assert [word for word in words if word not in result.out] == []
 
 
 def test_a_large_difference_is_a_warning(cli: Cli, tmp_path: Path) -> None:
     """Static int8 scales: ONNX Runtime fuses the original and the packed graph differently."""
     model = Path(__file__).parents[1] / "checkpoint" / "exports" / "optimum-bert-mlm-qdq.onnx"
-    said = cli("onnx", "pack", model, tmp_path / "packed.onnx", "--mode", "mask", "--json")
-    assert said.code == 0, said.err
-    document = said.document
+    result = cli("onnx", "pack", model, tmp_path / "packed.onnx", "--mode", "mask", "--json")
+    assert result.code == 0, result.err
+    document = result.document
     assert document["difference_unfused"] < 1e-4
     far = document["difference"] > 0.05
-    assert far == bool(document["warning"]) == ("warning: the packed model's answers" in said.err)
+    assert far == bool(document["warning"]) == ("warning: the packed model's answers" in result.err)

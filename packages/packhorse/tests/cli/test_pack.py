@@ -18,14 +18,14 @@ def counts(tmp_path: Path) -> Path:
 
 
 def test_one_plan(cli, counts: Path) -> None:
-    said = cli("pack", "--histogram", f"{counts}:a", "--json")
-    assert said.code == 0
-    found = said.document
-    assert found.keys() >= KEYS
-    assert found["sequences"] == 10 and found["tokens"] == 30 and found["capacity"] == 5
-    assert found["packs"] == found["lower_bound"] == 6 and found["efficiency"] == 1.0
-    assert found["factor"] == pytest.approx(10 / 6)
-    assert "optimum" in said.err and "60.00% full" in said.err
+    result = cli("pack", "--histogram", f"{counts}:a", "--json")
+    assert result.code == 0
+    document = result.document
+    assert document.keys() >= KEYS
+    assert document["sequences"] == 10 and document["tokens"] == 30 and document["capacity"] == 5
+    assert document["packs"] == document["lower_bound"] == 6 and document["efficiency"] == 1.0
+    assert document["factor"] == pytest.approx(10 / 6)
+    assert "optimum" in result.err and "60.00% full" in result.err
 
 
 def test_a_search_that_stops_early_says_so(cli, tmp_path: Path) -> None:
@@ -41,29 +41,29 @@ def test_a_search_that_stops_early_says_so(cli, tmp_path: Path) -> None:
 
 
 def test_all_algorithms_side_by_side(cli, counts: Path) -> None:
-    said = cli(
+    result = cli(
         *("pack", "--histogram", f"{counts}:a", "--capacity", 8, "--max-per-pack", 2),
         *("--algorithm", "all", "--json"),
     )
-    results = said.document["results"]
+    results = result.document["results"]
     assert [row["algorithm"] for row in results] == ["optimum", "spfhp", "lpfhp", "nnlshp"]
-    assert said.document["max_per_pack"] == 2 and said.document["capacity"] == 8
+    assert result.document["max_per_pack"] == 2 and result.document["capacity"] == 8
     assert min(row["packs"] for row in results) == results[0]["packs"] == 5
 
 
 def test_lengths_a_line(cli, tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("3\n4\n1\n")
-    found = cli("pack", "--lengths", path, "--json").document
-    assert found["packs"] == 2 and found["capacity"] == 4
+    document = cli("pack", "--lengths", path, "--json").document
+    assert document["packs"] == 2 and document["capacity"] == 4
 
 
 def test_csv_and_plot(cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "counts.csv"
     path.write_text("length,count\n5,2\n")
-    said = cli("pack", "--histogram", path, "--plot", tmp_path / "a.png")
-    assert said.code == 0 and "drawn" in said.err
+    result = cli("pack", "--histogram", path, "--plot", tmp_path / "a.png")
+    assert result.code == 0 and "plotted" in result.err
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -84,13 +84,13 @@ def test_csv_and_plot(cli, tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, counts: Path, arguments: list[str], part: str) -> None:
-    said = cli("pack", *(argument.format(counts=counts) for argument in arguments))
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("pack", *(argument.format(counts=counts) for argument in arguments))
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
 
 
 def test_what_one_algorithm_cannot_do_is_an_error(cli, tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     path.write_text("5,1\n500,1\n")
-    said = cli("pack", "--histogram", path, "--algorithm", "nnlshp")
-    assert said.code == 2 and "too many" in said.err
+    result = cli("pack", "--histogram", path, "--algorithm", "nnlshp")
+    assert result.code == 2 and "too many" in result.err

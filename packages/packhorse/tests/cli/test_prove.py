@@ -44,7 +44,7 @@ def test_a_broken_model_is_not(minilm, capsys, monkeypatch) -> None:
     ("arguments", "message"),
     [
         (["nowhere/at-all"], "nowhere/at-all"),
-        (["{minilm}", "--packs", "0"], "--packs must be at least 1"),
+        (["{minilm}", "--packs", "0"], "--packs is 0; it must be 1 or more"),
         (["{minilm}", "--dtype", "int3"], "unknown dtype 'int3'"),
         (["{minilm}", "--dtype", "fp32", "--kernel", "varlen"], "it runs on cuda"),
         (["{minilm}", "--device", "moon"], "unknown device"),

@@ -43,10 +43,10 @@ def choices(err: str) -> str:
 
 
 def test_without_text_it_greets_the_world(cli: Cli, minilm: Path) -> None:
-    said = cli("run")
-    assert said.code == 0
-    assert "all-MiniLM-L6-v2" in choices(said.err) and ", fp32, " in choices(said.err)
-    lines = said.out.splitlines()
+    result = cli("run")
+    assert result.code == 0
+    assert "all-MiniLM-L6-v2" in choices(result.err) and ", fp32, " in choices(result.err)
+    lines = result.out.splitlines()
     assert lines[0] == "Hello world!: [5, 384]"
     assert [line.split()[0] for line in lines[3:]] == [
         *("[CLS]", "hello", "world", "!", "[SEP]", "pooled")
@@ -77,7 +77,7 @@ def test_embed_agrees_with_the_library(cli: Cli, tiny: Tiny) -> None:
 
 def test_every_task_on_the_screen_and_as_json(cli: Cli, tiny: Tiny) -> None:
     pair = "who carries\tThe horse carries sacks."
-    asked = {
+    flags = {
         "hidden": ("span", ["a horse"]),
         "fill": ("mlm", ["the [MASK] carries [MASK]", "--top-k", "2"]),
         "classify": ("classify", ["good horse", "bad"]),
@@ -86,7 +86,7 @@ def test_every_task_on_the_screen_and_as_json(cli: Cli, tiny: Tiny) -> None:
         "answer": ("span", ["--question", "who carries", TEXTS[0], TEXTS[2]]),
     }
     documents = {}
-    for task, (head, arguments) in asked.items():
+    for task, (head, arguments) in flags.items():
         command = ["run", "--task", task, "-m", tiny(head), *arguments]
         assert cli(*command).code == 0
         documents[task] = cli(*command, "--json").document["results"]
@@ -137,20 +137,20 @@ def test_a_batch_is_one_batch(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TorchBackend, "__call__", watching)
     copies = 700
-    one = cli("run", TEXTS[0], "-m", tiny("embed"), "--task", "embed", "--json").document
-    many = cli(
+    single = cli("run", TEXTS[0], "-m", tiny("embed"), "--task", "embed", "--json").document
+    several = cli(
         *("run", TEXTS[0], "-m", tiny("embed"), "--task", "embed", "--json", "-bs", copies)
     ).document
     (length,) = seen[0]
     assert length * copies > 4096 and seen[1:] == [[length] * copies]
-    vectors = [document["results"][0]["vector"] for document in (one, many)]
-    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6) and len(many["results"]) == 1
+    vectors = [document["results"][0]["vector"] for document in (single, several)]
+    assert vectors[0] == pytest.approx(vectors[1], abs=1e-6) and len(several["results"]) == 1
 
 
 def test_cut_texts_are_reported_once(cli: Cli, tiny: Tiny) -> None:
-    said = cli("run", "horse " * 99, "-m", tiny("embed"), "-i", "3", "-ml", "16")
-    assert said.code == 0 and "[16, 32]" in said.out
-    assert said.err.count("warning: 1 of 1 texts were cut to 16 tokens") == 1
+    result = cli("run", "horse " * 99, "-m", tiny("embed"), "-i", "3", "-ml", "16")
+    assert result.code == 0 and "[16, 32]" in result.out
+    assert result.err.count("warning: 1 of 1 texts were cut to 16 tokens") == 1
 
 
 # Against the clock ----------------------------------------------------------------------------
@@ -158,15 +158,16 @@ def test_cut_texts_are_reported_once(cli: Cli, tiny: Tiny) -> None:
 
 def test_perf_counts_real_tokens(cli: Cli, tiny: Tiny) -> None:
     command = ["run", "the horse", "hello", "-m", tiny("embed"), "-p", "-bs", "3", "-i", "4"]
-    found = cli(*command, "--json").document
-    assert found["tokens"] == (4 + 3) * 3 * 4 and found["sequences"] == 2 * 3 * 4
-    assert found["tokens_per_second"] == pytest.approx(found["tokens"] / found["seconds"])
-    assert found["sequences_per_second"] == pytest.approx(24 / found["seconds"])
-    assert 0 < found["p50_ms"] <= found["p90_ms"] <= found["p99_ms"] <= found["seconds"] * 1000
-    assert found["tokenizing_seconds"] > 0
-    assert [found[k] for k in ("dtype", "device", "graphs")] == ["fp32", "cpu", False]
+    document = cli(*command, "--json").document
+    assert document["tokens"] == (4 + 3) * 3 * 4 and document["sequences"] == 2 * 3 * 4
+    assert document["tokens_per_second"] == pytest.approx(document["tokens"] / document["seconds"])
+    assert document["sequences_per_second"] == pytest.approx(24 / document["seconds"])
+    p50, p90, p99 = (document[name] for name in ("p50_ms", "p90_ms", "p99_ms"))
+    assert 0 < p50 <= p90 <= p99 <= document["seconds"] * 1000
+    assert document["tokenizing_seconds"] > 0
+    assert [document[k] for k in ("dtype", "device", "graphs")] == ["fp32", "cpu", False]
     shown = cli(*command).out
-    assert "tokens a second" in shown and "p99, ms a batch" in shown
+    assert "tokens per second" in shown and "p99, ms per batch" in shown
 
 
 def test_the_clock_stops_after_the_device(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,20 +177,22 @@ def test_the_clock_stops_after_the_device(tiny: Tiny, monkeypatch: pytest.Monkey
 
     encoder, now = packhorse.load(tiny("embed")), [0.0]
     monkeypatch.setattr(perf, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(device, "synchronize", lambda where: now.append(now.pop() + 0.5))
-    found = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=4, max_length=0)
+    monkeypatch.setattr(device, "synchronize", lambda _: now.append(now.pop() + 0.5))
+    document = perf.measure(encoder, TEXTS, "embed", batch_size=2, iterations=4, max_length=0)
     assert now[0] == 0.5 * len(TEXTS) * (perf.WARM_UP + 4)
-    assert found["seconds"] == 0.5 * len(TEXTS) * 4
-    assert [found[p] for p in ("p50_ms", "p90_ms", "p99_ms")] == [500.0] * 3
-    assert found["sequences_per_second"] == 4.0 and found["tokenizing_seconds"] == 0
+    assert document["seconds"] == 0.5 * len(TEXTS) * 4
+    assert [document[p] for p in ("p50_ms", "p90_ms", "p99_ms")] == [500.0] * 3
+    assert document["sequences_per_second"] == 4.0 and document["tokenizing_seconds"] == 0
 
 
 @pytest.mark.parametrize("task", ["fill", "answer", "rerank", "classify", "label"])
 def test_perf_of_every_task(task: str, cli: Cli, tiny: Tiny) -> None:
     head = {"fill": "mlm", "answer": "span", "label": "tokens"}.get(task, task)
     query = ["--query", "who"] if task in ("answer", "rerank") else []
-    said = cli("run", "the [MASK] horse", "--task", task, "-m", tiny(head), "-p", "--json", *query)
-    assert said.code == 0 and said.document["sequences"] == 1
+    result = cli(
+        "run", "the [MASK] horse", "--task", task, "-m", tiny(head), "-p", "--json", *query
+    )
+    assert result.code == 0 and result.document["sequences"] == 1
 
 
 # Mistakes -------------------------------------------------------------------------------------
@@ -244,11 +247,11 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["--out", tmp_path / "no" / "o.jsonl", *model], "cannot be written: No such file"),
     ]
     for arguments, message in cases:
-        said = cli("run", *arguments)
-        assert said.code == 2 and message in said.err, (arguments, said)
-        complaint = said.err.splitlines()[-1]
-        assert complaint.startswith("packhorse: ") and said.err.count("\n") <= 2, said.err
-        assert said.out == ""
+        result = cli("run", *arguments)
+        assert result.code == 2 and message in result.err, (arguments, result)
+        complaint = result.err.splitlines()[-1]
+        assert complaint.startswith("packhorse: ") and result.err.count("\n") <= 2, result.err
+        assert result.out == ""
     assert not list(tmp_path.glob("*.partial*"))
 
 
@@ -257,15 +260,15 @@ def test_pyarrow_is_an_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for flag in ("--input", "--out"):
-        said = cli("run", "-m", tiny("embed"), flag, tmp_path / "a.parquet")
-        assert said.code == 2 and "pip install 'packhorse[data]'" in said.err
+        result = cli("run", "-m", tiny("embed"), flag, tmp_path / "a.parquet")
+        assert result.code == 2 and "pip install 'packhorse[data]'" in result.err
 
 
 # Files ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def many(tmp_path: Path) -> Path:
+def several(tmp_path: Path) -> Path:
     """Texts of very uneven length, with ids of their own."""
     draw, path = random.Random(0), tmp_path / "many.jsonl"
     words = ["the", "horse", "mule", "carries", "sacks", "to", "market", "good", "bad", "hello"]
@@ -282,12 +285,12 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_format_holds_the_same(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path) -> None:
-    command = ["run", "--input", many, "--task", "embed", "-m", tiny("embed"), "--chunk", "100"]
+def test_every_format_holds_the_same(cli: Cli, tiny: Tiny, several: Path, tmp_path: Path) -> None:
+    command = ["run", "--input", several, "--task", "embed", "-m", tiny("embed"), "--chunk", "100"]
     shown = cli(*command, "--json").document["results"]
     for suffix in (".npy", ".jsonl", ".parquet"):
-        said = cli(*command, "--out", tmp_path / f"v{suffix}", "--json")
-        assert said.code == 0 and said.document["rows"] == 300, said.err
+        result = cli(*command, "--out", tmp_path / f"v{suffix}", "--json")
+        assert result.code == 0 and result.document["rows"] == 300, result.err
     vectors = np.array([row["vector"] for row in shown], np.float32)
     written = np.load(tmp_path / "v.npy")
     assert written.dtype == np.float32 and np.abs(written - vectors).max() < 1e-6
@@ -310,26 +313,26 @@ def test_other_tasks_into_files(task: str, cli: Cli, tiny: Tiny, tmp_path: Path)
     command += [part for column in columns for part in ("--column", column)]
     shown = cli(*command, "--json").document["results"]
     for name in ("o.jsonl", "o.parquet"):
-        said = cli(*command, "--out", tmp_path / name)
-        assert said.code == 0, said.err
+        result = cli(*command, "--out", tmp_path / name)
+        assert result.code == 0, result.err
         rows = read(tmp_path / name)
         assert [row["id"] for row in rows] == [0, 1, 2]
-        for row, other in zip(rows, shown, strict=True):
-            same(row, {key: value for key, value in other.items() if key != "text"})
+        for row, changed in zip(rows, shown, strict=True):
+            same(row, {key: value for key, value in changed.items() if key != "text"})
 
 
-def same(one: object, two: object) -> None:
+def same(first: object, second: object) -> None:
     """Equal but for the last digits of a number: batches are cut otherwise in a file."""
-    if isinstance(one, dict) and isinstance(two, dict):
-        assert set(one) == set(two)
-        for key in one:
-            same(one[key], two[key])
-    elif isinstance(one, list) and isinstance(two, list):
-        assert len(one) == len(two)
-        for pair in zip(one, two, strict=True):
+    if isinstance(first, dict) and isinstance(second, dict):
+        assert set(first) == set(second)
+        for key in first:
+            same(first[key], second[key])
+    elif isinstance(first, list) and isinstance(second, list):
+        assert len(first) == len(second)
+        for pair in zip(first, second, strict=True):
             same(*pair)
     else:
-        assert one == (pytest.approx(two, abs=1e-5) if isinstance(two, float) else two)
+        assert first == (pytest.approx(second, abs=1e-5) if isinstance(second, float) else second)
 
 
 def launch(*arguments: object) -> subprocess.Popen[bytes]:
@@ -373,31 +376,31 @@ def test_a_killed_process_is_continued(suffix: str, cli: Cli, tiny: Tiny, tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole])
 
 
-def test_what_is_not_continued(cli: Cli, tiny: Tiny, many: Path, tmp_path: Path) -> None:
+def test_what_is_not_continued(cli: Cli, tiny: Tiny, several: Path, tmp_path: Path) -> None:
     out = tmp_path / "v.npy"
     embed = ["run", "--task", "embed", "--chunk", "100", "--out", out, "-m", tiny("embed")]
-    command = [*embed, "--input", many]
-    bad = many.read_text() + "{broken\n"
-    many.write_text(bad)
-    said = cli(*command)
-    assert said.code == 2 and "line 301: not JSON" in said.err
+    command = [*embed, "--input", several]
+    bad = several.read_text() + "{broken\n"
+    several.write_text(bad)
+    result = cli(*command)
+    assert result.code == 2 and "line 301: not JSON" in result.err
     assert Path(f"{out}.partial").exists() and not out.exists()
-    for change, what in (
+    for change, setting in (
         (["-ml", "8"], "max_length"),
         (["--dtype", "bf16"], "dtype"),
         (["--kernel", "reference"], "kernel"),
         (["--column", "text"], "column"),
     ):
-        said = cli(*command, *change)
-        assert said.code == 2 and f"another {what}" in said.err, said.err
-    os.utime(many, (0, 0))
+        result = cli(*command, *change)
+        assert result.code == 2 and f"another {setting}" in result.err, result.err
+    os.utime(several, (0, 0))
     assert "was begun with another input" in cli(*command).err
-    many.write_text(bad.removesuffix("{broken\n"))
+    several.write_text(bad.removesuffix("{broken\n"))
     assert cli(*command).code == 2, "the rows before may have changed as well"
-    said = cli(*command, "--overwrite", "--json")
-    assert said.code == 0 and said.document["resumed_after"] == 0
-    said = cli(*command)
-    assert said.code == 2 and "v.npy exists already; pass --overwrite" in said.err
+    result = cli(*command, "--overwrite", "--json")
+    assert result.code == 0 and result.document["resumed_after"] == 0
+    result = cli(*command)
+    assert result.code == 2 and "v.npy exists already; pass --overwrite" in result.err
 
 
 def test_an_empty_row_found_late_can_be_skipped(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -406,9 +409,9 @@ def test_an_empty_row_found_late_can_be_skipped(cli: Cli, tiny: Tiny, tmp_path: 
     command = ["run", "--task", "embed", "--input", texts, "--out", out, "-m", tiny("embed")]
     command += ["--chunk", "2"]
     assert "line 6: the text is empty" in cli(*command).err
-    said = cli(*command, "--skip-empty", "--json")
-    assert said.document["resumed_after"] == 4 and said.document["rows"] == 6
-    assert "going on after 4 rows" in said.err
+    result = cli(*command, "--skip-empty", "--json")
+    assert result.document["resumed_after"] == 4 and result.document["rows"] == 6
+    assert "resuming after 4 rows" in result.err
     ids = (tmp_path / "v.npy.ids.jsonl").read_text().split()
     assert ids == ["0", "1", "2", "3", "4", "6"]
 
@@ -430,9 +433,9 @@ def test_standard_input(
     assert fed(b"one\ntwo\n", *out, "--overwrite").code == 0
 
 
-def test_only_the_first_texts_of_a_file_are_shown(cli: Cli, tiny: Tiny, many: Path) -> None:
-    said = cli("run", "--input", many, "--task", "embed", "-m", tiny("embed"))
-    assert said.out.startswith("vectors: [20, 32]") and "the first 20 texts" in said.err
+def test_only_the_first_texts_of_a_file_are_shown(cli: Cli, tiny: Tiny, several: Path) -> None:
+    result = cli("run", "--input", several, "--task", "embed", "-m", tiny("embed"))
+    assert result.out.startswith("vectors: [20, 32]") and "the first 20 texts" in result.err
 
 
 def test_arguments_into_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -455,10 +458,10 @@ def test_texts_are_written_as_they_come(
             yield b"hello horse\n"
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=feed()))
-    said = cli(
+    result = cli(
         *("run", "--input", "-", "--task", "embed", "-m", tiny("embed"), "--chunk", 5, "--out", out)
     )
-    assert said.code == 0 and max(behind) < 2 * 5
+    assert result.code == 0 and max(behind) < 2 * 5
 
 
 @pytest.mark.slow
@@ -487,8 +490,8 @@ def test_piped_text_is_read_however_long_it_takes(tiny: Tiny) -> None:
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **streams) as slow:
         assert slow.stderr is not None and "waiting for text" in slow.stderr.readline()
-        said, _ = slow.communicate("hello\n", timeout=120)
-    assert [row["text"] for row in json.loads(said)["results"]] == ["hello"]
+        result, _ = slow.communicate("hello\n", timeout=120)
+    assert [row["text"] for row in json.loads(result)["results"]] == ["hello"]
     empty = subprocess.run(command, input="", capture_output=True, text=True, timeout=120)
     assert empty.returncode == 2 and "standard input holds no text" in empty.stderr
     none = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)

@@ -18,38 +18,38 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_padding_of_known_texts(cli, tiny, texts: Path) -> None:
-    said = cli("waste", texts, "--column", "body", "-m", tiny("embed"), "-bs", 2, "--json")
-    assert said.code == 0
-    found = said.document
-    assert found["texts"] == 4 and found["tokens"] == 3 + 6 + 3 + 8
-    computed = [way["computed"] for way in found["ways"]]
+    result = cli("waste", texts, "--column", "body", "-m", tiny("embed"), "-bs", 2, "--json")
+    assert result.code == 0
+    document = result.document
+    assert document["texts"] == 4 and document["tokens"] == 3 + 6 + 3 + 8
+    computed = [way["computed"] for way in document["ways"]]
     assert computed == [4 * 64, 2 * 6 + 2 * 8, 2 * 8 + 2 * 3, 64, 20]
-    assert found["ways"][1]["padding"] == pytest.approx(1 - 20 / 28)
-    assert "cost_of_a_million" not in found["ways"][0]
-    assert "packed flat" in said.out
+    assert document["ways"][1]["padding"] == pytest.approx(1 - 20 / 28)
+    assert "cost_of_a_million" not in document["ways"][0]
+    assert "packed flat" in result.out
 
 
 def test_cost_at_a_known_speed(cli, tiny, texts: Path) -> None:
-    said = cli(
+    result = cli(
         *("waste", texts, "-m", tiny("embed"), "--price", 36, "--tokens-per-second", 1e6),
         "--json",
     )
-    flat = said.document["ways"][-1]
+    flat = result.document["ways"][-1]
     assert flat["cost_of_a_million"] == pytest.approx(20 / 4 * 1e6 / 1e6 / 3600 * 36)
 
 
 def test_cost_at_a_measured_speed_and_a_plot(cli, tiny, texts: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "waste.svg"
-    said = cli("waste", texts, "-m", tiny("embed"), "--price", 1, "--plot", plot, "--json")
-    assert said.document["tokens_per_second"] > 0 and "measured here" in said.err
+    result = cli("waste", texts, "-m", tiny("embed"), "--price", 1, "--plot", plot, "--json")
+    assert result.document["tokens_per_second"] > 0 and "measured here" in result.err
     assert plot.read_text().startswith("<?xml")
 
 
 def test_long_texts_count_as_the_limit(cli, tiny, texts: Path) -> None:
-    said = cli("waste", texts, "-m", tiny("embed"), "--max-length", 4, "--json")
-    assert said.document["tokens"] == 3 + 4 + 3 + 4
-    assert "2 texts are longer than 4 tokens" in said.err
+    result = cli("waste", texts, "-m", tiny("embed"), "--max-length", 4, "--json")
+    assert result.document["tokens"] == 3 + 4 + 3 + 4
+    assert "2 texts are longer than 4 tokens" in result.err
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_long_texts_count_as_the_limit(cli, tiny, texts: Path) -> None:
         (["{empty}"], "holds no text"),
         (["none.txt"], "cannot be read"),
         (["{texts}", "--price", "0"], "--price is 0"),
-        (["{texts}", "--tokens-per-second", "5"], "only with --price"),
-        (["{texts}", "-bs", "0"], "--batch-size 1"),
+        (["{texts}", "--tokens-per-second", "5"], "pass --price too"),
+        (["{texts}", "-bs", "0"], "--batch-size is 0"),
         (["{texts}", "--max-length", "65"], "takes 64 tokens"),
         (["{texts}", "--plot", "a.bmp"], "ends in"),
     ],
@@ -70,6 +70,6 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
     places = {"texts": texts, "empty": tmp_path / "empty.txt"}
-    said = cli("waste", *(a.format(**places) for a in arguments), "-m", tiny("embed"))
-    assert said.code == 2 and part in said.err
-    assert said.err.splitlines()[-1].startswith("packhorse: ")
+    result = cli("waste", *(a.format(**places) for a in arguments), "-m", tiny("embed"))
+    assert result.code == 2 and part in result.err
+    assert result.err.splitlines()[-1].startswith("packhorse: ")

@@ -30,7 +30,7 @@ def same():
 
 
 def names(root: Path) -> list[str]:
-    return [found.name for found in docstrings.read(root)]
+    return [docstrings_read.name for docstrings_read in docstrings.read(root)]
 
 
 def test_what_is_read(tmp_path: Path) -> None:
@@ -44,14 +44,14 @@ def test_what_is_read(tmp_path: Path) -> None:
 
 def test_progress_and_texts(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(SOURCE, "utf-8")
-    told = []
-    found = docstrings.read(tmp_path, lambda *at: told.append(at))
-    assert told == [(1, 1)]
-    assert found[0].text == "What this module is about, in a line."
+    steps = []
+    docstrings_read = docstrings.read(tmp_path, lambda *at: steps.append(at))
+    assert steps == [(1, 1)]
+    assert docstrings_read[0].text == "What this module is about, in a line."
 
 
 def test_the_library_has_real_ones() -> None:
-    found = docstrings.read(Path(str(email.__file__)).parent)
-    assert len(found) > 100
-    assert any(one.name == "message.Message.as_string" for one in found)
-    assert len({one.text for one in found}) == len(found)
+    docstrings_read = docstrings.read(Path(str(email.__file__)).parent)
+    assert len(docstrings_read) > 100
+    assert any(docstring.name == "message.Message.as_string" for docstring in docstrings_read)
+    assert len({docstring.text for docstring in docstrings_read}) == len(docstrings_read)

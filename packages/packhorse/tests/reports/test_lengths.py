@@ -38,7 +38,7 @@ def test_a_name_with_a_colon_is_still_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "which", "said"),
+    ("name", "text", "which", "message"),
     [
         ("a.json", "[1, 2", "", "line 1"),
         ("a.json", "[1, -2]", "", "entry 1: -2"),
@@ -61,11 +61,11 @@ def test_a_name_with_a_colon_is_still_a_file(tmp_path: Path) -> None:
         ("none.csv", None, "", "cannot be read"),
     ],
 )
-def test_mistakes(name: str, text: str | None, which: str, said: str, tmp_path: Path) -> None:
+def test_mistakes(name: str, text: str | None, which: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / name if text is None else written(tmp_path, name, text)
     with pytest.raises(InputError) as caught:
         read_histogram(f"{path}{which}")
-    assert said in str(caught.value) and name in str(caught.value)
+    assert message in str(caught.value) and name in str(caught.value)
 
 
 def test_lengths_are_counted(tmp_path: Path) -> None:
@@ -73,11 +73,11 @@ def test_lengths_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("3\nfour\n", "line 2: 'four'"), ("3\n0\n", "line 2: 0"), ("\n", "no length")],
 )
-def test_bad_lengths(text: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=said):
+def test_bad_lengths(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
         read_lengths(written(tmp_path, "a.txt", text))
 
 

@@ -17,11 +17,11 @@ def counts() -> np.ndarray:
 
 
 def test_every_algorithm_at_every_depth(counts: np.ndarray) -> None:
-    told = []
-    rows = packing.compare(counts, 64, depths=(2, None), progress=lambda *at: told.append(at))
+    steps = []
+    rows = packing.compare(counts, 64, depths=(2, None), progress=lambda *at: steps.append(at))
     cases = [(row.max_per_pack, row.algorithm) for row in rows]
     assert cases == [(depth, name) for depth in (2, None) for name in packing.ALGORITHMS]
-    assert told == [(i, 8) for i in range(1, 9)]
+    assert steps == [(i, 8) for i in range(1, 9)]
     for row in rows:
         if row.problem is None:
             assert row.packs >= row.lower_bound > 0

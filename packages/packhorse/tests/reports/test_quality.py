@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from packhorse import __version__
-from packhorse.reports.quality import SAME, Side, difference, measure, ratio, table
+from packhorse.reports.quality import SAME, EngineScore, difference, measure, ratio, table
 
 
-def side(seconds: float, **metrics: float) -> Side:
-    return Side("transformers", "5", metrics, 100, seconds)
+def side(seconds: float, **metrics: float) -> EngineScore:
+    return EngineScore("transformers", "5", metrics, 100, seconds)
 
 
 def test_the_clock_runs_while_texts_are_read() -> None:
@@ -28,16 +28,16 @@ def test_the_clock_runs_while_texts_are_read() -> None:
         return np.zeros((len(texts), 2), np.float32)
 
     def task(read: Any, progress: Any) -> dict[str, float]:
-        found = float(read(["a", "b"])[0, 0] + read(["c"], "query")[0, 0])
+        score = float(read(["a", "b"])[0, 0] + read(["c"], "query")[0, 0])
         time.sleep(0.2)  # judging is not reading
-        return {"accuracy": found}
+        return {"accuracy": score}
 
-    with pytest.warns(UserWarning) as said:
-        found = measure("packhorse", read, task, ["x"] * 50)
-    assert [str(each.message) for each in said] == ["2 texts", "1 texts"]
-    assert calls == [32, 2, 1] and found.texts == 3  # the first is to warm up
-    assert 0.04 <= found.seconds < 0.2 and found.texts_per_second == 3 / found.seconds
-    assert found.version == __version__ and found.metrics == {"accuracy": 0}
+    with pytest.warns(UserWarning) as caught:
+        score = measure("packhorse", read, task, ["x"] * 50)
+    assert [str(warning.message) for warning in caught] == ["2 texts", "1 texts"]
+    assert calls == [32, 2, 1] and score.texts == 3  # the first is to warm up
+    assert 0.04 <= score.seconds < 0.2 and score.texts_per_second == 3 / score.seconds
+    assert score.version == __version__ and score.metrics == {"accuracy": 0}
 
 
 def test_how_far_apart_and_how_much_faster() -> None:

@@ -27,18 +27,20 @@ def sequences() -> list:
 
 def test_all_ways_agree(encoder: Encoder, sequences: list, tiny_folder: Path) -> None:
     pytest.importorskip("transformers")
-    told = []
-    found = side_by_side.compare(
-        encoder, str(tiny_folder), sequences, 4, lambda *at: told.append(at)
+    steps = []
+    comparison = side_by_side.compare(
+        encoder, str(tiny_folder), sequences, 4, lambda *at: steps.append(at)
     )
-    packed, ordered, arrival = found.sides
-    assert found.largest_difference < 1e-5 and found.smallest_cosine > 0.99999
+    packed, ordered, arrival = comparison.sides
+    assert comparison.largest_difference < 1e-5 and comparison.smallest_cosine > 0.99999
     assert packed.padding == 0 < ordered.padding < arrival.padding
     computed = waste.padded_tokens(LENGTHS, 4)
     assert arrival.padding == pytest.approx(1 - LENGTHS.sum() / computed)
     assert packed.ratio == 1 and arrival.ratio == pytest.approx(arrival.seconds / packed.seconds)
-    assert told[-1][0] == told[-1][1] == len(told)
-    assert np.allclose(found.vectors, side_by_side.packed_vectors(encoder, sequences), atol=1e-6)
+    assert steps[-1][0] == steps[-1][1] == len(steps)
+    assert np.allclose(
+        comparison.vectors, side_by_side.packed_vectors(encoder, sequences), atol=1e-6
+    )
 
 
 def test_our_own_padding_agrees(encoder: Encoder, sequences: list) -> None:
@@ -50,23 +52,23 @@ def test_without_transformers_our_engine_pads(
     encoder: Encoder, sequences: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(side_by_side, "find_spec", lambda name: None)
-    found = side_by_side.compare(encoder, "unused", sequences, 4)
-    assert "our engine" in found.sides[1].way
-    assert found.smallest_cosine > 0.99999
+    comparison = side_by_side.compare(encoder, "unused", sequences, 4)
+    assert "our engine" in comparison.sides[1].way
+    assert comparison.smallest_cosine > 0.99999
 
 
 def test_a_difference_is_seen() -> None:
     same = np.eye(3, dtype=np.float32)
-    assert side_by_side._apart([same, same, same]) == (0, 1)
-    difference, cosine = side_by_side._apart([same, same, np.roll(same, 1, axis=0)])
+    assert side_by_side._largest_difference([same, same, same]) == (0, 1)
+    difference, cosine = side_by_side._largest_difference([same, same, np.roll(same, 1, axis=0)])
     assert difference == 1 and cosine == 0
 
 
 def test_ways_take_turns() -> None:
     ways = [
-        side_by_side.Way("a", [[0], [1]], lambda batch: np.zeros(0)),
-        side_by_side.Way("b", [[0], [1], [2], [3]], lambda batch: np.zeros(0)),
+        side_by_side.EncodingMethod("a", [[0], [1]], lambda batch: np.zeros(0)),
+        side_by_side.EncodingMethod("b", [[0], [1], [2], [3]], lambda batch: np.zeros(0)),
     ]
-    turns = side_by_side._turns(ways)
+    turns = side_by_side._alternate(ways)
     assert [number for number, _ in turns] == [1, 0, 1, 1, 0, 1]
     assert [batch for number, batch in turns if number == 1] == ways[1].batches

@@ -13,9 +13,9 @@ from packhorse.errors import CheckpointError, InputError
 from packhorse.reports import random_model, subject
 
 
-def of(**said: Any) -> Any:
+def of(**values: Any) -> Any:
     nothing = {"model": "", "config": None, "vocab": None, "heads": None, "seed": 0}
-    return SimpleNamespace(**(nothing | said))
+    return SimpleNamespace(**(nothing | values))
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +24,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_geometry_is_random_weights(tmp_path: Path) -> None:
-    asked = of(config="tiny")
-    assert subject.name(asked) == "random weights, tiny"
-    assert checkpoint.load(subject.folder(asked, tmp_path)).config.hidden_size == 64
+    model = of(config="tiny")
+    assert subject.name(model) == "random weights, tiny"
+    assert checkpoint.load(subject.folder(model, tmp_path)).config.hidden_size == 64
 
 
 def test_a_folder_is_taken_as_it_is(written: Path, tmp_path: Path) -> None:
-    asked = of(model=str(written))
-    assert subject.folder(asked, tmp_path) == written and list(tmp_path.iterdir()) == []
-    assert subject.name(asked) == str(written)
+    model = of(model=str(written))
+    assert subject.folder(model, tmp_path) == written and list(tmp_path.iterdir()) == []
+    assert subject.name(model) == str(written)
 
 
 def test_another_format_becomes_a_folder(written: Path, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_another_format_becomes_a_folder(written: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="--config"):
         subject.folder(of(model=prefix), tmp_path / "a")
     files = {"config": str(apart / "settings.json"), "vocab": str(apart / "words.txt")}
-    made = subject.folder(of(model=prefix, **files), tmp_path)
-    assert (made / "model.safetensors").is_file() and (made / "vocab.txt").is_file()
+    folder = subject.folder(of(model=prefix, **files), tmp_path)
+    assert (folder / "model.safetensors").is_file() and (folder / "vocab.txt").is_file()
     with pytest.raises(InputError, match=r"unknown configuration 'gigantic'.*large, or a file"):
         subject.folder(of(model=prefix, config="gigantic"), tmp_path / "b")

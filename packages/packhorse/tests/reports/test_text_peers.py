@@ -15,7 +15,7 @@ import packhorse
 from packhorse.errors import InputError, MissingExtra
 from packhorse.model.heads import Embed
 from packhorse.reports import text_peers
-from packhorse.reports.text_peers import PEERS, Setting, choose, open_peer
+from packhorse.reports.text_peers import PEERS, TextPeerSetting, choose, open_peer
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.evaluation.reading import reader
 from packhorse.runtime.tasks import TruncationWarning
@@ -29,10 +29,10 @@ LONGEST = 16  # tokens, which one of them has not
 @pytest.fixture(scope="module")
 def folder(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MiniLM with prompts, which it lacks."""
-    made = Path(shutil.copytree(minilm, tmp_path_factory.mktemp("prompted") / "model"))
+    copy = Path(shutil.copytree(minilm, tmp_path_factory.mktemp("prompted") / "model"))
     prompts = {"prompts": {"query": "find: ", "passage": "here: "}}
-    (made / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    return made
+    (copy / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return copy
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +43,31 @@ def encoder(folder: Path) -> Encoder:
 @pytest.mark.parametrize("name", PEERS)
 def test_vectors_are_ours_with_every_prompt(name: str, encoder: Encoder, folder: Path) -> None:
     pytest.importorskip(name.replace("-", "_"))
-    theirs = open_peer(name, Setting(folder, encoder, "embed", LONGEST, 2))
-    ours = reader(encoder, "embed", LONGEST)
-    told: list[tuple[int, int]] = []
-    found: dict[Any, np.ndarray] = {}
+    their_read = open_peer(name, TextPeerSetting(folder, encoder, "embed", LONGEST, 2))
+    our_read = reader(encoder, "embed", LONGEST)
+    steps: list[tuple[int, int]] = []
+    vectors: dict[Any, np.ndarray] = {}
     for role in (None, "query", "document"):
-        found[role] = theirs(TEXTS, role, lambda *done: told.append(done))
+        vectors[role] = their_read(TEXTS, role, lambda *done: steps.append(done))
         with pytest.warns(TruncationWarning):
-            np.testing.assert_allclose(found[role], ours(TEXTS, role), atol=2e-6)
-    assert told == [(2, 4), (4, 4)] * 3
-    assert np.abs(found["query"] - found["document"]).max() > 1e-3  # the prompts show
-    assert found[None].dtype == np.float32
+            np.testing.assert_allclose(vectors[role], our_read(TEXTS, role), atol=2e-6)
+    assert steps == [(2, 4), (4, 4)] * 3
+    assert np.abs(vectors["query"] - vectors["document"]).max() > 1e-3  # the prompts show
+    assert vectors[None].dtype == np.float32
 
 
 def test_every_pooling_is_ours(encoder: Encoder, folder: Path) -> None:
-    for how, normal in (("cls", True), ("max", False), ("mean", False)):
-        head = Embed((how,), normalise=normal)
+    for kind, normal in (("cls", True), ("max", False), ("mean", False)):
+        head = Embed((kind,), normalise=normal)
         encoder.backend.model.heads["embed"] = head  # pyright: ignore
         changed = replace(encoder, embedder=head)
-        theirs = open_peer("transformers", Setting(folder, changed, "embed", 64, 3))
+        their_read = open_peer("transformers", TextPeerSetting(folder, changed, "embed", 64, 3))
         short = TEXTS[::2]
-        np.testing.assert_allclose(theirs(short), changed.embed(short), atol=2e-5)
+        np.testing.assert_allclose(their_read(short), changed.embed(short), atol=2e-5)
     encoder.backend.model.heads["embed"] = encoder.embedder  # pyright: ignore
     several = replace(encoder, embedder=Embed(("mean", "cls")))
     with pytest.raises(InputError, match="pass --beside sentence-transformers or none"):
-        open_peer("transformers", Setting(folder, several, "embed", 64))
+        open_peer("transformers", TextPeerSetting(folder, several, "embed", 64))
 
 
 def test_logits_are_ours(tmp_path: Path) -> None:
@@ -97,11 +97,11 @@ def test_logits_are_ours(tmp_path: Path) -> None:
     )
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
     encoder = packhorse.load(tmp_path, device="cpu", dtype="fp32")
-    theirs = open_peer("transformers", Setting(tmp_path, encoder, "classify", 64, 2))
-    ours = reader(encoder, "classify")
+    their_read = open_peer("transformers", TextPeerSetting(tmp_path, encoder, "classify", 64, 2))
+    our_read = reader(encoder, "classify")
     for texts in (["the horse", "the horse carries sacks", "?"], [("the", "horse ?"), ("?", "?")]):
-        np.testing.assert_allclose(theirs(texts), ours(texts), atol=1e-5)
-    assert np.ptp(ours(["the horse", "?"]), axis=0).max() > 1e-2
+        np.testing.assert_allclose(their_read(texts), our_read(texts), atol=1e-5)
+    assert np.ptp(our_read(["the horse", "?"]), axis=0).max() > 1e-2
 
 
 def test_which_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,4 +121,4 @@ def test_which_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_cannot_be_opened_is_one_line(encoder: Encoder, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"transformers fails on model .*pass --beside none"):
-        open_peer("transformers", Setting(tmp_path, encoder, "embed", 64))
+        open_peer("transformers", TextPeerSetting(tmp_path, encoder, "embed", 64))

@@ -1,8 +1,9 @@
 """The command line: one command per module, imported when it is called.
 
-`packhorse --help` imports none of them, and torch only the command that needs it. An error that the
-user can correct is one line on stderr and its own exit code (2); an interruption is 130, a closed
-pipe 141 as for any filter, an internal error 1 with the way to see its traceback.
+`packhorse --help` imports none of them, and only commands that need torch import it. An error that
+the user can correct is one line on stderr with its own exit code (usually 2). Ctrl-C exits with
+130, a closed pipe with 141 as for any filter, and an internal error with 1; its message says how to
+see the traceback.
 
 Other packages add commands by entry points of the group `packhorse.commands`: the name is that of
 the command, the value "module:function" or "module:app". A module that must see the command line
@@ -21,29 +22,32 @@ from importlib.metadata import entry_points
 from cyclopts import App, CycloptsError
 
 from packhorse import __version__
-from packhorse.cli.console import json_alone, note, one_line
+from packhorse.cli.console import note, one_line, reserve_stdout_for_json
 from packhorse.errors import InputError, PackhorseError
 from packhorse.processor import limit
 
-# The line in `packhorse --help` stands here, so that printing it imports no command.
+# The lines of `packhorse --help` are here, so that printing them imports no command.
 COMMANDS = {
-    "demo": ("packhorse.cli.demo:demo", "See real texts encoded packed and padded, side by side."),
-    "run": ("packhorse.cli.run:run", "Encode texts, or measure how fast they are encoded."),
-    "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from lengths alone."),
-    "waste": ("packhorse.cli.waste:waste", "Show what padding costs on your own texts."),
-    "prove": ("packhorse.cli.prove:prove", "Test that no result depends on its neighbours."),
+    "demo": ("packhorse.cli.demo:demo", "Encode real texts packed and padded, and compare."),
+    "run": ("packhorse.cli.run:run", "Encode texts, or measure the speed of encoding."),
+    "pack": ("packhorse.cli.pack:pack", "Plan how sequences share rows, from their lengths."),
+    "waste": ("packhorse.cli.waste:waste", "Show what padding costs for your own texts."),
+    "prove": ("packhorse.cli.prove:prove", "Test that no result depends on its neighbors."),
     "data": ("packhorse.cli.data:app", "Build datasets of packed rows, and look into them."),
     "train": ("packhorse.cli.train:train", "Train packed BERT, or fine-tune it for a task."),
-    "submit": ("packhorse.cli.submit:submit", "Train with seed after seed, logged for MLPerf."),
+    "submit": ("packhorse.cli.submit:submit", "Train once per seed, with logs for MLPerf."),
     "evaluate": ("packhorse.cli.evaluate:evaluate", "Score a model on a task with known answers."),
-    "serve": ("packhorse.cli.serve:serve", "Serve models over HTTP, and a page to try them."),
-    "inspect": ("packhorse.cli.inspect:inspect", "Show what a checkpoint of any format holds."),
+    "serve": ("packhorse.cli.serve:serve", "Serve models over HTTP, with a page to try them."),
+    "inspect": (
+        "packhorse.cli.inspect:inspect",
+        "Show the contents of a checkpoint of any format.",
+    ),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
-    "verify": ("packhorse.cli.verify:verify", "Compare two checkpoints, tensors and outputs."),
-    "onnx": ("packhorse.cli.onnx:app", "Rewrite an ONNX model so that it takes packed rows."),
-    "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph of a TensorFlow checkpoint."),
+    "verify": ("packhorse.cli.verify:verify", "Compare tensors and outputs of two checkpoints."),
+    "onnx": ("packhorse.cli.onnx:app", "Rewrite an ONNX model to take packed rows."),
+    "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph from a TensorFlow checkpoint."),
     "monitor": ("packhorse.cli.monitor:monitor", "Watch devices and running packhorse processes."),
-    "doctor": ("packhorse.cli.doctor:doctor", "Say what can run here, and how to fix the rest."),
+    "doctor": ("packhorse.cli.doctor:doctor", "Show what can run here, and how to fix the rest."),
 }
 GROUP = "packhorse.commands"
 # Commands of packages that belong to Packhorse; each package is an extra of the command's name.
@@ -54,14 +58,17 @@ PLUGINS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that `arguments` (the process's own by default) name; the exit code."""
+    """Run the command in `arguments` (default: those of the process); returns the exit code."""
     tokens = sys.argv[1:] if arguments is None else list(arguments)
     command = next((token for token in tokens if not token.startswith("-")), None)
-    _forgive_encodings()
+    _escape_unencodable()
     try:
         limit()  # before a command loads torch
-        tokens = _prepared(command, tokens)
-        with _warnings_as_notes(), json_alone() if "--json" in tokens else nullcontext():
+        tokens = _prepare_tokens(command, tokens)
+        with (
+            _warnings_as_notes(),
+            reserve_stdout_for_json() if "--json" in tokens else nullcontext(),
+        ):
             app = _app(command)
             app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
@@ -69,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PackhorseError as error:
         return _fail(error, error.exit_code)
     except CycloptsError as error:
-        return _fail(f"{_without_stop(one_line(error))}; see `{_command(tokens)} --help`", 2)
+        return _fail(f"{_without_period(one_line(error))}; see `{_command(tokens)} --help`", 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:
@@ -79,25 +86,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("PACKHORSE_TRACEBACK"):
             raise
-        what = f"{type(error).__name__}: {error}"
-        return _fail(f"unexpected {what} (PACKHORSE_TRACEBACK=1 shows where)", 1)
+        message = f"unexpected {type(error).__name__}: {error} (PACKHORSE_TRACEBACK=1 shows where)"
+        return _fail(message, 1)
 
 
-def _without_stop(sentence: str) -> str:
-    """But an ellipsis stays."""
+def _without_period(sentence: str) -> str:
+    """Remove the period at the end, but not an ellipsis."""
     return sentence if sentence.endswith("..") else sentence.removesuffix(".")
 
 
 def _command(tokens: Sequence[str]) -> str:
-    """The command that was meant, as far as it is one: `packhorse data build`."""
+    """Return the command that was called, without its arguments: `packhorse data build`."""
     words = [token for token in tokens if not token.startswith("-")]
-    place, _ = _commands(words[0] if words else None).get(words[0] if words else "", ("", ""))
-    depth = 0 if not place else 1 + place.endswith(":app")
+    commands = _commands(words[0] if words else None)
+    if not words or words[0] not in commands:
+        return "packhorse"
+    location, _ = commands[words[0]]
+    depth = 2 if location.endswith(":app") else 1  # an app has subcommands
     return " ".join(["packhorse", *words[:depth]])
 
 
 def _commands(command: str | None) -> dict[str, tuple[str, str]]:
-    """Place and help line of every command; entry points are read only if `command` needs them."""
+    """Return location and help line of each command.
+
+    Entry points are read only if `command` is not one of ours: that takes milliseconds.
+    """
     if command in COMMANDS:
         return COMMANDS
     plugins = {
@@ -113,11 +126,11 @@ def _commands(command: str | None) -> dict[str, tuple[str, str]]:
 
 
 def _not_installed() -> None:
-    """The place of a command whose package is absent; `_prepared` refuses before it is called."""
+    """Stand in for a command whose package is absent; `_prepare_tokens` refuses to call it."""
 
 
-def _prepared(command: str | None, tokens: list[str]) -> list[str]:
-    """The tokens to parse; raises InputError if the command's package is not installed."""
+def _prepare_tokens(command: str | None, tokens: list[str]) -> list[str]:
+    """Return the tokens to parse; raises InputError if the command's package is not installed."""
     if command in COMMANDS or command not in (commands := _commands(command)):
         return tokens
     module, _, function = commands[command][0].partition(":")
@@ -131,7 +144,7 @@ def _prepared(command: str | None, tokens: list[str]) -> list[str]:
 
 
 def _app(command: str | None) -> App:
-    """All commands; the one that is called brings its own help, which is longer."""
+    """Return the app with all commands; the one that is called shows its own, longer help."""
     app = App(
         name="packhorse",
         version=__version__,
@@ -139,8 +152,8 @@ def _app(command: str | None) -> App:
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
-    for name, (place, line) in _commands(command).items():
-        app.command(place, name=name, help=None if name == command else line)
+    for name, (location, line) in _commands(command).items():
+        app.command(location, name=name, help=None if name == command else line)
     return app
 
 
@@ -151,14 +164,14 @@ def _fail(message: object, code: int) -> int:
 
 @contextmanager
 def _warnings_as_notes() -> Iterator[None]:
-    """A warning is a line like any other, not a line of source code."""
+    """Print a warning as one line, without the line of source code that raised it."""
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *where: note(f"warning: {message}")
+        warnings.showwarning = lambda message, *location: note(f"warning: {message}")
         yield
 
 
-def _forgive_encodings() -> None:
-    """A character that the terminal lacks is no reason to fail."""
+def _escape_unencodable() -> None:
+    """Print characters that the terminal lacks as escapes, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

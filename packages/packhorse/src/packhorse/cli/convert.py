@@ -1,21 +1,18 @@
-"""`packhorse convert`: a checkpoint of any format, written in another."""
+"""`packhorse convert`: write a checkpoint of any format in another format."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress
-from packhorse.cli.flags import GELUS, Beside
+from packhorse.cli.flags import GELUS, ModelFlags, flag
 from packhorse.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from packhorse.checkpoint import Checkpoint
 
 
 def convert(
     source: Annotated[str, Parameter(help="A folder, a file, a TensorFlow prefix or a hub id.")],
-    target: Annotated[Path, Parameter(help="The folder to write: new, or empty.")],
+    target: Annotated[Path, Parameter(help="The folder to write, new or empty.")],
     /,
     *,
     to: Annotated[
@@ -26,7 +23,7 @@ def convert(
         Literal["fp32", "bf16", "fp16"] | None,
         Parameter(help="Number format of the weights; default that of the source."),
     ] = None,
-    beside: Beside = Beside(),  # noqa: B008 (frozen)
+    model_flags: ModelFlags = ModelFlags(),  # noqa: B008 (frozen)
     vocab_size: Annotated[
         int | None, Parameter(help="Pad or crop the vocabulary's tables to this many rows.")
     ] = None,
@@ -34,25 +31,18 @@ def convert(
         int | None, Parameter(help="Crop the table of positions to this many rows.")
     ] = None,
     repeat_positions: Annotated[
-        bool,
-        Parameter(
-            negative="", show_default=False, help="Make a longer table by repeating what is there."
-        ),
+        bool, flag(help="Allow a longer table of positions, made by repeating the rows.")
     ] = False,
-    allow_nonfinite: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Keep NaN and infinity.")
-    ] = False,
-    overwrite: Annotated[
-        bool, Parameter(negative="", show_default=False, help="Replace a folder that is there.")
-    ] = False,
+    allow_nonfinite: Annotated[bool, flag(help="Keep NaN and infinity.")] = False,
+    overwrite: Annotated[bool, flag(help="Replace an existing folder.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Write a checkpoint in another format, with its configuration and its tokenizer.
+    """Write a checkpoint in another format, with its configuration and tokenizer.
 
-    Values are those of the source bit by bit unless --dtype says otherwise. The
-    folder is written whole or not at all. Optimizer state is not carried over.
-    Which GELU a TensorFlow model computes is read from its graph (.pb, .meta) or
-    given with --gelu, and written into the configuration: gelu, or gelu_new.
+    Values equal those of the source bit for bit, unless --dtype changes them. The
+    folder is written whole or not at all. Optimizer state is not converted. The
+    form of GELU of a TensorFlow model is read from its graph (.pb, .meta) or passed
+    with --gelu, and written into the configuration as gelu or gelu_new.
 
     Try:
       packhorse convert uncased_L-12_H-768_A-12 bert-base-hf
@@ -65,9 +55,9 @@ def convert(
 
     with progress("converting") as advance:
         advance(0, 2)
-        found = checkpoint.load(
+        loaded = checkpoint.load(
             source,
-            **beside.given(),
+            **model_flags.load_options(),
             vocab_size=vocab_size,
             max_positions=max_positions,
             repeat_positions=repeat_positions,
@@ -75,30 +65,31 @@ def convert(
             allow_nonfinite=allow_nonfinite,
         )
         advance(1, 2)
-        checkpoint.write(target, found, to=to, overwrite=overwrite)
+        checkpoint.write(target, loaded, to=to, overwrite=overwrite)
         advance(2, 2)
-    wrote = sorted(
+    files = sorted(
         path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()
     )
-    for line in found.notes:
-        note(line)
-    if found.format in ("tf1", "frozen") and found.gelu.form:
-        note(f"GELU: {GELUS[found.gelu.form]}: {found.gelu.reason}")
+    for message in loaded.notes:
+        note(message)
+    if loaded.format in ("tf1", "frozen") and loaded.gelu.form:
+        note(f"GELU: {GELUS[loaded.gelu.form]}: {loaded.gelu.reason}")
     try:
-        checkpoint.tokenizer(found)
+        checkpoint.tokenizer(loaded)
     except CheckpointError as error:
         note(f"warning: the target cannot be used with texts: {error}")
-    note(f"{found.format} to {to}: {target} ({', '.join(wrote)})")
-    said = {"source": source, "from": found.format, "to": to, "folder": str(target)}
-    emit({**said, "files": wrote, **_holds(found)}, json)
-
-
-def _holds(found: "Checkpoint") -> dict[str, object]:
-    tensors = dict(found.model.named_parameters())
-    return {
+    note(f"{loaded.format} to {to}: {target} ({', '.join(files)})")
+    tensors = dict(loaded.model.named_parameters())
+    document = {
+        "source": source,
+        "from": loaded.format,
+        "to": to,
+        "folder": str(target),
+        "files": files,
         "tensors": len(tensors),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
-        "heads": list(found.model.heads),
-        "gelu": found.gelu.form,
-        "gelu_reason": found.gelu.reason,
+        "heads": list(loaded.model.heads),
+        "gelu": loaded.gelu.form,
+        "gelu_reason": loaded.gelu.reason,
     }
+    emit(document, json)

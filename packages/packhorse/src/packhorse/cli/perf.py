@@ -1,8 +1,9 @@
-"""How fast a loaded model encodes: real tokens, and the device done before the clock is read.
+"""Measure how fast a loaded model encodes texts, for `packhorse run --perf`.
 
-One call a text, as a batch of equal copies, so that a latency is that of a batch. The clock covers
-all that a call does: laying the batch, copying it to the device, the model, copying back. Turning
-text into tokens is measured apart. Padding does not count as work, here or in any other figure.
+Each text runs as one batch of equal copies, so a latency is that of a batch. The time covers all
+that a call does: building the batch, copying it to the device, the model, copying back. It is read
+when the device has finished. Tokenizing is measured separately. Only real tokens count; padding is
+no work, here or in any other figure.
 """
 
 import time
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
     from packhorse.tokens import Text
 
-WARM_UP = 2  # rounds: the first prepares what is prepared once a shape, the second its memory
+WARM_UP = 2  # rounds: the first prepares what is done once per shape, the second its memory
 
 
 def measure(
@@ -35,13 +36,15 @@ def measure(
     start = time.perf_counter()
     encodings = encoder.tokenize(texts, max_length)
     tokenizing = time.perf_counter() - start
-    # One batch must be one batch, whatever budget the encoder would cut it by.
-    most = batch_size * max(map(len, encodings))
-    encoder = replace(encoder, budget=max(encoder.budget, most))
+    # The encoder would split a batch above its token budget; here one batch must be one call.
+    largest_batch = batch_size * max(map(len, encodings))
+    encoder = replace(encoder, budget=max(encoder.budget, largest_batch))
     only = encoder.tokenizer.mask_id if head == "mlm" else None
-    latencies, ran, tokens = [], 0, 0
-    about = {"does": "measuring", "model": encoder.name, "device": str(encoder.device)}
-    with status.publishing("perf", about) as say:
+    latencies = []
+    sequences = 0
+    tokens = 0
+    facts = {"does": "measuring", "model": encoder.name, "device": str(encoder.device)}
+    with status.publishing("perf", facts) as publish:
         for iteration in range(WARM_UP + iterations):
             for encoding in encodings:
                 start = time.perf_counter()
@@ -49,16 +52,21 @@ def measure(
                 synchronize(encoder.device)
                 if iteration >= WARM_UP:
                     latencies.append(time.perf_counter() - start)
-                ran, tokens = ran + batch_size, tokens + batch_size * len(encoding)
-                say({"sequences": ran, "tokens": tokens})
-    measured = sum(map(len, encodings)) * batch_size * iterations
-    return {**_figures(latencies, measured, batch_size), "tokenizing_seconds": tokenizing}
+                sequences += batch_size
+                tokens += batch_size * len(encoding)
+                publish({"sequences": sequences, "tokens": tokens})
+    measured_tokens = sum(map(len, encodings)) * batch_size * iterations
+    return {
+        **_figures(latencies, measured_tokens, batch_size),
+        "tokenizing_seconds": tokenizing,
+    }
 
 
 def _figures(latencies: Sequence[float], tokens: int, batch_size: int) -> dict[str, Any]:
     import numpy as np
 
-    seconds, sequences = sum(latencies), batch_size * len(latencies)
+    seconds = sum(latencies)
+    sequences = batch_size * len(latencies)
     p50, p90, p99 = np.percentile(np.array(latencies) * 1000, [50, 90, 99]).tolist()
     return {
         "tokens": tokens,
@@ -72,17 +80,17 @@ def _figures(latencies: Sequence[float], tokens: int, batch_size: int) -> dict[s
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """The figures as a table."""
+def show(figures: dict[str, Any]) -> None:
+    """Print the figures as a table."""
     rows = [
-        ["tokens", found["tokens"]],
-        ["sequences", found["sequences"]],
-        ["seconds", found["seconds"]],
-        ["tokens a second", found["tokens_per_second"]],
-        ["sequences a second", found["sequences_per_second"]],
-        ["p50, ms a batch", found["p50_ms"]],
-        ["p90, ms a batch", found["p90_ms"]],
-        ["p99, ms a batch", found["p99_ms"]],
-        ["tokenizing, ms (apart)", found["tokenizing_seconds"] * 1000],
+        ["tokens", figures["tokens"]],
+        ["sequences", figures["sequences"]],
+        ["seconds", figures["seconds"]],
+        ["tokens per second", figures["tokens_per_second"]],
+        ["sequences per second", figures["sequences_per_second"]],
+        ["p50, ms per batch", figures["p50_ms"]],
+        ["p90, ms per batch", figures["p90_ms"]],
+        ["p99, ms per batch", figures["p99_ms"]],
+        ["tokenizing, ms (separate)", figures["tokenizing_seconds"] * 1000],
     ]
     table(None, ["measured", "value"], rows)

@@ -1,4 +1,4 @@
-"""`packhorse prove`: the invariant, on the user's model and the user's machine."""
+"""`packhorse prove`: test on the user's model and machine that neighbors change no result."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
-from packhorse.cli.flags import Beside
+from packhorse.cli.flags import ModelFlags
 from packhorse.errors import InputError, KernelError, PackhorseError
 
 if TYPE_CHECKING:
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from packhorse.runtime.proof import Proof
 
 MEANING = {
-    "neighbour": "other tokens next door, same shapes: bit-equal",
-    "poison": "NaN next door: bit-equal",
+    "neighbour": "other tokens in the neighbors, same shapes: bit-equal",
+    "poison": "NaN in the neighbors: bit-equal",
     "alone": "alone and in a pack: relative difference",
-    "reference": "one call a sequence: relative difference",
-    "control": "isolation broken on purpose: must be seen",
+    "reference": "one call per sequence: relative difference",
+    "control": "isolation broken on purpose: must be detected",
 }
 
 
 class Unproven(PackhorseError):
-    """A check failed: results depend on neighbours."""
+    """A check failed: results depend on neighbors."""
 
     exit_code = 1
 
@@ -32,58 +32,82 @@ class Unproven(PackhorseError):
 def prove(
     model: Annotated[str, Parameter(help="A folder, a file, a TensorFlow prefix or a hub id.")],
     *,
-    beside: Beside = Beside(),  # noqa: B008 (frozen)
-    device: Annotated[str | None, Parameter(help="Default the accelerator, else cpu.")] = None,
+    model_flags: ModelFlags = ModelFlags(),  # noqa: B008 (frozen)
+    device: Annotated[
+        str | None, Parameter(help="cpu, cuda or cuda:1; default the accelerator, else cpu.")
+    ] = None,
     dtype: Annotated[
-        str | None, Parameter(help="fp32, bf16, fp16, fp64, several with commas; default all fit.")
+        str | None,
+        Parameter(
+            help="fp32, bf16, fp16 or fp64, several separated by commas; default all that the "
+            "hardware computes."
+        ),
     ] = None,
     kernel: Annotated[
-        str | None, Parameter(help="One or several with commas; default all that can run.")
+        str | None,
+        Parameter(help="One or several, separated by commas; default all that can run."),
     ] = None,
-    packs: Annotated[int, Parameter(help="Random packs for each check.")] = 20,
-    seed: Annotated[int, Parameter(help="Of the random packs.")] = 0,
+    packs: Annotated[int, Parameter(help="Number of random packs per check.")] = 20,
+    seed: Annotated[int, Parameter(help="Seed of the random packs.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Test on your model and machine that no result depends on its neighbours.
+    """Test on your model and machine that no result depends on its neighbors.
 
-    Every head, under every kernel and number format that can run here, is put
-    through five checks on random packs; the last is a control that must fail.
-    The table shows the largest difference each check found.
+    Each head, under each kernel and number format that can run here, goes through
+    five checks on random packs; the last is a control that must fail. The table
+    shows the largest difference that each check found.
 
     Try:
       packhorse prove sentence-transformers/all-MiniLM-L6-v2
       packhorse prove ./my-model --dtype fp32,bf16 --packs 200 --json
     """
-    from packhorse.device import DTYPES, choose_device, describe, fast_bf16, parse_dtype
+    from packhorse.device import DTYPES, choose_device, describe, parse_dtype
 
     if packs < 1:
-        raise InputError("--packs must be at least 1")
-    where = choose_device(device)
-    fitting = ["fp32", *(["bf16"] if where.type != "cpu" or fast_bf16(where) else [])]
-    fitting += ["fp16"] if where.type == "cuda" else []
-    names = [name.strip() for name in dtype.split(",")] if dtype else fitting
-    for name in () if dtype else [name for name in DTYPES if name not in fitting]:
-        note(f"left out: {name} is not computed in hardware here; --dtype {name} proves it too")
+        raise InputError(f"--packs is {packs}; it must be 1 or more")
+    target = choose_device(device)
+    if dtype:
+        names = [name.strip() for name in dtype.split(",")]
+    else:
+        names = _hardware_dtypes(target)
+        for name in DTYPES:
+            if name not in names:
+                note(f"skipped: no hardware for {name} here; --dtype {name} tests it anyway")
     proofs: list[Proof] = []
     for name in names:
-        proofs += _prove_one(model, beside, where, parse_dtype(name), kernel, packs, seed)
-    rows = _summary(proofs)
-    title = f"{model} on {describe(where)}: {packs} packs a check, the worst over all heads"
-    table(title, ["dtype", "kernel", "check", "largest", "allowed", "verdict"], rows)
+        proofs += _prove_dtype(model, model_flags, target, parse_dtype(name), kernel, packs, seed)
+    title = f"{model} on {describe(target)}: {packs} packs per check, the worst over all heads"
+    columns = ["dtype", "kernel", "check", "largest", "allowed", "verdict"]
+    table(title, columns, _summary(proofs))
     failed = [proof for proof in proofs if not proof.passed]
-    emit({"proofs": [asdict(p) | {"passed": p.passed} for p in proofs], "ok": not failed}, json)
+    document = {
+        "proofs": [asdict(proof) | {"passed": proof.passed} for proof in proofs],
+        "ok": not failed,
+    }
+    emit(document, json)
     if failed:
-        worst = failed[0]
+        first = failed[0]
         raise Unproven(
-            f"{len(failed)} of {len(proofs)} checks failed, first {worst.check} of {worst.head} "
-            f"under {worst.kernel} in {worst.dtype}: please report this"
+            f"{len(failed)} of {len(proofs)} checks failed, first {first.check} of {first.head} "
+            f"under {first.kernel} in {first.dtype}: please report this"
         )
     note(f"passed: {len(proofs)} checks")
 
 
-def _prove_one(
+def _hardware_dtypes(device: "torch.device") -> list[str]:
+    from packhorse.device import fast_bf16
+
+    names = ["fp32"]
+    if device.type != "cpu" or fast_bf16(device):
+        names.append("bf16")
+    if device.type == "cuda":
+        names.append("fp16")
+    return names
+
+
+def _prove_dtype(
     model: str,
-    beside: Beside,
+    model_flags: ModelFlags,
     device: "torch.device",
     dtype: "torch.dtype",
     kernel: str | None,
@@ -92,39 +116,43 @@ def _prove_one(
 ) -> "list[Proof]":
     from packhorse import checkpoint
     from packhorse.device import dtype_name
-    from packhorse.runtime.proof import CHECKS
-    from packhorse.runtime.proof import prove as run
+    from packhorse.runtime import proof as checks
 
-    loaded = checkpoint.load(model, **beside.given(), device=device, dtype=dtype).model
+    options = model_flags.load_options()
+    loaded = checkpoint.load(model, **options, device=device, dtype=dtype).model
     kernels = _kernels(kernel, device, dtype, loaded.bert.config.needs)
-    total = len(kernels) * len(CHECKS) * (len(loaded.heads) + 1)
+    total = len(kernels) * len(checks.CHECKS) * (len(loaded.heads) + 1)
     proofs = []
     with progress(f"proving {dtype_name(dtype)}") as advance:
-        for proof in run(loaded, device, kernels, packs, seed):
+        for proof in checks.prove(loaded, device, kernels, packs, seed):
             proofs.append(proof)
             advance(len(proofs), total)
     return proofs
 
 
 def _kernels(
-    asked: str | None, device: "torch.device", dtype: "torch.dtype", needs: dict[str, Any]
+    names: str | None, device: "torch.device", dtype: "torch.dtype", needs: dict[str, Any]
 ) -> list[str]:
-    """Those asked for, each of which must run; else all that can."""
+    """Return the named kernels, all of which must run; without names, all that can run."""
     from packhorse.attention import KERNELS, pick
 
-    if asked:
-        return [pick(device, dtype, name=name.strip(), **needs).name for name in asked.split(",")]
-    can = []
+    if names:
+        return [pick(device, dtype, name=name.strip(), **needs).name for name in names.split(",")]
+    runnable = []
     for name in KERNELS:
         try:
-            can.append(pick(device, dtype, name=name, **needs).name)
+            runnable.append(pick(device, dtype, name=name, **needs).name)
         except KernelError as error:
-            note(f"left out: {error}")
-    return can
+            note(f"skipped: {error}")
+    return runnable
 
 
 def _summary(proofs: "list[Proof]") -> list[list[object]]:
-    """The worst head of each kernel, dtype and check: of the control, the least visible."""
+    """Return a row per dtype, kernel and check, with the worst head.
+
+    A check is worst at its largest difference; the control, which must be detected, at its
+    smallest.
+    """
     groups: dict[tuple[str, str, str], list[Proof]] = {}
     for proof in proofs:
         groups.setdefault((proof.dtype, proof.kernel, proof.check), []).append(proof)

@@ -1,9 +1,9 @@
-"""`packhorse run`: inference from the shell, on the screen, into a file, or against the clock.
+"""`packhorse run`: encode texts and print the results, write them to a file, or measure the speed.
 
-The flags are those of the tool it replaces, with its short names and underscores, plus files. What
-is asked is checked before the model is opened, because that is what takes time. Results go to a
-file chunk by chunk and survive a kill (`data/output.py`); on the screen only the first
-few texts of a file are shown, and only they are encoded.
+The flags are those of the tool it replaces, with its short names and underscores, plus files.
+Flags and texts are checked before the model is loaded, which takes longer. Results go to a file
+chunk by chunk and survive a kill (`data/output/resumable.py`); on the screen only the first texts
+of a file are shown, and only they are encoded.
 """
 
 import os
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from packhorse.cli import perf
-from packhorse.cli.console import emit, note, once
-from packhorse.cli.flags import Options
-from packhorse.cli.tasks import TASKS, prepared, rows_of, spec_of
-from packhorse.cli.writing import made_with, write
+from packhorse.cli.console import emit, note, summarize_warnings
+from packhorse.cli.flags import RunFlags
+from packhorse.cli.tasks import TASKS, prepare_texts, result_rows
+from packhorse.cli.writing import run_facts, write
 from packhorse.data.output import Row, format_of
 from packhorse.data.tables import Record, read_texts, split_pair
 from packhorse.errors import InputError
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
 
 DEFAULT_TEXT = "Hello world!"
-SHOWN = 20  # texts of a file that go to the screen
-PATIENCE = 2.0  # seconds before someone who waits for a pipe is told
+MAX_SHOWN = 20  # texts of a file that are shown on the screen
+PIPE_SECONDS = 2.0  # without input from a pipe, after which a note says what the command waits for
 
 
 def run(
-    *texts: Annotated[str, Parameter(name="TEXT", help="Texts; without any, Hello world!")],
-    options: Options = Options(),  # noqa: B008
+    *texts: Annotated[str, Parameter(name="TEXT", help="Texts to encode; default Hello world!")],
+    flags: RunFlags = RunFlags(),  # noqa: B008
 ) -> None:
     """Encode texts with a model: hidden states, vectors, answers, words, labels, rankings.
 
@@ -46,82 +46,80 @@ def run(
       packhorse run --task embed --input texts.csv --column body --out vectors.npy
       packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
     """
-    if not texts and not options.input and _is_piped():
-        options = replace(options, input="-")
-    _check(texts, options)
-    records = _records(texts, options)
-    encoder = _load(options, bool(texts or options.input))
+    if not texts and not flags.input and _is_piped():
+        flags = replace(flags, input="-")
+    _check_flags(texts, flags)
+    records = _read_records(texts, flags)
+    encoder = _load(flags, has_text=bool(texts or flags.input))
     from packhorse.runtime.encoder import TruncationWarning
 
-    with once(TruncationWarning):
-        if options.perf:
-            _measure(records, encoder, options)
-        elif options.out:
-            emit({**made_with(encoder, options), **write(records, encoder, options)}, options.json)
+    with summarize_warnings(TruncationWarning):
+        if flags.perf:
+            _measure(records, encoder, flags)
+        elif flags.out:
+            emit({**run_facts(encoder, flags), **write(records, encoder, flags)}, flags.json)
         else:
-            _print(records, encoder, options)
+            _print_results(records, encoder, flags)
 
 
 def _is_piped() -> bool:
-    """Is text piped in? It may be long in coming; who waits for nothing is told for what."""
+    """Return whether text is piped in; a note tells the user if none arrives for a while."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
             return False
-        ready, _, _ = select.select([sys.stdin], [], [], PATIENCE)
+        ready, _, _ = select.select([sys.stdin], [], [], PIPE_SECONDS)
     except (AttributeError, OSError, ValueError):  # no standard input, or not a real one
         return False
     if not ready:
-        note("waiting for text from the pipe; name a TEXT, or </dev/null, to do without")
+        note("waiting for text from the pipe; to use no pipe, pass a TEXT or </dev/null")
     return True
 
 
-def _check(texts: Sequence[str], options: Options) -> None:
-    """Refuse what cannot be meant."""
+def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
+    """Refuse counts below 1 and flags that contradict each other."""
     for name in ("batch_size", "iterations", "top_k", "chunk"):
-        value = getattr(options, name)
+        value = getattr(flags, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
-    copies = options.batch_size > 1
-    rerank, out = options.task == "rerank", options.out
-    clashes = {
-        "TEXT and --input both name texts; leave one out": texts and options.input,
-        "--column is for files; pass --input": options.column and not options.input,
-        "--prompt is for the task embed": options.prompt and options.task != "embed",
-        "--perf takes no --prompt; write it into the text": options.prompt and options.perf,
-        "--perf measures and writes no results; leave out --out": out and options.perf,
-        "--out writes each text once; leave out --batch-size and --iterations": out
-        and (copies or options.iterations > 1),
-        "rerank orders all texts at once and takes no --out; use --json": out and rerank,
-        "rerank takes its documents as one batch; leave out --batch-size": rerank
-        and copies
-        and not options.perf,
+    has_copies = flags.batch_size > 1
+    is_rerank = flags.task == "rerank"
+    conflicts = {
+        "TEXT and --input both name texts; leave one out": texts and flags.input,
+        "--column is for files; pass --input": flags.column and not flags.input,
+        "--prompt is for the task embed": flags.prompt and flags.task != "embed",
+        "--perf takes no --prompt; write it into the text": flags.prompt and flags.perf,
+        "--perf measures and writes no results; leave out --out": flags.out and flags.perf,
+        "--out writes each text once; leave out --batch-size and --iterations": flags.out
+        and (has_copies or flags.iterations > 1),
+        "rerank orders all texts at once and takes no --out; use --json": flags.out and is_rerank,
+        "rerank takes its documents as one batch; leave out --batch-size": is_rerank
+        and has_copies
+        and not flags.perf,
     }
-    for complaint, clash in clashes.items():
-        if clash:
-            raise InputError(complaint)
-    if out:
-        format_of(out, {"vector": []} if options.task == "embed" else {})
+    for message, conflict in conflicts.items():
+        if conflict:
+            raise InputError(message)
+    if flags.out:  # refuses a format that cannot hold the results
+        format_of(flags.out, {"vector": []} if flags.task == "embed" else {})
 
 
-def _records(texts: Sequence[str], options: Options) -> Iterable[Record]:
-    """The texts to encode; the first is read at once, so that a bad file costs no waiting."""
-    if not options.input:
-        given = _given(texts or [DEFAULT_TEXT], options.pair)
-        prepared(options.task, [record.text for record in given], options.query)
-        return given
-    found = read_texts(
-        options.input, options.column, pair=options.pair, skip_empty=options.skip_empty
-    )
-    first = next(found, None)
+def _read_records(texts: Sequence[str], flags: RunFlags) -> Iterable[Record]:
+    """Return the texts to encode; the first is read at once, so that a bad file fails early."""
+    if not flags.input:
+        records = _argument_records(texts or [DEFAULT_TEXT], flags.pair)
+        prepare_texts(flags.task, [record.text for record in records], flags.query)
+        return records
+    stream = read_texts(flags.input, flags.column, pair=flags.pair, skip_empty=flags.skip_empty)
+    first = next(stream, None)
     if first is None:
-        where = "standard input" if options.input == "-" else options.input
-        raise InputError(f"{where} holds no text")
-    prepared(options.task, [first.text], options.query)
-    return chain([first], found)
+        source = "standard input" if flags.input == "-" else flags.input
+        raise InputError(f"{source} holds no text")
+    prepare_texts(flags.task, [first.text], flags.query)
+    return chain([first], stream)
 
 
-def _given(texts: Sequence[str], pair: bool) -> list[Record]:
+def _argument_records(texts: Sequence[str], pair: bool) -> list[Record]:
     for number, text in enumerate(texts, 1):
         if not text.strip():
             raise InputError(f"text {number} is empty; there is nothing to encode")
@@ -131,51 +129,51 @@ def _given(texts: Sequence[str], pair: bool) -> list[Record]:
     ]
 
 
-def _load(options: Options, given: bool) -> "Encoder":
+def _load(flags: RunFlags, has_text: bool) -> "Encoder":
     from packhorse.device import describe, dtype_name
     from packhorse.runtime.loading import load
 
     encoder = load(
-        options.checkpoint or options.model,
-        device=options.device,
-        dtype=options.dtype if options.dtype or given else "fp32",
-        kernel=options.kernel,
-        graphs=options.graphs,
-        invariant=options.invariant,
-        **options.beside.given(),
+        flags.checkpoint or flags.model,
+        device=flags.device,
+        dtype=flags.dtype if flags.dtype or has_text else "fp32",
+        kernel=flags.kernel,
+        graphs=flags.graphs,
+        invariant=flags.invariant,
+        **flags.model_flags.load_options(),
     )
-    how = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
-    how += [way for way in ("graphs", "invariant") if getattr(options, way)]
-    note(f"{encoder.name}: {', '.join(how)}")
+    facts = [describe(encoder.device), dtype_name(encoder.dtype), f"{encoder.kernel} kernel"]
+    facts += [name for name in ("graphs", "invariant") if getattr(flags, name)]
+    note(f"{encoder.name}: {', '.join(facts)}")
     return encoder
 
 
-def _print(records: Iterable[Record], encoder: "Encoder", options: Options) -> None:
-    every = options.json or not options.input or options.task == "rerank"
-    left = iter(records)
-    some = list(left if every else islice(left, SHOWN))
-    found: list[tuple[Record, Row]] = []
-    for _ in range(options.iterations):
-        found = rows_of(options.task, some, encoder, options.ask, options.batch_size)
-    rows = [{"id": record.id, "text": _joined(record.text), **row} for record, row in found]
-    if not options.json:
-        TASKS[options.task].show(rows)
-    emit({**made_with(encoder, options), "results": rows}, options.json)
-    if next(left, None) is not None:
-        note(f"these are the first {SHOWN} texts; --out FILE or --json gives all")
+def _print_results(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> None:
+    show_all = flags.json or not flags.input or flags.task == "rerank"
+    remaining = iter(records)
+    chosen = list(remaining if show_all else islice(remaining, MAX_SHOWN))
+    results: list[tuple[Record, Row]] = []
+    for _ in range(flags.iterations):
+        results = result_rows(flags.task, chosen, encoder, flags.task_options, flags.batch_size)
+    rows = [{"id": record.id, "text": _joined(record.text), **row} for record, row in results]
+    if not flags.json:
+        TASKS[flags.task].show(rows)
+    emit({**run_facts(encoder, flags), "results": rows}, flags.json)
+    if next(remaining, None) is not None:
+        note(f"these are the first {MAX_SHOWN} texts; --out FILE or --json gives all")
 
 
 def _joined(text: str | tuple[str, str]) -> str:
     return text if isinstance(text, str) else "\t".join(text)
 
 
-def _measure(records: Iterable[Record], encoder: "Encoder", options: Options) -> None:
-    texts = prepared(options.task, [record.text for record in records], options.query)
-    if options.task == "rerank":
-        texts = [(options.query or "", str(text)) for text in texts]
-    sizes = {"batch_size": options.batch_size, "iterations": options.iterations}
-    head, length = spec_of(options.task).head, options.max_length
-    found = perf.measure(encoder, texts, head, max_length=length, **sizes)
-    if not options.json:
-        perf.show(found)
-    emit({**made_with(encoder, options), **sizes, **found}, options.json)
+def _measure(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> None:
+    texts = prepare_texts(flags.task, [record.text for record in records], flags.query)
+    if flags.task == "rerank":
+        texts = [(flags.query or "", str(text)) for text in texts]
+    sizes = {"batch_size": flags.batch_size, "iterations": flags.iterations}
+    head = TASKS[flags.task].head
+    figures = perf.measure(encoder, texts, head, max_length=flags.max_length, **sizes)
+    if not flags.json:
+        perf.show(figures)
+    emit({**run_facts(encoder, flags), **sizes, **figures}, flags.json)

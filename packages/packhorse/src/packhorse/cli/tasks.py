@@ -1,7 +1,7 @@
-"""What `packhorse run` can ask of a model: for each task its rows, their shape, and their looks.
+"""The tasks of `packhorse run`: for each the rows of results, their types, and how to show them.
 
-A row is a plain dict, the same on the screen, in JSON and in a file; `shape` tells its types to a
-format that must know them beforehand. States and vectors stay arrays until someone writes them.
+A row is a plain dict, the same on the screen, in JSON and in a file; `shape` gives its types to
+formats that must know them in advance. States and vectors stay arrays until they are written.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,8 +22,8 @@ EDGE = 3  # numbers and tokens shown at each end of a long row
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What a task may be told besides its texts; each uses what concerns it."""
+class TaskOptions:
+    """What a task may need besides its texts; each task uses those that concern it."""
 
     query: str | None = None
     prompt: str | None = None
@@ -33,38 +33,32 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One row a text, in the order of the texts (rerank: in the order of the ranking)."""
+    """A task: one row per text, in the order of the texts (rerank: of the ranking)."""
 
-    rows: Callable[["Encoder", Sequence["Text"], Ask], list["Row"]]
+    head: str
+    rows: Callable[["Encoder", Sequence["Text"], TaskOptions], list["Row"]]
     shape: Callable[["Encoder"], "Shape"]
     show: Callable[[Sequence["Row"]], None]
-    chunk: int = 2048  # texts a chunk of a file, so that its results fit in memory
+    chunk: int = 2048  # texts per chunk of a file, so that their results fit in memory
 
 
-def rows_of(
-    task: str, records: Sequence[Record], encoder: "Encoder", ask: Ask, copies: int = 1
+def result_rows(
+    task: str, records: Sequence[Record], encoder: "Encoder", options: TaskOptions, copies: int = 1
 ) -> list[tuple[Record, "Row"]]:
-    """Each text's row; with copies, that of the first of so many that made a batch."""
-    texts = prepared(task, [record.text for record in records], ask.query)
-    find = TASKS[task].rows
+    """Return the row of each text; with copies, each text runs as a batch of equal copies."""
+    texts = prepare_texts(task, [record.text for record in records], options.query)
+    encode = TASKS[task].rows
     if copies == 1:
-        rows = find(encoder, texts, ask)
+        rows = encode(encoder, texts, options)
     else:
-        # One batch must be one batch, whatever budget the encoder would cut it by.
+        # The encoder would split a batch above its token budget; the copies must stay one batch.
         encoder = replace(encoder, budget=max(encoder.budget, copies * encoder.max_length))
-        rows = [find(encoder, [text] * copies, ask)[0] for text in texts]
+        rows = [encode(encoder, [text] * copies, options)[0] for text in texts]
     return [(records[row.get("index", i)], row) for i, row in enumerate(rows)]
 
 
-def spec_of(task: str) -> "TaskSpec":
-    """The task's line in the table of `runtime.tasks`, imported late because it needs numpy."""
-    from packhorse.runtime.tasks import TASKS
-
-    return TASKS[task]
-
-
-def prepared(task: str, texts: Sequence["Text"], query: str | None) -> list["Text"]:
-    """The texts as the task takes them: with the query before each, where it takes pairs."""
+def prepare_texts(task: str, texts: Sequence["Text"], query: str | None) -> list["Text"]:
+    """Return the texts as the task takes them; answer pairs each with the query."""
     pairs = any(isinstance(text, tuple) for text in texts)
     if query is not None and not spec_of(task).takes_query:
         raise InputError(f"--query is for the tasks rerank and answer, not for {task}")
@@ -79,54 +73,60 @@ def prepared(task: str, texts: Sequence["Text"], query: str | None) -> list["Tex
     return list(texts)
 
 
-def _hidden(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
-    found = encoder.hidden(texts, max_length=ask.max_length)
-    return [{"tokens": list(h.tokens), "states": h.states, "pooled": h.pooled} for h in found]
+def _hidden(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    results = encoder.hidden(texts, max_length=options.max_length)
+    return [
+        {"tokens": list(result.tokens), "states": result.states, "pooled": result.pooled}
+        for result in results
+    ]
 
 
-def _embed(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
-    vectors = encoder.embed(texts, prompt=ask.prompt, max_length=ask.max_length)
+def _embed(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    vectors = encoder.embed(texts, prompt=options.prompt, max_length=options.max_length)
     return [{"vector": vector} for vector in vectors]
 
 
-def _classify(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
-    return [asdict(found) for found in encoder.classify(texts, max_length=ask.max_length)]
+def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    results = encoder.classify(texts, max_length=options.max_length)
+    return [asdict(result) for result in results]
 
 
-def _rerank(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
+def _rerank(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     documents = [str(text) for text in texts]
-    found = encoder.rerank(ask.query or "", documents, top_k=ask.top_k, max_length=ask.max_length)
-    return [asdict(ranked) for ranked in found]
+    ranking = encoder.rerank(
+        options.query or "", documents, top_k=options.top_k, max_length=options.max_length
+    )
+    return [asdict(ranked) for ranked in ranking]
 
 
-def _answer(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
+def _answer(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     pairs = [text for text in texts if isinstance(text, tuple)]
-    found = encoder.answer(pairs, top_k=ask.top_k or 1, max_length=ask.max_length)
-    return [{"answers": [asdict(answer) for answer in answers]} for answers in found]
+    results = encoder.answer(pairs, top_k=options.top_k or 1, max_length=options.max_length)
+    return [{"answers": [asdict(answer) for answer in answers]} for answers in results]
 
 
-def _fill(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
-    whole = [str(text) for text in texts]
-    found = encoder.fill(whole, top_k=ask.top_k or 5, max_length=ask.max_length)
-    return [{"masks": [[asdict(word) for word in mask] for mask in masks]} for masks in found]
+def _fill(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    single_texts = [str(text) for text in texts]
+    results = encoder.fill(single_texts, top_k=options.top_k or 5, max_length=options.max_length)
+    return [{"masks": [[asdict(word) for word in mask] for mask in masks]} for masks in results]
 
 
-def _label(encoder: "Encoder", texts: Sequence["Text"], ask: Ask) -> list["Row"]:
-    whole = [str(text) for text in texts]
-    found = encoder.label(whole, max_length=ask.max_length)
-    return [{"entities": [asdict(entity) for entity in entities]} for entities in found]
+def _label(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    single_texts = [str(text) for text in texts]
+    results = encoder.label(single_texts, max_length=options.max_length)
+    return [{"entities": [asdict(entity) for entity in entities]} for entities in results]
 
 
 def _numbers(values: Any) -> list[str]:
-    """The ends of a vector."""
+    """Format the numbers at both ends of a vector."""
     shown = [f"{float(value):+.4f}" for value in values]
     return shown if len(shown) <= 2 * EDGE else [*shown[:EDGE], "…", *shown[-EDGE:]]
 
 
-def _places(width: int) -> list[str]:
-    """The numbers of the places that `_numbers` shows."""
-    every = [str(i) for i in range(width)]
-    return every if width <= 2 * EDGE else [*every[:EDGE], "…", *every[-EDGE:]]
+def _indices(width: int) -> list[str]:
+    """Return the indices of the numbers that `_numbers` shows."""
+    indices = [str(i) for i in range(width)]
+    return indices if width <= 2 * EDGE else [*indices[:EDGE], "…", *indices[-EDGE:]]
 
 
 def _show_hidden(rows: Sequence["Row"]) -> None:
@@ -135,16 +135,17 @@ def _show_hidden(rows: Sequence["Row"]) -> None:
         pairs = zip(row["tokens"], row["states"], strict=True)
         lines = [[token, *_numbers(state)] for token, state in pairs]
         if count > 4 * EDGE:
-            lines[2 * EDGE : -EDGE] = [[f"… {count - 3 * EDGE} more", *[""] * len(lines[0][1:])]]
+            omitted = [f"… {count - 3 * EDGE} more"] + [""] * (len(lines[0]) - 1)
+            lines[2 * EDGE : -EDGE] = [omitted]
         if row["pooled"] is not None:
             lines.append(["pooled", *_numbers(row["pooled"])])
-        table(f"{short(row['text'])}: [{count}, {width}]", ["token", *_places(width)], lines)
+        table(f"{short(row['text'])}: [{count}, {width}]", ["token", *_indices(width)], lines)
 
 
 def _show_embed(rows: Sequence["Row"]) -> None:
     width = len(rows[0]["vector"])
     lines = [[short(row["text"]), *_numbers(row["vector"])] for row in rows]
-    table(f"vectors: [{len(rows)}, {width}]", ["text", *_places(width)], lines)
+    table(f"vectors: [{len(rows)}, {width}]", ["text", *_indices(width)], lines)
 
 
 def _show_classify(rows: Sequence["Row"]) -> None:
@@ -185,7 +186,7 @@ def _show_label(rows: Sequence["Row"]) -> None:
         for row in rows
         for e in row["entities"]
     ]
-    table(None, ["text", "label", "stretch", "score", "characters"], lines)
+    table(None, ["text", "label", "span", "score", "characters"], lines)
 
 
 _SPAN = {"text": str, "start": int, "end": int, "score": float}

@@ -1,7 +1,6 @@
-"""`packhorse verify`: are two checkpoints the same model?"""
+"""`packhorse verify`: check whether two checkpoints are the same model."""
 
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -10,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from packhorse.cli.console import JsonFlag, emit, note, progress, table
-from packhorse.cli.flags import Beside
+from packhorse.cli.flags import ModelFlags
 from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
     from packhorse.checkpoint import Checkpoint
     from packhorse.tokens import Encoding
 
-TEXTS = 64  # of the standard library's docstrings, where no file is given
+DEFAULT_TEXTS = 64  # docstrings of the standard library, if no file is passed
+MAX_TEXTS = 1024  # of a file
 
 
 class Different(PackhorseError):
@@ -34,19 +34,21 @@ def verify(
     input: Annotated[
         str | None, Parameter(help="Texts to compare the outputs on; default real English.")
     ] = None,
-    tolerance: Annotated[float, Parameter(help="Outputs may differ by this much.")] = 1e-5,
-    beside: Beside = Beside(),  # noqa: B008 (frozen)
+    tolerance: Annotated[
+        float, Parameter(help="Largest difference allowed between the outputs.")
+    ] = 1e-5,
+    model_flags: ModelFlags = ModelFlags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
-    """Compare two checkpoints: are their tensors equal, and their outputs on real text?
+    """Compare two checkpoints: are tensors equal, and outputs on real text?
 
-    Tensors are compared bit by bit under Packhorse's own names, whatever the
-    files call them; outputs of every head that both have, in fp32. --config,
-    --vocab and --heads stand in for what is not beside either of the two,
-    --gelu for what a TensorFlow checkpoint does not say.
+    Tensors are compared bit by bit under Packhorse's names, whatever the files
+    call them; outputs are those of each head that both have, in fp32. --config,
+    --vocab and --heads apply to a checkpoint that lacks them, --gelu to a
+    TensorFlow checkpoint.
     The exit code is 0 if outputs agree within --tolerance, tensors have the same
-    shapes, neither has one that the other lacks, and both read the texts alike,
-    else 1.
+    shapes, neither has a tensor that the other lacks, and both tokenize the texts
+    alike, else 1.
 
     Try:
       packhorse verify bert_model.ckpt ./bert-base-hf
@@ -56,51 +58,52 @@ def verify(
 
     with progress("comparing") as advance:
         advance(0, 3)
-        first, second = _load(a, beside), _load(b, beside)
+        first = _load(a, model_flags)
+        second = _load(b, model_flags)
         advance(1, 3)
         tensors, only_a, only_b = compare_tensors(first, second)
-        misfits = [found.name for found in tensors if found.largest == float("inf")]
+        misfits = [tensor.name for tensor in tensors if tensor.largest == float("inf")]
         advance(2, 3)
-        encodings, same_words = _encodings(first, second, input)
+        encodings, same_tokens = _encode_texts(first, second, input)
         outputs = [] if misfits else compare_outputs(first, second, encodings)
         advance(3, 3)
-    apart = [found for found in tensors if not found.equal]
-    about = f"{len(tensors) - len(apart)} of {len(tensors)} tensors are equal bit by bit"
-    rows = [["output", found.name, found.equal, found.largest] for found in outputs]
-    rows += [["tensor", found.name, found.equal, found.largest] for found in apart]
+    unequal = [tensor for tensor in tensors if not tensor.equal]
+    summary = f"{len(tensors) - len(unequal)} of {len(tensors)} tensors are equal bit by bit"
+    rows = [["output", output.name, output.equal, output.largest] for output in outputs]
+    rows += [["tensor", tensor.name, tensor.equal, tensor.largest] for tensor in unequal]
     rows += [["tensor", name, f"only in {a}", None] for name in only_a]
     rows += [["tensor", name, f"only in {b}", None] for name in only_b]
-    table(about, ["", "name", "bit-equal", "largest difference"], rows)
-    beyond = [found.name for found in outputs if not found.largest <= tolerance]
-    why = [
-        *([f"{len(misfits)} tensors have other shapes (first {misfits[0]})"] if misfits else []),
-        *([f"outputs of {', '.join(beyond)} differ"] if beyond else []),
-        *(_alone(model, names) for model, names in ((a, only_a), (b, only_b)) if names),
-        *([] if same_words else ["their tokenizers read the texts differently"]),
-    ]
-    emit(
-        {
-            "same": not why,
-            "why_not": why,
-            "tensors": [asdict(found) for found in tensors],
-            "outputs": [asdict(found) for found in outputs],
-            "only_a": only_a,
-            "only_b": only_b,
-            "tolerance": tolerance,
-        },
-        json,
-    )
-    if why:
-        raise Different(f"not the same model: {'; '.join(why)}")
-    note(f"the same model: {about}, outputs within {max(f.largest for f in outputs):.2g}")
+    table(summary, ["", "name", "bit-equal", "largest difference"], rows)
+
+    reasons = []
+    if misfits:
+        reasons.append(f"{len(misfits)} tensors have other shapes (first {misfits[0]})")
+    differing = [output.name for output in outputs if not output.largest <= tolerance]
+    if differing:
+        reasons.append(f"outputs of {', '.join(differing)} differ")
+    for model, names in ((a, only_a), (b, only_b)):
+        if names:
+            reasons.append(f"{len(names)} tensors are only in {model} (first {names[0]})")
+    if not same_tokens:
+        reasons.append("their tokenizers encode the texts differently")
+    document = {
+        "same": not reasons,
+        "why_not": reasons,
+        "tensors": [asdict(tensor) for tensor in tensors],
+        "outputs": [asdict(output) for output in outputs],
+        "only_a": only_a,
+        "only_b": only_b,
+        "tolerance": tolerance,
+    }
+    emit(document, json)
+    if reasons:
+        raise Different(f"not the same model: {'; '.join(reasons)}")
+    largest = max(output.largest for output in outputs)
+    note(f"the same model: {summary}, outputs within {largest:.2g}")
 
 
-def _alone(model: str, names: Sequence[str]) -> str:
-    return f"{len(names)} tensors are only in {model} (first {names[0]})"
-
-
-def _load(model: str, beside: Beside) -> "Checkpoint":
-    """What is given stands in only for what does not lie beside the weights."""
+def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
+    """Load one of the two; flags apply only to what is not stored next to its weights."""
     from packhorse import checkpoint
     from packhorse.checkpoint import configuration, sources
 
@@ -109,42 +112,41 @@ def _load(model: str, beside: Beside) -> "Checkpoint":
     configured = configuration.locate(folder, None) is not None
     return checkpoint.load(
         source,
-        config=None if configured else beside.config,
-        heads=None if configured else beside.heads,
-        vocab=None if configuration.vocabulary(folder, None) else beside.vocab,
-        gelu=beside.gelu if source.format in ("tf1", "frozen") else None,
-        ignore=beside.ignore or (),
+        config=None if configured else model_flags.config,
+        heads=None if configured else model_flags.heads,
+        vocab=None if configuration.vocabulary(folder, None) else model_flags.vocab,
+        gelu=model_flags.gelu if source.format in ("tf1", "frozen") else None,
+        ignore=model_flags.ignore or (),
         dtype=None,
         allow_nonfinite=True,
     )
 
 
-def _encodings(
+def _encode_texts(
     a: "Checkpoint", b: "Checkpoint", input: str | None
 ) -> "tuple[list[Encoding], bool]":
-    """The texts as the first model that can read them does; would the other read the same?"""
+    """Encode the texts with the first tokenizer there is; also return whether both agree."""
     from packhorse import checkpoint
 
     length = min(a.max_length, b.max_length)
-    readers = [checkpoint.tokenizer(each) for each in (a, b) if each.vocabulary]
-    if not readers:
+    tokenizers = [checkpoint.tokenizer(model) for model in (a, b) if model.vocabulary]
+    if not tokenizers:
         raise InputError("neither has a tokenizer; pass --vocab FILE")
-    first, *others = [reader.encode(_texts(input), length) for reader in readers]
-    same = all(
-        list(map(bytes, (e.ids for e in first))) == list(map(bytes, (e.ids for e in other)))
-        for other in others
-    )
-    return first, same
+    texts = _read_texts(input)
+    results = [tokenizer.encode(texts, length) for tokenizer in tokenizers]
+    ids = [[bytes(encoding.ids) for encoding in encodings] for encodings in results]
+    return results[0], all(ids[0] == tokens for tokens in ids[1:])
 
 
-def _texts(input: str | None) -> list[str | tuple[str, str]]:
+def _read_texts(input: str | None) -> list[str | tuple[str, str]]:
     from packhorse.data.tables import read_texts
     from packhorse.reports import docstrings
 
     if input is None:
-        some = Path(sysconfig.get_path("stdlib")) / "asyncio"  # all of them take seconds to parse
-        return [found.text for found in docstrings.read(some)[:TEXTS]]
-    texts = [record.text for record in islice(read_texts(input), 1024)]
+        # One package is enough: parsing the whole library takes seconds.
+        folder = Path(sysconfig.get_path("stdlib")) / "asyncio"
+        return [docstring.text for docstring in docstrings.read(folder)[:DEFAULT_TEXTS]]
+    texts = [record.text for record in islice(read_texts(input), MAX_TEXTS)]
     if not texts:
         raise InputError(f"{input}: there is no text to compare the outputs on")
     return texts

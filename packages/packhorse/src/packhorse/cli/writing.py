@@ -1,9 +1,10 @@
-"""Results of a stream of texts into a file: chunk after chunk, as much memory as one chunk takes.
+"""Write the results of a stream of texts to a file, chunk by chunk, for `packhorse run --out`.
 
-What decides the rows (input, model, task, how it runs) is written beside the unfinished file, and
-work that was begun otherwise is not continued. Of a file and of weights the path, size and time of
-change stand for the content: hashing a large input would cost more than it finds. Standard input
-cannot be read twice, so nothing that came from there is continued.
+Memory is bounded by one chunk. Everything that decides the rows (input, model, task, how it runs)
+is stored with the unfinished file, and work that was begun with other settings is not resumed. For
+files and weights, path, size and modification time stand for the content: hashing a large input
+would cost more than it finds. Standard input cannot be read twice, so results of it are never
+resumed.
 """
 
 import hashlib
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
 from packhorse.cli.console import note, progress
-from packhorse.cli.flags import Options
-from packhorse.cli.tasks import TASKS, rows_of
+from packhorse.cli.flags import RunFlags
+from packhorse.cli.tasks import TASKS, result_rows
 from packhorse.data.output import ResumableFile
 from packhorse.data.tables import Record
 from packhorse.errors import InputError
@@ -27,102 +28,135 @@ if TYPE_CHECKING:
     from packhorse.data.output import Row
     from packhorse.runtime.encoder import Encoder
 
-# What a model may be made of, in any format.
-KINDS = ("json", "txt", "safetensors", "bin", "index", "data-*", "meta", "pb", "onnx", "onnx*data")
+# Endings of the files of a model, in any format.
+MODEL_FILES = (
+    "json",
+    "txt",
+    "safetensors",
+    "bin",
+    "index",
+    "data-*",
+    "meta",
+    "pb",
+    "onnx",
+    "onnx*data",
+)
 
 
-def write(records: Iterable[Record], encoder: "Encoder", options: Options) -> dict[str, Any]:
-    """All results into `options.out`; what was done, for the user to read."""
-    task, out = TASKS[options.task], options.out or Path()
-    size = options.chunk or task.chunk
-    made_by = {**made_with(encoder, options), **_made_from(records, options), "chunk": size}
-    file = ResumableFile(out, task.shape(encoder), made_by, overwrite=options.overwrite)
-    start, before = time.perf_counter(), file.rows
-    if before:
-        note(f"{out}: going on after {before:,} rows")
-    about = {"model": encoder.name, "device": str(encoder.device)}
-    shown = progress(f"writing {out}", counts="sequences", about=about)
-    with closing(file), shown as advance, _kept(file):
-        for chunk in _chunks(records, size, skip=file.consumed):
-            rows = _rows(chunk, encoder, options)
+def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
+    """Write all results to `flags.out`; returns the path, rows and seconds."""
+    task = TASKS[flags.task]
+    out = flags.out or Path()
+    chunk_size = flags.chunk or task.chunk
+    settings = {
+        **run_facts(encoder, flags),
+        **_input_facts(records, flags),
+        "chunk": chunk_size,
+    }
+    file = ResumableFile(out, task.shape(encoder), settings, overwrite=flags.overwrite)
+    start = time.perf_counter()
+    rows_before = file.rows
+    if rows_before:
+        note(f"{out}: resuming after {rows_before:,} rows")
+    facts = {"model": encoder.name, "device": str(encoder.device)}
+    display = progress(f"writing {out}", counts="sequences", facts=facts)
+    with closing(file), display as advance, _note_interruption(file):
+        for chunk in _chunks(records, chunk_size, skip=file.consumed):
+            rows = _encode_chunk(chunk, encoder, flags)
             file.append(rows, file.consumed + len(chunk))
             advance(file.rows, 0)
         file.finish()
     seconds = time.perf_counter() - start
-    note(f"{out}: {file.rows:,} rows, {file.rows - before:,} of them now in {seconds:.1f} s")
-    return {"out": str(out), "rows": file.rows, "resumed_after": before, "seconds": seconds}
+    new_rows = file.rows - rows_before
+    note(f"{out}: {file.rows:,} rows, {new_rows:,} of them new, in {seconds:.1f} s")
+    return {"out": str(out), "rows": file.rows, "resumed_after": rows_before, "seconds": seconds}
 
 
-def made_with(encoder: "Encoder", options: Options) -> dict[str, Any]:
-    """The model, and how it runs."""
+def run_facts(encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
+    """Return the model, the task and how they run."""
     from packhorse.device import dtype_name
 
     return {
         "model": encoder.name,
-        "task": options.task,
+        "task": flags.task,
         "device": str(encoder.device),
         "dtype": dtype_name(encoder.dtype),
         "kernel": encoder.kernel,
-        "graphs": options.graphs,
-        "invariant": options.invariant,
+        "graphs": flags.graphs,
+        "invariant": flags.invariant,
     }
 
 
-def _made_from(records: Iterable[Record], options: Options) -> dict[str, Any]:
-    """What else decides the rows; `--skip-empty` does not: without it there are none to skip."""
+def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
+    """Return what else decides the rows.
+
+    `--skip-empty` is not part of it: a run without that flag stops at the first empty text, so all
+    rows written until then are the same.
+    """
     from packhorse.checkpoint.hub import resolve
 
-    model, beside = resolve(options.checkpoint or options.model), options.beside
+    model = resolve(flags.checkpoint or flags.model)
     folder = model if model.is_dir() else model.parent
-    found = (folder.glob(f"{depth}*.{kind}") for depth in ("", "*/") for kind in KINDS)
-    given = (Path(path) for path in (beside.config, beside.vocab) if path)
-    files = sorted(path for paths in (*found, given) for path in paths if path.is_file())
+    paths = [
+        path
+        for prefix in ("", "*/")
+        for ending in MODEL_FILES
+        for path in folder.glob(f"{prefix}*.{ending}")
+    ]
+    model_flags = flags.model_flags
+    paths += [Path(path) for path in (model_flags.config, model_flags.vocab) if path]
+    options = flags.task_options
     return {
         "version": __version__,
-        "weights": _stamp(files),
-        "input": _input(records, options),
-        **{name: getattr(beside, name) for name in ("heads", "gelu", "ignore")},
-        **{name: getattr(options, name) for name in ("column", "pair")},
-        **{name: getattr(options.ask, name) for name in options.ask.__slots__},
+        "weights": _stamp(sorted(path for path in paths if path.is_file())),
+        "input": _input_stamp(records, flags),
+        "heads": model_flags.heads,
+        "gelu": model_flags.gelu,
+        "ignore": model_flags.ignore,
+        "column": flags.column,
+        "pair": flags.pair,
+        **{name: getattr(options, name) for name in options.__slots__},
     }
 
 
-def _input(records: Iterable[Record], options: Options) -> str:
-    if options.input == "-":
+def _input_stamp(records: Iterable[Record], flags: RunFlags) -> str:
+    if flags.input == "-":
         return f"standard input {uuid.uuid4()}"
-    if options.input:
-        path = Path(options.input)
-        inside = sorted(file for file in path.rglob("*") if file.is_file())  # of a saved Dataset
-        return f"{options.input} {_stamp(inside or [path])}"
-    return hashlib.sha256(repr(list(records)).encode()).hexdigest()[:16]  # a list: from arguments
+    if flags.input:
+        path = Path(flags.input)
+        # A saved Dataset is a folder, whose own time does not change with its files.
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return f"{flags.input} {_stamp(files or [path])}"
+    # Texts of the command line are a list, so that reading them here uses nothing up.
+    return hashlib.sha256(repr(list(records)).encode()).hexdigest()[:16]
 
 
 def _stamp(paths: Sequence[Path]) -> str:
-    """Changes when one of the files does."""
-    found = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+    """Return a digest that changes when one of the files does."""
+    facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 def _chunks(records: Iterable[Record], size: int, skip: int) -> Iterator[list[Record]]:
-    """Cut at the same places whatever is skipped, for what is skipped are whole chunks."""
-    left = islice(records, skip, None)
-    while chunk := list(islice(left, size)):
+    """Cut the records into chunks; `skip` counts whole chunks, so the cuts stay the same."""
+    remaining = islice(records, skip, None)
+    while chunk := list(islice(remaining, size)):
         yield chunk
 
 
-def _rows(chunk: Sequence[Record], encoder: "Encoder", options: Options) -> list["Row"]:
+def _encode_chunk(chunk: Sequence[Record], encoder: "Encoder", flags: RunFlags) -> list["Row"]:
     try:
-        found = rows_of(options.task, chunk, encoder, options.ask)
+        results = result_rows(flags.task, chunk, encoder, flags.task_options)
     except InputError as error:
         raise InputError(f"among the texts {chunk[0].id} to {chunk[-1].id}: {error}") from error
-    return [{"id": record.id, **row} for record, row in found]
+    return [{"id": record.id, **row} for record, row in results]
 
 
 @contextmanager
-def _kept(file: ResumableFile) -> Iterator[None]:
-    """Tell what an interruption leaves."""
+def _note_interruption(file: ResumableFile) -> Iterator[None]:
+    """On Ctrl-C, tell how many rows are kept."""
     try:
         yield
     except KeyboardInterrupt:
-        note(f"{file.rows:,} rows are kept; the same command goes on after them")
+        note(f"{file.rows:,} rows are kept; run the same command to resume after them")
         raise

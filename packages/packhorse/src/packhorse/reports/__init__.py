@@ -1,1 +1,1 @@
-"""What commands show: tables, plots and notes, and the padded side packing is compared with."""
+"""What commands report: tables, plots and dated notes, and the padded encoders for comparison."""

@@ -1,8 +1,8 @@
-"""Packing algorithms side by side: every algorithm at every depth, on one histogram.
+"""Compare packing algorithms: each algorithm at each depth, on one histogram.
 
-An algorithm that does not serve a case (NNLSHP lists strategies, and at greater depths they are too
-many) is a row with its reason. Only the optimum proves a bound beyond the obvious one; it holds for
-every algorithm at that depth, so all rows of a depth are measured against it.
+An algorithm that cannot solve a case (NNLSHP lists strategies, and at greater depths there are too
+many) gets a row with the reason. Only the optimum proves a bound better than the trivial one; it
+holds for every algorithm at that depth, so all rows of a depth are measured against it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from packhorse.errors import InputError
 from packhorse.packing import histogram as packing
+from packhorse.packing.optimum import EFFORT
 
 ALGORITHMS = packing.ALGORITHMS
 DEPTHS = (2, 3, 4, 8, 16, None)
@@ -22,22 +23,22 @@ DEPTHS = (2, 3, 4, 8, 16, None)
 
 @dataclass(frozen=True)
 class PackingRow:
-    """One plan's figures; or, where there is no plan, the problem."""
+    """The figures of one plan, or the problem if there is no plan."""
 
     algorithm: str
     max_per_pack: int | None  # None: unlimited
     packs: int = 0
-    efficiency: float = 0.0  # the share of all places that hold a token
-    factor: float = 0.0  # sequences a pack
+    efficiency: float = 0.0  # the share of all slots that hold a token
+    factor: float = 0.0  # sequences per pack
     lower_bound: int = 0  # no plan has fewer packs
     gap: float = 0.0  # packs above the bound, as a share of it
     seconds: float = 0.0
-    complete: bool = True  # False: the optimum's effort was spent before the search ended
+    complete: bool = True  # False: the search for the optimum ran out of effort
     problem: str | None = None
 
     @property
     def subject(self) -> str:
-        """What the row is about, in words."""
+        """Describe the case of the row."""
         return f"{self.algorithm}, {self.max_per_pack or 'unlimited'} per pack"
 
 
@@ -47,11 +48,11 @@ def compare(
     algorithms: Sequence[str] = ALGORITHMS,
     depths: Sequence[int | None] = DEPTHS,
     progress: Callable[[int, int], None] | None = None,
-    effort: int = packing.EFFORT,
+    effort: int = EFFORT,
 ) -> list[PackingRow]:
-    """A row for each depth and algorithm."""
+    """Return a row for each depth and algorithm."""
     counts = packing.fit_to_capacity(packing.checked_counts(counts), capacity)
-    _check(algorithms, depths)
+    _check_cases(algorithms, depths)
     cases = list(product(depths, algorithms))
     rows = []
     for done, (depth, algorithm) in enumerate(cases, 1):
@@ -66,9 +67,9 @@ def measure(
     capacity: int,
     algorithm: str,
     max_per_pack: int | None,
-    effort: int = packing.EFFORT,
+    effort: int = EFFORT,
 ) -> PackingRow:
-    """Plan, and take the plan's figures."""
+    """Plan, and return the figures of the plan."""
     try:
         plan = packing.plan(counts, capacity, max_per_pack, algorithm, effort)
     except InputError as error:
@@ -87,7 +88,7 @@ def measure(
 
 
 def unfinished(rows: Sequence[PackingRow], effort: int) -> list[str]:
-    """One line for each plan whose search stopped because its effort was spent."""
+    """Return a line for each plan whose search ran out of effort."""
     return [
         f"{row.subject}: stopped after {effort} linear programs, {row.packs - row.lower_bound:,}"
         f" packs ({row.gap:.2%}) above the lower bound; a higher --effort may come closer"
@@ -96,8 +97,8 @@ def unfinished(rows: Sequence[PackingRow], effort: int) -> list[str]:
     ]
 
 
-def _check(algorithms: Sequence[str], depths: Sequence[int | None]) -> None:
-    """A mistake in the question is an error, not a table of failures."""
+def _check_cases(algorithms: Sequence[str], depths: Sequence[int | None]) -> None:
+    """Raise an error for a mistyped case, instead of returning a table of failures."""
     for algorithm in algorithms:
         if algorithm not in ALGORITHMS:
             known = ", ".join(ALGORITHMS)

@@ -1,8 +1,8 @@
-"""transformers over padded batches: what packing is compared with.
+"""transformers on padded batches: what packing is compared with.
 
-Texts are tokenized by transformers' fast tokenizer; token ids can be given in place of texts, to
-compare the models alone. A batch is padded to its longest sequence, in the order of arrival or
-sorted by length, and pooled with the mean, normalized.
+Texts are tokenized by transformers' fast tokenizer; to compare the models alone, pass token ids in
+place of texts. A batch is padded to its longest sequence, in order of arrival or sorted by length;
+vectors are the normalized mean.
 
 Shapes: n sequences of a batch, L their padded length, E hidden width.
 """
@@ -29,15 +29,15 @@ from packhorse.tokens import Encoding
 ORDERS = ("arrival", "sorted")
 Hidden = Callable[[Tensor, Tensor], Tensor]  # ids, mask [n, L] → states [n, L, E]
 Vectors = Callable[[np.ndarray, np.ndarray], Tensor]  # ids, mask [n, L] → vectors [n, E]
-Work = Sequence[str] | Sequence[Encoding]  # texts, or token ids where tokenizing is not measured
-Run = Callable[[Work, str], np.ndarray]  # what to encode, order → vectors, as they came
+TextsOrTokens = Sequence[str] | Sequence[Encoding]  # token ids if tokenizing is not measured
+Run = Callable[[TextsOrTokens, str], np.ndarray]  # order → vectors, in the order of the input
 
 
 @dataclass(frozen=True)
 class PeerSetting:
-    """What every engine of a run shares."""
+    """The settings that all engines of a run share."""
 
-    folder: Path  # of the model, as transformers reads it
+    folder: Path  # the model, as transformers reads it
     device: torch.device
     batch_size: int
     longest: int  # tokens of the longest sequence: the width of a fixed shape
@@ -45,29 +45,30 @@ class PeerSetting:
 
     @property
     def threads(self) -> int:
-        """As many as torch uses: no engine gets more."""
+        """Number of threads: those of torch, so that no engine gets more."""
         return torch.get_num_threads()
 
     @cached_property
     def tokenizer(self) -> Any:
-        """transformers' fast tokenizer of the model."""
+        """The model's fast tokenizer of transformers."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.folder)
 
-    def ids(self, work: Work) -> list[np.ndarray]:
-        """The token ids of each sequence, cut to `longest`; texts are tokenized here."""
+    def ids(self, work: TextsOrTokens) -> list[np.ndarray]:
+        """Return the token ids of each sequence; texts are tokenized and cut to `longest`."""
         encodings = [item for item in work if isinstance(item, Encoding)]
         if encodings:
             return [encoding.ids for encoding in encodings]
-        cut = {"truncation": True, "max_length": self.longest}
-        rows = self.tokenizer(list(work), add_special_tokens=True, **cut)["input_ids"]
-        return [np.asarray(row) for row in rows]
+        encoded = self.tokenizer(
+            list(work), add_special_tokens=True, truncation=True, max_length=self.longest
+        )
+        return [np.asarray(row) for row in encoded["input_ids"]]
 
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """Something that turns texts or sequences, taken in one of its orders, into vectors [n, E]."""
+    """An encoder of another library: texts or token ids to vectors [n, E]."""
 
     name: str
     dtype: str
@@ -76,7 +77,7 @@ class PeerEngine:
 
 
 def transformers(setting: PeerSetting, dtype: str) -> PeerEngine:
-    """Hugging Face transformers with its own choice of attention."""
+    """Open Hugging Face transformers with its own choice of attention."""
     states = transformers_states(setting, dtype)
     return padding_engine("transformers", dtype, setting, pooled(states, setting.device))
 
@@ -89,32 +90,33 @@ def padded(
     width: Callable[[int], int] = lambda longest: longest,
     full: bool = False,
 ) -> np.ndarray:
-    """Cut into batches, pad each, run, and put the vectors back in the order of arrival.
+    """Cut into batches, pad each, run, and return the vectors in the order of the input.
 
-    `width` makes a batch wider than its longest; `full` fills the last one up with empty rows.
+    `width` can make a batch wider than its longest sequence; `full` fills the last batch with empty
+    rows.
     """
-    lengths = np.array([len(s) for s in sequences])
-    places = in_order(sequences, order)
-    pieces = []
-    for start in range(0, len(places), batch_size):
-        chosen = places[start : start + batch_size]
+    lengths = np.array([len(sequence) for sequence in sequences])
+    indices = in_order(sequences, order)
+    outputs = []
+    for start in range(0, len(indices), batch_size):
+        chosen = indices[start : start + batch_size]
         rows = batch_size if full else len(chosen)
         ids, mask = pad([sequences[i] for i in chosen], rows, width(int(lengths[chosen].max())))
-        pieces.append(forward(ids, mask)[: len(chosen)])
-    joined = torch.cat(pieces).cpu().numpy()  # only here does a device have to catch up
+        outputs.append(forward(ids, mask)[: len(chosen)])
+    joined = torch.cat(outputs).cpu().numpy()  # the only point that waits for the device
     vectors = np.empty_like(joined)
-    vectors[places] = joined
+    vectors[indices] = joined
     return vectors
 
 
 def in_order(sequences: Sequence[Encoding] | Sequence[np.ndarray], order: str) -> np.ndarray:
-    """The places of the sequences, longest first if they are to be sorted."""
-    lengths = np.array([len(s) for s in sequences])
+    """Return the indices of the sequences; for the order "sorted", longest first."""
+    lengths = np.array([len(sequence) for sequence in sequences])
     return np.argsort(-lengths, kind="stable") if order == "sorted" else np.arange(len(lengths))
 
 
 def pad(sequences: Sequence[np.ndarray], rows: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask, [rows, width] each."""
+    """Return padded token ids and their mask, [rows, width] each."""
     ids, mask = np.zeros((2, rows, width), np.int64)
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)] = sequence
@@ -124,52 +126,59 @@ def pad(sequences: Sequence[np.ndarray], rows: int, width: int) -> tuple[np.ndar
 
 
 def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
-    """[n, L, E] to normalized [n, E], in fp32."""
+    """Average the states [n, L, E] to normalized vectors [n, E], in fp32."""
     weights = mask.unsqueeze(-1).float()
     return F.normalize((hidden.float() * weights).sum(1) / weights.sum(1), dim=-1)
 
 
 @contextmanager
-def hushed() -> Iterator[None]:
-    """Without what libraries say about themselves while they load and export."""
-    before = logging.root.manager.disable
+def silence_libraries() -> Iterator[None]:
+    """Suppress warnings and log messages of libraries while they load and export."""
+    previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous)
 
 
 def padding_engine(name: str, dtype: str, setting: PeerSetting, vectors: Vectors) -> PeerEngine:
-    def run(work: Work, order: str) -> np.ndarray:
+    """Return an engine that pads the batches of `vectors`."""
+
+    def run(work: TextsOrTokens, order: str) -> np.ndarray:
         return padded(vectors, setting.ids(work), order, setting.batch_size)
 
     return PeerEngine(name, dtype, ORDERS, run)
 
 
 def pooled(states: Hidden, device: torch.device) -> Vectors:
+    """Return a function that runs `states` on the device and pools its result."""
+
     @torch.inference_mode()
     def vectors(ids: np.ndarray, mask: np.ndarray) -> Tensor:
-        here = [torch.from_numpy(x).to(device, non_blocking=True) for x in (ids, mask)]
-        return mean_pool(states(*here), here[1])
+        device_ids = torch.from_numpy(ids).to(device, non_blocking=True)
+        device_mask = torch.from_numpy(mask).to(device, non_blocking=True)
+        return mean_pool(states(device_ids, device_mask), device_mask)
 
     return vectors
 
 
-def transformers_model(setting: PeerSetting, dtype: str, **how: Any) -> Any:
+def transformers_model(setting: PeerSetting, dtype: str, **options: Any) -> Any:
+    """Load the model with transformers, without its pooler."""
     import transformers as library
 
     library.utils.logging.disable_progress_bar()
-    with hushed():
+    with silence_libraries():
         model = library.AutoModel.from_pretrained(
-            setting.folder, dtype=devices.parse_dtype(dtype), add_pooling_layer=False, **how
+            setting.folder, dtype=devices.parse_dtype(dtype), add_pooling_layer=False, **options
         )
     return model.eval().to(setting.device)
 
 
 def transformers_states(setting: PeerSetting, dtype: str) -> Hidden:
+    """Return a function from ids and mask to the hidden states of transformers' model."""
     model = transformers_model(setting, dtype)
 
     def states(ids: Tensor, mask: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
-"""One task by ours and by another library with the same weights: the scores, and who is faster.
+"""Score one task with our engine and with another library on the same weights, and compare.
 
-Whoever reads the texts is judged by the same code, so a difference is one of vectors or logits.
-The clock runs while texts are read (tokenizing included), not while results are judged. Before it
-starts, each reads a few of the texts. A side reads everything once: a task has thousands of texts,
-and to read them again would double a wait of minutes.
+Both are scored by the same code, so a difference comes from vectors or logits. Time counts while
+texts are encoded (tokenizing included), not while results are scored, and starts after a warm-up on
+a few texts. Each engine encodes everything once: a task has thousands of texts, and a second pass
+would double a wait of minutes.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -23,15 +23,15 @@ from packhorse.runtime.evaluation.reading import Role, TextReader
 from packhorse.tokens import Text
 
 OURS = "packhorse"
-SAME = 5e-5  # less is no difference in four digits
+SAME = 5e-5  # a smaller difference does not show in four digits
 WARM_UP = 32  # texts
 
-Task = Callable[[TextReader, Progress | None], dict[str, float]]
+ScoringTask = Callable[[TextReader, Progress | None], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one library made of the task."""
+class EngineScore:
+    """Scores and time of one engine on the task."""
 
     engine: str
     version: str
@@ -41,20 +41,22 @@ class Side:
 
     @property
     def texts_per_second(self) -> float:
-        """Tokenizing included."""
+        """Speed with tokenizing included."""
         return self.texts / self.seconds
 
 
-class Clock:
-    """Reads through another, and counts texts and seconds."""
+class TimedReader:
+    """Wraps a reader, and counts its texts and seconds."""
 
     def __init__(self, read: TextReader) -> None:
-        self.read, self.texts, self.seconds = read, 0, 0.0
+        self.read = read
+        self.texts = 0
+        self.seconds = 0.0
 
     def __call__(
         self, texts: Sequence[Text], role: Role | None = None, progress: Progress | None = None
     ) -> np.ndarray:
-        """The rows are on the host when it returns: no device is still at work."""
+        """Read the texts; the rows are on the host then, so the device has finished."""
         start = time.perf_counter()
         rows = self.read(texts, role, progress)
         self.seconds += time.perf_counter() - start
@@ -65,40 +67,47 @@ class Clock:
 def measure(
     engine: str,
     read: TextReader,
-    task: Task,
+    task: ScoringTask,
     sample: Sequence[Text],
     progress: Progress | None = None,
-) -> Side:
-    """Warm up on the sample, then do the task."""
+) -> EngineScore:
+    """Warm up on the sample, then score the task."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what is said of a few texts would hide what of all
+        # Only the first warning is shown; it must be about all texts, not about the sample.
+        warnings.simplefilter("ignore")
         read(sample[:WARM_UP])
-    clock = Clock(read)
-    metrics = task(clock, progress)
-    made = __version__ if engine == OURS else version(engine)
-    return Side(engine, made, metrics, clock.texts, clock.seconds)
+    reader = TimedReader(read)
+    metrics = task(reader, progress)
+    engine_version = __version__ if engine == OURS else version(engine)
+    return EngineScore(engine, engine_version, metrics, reader.texts, reader.seconds)
 
 
-def difference(sides: Sequence[Side]) -> float | None:
-    """The largest of any metric between the first side and another; None: there is no other."""
-    ours, *others = sides
-    apart = [abs(ours.metrics[k] - value) for side in others for k, value in side.metrics.items()]
-    return max(apart, default=None)
+def difference(scores: Sequence[EngineScore]) -> float | None:
+    """Return the largest difference of a metric to the first engine; None if it is alone."""
+    first, *others = scores
+    differences = [
+        abs(first.metrics[name] - value)
+        for score in others
+        for name, value in score.metrics.items()
+    ]
+    return max(differences, default=None)
 
 
-def ratio(sides: Sequence[Side]) -> float | None:
-    """How many times longer the second took than the first."""
-    return sides[1].seconds / sides[0].seconds if len(sides) > 1 else None
+def ratio(scores: Sequence[EngineScore]) -> float | None:
+    """Return how many times longer the second engine took than the first."""
+    return scores[1].seconds / scores[0].seconds if len(scores) > 1 else None
 
 
-def table(sides: Sequence[Side]) -> Table:
-    """A metric a line, a side a column."""
-    times = [ratio([sides[0], side]) or 1.0 for side in sides]
-    rows: Mapping[str, list[str]] = {
-        **{k.replace("_", " "): [f"{s.metrics[k]:.4f}" for s in sides] for k in sides[0].metrics},
-        "seconds": [f"{side.seconds:.2f}" for side in sides],
-        "texts/s": [f"{side.texts_per_second:,.1f}" for side in sides],
-        "times ours": [f"{value:.2f}" for value in times],
-    }
-    columns = ["measure", *(f"{side.engine} {side.version}" for side in sides)]
-    return Table.of(columns, [[name, *cells] for name, cells in rows.items()])
+def table(scores: Sequence[EngineScore]) -> Table:
+    """Return a table with a row per metric and a column per engine."""
+    rows = [
+        [name.replace("_", " "), *(f"{score.metrics[name]:.4f}" for score in scores)]
+        for name in scores[0].metrics
+    ]
+    rows += [
+        ["seconds", *(f"{score.seconds:.2f}" for score in scores)],
+        ["texts/s", *(f"{score.texts_per_second:,.1f}" for score in scores)],
+        ["times ours", *(f"{score.seconds / scores[0].seconds:.2f}" for score in scores)],
+    ]
+    columns = ["measure", *(f"{score.engine} {score.version}" for score in scores)]
+    return Table.of(columns, rows)

@@ -1,8 +1,8 @@
-"""A BERT of a well-known geometry with random weights, written as a folder every peer can load.
+"""Write a BERT of a well-known size with random weights, as a folder that every library loads.
 
-Speed does not depend on what the weights are, and a machine for benchmarks may have none. The
-folder is an ordinary checkpoint (weights, configuration, a vocabulary of made-up words, mean
-pooling), so nothing that reads it needs to know.
+Speed does not depend on the values of the weights, and a machine for benchmarks may have no model.
+The folder is an ordinary checkpoint (weights, configuration, a vocabulary of made-up words, mean
+pooling), so its readers need no special case.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def write(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write the random model of this geometry to `folder`."""
+    """Write a random model of this configuration to `folder`."""
     if name not in CONFIGS:
         raise InputError(f"unknown configuration {name!r}; there are {', '.join(CONFIGS)}")
     config = CONFIGS[name]
-    source = folder.with_name(folder.name + "-tokenizer")
-    _write_vocabulary(source, config.vocab_size)
-    made = checkpoint.Checkpoint(
+    tokenizer = folder.with_name(folder.name + "-tokenizer")
+    _write_vocabulary(tokenizer, config.vocab_size)
+    model = checkpoint.Checkpoint(
         config=config,
         model=_model(config, seed),
-        vocabulary=source,
+        vocabulary=tokenizer,
         name=f"random-{name}",
         max_length=config.max_positions,
-        raw={"position_embedding_type": "absolute"},  # which CTranslate2 insists on reading
+        raw={"position_embedding_type": "absolute"},  # CTranslate2 requires this key
     )
-    return checkpoint.write(folder, made, overwrite=True)
+    return checkpoint.write(folder, model, overwrite=True)
 
 
 def _model(config: BertConfig, seed: int) -> Model:
-    """Initialised as BERT was: normal with deviation 0.02, norms at one."""
+    """Initialize as BERT does: normal with deviation 0.02, biases 0, norms 1."""
     generator = torch.Generator().manual_seed(seed)
     bert = Bert(config, attention.kernel("reference"))
     with torch.no_grad():

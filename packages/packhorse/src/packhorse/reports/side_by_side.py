@@ -1,9 +1,9 @@
-"""The same texts encoded packed and padded, in the same precision, and whether the vectors agree.
+"""Encode the same texts packed and padded, in the same precision, and compare vectors and times.
 
-The padded side is transformers where it is installed; elsewhere our own engine with one sequence a
-row, whose padding attends only to itself: it costs the linear layers in full and attention less. It
-pads batches as they come and batches sorted by length. Every way goes once through the texts; their
-batches take turns, so that whatever else the machine does falls on all of them alike.
+The padded side is transformers if it is installed; otherwise our own engine with one sequence per
+row, whose padding attends only to itself: it costs the linear layers in full and attention less.
+Batches are padded as they come and sorted by length. Each method encodes the texts once; batches of
+the methods alternate, so that other load on the machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Way:
-    """How to cut the texts into batches, and how to run one of them."""
+class EncodingMethod:
+    """A way to cut the texts into batches and to run one batch."""
 
     name: str
     batches: list[list[int]]
@@ -38,29 +38,29 @@ class Way:
     padded: bool = True
 
     def computed(self, lengths: np.ndarray) -> int:
-        """Tokens of all batches, padding included."""
+        """Count the tokens of all batches, padding included."""
         if not self.padded:
             return int(lengths.sum())
         return sum(len(batch) * int(lengths[batch].max()) for batch in self.batches)
 
 
 @dataclass(frozen=True)
-class Side:
-    """What one way took."""
+class MethodTiming:
+    """The time and padding of one method."""
 
     way: str
     seconds: float
     sequences_per_second: float
     padding: float  # share of the computed tokens
-    ratio: float  # how many times longer it took than packed
+    ratio: float  # time divided by that of the packed method
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """All sides, packed first, and how far the vectors of the padded ones are from it."""
+class PaddingComparison:
+    """All methods, packed first, and how far the vectors of the padded ones are from it."""
 
-    sides: tuple[Side, ...]
-    vectors: np.ndarray  # of the packed side
+    sides: tuple[MethodTiming, ...]
+    vectors: np.ndarray  # of the packed method
     largest_difference: float
     smallest_cosine: float
 
@@ -71,47 +71,48 @@ def compare(
     sequences: Sequence[Encoding],
     batch_size: int = 16,
     progress: Progress | None = None,
-) -> Comparison:
-    """Encode `sequences` every way; `model` is what the encoder was loaded from."""
-    ways = _ways(encoder, model, sequences, batch_size)
-    lengths = np.array([len(s) for s in sequences])
-    vectors = [np.zeros((0, 0), np.float32)] * len(ways)
-    seconds = [0.0] * len(ways)
-    for way in ways:
-        way.run([sequences[i] for i in way.batches[0]])  # what is prepared once is prepared now
-    turns = _turns(ways)
+) -> PaddingComparison:
+    """Encode `sequences` with each method; `model` is what the encoder was loaded from."""
+    methods = _methods(encoder, model, sequences, batch_size)
+    lengths = np.array([len(sequence) for sequence in sequences])
+    vectors = [np.zeros((0, 0), np.float32) for _ in methods]
+    seconds = [0.0 for _ in methods]
+    for method in methods:
+        method.run([sequences[i] for i in method.batches[0]])  # warm-up
+    turns = _alternate(methods)
     for done, (number, batch) in enumerate(turns, 1):
         start = time.perf_counter()
-        found = ways[number].run([sequences[i] for i in batch])
+        rows = methods[number].run([sequences[i] for i in batch])
         seconds[number] += time.perf_counter() - start
         if not vectors[number].size:
-            vectors[number] = np.zeros((len(sequences), found.shape[1]), np.float32)
-        vectors[number][batch] = found
+            vectors[number] = np.zeros((len(sequences), rows.shape[1]), np.float32)
+        vectors[number][batch] = rows
         if progress is not None:
             progress(done, len(turns))
-    return Comparison(_sides(ways, seconds, lengths), vectors[0], *_apart(vectors))
+    difference, cosine = _largest_difference(vectors)
+    return PaddingComparison(_timings(methods, seconds, lengths), vectors[0], difference, cosine)
 
 
 def packed_vectors(
     encoder: Encoder, sequences: Sequence[Encoding], progress: Progress | None = None
 ) -> np.ndarray:
-    """[n, E], without padding."""
+    """Encode without padding; returns [n, E]."""
     return np.stack([row for (row,) in encoder.run(sequences, "embed", progress=progress)])
 
 
 def padded_by_ours(encoder: Encoder) -> Run:
-    """Our own engine with one sequence a row: each row's tail is computed for nothing."""
+    """Run our own engine with one sequence per row, so that the tail of each row is padding."""
 
     def run(batch: Sequence[Encoding]) -> np.ndarray:
         rows = Packed.rows(batch, [[i] for i in range(len(batch))], max(map(len, batch)))
-        (found,) = encoder.backend(rows, ["embed"])
-        return rows.pick(found.float().cpu()).numpy()
+        (vectors,) = encoder.backend(rows, ["embed"])
+        return rows.pick(vectors.float().cpu()).numpy()
 
     return run
 
 
 def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run:
-    """transformers in the encoder's precision; its vectors are the mean, normalised."""
+    """Run transformers in the encoder's precision; its vectors are the normalized mean."""
     folder = hub.resolve(model)
     layout = sentence.read(folder)
     home = layout.transformer if layout else folder
@@ -120,42 +121,59 @@ def padded_by_transformers(encoder: Encoder, model: str, batch_size: int) -> Run
     return lambda batch: engine.run(list(batch), "arrival")
 
 
-def _ways(
+def _methods(
     encoder: Encoder, model: str, sequences: Sequence[Encoding], batch_size: int
-) -> list[Way]:
+) -> list[EncodingMethod]:
     if find_spec("transformers"):
-        name, run = "transformers", padded_by_transformers(encoder, model, batch_size)
+        name = "transformers"
+        run = padded_by_transformers(encoder, model, batch_size)
     else:
-        name, run = "our engine", padded_by_ours(encoder)
-    packed = list(by_tokens([len(s) for s in sequences], encoder.budget))
-    ways = [Way("packed", packed, lambda batch: packed_vectors(encoder, batch), padded=False)]
+        name = "our engine"
+        run = padded_by_ours(encoder)
+    packed = EncodingMethod(
+        "packed",
+        list(by_tokens([len(sequence) for sequence in sequences], encoder.budget)),
+        lambda batch: packed_vectors(encoder, batch),
+        padded=False,
+    )
+    methods = [packed]
     for order, label in (("sorted", "sorted by length"), ("arrival", "as they come")):
-        places = padded.in_order(sequences, order).tolist()
-        cut = [places[i : i + batch_size] for i in range(0, len(places), batch_size)]
-        ways.append(Way(f"padded by {name}, {label}", cut, run))
-    return ways
+        indices = padded.in_order(sequences, order).tolist()
+        batches = [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
+        methods.append(EncodingMethod(f"padded by {name}, {label}", batches, run))
+    return methods
 
 
-def _turns(ways: Sequence[Way]) -> list[tuple[int, list[int]]]:
-    """(way, batch) of all batches, each way spread evenly over the whole time."""
+def _alternate(methods: Sequence[EncodingMethod]) -> list[tuple[int, list[int]]]:
+    """Return (method, batch) of all batches, each method spread evenly over the whole run."""
     timed = [
-        ((place + 0.5) / len(way.batches), number, batch)
-        for number, way in enumerate(ways)
-        for place, batch in enumerate(way.batches)
+        ((index + 0.5) / len(method.batches), number, batch)
+        for number, method in enumerate(methods)
+        for index, batch in enumerate(method.batches)
     ]
     return [(number, batch) for _, number, batch in sorted(timed, key=lambda turn: turn[:2])]
 
 
-def _sides(ways: Sequence[Way], seconds: Sequence[float], lengths: np.ndarray) -> tuple[Side, ...]:
-    real = int(lengths.sum())
+def _timings(
+    methods: Sequence[EncodingMethod], seconds: Sequence[float], lengths: np.ndarray
+) -> tuple[MethodTiming, ...]:
+    real_tokens = int(lengths.sum())
     return tuple(
-        Side(way.name, s, len(lengths) / s, 1 - real / way.computed(lengths), s / seconds[0])
-        for way, s in zip(ways, seconds, strict=True)
+        MethodTiming(
+            way=method.name,
+            seconds=elapsed,
+            sequences_per_second=len(lengths) / elapsed,
+            padding=1 - real_tokens / method.computed(lengths),
+            ratio=elapsed / seconds[0],
+        )
+        for method, elapsed in zip(methods, seconds, strict=True)
     )
 
 
-def _apart(vectors: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The largest difference and the smallest cosine between the first and any of the others."""
-    first, others = vectors[0], np.stack(vectors[1:])
+def _largest_difference(vectors: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the largest difference and the smallest cosine between the first and the others."""
+    first = vectors[0]  # [n, E]
+    others = np.stack(vectors[1:])  # [methods - 1, n, E]
     norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(others, axis=-1)
-    return float(np.abs(others - first).max()), float(((others * first).sum(-1) / norms).min())
+    cosines = (others * first).sum(-1) / norms
+    return float(np.abs(others - first).max()), float(cosines.min())

@@ -1,7 +1,7 @@
-"""The model that is measured: the user's own, or random weights of a known geometry.
+"""The model of a measurement: the user's own, or random weights of a known size.
 
-Peers read folders of Hugging Face only, so a model in another format, or one whose configuration or
-vocabulary is given apart, is written as such a folder first.
+Other libraries read only Hugging Face folders, so a model in another format, or one whose
+configuration or vocabulary is in another place, is written as such a folder first.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from packhorse.errors import InputError
 from packhorse.reports import random_model
 
 
-class Subject(Protocol):
-    """What a measurement says of its model."""
+class MeasuredModel(Protocol):
+    """What a measurement states about its model."""
 
     @property
     def model(self) -> str: ...
     @property
-    def config(self) -> str | None: ...  # a geometry, or the file of the model's configuration
+    def config(self) -> str | None: ...  # a key of `random_model.CONFIGS`, or a file
     @property
     def vocab(self) -> str | None: ...
     @property
@@ -30,21 +30,25 @@ class Subject(Protocol):
     def seed(self) -> int: ...
 
 
-def folder(of: Subject, scratch: Path) -> Path:
-    """A folder that every engine can read."""
-    if of.config in random_model.CONFIGS:
-        return random_model.write(of.config, scratch / "model", of.seed)
-    if of.config and not Path(of.config).exists():
+def folder(model: MeasuredModel, scratch: Path) -> Path:
+    """Return a folder that every library reads, written below `scratch` if there is none yet."""
+    if model.config in random_model.CONFIGS:
+        return random_model.write(model.config, scratch / "model", model.seed)
+    if model.config and not Path(model.config).exists():
         known = ", ".join(random_model.CONFIGS)
-        raise InputError(f"unknown configuration {of.config!r}; there are {known}, or a file")
-    source = sources.find(of.model)
-    given = of.config or of.vocab or of.heads
-    if source.format == "safetensors" and source.root.is_dir() and not given:
+        raise InputError(f"unknown configuration {model.config!r}; there are {known}, or a file")
+    source = sources.find(model.model)
+    has_own_files = not (model.config or model.vocab or model.heads)
+    if source.format == "safetensors" and source.root.is_dir() and has_own_files:
         return source.root
-    files = {"config": of.config, "vocab": of.vocab, "heads": of.heads}
-    return checkpoint.write(scratch / "model", checkpoint.load(of.model, **files, dtype=None))
+    loaded = checkpoint.load(
+        model.model, config=model.config, vocab=model.vocab, heads=model.heads, dtype=None
+    )
+    return checkpoint.write(scratch / "model", loaded)
 
 
-def name(of: Subject) -> str:
-    """What it is called in a table."""
-    return f"random weights, {of.config}" if of.config in random_model.CONFIGS else of.model
+def name(model: MeasuredModel) -> str:
+    """Return the name of the model in a table."""
+    if model.config in random_model.CONFIGS:
+        return f"random weights, {model.config}"
+    return model.model

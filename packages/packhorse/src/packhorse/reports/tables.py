@@ -1,7 +1,7 @@
-"""Rows into tables, tables into dated notes.
+"""Turn rows of figures into tables, and tables into dated notes.
 
-A table is text ready to be shown: figures rounded to what they are good for and aligned, so that a
-terminal and a note say the same. A note holds what is needed to run the measurement again: date,
+A table is text ready to be shown: figures are rounded to their precision and aligned, so that a
+terminal and a note show the same. A note holds what is needed to repeat the measurement: date,
 machine, versions, command.
 """
 
@@ -29,28 +29,36 @@ if TYPE_CHECKING:
 
 NUMERIC = re.compile(r"[-\d.,%x]*")
 VERSIONS = (
-    *("packhorse", "torch", "numpy", "scipy", "transformers", "sentence-transformers"),
-    *("onnxruntime", "openvino", "ctranslate2", "tokenizers", "pyarrow"),
+    "packhorse",
+    "torch",
+    "numpy",
+    "scipy",
+    "transformers",
+    "sentence-transformers",
+    "onnxruntime",
+    "openvino",
+    "ctranslate2",
+    "tokenizers",
+    "pyarrow",
 )
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns and cells as they are to be shown."""
+    """Column headings and cells, as text ready to be shown."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-        """Columns of figures are aligned right, headings included."""
-        lists = [[name, *cells] for name, *cells in zip(columns, *rows, strict=True)]
-        aligned = [_right(column) for column in lists]
-        heads, *rest = zip(*aligned, strict=True)
-        return cls(tuple(heads), tuple(map(tuple, rest)))
+        """Make a table; columns of figures are aligned right, headings included."""
+        aligned = [_align(list(column)) for column in zip(columns, *rows, strict=True)]
+        headings, *cells = zip(*aligned, strict=True)
+        return cls(tuple(headings), tuple(map(tuple, cells)))
 
 
-def _right(column: list[str]) -> list[str]:
+def _align(column: list[str]) -> list[str]:
     if not all(NUMERIC.fullmatch(cell) for cell in column[1:]):
         return column
     width = max(map(len, column))
@@ -58,38 +66,49 @@ def _right(column: list[str]) -> list[str]:
 
 
 def packing_table(rows: Sequence[PackingRow]) -> Table:
-    """Plans; those with a problem are for `problems`."""
+    """Return the table of all plans; `problems` has the rows without a plan."""
     columns = (
-        *("max per pack", "algorithm", "packs", "efficiency", "factor"),
-        *("lower bound", "gap", "seconds"),
+        "max per pack",
+        "algorithm",
+        "packs",
+        "efficiency",
+        "factor",
+        "lower bound",
+        "gap",
+        "seconds",
     )
-    return Table.of(
-        columns,
-        [
-            (
-                *(depth_name(row.max_per_pack), row.algorithm, f"{row.packs:,}"),
-                *(f"{row.efficiency:.2%}", f"{row.factor:.3f}", f"{row.lower_bound:,}"),
-                *(f"{row.gap:.4%}", f"{row.seconds:.3f}"),
-            )
-            for row in rows
-            if row.problem is None
-        ],
-    )
-
-
-def waste_table(rows: Sequence[WasteRow], costs: Sequence[float] | None = None) -> Table:
-    """Ways to lay texts into rows; with costs, what a million of them cost."""
-    columns = ["way", "tokens computed", "padding", "factor"]
-    cells = [[r.way, f"{r.computed:,}", f"{r.padding:.1%}", f"{r.factor:.2f}x"] for r in rows]
-    if costs is not None:
-        columns.append("cost of a million texts")
-        for row, cost in zip(cells, costs, strict=True):
-            row.append(f"{cost:,.2f}")
+    cells = [
+        (
+            depth_name(row.max_per_pack),
+            row.algorithm,
+            f"{row.packs:,}",
+            f"{row.efficiency:.2%}",
+            f"{row.factor:.3f}",
+            f"{row.lower_bound:,}",
+            f"{row.gap:.4%}",
+            f"{row.seconds:.3f}",
+        )
+        for row in rows
+        if row.problem is None
+    ]
     return Table.of(columns, cells)
 
 
-class Measured(Protocol):
-    """A row of a table that may have failed."""
+def waste_table(rows: Sequence[WasteRow], costs: Sequence[float] | None = None) -> Table:
+    """Return the table of ways to batch texts; with costs, what a million texts cost."""
+    columns = ["way", "tokens computed", "padding", "factor"]
+    cells = [
+        [row.way, f"{row.computed:,}", f"{row.padding:.1%}", f"{row.factor:.2f}x"] for row in rows
+    ]
+    if costs is not None:
+        columns.append("cost of a million texts")
+        for row_cells, cost in zip(cells, costs, strict=True):
+            row_cells.append(f"{cost:,.2f}")
+    return Table.of(columns, cells)
+
+
+class MeasuredRow(Protocol):
+    """A row of a table, whose measurement may have failed."""
 
     @property
     def subject(self) -> str: ...
@@ -98,54 +117,58 @@ class Measured(Protocol):
     def problem(self) -> str | None: ...
 
 
-def problems(rows: Sequence[Measured]) -> list[str]:
-    """One line for each row that could not be measured."""
+def problems(rows: Sequence[MeasuredRow]) -> list[str]:
+    """Return a line for each row that could not be measured."""
     return [f"{row.subject}: {row.problem}" for row in rows if row.problem is not None]
 
 
 def depth_name(max_per_pack: int | None) -> str:
-    """How a limit on the sequences of a pack is shown."""
+    """Return how a limit on the sequences per pack is shown."""
     return "unlimited" if max_per_pack is None else str(max_per_pack)
 
 
 def rate(value: float) -> str:
+    """Format a speed."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def times(value: float | None) -> str:
+    """Format a factor; "-" if there is none."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def milliseconds(*values: float | None) -> str:
+    """Format one or several times, separated by slashes; "-" if there is none."""
     known = [f"{value:.1f}" for value in values if value is not None]
     return "/".join(known) or "-"
 
 
 def markdown(table: Table) -> str:
-    """The table as Markdown."""
-    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    """Format the table as Markdown."""
+    lines = [table.columns, ["---" for _ in table.columns], *table.rows]
     return "\n".join("| " + " | ".join(cell.strip() for cell in line) + " |" for line in lines)
 
 
 def machine(device: torch.device | None = None) -> dict[str, str]:
-    """What a figure depends on: date, processor or accelerator, versions."""
-    found = {"date": date.today().isoformat(), "processor": _processor()}
+    """Return what a figure depends on: date, processor or accelerator, versions."""
+    facts = {"date": date.today().isoformat(), "processor": _processor()}
     if device is not None:
         from packhorse.device import describe
         from packhorse.processor import features
 
-        found["device"] = describe(device)
+        facts["device"] = describe(device)
         if device.type == "cpu":
-            found["features"] = ", ".join(features().names())
-    found["system"] = (
+            facts["features"] = ", ".join(features().names())
+    facts["system"] = (
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
     )
-    found["versions"] = ", ".join(f"{name} {at}" for name in VERSIONS if (at := _version(name)))
-    return found
+    versions = {name: _version(name) for name in VERSIONS}
+    facts["versions"] = ", ".join(f"{name} {number}" for name, number in versions.items() if number)
+    return facts
 
 
 def _processor() -> str:
-    """Its name, and how many cores this process may use."""
+    """Return the name of the processor, and how many cores this process may use."""
     usable = getattr(os, "sched_getaffinity", None)
     cores = len(usable(0)) if usable else os.cpu_count() or 1
     try:
@@ -164,13 +187,13 @@ def _version(package: str) -> str | None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Find out before the long part whether a file can be written there."""
+    """Check before the long part of a command that a file can be written there."""
     if path is not None and not path.expanduser().resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def write_csv(path: Path, rows: Sequence[DataclassInstance]) -> None:
-    """All figures of each row, under their names; empty where there is none."""
+    """Write all figures of each row under their names; a missing figure is an empty cell."""
     try:
         with path.expanduser().open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
@@ -188,7 +211,7 @@ def write_note(
     table: Table,
     remarks: Sequence[str] = (),
 ) -> None:
-    """A benchmark note: what was measured, where, how to do it again, and the table."""
+    """Write a benchmark note: what was measured, where, how to repeat it, and the table."""
     lines = [
         f"# {title}",
         "",

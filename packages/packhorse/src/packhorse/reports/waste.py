@@ -1,11 +1,10 @@
-"""What padding costs a collection of texts: tokens computed for every real one, way by way.
+"""What padding costs for a collection of texts: the computed tokens of each way to batch them.
 
-Four ways to bring sequences of uneven length into a batch: every sequence padded to the model's
-length (what a fixed shape does), batches padded to their longest in the order of arrival or sorted
-by length, and packs. Packhorse's own flat batch computes the real tokens and none besides; packs
-are for whoever needs rows of one shape. Tokens stand for the arithmetic of the linear layers, which
-at 256 tokens is nine tenths of MiniLM's and more of a wider model's. Attention, which padding makes
-dearer still, is not counted.
+Sequences of uneven length can be padded to the model's length (as fixed shapes need), padded to the
+longest of their batch, in order of arrival or sorted by length, or packed into rows. Packhorse's
+flat batch computes the real tokens and nothing else; packed rows are for those who need one shape.
+Tokens stand for the arithmetic of the linear layers, which at 256 tokens is nine tenths of MiniLM's
+and more of a wider model's. Attention, which padding makes more expensive still, is not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from packhorse.packing.histogram import histogram_of, plan
 
 @dataclass(frozen=True)
 class WasteRow:
-    """One way to lay the sequences into rows."""
+    """The tokens that one way to batch the sequences computes."""
 
     way: str
     computed: int  # tokens, padding included
@@ -29,11 +28,12 @@ class WasteRow:
 
 
 def measure(lengths: np.ndarray, longest: int, batch_size: int) -> list[WasteRow]:
-    """A row a way; `longest` is the model's length, which no sequence may exceed."""
+    """Return a row per way; `longest` is the model's length, which no sequence may exceed."""
     if batch_size < 1:
-        raise InputError(f"a batch of {batch_size} texts is none; pass --batch-size 1 or more")
+        raise InputError(f"--batch-size is {batch_size}; a batch must have 1 text or more")
     packs = plan(histogram_of(lengths, longest), longest).pack_count
-    real, arrival = int(lengths.sum()), padded_tokens(lengths, batch_size)
+    real = int(lengths.sum())
+    arrival = padded_tokens(lengths, batch_size)
     ways = {
         f"padded to {longest}": len(lengths) * longest,
         f"batches of {batch_size}, as they come": arrival,
@@ -48,7 +48,7 @@ def measure(lengths: np.ndarray, longest: int, batch_size: int) -> list[WasteRow
 
 
 def padded_tokens(lengths: np.ndarray, batch_size: int) -> int:
-    """Tokens computed when consecutive sequences share a batch as wide as the longest of them."""
+    """Count the tokens of batches of consecutive sequences, each padded to its longest."""
     starts = np.arange(0, len(lengths), batch_size)
     widths = np.maximum.reduceat(lengths, starts)
     sizes = np.diff(np.append(starts, len(lengths)))
@@ -56,6 +56,6 @@ def padded_tokens(lengths: np.ndarray, batch_size: int) -> int:
 
 
 def cost(computed: int, texts: int, tokens_per_second: float, price: float) -> float:
-    """What a million such texts cost at `price` an hour, at this speed in computed tokens."""
+    """Return what a million such texts cost at `price` per hour and this speed."""
     hours = computed / texts * 1e6 / tokens_per_second / 3600
     return hours * price

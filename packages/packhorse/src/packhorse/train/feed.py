@@ -30,7 +30,7 @@ from packhorse.checkpoint import Checkpoint
 from packhorse.data.order import permuted
 from packhorse.data.packed import loader, shards
 from packhorse.data.packed.masking import Recipe
-from packhorse.data.tables.texts import read_texts
+from packhorse.data.tables import read_texts
 from packhorse.data.tasks import targets
 from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
 from packhorse.data.tasks.spans import span_task

@@ -26,7 +26,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from packhorse.data.output.rows import to_plain
+from packhorse.data.output import to_plain
 from packhorse.errors import InputError, MissingExtra, PackhorseError
 from packhorse.train import cost
 
