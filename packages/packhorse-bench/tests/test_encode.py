@@ -56,10 +56,10 @@ def test_a_peer_that_fails_is_a_row() -> None:
 
 
 def test_whatever_an_engine_raises_is_its_row() -> None:
-    def explode() -> encode.Engine:
+    def explode() -> encode.PeerEngine:
         raise RuntimeError("the boiler burst\nat line 3")
 
-    def missing() -> encode.Engine:
+    def missing() -> encode.PeerEngine:
         import a_library_nobody_has  # noqa: F401 # pyright: ignore
 
         raise AssertionError

@@ -34,7 +34,7 @@ SCOPES = {
 
 
 def make_packed(rows: bool = False) -> Packed:
-    built = [Made(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
+    built = [SyntheticSequence(np.zeros(n, int), np.zeros(n, int)) for n in LENGTHS]
     return Packed.rows(built, [[0, 1, 2], [3], [4]], 160) if rows else Packed.build(built)
 
 

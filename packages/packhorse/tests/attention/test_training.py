@@ -24,7 +24,7 @@ LENGTHS = (5, 30, 1, 16, 9)
 
 def make_packed(seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
-    built = [Made(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
+    built = [SyntheticSequence(random.integers(0, 97, n), np.zeros(n, int)) for n in LENGTHS]
     return Packed.rows(built, [[0, 1], [2, 3, 4]], 40)
 
 

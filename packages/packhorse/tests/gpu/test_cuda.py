@@ -36,7 +36,7 @@ def _full_precision() -> Any:
 
 def make_packed(lengths: list[int], seed: int = 0) -> Packed:
     random = np.random.default_rng(seed)
-    built = [proof.Made(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
+    built = [proof.SyntheticSequence(random.integers(0, 97, n), np.zeros(n, int)) for n in lengths]
     return Packed.build(built)
 
 

@@ -50,7 +50,7 @@ def rows_of(
 def differing(backend: TorchBackend, rng: np.random.Generator) -> int:
     """Sequences that became something else among others than alone."""
     heads = ("hidden", "raw", *backend.model.heads)
-    separate, wrong = [*made_up(rng, 7), Made(np.array([3]), np.array([0]))], 0
+    separate, wrong = [*made_up(rng, 7), SyntheticSequence(np.array([3]), np.array([0]))], 0
     alone = [rows_of(backend, [sequence], heads)[0] for sequence in separate]
     for number in range(12):
         others = made_up(rng, int(rng.integers(0, 120)))

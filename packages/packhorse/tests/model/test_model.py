@@ -13,7 +13,7 @@ from packhorse.runtime.proof import SyntheticSequence
 
 def test_heads_of_sequences_see_all_tokens_beside_heads_of_some(make_model, rng) -> None:
     model = make_model(torch.float64)
-    built = [Made(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
+    built = [SyntheticSequence(rng.integers(0, 97, n), np.zeros(n, int)) for n in (7, 3, 12)]
     packed, at = Packed.build(built), torch.tensor([2, 8, 20, 21])
     names = ("hidden", "mlm", "tokens", "nsp", "embed", "classify", "span", "pooled")
     whole, selected = model(packed, *names), model(packed, *names, at=at)

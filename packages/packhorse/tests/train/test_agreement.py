@@ -44,7 +44,7 @@ class Wavers(nn.Module):
 
 
 def batch_of(problem: str, chosen: list[int]) -> targets.TaskBatch:
-    packed = Packed.build([Made([2 * i, 1], [0, 0]) for i in chosen])  # type: ignore[arg-type]
+    packed = Packed.build([SyntheticSequence([2 * i, 1], [0, 0]) for i in chosen])  # type: ignore[arg-type]
     return targets.TaskBatch(packed, WANTED[problem][chosen], tuple(chosen), 5, 2 * len(chosen), {})
 
 

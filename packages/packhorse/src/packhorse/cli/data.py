@@ -19,9 +19,9 @@ from packhorse.cli.flags import flag
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
-    from packhorse.data.corpus.building import Built, Config, Progress
-    from packhorse.data.corpus.importing import Config as ImportConfig
-    from packhorse.data.corpus.importing import Imported
+    from packhorse.data.corpus.building import BuildOptions, CorpusProgress
+    from packhorse.data.corpus.driver import CorpusResult
+    from packhorse.data.corpus.importing import ImportOptions
     from packhorse.data.packed.manifest import Manifest
     from packhorse.data.packed.statistics import Sample, Statistics
 
@@ -228,8 +228,8 @@ def build(*paths: SourcesAndOut, flags: BuildFlags, json: JsonFlag = False) -> N
     emit(document, json)
 
 
-def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "Config":
-    from packhorse.data.corpus.building import EVAL_COUNT, Config
+def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
+    from packhorse.data.corpus.building import EVAL_COUNT, BuildOptions
     from packhorse.data.packed.masking import Recipe
     from packhorse.data.sources.chunking import CHUNK_BYTES
 
@@ -281,7 +281,7 @@ def build_progress() -> "Iterator[Callable[[Progress], None]]":
     """Show the stages of a build; yields a function that takes each step."""
     with stage_progress("build", facts={"device": "cpu"}) as report:
 
-        def watch(step: "Progress") -> None:
+        def watch(step: "CorpusProgress") -> None:
             counts = step.found
             detail = f"{counts.sequences:,} sequences"
             speeds = {}
@@ -333,7 +333,7 @@ def _best_efficiency(manifest: "Manifest") -> float:
     return manifest.tokens / (bound * manifest.layout.capacity)
 
 
-def _manifests(built: "Built | Imported") -> "dict[str, Manifest]":
+def _manifests(built: "CorpusResult") -> "dict[str, Manifest]":
     manifests = {"train": built.train}
     if built.eval:
         manifests["eval"] = built.eval
@@ -465,10 +465,10 @@ def data_import(
     emit(document, json)
 
 
-def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportConfig":
+def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportOptions":
     from packhorse.checkpoint.hub import resolve
-    from packhorse.data.corpus.importing import Config
-    from packhorse.data.records.graphcore import Sizes
+    from packhorse.data.corpus.importing import ImportOptions
+    from packhorse.data.records.graphcore import RecordSizes
 
     sources, out = _split_paths(paths)
     return Config(
@@ -478,7 +478,7 @@ def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportConfig
         vocab_size=flags.vocab_size,
         eval=tuple(flags.eval or ()),
         format=flags.format,
-        sizes=Sizes(flags.max_length, flags.max_predictions, flags.max_sequences_per_pack),
+        sizes=RecordSizes(flags.max_length, flags.max_predictions, flags.max_sequences_per_pack),
         repack=flags.repack,
         max_per_pack=flags.max_per_pack or None,
         seed=flags.seed,
@@ -488,7 +488,7 @@ def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportConfig
     )
 
 
-def _show_imported(out: Path, imported: "Imported", seconds: float) -> None:
+def _show_imported(out: Path, imported: "CorpusResult", seconds: float) -> None:
     columns = ("files", "records", "sequences", "tokens")
     rows = []
     for name, manifest in _manifests(imported).items():

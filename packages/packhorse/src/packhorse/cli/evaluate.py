@@ -31,13 +31,13 @@ from packhorse.cli.flags import DEFAULT_MODEL, ModelFlags, flag
 from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
-    from packhorse.data.tasks.labelled import Labelled
+    from packhorse.data.tasks.labeled import LabeledTexts
     from packhorse.data.tasks.retrieval import Collection
-    from packhorse.data.tasks.squad import Question
-    from packhorse.data.tasks.squad_score import Score
+    from packhorse.data.tasks.squad import SquadQuestion
+    from packhorse.data.tasks.squad import Score
     from packhorse.reports.quality import EngineScore, ScoringTask
     from packhorse.runtime.encoder import Encoder
-    from packhorse.runtime.evaluation.reading import Read
+    from packhorse.runtime.evaluation.reading import TextReader
     from packhorse.tokens import Text
 
 COMPARED = Group("Similarity, retrieval, classification", sort_key=2)
@@ -297,9 +297,9 @@ def _evaluate_compared(flags: EvaluateFlags) -> None:
     _show_scores(scores, work, encoder, flags)
 
 
-def _read_data(flags: EvaluateFlags) -> "Labelled | Collection | None":
-    """Read and check the data before the model is loaded; None if it needs the model's labels."""
-    from packhorse.data.tasks.labelled import Layout, read_labelled
+def _read_data(flags: EvaluateFlags) -> "LabeledTexts | Collection | None":
+    """TextReader and check the data before the model is loaded; None if it needs the model's labels."""
+    from packhorse.data.tasks.labeled import TableLayout, read_labeled
     from packhorse.data.tasks.retrieval import read_collection
 
     if flags.task == "retrieval":
@@ -307,19 +307,19 @@ def _read_data(flags: EvaluateFlags) -> "Labelled | Collection | None":
     if flags.task == "classification":
         return None
     scale = (0.0, 5.0) if flags.task == "stsb" else None
-    layout = Layout(text=flags.text, label=flags.label, scale=scale)
-    rows = read_labelled(flags.input, layout, problem="regression")
+    layout = TableLayout(text=flags.text, label=flags.label, scale=scale)
+    rows = read_labeled(flags.input, layout, problem="regression")
     if not isinstance(rows.texts[0], tuple):
         raise InputError(f"{flags.input}: similarity needs pairs; name two columns with --text")
     return _first_rows(rows, flags.limit)
 
 
-def _first_rows(rows: "Labelled", limit: int | None) -> "Labelled":
+def _first_rows(rows: "LabeledTexts", limit: int | None) -> "LabeledTexts":
     return replace(rows, texts=rows.texts[:limit], targets=rows.targets[:limit])
 
 
 def _prepare(
-    data: "Labelled | Collection", encoder: "Encoder", flags: EvaluateFlags
+    data: "LabeledTexts | Collection", encoder: "Encoder", flags: EvaluateFlags
 ) -> PreparedTask:
     from packhorse.data.tasks.retrieval import Collection
     from packhorse.runtime.evaluation import retrieval, similarity
@@ -348,15 +348,15 @@ def _judge(judge: Any, *arguments: Any, **options: Any) -> dict[str, float]:
 
 def _prepare_classification(encoder: "Encoder", flags: EvaluateFlags) -> PreparedTask:
     """Classify with the model's head if it has one, else with a regression on its vectors."""
-    from packhorse.data.tasks.labelled import Layout, read_labelled
+    from packhorse.data.tasks.labeled import TableLayout, read_labeled
     from packhorse.runtime.evaluation import classification
 
-    layout = Layout(text=flags.text, label=flags.label)
+    layout = TableLayout(text=flags.text, label=flags.label)
     if "classify" in encoder.heads:
         if flags.train:
             raise InputError(f"{encoder.name} has a head that classifies; leave --train out")
         problem: Any = encoder.problem  # a str of the checkpoint, checked when it was loaded
-        rows = read_labelled(flags.input, layout, problem=problem, labels=encoder.labels)
+        rows = read_labeled(flags.input, layout, problem=problem, labels=encoder.labels)
         rows = _first_rows(rows, flags.limit)
         task = partial(_judge, classification.judge, rows)
         return PreparedTask("classify", task, rows.texts, _count(rows))
@@ -365,15 +365,15 @@ def _prepare_classification(encoder: "Encoder", flags: EvaluateFlags) -> Prepare
             f"{encoder.name} has no head that classifies; pass --train FILE to train a regression "
             "on its vectors"
         )
-    train = read_labelled(flags.train, layout, problem="single_label")
-    rows = read_labelled(flags.input, layout, problem="single_label", labels=train.labels)
+    train = read_labeled(flags.train, layout, problem="single_label")
+    rows = read_labeled(flags.input, layout, problem="single_label", labels=train.labels)
     rows = _first_rows(rows, flags.limit)
     task = partial(_judge, classification.probe, train, rows)
     counts = _count(rows) | {"train_rows": len(train.texts)}
     return PreparedTask("embed", task, rows.texts, counts)
 
 
-def _count(rows: "Labelled") -> dict[str, int]:
+def _count(rows: "LabeledTexts") -> dict[str, int]:
     return {"rows": len(rows.texts), "labels": len(rows.labels)}
 
 
@@ -391,7 +391,7 @@ def _score_engines(
     max_length = flags.max_length if (flags.max_length or 0) > 0 else None
     scores: list[EngineScore] = []
 
-    def measure(engine: str, read: "Read") -> None:
+    def measure(engine: str, read: "TextReader") -> None:
         with progress(f"{engine} reads") as advance:
             scores.append(quality.measure(engine, read, work.task, work.sample, advance))
 
@@ -508,7 +508,7 @@ def _check_squad_flags(flags: EvaluateFlags) -> None:
             raise InputError(f"{out}: there is no folder {out.parent}")
 
 
-def _read_questions(flags: EvaluateFlags) -> list["Question"]:
+def _read_questions(flags: EvaluateFlags) -> list["SquadQuestion"]:
     from packhorse.data.tasks.squad import read_squad
 
     questions = list(islice(read_squad(flags.input), flags.limit))
@@ -524,10 +524,10 @@ def _read_questions(flags: EvaluateFlags) -> list["Question"]:
     return questions
 
 
-def _score_predictions(questions: list["Question"], path: Path) -> dict[str, Any]:
+def _score_predictions(questions: list["SquadQuestion"], path: Path) -> dict[str, Any]:
     """Score a file of predictions."""
     from packhorse.data.tasks.squad import read_predictions
-    from packhorse.data.tasks.squad_score import marks, score
+    from packhorse.data.tasks.squad import marks, score
 
     predictions = read_predictions(path)
     missing = sum(question.id not in predictions for question in questions)
@@ -537,10 +537,10 @@ def _score_predictions(questions: list["Question"], path: Path) -> dict[str, Any
     return {**_flatten(score(questions, marks(questions, answers))), "missing": missing}
 
 
-def _score_answers(questions: list["Question"], flags: EvaluateFlags) -> dict[str, Any]:
+def _score_answers(questions: list["SquadQuestion"], flags: EvaluateFlags) -> dict[str, Any]:
     """Ask a model all questions, and score its answers."""
     from packhorse.data.tasks.squad import write_predictions
-    from packhorse.data.tasks.squad_score import is_v2
+    from packhorse.data.tasks.squad import is_v2
     from packhorse.runtime.evaluation.answering import ask, judge
 
     encoder = _load_model(flags)

@@ -27,7 +27,7 @@ from packhorse.train.display import duration
 
 if TYPE_CHECKING:
     from packhorse.monitor import Snapshot
-    from packhorse.monitor.device import Device
+    from packhorse.monitor.machine import Device
     from packhorse.monitor.history import History
     from packhorse.monitor.processes import Process
 

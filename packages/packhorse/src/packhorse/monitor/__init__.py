@@ -39,7 +39,7 @@ def look(library: Any | None, system: processes.System | None = None) -> Snapsho
     notes: list[str] = []
     if system is None:
         system, notes = processes.system()
-    published: list[status.Published] = []
+    published: list[status.PublishedStatus] = []
     try:
         published = status.read()
     except PackhorseError as error:

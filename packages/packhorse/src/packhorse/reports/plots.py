@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from packhorse.data.packed.statistics import Statistics
     from packhorse.reports.packing import PackingRow
     from packhorse.reports.waste import WasteRow
-    from packhorse.train.submission import Result
+    from packhorse.train.submission import RunResult
 
 FORMATS = (".png", ".svg", ".pdf")
 OURS = "#14607a"
@@ -220,7 +220,7 @@ def draw_corpus(path: Path, statistics: Statistics) -> None:
     save_figure(figure, path)
 
 
-def draw_accuracies(path: Path, results: Sequence[Result], target: float) -> None:
+def draw_accuracies(path: Path, results: Sequence[RunResult], target: float) -> None:
     """Plot the accuracy of each run over its sequences; runs that missed the target are gray."""
     figure = new_figure(8, 4.2)
     axes = figure.subplots()

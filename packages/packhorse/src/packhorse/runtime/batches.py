@@ -111,7 +111,7 @@ class PackedShape:
             return [self.tokens]
         return [min(size, self.tokens) for size in executable.sizes(self.tokens)]
 
-    def lay(self, sequences: Sequence[Tokens], packs: Sequence[Sequence[int]]) -> Packed:
+    def lay(self, sequences: Sequence[TokenSequence], packs: Sequence[Sequence[int]]) -> Packed:
         """Lay out a batch; `packs` says which of the sequences share a row."""
         if self.mode == "mask":
             empty: list[Sequence[int]] = [[] for _ in range(self.rows - len(packs))]

@@ -132,7 +132,7 @@ def check_inputs(
     return sum(sizes)
 
 
-def _characters(text: Given) -> int:
+def _characters(text: TaskInput) -> int:
     """Count the characters of a text or pair; token ids have none and need no tokenization."""
     if isinstance(text, str):
         if not text:
@@ -141,7 +141,7 @@ def _characters(text: Given) -> int:
     return 0 if is_ids(text) else sum(len(part) for part in cast("tuple[str, str]", text))
 
 
-def _check_tokens(jobs: Sequence[Job], model: ServedModel, truncate: bool) -> None:
+def _check_tokens(jobs: Sequence[InferenceJob], model: ServedModel, truncate: bool) -> None:
     """Refuse what would not fit even into an empty queue, and truncation that nobody asked for."""
     max_inputs = model.runner.max_waiting_requests
     max_tokens = model.runner.max_waiting_tokens
@@ -160,8 +160,8 @@ def _check_tokens(jobs: Sequence[Job], model: ServedModel, truncate: bool) -> No
 
 
 async def _run(
-    runner: PackRunner, jobs: Sequence[Job], receive: Callable[[], Awaitable[Any]]
-) -> list[Awaited]:
+    runner: PackRunner, jobs: Sequence[InferenceJob], receive: Callable[[], Awaitable[Any]]
+) -> list[PackedFuture]:
     """Run all jobs; cancel them if the client disconnects."""
     loop = asyncio.get_running_loop()
     stream = RequestStream(runner, jobs, loop)
@@ -208,7 +208,7 @@ class RequestStream:
         self.waiting = deque(jobs)  # not submitted yet
         self.unanswered = len(jobs)
         self.tokens = 0  # in the runner
-        self.futures: list[Awaited] = []  # in the order of the jobs
+        self.futures: list[PackedFuture] = []  # in the order of the jobs
         self.finished: asyncio.Future[None] = loop.create_future()
         self.reserved = False
         self.ended = False
@@ -275,7 +275,7 @@ def _set_finished(finished: asyncio.Future[None], error: BaseException | None) -
         finished.set_exception(error)
 
 
-def _pack_info(futures: Sequence[Awaited]) -> PackInfo:
+def _pack_info(futures: Sequence[PackedFuture]) -> PackInfo:
     batches = [future.ran for future in futures if future.ran is not None]
     count = max(1, len(batches))
     return PackInfo(

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from packhorse.runtime.statistics import Stats
+from packhorse.runtime.statistics import RunnerStats
 from packhorse.serve.hosting import ServedModel, ServedModels
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -50,7 +50,7 @@ class RunnerFigures:
     labels: Mapping[str, str]  # identify the runner: its model and, in a cluster, its replica
     alive: bool
     rate: float  # tokens per second over the last batches
-    stats: Stats
+    stats: RunnerStats
 
 
 def runner_figures(model: ServedModel, **labels: str) -> RunnerFigures:
@@ -156,7 +156,7 @@ def _stat(name: str, runner: RunnerFigures) -> tuple[float]:
     return (getattr(runner.stats, name),)
 
 
-# Fields of `runtime.statistics.Stats`, which name the metrics packhorse_runner_*; those that only
+# Fields of `runtime.statistics.RunnerStats`, which name the metrics packhorse_runner_*; those that only
 # grow are counters.
 RUNNER_METRICS: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
     "requests": (CounterMetricFamily, "Inputs admitted to the queue."),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from packhorse import device as devices
-from packhorse.data.packed.loader import Batch
+from packhorse.data.packed.loader import PretrainingBatch
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.train import cost, feed
@@ -151,7 +151,7 @@ def measure_speed(inputs: RunInputs) -> SpeedTrial:
     return SpeedTrial(cost.operations(config, work) / pass_seconds, parameters / update_seconds)
 
 
-def _trial_batch(inputs: RunInputs) -> Batch:
+def _trial_batch(inputs: RunInputs) -> PretrainingBatch:
     """As many tokens as run at once, in sequences of the mean length."""
     batches = inputs.feed
     at_once = batches.batch * batches.tokens / batches.parts / inputs.place.world
@@ -159,7 +159,7 @@ def _trial_batch(inputs: RunInputs) -> Batch:
     return synthetic_batch(tokens, max(1, round(batches.tokens)))
 
 
-def synthetic_batch(tokens: int, longest: int) -> Batch:
+def synthetic_batch(tokens: int, longest: int) -> PretrainingBatch:
     """A pretraining batch of this many zeros, in sequences of length `longest`."""
     cu_seqlens = torch.tensor([*range(0, tokens, longest), tokens], dtype=torch.int32)
     sequences = len(cu_seqlens) - 1
@@ -169,11 +169,11 @@ def synthetic_batch(tokens: int, longest: int) -> Batch:
     packed = Packed(zeros, zeros, positions, cu_seqlens, min(tokens, longest), places)
     masked = torch.arange(0, tokens, MASK_INTERVAL)
     labels = torch.zeros(sequences, dtype=torch.int64)
-    return Batch(packed, masked, torch.zeros_like(masked), labels, sequences, tokens, {})
+    return PretrainingBatch(packed, masked, torch.zeros_like(masked), labels, sequences, tokens, {})
 
 
 def _time_steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, has_mlm: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: PretrainingBatch, has_mlm: bool
 ) -> tuple[float, float]:
     """Median seconds of forward and backward, and of the update; the first round warms up."""
     times: list[tuple[float, float]] = []
@@ -198,7 +198,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _loss(model: nn.Module, batch: Batch, has_mlm: bool) -> Tensor:
+def _loss(model: nn.Module, batch: PretrainingBatch, has_mlm: bool) -> Tensor:
     if has_mlm:
         return Pretrain(next_sentence=False).loss(model, batch)[0]
     return model(batch.packed, "hidden")[0].float().square().mean()

@@ -32,10 +32,10 @@ from packhorse.data.packed import loader, shards
 from packhorse.data.packed.masking import Recipe
 from packhorse.data.tables import read_texts
 from packhorse.data.tasks import targets
-from packhorse.data.tasks.labelled import Labelled, Layout, read_labelled
-from packhorse.data.tasks.spans import span_task
+from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
+from packhorse.data.tasks.targets import span_task
 from packhorse.data.tasks.squad import read_squad
-from packhorse.data.tasks.targets import Task, contrastive_task, labelled_task
+from packhorse.data.tasks.targets import TrainingTask, contrastive_task, labeled_task
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.tokens import Tokenizer
@@ -170,7 +170,7 @@ def examples(
     rank: int = 0,
     world: int = 1,
 ) -> TrainingFeed:
-    """Labelled examples, `settings.batch` per step."""
+    """LabeledTexts examples, `settings.batch` per step."""
     lengths = [len(s.ids) for example in task.examples for s in example.sequences]
     mean_tokens = sum(lengths) / max(1, len(task.examples))
     longest = max(_longest(source) for source in (task, eval_task) if source)
@@ -360,8 +360,8 @@ def _listing(numbers: list[int]) -> str:
 class TaskData:
     """A task's examples, and the objective that learns them."""
 
-    train: Task
-    eval: Task | None
+    train: TrainingTask
+    eval: TrainingTask | None
     objective: Objective
     labels: LabelSet = LabelSet()  # noqa: RUF009 (frozen)
     notes: tuple[str, ...] = ()
@@ -384,17 +384,17 @@ def read_task(settings: TrainSettings, model: Checkpoint) -> TaskData:
 
 def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
     is_similarity = settings.task == "similarity"
-    layout = Layout(
+    layout = TableLayout(
         text=settings.text,
         label=settings.label,
         separator=settings.separator,
         scale=(settings.scale[0], settings.scale[1]) if settings.scale else None,
     )
     problem: Any = None if settings.problem == "auto" else settings.problem
-    read = partial(read_labelled, layout=layout, problem="regression" if is_similarity else problem)
+    read = partial(read_labeled, layout=layout, problem="regression" if is_similarity else problem)
     table = _read_with_model_labels(read, settings.train, model) or read(settings.train)
     make_task = partial(
-        labelled_task,
+        labeled_task,
         tokenizer=tokenizer,
         apart=is_similarity,
         max_length=settings.max_length or None,
@@ -403,7 +403,7 @@ def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokeni
     eval_task = None
     if settings.eval:
         eval_task = make_task(
-            read_labelled(settings.eval, layout, problem=table.problem, labels=table.labels)
+            read_labeled(settings.eval, layout, problem=table.problem, labels=table.labels)
         )
     objective = OBJECTIVES[train.problem]
     return TaskData(
@@ -416,8 +416,8 @@ def _read_labelled(settings: TrainSettings, model: Checkpoint, tokenizer: Tokeni
 
 
 def _read_with_model_labels(
-    read: partial[Labelled], source: str, model: Checkpoint
-) -> Labelled | None:
+    read: partial[LabeledTexts], source: str, model: Checkpoint
+) -> LabeledTexts | None:
     """The table with the labels of the classifier that is trained further, if they are the same."""
     if "classify" not in model.model.heads or model.problem == "regression":
         return None
@@ -428,7 +428,7 @@ def _read_with_model_labels(
 
 
 def _read_pairs(settings: TrainSettings, model: Checkpoint, tokenizer: Tokenizer) -> TaskData:
-    def read(source: str) -> Task:
+    def read(source: str) -> TrainingTask:
         rows = read_texts(source, settings.text or None)
         return contrastive_task([row.text for row in rows], tokenizer, settings.max_length or None)
 
@@ -450,7 +450,7 @@ def _read_questions(settings: TrainSettings, model: Checkpoint, tokenizer: Token
     return TaskData(train, evaluation.task(), SpanEnds(evaluation), notes=notes)
 
 
-def _truncation_notes(task: Task) -> tuple[str, ...]:
+def _truncation_notes(task: TrainingTask) -> tuple[str, ...]:
     if not task.truncated:
         return ()
     return (f"{task.truncated:,} of {len(task.examples):,} examples were truncated",)

@@ -86,7 +86,7 @@ def load_model(path: str | Path, *, slots: bool = True, **options: Any) -> Start
     return StartingModel(loaded, averages, contents.step)
 
 
-def find_model(path: str | Path) -> sources.Source:
+def find_model(path: str | Path) -> sources.ModelSource:
     """The files of a checkpoint; if MLPerf's is missing, the error says where it comes from."""
     try:
         return sources.find(path)

@@ -140,5 +140,5 @@ def add_gradients(gradients: Sequence[Tensor], ranks: RankGroup) -> None:
 
 def update(optimizer: Optimizer) -> None:
     """Take an optimizer step; a sharded one then receives the parameters of the other ranks."""
-    with listening() if is_sharded(optimizer) else nullcontext():
+    with rank_errors() if is_sharded(optimizer) else nullcontext():
         optimizer.step()

@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from packhorse.errors import InputError
 from packhorse.results import Ranked, sigmoid
-from packhorse.runtime.jobs import Given, is_ids
+from packhorse.runtime.tasks import TaskInput, is_ids
 from packhorse.runtime.tasks import Long
 from packhorse.serve.calls import CallResult, call
 from packhorse.serve.failures import TooLarge
@@ -53,7 +53,7 @@ async def run_task(
     request: Request,
     model: ServedModel,
     task: str,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     truncation: Truncation,
     **options: Any,
 ) -> CallResult:
@@ -72,7 +72,7 @@ async def run_task(
 async def embed(
     request: Request,
     model: ServedModel,
-    texts: Sequence[Given],
+    texts: Sequence[TaskInput],
     truncation: Truncation,
     *,
     normalize: bool | None = None,

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from packhorse import __version__, device
 from packhorse.errors import CheckpointError
-from packhorse.runtime.jobs import Given
+from packhorse.runtime.tasks import TaskInput
 from packhorse.runtime.tasks import prompted
 from packhorse.serve.calls import CallResult, check_inputs, json_response
 from packhorse.serve.dialects import tasks
@@ -399,7 +399,7 @@ def _add_tokens(post: Post, models: ServedModels, settings: Settings) -> None:
         )
 
 
-def as_batch(inputs: str | Sequence[Any]) -> list[Given]:
+def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
     """Return a list of inputs; a single text or list of token ids becomes a list of one."""
     if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
         return [inputs]
@@ -408,7 +408,7 @@ def as_batch(inputs: str | Sequence[Any]) -> list[Given]:
     return list(inputs)
 
 
-def as_sequences(inputs: str | Sequence[Any]) -> tuple[list[Given], bool]:
+def as_sequences(inputs: str | Sequence[Any]) -> tuple[list[TaskInput], bool]:
     """Return texts and pairs, and whether the request has a single one that is not in a list."""
     is_single = isinstance(inputs, str) or isinstance(inputs[:1] and inputs[0], str)
     rows = [[inputs] if isinstance(inputs, str) else inputs] if is_single else inputs
@@ -442,7 +442,7 @@ async def similarities(
 
 
 def timed_response(
-    document: Any, result: CallResult, model: ServedModel, texts: Sequence[Given], start: float
+    document: Any, result: CallResult, model: ServedModel, texts: Sequence[TaskInput], start: float
 ) -> Response:
     """Return a response with text-embeddings-inference's headers of times and counts."""
     total = (perf_counter() - start) * 1e3

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import cast
 
 from packhorse.errors import InputError
-from packhorse.runtime.jobs import Given, is_ids
+from packhorse.runtime.tasks import TaskInput, is_ids
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import ServedModel
 from packhorse.tokens import Tokenizer
@@ -98,8 +98,8 @@ def _read_table(file: Path) -> Cl100kTable:
 
 
 async def decode_foreign(
-    model: ServedModel, inputs: Sequence[Given], table: Cl100kTable | None, max_characters: int
-) -> list[Given]:
+    model: ServedModel, inputs: Sequence[TaskInput], table: Cl100kTable | None, max_characters: int
+) -> list[TaskInput]:
     """Return the inputs, with token ids of another vocabulary decoded to texts."""
     if not any(map(is_ids, inputs)):
         return list(inputs)

@@ -24,7 +24,7 @@ from fastapi import FastAPI, Query
 from pydantic import BaseModel, Field
 from starlette.responses import HTMLResponse, Response
 
-from packhorse.runtime.statistics import RECENT, Ran, throughput
+from packhorse.runtime.statistics import RECENT, BatchRecord, throughput
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects.schemas import (
     GET_STATUSES,
@@ -151,7 +151,7 @@ def _describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
     }
 
 
-def _describe_batch(batch: Ran, now: float) -> dict[str, Any]:
+def _describe_batch(batch: BatchRecord, now: float) -> dict[str, Any]:
     return {
         "number": batch.number,
         "seconds_ago": now - batch.ended,

@@ -50,16 +50,16 @@ class SquadEvaluation:
     questions: Sequence[SquadQuestion]
     windows: Sequence[Sequence[Encoding]]
 
-    def task(self) -> Task:
+    def task(self) -> TrainingTask:
         """Every window as an example, in order; their targets are not used."""
-        from packhorse.data.tasks.targets import Example, Span, Task
+        from packhorse.data.tasks.targets import TaskExample, Span, TrainingTask
 
         windows = [window for question_windows in self.windows for window in question_windows]
-        return Task([Example((window,), Span(0, 0)) for window in windows], "span")
+        return TrainingTask([TaskExample((window,), Span(0, 0)) for window in windows], "span")
 
 
 def squad_evaluation(
-    questions: Sequence[Question],
+    questions: Sequence[SquadQuestion],
     tokenizer: Tokenizer,
     max_length: int | None = None,
     stride: int | None = None,
