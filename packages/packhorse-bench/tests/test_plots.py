@@ -35,7 +35,7 @@ def test_plans(tmp_path: Path) -> None:
     path = tmp_path / "plans.svg"
     room = len(COUNTS)
     plots.draw_plans(path, COUNTS, room, packing.compare(COUNTS, room, ("optimum", "spfhp"), (2,)))
-    assert all(f">{label}<" in words(path) for label in ("optimum", "spfhp", "one a row"))
+    assert all(f">{label}<" in words(path) for label in ("optimum", "spfhp", "one per row"))
     assert "300 sequences by length" in words(path)
 
 
