@@ -18,7 +18,6 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
-from packhorse.runtime.batches import PackedShape
 from packhorse_bench import lanes, modes
 from packhorse_bench.lanes import MODES, ModeLane, ModesStage, PackingMode, Pass
 

@@ -152,7 +152,7 @@ def _job(
     if compiled:
         executable.allow_every_bucket()
         executable.compile(model.model.bert.layers)
-    pace = Pace(settings, fed.batch, fed.epoch)
+    pace = StepSchedule(settings, fed.batch, fed.epoch)
     return TrainingJob(
         settings,
         place,

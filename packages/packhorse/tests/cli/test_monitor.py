@@ -18,8 +18,7 @@ import pytest
 from packhorse import status
 from packhorse.cli import console, data
 from packhorse.cli import monitor as command
-from packhorse.data.corpus.building import Progress
-from packhorse.data.corpus.parts import Found
+from packhorse.data.corpus.building import CorpusCounts, CorpusProgress
 from packhorse.monitor import Snapshot, look
 from packhorse.monitor.machine import Device
 from packhorse.monitor.processes import Process
@@ -233,11 +232,11 @@ def test_progress_is_published(published: list[dict[str, Any]]) -> None:
 
 def test_a_build_is_published(published: list[dict[str, Any]]) -> None:
     with data.build_progress() as watch:
-        watch(Progress("reading", 10, 100, Found(documents=3, sequences=5, tokens=50)))
-        watch(Progress("reading", 60, 100, Found(documents=9, sequences=20, tokens=90)))
+        watch(CorpusProgress("reading", 10, 100, CorpusCounts(documents=3, sequences=5, tokens=50)))
+        watch(CorpusProgress("reading", 60, 100, CorpusCounts(documents=9, sequences=20, tokens=90)))
         (process,) = [process for process in look(None).processes if process.name]
         assert process.does and re.fullmatch(r"reading, 60%, [\d,]+ documents/s", process.does)
-        watch(Progress("writing train", 1, 2, Found(sequences=20)))
+        watch(CorpusProgress("writing train", 1, 2, CorpusCounts(sequences=20)))
     assert published[-1]["does"] == "writing train" and "sequences_per_second" not in published[-1]
 
 

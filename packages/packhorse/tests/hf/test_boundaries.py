@@ -11,7 +11,6 @@ import torch
 
 from packhorse import hf
 from packhorse.errors import InputError
-from packhorse.hf.boundaries import TellBoundaries, of_positions
 from packhorse.hf.families import AFTER_PADDING
 from packhorse.hf.layout import AddBoundaries, of_positions
 

@@ -32,7 +32,6 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime import engine as engine_module
 from packhorse.runtime.batches import MODES
 from packhorse.runtime.encoder import Encoder, TruncationWarning
-from packhorse.runtime.batches import MODES
 from packhorse.runtime.runner import PackRunner
 
 pytestmark = pytest.mark.usefixtures("quiet_runtime")

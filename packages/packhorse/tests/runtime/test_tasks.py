@@ -29,23 +29,23 @@ def test_the_table_names_what_there_is(tiny: Encoder, quiet_runtime) -> None:
     pytest.importorskip("fastapi")
     from fastapi import FastAPI
 
-    from packhorse.cli.flags import Options
+    from packhorse.cli.flags import RunFlags
     from packhorse.cli.tasks import TASKS as COMMANDS
     from packhorse.serve import hosting
-    from packhorse.serve.dialects import huggingface, own, tei
+    from packhorse.serve.dialects import huggingface, packhorse_api, tei
     from packhorse.serve.settings import Settings
 
     assert all(callable(getattr(Encoder, spec.method)) for spec in TASKS.values())
     assert {spec.method for spec in TASKS.values()} == {t for t, s in TASKS.items() if s.prepare}
     commands = {spec.command for spec in TASKS.values() if spec.command}
-    choices = get_args(get_args(get_type_hints(Options, include_extras=True)["task"])[0])
+    choices = get_args(get_args(get_type_hints(RunFlags, include_extras=True)["task"])[0])
     assert commands == set(COMMANDS) == set(choices)
     settings = Settings(model=("tiny",))
-    served = hosting.host(tiny, settings, publish=False)
+    served = hosting.serve_model(tiny, settings, publish=False)
     try:
         app = FastAPI()
-        for dialect in (own, tei, huggingface):
-            dialect.add(app, hosting.Hosts([served]), settings)
+        for dialect in (packhorse_api, tei, huggingface):
+            dialect.add(app, hosting.ServedModels([served]), settings)
         assert {spec.route for spec in TASKS.values()} <= {route.path for route in app.routes}  # type: ignore[attr-defined]
     finally:
         served.runner.close()

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from packhorse.train.job import assemble
-from packhorse.train.learning import learn, tune
 from packhorse.train.loop import train
 from packhorse.train.ranks import RankGroup
 from packhorse.train.step import set_rates, train_step

@@ -247,7 +247,7 @@ def _build_config(paths: tuple[Path, ...], flags: BuildFlags) -> "BuildOptions":
         seed=flags.seed,
         next_sentence=not flags.single,
     )
-    return Config(
+    return BuildOptions(
         sources=sources,
         out=out,
         tokenizer=_find_tokenizer(flags.tokenizer),
@@ -277,7 +277,7 @@ def _find_tokenizer(name: str) -> Path:
 
 
 @contextmanager
-def build_progress() -> "Iterator[Callable[[Progress], None]]":
+def build_progress() -> "Iterator[Callable[[CorpusProgress], None]]":
     """Show the stages of a build; yields a function that takes each step."""
     with stage_progress("build", facts={"device": "cpu"}) as report:
 
@@ -471,7 +471,7 @@ def _import_config(paths: tuple[Path, ...], flags: ImportFlags) -> "ImportOption
     from packhorse.data.records.graphcore import RecordSizes
 
     sources, out = _split_paths(paths)
-    return Config(
+    return ImportOptions(
         sources=sources,
         out=out,
         tokenizer=None if flags.tokenizer is None else resolve(flags.tokenizer),

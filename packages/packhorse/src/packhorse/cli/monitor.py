@@ -209,7 +209,7 @@ PROCESS_COLUMNS = (
 HISTORY_COLUMNS = (Column("pid"), Column("seq/s"), Column("full"), Column("queue", 1))
 
 
-def show(seen: "Seen") -> None:
+def show(seen: "Snapshot") -> None:
     """Print the tables of devices and processes on stdout."""
     if sys.stdout.isatty():
         from rich.console import Console
@@ -229,7 +229,7 @@ def show(seen: "Seen") -> None:
 
 
 @contextmanager
-def screen() -> "Iterator[Callable[[Seen], None]]":
+def screen() -> "Iterator[Callable[[Snapshot], None]]":
     """Take over the terminal; yields a function that draws one update, with the history."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -242,7 +242,7 @@ def screen() -> "Iterator[Callable[[Seen], None]]":
     blocks = BLOCKS if "utf" in console.encoding.lower() else PLAIN
     with Live(console=console, screen=True, auto_refresh=False) as live:
 
-        def draw(seen: "Seen") -> None:
+        def draw(seen: "Snapshot") -> None:
             history.add(_history_values(seen))
             parts = _rich_tables(seen, console.width)
             parts += _rich_history(seen, history, console.width, blocks)
@@ -252,7 +252,7 @@ def screen() -> "Iterator[Callable[[Seen], None]]":
         yield draw
 
 
-def _history_values(seen: "Seen") -> Iterator[tuple[Any, float | None]]:
+def _history_values(seen: "Snapshot") -> Iterator[tuple[Any, float | None]]:
     for process in seen.processes:
         if process.name is not None:
             yield (process.pid, process.name, "seq/s"), process.sequences_per_second
@@ -260,7 +260,7 @@ def _history_values(seen: "Seen") -> Iterator[tuple[Any, float | None]]:
             yield (process.pid, process.name, "queue"), process.queue
 
 
-def _rich_history(seen: "Seen", history: "History", width: int, blocks: str) -> list[Any]:
+def _rich_history(seen: "Snapshot", history: "History", width: int, blocks: str) -> list[Any]:
     from packhorse.monitor.history import sparkline
 
     scale = {"full": 1.0}  # a share; the others are scaled to their largest value
@@ -278,7 +278,7 @@ def _rich_history(seen: "Seen", history: "History", width: int, blocks: str) -> 
     return [_rich_table("History", HISTORY_COLUMNS, rows, width)] if rows else []
 
 
-def _rich_tables(seen: "Seen", width: int) -> list[Any]:
+def _rich_tables(seen: "Snapshot", width: int) -> list[Any]:
     from rich.text import Text
 
     devices = _rich_table("Devices", DEVICE_COLUMNS, _device_rows(seen), width)
@@ -355,7 +355,7 @@ def _titles(columns: Sequence[Column]) -> list[str]:
     return [column.title for column in columns]
 
 
-def _device_rows(seen: "Seen") -> list[list[str]]:
+def _device_rows(seen: "Snapshot") -> list[list[str]]:
     return [_device_row(device) for device in seen.devices]
 
 
@@ -381,7 +381,7 @@ def _device_row(device: "Device") -> list[str]:
     ]
 
 
-def _process_rows(seen: "Seen") -> list[list[str]]:
+def _process_rows(seen: "Snapshot") -> list[list[str]]:
     return [_process_row(process) for process in seen.processes]
 
 

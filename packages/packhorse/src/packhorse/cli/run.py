@@ -20,7 +20,7 @@ from cyclopts import Parameter
 from packhorse.cli import perf
 from packhorse.cli.console import emit, note, summarize_warnings
 from packhorse.cli.flags import RunFlags
-from packhorse.cli.tasks import TASKS, prepare_texts, result_rows
+from packhorse.cli.tasks import TASKS, prepare_texts, result_rows, spec_of
 from packhorse.cli.writing import run_facts, write
 from packhorse.data.output import Row, format_of
 from packhorse.data.tables import Record, read_texts, split_pair
@@ -172,7 +172,7 @@ def _measure(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> 
     if flags.task == "rerank":
         texts = [(flags.query or "", str(text)) for text in texts]
     sizes = {"batch_size": flags.batch_size, "iterations": flags.iterations}
-    head = TASKS[flags.task].head
+    head = spec_of(flags.task).head
     figures = perf.measure(encoder, texts, head, max_length=flags.max_length, **sizes)
     if not flags.json:
         perf.show(figures)

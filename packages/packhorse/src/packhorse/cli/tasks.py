@@ -35,7 +35,6 @@ class TaskOptions:
 class Task:
     """A task: one row per text, in the order of the texts (rerank: of the ranking)."""
 
-    head: str
     rows: Callable[["Encoder", Sequence["Text"], TaskOptions], list["Row"]]
     shape: Callable[["Encoder"], "Shape"]
     show: Callable[[Sequence["Row"]], None]
@@ -55,6 +54,13 @@ def result_rows(
         encoder = replace(encoder, budget=max(encoder.budget, copies * encoder.max_length))
         rows = [encode(encoder, [text] * copies, options)[0] for text in texts]
     return [(records[row.get("index", i)], row) for i, row in enumerate(rows)]
+
+
+def spec_of(task: str) -> "TaskSpec":
+    """Return the task's line in the table of `runtime.tasks`; imported late, it needs numpy."""
+    from packhorse.runtime.tasks import TASKS as SPECS
+
+    return SPECS[task]
 
 
 def prepare_texts(task: str, texts: Sequence["Text"], query: str | None) -> list["Text"]:
