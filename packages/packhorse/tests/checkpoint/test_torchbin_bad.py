@@ -461,7 +461,7 @@ BAD: dict[str, tuple[bytes | Callable[[], bytes], str]] = {
     "NUL": (records(more=Record("x/a\0b", b"")), "is not the name of a record"),
     "no prefix": (archive([Record("data.pkl", state(tensor()))]), r"0 records are a data\.pkl"),
     "a folder": (records(data=floats(attributes=16)), "no record of a zip directory"),
-    "header's name": (records(data=floats(local=b"x/data/1")), "header of x/data/0 says"),
+    "header's name": (records(data=floats(local=b"x/data/1")), "header of x/data/0 differs"),
     "header's place": (records(data=floats(begin=1 << 31)), "begins at byte 2147483648, outside"),
     "more bytes than there are": (
         records(version=Record("x/version", b"3\n", {"size": 99})),

@@ -138,8 +138,9 @@ def read(data: bytes) -> tuple[Any, list[View]]:
     name = "PROTO"
     try:
         for number in range(OPERATION_LIMIT):
-            machine.operation = machine.next
-            code = machine.take(1)[0]
+            start = machine.next
+            code = machine.take(1)[0]  # where there is none, the error is about the last operation
+            machine.operation = start
             name = NAMES.get(code, f"{code:#04x}")
             if (name == "PROTO") != (number == 0) or name not in OPERATIONS:
                 raise CheckpointError("this operation is not one that describes tensors")
