@@ -28,7 +28,7 @@ def watching() -> Iterator[Callable[["CorpusProgress"], None]]:
 def _published(step: "CorpusProgress") -> dict[str, Any]:
     told = {"does": step.stage, "done": step.done, "total": step.total}
     if step.stage == "reading":  # later nothing more is found, and of each half apart
-        told |= {name: getattr(step.found, name) for name in status.SPEEDS}
+        told |= {name: getattr(step.counts, name) for name in status.SPEEDS}
     return told
 
 
@@ -43,7 +43,7 @@ def _shown() -> Iterator[Callable[["CorpusProgress"], None]]:
 
 def figures(progress: "CorpusProgress") -> str:
     """What was found so far, and how fast."""
-    found = progress.found
+    found = progress.counts
     counts = (
         f"{found.documents:,} documents",
         f"{found.sentences:,} sentences",
