@@ -163,7 +163,7 @@ def test_a_plot(cli, home: Path) -> None:
             "--eval-count needs --eval-hashes",
         ),
         ([*ALL, "--max-bad", "-1"], "max_bad is -1"),
-        ([*ALL, "--seed", "-1"], "seed -1"),
+        ([*ALL, "--seed", "-1"], "seed is -1"),
         ([*ALL, "--max-per-pack", "-1"], "as many as fit 0"),
         (["stats", "{home}"], "no manifest"),
         (["stats", "{home}/none"], "not a folder"),

@@ -26,10 +26,10 @@ def own_word(number: int) -> str:
 
 
 def write_vocabulary(path: Path, documents: int = 400) -> Path:
-    own = [own_word(number) for number in range(documents)]
+    unique_words = [own_word(number) for number in range(documents)]
     letters = [".", *"abcdefghijklmnopqrstuvwxyz0123456789"]
     pieces = [f"##{letter}" for letter in letters]
-    path.write_text("\n".join([*SPECIAL, *letters, *pieces, *WORDS, *own]) + "\n")
+    path.write_text("\n".join([*SPECIAL, *letters, *pieces, *WORDS, *unique_words]) + "\n")
     return path
 
 
@@ -119,7 +119,7 @@ Known = tuple[tuple[int, ...], int, int]  # a sequence: its tokens, those of A, 
 
 def sequences_of(folder: Path) -> Counter[Known]:
     """All sequences of a dataset, however they are packed."""
-    found: Counter[Known] = Counter()
+    result: Counter[Known] = Counter()
     dataset = shards.open(folder)
     for number in range(len(dataset)):
         row = dataset.row(number)
@@ -127,5 +127,5 @@ def sequences_of(folder: Path) -> Counter[Known]:
         for begin, end, first, label in zip(
             ends - row.lengths, ends, row.first, row.random_next, strict=True
         ):
-            found[tuple(row.ids[begin:end].tolist()), int(first), int(label)] += 1
-    return found
+            result[tuple(row.ids[begin:end].tolist()), int(first), int(label)] += 1
+    return result

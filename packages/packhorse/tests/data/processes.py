@@ -31,11 +31,11 @@ def family(pid: int) -> set[int]:
             parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-    found, size = {pid}, 0
-    while len(found) > size:
-        size = len(found)
-        found |= {child for child, parent in parents.items() if parent in found}
-    return found
+    result, size = {pid}, 0
+    while len(result) > size:
+        size = len(result)
+        result |= {child for child, parent in parents.items() if parent in result}
+    return result
 
 
 def listening(pids: set[int]) -> list[str]:

@@ -24,7 +24,7 @@ Features = dict[str, list[int] | list[float]]
 
 
 @dataclass(frozen=True)
-class Made:
+class DrawnSequence:
     """One sequence: tokens as shown, tokens of its first segment, its label, what was masked."""
 
     ids: tuple[int, ...]
@@ -33,7 +33,7 @@ class Made:
     masked: tuple[tuple[int, int], ...]  # (position, the token that stood there)
 
 
-def draw(rng: np.random.Generator, longest: int, vocab: int, shortest: int = 5) -> Made:
+def draw(rng: np.random.Generator, longest: int, vocab: int, shortest: int = 5) -> DrawnSequence:
     """A pair of segments with about 15 % masks, most of them shown as [MASK]."""
     length = int(rng.integers(shortest, longest + 1))
     first = int(rng.integers(3, length - 1))
@@ -46,11 +46,11 @@ def draw(rng: np.random.Generator, longest: int, vocab: int, shortest: int = 5) 
     for number, place in enumerate(places):
         if number % 5 != 4:
             ids[place] = MASK
-    return Made(tuple(ids.tolist()), first, bool(rng.integers(2)), masked)
+    return DrawnSequence(tuple(ids.tolist()), first, bool(rng.integers(2)), masked)
 
 
-def types(made: Made) -> list[int]:
-    return [int(place >= made.first) for place in range(len(made.ids))]
+def types(drawn: DrawnSequence) -> list[int]:
+    return [int(place >= drawn.first) for place in range(len(drawn.ids))]
 
 
 def padded(values: Iterable[int], width: int) -> list[int]:
@@ -59,34 +59,34 @@ def padded(values: Iterable[int], width: int) -> list[int]:
     return values + [0] * (width - len(values))
 
 
-def unpacked(made: Made, width: int, masks: int) -> Features:
+def unpacked(drawn: DrawnSequence, width: int, masks: int) -> Features:
     """MLPerf's seven features."""
     return {
-        "input_ids": padded(made.ids, width),
-        "input_mask": padded([1] * len(made.ids), width),
-        "segment_ids": padded(types(made), width),
-        "masked_lm_positions": padded((place for place, _ in made.masked), masks),
-        "masked_lm_ids": padded((token for _, token in made.masked), masks),
-        "masked_lm_weights": [float(n) for n in padded([1] * len(made.masked), masks)],
-        "next_sentence_labels": [int(made.random_next)],
+        "input_ids": padded(drawn.ids, width),
+        "input_mask": padded([1] * len(drawn.ids), width),
+        "segment_ids": padded(types(drawn), width),
+        "masked_lm_positions": padded((place for place, _ in drawn.masked), masks),
+        "masked_lm_ids": padded((token for _, token in drawn.masked), masks),
+        "masked_lm_weights": [float(n) for n in padded([1] * len(drawn.masked), masks)],
+        "next_sentence_labels": [int(drawn.random_next)],
     }
 
 
-def ten_arrays(pack: Sequence[Made], width: int, masks: int, most: int) -> Features:
+def ten_arrays(pack: Sequence[DrawnSequence], width: int, masks: int, most: int) -> Features:
     """Graphcore's packed layout: sequences end to end, everything with the sequence's number."""
     tokens: dict[str, list[int]] = {name: [] for name in ("ids", "mask", "types", "positions")}
     marked: dict[str, list[int]] = {name: [] for name in ("at", "ids", "owner")}
     begins = []
-    for number, made in enumerate(pack, 1):
+    for number, drawn in enumerate(pack, 1):
         begin = len(tokens["ids"])
         begins.append(begin)
-        tokens["ids"] += made.ids
-        tokens["mask"] += [number] * len(made.ids)
-        tokens["types"] += types(made)
-        tokens["positions"] += range(len(made.ids))
-        marked["at"] += [begin + place for place, _ in made.masked]
-        marked["ids"] += [token for _, token in made.masked]
-        marked["owner"] += [number] * len(made.masked)
+        tokens["ids"] += drawn.ids
+        tokens["mask"] += [number] * len(drawn.ids)
+        tokens["types"] += types(drawn)
+        tokens["positions"] += range(len(drawn.ids))
+        marked["at"] += [begin + place for place, _ in drawn.masked]
+        marked["ids"] += [token for _, token in drawn.masked]
+        marked["owner"] += [number] * len(drawn.masked)
     return {
         "packed_input_ids": padded(tokens["ids"], width),
         "packed_input_mask": padded(tokens["mask"], width),
@@ -96,29 +96,29 @@ def ten_arrays(pack: Sequence[Made], width: int, masks: int, most: int) -> Featu
         "packed_masked_lm_ids": padded(marked["ids"], masks + most),
         "packed_masked_lm_weights": padded(marked["owner"], masks + most),
         "packed_next_sentence_positions": padded(begins, most),
-        "packed_next_sentence_labels": padded((int(made.random_next) for made in pack), most),
+        "packed_next_sentence_labels": padded((int(drawn.random_next) for drawn in pack), most),
         "packed_next_sentence_weights": padded([1] * len(pack), most),
     }
 
 
-def cls_last(pack: Sequence[Made], width: int, masks: int, most: int) -> Features:
+def cls_last(pack: Sequence[DrawnSequence], width: int, masks: int, most: int) -> Features:
     """Graphcore's other packed layout: the [CLS] tokens are the last of the row, in reverse."""
     rows = {name: [0] * width for name in ("input_ids", "input_mask", "segment_ids")}
     positions = [0] * width
     marked: dict[str, list[int]] = {name: [] for name in ("at", "ids", "owner")}
     labels, present, at = [0] * most, [0.0] * most, 0
-    for number, made in enumerate(pack, 1):
-        for place, token in enumerate(made.ids):
+    for number, drawn in enumerate(pack, 1):
+        for place, token in enumerate(drawn.ids):
             column = at + place - 1 if place else width - number
             rows["input_ids"][column] = token
             rows["input_mask"][column] = number
-            rows["segment_ids"][column] = int(place >= made.first)
+            rows["segment_ids"][column] = int(place >= drawn.first)
             positions[column] = place
-        marked["at"] += [at + place - 1 for place, _ in made.masked]
-        marked["ids"] += [token for _, token in made.masked]
-        marked["owner"] += [number] * len(made.masked)
-        labels[most - number], present[most - number] = int(made.random_next), 1.0
-        at += len(made.ids) - 1
+        marked["at"] += [at + place - 1 for place, _ in drawn.masked]
+        marked["ids"] += [token for _, token in drawn.masked]
+        marked["owner"] += [number] * len(drawn.masked)
+        labels[most - number], present[most - number] = int(drawn.random_next), 1.0
+        at += len(drawn.ids) - 1
     slots = masks + most - 1
     return {
         **{f"packed_{name}": row for name, row in rows.items()},
@@ -131,22 +131,22 @@ def cls_last(pack: Sequence[Made], width: int, masks: int, most: int) -> Feature
     }
 
 
-def packs(made: Sequence[Made], width: int, most: int) -> list[list[Made]]:
+def packs(drawn: Sequence[DrawnSequence], width: int, most: int) -> list[list[DrawnSequence]]:
     """Sequences in their order, as many a row as fit."""
-    rows: list[list[Made]] = []
-    for one in made:
+    rows: list[list[DrawnSequence]] = []
+    for sequence in drawn:
         last = rows[-1] if rows else []
-        if rows and len(last) < most and sum(len(m.ids) for m in [*last, one]) <= width:
-            last.append(one)
+        if rows and len(last) < most and sum(len(m.ids) for m in [*last, sequence]) <= width:
+            last.append(sequence)
         else:
-            rows.append([one])
+            rows.append([sequence])
     return rows
 
 
 def example(features: Mapping[str, Sequence[int] | Sequence[float]], packed: bool = True) -> bytes:
     """A tf.train.Example; `packed` is about the encoding of its lists, not about sequences."""
     return wire.write_field(
-        1, b"".join(wire.write_field(1, entry(*each, packed)) for each in features.items())
+        1, b"".join(wire.write_field(1, entry(*item, packed)) for item in features.items())
     )
 
 
@@ -181,15 +181,15 @@ def words(features: Features) -> bytes:
     return np.concatenate([np.array(v).astype("<u4") for v in features.values()]).tobytes()
 
 
-def told(sequences) -> list[Made]:
+def as_drawn(sequences) -> list[DrawnSequence]:
     """What was read, one by one, to be compared with what was made."""
-    found, token, mask = [], 0, 0
+    result, token, mask = [], 0, 0
     for number, length in enumerate(sequences.lengths.tolist()):
         count = int(sequences.masked.counts[number])
         places = sequences.masked.positions[mask : mask + count].tolist()
         ids = sequences.masked.ids[mask : mask + count].tolist()
-        found.append(
-            Made(
+        result.append(
+            DrawnSequence(
                 tuple(sequences.ids[token : token + length].tolist()),
                 int(sequences.first[number]),
                 bool(sequences.random_next[number]),
@@ -197,4 +197,4 @@ def told(sequences) -> list[Made]:
             )
         )
         token, mask = token + length, mask + count
-    return found
+    return result

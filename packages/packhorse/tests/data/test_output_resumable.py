@@ -33,17 +33,17 @@ def rows(ids: Callable[[int], int | str] = int, seed: int = 0) -> list[dict[str,
     ]
 
 
-def work(path: Path, every: list[dict[str, Any]], **options: Any) -> None:
+def work(path: Path, everything: list[dict[str, Any]], **options: Any) -> None:
     """What a command does: go on where it was left, chunk by chunk, and finish."""
     file = ResumableFile(path, VECTORS, MADE, **options)
     try:
         for start in range(file.consumed, ROWS, CHUNK):
-            chunk = every[start : start + CHUNK]
+            chunk = everything[start : start + CHUNK]
             file.append(chunk, start + len(chunk))
         file.finish()
     except BaseException:
-        for each in file._files:  # a dead process closes its files, and no more
-            each.close()
+        for item in file._files:  # a dead process closes its files, and no more
+            item.close()
         raise
 
 
@@ -54,12 +54,12 @@ class Killed(BaseException):
 @pytest.fixture
 def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Let the n-th call from now on that touches the disk be the last."""
-    left = [10**9]
+    remaining = [10**9]
 
     def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **more: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
+            remaining[0] -= 1
+            if remaining[0] < 0:
                 raise Killed
             return real(*arguments, **more)
 
@@ -71,7 +71,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     }.items():
         for name in names:
             monkeypatch.setattr(owner, name, deadly(getattr(owner, name)))
-    yield lambda n: left.__setitem__(0, n)
+    yield lambda n: remaining.__setitem__(0, n)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -83,21 +83,21 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_killed_anywhere(
     suffix: str, ids: Callable[[int], int | str], tmp_path: Path, kill_at: Callable[[int], None]
 ) -> None:
-    every = rows(ids)
+    everything = rows(ids)
     (whole := tmp_path / "whole").mkdir()
-    work(whole / f"a{suffix}", every)
+    work(whole / f"a{suffix}", everything)
     expected = contents(whole)
     for moment in range(1000):
         (folder := tmp_path / str(moment)).mkdir()
         path = folder / f"a{suffix}"
         try:
             kill_at(moment)
-            work(path, every)
+            work(path, everything)
         except Killed:
             kill_at(10**9)
             if not path.exists():
                 _tear(folder)
-                work(path, every)
+                work(path, everything)
             got = {name: data for name, data in contents(folder).items() if "partial" not in name}
             assert got == expected, f"killed at call {moment}"
         else:
@@ -136,15 +136,15 @@ def test_killed_while_replacing(
 
     stale: the old one was itself killed after it had its name, before its state was removed.
     """
-    path, beside = tmp_path / "a.npy", tmp_path / "a.npy.ids.jsonl"
+    path, companion = tmp_path / "a.npy", tmp_path / "a.npy.ids.jsonl"
     work(path, rows(lambda i: f"old {i}"))
     old, new = contents(tmp_path), rows(lambda i: f"new {i}", seed=1)
     work(path, new, overwrite=True)
     expected = contents(tmp_path)
     if stale:
-        left = {"made_by": MADE, "rows": ROWS, "consumed": ROWS, "numbered": False}
-        left |= {"head": 128, "sizes": [len(data) for data in old.values()]}
-        old["a.npy.partial.json"] = json.dumps(left).encode()
+        remaining = {"made_by": MADE, "rows": ROWS, "consumed": ROWS, "numbered": False}
+        remaining |= {"head": 128, "sizes": [len(data) for data in old.values()]}
+        old["a.npy.partial.json"] = json.dumps(remaining).encode()
     for moment in range(1000):
         for name, data in old.items():
             (tmp_path / name).write_bytes(data)
@@ -155,7 +155,7 @@ def test_killed_while_replacing(
             kill_at(10**9)
             if path.exists():
                 assert path.read_bytes() in (old["a.npy"], expected["a.npy"])
-                assert ("old" in beside.read_text()) == (path.read_bytes() == old["a.npy"])
+                assert ("old" in companion.read_text()) == (path.read_bytes() == old["a.npy"])
             work(path, new, overwrite=True)
             assert contents(tmp_path) == expected
         else:
@@ -164,8 +164,8 @@ def test_killed_while_replacing(
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_values_come_back(suffix: str, tmp_path: Path) -> None:
-    every, path = rows(lambda i: f"é{i}"), tmp_path / f"a{suffix}"
-    work(path, every)
+    everything, path = rows(lambda i: f"é{i}"), tmp_path / f"a{suffix}"
+    work(path, everything)
     if suffix == ".npy":
         vectors = list(np.load(path))
         ids = [json.loads(line) for line in Path(f"{path}.ids.jsonl").read_text().splitlines()]
@@ -176,8 +176,10 @@ def test_values_come_back(suffix: str, tmp_path: Path) -> None:
             else [json.loads(line) for line in path.read_text("utf-8").splitlines()]
         )
         vectors, ids = [row["vector"] for row in lines], [row["id"] for row in lines]
-    assert ids == [row["id"] for row in every]
-    assert np.array_equal(np.array(vectors, np.float32), np.stack([r["vector"] for r in every]))
+    assert ids == [row["id"] for row in everything]
+    assert np.array_equal(
+        np.array(vectors, np.float32), np.stack([r["vector"] for r in everything])
+    )
 
 
 def test_row_numbers_need_no_ids_beside(tmp_path: Path) -> None:
@@ -264,8 +266,8 @@ def test_parquet_ids_are_of_one_kind(tmp_path: Path) -> None:
     mixed = rows(lambda i: i if i < CHUNK else f"row {i}")
     with pytest.raises(InputError, match=r"'row 3' is not a whole number.*write \.jsonl"):
         work(tmp_path / "a.parquet", mixed)
-    other = rows(lambda i: f"row {i}" if i < CHUNK else i)
-    work(tmp_path / "b.parquet", other)
+    second = rows(lambda i: f"row {i}" if i < CHUNK else i)
+    work(tmp_path / "b.parquet", second)
     assert parquet.read_table(tmp_path / "b.parquet")["id"].to_pylist()[CHUNK:] == list("3456")
 
 

@@ -28,12 +28,12 @@ def imported(source: str) -> set[str]:
 
 def against(room: str, source: str) -> set[str]:
     level = levels()
-    return {other for other in imported(source) - {room} if level[other] <= level[room]}
+    return {second for second in imported(source) - {room} if level[second] <= level[room]}
 
 
 def test_every_room_has_its_level() -> None:
-    found = {path.stem for path in HOME.iterdir() if path.stem.isidentifier()}
-    assert found - {"__init__", "__pycache__"} == levels().keys()
+    result = {path.stem for path in HOME.iterdir() if path.stem.isidentifier()}
+    assert result - {"__init__", "__pycache__"} == levels().keys()
 
 
 def test_imports_between_rooms_point_down() -> None:

@@ -47,8 +47,8 @@ def home(datasets: Any, table: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return home
 
 
-def texts(source: Any, **how: Any) -> list[Any]:
-    return [record.text for record in read_texts(source, **how)]
+def texts(source: Any, **options: Any) -> list[Any]:
+    return [record.text for record in read_texts(source, **options)]
 
 
 def test_the_only_column_of_text_needs_no_name(table: Any, home: Path) -> None:
@@ -58,23 +58,23 @@ def test_the_only_column_of_text_needs_no_name(table: Any, home: Path) -> None:
 
 
 def test_columns_are_named_or_told(datasets: Any) -> None:
-    made = datasets.Dataset.from_dict({"id": ["a"], "title": ["x"], "body": ["y"], "n": [1]})
-    assert list(read_texts(made, "body")) == [Record("a", "y")]
-    assert texts(made, column=["title", "body"]) == [("x", "y")]
+    built = datasets.Dataset.from_dict({"id": ["a"], "title": ["x"], "body": ["y"], "n": [1]})
+    assert list(read_texts(built, "body")) == [Record("a", "y")]
+    assert texts(built, column=["title", "body"]) == [("x", "y")]
     with pytest.raises(InputError, match=r"the dataset: no column 'text'.*'title', 'body', 'n'"):
-        texts(made)
+        texts(built)
     with pytest.raises(InputError, match="row 0: column 'n' is not text but int"):
-        texts(made, column="n")
-    assert texts(made.rename_column("body", "text")) == ["y"], "as in files"
+        texts(built, column="n")
+    assert texts(built.rename_column("body", "text")) == ["y"], "as in files"
 
 
 def test_a_stream_that_does_not_tell_its_columns(datasets: Any) -> None:
-    made = datasets.IterableDataset.from_generator(lambda: ({"n": i, "body": "x"} for i in "ab"))
-    assert made.column_names is None
+    built = datasets.IterableDataset.from_generator(lambda: ({"n": i, "body": "x"} for i in "ab"))
+    assert built.column_names is None
     with pytest.raises(InputError, match=r"one column of texts.*'n', 'body'"):
-        as_texts(made)
-    assert texts(made, column="n") == ["a", "b"]
-    numbered = made.map(lambda row: {"n": 7})
+        as_texts(built)
+    assert texts(built, column="n") == ["a", "b"]
+    numbered = built.map(lambda row: {"n": 7})
     assert as_texts(numbered) == texts(numbered) == ["x", "x"]
 
 
@@ -194,11 +194,11 @@ SQUAD = {
 
 
 def test_questions_as_the_hub_has_them(datasets: Any, tmp_path: Path) -> None:
-    made = datasets.Dataset.from_dict(SQUAD)
-    made.save_to_disk(tmp_path / "squad")
+    built = datasets.Dataset.from_dict(SQUAD)
+    built.save_to_disk(tmp_path / "squad")
     mule, oats = SQUAD["context"][1:]
-    assert list(read_squad(made)) == list(read_squad(tmp_path / "squad"))
-    assert list(read_squad(made)) == [
+    assert list(read_squad(built)) == list(read_squad(tmp_path / "squad"))
+    assert list(read_squad(built)) == [
         SquadQuestion("q1", "What eats?", mule, (Gold("A mule", 0), Gold("mule", 2)), False, 0),
         SquadQuestion("q2", "Why?", mule, (), True, 0),
         SquadQuestion("q3", "What are oats?", oats, (Gold("grass", 9),), False, 1),

@@ -92,9 +92,9 @@ def test_every_format(kind: str, home: Path, tmp_path: Path) -> None:
     config = BuildOptions((source,), out, home / "vocab.txt", recipe, column=column, workers=1)
     steps: list[CorpusProgress] = []
     built = build(config, steps.append)
-    found = built.train.config["found"]
-    assert (found["documents"], found["bad"]) == (40, 0)
-    assert found["sentences"] == sum(map(len, CORPUS[:40]))
+    result = built.train.config["found"]
+    assert (result["documents"], result["bad"]) == (40, 0)
+    assert result["sentences"] == sum(map(len, CORPUS[:40]))
     assert {path.name for path in out.iterdir()} == {"train", "tokenizer"}
     assert {step.stage for step in steps} == {"reading", "planning train", "writing train"}
     assert all(step.done <= step.total for step in steps)
@@ -119,8 +119,8 @@ def test_no_sequence_is_lost_or_doubled(config: BuildOptions) -> None:
     assert sequences_of(config.out / "train") == before
     assert len(built.train.shards) > 3
     assert built.train.config["lower_bound"] <= built.train.rows
-    one = next(iter(before))
-    assert sequences_of(config.out / "train") != before - Counter([one])  # it would be seen
+    item = next(iter(before))
+    assert sequences_of(config.out / "train") != before - Counter([item])  # it would be seen
 
 
 def _sequences_in(part: Path) -> Counter[corpora.Known]:
@@ -135,10 +135,10 @@ def _sequences_in(part: Path) -> Counter[corpora.Known]:
 
 
 def test_groups_cost_nothing_but_a_little_room(config: BuildOptions) -> None:
-    many = build(config).train
-    one = build(replace(config, group=1 << 20, overwrite=True)).train
-    assert sequences_of(config.out / "train") and one.sequences == many.sequences
-    assert one.rows <= many.rows <= 1.1 * one.rows
+    several = build(config).train
+    item = build(replace(config, group=1 << 20, overwrite=True)).train
+    assert sequences_of(config.out / "train") and item.sequences == several.sequences
+    assert item.rows <= several.rows <= 1.1 * item.rows
 
 
 def test_a_loader_reads_all_of_it(config: BuildOptions) -> None:
@@ -159,10 +159,10 @@ def test_small_files_share_a_piece(home: Path, tmp_path: Path) -> None:
     for number, document in enumerate(CORPUS[:50]):
         (tmp_path / "source" / f"{number:03d}.txt").write_text(" ".join(document))
     sources = find([tmp_path / "source"])
-    made = [*pieces(chunks(sources, 4000), 4000)]
-    assert 1 < len(made) < 20
-    assert [piece.number for piece in made] == [*range(len(made))]
-    assert [chunk.number for piece in made for chunk in piece.chunks] == [*range(50)]
+    created = [*pieces(chunks(sources, 4000), 4000)]
+    assert 1 < len(created) < 20
+    assert [piece.number for piece in created] == [*range(len(created))]
+    assert [chunk.number for piece in created for chunk in piece.chunks] == [*range(50)]
     config = BuildOptions((tmp_path / "source",), tmp_path / "out", home / "vocab.txt", **SMALL)
     built = build(replace(config, recipe=Recipe(max_length=64)))
     labels = [label for _, _, label in sequences_of(tmp_path / "out" / "train").elements()]
@@ -187,15 +187,17 @@ def test_exactly_so_many_are_held_out_and_none_is_seen_in_training(held_out: Bui
     assert built.eval.sequences == 25 and built.eval.layout.static_masks
     assert built.train.config["found"]["held_out"] == 30 == built.eval.config["found"]["documents"]
     tokenizer = Tokenizer.load(held_out.out / "tokenizer")
-    own = [tokenizer.id(corpora.own_word(number)) for number in range(120)]
+    unique_ids = [tokenizer.id(corpora.own_word(number)) for number in range(120)]
     seen = {id for ids, *_ in sequences_of(held_out.out / "train") for id in ids}
-    assert not seen & {*own[::4]} and {id for i, id in enumerate(own) if i % 4} <= seen
+    assert (
+        not seen & {*unique_ids[::4]} and {id for i, id in enumerate(unique_ids) if i % 4} <= seen
+    )
     dataset = shards.open(held_out.out / "eval", verify=True)
     rows = dataset.take(range(len(dataset)))
     assert rows.masked_ids is not None and len(rows.masked_ids) > 25
-    words = {*rows.ids.tolist(), *rows.masked_ids.tolist()} & {*own}
+    words = {*rows.ids.tolist(), *rows.masked_ids.tolist()} & {*unique_ids}
     # A token may be exchanged for any word; the sequences come from many of the documents.
-    assert len(words & {*own[::4]}) > 10 > len(words - {*own[::4]})
+    assert len(words & {*unique_ids[::4]}) > 10 > len(words - {*unique_ids[::4]})
 
 
 @pytest.mark.parametrize("static", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -207,8 +209,8 @@ def test_any_number_of_workers_gives_the_same_bytes(static: bool, held_out: Buil
         build(replace(held_out, recipe=recipe, out=out, workers=workers))
         trees.append(tree(out))
     assert trees[0] == trees[1]
-    other = replace(held_out, recipe=replace(recipe, seed=7), out=out, overwrite=True)
-    build(other)
+    second = replace(held_out, recipe=replace(recipe, seed=7), out=out, overwrite=True)
+    build(second)
     for name in ("train/shard-00000.arrow", "eval/shard-00000.arrow"):
         assert tree(out)[name] != trees[0][name]
 
@@ -260,14 +262,14 @@ def test_a_list_of_hashes_that_is_none(text: str, complaint: str, config: BuildO
 def test_what_is_done_is_not_done_again(stage: str, config: BuildOptions, whole: dict) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(3, stage))
-    left = {path: path.stat().st_ino for path in config.out.glob(".build/*/*.arrow")}
-    assert len(left) >= 3 and not (config.out / "train").exists()
+    remaining = {path: path.stat().st_ino for path in config.out.glob(".build/*/*.arrow")}
+    assert len(remaining) >= 3 and not (config.out / "train").exists()
     checked = 0
 
     def watch(progress: CorpusProgress) -> None:
         nonlocal checked
         checked += 1
-        assert all(path.stat().st_ino == number for path, number in left.items())
+        assert all(path.stat().st_ino == number for path, number in remaining.items())
 
     build(config, watch)
     assert checked > 3
@@ -282,14 +284,14 @@ def test_what_is_there_is_told_at_once(config: BuildOptions) -> None:
     steps: list[tuple[int, int]] = []
 
     def watch(progress: CorpusProgress) -> None:
-        made = len([*config.out.glob(".build/*/part-*.arrow")])
-        steps.append((made, progress.done))
+        created = len([*config.out.glob(".build/*/part-*.arrow")])
+        steps.append((created, progress.done))
         if len(steps) == there:
             raise Stop
 
     with pytest.raises(Stop):
         build(config, watch)
-    assert {made for made, _ in steps} == {there} and there >= 4
+    assert {created for created, _ in steps} == {there} and there >= 4
     assert steps[-1][1] >= (there - 1) * config.chunk_bytes
 
 
@@ -309,13 +311,13 @@ def command(config: BuildOptions, *more: object) -> list[str]:
         "shard-bytes": config.shard_bytes,
         "workers": config.workers,
     }
-    told = [f"--{name}={value}" for name, value in flags.items()]
-    words = ["data", "build", *config.sources, config.out, *told, *more]
+    fields = [f"--{name}={value}" for name, value in flags.items()]
+    words = ["data", "build", *config.sources, config.out, *fields, *more]
     return [sys.executable, "-m", "packhorse", *map(str, words)]
 
 
-def run(config: BuildOptions, *more: object, **how: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(config, *more), capture_output=True, text=True, **how)  # type: ignore[call-overload]
+def run(config: BuildOptions, *more: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(config, *more), capture_output=True, text=True, **options)  # type: ignore[call-overload]
 
 
 def kill_and_go_on(config: BuildOptions, times: int, seed: int) -> None:
@@ -332,11 +334,11 @@ def kill_and_go_on(config: BuildOptions, times: int, seed: int) -> None:
                 time.sleep(0.002)
             time.sleep(rng.uniform(0, 0.02))
             process.kill()
-            said = process.stderr.read().decode() if process.stderr else ""
+            message = process.stderr.read().decode() if process.stderr else ""
         if process.returncode == 0:
             shutil.rmtree(config.out)
         else:
-            assert process.returncode == -signal.SIGKILL, said
+            assert process.returncode == -signal.SIGKILL, message
             killed += 1
     build(config)
     assert tree(config.out) == tree(undisturbed.out)
@@ -400,7 +402,7 @@ def test_killed_at_every_step(after: int, held_out: BuildOptions, tmp_path: Path
     for at in range(1 + after, steps + 1, 2):  # half of them before, the others after
         killer = [sys.executable, "-c", KILLER, str(at), str(after), *command(config, *eval)[3:]]
         assert subprocess.run(killer, capture_output=True).returncode == -signal.SIGKILL
-        assert (done := run(config, *eval)).returncode == 0, done.stderr
+        assert (finished := run(config, *eval)).returncode == 0, finished.stderr
         assert tree(config.out) == tree(undisturbed.out), at
         shutil.rmtree(config.out)
 
@@ -417,9 +419,9 @@ def test_ctrl_c_keeps_what_is_done(config: BuildOptions, tmp_path: Path) -> None
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, message = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "run the same command to go on" in said and "Traceback" not in said
+    assert "run the same command to go on" in message and "Traceback" not in message
     assert [*config.out.glob(".build/*/part-*.arrow")]
 
 
@@ -457,18 +459,18 @@ def test_the_first_ends_while_the_second_comes(
 def test_another_config_is_refused_by_name(config: BuildOptions, home: Path) -> None:
     with pytest.raises(Stop):
         build(config, stop_after(2))
-    other = replace(config, recipe=replace(config.recipe, seed=1))
+    second = replace(config, recipe=replace(config.recipe, seed=1))
     with pytest.raises(
         InputError, match=r"another recipe\.seed \(12345, now 1\); pass --overwrite"
     ):
-        build(other)
+        build(second)
     with pytest.raises(InputError, match="another chunk_bytes"):
         build(replace(config, chunk_bytes=5000))
     vocabulary = config.out.with_name("vocab.txt")
     vocabulary.write_text((home / "vocab.txt").read_text() + "more\n")
     with pytest.raises(InputError, match="another tokenizer"):
         build(replace(config, tokenizer=vocabulary))
-    build(replace(other, overwrite=True))
+    build(replace(second, overwrite=True))
     assert not (config.out / ".build").exists()
     with pytest.raises(InputError, match=r"was made with another recipe\.seed \(1, now 12345\)"):
         build(config)
@@ -535,11 +537,11 @@ def test_overwriting_leaves_the_old_until_the_new_is_whole(
     config: BuildOptions, whole: dict
 ) -> None:
     build(config)
-    other = replace(config, recipe=replace(config.recipe, seed=1), overwrite=True)
+    second = replace(config, recipe=replace(config.recipe, seed=1), overwrite=True)
     with pytest.raises(Stop):
-        build(other, stop_after(2, "writing"))
+        build(second, stop_after(2, "writing"))
     assert {n: b for n, b in tree(config.out).items() if not n.startswith(".build")} == whole
-    build(other)
+    build(second)
     assert not (config.out / ".build").exists() and tree(config.out) != whole
     shards.open(config.out / "train", verify=True)
 
@@ -637,10 +639,10 @@ def test_no_room_for_a_file(config: BuildOptions) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
 
     config = replace(config, chunk_bytes=20_000, group=1 << 20, workers=2)
-    said = run(config, preexec_fn=limited)
-    assert said.returncode == 2 and said.stderr.count("packhorse: ") == 1
-    assert "cannot be written: File too large" in said.stderr
-    assert "run the same command to go on" in said.stderr
+    message = run(config, preexec_fn=limited)
+    assert message.returncode == 2 and message.stderr.count("packhorse: ") == 1
+    assert "cannot be written: File too large" in message.stderr
+    assert "run the same command to go on" in message.stderr
     config = replace(config, workers=1)
     build(config)
     build(undisturbed := replace(config, out=config.out.with_name("undisturbed")))
@@ -668,10 +670,10 @@ def test_a_full_disk(room: str, config: BuildOptions, whole: dict, tmp_path: Pat
 
 def test_the_manifest_tells_how_it_was_made(config: BuildOptions) -> None:
     build(config)
-    told = json.loads((config.out / "train" / "manifest.json").read_text())["config"]
-    assert told["made_by"]["recipe"]["max_length"] == 64
-    assert told["made_by"]["sources"]["names"] == ["part-00000-of-00001"]
-    assert str(config.sources[0]) not in json.dumps(told)  # a corpus may be moved
+    fields = json.loads((config.out / "train" / "manifest.json").read_text())["config"]
+    assert fields["made_by"]["recipe"]["max_length"] == 64
+    assert fields["made_by"]["sources"]["names"] == ["part-00000-of-00001"]
+    assert str(config.sources[0]) not in json.dumps(fields)  # a corpus may be moved
 
 
 def test_real_wikipedia(shared_data: Path, tmp_path: Path) -> None:
@@ -679,13 +681,13 @@ def test_real_wikipedia(shared_data: Path, tmp_path: Path) -> None:
     vocabulary = shared_data / "vocab" / "bert-base-uncased-vocab.txt"
     config = BuildOptions((shared_data / "wiki",), tmp_path / "out", vocabulary, workers=1)
     built = build(config).train
-    found = built.config["found"]
-    assert found["redirects"] == 100 and found["bad"] == 0
-    assert found["documents"] + found["empty"] == 106 + 153 and found["empty"] < 5
+    result = built.config["found"]
+    assert result["redirects"] == 100 and result["bad"] == 0
+    assert result["documents"] + result["empty"] == 106 + 153 and result["empty"] < 5
     best = built.tokens / (built.config["lower_bound"] * built.layout.capacity)
     assert built.efficiency >= 0.995 or built.efficiency >= best - 0.003
     shards.open(tmp_path / "out" / "train", verify=True)
     hashes = shared_data / "packing" / "mlperf_bert_eval.md5"
-    one = replace(config, sources=(shared_data / "wiki" / "mlperf_wiki_00",), overwrite=True)
+    item = replace(config, sources=(shared_data / "wiki" / "mlperf_wiki_00",), overwrite=True)
     with pytest.raises(InputError, match=r"none of the 9,941 hashes.*37 documents"):
-        build(replace(one, eval_hashes=hashes))
+        build(replace(item, eval_hashes=hashes))

@@ -55,8 +55,10 @@ def resident(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return 0
-    own = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
-    return own + sum(resident(int(child)) for child in children)
+    resident_bytes = next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0
+    )
+    return resident_bytes + sum(resident(int(child)) for child in children)
 
 
 def build(home: Path, size: int) -> int:

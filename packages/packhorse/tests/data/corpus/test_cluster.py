@@ -105,20 +105,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     corpora.write_vocabulary(folder / "vocab.txt")
     write_source(folder / "source", CORPUS)
-    (folder / "eval.md5").write_text("".join(f"{corpora.md5(each)}\n" for each in CORPUS[::6]))
+    (folder / "eval.md5").write_text("".join(f"{corpora.md5(item)}\n" for item in CORPUS[::6]))
     build(config(folder, folder / "whole", engine="local", workers=1))
     return folder
 
 
-def config(home: Path, out: Path, **how: object) -> BuildOptions:
-    how |= {**SMALL, "recipe": Recipe(max_length=64), "eval_hashes": home / "eval.md5"}
-    return BuildOptions((home / "source",), out, home / "vocab.txt", **how)  # type: ignore[arg-type]
+def config(home: Path, out: Path, **options: object) -> BuildOptions:
+    options |= {**SMALL, "recipe": Recipe(max_length=64), "eval_hashes": home / "eval.md5"}
+    return BuildOptions((home / "source",), out, home / "vocab.txt", **options)  # type: ignore[arg-type]
 
 
 def command(home: Path, out: Path, address: str | None) -> list[str]:
     paths = [str(home / "source"), str(out), "--tokenizer", str(home / "vocab.txt")]
-    where = ["--engine", "ray", *(["--ray-address", address] if address else [])]
-    flags = [*FLAGS, str(home / "eval.md5"), *where]
+    location = ["--engine", "ray", *(["--ray-address", address] if address else [])]
+    flags = [*FLAGS, str(home / "eval.md5"), *location]
     return [sys.executable, "-m", "packhorse", "data", "build", *paths, *flags]
 
 
@@ -204,10 +204,10 @@ def test_the_same_bytes_and_not_a_word_of_ray(nodes: Nodes, home: Path, tmp_path
     told = [*command(home, tmp_path, nodes.address)[:5], *paths]
     shutil.copytree(home, tmp_path / "here")
     told += [*FLAGS, "eval.md5", "--engine", "ray", "--ray-address", nodes.address]
-    said = subprocess.run(told, cwd=tmp_path / "here", capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert all(OURS.fullmatch(line) for line in said.stderr.splitlines()), said.stderr
-    assert "no plan is fuller" in said.stdout
+    message = subprocess.run(told, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert message.returncode == 0, message.stderr
+    assert all(OURS.fullmatch(line) for line in message.stderr.splitlines()), message.stderr
+    assert "no plan is fuller" in message.stdout
     assert tree(tmp_path / "out") == tree(home / "whole")
     assert (tmp_path / "out" / "eval" / "shard-00000.arrow").exists()
 
@@ -352,11 +352,11 @@ def test_a_killed_driver_goes_on(alone: bool, nodes: Nodes, home: Path, tmp_path
     null = subprocess.DEVNULL
     with subprocess.Popen(command(home, out, address), stdout=null, stderr=null) as process:
         _until(lambda: len([*out.glob(".build/*/part-*.arrow")]) > 3)
-        ours = family(process.pid)
-        logs = {home for pid in ours for home in re.findall(r"/tmp/ray-\w+", told(pid))}
+        processes = family(process.pid)
+        logs = {home for pid in processes for home in re.findall(r"/tmp/ray-\w+", told(pid))}
         if alone:
-            assert len(ours) > 4 and len(listening(ours)) > 4
-            assert {*listening(ours)} == {"127.0.0.1"}
+            assert len(processes) > 4 and len(listening(processes)) > 4
+            assert {*listening(processes)} == {"127.0.0.1"}
         process.kill()
     assert not (out / "train").exists()
     went = subprocess.run(command(home, out, address), capture_output=True, text=True)
@@ -366,7 +366,7 @@ def test_a_killed_driver_goes_on(alone: bool, nodes: Nodes, home: Path, tmp_path
     for folder in logs if alone else ():
         shutil.rmtree(folder)
     # Ray's agents look for the dead cluster for a minute.
-    _until(lambda: not [pid for pid in ours if alive(pid)], 120)
+    _until(lambda: not [pid for pid in processes if alive(pid)], 120)
 
 
 @pytest.mark.slow

@@ -9,16 +9,19 @@ import pytest
 
 from packhorse.data.corpus import arrays
 from packhorse.data.corpus.driver import (
+    PartGroup,
     RowRange,
+    cut_shards,
     gather,
     make_groups,
     plan_group,
+    read_row_range,
     sequence_arrays,
     write_rows,
 )
 from packhorse.data.packed.examples import Sequences
 from packhorse.data.packed.masking import Masks
-from packhorse.data.packed.packs import RowLayout
+from packhorse.data.packed.packs import RowLayout, Rows, columns_of
 from packhorse.errors import InputError
 
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
@@ -41,7 +44,7 @@ def part(rng: np.random.Generator, number: int, static: bool) -> Sequences:
 
 def as_lists(sequences: Sequences) -> list[tuple]:
     """One sequence after the other, by a loop."""
-    found, at, mask_at = [], 0, 0
+    result, at, mask_at = [], 0, 0
     for i, length in enumerate(sequences.lengths.tolist()):
         masks: list[tuple[int, int]] = []
         if sequences.masked is not None:
@@ -50,31 +53,31 @@ def as_lists(sequences: Sequences) -> list[tuple]:
                 masks.append((place, int(sequences.masked.ids[mask_at])))
                 mask_at += 1
         ids = sequences.ids[at : at + length].tolist()
-        found.append((ids, int(sequences.first[i]), bool(sequences.random_next[i]), masks))
+        result.append((ids, int(sequences.first[i]), bool(sequences.random_next[i]), masks))
         at += length
-    return found
+    return result
 
 
 @pytest.fixture(params=[False, True], ids=["dynamic", "static"])
 def parts(request, rng, tmp_path: Path) -> list[tuple[Path, Sequences]]:
-    made = []
+    built = []
     for number, size in enumerate([7, 0, 31, 1, 20]):
         sequences = part(rng, size, request.param)
         path = tmp_path / f"part-{number}.arrow"
         arrays.write(path, sequence_arrays(sequences), {})
-        made.append((path, sequences))
-    return made
+        built.append((path, sequences))
+    return built
 
 
 def test_gather_is_picking_one_by_one(parts, rng) -> None:
-    every = [one for _, sequences in parts for one in as_lists(sequences)]
+    everything = [item for _, sequences in parts for item in as_lists(sequences)]
     paths = [path for path, _ in parts]
     counts = [len(sequences.lengths) for _, sequences in parts]
     for chosen in (np.arange(59), rng.permutation(59), rng.permutation(59)[:11], np.array([7])):
-        found = gather(paths, counts, chosen)
-        assert as_lists(found) == [every[i] for i in chosen]
-        assert found.ids.dtype == found.lengths.dtype == np.uint16
-        assert found.random_next.dtype == bool
+        result = gather(paths, counts, chosen)
+        assert as_lists(result) == [everything[i] for i in chosen]
+        assert result.ids.dtype == result.lengths.dtype == np.uint16
+        assert result.random_next.dtype == bool
 
 
 def test_packed_rows_hold_each_sequence_once(parts, tmp_path: Path) -> None:
@@ -99,38 +102,66 @@ def test_packed_rows_hold_each_sequence_once(parts, tmp_path: Path) -> None:
     assert facts["lower_bound"] <= facts["rows"] < 59
 
 
+def test_a_shard_may_span_groups(tmp_path: Path) -> None:
+    first = PartGroup((tmp_path / "a",), (9,), plan=None)
+    last = PartGroup((tmp_path / "b",), (9,), plan=None)
+    assert cut_shards([(first, 5), (last, 3)], 4) == [
+        [RowRange(first, range(4))],
+        [RowRange(first, range(4, 5)), RowRange(last, range(3))],
+    ]
+    assert cut_shards([(first, 0), (last, 4)], 4) == [[RowRange(last, range(4))]]
+    assert cut_shards([], 4) == []
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_finished_rows_are_read_as_they_are(static: bool, rng, tmp_path: Path) -> None:
+    """A group without a plan: any range of its rows, against the sequences one by one."""
+    sequences = part(rng, 20, static)
+    offsets = np.array([0, 3, 4, 9, 15, 20])
+    path = tmp_path / "part.arrow"
+    arrays.write(path, sequence_arrays(sequences) | {"offsets": offsets}, {})
+    group = PartGroup((path,), (20,), plan=None)
+    expected = Rows.of(sequences, offsets)
+    for begin, end in ((0, 5), (1, 4), (4, 5)):
+        rows = read_row_range(group, range(begin, end))
+        cut = expected.cut(begin, end)
+        assert np.array_equal(rows.offsets, cut.offsets)
+        for name in columns_of(static):
+            assert np.array_equal(getattr(rows, name), getattr(cut, name)), name
+
+
 @pytest.mark.parametrize("most", [1, 5, 20, 1000])
 def test_groups_are_runs_of_about_equal_size(most: int, tmp_path: Path, rng) -> None:
     counts = [*rng.integers(0, 6, 50).tolist(), 0]
     paths = [tmp_path / str(number) for number in range(51)]
-    found = make_groups(paths, counts, lambda n: tmp_path / f"plan-{n}", 1, most)
-    inside = [path for group in found for path in group.parts]
+    result = make_groups(paths, counts, lambda n: tmp_path / f"plan-{n}", 1, most)
+    inside = [path for group in result for path in group.parts]
     assert inside == [path for path, count in zip(paths, counts, strict=True) if count]
-    assert [sum(g.counts) for g in found] and max(sum(g.counts) for g in found) <= most + 6
-    assert len({group.plan for group in found}) == len({g.seed for g in found}) == len(found)
-    assert min(sum(g.counts) for g in found) > 0
+    assert [sum(g.counts) for g in result] and max(sum(g.counts) for g in result) <= most + 6
+    assert len({group.plan for group in result}) == len({g.seed for g in result}) == len(result)
+    assert min(sum(g.counts) for g in result) > 0
 
 
 def test_the_seed_of_a_group_decides_its_rows(parts, tmp_path: Path) -> None:
     paths = [path for path, _ in parts]
     counts = [len(sequences.lengths) for _, sequences in parts]
-    made = []
+    built = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         (group,) = make_groups(
             paths, counts, lambda n, name=name: tmp_path / f"{name}-{n}", seed, 99
         )
         plan_group(group, 64, None)
-        made.append(group.plan.read_bytes())
-    assert made[0] == made[1] != made[2]
+        built.append(group.plan.read_bytes())
+    assert built[0] == built[1] != built[2]
 
 
 def test_arrays_come_back(tmp_path: Path) -> None:
     held = {"a": np.arange(5, dtype=np.uint16), "none": np.zeros(0, np.int64)}
     path = tmp_path / "a.arrow"
     arrays.write(path, held, {"b": 1, "a": ["é"]})
-    found, facts = arrays.read(path)
+    result, facts = arrays.read(path)
     assert facts == {"b": 1, "a": ["é"]}
-    assert {name: (a.dtype, a.tolist()) for name, a in found.items()} == {
+    assert {name: (a.dtype, a.tolist()) for name, a in result.items()} == {
         name: (a.dtype, a.tolist()) for name, a in held.items()
     }
     again = tmp_path / "b.arrow"

@@ -30,36 +30,36 @@ SIZES = RecordSizes(WIDTH, MASKS, MOST)
 
 
 @pytest.fixture
-def made(record_files: ModuleType, rng: np.random.Generator) -> list:
+def sequences(record_files: ModuleType, rng: np.random.Generator) -> list:
     return [record_files.draw(rng, WIDTH if i % 2 else 15, VOCAB) for i in range(300)]
 
 
 @pytest.fixture
-def files(record_files: ModuleType, made: list, tmp_path: Path) -> dict[str, Path]:
+def files(record_files: ModuleType, sequences: list, tmp_path: Path) -> dict[str, Path]:
     """The same sequences in every format."""
-    rows = record_files.packs(made, WIDTH, MOST)
+    rows = record_files.packs(sequences, WIDTH, MOST)
     content = {
-        "unpacked": [record_files.unpacked(one, WIDTH, MASKS) for one in made],
+        "unpacked": [record_files.unpacked(sequence, WIDTH, MASKS) for sequence in sequences],
         "packed": [record_files.ten_arrays(row, WIDTH, MASKS, MOST) for row in rows],
         "cls_last": [record_files.cls_last(row, WIDTH, MASKS, MOST) for row in rows],
     }
-    found = {}
+    result = {}
     for form, features in content.items():
-        records = [record_files.example(each) for each in features]
+        records = [record_files.example(item) for item in features]
         compression = "gzip" if form == "packed" else "none"
         path = tmp_path / f"{form}.tfrecord"
-        found[form] = record_files.write(path, records, compression)
+        result[form] = record_files.write(path, records, compression)
         if form != "cls_last":
-            found[f"words_{form}"] = tmp_path / f"words_{form}"
-            found[f"words_{form}"].write_bytes(b"".join(map(record_files.words, features)))
-    return found
+            result[f"words_{form}"] = tmp_path / f"words_{form}"
+            result[f"words_{form}"].write_bytes(b"".join(map(record_files.words, features)))
+    return result
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Callable[..., ImportOptions]:
     def make(*sources: Path, **settings) -> ImportOptions:
-        told = {"vocab_size": VOCAB, "sizes": SIZES, "workers": 1, **settings}
-        return ImportOptions(sources, told.pop("out", tmp_path / "out"), **told)
+        fields = {"vocab_size": VOCAB, "sizes": SIZES, "workers": 1, **settings}
+        return ImportOptions(sources, fields.pop("out", tmp_path / "out"), **fields)
 
     return make
 
@@ -68,14 +68,14 @@ def read(record_files: ModuleType, folder: Path) -> list[list]:
     """The sequences of each row."""
     dataset = shards.open(folder, verify=True)
     rows = [dataset.row(number) for number in range(len(dataset))]
-    return [_told(record_files, row) for row in rows]
+    return [_as_drawn(record_files, row) for row in rows]
 
 
-def _told(record_files: ModuleType, row) -> list:
+def _as_drawn(record_files: ModuleType, row) -> list:
     begins = np.cumsum(row.lengths, dtype=np.int64) - row.lengths
     positions = row.masked_positions - np.repeat(begins, row.masked_counts)
     masks = Masks(positions, row.masked_ids, row.masked_counts)
-    return record_files.told(Sequences(row.ids, row.lengths, row.first, row.random_next, masks))
+    return record_files.as_drawn(Sequences(row.ids, row.lengths, row.first, row.random_next, masks))
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -88,15 +88,15 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("form", ["unpacked", "words_unpacked"])
 def test_sequences_without_a_row_are_packed(
-    record_files: ModuleType, made: list, files: dict, config, form: str
+    record_files: ModuleType, sequences: list, files: dict, config, form: str
 ) -> None:
-    done = import_records(config(files[form]))
+    finished = import_records(config(files[form]))
     rows = read(record_files, config().out / "train")
-    assert Counter(one for row in rows for one in row) == Counter(made)
+    assert Counter(sequence for row in rows for sequence in row) == Counter(sequences)
     assert max(map(len, rows)) <= 3
-    manifest = done.train
-    assert (manifest.sequences, manifest.rows) == (len(made), len(rows))
-    assert manifest.config["found"]["records"] == len(made)
+    manifest = finished.train
+    assert (manifest.sequences, manifest.rows) == (len(sequences), len(rows))
+    assert manifest.config["found"]["records"] == len(sequences)
     assert manifest.config["lower_bound"] <= manifest.rows <= manifest.config["lower_bound"] + 2
     assert manifest.layout.static_masks and manifest.layout.capacity == WIDTH
     specials = manifest.specials
@@ -106,68 +106,73 @@ def test_sequences_without_a_row_are_packed(
 
 @pytest.mark.parametrize("form", ["packed", "cls_last", "words_packed"])
 def test_rows_that_are_packed_stay(
-    record_files: ModuleType, made: list, files: dict, config, form: str
+    record_files: ModuleType, sequences: list, files: dict, config, form: str
 ) -> None:
-    done = import_records(config(files[form]))
+    finished = import_records(config(files[form]))
     rows = read(record_files, config().out / "train")
-    assert rows == record_files.packs(made, WIDTH, MOST)
-    assert "lower_bound" not in done.train.config
+    assert rows == record_files.packs(sequences, WIDTH, MOST)
+    assert "lower_bound" not in finished.train.config
     again = import_records(config(files[form], repack=True, overwrite=True))
     anew = read(record_files, config().out / "train")
-    assert Counter(one for row in anew for one in row) == Counter(made)
-    assert again.train.rows < done.train.rows and anew != rows
+    assert Counter(sequence for row in anew for sequence in row) == Counter(sequences)
+    assert again.train.rows < finished.train.rows and anew != rows
 
 
 def test_what_tensorflow_wrote(
-    tf: ModuleType, record_files: ModuleType, made: list, config, tmp_path: Path
+    tf: ModuleType, record_files: ModuleType, sequences: list, config, tmp_path: Path
 ) -> None:
     path = tmp_path / "theirs"
     with tf.io.TFRecordWriter(str(path), "GZIP") as writer:
-        for one in made:
+        for sequence in sequences:
             features = {
                 name: tf.train.Feature(float_list=tf.train.FloatList(value=values))
                 if name == "masked_lm_weights"
                 else tf.train.Feature(int64_list=tf.train.Int64List(value=values))
-                for name, values in record_files.unpacked(one, WIDTH, MASKS).items()
+                for name, values in record_files.unpacked(sequence, WIDTH, MASKS).items()
             }
             example = tf.train.Example(features=tf.train.Features(feature=features))
             writer.write(example.SerializeToString())
     import_records(config(path))
     rows = read(record_files, config().out / "train")
-    assert Counter(one for row in rows for one in row) == Counter(made)
+    assert Counter(sequence for row in rows for sequence in row) == Counter(sequences)
 
 
 def test_several_kinds_together(
-    record_files: ModuleType, made: list, files: dict, config, tmp_path: Path
+    record_files: ModuleType, sequences: list, files: dict, config, tmp_path: Path
 ) -> None:
     """Those that have rows keep them, the others share rows among themselves."""
     longer = record_files.draw(np.random.default_rng(1), 60, VOCAB, shortest=50)
     wide = record_files.example(record_files.unpacked(longer, 64, 12))
     source = record_files.write(tmp_path / "wide", [wide])
-    done = import_records(config(files["packed"], files["unpacked"], source, max_per_pack=None))
+    finished = import_records(config(files["packed"], files["unpacked"], source, max_per_pack=None))
     rows = read(record_files, config().out / "train")
-    packs = record_files.packs(made, WIDTH, MOST)
+    packs = record_files.packs(sequences, WIDTH, MOST)
     assert rows[: len(packs)] == packs
-    assert Counter(one for row in rows for one in row) == Counter([*made, *made, longer])
-    assert (done.train.layout.capacity, done.train.layout.max_per_pack) == (64, None)
-    assert done.train.config["found"]["files"] == 3
+    assert Counter(sequence for row in rows for sequence in row) == Counter(
+        [*sequences, *sequences, longer]
+    )
+    assert (finished.train.layout.capacity, finished.train.layout.max_per_pack) == (64, None)
+    assert finished.train.config["found"]["files"] == 3
 
 
 def test_the_held_out_and_the_tokenizer(
-    record_files: ModuleType, made: list, files: dict, config, tmp_path: Path
+    record_files: ModuleType, sequences: list, files: dict, config, tmp_path: Path
 ) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(95))]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    few = [record_files.example(record_files.unpacked(one, WIDTH, MASKS)) for one in made[:10]]
+    few = [
+        record_files.example(record_files.unpacked(sequence, WIDTH, MASKS))
+        for sequence in sequences[:10]
+    ]
     held = record_files.write(tmp_path / "eval_10k", few)
     tokenizer = tmp_path / "vocab.txt"
     settings = {"vocab_size": None, "tokenizer": tokenizer, "eval": (held,)}
-    done = import_records(config(files["unpacked"], **settings))
-    assert done.eval is not None and done.eval.sequences == 10
-    assert done.train.specials.vocab_size == 100
+    finished = import_records(config(files["unpacked"], **settings))
+    assert finished.eval is not None and finished.eval.sequences == 10
+    assert finished.train.specials.vocab_size == 100
     assert (config().out / "tokenizer" / "vocab.txt").read_bytes() == tokenizer.read_bytes()
     rows = read(record_files, config().out / "eval")
-    assert Counter(one for row in rows for one in row) == Counter(made[:10])
+    assert Counter(sequence for row in rows for sequence in row) == Counter(sequences[:10])
     assert import_records(config(files["unpacked"], **settings)).already
 
 
@@ -259,8 +264,35 @@ def test_what_is_finished_is_not_made_again(
         with pytest.raises(KeyboardInterrupt):
             import_records(settings)
     monkeypatch.setattr(importing, "import_file", stopped)
-    done = import_records(settings)
-    assert done.eval is not None and done.train.sequences == done.eval.sequences == 300
+    finished = import_records(settings)
+    assert finished.eval is not None and finished.train.sequences == finished.eval.sequences == 300
+
+
+def test_shards_that_are_written_are_not_written_again(
+    files: dict, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of writing, with rows that were packed and rows that were planned."""
+    sources = (files["packed"], files["unpacked"])
+    whole, stopped = (config(*sources, out=tmp_path / n, shard_bytes=4096) for n in ("a", "b"))
+    shard_count = len(import_records(whole).train.shards)
+    real = driver.write_shard
+    written = []
+
+    def write_two(*arguments):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(arguments)
+        return real(*arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(driver, "write_shard", write_two)
+        with pytest.raises(KeyboardInterrupt):
+            import_records(stopped)
+    again = []
+    monkeypatch.setattr(driver, "write_shard", lambda *a: again.append(a) or real(*a))
+    import_records(stopped)
+    assert len(again) == shard_count - 2 > 1
+    assert tree(stopped.out) == tree(whole.out)
 
 
 def test_a_bad_record_leaves_nothing(record_files: ModuleType, files: dict, config) -> None:
@@ -301,44 +333,50 @@ def test_a_full_disk_keeps_what_is_done(
 
 
 def test_records_of_two_widths_in_one_file(
-    record_files: ModuleType, made: list, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record_files: ModuleType,
+    sequences: list,
+    config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("packhorse.data.records.tfrecord.RUN_RECORDS", 1)
-    records = [record_files.example(record_files.unpacked(made[0], w, MASKS)) for w in (40, 41)]
+    records = [
+        record_files.example(record_files.unpacked(sequences[0], w, MASKS)) for w in (40, 41)
+    ]
     source = record_files.write(tmp_path / "two", records)
     with pytest.raises(InputError, match=r"two, record 1 .*other widths than before"):
         import_records(config(source))
 
 
 def test_what_is_refused(record_files: ModuleType, files: dict, config, tmp_path: Path) -> None:
-    one, out = files["unpacked"], config().out
-    other = record_files.write(tmp_path / "other", [record_files.example({"image": [1, 2]})])
+    source, out = files["unpacked"], config().out
+    second = record_files.write(tmp_path / "other", [record_files.example({"image": [1, 2]})])
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     refused = {
-        "named twice": config(one, tmp_path / "folder" / ".." / one.name),
+        "named twice": config(source, tmp_path / "folder" / ".." / source.name),
         "is empty; copy it again": config(tmp_path / "empty"),
         "is no file and no folder": config(tmp_path / "missing"),
         "no files in": config(tmp_path / "folder"),
-        "not a record for BERT's pretraining.*image": config(other),
+        "not a record for BERT's pretraining.*image": config(second),
         "not a whole number of records": config(files["words_packed"], sizes=RecordSizes(41, 7, 3)),
         "not a TFRecord": config(files["words_packed"], format="tfrecord"),
-        "not of the vocabulary": config(one, vocab_size=50),
-        f"{one} lies in": config(one, out=tmp_path),
-        "lies in the source folder": config(one.parent, out=one.parent / "out"),
-        "for training and for evaluation": config(one, eval=(one,)),
-        "there is no format 'csv'": config(one, format="csv"),
+        "not of the vocabulary": config(source, vocab_size=50),
+        f"{source} lies in": config(source, out=tmp_path),
+        "lies in the source folder": config(source.parent, out=source.parent / "out"),
+        "for training and for evaluation": config(source, eval=(source,)),
+        "there is no format 'csv'": config(source, format="csv"),
     }
-    for said, wrong in refused.items():
-        with pytest.raises(InputError, match=said):
+    for message, wrong in refused.items():
+        with pytest.raises(InputError, match=message):
             import_records(wrong)
         assert not out.exists()
-    for wrong in ({"tokenizer": one}, {"vocab_size": None}, {"vocab_size": 1 << 31}):
+    for wrong in ({"tokenizer": source}, {"vocab_size": None}, {"vocab_size": 1 << 31}):
         with pytest.raises(InputError, match="--vocab-size"):
-            config(one, **wrong)
+            config(source, **wrong)
     for wrong in ({"max_per_pack": 0}, {"seed": -1}, {"shard_bytes": 0}):
         with pytest.raises(InputError, match="must be"):
-            config(one, **wrong)
+            config(source, **wrong)
 
 
 def test_a_folder_that_is_not_empty(files: dict, config) -> None:
@@ -355,28 +393,37 @@ def test_a_folder_that_is_not_empty(files: dict, config) -> None:
         import_records(replace(settings, repack=True))
 
 
-def test_a_folder_of_files(record_files: ModuleType, made: list, config, tmp_path: Path) -> None:
+def test_a_folder_of_files(
+    record_files: ModuleType, sequences: list, config, tmp_path: Path
+) -> None:
     """Their names give the order; an index beside a TFRecord is not one."""
     folder = tmp_path / "many"
     folder.mkdir()
     for number in (2, 0, 1):
-        rows = record_files.packs(made[number * 9 : number * 9 + 9], WIDTH, MOST)
+        rows = record_files.packs(sequences[number * 9 : number * 9 + 9], WIDTH, MOST)
         features = (record_files.cls_last(row, WIDTH, MASKS, MOST) for row in rows)
         path = folder / f"part-{number}.tfrecord"
         record_files.write(path, map(record_files.example, features))
         path.with_suffix(".index").write_text("0 100\n")
     import_records(config(folder))
     rows = read(record_files, config().out / "train")
-    assert [one for row in rows for one in row] == made[:27]
+    assert [sequence for row in rows for sequence in row] == sequences[:27]
 
 
 def test_memory_stays_flat(
-    record_files: ModuleType, made: list, config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    record_files: ModuleType,
+    sequences: list,
+    config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight times the records take no more memory: parts are put down on the way."""
     monkeypatch.setattr(importing, "PART_TOKENS", 1 << 11)
     monkeypatch.setattr("packhorse.data.records.tfrecord.RUN_RECORDS", 32)
-    records = [record_files.example(record_files.unpacked(one, WIDTH, MASKS)) for one in made]
+    records = [
+        record_files.example(record_files.unpacked(sequence, WIDTH, MASKS))
+        for sequence in sequences
+    ]
     peaks = []
     for times in (1, 8):
         path = record_files.write(tmp_path / f"{times}", records * times)

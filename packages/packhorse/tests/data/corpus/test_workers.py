@@ -69,9 +69,9 @@ def test_one_worker_is_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_are_not() -> None:
     with local(2) as run:
-        found = {*run(pid_and_threads, [(n,) for n in range(8)])}
-    assert {threads for _, threads in found} == {"false"}
-    assert os.getpid() not in {pid for pid, _ in found}
+        actual = {*run(pid_and_threads, [(n,) for n in range(8)])}
+    assert {threads for _, threads in actual} == {"false"}
+    assert os.getpid() not in {pid for pid, _ in actual}
 
 
 def test_an_error_of_any_kind_comes_through() -> None:
@@ -100,9 +100,9 @@ def test_workers_do_not_outlive_a_killed_master(end: signal.Signals, tmp_path: P
         worker = int(_content(file))
         assert _alive(worker)
         master.send_signal(end)
-        _, said = master.communicate(timeout=20)
+        _, message = master.communicate(timeout=20)
     if end == signal.SIGTERM:
-        assert (master.returncode, said) == (128 + end, "")
+        assert (master.returncode, message) == (128 + end, "")
     until = time.monotonic() + 20
     while _alive(worker) and time.monotonic() < until:
         time.sleep(0.05)

@@ -104,10 +104,16 @@ def test_a_batch_is_what_packed_makes_of_its_sequences(dataset: Any, in_rows: bo
         rows = data.take(names(batch))
         expected = reference(rows, 40 * in_rows)
         for field in fields(Packed):
-            ours, theirs = getattr(batch.packed, field.name), getattr(expected, field.name)
-            if isinstance(ours, torch.Tensor):
-                ours, theirs = (ours.dtype, ours.tolist()), (theirs.dtype, theirs.tolist())
-            assert ours == theirs, field.name
+            actual, expected_value = (
+                getattr(batch.packed, field.name),
+                getattr(expected, field.name),
+            )
+            if isinstance(actual, torch.Tensor):
+                actual, expected_value = (
+                    (actual.dtype, actual.tolist()),
+                    (expected_value.dtype, expected_value.tolist()),
+                )
+            assert actual == expected_value, field.name
         assert batch.next_labels.tolist() == rows.random_next.tolist()
         assert (batch.sequences, batch.tokens) == (len(rows.lengths), len(rows.ids))
         assert not len(batch.masked_at) and not len(batch.masked_ids)
@@ -150,8 +156,10 @@ def test_static_masks_come_as_stored(dataset: Any, tmp_path: Path) -> None:
         writer.add(replace(rows, **stored))
     writer.finish()
     static = shards.open(tmp_path / "set", verify=True)
-    for ours, theirs in zip(Loader(static, rows=4, epochs=1, shuffle=False), drawn, strict=True):
-        assert flat(ours)[:-1] == flat(theirs)[:-1]
+    for actual, expected_value in zip(
+        Loader(static, rows=4, epochs=1, shuffle=False), drawn, strict=True
+    ):
+        assert flat(actual)[:-1] == flat(expected_value)[:-1]
     with pytest.raises(InputError, match="has stored masks"):
         Loader(static, rows=4, masking=RECIPE)
 
@@ -164,9 +172,9 @@ def test_masks_are_drawn_as_the_dataset_says(dataset: Any) -> None:
     data.manifest = replace(
         data.manifest, masking=recipe, specials=replace(SPECIALS, continues=continues)
     )
-    ours = [flat(batch) for batch in Loader(data, 7, epochs=1)]
-    assert ours == [flat(batch) for batch in Loader(data, 7, epochs=1, masking=recipe)]
-    assert ours != [flat(batch) for batch in Loader(data, 7, epochs=1, masking=Recipe())]
+    actual = [flat(batch) for batch in Loader(data, 7, epochs=1)]
+    assert actual == [flat(batch) for batch in Loader(data, 7, epochs=1, masking=recipe)]
+    assert actual != [flat(batch) for batch in Loader(data, 7, epochs=1, masking=Recipe())]
     assert not any(len(batch.masked_at) for batch in plain(data, 7, epochs=1))
 
 
@@ -223,11 +231,11 @@ def test_every_row_exactly_once_an_epoch(
     batches: dict[int, list[int]] = {}
     for rank in range(world):
         for worker in range(workers):
-            told = {"rank": rank, "world": world, "worker": worker, "workers": workers}
-            for batch in replace(whole, **told, parts=parts):
+            facts = {"rank": rank, "world": world, "worker": worker, "workers": workers}
+            for batch in replace(whole, **facts, parts=parts):
                 number = batch.cursor["batch"]
                 batches.setdefault(number, []).extend(names(batch))
-    seen = Counter(row for each in batches.values() for row in each)
+    seen = Counter(row for item in batches.values() for row in item)
     assert seen == Counter({row: 2 for row in range(size)}) == Counter(expected)
 
 
@@ -241,34 +249,34 @@ def test_a_global_batch_is_the_same_for_any_world(
     alone = Loader(dataset(size), rows, masking=RECIPE, drop_last=drop_last, prefetch=0)
     alone = replace(alone, balanced=balanced)
     together = [iter(replace(alone, rank=rank, world=world)) for rank in range(world)]
-    for one, *shares in islice(zip(alone, *together, strict=True), 5):
-        assert Counter(sequences_of([one])) == Counter(sequences_of(shares))
-        assert {json.dumps(share.cursor) for share in shares} == {json.dumps(one.cursor)}
+    for single, *shares in islice(zip(alone, *together, strict=True), 5):
+        assert Counter(sequences_of([single])) == Counter(sequences_of(shares))
+        assert {json.dumps(share.cursor) for share in shares} == {json.dumps(single.cursor)}
         if not balanced:
-            assert sequences_of([one]) == sequences_of(shares)
+            assert sequences_of([single]) == sequences_of(shares)
 
 
 def sequences_of(batches: list[PretrainingBatch]) -> list[tuple[Any, ...]]:
     """Each sequence with its masks and label, without where it lies."""
-    found = []
+    result = []
     for batch in batches:
         packed, at = batch.packed, batch.masked_at
         places = zip(packed.split(at - 0 * at, at), packed.split(batch.masked_ids, at), strict=True)
         tokens = packed.split(torch.stack([packed.ids, packed.types, packed.positions], 1))
         starts = packed.pick(packed.starts)
-        for token, (where, ids), start, label in zip(
+        for token, (location, ids), start, label in zip(
             tokens, places, starts, batch.next_labels, strict=True
         ):
-            masks = (where - start).tolist(), ids.tolist()
-            found.append((str(token.tolist()), str(masks), int(label)))
-    return found
+            masks = (location - start).tolist(), ids.tolist()
+            result.append((str(token.tolist()), str(masks), int(label)))
+    return result
 
 
 def test_masks_change_with_epoch_and_seed_alone(dataset: Any) -> None:
-    def masks(seed: int, epoch: int, **how: Any) -> set[Any]:
+    def masks(seed: int, epoch: int, **options: Any) -> set[Any]:
         recipe = replace(RECIPE, mask_probability=0.5)
         loader = Loader(dataset(20), 5, seed, epochs=2, masking=recipe)
-        batches = list(replace(loader, **how))
+        batches = list(replace(loader, **options))
         return set(sequences_of(batches[4 * epoch : 4 * epoch + 4]))
 
     assert masks(1, 0) == masks(1, 0, shuffle=False) == masks(1, 0, in_rows=True)
@@ -280,9 +288,9 @@ def test_epochs_have_different_orders(dataset: Any) -> None:
     orders = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3)]
     assert len(set(orders)) == 3 and tuple(range(40)) not in orders
     again = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3)]
-    other = [tuple(names(batch)) for batch in plain(dataset(40), 40, 1, epochs=3)]
+    second = [tuple(names(batch)) for batch in plain(dataset(40), 40, 1, epochs=3)]
     stored = [tuple(names(batch)) for batch in plain(dataset(40), 40, epochs=3, shuffle=False)]
-    assert again == orders and not set(orders) & set(other)
+    assert again == orders and not set(orders) & set(second)
     assert stored == [tuple(range(40))] * 3
 
 
@@ -290,8 +298,8 @@ def test_the_last_batch(dataset: Any) -> None:
     """It is filled from the next epoch; is short at the very end; or left out, if so wished."""
     data = dataset(11)
 
-    def counts(**how: Any) -> list[int]:
-        return [len(names(batch)) for batch in islice(plain(data, 4, **how), 8)]
+    def counts(**options: Any) -> list[int]:
+        return [len(names(batch)) for batch in islice(plain(data, 4, **options), 8)]
 
     endless = list(islice(plain(data, 4), 11))
     assert counts() == [4] * 8
@@ -305,12 +313,12 @@ def test_the_last_batch(dataset: Any) -> None:
         plain(data, 12, drop_last=True)
 
 
-@pytest.mark.parametrize("how", [{}, {"epochs": 2}, {"drop_last": True}, {"balanced": True}])
+@pytest.mark.parametrize("options", [{}, {"epochs": 2}, {"drop_last": True}, {"balanced": True}])
 @pytest.mark.parametrize("world", [1, 2])
 def test_resuming_anywhere_goes_on_bit_for_bit(
-    dataset: Any, how: dict[str, Any], world: int
+    dataset: Any, options: dict[str, Any], world: int
 ) -> None:
-    whole = Loader(dataset(23), 6, 5, masking=RECIPE, rank=world - 1, world=world, **how)
+    whole = Loader(dataset(23), 6, 5, masking=RECIPE, rank=world - 1, world=world, **options)
     batches = list(islice(whole, 12))
     assert len(batches) >= 7
     for stop in range(len(batches)):

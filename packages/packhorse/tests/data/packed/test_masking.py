@@ -83,8 +83,8 @@ def test_eighty_ten_ten(rng: np.random.Generator) -> None:
     ids, lengths = sequences([200] * 3000)
     ids[ids >= WORD] = WORD
     shown, masks = draw(ids, lengths, SPECIALS, Recipe(), rng)
-    where = np.repeat(np.arange(3000) * 200, masks.counts) + masks.positions
-    tokens = shown[where]
+    location = np.repeat(np.arange(3000) * 200, masks.counts) + masks.positions
+    tokens = shown[location]
     counts = [(tokens == MASK).sum(), (tokens == WORD).sum()]
     counts.append(len(tokens) - sum(counts))
     # One in a hundred random tokens is [MASK], one the token that stood there.
@@ -103,9 +103,9 @@ def test_every_set_of_places_is_as_likely(rng: np.random.Generator, whole_words:
     ids[ids >= WORD] = WORD
     free = np.flatnonzero(ids[:14] == WORD).tolist()
     _, masks = draw(ids, lengths, SPECIALS, Recipe(whole_words=whole_words), rng)
-    found = Counter(tuple(pair) for pair in masks.positions.reshape(-1, 2).tolist())
+    result = Counter(tuple(pair) for pair in masks.positions.reshape(-1, 2).tolist())
     pairs = list(combinations(free, 2))
-    counts = [found[pair] for pair in pairs]
+    counts = [result[pair] for pair in pairs]
     assert sum(counts) == 40_000
     assert fits(counts, np.ones(len(pairs))) > UNLIKELY
     assert fits(counts, [1.2 if a == free[0] else 1 for a, _ in pairs]) < IMPOSSIBLE
@@ -133,10 +133,10 @@ def test_whole_words_are_whole(rng: np.random.Generator) -> None:
         words = words_of(ids[start : start + length].tolist())
         touched = [word for word in words if set(word) & set(at)]
         assert sorted(place for word in touched for place in word) == at
-        left = max(1, round(length * 0.15)) - len(at)
-        assert left >= 0
+        remaining = max(1, round(length * 0.15)) - len(at)
+        assert remaining >= 0
         untouched = [len(word) for word in words if word not in touched]
-        assert not untouched or min(untouched) > left, "another word would have fitted"
+        assert not untouched or min(untouched) > remaining, "another word would have fitted"
     _, single = draw(ids, lengths, SPECIALS, replace(recipe, whole_words=False), rng)
     cut = 0
     for start, length, (at, _) in zip(starts, lengths, split(single), strict=True):
@@ -153,18 +153,18 @@ def test_whole_words_are_as_likely_as_in_the_reference(rng: np.random.Generator)
     recipe = Recipe(whole_words=True)
     ids = np.tile(np.array(row, np.uint16), tries)
     _, masks = draw(ids, np.full(tries, len(row)), SPECIALS, recipe, rng)
-    ours = Counter(tuple(at) for at, _ in split(masks))
+    actual = Counter(tuple(at) for at, _ in split(masks))
     names = {CLS: "[CLS]", SEP: "[SEP]", WORD: "word", 99: "##s"}
     dice = random.Random(0)
 
     def reference(recipe: Recipe) -> Counter[tuple[int, ...]]:
         tokens = [[names[id] for id in row] for _ in range(tries)]
         return Counter(
-            tuple(list_examples.mask(each, recipe, ["word"], dice)[0]) for each in tokens
+            tuple(list_examples.mask(item, recipe, ["word"], dice)[0]) for item in tokens
         )
 
-    assert alike(ours, reference(recipe)) > UNLIKELY
-    assert alike(ours, reference(replace(recipe, mask_probability=0.2))) < IMPOSSIBLE
+    assert alike(actual, reference(recipe)) > UNLIKELY
+    assert alike(actual, reference(replace(recipe, mask_probability=0.2))) < IMPOSSIBLE
 
 
 def test_the_only_words_that_fit_are_as_likely(rng: np.random.Generator) -> None:
@@ -184,18 +184,18 @@ def test_a_word_ends_with_its_sequence(rng: np.random.Generator) -> None:
     ids = np.array([WORD, WORD, 99, 99, 99, WORD], np.uint16)
     for lengths, counts in (([2, 4], [1, 1]), ([6], [1])):
         recipe = Recipe(whole_words=True)
-        found = {
+        result = {
             tuple(masks.positions.tolist())
             for _ in range(50)
             for masks in [draw(ids, np.array(lengths), SPECIALS, recipe, rng)[1]]
             if masks.counts.tolist() == counts
         }
-        assert found == ({(0, 3), (1, 3)} if len(lengths) == 2 else {(0,), (5,)})
+        assert result == ({(0, 3), (1, 3)} if len(lengths) == 2 else {(0,), (5,)})
 
 
-def alike(one: Counter, other: Counter) -> float:
+def alike(element: Counter, second: Counter) -> float:
     """How likely it is that two counts of outcomes come from one distribution."""
-    table = np.array([[counts[key] for key in one | other] for counts in (one, other)])
+    table = np.array([[counts[key] for key in element | second] for counts in (element, second)])
     common = table.sum(axis=0) >= 20
     rare = table[:, ~common].sum(axis=1, keepdims=True)
     table = np.hstack([table[:, common], rare]) if rare.any() else table
@@ -206,17 +206,17 @@ def alike(one: Counter, other: Counter) -> float:
 def test_words_are_taken_in_order_while_they_fit(words, dice) -> None:
     owners = np.array(sorted(owner for owner, _ in words), int)
     sizes = np.array([size for _, size in words], int)
-    wanted = np.array([dice.randint(0, 12) for _ in range(4)])
+    requested = np.array([dice.randint(0, 12) for _ in range(4)])
     order = np.array(sorted(range(len(words)), key=lambda i: (owners[i], dice.random())), int)
     chosen = np.zeros(len(words), bool)
-    left = masking._take(chosen, order, sizes, owners, wanted)
-    expected, budget = set(), wanted.tolist()
+    remaining = masking._take(chosen, order, sizes, owners, requested)
+    expected, budget = set(), requested.tolist()
     for word in order.tolist():
         if sizes[word] <= budget[owners[word]]:
             budget[owners[word]] -= sizes[word]
             expected.add(word)
     assert set(np.flatnonzero(chosen).tolist()) == expected
-    assert left.tolist() == budget
+    assert remaining.tolist() == budget
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
@@ -228,12 +228,12 @@ def test_a_sequence_does_not_depend_on_its_neighbours(whole_words: bool) -> None
     ends, together = np.cumsum(lengths), split(masks)
     for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
         alone = ids[end - length : end], lengths[i : i + 1], SPECIALS, recipe
-        mine, its = draw_by_keys(*alone, keys[i : i + 1])
-        assert mine.tolist() == shown[end - length : end].tolist()
+        masked, its = draw_by_keys(*alone, keys[i : i + 1])
+        assert masked.tolist() == shown[end - length : end].tolist()
         assert split(its) == together[i : i + 1]
         if length > 50:
-            other, _ = draw_by_keys(*alone, keys[i : i + 1] + np.uint64(1))
-            assert other.tolist() != mine.tolist()
+            second, _ = draw_by_keys(*alone, keys[i : i + 1] + np.uint64(1))
+            assert second.tolist() != masked.tolist()
 
 
 def test_seeds() -> None:
@@ -303,9 +303,9 @@ def test_a_recipe_that_cannot_be(wrong: dict) -> None:
 def test_specials_of_a_tokenizer(tmp_path: Path) -> None:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "walk", "##ing"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
-    found = specials_of(Tokenizer.load(tmp_path))
-    assert found == Specials(cls=2, sep=3, mask=4, pad=0, vocab_size=7)
-    assert found.continues is not None and found.continues.tolist() == [False] * 6 + [True]
+    result = specials_of(Tokenizer.load(tmp_path))
+    assert result == Specials(cls=2, sep=3, mask=4, pad=0, vocab_size=7)
+    assert result.continues is not None and result.continues.tolist() == [False] * 6 + [True]
     (tmp_path / "vocab.txt").write_text("\n".join(word for word in words if word != "[MASK]"))
     with pytest.raises(InputError, match=r"no \[MASK\]"):
         specials_of(Tokenizer.load(tmp_path))

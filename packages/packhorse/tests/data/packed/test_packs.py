@@ -19,4 +19,4 @@ def test_runs_are_the_ranges_one_behind_the_other(dtype: type) -> None:
     sizes = rng.integers(0, 5, 40).astype(dtype)
     starts = rng.integers(0, 1 << 17, 40)
     ranges = [range(s, s + n) for s, n in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    assert index_ranges(starts, sizes).tolist() == [place for each in ranges for place in each]
+    assert index_ranges(starts, sizes).tolist() == [place for item in ranges for place in item]

@@ -54,9 +54,9 @@ def write(folder: Path, rows: Rows, layout: RowLayout = LAYOUT, **config: Any) -
     return writer.finish()
 
 
-def same(ours: Rows, theirs: Rows, static: bool = False) -> bool:
+def same(actual: Rows, reference: Rows, static: bool = False) -> bool:
     names = ("offsets", *columns_of(static))
-    return all(np.array_equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+    return all(np.array_equal(getattr(actual, name), getattr(reference, name)) for name in names)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_bytes_depend_on_rows_alone(tmp_path: Path, layout: RowLayout) -> None:
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     changed = replace(rows, random_next=1 - rows.random_next)
-    other = write(tmp_path / "c", changed, layout)
-    assert other.fingerprint != shards.open(tmp_path / "a").fingerprint
+    second = write(tmp_path / "c", changed, layout)
+    assert second.fingerprint != shards.open(tmp_path / "a").fingerprint
 
 
 def test_how_to_mask_is_kept(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_sequences_of_one_segment(tmp_path: Path) -> None:
 
 
 def test_a_config_is_no_part_of_the_fingerprint(tmp_path: Path) -> None:
-    ours = write(tmp_path / "a", some_rows(9), made="here")
-    assert ours.fingerprint == write(tmp_path / "b", some_rows(9), made="there").fingerprint
-    other = replace(ours, specials=replace(SPECIALS, mask=5))
-    assert ours.fingerprint != other.fingerprint
+    actual = write(tmp_path / "a", some_rows(9), made="here")
+    assert actual.fingerprint == write(tmp_path / "b", some_rows(9), made="there").fingerprint
+    second = replace(actual, specials=replace(SPECIALS, mask=5))
+    assert actual.fingerprint != second.fingerprint
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(200, 5000), st.booleans())
@@ -234,11 +234,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_rows_that_break_the_layout_are_not_written(what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", BROKEN)
+def test_rows_that_break_the_layout_are_not_written(case: str, tmp_path: Path) -> None:
     path, rows = tmp_path / shard_name(0), some_rows(20, STATIC)
     with pytest.raises(InputError, match="cannot be written"):
-        write_shard(path, STATIC, BROKEN[what](rows))
+        write_shard(path, STATIC, BROKEN[case](rows))
     assert not list(tmp_path.iterdir())
     write_shard(path, STATIC, rows)
     with pytest.raises(InputError, match="drawn when loading"):
@@ -265,20 +265,20 @@ def test_an_unfinished_folder_is_written_over_a_finished_one_is_not(tmp_path: Pa
     begun.add(rows)
     (tmp_path / "a" / ".shard-00001.arrow.0a1b2c3d.partial").write_bytes(b"torn")
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    left = len(list((tmp_path / "a").iterdir()))
+    remaining = len(list((tmp_path / "a").iterdir()))
     manifest = write(tmp_path / "a", rows)
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {NAME, "notes.txt", *(shard.name for shard in manifest.shards)}
-    assert len(names) < left
+    assert len(names) < remaining
     with pytest.raises(InputError, match="finished dataset"):
         Writer(tmp_path / "a", LAYOUT, SPECIALS, {})
     with pytest.raises(InputError, match="no rows"):
         Writer(tmp_path / "b", LAYOUT, SPECIALS, {}).finish()
 
 
-def change(folder: Path, **told: Any) -> None:
+def change(folder: Path, **fields: Any) -> None:
     manifest = json.loads((folder / NAME).read_text())
-    (folder / NAME).write_text(json.dumps(manifest | told))
+    (folder / NAME).write_text(json.dumps(manifest | fields))
 
 
 def test_a_newer_format_names_the_packhorse_it_needs(folder: Path) -> None:
@@ -296,7 +296,7 @@ MASKING = {"mask_probability": 0.2, "max_predictions": None, "whole_words": True
 
 
 @pytest.mark.parametrize(
-    ("told", "complaint"),
+    ("fields", "complaint"),
     [
         ({"format": None}, "no format number"),
         ({"format": 0}, "no format number"),
@@ -331,8 +331,10 @@ MASKING = {"mask_probability": 0.2, "max_predictions": None, "whole_words": True
         ({"config": None}, "damaged"),
     ],
 )
-def test_an_edited_manifest_is_refused(folder: Path, told: dict[str, Any], complaint: str) -> None:
-    change(folder, **told)
+def test_an_edited_manifest_is_refused(
+    folder: Path, fields: dict[str, Any], complaint: str
+) -> None:
+    change(folder, **fields)
     with pytest.raises(InputError, match=complaint) as caught:
         shards.open(folder, verify=True)
     assert str(folder) in str(caught.value)
@@ -346,9 +348,9 @@ def test_a_torn_manifest_is_refused(folder: Path, text: str) -> None:
 
 
 def test_every_field_of_the_manifest_is_needed(folder: Path) -> None:
-    told = json.loads((folder / NAME).read_text())
-    for key in told.keys() - {"written_by"}:
-        (folder / NAME).write_text(json.dumps({k: v for k, v in told.items() if k != key}))
+    fields = json.loads((folder / NAME).read_text())
+    for key in fields.keys() - {"written_by"}:
+        (folder / NAME).write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
         with pytest.raises(InputError, match=NAME):
             shards.open(folder)
 
@@ -389,8 +391,8 @@ def test_a_flipped_bit_anywhere_is_found(folder: Path, rng: np.random.Generator)
         with pytest.raises(InputError, match=rf"{path.name} is damaged: its checksum.*again"):
             touch[at % len(touch)](dataset)
     path.write_bytes(whole.tobytes())
-    for each in touch:
-        each(shards.open(folder))
+    for item in touch:
+        item(shards.open(folder))
 
 
 def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,10 +427,10 @@ def rewritten(folder: Path, table: Any) -> None:
     with pa.ipc.new_file(str(path), table.schema) as file:
         for batch in table.to_batches(max_chunksize=len(table)):
             file.write_batch(batch)
-    told = json.loads((folder / NAME).read_text())["shards"]
+    fields = json.loads((folder / NAME).read_text())["shards"]
     data = path.read_bytes()
-    told[0] |= {"bytes": len(data), "crc32c": f"{packhorse_crc32c(data):08x}"}
-    change(folder, shards=told)
+    fields[0] |= {"bytes": len(data), "crc32c": f"{packhorse_crc32c(data):08x}"}
+    change(folder, shards=fields)
 
 
 def stored(folder: Path) -> Any:
@@ -445,8 +447,8 @@ def test_a_shard_of_other_making_is_refused(folder: Path) -> None:
         "rows, sequences and tokens": table.slice(1),
         "2 record batches": pa.concat_tables([table.slice(0, 5), table.slice(5)]),
     }
-    for complaint, other in cases.items():
-        rewritten(folder, other)
+    for complaint, second in cases.items():
+        rewritten(folder, second)
         with pytest.raises(InputError, match=f"{shard_name(0)}.*{complaint}.*again"):
             shards.open(folder).row(0)
     rewritten(folder, table)

@@ -39,21 +39,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_counts_are_those_of_a_loop(built: Path) -> None:
-    found = statistics.count("train", built / "train", top=3)
+    result = statistics.count("train", built / "train", top=3)
     dataset = shards.open(built / "train")
     rows = [dataset.row(number) for number in range(len(dataset))]
     kinds = Counter(tuple(sorted(row.lengths.tolist(), reverse=True)) for row in rows)
-    assert dict(found.strategies).items() <= kinds.items()
-    assert [count for _, count in found.strategies] == [n for _, n in kinds.most_common(3)]
-    assert found.strategy_count == len(kinds)
+    assert dict(result.strategies).items() <= kinds.items()
+    assert [count for _, count in result.strategies] == [n for _, n in kinds.most_common(3)]
+    assert result.strategy_count == len(kinds)
     full = Counter(len(row.ids) for row in rows)
-    assert {i + 1: n for i, n in enumerate(found.row_tokens.tolist()) if n} == full
+    assert {i + 1: n for i, n in enumerate(result.row_tokens.tolist()) if n} == full
     lengths = Counter(length for row in rows for length in row.lengths.tolist())
-    assert {i + 1: n for i, n in enumerate(found.lengths.tolist()) if n} == lengths
-    assert len(found.lengths) == len(found.row_tokens) == 64
-    assert found.random_next == sum(int(row.random_next.sum()) for row in rows)
-    assert found.bytes == sum(path.stat().st_size for path in (built / "train").glob("*.arrow"))
-    assert found.lower_bound is not None and found.lower_bound <= found.manifest.rows
+    assert {i + 1: n for i, n in enumerate(result.lengths.tolist()) if n} == lengths
+    assert len(result.lengths) == len(result.row_tokens) == 64
+    assert result.random_next == sum(int(row.random_next.sum()) for row in rows)
+    assert result.bytes == sum(path.stat().st_size for path in (built / "train").glob("*.arrow"))
+    assert result.lower_bound is not None and result.lower_bound <= result.manifest.rows
 
 
 @pytest.mark.parametrize("name", ["train", "eval"])
@@ -71,8 +71,8 @@ def test_samples_show_what_stood_there(name: str, built: Path) -> None:
         seen, stood = zip(*_marks(sample.text), strict=True)
         assert "MASK" in seen or len(seen) < 8
         if row.masked_ids is not None and row.masked_counts is not None:
-            kept = row.masked_ids[: row.masked_counts[0]]
-            assert [*stood] == [tokenizer.token(int(id)) for id in kept]
+            retained = row.masked_ids[: row.masked_counts[0]]
+            assert [*stood] == [tokenizer.token(int(id)) for id in retained]
         plain = " ".join(tokenizer.token(int(id)) for id in row.ids[: sample.tokens])
         assert plain.count("[MASK]") == (0 if name == "train" else seen.count("MASK"))
 
@@ -99,13 +99,13 @@ def test_of_single_segments_no_label_is_told(built: Path, tmp_path: Path) -> Non
     recipe = Recipe(max_length=64, next_sentence=False, mask_probability=0.5)
     home = built.parent
     build(BuildOptions((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, workers=1))
-    found = statistics.count("train", tmp_path / "out" / "train", top=3)
-    assert found.random_next is None and not found.manifest.layout.next_sentence
+    result = statistics.count("train", tmp_path / "out" / "train", top=3)
+    assert result.random_next is None and not result.manifest.layout.next_sentence
     tokenizer = Tokenizer.load(tmp_path / "out" / "tokenizer")
     shown = statistics.samples(tmp_path / "out" / "train", tokenizer, 5, seed=1)
     assert {sample.next_label for sample in shown} == {None}
     # As the build was told to mask, so does a loader that is told nothing.
-    (batch,) = Loader(shards.open(tmp_path / "out" / "train"), found.manifest.rows, epochs=1)
+    (batch,) = Loader(shards.open(tmp_path / "out" / "train"), result.manifest.rows, epochs=1)
     assert 0.4 < len(batch.masked_at) / batch.tokens < 0.55
 
 
@@ -128,10 +128,10 @@ def test_where_datasets_are(built: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "number"), [(10, 3), (512, 16), (4, 16), (7, 7)])
 def test_bins_cover_all_lengths(size: int, number: int) -> None:
     counts = np.arange(size)
-    found = statistics.bins(counts, number)
-    assert len(found) <= number and sum(count for *_, count in found) == counts.sum()
-    assert found[0][0] == 1 and found[-1][1] == size
-    for (_, end, _), (begin, _, _) in pairwise(found):
+    result = statistics.bins(counts, number)
+    assert len(result) <= number and sum(count for *_, count in result) == counts.sum()
+    assert result[0][0] == 1 and result[-1][1] == size
+    for (_, end, _), (begin, _, _) in pairwise(result):
         assert begin == end + 1
-    for begin, end, count in found:
+    for begin, end, count in result:
         assert count == counts[begin - 1 : end].sum()

@@ -26,22 +26,22 @@ def columns(rows: list[dict[str, list]], form: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture
-def made(record_files: ModuleType, rng: np.random.Generator) -> list:
+def sequences(record_files: ModuleType, rng: np.random.Generator) -> list:
     return [record_files.draw(rng, WIDTH if i % 2 else 12, VOCAB) for i in range(60)]
 
 
 @pytest.fixture
-def forms(record_files: ModuleType, made: list) -> dict[str, tuple[list[dict], list[int]]]:
+def forms(record_files: ModuleType, sequences: list) -> dict[str, tuple[list[dict], list[int]]]:
     """The same sequences in every form, and how many each row holds."""
-    rows = record_files.packs(made, WIDTH, MOST)
+    rows = record_files.packs(sequences, WIDTH, MOST)
     counts = [len(row) for row in rows]
     assert {1, 2, 3} == set(counts)
     ten = [record_files.ten_arrays(row, WIDTH, MASKS, MOST) for row in rows]
     habana = [{name.removeprefix("packed_"): row[name] for name in row} for row in ten]
     last = [record_files.cls_last(row, WIDTH, MASKS, MOST) for row in rows]
-    alone = [record_files.unpacked(one, WIDTH, MASKS) for one in made]
+    alone = [record_files.unpacked(sequence, WIDTH, MASKS) for sequence in sequences]
     return {
-        "unpacked": (alone, [1] * len(made)),
+        "unpacked": (alone, [1] * len(sequences)),
         "packed": (ten, counts),
         "packed, as Habana names it": (habana, counts),
         "packed, [CLS] last": (last, counts),
@@ -50,28 +50,28 @@ def forms(record_files: ModuleType, made: list) -> dict[str, tuple[list[dict], l
 
 @pytest.mark.parametrize("form", fixed_width.FORMS)
 def test_every_form_gives_the_same_sequences(
-    record_files: ModuleType, made: list, forms: dict, form: str
+    record_files: ModuleType, sequences: list, forms: dict, form: str
 ) -> None:
     rows, counts = forms[form]
     assert next(name for name, (key, _) in fixed_width.FORMS.items() if key in rows[0]) == form
-    found = fixed_width.unpack(columns(rows, form), VOCAB, where)
-    assert record_files.told(found.sequences) == made
-    assert np.diff(found.offsets).tolist() == counts
-    assert found.records.tolist() == np.repeat(np.arange(len(rows)), counts).tolist()
-    assert found.sequences.ids.dtype == found.sequences.lengths.dtype == np.uint16
-    specials = fixed_width.guess(found, VOCAB)
+    result = fixed_width.unpack(columns(rows, form), VOCAB, where)
+    assert record_files.as_drawn(result.sequences) == sequences
+    assert np.diff(result.offsets).tolist() == counts
+    assert result.records.tolist() == np.repeat(np.arange(len(rows)), counts).tolist()
+    assert result.sequences.ids.dtype == result.sequences.lengths.dtype == np.uint16
+    specials = fixed_width.guess(result, VOCAB)
     assert (specials.cls, specials.sep, specials.mask) == (2, 3, 4)
-    fixed_width.check_specials(found, specials, where)
-    assert len(Rows.of(found.sequences, found.offsets)) == len(rows)
+    fixed_width.check_specials(result, specials, where)
+    assert len(Rows.of(result.sequences, result.offsets)) == len(rows)
 
 
 def test_rows_without_a_sequence_are_counted(forms: dict, record_files: ModuleType) -> None:
     """Graphcore's packer fills rows with padding sequences, and now and then with nothing else."""
     rows, counts = forms["packed"]
     empty = {name: [0] * len(values) for name, values in rows[0].items()}
-    found = fixed_width.unpack(columns([empty, *rows, empty], "packed"), VOCAB, where)
-    assert found.empty == 2
-    assert np.diff(found.offsets).tolist() == counts
+    result = fixed_width.unpack(columns([empty, *rows, empty], "packed"), VOCAB, where)
+    assert result.empty == 2
+    assert np.diff(result.offsets).tolist() == counts
     alone, _ = forms["unpacked"]
     alone[2]["input_mask"], alone[2]["input_ids"] = [0] * WIDTH, [0] * WIDTH
     alone[2]["segment_ids"] = [0] * WIDTH
@@ -80,11 +80,13 @@ def test_rows_without_a_sequence_are_counted(forms: dict, record_files: ModuleTy
         fixed_width.unpack(columns(alone, "unpacked"), VOCAB, where)
 
 
-def test_masks_may_come_in_any_order(forms: dict, made: list, record_files: ModuleType) -> None:
-    found = columns(forms["packed"][0], "packed")
+def test_masks_may_come_in_any_order(
+    forms: dict, sequences: list, record_files: ModuleType
+) -> None:
+    result = columns(forms["packed"][0], "packed")
     for role in ("masked_at", "masked_ids", "masked_owner"):
-        found[role] = found[role][:, ::-1]
-    assert record_files.told(fixed_width.unpack(found, VOCAB, where).sequences) == made
+        result[role] = result[role][:, ::-1]
+    assert record_files.as_drawn(fixed_width.unpack(result, VOCAB, where).sequences) == sequences
 
 
 Change = Callable[[dict[str, np.ndarray]], None]
@@ -93,36 +95,36 @@ Change = Callable[[dict[str, np.ndarray]], None]
 def put(role: str, place: int, value: float) -> Change:
     """In record 5."""
 
-    def change(found: dict[str, np.ndarray]) -> None:
+    def change(result: dict[str, np.ndarray]) -> None:
         kind = np.int64 if float(value).is_integer() else np.float64
-        found[role] = found[role].astype(kind)
-        found[role][5, place] = value
+        result[role] = result[role].astype(kind)
+        result[role][5, place] = value
 
     return change
 
 
 def both(*changes: Change) -> Change:
-    def change(found: dict[str, np.ndarray]) -> None:
-        for each in changes:
-            each(found)
+    def change(result: dict[str, np.ndarray]) -> None:
+        for item in changes:
+            item(result)
 
     return change
 
 
 def swap(role: str, a: int, b: int) -> Change:
-    def change(found: dict[str, np.ndarray]) -> None:
-        found[role][5, [a, b]] = found[role][5, [b, a]]
+    def change(result: dict[str, np.ndarray]) -> None:
+        result[role][5, [a, b]] = result[role][5, [b, a]]
 
     return change
 
 
-def mask_twice(found: dict[str, np.ndarray]) -> None:
+def mask_twice(result: dict[str, np.ndarray]) -> None:
     for role in fixed_width.MASK_ROLES:
-        found[role][5, 1] = found[role][5, 0]
+        result[role][5, 1] = result[role][5, 0]
 
 
-def join_two(found: dict[str, np.ndarray]) -> None:
-    found["owner"][5] = np.where(found["owner"][5] == 1, 2, found["owner"][5])
+def join_two(result: dict[str, np.ndarray]) -> None:
+    result["owner"][5] = np.where(result["owner"][5] == 1, 2, result["owner"][5])
 
 
 OUTSIDE, NO_FIRST = "outside its sequence", "does not point at a first token"
@@ -140,7 +142,7 @@ BAD: dict[str, tuple[str, Change, str]] = {
     "segments the wrong way": ("unpacked", put("types", 0, 1), "not 0 and then 1"),
     "no first segment": (
         "unpacked",
-        lambda found: found["types"].__setitem__(5, found["owner"][5]),
+        lambda result: result["types"].__setitem__(5, result["owner"][5]),
         "not 0 and then 1",
     ),
     "padding with a segment": ("packed", put("types", -1, 1), "padding is not empty"),
@@ -168,42 +170,42 @@ BAD: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_contradicts_itself_is_refused(forms: dict, name: str) -> None:
-    form, harm, said = BAD[name]
-    found = columns(forms[form][0], form)
-    harm(found)
-    with pytest.raises(InputError, match=rf"record 5: .*({said})"):
-        fixed_width.unpack(found, VOCAB, where)
+    form, harm, message = BAD[name]
+    result = columns(forms[form][0], form)
+    harm(result)
+    with pytest.raises(InputError, match=rf"record 5: .*({message})"):
+        fixed_width.unpack(result, VOCAB, where)
 
 
 def test_widths_must_agree(forms: dict) -> None:
-    found = columns(forms["packed"][0], "packed")
+    result = columns(forms["packed"][0], "packed")
     with pytest.raises(InputError, match=r"one width: .*'types': 39"):
-        fixed_width.unpack(found | {"types": found["types"][:, 1:]}, VOCAB, where)
+        fixed_width.unpack(result | {"types": result["types"][:, 1:]}, VOCAB, where)
     with pytest.raises(InputError, match="one width"):
-        fixed_width.unpack(found | {"masked_at": found["masked_at"][:, 1:]}, VOCAB, where)
+        fixed_width.unpack(result | {"masked_at": result["masked_at"][:, 1:]}, VOCAB, where)
     with pytest.raises(InputError, match="one width"):
         fixed_width.unpack(
-            found | {role: found[role][:, :0] for role in fixed_width.MASK_ROLES}, VOCAB, where
+            result | {role: result[role][:, :0] for role in fixed_width.MASK_ROLES}, VOCAB, where
         )
 
 
 def test_special_tokens_are_checked(forms: dict) -> None:
-    found = columns(forms["unpacked"][0], "unpacked")
-    specials = fixed_width.guess(fixed_width.unpack(found, VOCAB, where), VOCAB)
-    for place, said in ((0, r"begin with \[CLS\] \(2\)"), (-1, r"end with \[SEP\] \(3\)")):
-        harmed = found | {"ids": found["ids"].copy()}
-        length = found["owner"][7].sum()
+    result = columns(forms["unpacked"][0], "unpacked")
+    specials = fixed_width.guess(fixed_width.unpack(result, VOCAB, where), VOCAB)
+    for place, message in ((0, r"begin with \[CLS\] \(2\)"), (-1, r"end with \[SEP\] \(3\)")):
+        harmed = result | {"ids": result["ids"].copy()}
+        length = result["owner"][7].sum()
         harmed["ids"][7, place % length] = 50
         unpacked = fixed_width.unpack(harmed, VOCAB, where)
-        with pytest.raises(InputError, match=f"record 7: .*{said}"):
+        with pytest.raises(InputError, match=f"record 7: .*{message}"):
             fixed_width.check_specials(unpacked, specials, where)
 
 
 def test_without_masks_the_mask_token_is_not_guessed(forms: dict) -> None:
-    found = columns(forms["unpacked"][0], "unpacked")
-    found["masked_owner"][:] = 0
+    result = columns(forms["unpacked"][0], "unpacked")
+    result["masked_owner"][:] = 0
     with pytest.raises(InputError, match="pass --tokenizer"):
-        fixed_width.guess(fixed_width.unpack(found, VOCAB, where), VOCAB)
+        fixed_width.guess(fixed_width.unpack(result, VOCAB, where), VOCAB)
 
 
 def test_the_real_file(shared_data: Path) -> None:
@@ -217,16 +219,16 @@ def test_the_real_file(shared_data: Path) -> None:
     names = fixed_width.FORMS["packed, [CLS] last"][1]
     assert set(names.values()) == tfrecord.feature_names(run)
     table = tfrecord.read_features(run, [*names.values()])
-    found = fixed_width.unpack(
+    result = fixed_width.unpack(
         {role: table[name] for role, name in names.items()}, 30522, run.place
     )
-    specials = fixed_width.guess(found, 30522)
+    specials = fixed_width.guess(result, 30522)
     assert (specials.cls, specials.sep, specials.mask) == (101, 102, 103)
-    fixed_width.check_specials(found, specials, run.place)
-    assert (len(found.offsets) - 1, len(found.sequences.lengths)) == (44, 45)
-    assert found.sequences.lengths.max() == 128
+    fixed_width.check_specials(result, specials, run.place)
+    assert (len(result.offsets) - 1, len(result.sequences.lengths)) == (44, 45)
+    assert result.sequences.lengths.max() == 128
     words = (shared_data / "vocab" / "bert-base-uncased-vocab.txt").read_text().split("\n")
-    begin = " ".join(words[token] for token in found.sequences.ids[:13])
+    begin = " ".join(words[token] for token in result.sequences.ids[:13])
     assert begin == "[CLS] this text is included to make sure [MASK] is handled properly :"
-    masks = found.sequences.masked
+    masks = result.sequences.masked
     assert masks is not None and words[masks.ids[0]] == "unicode"

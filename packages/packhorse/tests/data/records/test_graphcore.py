@@ -22,13 +22,13 @@ def read(path: Path, sizes: RecordSizes = SIZES) -> list[fixed_width.Unpacked]:
 
 
 @pytest.fixture
-def made(record_files: ModuleType, rng: np.random.Generator) -> list:
+def sequences(record_files: ModuleType, rng: np.random.Generator) -> list:
     return [record_files.draw(rng, 40 if i % 2 else 12, VOCAB) for i in range(50)]
 
 
 @pytest.fixture
-def packed(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
-    rows = record_files.packs(made, 40, 3)
+def packed(record_files: ModuleType, sequences: list, tmp_path: Path) -> Path:
+    rows = record_files.packs(sequences, 40, 3)
     path = tmp_path / "strategy_10_10_20_part_0"
     content = (record_files.ten_arrays(row, 40, 7, 3) for row in rows)
     path.write_bytes(b"".join(map(record_files.words, content)))
@@ -36,9 +36,9 @@ def packed(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def unpacked(record_files: ModuleType, made: list, tmp_path: Path) -> Path:
+def unpacked(record_files: ModuleType, sequences: list, tmp_path: Path) -> Path:
     path = tmp_path / "part_00000"
-    content = (record_files.unpacked(one, 40, 7) for one in made)
+    content = (record_files.unpacked(sequence, 40, 7) for sequence in sequences)
     path.write_bytes(b"".join(map(record_files.words, content)))
     return path
 
@@ -50,7 +50,7 @@ def test_the_published_sizes() -> None:
 
 def test_both_kinds_are_read(
     record_files: ModuleType,
-    made: list,
+    sequences: list,
     packed: Path,
     unpacked: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -59,36 +59,40 @@ def test_both_kinds_are_read(
     assert graphcore.kind_of(unpacked, SIZES) == "unpacked"
     monkeypatch.setattr(graphcore, "RUN_RECORDS", 7)
     for path in (packed, unpacked):
-        found = read(path)
-        assert len(found) > 3
-        assert [one for run in found for one in record_files.told(run.sequences)] == made
-    sizes = [len(each.offsets) - 1 for each in read(packed)]
-    assert sum(sizes) == len(record_files.packs(made, 40, 3))
+        result = read(path)
+        assert len(result) > 3
+        assert [
+            sequence for run in result for sequence in record_files.as_drawn(run.sequences)
+        ] == sequences
+    sizes = [len(item.offsets) - 1 for item in read(packed)]
+    assert sum(sizes) == len(record_files.packs(sequences, 40, 3))
 
 
 def test_a_size_that_fits_both_kinds(
     record_files: ModuleType, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     """As many records of one as take the room of some of the other."""
-    ours, theirs = (SIZES.record_bytes(kind) for kind in ("packed", "unpacked"))
-    least = np.lcm(ours, theirs)
-    short = [record_files.draw(rng, 8, VOCAB) for _ in range(2 * least // theirs)]
+    packed_bytes, unpacked_bytes = (SIZES.record_bytes(kind) for kind in ("packed", "unpacked"))
+    least = np.lcm(packed_bytes, unpacked_bytes)
+    short = [record_files.draw(rng, 8, VOCAB) for _ in range(2 * least // unpacked_bytes)]
     path = tmp_path / "some"
-    rows = (record_files.ten_arrays([one], 40, 7, 3) for one in short[: least // ours])
+    rows = (
+        record_files.ten_arrays([sequence], 40, 7, 3) for sequence in short[: least // packed_bytes]
+    )
     path.write_bytes(b"".join(map(record_files.words, rows)))
-    assert path.stat().st_size % theirs == 0
+    assert path.stat().st_size % unpacked_bytes == 0
     assert graphcore.kind_of(path, SIZES) == "packed"
-    rows = (record_files.unpacked(one, 40, 7) for one in short[: least // theirs])
+    rows = (record_files.unpacked(sequence, 40, 7) for sequence in short[: least // unpacked_bytes])
     path.write_bytes(b"".join(map(record_files.words, rows)))
-    assert path.stat().st_size % ours == 0
+    assert path.stat().st_size % packed_bytes == 0
     assert graphcore.kind_of(path, SIZES) == "unpacked"
 
 
 def test_a_size_that_fits_neither(packed: Path) -> None:
     content = packed.read_bytes()
     packed.write_bytes(content[:-4])
-    said = f"{len(content) - 4} bytes are not a whole number.* 796 bytes .packed. nor of 568"
-    with pytest.raises(InputError, match=said):
+    message = f"{len(content) - 4} bytes are not a whole number.* 796 bytes .packed. nor of 568"
+    with pytest.raises(InputError, match=message):
         read(packed)
     assert RecordSizes(40, 7, 3).record_bytes("packed") == 796
 
@@ -96,18 +100,20 @@ def test_a_size_that_fits_neither(packed: Path) -> None:
 def test_the_sizes_that_would_fit_are_told(
     record_files: ModuleType, rng: np.random.Generator, tmp_path: Path
 ) -> None:
-    made = [record_files.draw(rng, 128, VOCAB) for _ in range(7)]
+    sequences = [record_files.draw(rng, 128, VOCAB) for _ in range(7)]
     path = tmp_path / "part"
-    content = (record_files.unpacked(one, 128, 20) for one in made)
+    content = (record_files.unpacked(sequence, 128, 20) for sequence in sequences)
     path.write_bytes(b"".join(map(record_files.words, content)))
-    said = "could be unpacked with --max-length 128 --max-predictions 20"
-    with pytest.raises(InputError, match=said) as caught:
+    message = "could be unpacked with --max-length 128 --max-predictions 20"
+    with pytest.raises(InputError, match=message) as caught:
         read(path, RecordSizes())
-    assert str(caught.value).count(f"{said.removeprefix('could be ')} ") == 1
-    content = (record_files.ten_arrays([one], 128, 20, 2) for one in made)
+    assert str(caught.value).count(f"{message.removeprefix('could be ')} ") == 1
+    content = (record_files.ten_arrays([sequence], 128, 20, 2) for sequence in sequences)
     path.write_bytes(b"".join(map(record_files.words, content)))
-    said = "could be packed with --max-length 128 --max-predictions 20 --max-sequences-per-pack 2"
-    with pytest.raises(InputError, match=said):
+    message = (
+        "could be packed with --max-length 128 --max-predictions 20 --max-sequences-per-pack 2"
+    )
+    with pytest.raises(InputError, match=message):
         read(path, RecordSizes())
     path.write_bytes(b"words and words" * 10)
     with pytest.raises(InputError, match="no usual sizes fit"):

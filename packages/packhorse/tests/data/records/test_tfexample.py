@@ -25,13 +25,15 @@ def run_of(*records: bytes) -> TFRecordBlock:
     return TFRecordBlock(Path("some.tfrecord"), 0, tuple(offsets.tolist()), records)
 
 
-def read(records: Sequence[bytes], *wanted: str) -> dict[str, list]:
-    return {name: array.tolist() for name, array in read_features(run_of(*records), wanted).items()}
+def read(records: Sequence[bytes], *expected: str) -> dict[str, list]:
+    return {
+        name: array.tolist() for name, array in read_features(run_of(*records), expected).items()
+    }
 
 
-def goes_in_step(records: Sequence[bytes], *wanted: str) -> bool:
+def goes_in_step(records: Sequence[bytes], *expected: str) -> bool:
     try:
-        tfrecord._in_step(records, wanted)
+        tfrecord._in_step(records, expected)
     except tfrecord._Irregular:
         return False
     return True
@@ -39,7 +41,7 @@ def goes_in_step(records: Sequence[bytes], *wanted: str) -> bool:
 
 def test_what_tensorflow_wrote(tf: ModuleType, rng: np.random.Generator) -> None:
     """Widths, signs and the order of features that TensorFlow gives them."""
-    feature, many = tf.train.Feature, []
+    feature, several = tf.train.Feature, []
     for _ in range(50):
         values = {
             "small": rng.integers(0, 2, 40),
@@ -54,14 +56,14 @@ def test_what_tensorflow_wrote(tf: ModuleType, rng: np.random.Generator) -> None
             for name, array in values.items()
         }
         example = tf.train.Example(features=tf.train.Features(feature=features))
-        many.append((values, example.SerializeToString()))
-    records = [record for _, record in many]
+        several.append((values, example.SerializeToString()))
+    records = [record for _, record in several]
     assert goes_in_step(records, "small", "tokens")  # or the fast way is never gone
-    found = read_features(run_of(*records), ("small", "tokens", "any", "weights"))
-    for name, array in found.items():
-        assert np.array_equal(array, [values[name] for values, _ in many])
-    assert found["small"].dtype == found["tokens"].dtype == np.int32
-    assert found["any"].dtype == np.int64
+    result = read_features(run_of(*records), ("small", "tokens", "any", "weights"))
+    for name, array in result.items():
+        assert np.array_equal(array, [values[name] for values, _ in several])
+    assert result["small"].dtype == result["tokens"].dtype == np.int32
+    assert result["any"].dtype == np.int64
 
 
 @given(st.data())
@@ -99,8 +101,8 @@ def test_a_name_is_not_its_beginning(record_files: ModuleType) -> None:
 def test_of_two_features_with_one_name_the_last_counts(record_files: ModuleType, tf) -> None:
     entries = [record_files.entry("a", [1, 2]), record_files.entry("a", [3, 4])]
     record = wire.write_field(1, b"".join(wire.write_field(1, entry) for entry in entries))
-    theirs = tf.train.Example.FromString(record).features.feature["a"].int64_list.value
-    assert read([record], "a") == {"a": [list(theirs)]} == {"a": [[3, 4]]}
+    reference = tf.train.Example.FromString(record).features.feature["a"].int64_list.value
+    assert read([record], "a") == {"a": [list(reference)]} == {"a": [[3, 4]]}
     bytes_last = wire.write_field(3, "a") + wire.write_field(1, b"")
     assert read([record + wire.write_field(2, bytes_last)], "a") == {"a": [[3, 4]]}
 
@@ -146,10 +148,10 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(record_files: ModuleType, name: str) -> None:
-    bad, said = REFUSED[name]
+    bad, message = REFUSED[name]
     good = record_files.example({"a": [1, 2]})
     with pytest.raises(
-        InputError, match=rf"some.tfrecord, record 1 \(byte {len(good) + 16}\).*{said}"
+        InputError, match=rf"some.tfrecord, record 1 \(byte {len(good) + 16}\).*{message}"
     ):
         read([good, bad, good], "a")
 
@@ -166,12 +168,12 @@ def test_mutated_messages_are_read_as_tensorflow_does_or_refused(
             at = int(rng.integers(len(content)))
             content[at : at + int(rng.integers(0, 3))] = rng.bytes(int(rng.integers(0, 3)))
         try:
-            found = read([bytes(content)], *row)
+            result = read([bytes(content)], *row)
         except InputError:
             continue
-        theirs = tf.train.Example.FromString(bytes(content)).features.feature
+        reference = tf.train.Example.FromString(bytes(content)).features.feature
         for name in row:
-            values = theirs[name].int64_list.value or theirs[name].float_list.value
-            assert np.array_equal(found[name], [list(values)], equal_nan=True), content
+            values = reference[name].int64_list.value or reference[name].float_list.value
+            assert np.array_equal(result[name], [list(values)], equal_nan=True), content
         read_as_theirs += 1
     assert read_as_theirs > 100

@@ -20,12 +20,12 @@ RECORDS = [b"one", b"", b"three" * 100, bytes(range(256))]
 
 
 @pytest.fixture
-def theirs(tf: ModuleType) -> Callable[..., list[bytes] | None]:
+def reference(tf: ModuleType) -> Callable[..., list[bytes] | None]:
     """What TensorFlow reads; None where it refuses."""
 
     def read(path: Path, compression: str = "") -> list[bytes] | None:
         try:
-            return [each.numpy() for each in tf.data.TFRecordDataset(str(path), compression)]
+            return [item.numpy() for item in tf.data.TFRecordDataset(str(path), compression)]
         except (tf.errors.DataLossError, tf.errors.OutOfRangeError):
             return None
 
@@ -48,11 +48,11 @@ def test_what_tensorflow_wrote(tf: ModuleType, compression: str, tmp_path: Path)
     assert offsets == np.cumsum([0, *(len(r) + 16 for r in RECORDS)])[:-1].tolist()
 
 
-def test_what_is_written_by_hand(record_files: ModuleType, theirs, tmp_path: Path) -> None:
+def test_what_is_written_by_hand(record_files: ModuleType, reference, tmp_path: Path) -> None:
     """The tests' own writer is used everywhere, so it must write what TensorFlow reads."""
     for name, compression in (("none", ""), ("gzip", "GZIP"), ("zlib", "ZLIB")):
         path = record_files.write(tmp_path / name, RECORDS, name)
-        assert theirs(path, compression) == ours(path) == RECORDS
+        assert reference(path, compression) == ours(path) == RECORDS
 
 
 @pytest.mark.parametrize("size", [0x8B1F, 376, 0x9C78])
@@ -114,14 +114,14 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_damage_is_named(
     record_files: ModuleType, name: str, compression: str, tmp_path: Path
 ) -> None:
-    harm, said = DAMAGE[name]
+    harm, message = DAMAGE[name]
     content = harm(b"".join(map(record_files.frame, RECORDS)))
     path = tmp_path / "damaged"
     path.write_bytes(record_files.COMPRESSIONS[compression](content))
-    with pytest.raises(InputError, match=said) as error:
+    with pytest.raises(InputError, match=message) as error:
         ours(path)
     assert str(path) in str(error.value)
-    assert "record" in said
+    assert "record" in message
 
 
 @pytest.mark.parametrize("at", [5, 40, -3, -1])
@@ -176,7 +176,7 @@ def test_memory_stays_flat(record_files: ModuleType, tmp_path: Path) -> None:
 
 
 def test_mutated_files_are_read_as_tensorflow_does_or_refused(
-    record_files: ModuleType, theirs, rng: np.random.Generator, tmp_path: Path
+    record_files: ModuleType, reference, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     good = b"".join(map(record_files.frame, RECORDS[:3]))
     path, read = tmp_path / "mutated", 0
@@ -187,9 +187,9 @@ def test_mutated_files_are_read_as_tensorflow_does_or_refused(
             content[at : at + int(rng.integers(0, 3))] = rng.bytes(int(rng.integers(0, 3)))
         path.write_bytes(content)
         try:
-            found = ours(path)
+            result = ours(path)
         except InputError:
             continue
-        assert found == theirs(path)
+        assert result == reference(path)
         read += 1
     assert read  # some mutations change nothing

@@ -31,8 +31,8 @@ def save(folder: Path, texts: list[str], files: int = 2, column: str = "text") -
     share = -(-len(texts) // files)
     names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
     for number, name in enumerate(names):
-        mine = texts[number * share : (number + 1) * share]
-        write(folder / name, {column: pa.array(mine), "n": pa.array(range(len(mine)))})
+        subset = texts[number * share : (number + 1) * share]
+        write(folder / name, {column: pa.array(subset), "n": pa.array(range(len(subset)))})
     state = {"_data_files": [{"filename": name} for name in names]}
     (folder / "state.json").write_text(json.dumps(state))
     return folder
@@ -46,10 +46,10 @@ def test_chunks_hold_every_row_once(tmp_path: Path, kind: pa.DataType, size: int
     assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])]
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert len(parts) == {1: 51, 1 << 20: 1}.get(size, len(parts))
-    found = [
+    result = [
         text for part in parts for text in arrow.texts_between(path, "text", part.begin, part.end)
     ]
-    assert found == [text.encode() for text in TEXTS] + [None]
+    assert result == [text.encode() for text in TEXTS] + [None]
 
 
 def test_a_saved_folder_is_its_files(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_splits_are_named(tmp_path: Path) -> None:
 
 def test_real_ones_of_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra hf)")
-    made = datasets.Dataset.from_dict({"text": TEXTS}).select(range(40, 10, -1))
-    made.save_to_disk(tmp_path / "saved", num_shards=2)
-    found = [
+    built = datasets.Dataset.from_dict({"text": TEXTS}).select(range(40, 10, -1))
+    built.save_to_disk(tmp_path / "saved", num_shards=2)
+    result = [
         document.sentences[0]
         for chunk in chunks(find([tmp_path / "saved"]))
         for document in read(chunk)[0]
     ]
-    assert found == [f"Row {n} has its words." for n in range(40, 10, -1)]
+    assert result == [f"Row {n} has its words." for n in range(40, 10, -1)]
 
 
 @pytest.mark.parametrize(

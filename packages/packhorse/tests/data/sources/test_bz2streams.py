@@ -25,7 +25,7 @@ def write(path: Path, streams: list[bytes]) -> list[int]:
 
 def text_of(path: Path, begin: int = 0, end: int | None = None) -> tuple[bytes, list[str]]:
     pieces = list(unpacked(path, begin, end))
-    return b"".join(text for text, _ in pieces), [why for _, why in pieces if why]
+    return b"".join(text for text, _ in pieces), [reason for _, reason in pieces if reason]
 
 
 @pytest.mark.parametrize("block", [16, 97, 1 << 20])
@@ -56,11 +56,11 @@ def test_a_damaged_stream_is_lost_and_the_others_are_not(tmp_path: Path) -> None
     assert problems == [f"damaged bz2 data, lost from byte {places[1]} to byte {places[2]}"]
 
 
-@pytest.mark.parametrize("behind", [3, 6, 40])
-def test_what_is_lost_lies_before_the_next_stream(tmp_path: Path, behind: int) -> None:
+@pytest.mark.parametrize("following", [3, 6, 40])
+def test_what_is_lost_lies_before_the_next_stream(tmp_path: Path, following: int) -> None:
     """Damage near a stream's end is found when the next stream's first bytes are already fed."""
     packed = [bytearray(bz2.compress(text)) for text in texts(3, 150)]
-    packed[1][-behind] ^= 4
+    packed[1][-following] ^= 4
     places = write(tmp_path / "a.bz2", [bytes(stream) for stream in packed])
     _, problems = text_of(tmp_path / "a.bz2")
     assert problems == [f"damaged bz2 data, lost from byte {places[1]} to byte {places[2]}"]
@@ -71,10 +71,10 @@ def test_what_is_lost_begins_where_the_last_sound_block_ends(tmp_path: Path) -> 
     packed = bytearray(bz2.compress(text, 1))
     packed[len(packed) // 2] ^= 4
     write(tmp_path / "a.bz2", [bytes(packed)])
-    given, (problem,) = text_of(tmp_path / "a.bz2")
+    inputs, (problem,) = text_of(tmp_path / "a.bz2")
     begin, end = map(int, re.findall(r"byte (\d+)", problem))
     assert end == len(packed)
-    assert begin <= len(bz2.compress(given, 1)) <= begin + 2 * bz2streams.FED_BYTES
+    assert begin <= len(bz2.compress(inputs, 1)) <= begin + 2 * bz2streams.FED_BYTES
 
 
 @pytest.mark.parametrize("bit", range(8))
@@ -86,21 +86,23 @@ def test_no_byte_of_a_damaged_block_is_given(tmp_path: Path, bit: int) -> None:
     third = len(packed) // 3
     packed[third + rng.randrange(third // 2, third)] ^= 1 << bit
     write(tmp_path / "a.bz2", [bytes(packed)])
-    given, problems = text_of(tmp_path / "a.bz2")
+    inputs, problems = text_of(tmp_path / "a.bz2")
     assert len(problems) == 1
-    assert 90_000 < len(given) < 110_000
-    assert given == text[: len(given)]
+    assert 90_000 < len(inputs) < 110_000
+    assert inputs == text[: len(inputs)]
 
 
-@pytest.mark.parametrize("left", [1, 3, 20, 600])
-def test_a_file_that_is_cut(tmp_path: Path, left: int) -> None:
+@pytest.mark.parametrize("remaining", [1, 3, 20, 600])
+def test_a_file_that_is_cut(tmp_path: Path, remaining: int) -> None:
     whole = texts(2)
     places = write(tmp_path / "a.bz2", [bz2.compress(text) for text in whole])
     packed = (tmp_path / "a.bz2").read_bytes()
-    (tmp_path / "a.bz2").write_bytes(packed[: places[1] + left])
+    (tmp_path / "a.bz2").write_bytes(packed[: places[1] + remaining])
     text, problems = text_of(tmp_path / "a.bz2")
     assert text == whole[0]
-    assert problems == [f"the bz2 stream from byte {places[1]} is cut at byte {places[1] + left}"]
+    assert problems == [
+        f"the bz2 stream from byte {places[1]} is cut at byte {places[1] + remaining}"
+    ]
 
 
 def test_what_is_no_bz2_between_and_behind_is_told(tmp_path: Path) -> None:
@@ -122,7 +124,7 @@ def test_a_bomb_is_left_out_and_what_lies_before_it_is_read(tmp_path: Path) -> N
     pieces = list(unpacked(path))
     assert pieces[0][0].startswith(before)
     assert sum(len(text) for text, _ in pieces) <= bz2streams.BURST
-    (problem,) = [why for _, why in pieces if why]
+    (problem,) = [reason for _, reason in pieces if reason]
     assert "more than 100 times its size" in problem and "unpack it with bunzip2" in problem
 
 

@@ -40,8 +40,8 @@ def cut(path: Path, data: bytes, size: int) -> list[Chunk]:
     return list(chunks(find([path]), size))
 
 
-def multistream(pages: Sequence[bytes] = PAGES, each: int = 5) -> bytes:
-    groups = [b"".join(pages[i : i + each]) for i in range(0, len(pages), each)]
+def multistream(pages: Sequence[bytes] = PAGES, item: int = 5) -> bytes:
+    groups = [b"".join(pages[i : i + item]) for i in range(0, len(pages), item)]
     return b"".join(map(bz2.compress, [HEAD, *groups, FOOT]))
 
 
@@ -54,7 +54,7 @@ def test_byte_ranges_tile_the_file_and_begin_with_documents(
     parts = cut(tmp_path / name, data, size)
     assert [part.number for part in parts] == list(range(len(parts)))
     assert (parts[0].begin, parts[-1].end) == (0, len(data))
-    assert all(one.end == other.begin for one, other in pairwise(parts))
+    assert all(single.end == second.begin for single, second in pairwise(parts))
     assert all(data[part.begin :].startswith(beginning) for part in parts[1:])
     assert all(part.data is None for part in parts)
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -67,8 +67,8 @@ def test_a_bz2_of_one_stream_comes_along_unpacked_and_cut_alike(tmp_path: Path, 
     plain = cut(tmp_path / name, data, 300)
     packed = cut(tmp_path / f"{name}.bz2", bz2.compress(data), 300)
     assert [part.data for part in packed] == [data[part.begin : part.end] for part in plain]
-    assert [(one.begin, one.end, one.last) for one in packed] == [
-        (one.begin, one.end, one.last) for one in plain
+    assert [(single.begin, single.end, single.last) for single in packed] == [
+        (single.begin, single.end, single.last) for single in plain
     ]
 
 
@@ -121,8 +121,8 @@ def test_rows_of_a_parquet_file(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=300, compression="none")
     parts = list(chunks(find([tmp_path / "a.parquet"]), 5000))
     assert (parts[0].begin, parts[-1].end, parts[-1].last) == (0, 1000, True)
-    assert all(one.end == other.begin for one, other in pairwise(parts))
-    assert all(one.begin // 300 == (one.end - 1) // 300 for one in parts)
+    assert all(single.end == second.begin for single, second in pairwise(parts))
+    assert all(single.begin // 300 == (single.end - 1) // 300 for single in parts)
     assert len(parts) >= 4
 
 

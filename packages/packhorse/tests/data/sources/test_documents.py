@@ -37,8 +37,8 @@ def dump(pages: list[bytes]) -> bytes:
     return NAMES + b"".join(pages) + END
 
 
-def multistream(pages: list[bytes], each: int = 4) -> list[bytes]:
-    groups = [b"".join(pages[i : i + each]) for i in range(0, len(pages), each)]
+def multistream(pages: list[bytes], per_stream: int = 4) -> list[bytes]:
+    groups = [b"".join(pages[i : i + per_stream]) for i in range(0, len(pages), per_stream)]
     return [bz2.compress(text) for text in [NAMES, *groups, END]]
 
 
@@ -47,13 +47,13 @@ def doc(text: str, title: str = "T") -> bytes:
 
 
 def read_all(path: Path, size: int = 1 << 22, **options: str) -> tuple[list[Document], ReadTally]:
-    found, total = [], ReadTally()
+    result, total = [], ReadTally()
     for chunk in chunks(find([path], **options), size):
-        some, tally = read(chunk)
-        found += some
+        sample, tally = read(chunk)
+        result += sample
         total += tally
-    assert total.documents == len(found)
-    return found, total
+    assert total.documents == len(result)
+    return result, total
 
 
 PAGES = [page(text) for text in TEXTS]
@@ -76,12 +76,12 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_cut_gives_the_same_documents(tmp_path: Path, name: str, size: int) -> None:
     WRITERS[name](tmp_path / name)
-    found, tally = read_all(tmp_path / name, size)
-    assert [one.sentences for one in found] == SENTENCES
-    assert [one.text_md5 for one in found] == [
+    result, tally = read_all(tmp_path / name, size)
+    assert [single.sentences for single in result] == SENTENCES
+    assert [single.text_md5 for single in result] == [
         hashlib.md5("\n".join(sentences).encode()).hexdigest() for sentences in SENTENCES
     ]
-    assert tally == ReadTally(40, sum(len(sentence) for one in SENTENCES for sentence in one))
+    assert tally == ReadTally(40, sum(len(sentence) for single in SENTENCES for sentence in single))
 
 
 def test_another_process_reads_a_chunk_alike(tmp_path: Path) -> None:
@@ -104,8 +104,11 @@ def test_what_a_dump_holds_beside_articles_is_counted(tmp_path: Path) -> None:
         page("[[Datei:a.jpg|mini|Bild]] Two.", "Zwei"),
     ]
     (tmp_path / "a.xml").write_bytes(dump(pages))
-    found, tally = read_all(tmp_path / "a.xml")
-    assert [(one.name, one.sentences) for one in found] == [("T", ["One."]), ("Zwei", ["Two."])]
+    result, tally = read_all(tmp_path / "a.xml")
+    assert [(single.name, single.sentences) for single in result] == [
+        ("T", ["One."]),
+        ("Zwei", ["Two."]),
+    ]
     assert tally == ReadTally(2, 8, redirects=2, not_articles=1, empty=1)
 
 
@@ -119,21 +122,21 @@ DAMAGE = {
 
 @pytest.mark.parametrize("packing", ["plain", "one stream", "many streams"])
 @pytest.mark.parametrize("size", [1, 1500, 1 << 22])
-@pytest.mark.parametrize("why", DAMAGE)
+@pytest.mark.parametrize("cause", DAMAGE)
 def test_a_bad_page_is_told_and_costs_no_other(
-    tmp_path: Path, why: str, size: int, packing: str
+    tmp_path: Path, cause: str, size: int, packing: str
 ) -> None:
-    data, path = DAMAGE[why], tmp_path / "a.xml"
+    data, path = DAMAGE[cause], tmp_path / "a.xml"
     if packing == "one stream":
         data = bz2.compress(data)
     elif packing == "many streams":
         pages = data.removeprefix(NAMES).removesuffix(END).splitlines(keepends=True)
         data = b"".join(multistream(pages))
     path.write_bytes(data)
-    found, tally = read_all(path, size)
-    assert [one.sentences for one in found] == SENTENCES[:5] + SENTENCES[6:]
+    result, tally = read_all(path, size)
+    assert [single.sentences for single in result] == SENTENCES[:5] + SENTENCES[6:]
     assert len(tally.bad) == 1
-    assert why in tally.bad[0].reason
+    assert cause in tally.bad[0].reason
     assert str(path) in tally.bad[0].place and "byte" in tally.bad[0].place
 
 
@@ -144,9 +147,9 @@ def test_a_dump_that_is_cut_is_told(tmp_path: Path, at: str, size: int) -> None:
     data = whole[:-40] if at == "in a page" else whole.removesuffix(END)
     for name, written in (("a.xml", data), ("a.xml.bz2", bz2.compress(data))):
         (tmp_path / name).write_bytes(written)
-        found, tally = read_all(tmp_path / name, size)
-        assert [one.sentences for one in found] == SENTENCES[: len(found)]
-        assert len(found) == (19 if at == "in a page" else 20)
+        result, tally = read_all(tmp_path / name, size)
+        assert [single.sentences for single in result] == SENTENCES[: len(result)]
+        assert len(result) == (19 if at == "in a page" else 20)
         assert [bad.reason.endswith(("cut here", "it is cut")) for bad in tally.bad] == [True]
 
 
@@ -156,8 +159,8 @@ def test_a_damaged_stream_loses_its_pages_and_no_others(tmp_path: Path, size: in
     broken = bytearray(streams[3])
     broken[len(broken) // 2] ^= 16
     (tmp_path / "a.xml.bz2").write_bytes(b"".join([*streams[:3], bytes(broken), *streams[4:]]))
-    found, tally = read_all(tmp_path / "a.xml.bz2", size)
-    assert [one.sentences for one in found] == SENTENCES[:8] + SENTENCES[12:]
+    result, tally = read_all(tmp_path / "a.xml.bz2", size)
+    assert [single.sentences for single in result] == SENTENCES[:8] + SENTENCES[12:]
     place = sum(map(len, streams[:4]))
     assert [f"to byte {place}" in bad.reason for bad in tally.bad] == [True]
 
@@ -165,8 +168,8 @@ def test_a_damaged_stream_loses_its_pages_and_no_others(tmp_path: Path, size: in
 def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
     packed = bz2.compress(b"One.\nTwo.\n\n") + bz2.compress(b"Three.\n" * 9)[:-20]
     (tmp_path / "part-0.bz2").write_bytes(packed)
-    found, tally = read_all(tmp_path / "part-0.bz2")
-    assert [one.sentences for one in found] == [["One.", "Two."]]
+    result, tally = read_all(tmp_path / "part-0.bz2")
+    assert [single.sentences for single in result] == [["One.", "Two."]]
     assert [f"is cut at byte {len(packed)}" in bad.reason for bad in tally.bad] == [True]
 
 
@@ -175,8 +178,8 @@ def test_streams_that_cut_pages_after_good_beginnings_are_told(tmp_path: Path) -
     pages = b"".join(PAGES[12:])
     odd = [bz2.compress(pages[:1000]), bz2.compress(pages[1000:]), streams[-1]]
     (tmp_path / "a.xml.bz2").write_bytes(b"".join([*streams[:-1], *odd]))
-    found, tally = read_all(tmp_path / "a.xml.bz2", 1)
-    assert len(found) == 39
+    result, tally = read_all(tmp_path / "a.xml.bz2", 1)
+    assert len(result) == 39
     cut, rest = tally.bad
     assert "has no end" in cut.reason and "in no page" in rest.reason
 
@@ -184,9 +187,9 @@ def test_streams_that_cut_pages_after_good_beginnings_are_told(tmp_path: Path) -
 def test_wikiextractor_drops_the_title_and_what_was_overlooked(tmp_path: Path) -> None:
     text = 'First.\n\nSecond <ref name="x">gone</ref>one.<br>\nA &#772; b <nowiki>c</nowiki>.'
     (tmp_path / "wiki_00").write_bytes(doc(text, "Ants &amp; bees") + doc("", "Empty"))
-    found, tally = read_all(tmp_path / "wiki_00")
-    assert found[0].name == "Ants & bees"
-    assert found[0].sentences == ["First.", "Second one.", "A \u0304 b c."]
+    result, tally = read_all(tmp_path / "wiki_00")
+    assert result[0].name == "Ants & bees"
+    assert result[0].sentences == ["First.", "Second one.", "A \u0304 b c."]
     assert (tally.documents, tally.empty, tally.bad) == (1, 1, ())
 
 
@@ -194,9 +197,9 @@ def test_wikiextractor_damage(tmp_path: Path) -> None:
     bad = doc("\xff").replace("\xff".encode(), b"\xff")
     cut = doc("Cut.").removesuffix(b"\n\n</doc>\n")
     (tmp_path / "wiki_00").write_bytes(doc("One.") + b"stray\n" + bad + doc("Two.") + cut)
-    found, tally = read_all(tmp_path / "wiki_00")
-    assert [one.sentences for one in found] == [["One."], ["Two."]]
-    assert [one.reason for one in tally.bad] == [
+    result, tally = read_all(tmp_path / "wiki_00")
+    assert [single.sentences for single in result] == [["One."], ["Two."]]
+    assert [single.reason for single in tally.bad] == [
         "7 bytes that are in no <doc>",
         "not UTF-8 (byte 34)",
         "a <doc> without </doc>: the file is cut here",
@@ -213,25 +216,25 @@ def mlperf_hashes(text: str) -> list[str]:
 def test_hashes_are_those_of_mlperf_for_any_run_of_line_ends(tmp_path: Path, size: int) -> None:
     text = "\nOne.\nTwo.\n\n\nThree.\n\n\n\nFour. \n\n\n\n\nFive.\nSix.\n\nSeven.\n"
     (tmp_path / "part-0").write_text(text)
-    found, _ = read_all(tmp_path / "part-0", size)
-    assert [one.text_md5 for one in found] == mlperf_hashes(text)
-    assert found[0].sentences == ["One.", "Two."]
+    result, _ = read_all(tmp_path / "part-0", size)
+    assert [single.text_md5 for single in result] == mlperf_hashes(text)
+    assert result[0].sentences == ["One.", "Two."]
 
 
 def test_sentences_in_a_file_from_windows(tmp_path: Path) -> None:
     (tmp_path / "part-0").write_bytes(b"\xef\xbb\xbfOne.\r\nTwo.\r\n\r\nThree.\r\n")
-    found, _ = read_all(tmp_path / "part-0", 1)
-    assert [one.sentences for one in found] == [["One.", "Two."], ["Three."]]
+    result, _ = read_all(tmp_path / "part-0", 1)
+    assert [single.sentences for single in result] == [["One.", "Two."], ["Three."]]
 
 
 def test_text_is_one_document_without_titles(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("A line\nthat goes on. Next.\n\nA paragraph.\n")
-    (found,), _ = read_all(tmp_path / "a.txt")
-    assert found.sentences == ["A line that goes on.", "Next.", "A paragraph."]
-    assert found.name == f"{tmp_path / 'a.txt'}, byte 0"
+    (result,), _ = read_all(tmp_path / "a.txt")
+    assert result.sentences == ["A line that goes on.", "Next.", "A paragraph."]
+    assert result.name == f"{tmp_path / 'a.txt'}, byte 0"
     (tmp_path / "b.txt").write_text(" \n = Ants = \n \n Big . \n \n = = Life = = \n \n Short . \n")
-    (found,), _ = read_all(tmp_path / "b.txt")
-    assert (found.name, found.sentences) == ("Ants", ["Big .", "Short ."])
+    (result,), _ = read_all(tmp_path / "b.txt")
+    assert (result.name, result.sentences) == ("Ants", ["Big .", "Short ."])
 
 
 def test_bad_lines_of_json(tmp_path: Path) -> None:
@@ -249,8 +252,8 @@ def test_bad_lines_of_json(tmp_path: Path) -> None:
         b'"Two.\\nThree without an end"',
     ]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    found, tally = read_all(tmp_path / "a.jsonl")
-    assert [one.sentences for one in found] == [["One."], ["Two.", "Three without an end"]]
+    result, tally = read_all(tmp_path / "a.jsonl")
+    assert [single.sentences for single in result] == [["One."], ["Two.", "Three without an end"]]
     assert tally.empty == 2
     reasons = [
         "not JSON",
@@ -270,8 +273,8 @@ def test_bad_cells_of_parquet(tmp_path: Path) -> None:
     cells = pa.array([b"One.", None, b"\xff", b"Two. Three."], pa.binary())
     text = pa.StringArray.from_buffers(4, *cells.buffers()[1:], cells.buffers()[0], 1)
     parquet.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
-    found, tally = read_all(tmp_path / "a.parquet")
-    assert [one.sentences for one in found] == [["One."], ["Two.", "Three."]]
+    result, tally = read_all(tmp_path / "a.parquet")
+    assert [single.sentences for single in result] == [["One."], ["Two.", "Three."]]
     assert tally.empty == 1
     assert [(bad.place[-5:], bad.reason) for bad in tally.bad] == [("row 2", "not UTF-8 (byte 0)")]
 
@@ -280,12 +283,12 @@ def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     rows = [f"Row number {i} is here." for i in range(3000)]
     parquet.write_table(pa.table({"text": rows}), path, row_group_size=1000, use_dictionary=False)
-    where = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    location = parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
     data = bytearray(path.read_bytes())
-    data[where + 40 : where + 200] = bytes(160)
+    data[location + 40 : location + 200] = bytes(160)
     path.write_bytes(data)
-    found, tally = read_all(path)
-    assert len(found) == 2000
+    result, tally = read_all(path)
+    assert len(result) == 2000
     assert [(bad.place, bad.reason[:27]) for bad in tally.bad] == [
         (str(path), "rows 1000 to 1999 are lost:")
     ]
@@ -306,12 +309,12 @@ def test_a_flipped_letter_of_parquet_is_told(tmp_path: Path, size: int) -> None:
         write_batch_size=100,
     )
     path.write_bytes(path.read_bytes().replace(b"number 900 is", b"number 9Q0 is"))
-    found, tally = read_all(path, size)
+    result, tally = read_all(path, size)
     (bad,) = tally.bad
     first = int(bad.reason.split()[1])
     assert 0 < first <= 900
     assert f"rows {first} to 999 are lost: " in bad.reason
-    assert [one.sentences for one in found] == [
+    assert [single.sentences for single in result] == [
         [f"Row number {i} is here."] for i in [*range(first), *range(1000, 2000)]
     ]
 
@@ -322,16 +325,16 @@ def test_a_large_row_group_is_decoded_once_and_comes_along(tmp_path: Path) -> No
     parts = list(chunks(find([path]), 200))
     path.unlink()
     assert len(parts) > 5
-    assert [one.sentences for part in parts for one in read(part)[0]] == SENTENCES
+    assert [single.sentences for part in parts for single in read(part)[0]] == SENTENCES
 
 
 def test_a_bomb_among_streams_of_pages_is_left_out(tmp_path: Path) -> None:
-    streams = multistream([page("One."), page("Two.")], each=1)
+    streams = multistream([page("One."), page("Two.")], per_stream=1)
     bomb = bz2.compress(b"<page>" + bytes(23 << 20))
     path = tmp_path / "dump.xml.bz2"
     path.write_bytes(b"".join([*streams[:-1], bomb, bomb, bomb]))
-    found, tally = read_all(path)
-    assert [one.sentences for one in found] == [["One."], ["Two."]]
+    result, tally = read_all(path)
+    assert [single.sentences for single in result] == [["One."], ["Two."]]
     assert any("more than 100 times its size" in bad.reason for bad in tally.bad)
 
 
@@ -351,8 +354,8 @@ def test_rows_that_repeat_one_text_have_a_limit(
     parquet.write_table(pa.table({"text": ["A sentence. " * 1000] * 3000}), path)
     assert path.stat().st_size < 10_000
     monkeypatch.setattr(documents, "LONGEST_DOCUMENT", 1 << 20)
-    found, tally = read_all(path)
-    assert sum(len(one.sentences) for one in found) * len("A sentence.") < 1 << 20
+    result, tally = read_all(path)
+    assert sum(len(single.sentences) for single in result) * len("A sentence.") < 1 << 20
     (bad,) = tally.bad
     assert "rows 87 to 2999 are lost" in bad.reason and "smaller ones" in bad.reason
 
@@ -382,15 +385,15 @@ def test_a_table_that_changed_is_an_error(tmp_path: Path) -> None:
 
 def test_the_real_dump(shared_data: Path) -> None:
     path = next((shared_data / "wiki").glob("enwiki*.bz2"))
-    found, tally = read_all(path)
+    result, tally = read_all(path)
     assert (tally.documents, tally.redirects, tally.empty, tally.bad) == (105, 100, 1, ())
-    anarchism = found[0]
+    anarchism = result[0]
     assert anarchism.name == "Anarchism"
     assert anarchism.sentences[0] == (
         "Anarchism is a political philosophy that advocates self-governed societies based on"
         " voluntary institutions."
     )
-    lengths = [len(sentence.split()) for one in found for sentence in one.sentences]
+    lengths = [len(sentence.split()) for single in result for sentence in single.sentences]
     assert 17_000 < len(lengths) < 19_000
     assert 20 < sum(lengths) / len(lengths) < 25
     assert sum(length > 120 for length in lengths) < 20
@@ -400,22 +403,24 @@ def test_mlperfs_files_and_list(shared_data: Path) -> None:
     listed = (shared_data / "packing" / "mlperf_bert_eval.md5").read_text().split()
     nothing = hashlib.md5(b"").hexdigest()
     assert listed.count(nothing) == 60, "MLPerf picked empty articles too; none is ever a document"
-    found, total = [], ReadTally()
+    result, total = [], ReadTally()
     for path in sorted((shared_data / "wiki").glob("mlperf_wiki_*")):
-        some, tally = read_all(path, 1 << 18)
-        found, total = found + some, total + tally
+        sample, tally = read_all(path, 1 << 18)
+        result, total = result + sample, total + tally
     assert (total.documents, total.empty, total.bad) == (152, 1, ())
-    text = "\n".join(sentence for one in found for sentence in one.sentences)
-    assert not any(left in text for left in ("<ref", "</", "<br", "[[", "{{", "&nbsp;", "<doc"))
-    assert not any(left in text for left in ("()", " ,", " )", "]]", "&#"))
-    assert nothing not in {one.text_md5 for one in found}
+    text = "\n".join(sentence for single in result for sentence in single.sentences)
+    assert not any(
+        remaining in text for remaining in ("<ref", "</", "<br", "[[", "{{", "&nbsp;", "<doc")
+    )
+    assert not any(remaining in text for remaining in ("()", " ,", " )", "]]", "&#"))
+    assert nothing not in {single.text_md5 for single in result}
 
 
 def test_wikitext(shared_data: Path) -> None:
-    found, tally = read_all(shared_data / "text" / "wikitext-2-valid.txt", 100_000)
+    result, tally = read_all(shared_data / "text" / "wikitext-2-valid.txt", 100_000)
     assert (tally.documents, tally.bad) == (60, ())
-    assert found[0].name == "Homarus gammarus"
-    assert not any(sentence.startswith("= ") for one in found for sentence in one.sentences)
+    assert result[0].name == "Homarus gammarus"
+    assert not any(sentence.startswith("= ") for single in result for sentence in single.sentences)
 
 
 def test_the_kinds_are_all_read() -> None:

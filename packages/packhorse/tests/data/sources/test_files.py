@@ -68,8 +68,8 @@ def test_a_format_that_is_said_is_taken(tmp_path: Path) -> None:
 def test_a_folder_is_its_files_in_order(tmp_path: Path) -> None:
     for name in ("b/wiki_01", "b/wiki_00", "a/wiki_10", "wiki_05", ".hidden", "b/_SUCCESS"):
         write(tmp_path / name, DOC)
-    found = [source.path.relative_to(tmp_path).as_posix() for source in find([tmp_path])]
-    assert found == ["a/wiki_10", "b/wiki_00", "b/wiki_01", "wiki_05"]
+    result = [source.path.relative_to(tmp_path).as_posix() for source in find([tmp_path])]
+    assert result == ["a/wiki_10", "b/wiki_00", "b/wiki_01", "wiki_05"]
 
 
 def test_the_order_of_paths_is_kept_and_none_counts_twice(tmp_path: Path) -> None:

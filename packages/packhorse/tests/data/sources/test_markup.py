@@ -134,7 +134,7 @@ def test_markup_that_nests_well_reads_alike_both_ways(wikitext: str) -> None:
 @pytest.fixture(scope="module")
 def articles(shared_data: Path) -> list[wiki.Page]:
     dump = bz2.decompress(next((shared_data / "wiki").glob("enwiki*.bz2")).read_bytes())
-    bodies = [dump[one.begin : one.end] for one in wiki.elements(dump, wiki.PAGE)]
+    bodies = [dump[item.begin : item.end] for item in wiki.elements(dump, wiki.PAGE)]
     pages = [wiki.page(body) for body in bodies if body.startswith(b"<page>")]
     assert len(pages) == 206
     return [page for page in pages if not page.skipped]

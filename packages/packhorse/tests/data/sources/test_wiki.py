@@ -16,7 +16,7 @@ def page(text: str = "Text.", title: str = "A", ns: str = "<ns>0</ns>", extra: s
 
 
 def states(data: bytes, tag=PAGE) -> list[tuple[str, bytes]]:
-    return [(one.state, data[one.begin : one.end]) for one in wiki.elements(data, tag)]
+    return [(item.state, data[item.begin : item.end]) for item in wiki.elements(data, tag)]
 
 
 def test_elements_in_order_with_what_is_outside() -> None:
@@ -45,9 +45,9 @@ def test_elements_that_are_not_closed_and_ends_without_a_beginning() -> None:
 )
 def test_every_byte_but_blanks_is_accounted_for_once(data: bytes) -> None:
     at = 0
-    for one in wiki.elements(data, PAGE):
-        assert one.begin >= at and not data[at : one.begin].strip()
-        at = one.end
+    for item in wiki.elements(data, PAGE):
+        assert item.begin >= at and not data[at : item.begin].strip()
+        at = item.end
     assert not data[at:].strip()
 
 
@@ -77,7 +77,7 @@ def test_a_page_is_its_title_and_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("element", "why"),
+    ("element", "reason"),
     [
         (page(extra='<redirect title="B" />'), wiki.REDIRECT),
         (page("#REDIRECT [[B]]"), wiki.REDIRECT),
@@ -88,15 +88,15 @@ def test_a_page_is_its_title_and_text() -> None:
         (page().replace(b"<text>", b"<model>wikitext</model><text>"), ""),
     ],
 )
-def test_what_is_no_article(element: bytes, why: str) -> None:
-    assert wiki.page(element).skipped == why
+def test_what_is_no_article(element: bytes, reason: str) -> None:
+    assert wiki.page(element).skipped == reason
 
 
 BOMB = b'<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;&a;">]>'
 
 
 @pytest.mark.parametrize(
-    ("element", "why"),
+    ("element", "reason"),
     [
         (page("\xe9").replace("\xe9".encode(), b"\xe9"), "not UTF-8"),
         (page("a & b"), "not XML"),
@@ -107,8 +107,8 @@ BOMB = b'<!DOCTYPE x [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;&a;">]>'
         (b"<page>" + BOMB + page("&b;")[6:], "not XML"),
     ],
 )
-def test_broken_pages_say_why(element: bytes, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_broken_pages_say_why(element: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         wiki.page(element)
 
 

@@ -62,12 +62,12 @@ GLUE = {  # rows, and how often each label
 
 @pytest.mark.parametrize("name", GLUE)
 def test_glue_as_it_is_handed_around(name: str, shared_data: Path) -> None:
-    found = read_labeled(shared_data / "glue" / name)
+    result = read_labeled(shared_data / "glue" / name)
     rows, counts = GLUE[name]
-    assert len(found.texts) == len(found.targets) == rows
-    assert Counter(found.targets) == counts
-    assert (found.labels, found.problem) == (("0", "1"), "single_label")
-    assert all(isinstance(text, tuple) == name.startswith("msr") for text in found.texts)
+    assert len(result.texts) == len(result.targets) == rows
+    assert Counter(result.targets) == counts
+    assert (result.labels, result.problem) == (("0", "1"), "single_label")
+    assert all(isinstance(text, tuple) == name.startswith("msr") for text in result.texts)
 
 
 def test_glue_the_texts(shared_data: Path) -> None:
@@ -91,18 +91,18 @@ def test_a_quote_of_mrpc_is_not_one_of_csv(shared_data: Path) -> None:
 
 def test_stsb_is_scores(shared_data: Path) -> None:
     path = shared_data / "glue" / "stsb-en-dev.csv"
-    found = read_labeled(path)
-    assert (len(found.texts), found.problem, found.labels) == (1_500, "regression", ("score",))
-    assert found.texts[1][0] == "A young child is riding a horse." and found.targets[1] == 4.75
+    result = read_labeled(path)
+    assert (len(result.texts), result.problem, result.labels) == (1_500, "regression", ("score",))
+    assert result.texts[1][0] == "A young child is riding a horse." and result.targets[1] == 4.75
     scaled = read_labeled(path, TableLayout(scale=(0, 5)))
-    assert np.allclose(np.multiply(scaled.targets, 5), found.targets)
+    assert np.allclose(np.multiply(scaled.targets, 5), result.targets)
     assert (min(scaled.targets), max(scaled.targets)) == (0.0, 1.0)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
 def test_every_format(suffix: str, tmp_path: Path) -> None:
-    found = read_labeled(write(tmp_path / f"set{suffix}", ROWS))
-    assert found == LabeledTexts(ROWS["text"], [1, 0, 1], ("0", "1"), "single_label")
+    result = read_labeled(write(tmp_path / f"set{suffix}", ROWS))
+    assert result == LabeledTexts(ROWS["text"], [1, 0, 1], ("0", "1"), "single_label")
 
 
 @pytest.mark.parametrize(
@@ -117,14 +117,14 @@ def test_every_format(suffix: str, tmp_path: Path) -> None:
 def test_columns_known_by_name(columns: tuple[str, str, str], tmp_path: Path) -> None:
     a, b, label = columns
     path = write(tmp_path / "set.tsv", {"idx": [0, 1], label: ["x", "y"], b: ["2", "4"], a: [1, 3]})
-    found = read_labeled(path)
-    assert (found.texts, found.labels) == ([("1", "2"), ("3", "4")], ("x", "y"))
+    result = read_labeled(path)
+    assert (result.texts, result.labels) == ([("1", "2"), ("3", "4")], ("x", "y"))
 
 
 def test_columns_by_option(tmp_path: Path) -> None:
     path = write(tmp_path / "set.csv", {"title": ["a", "b"], "body": ["c", "d"], "stars": [5, 1]})
-    found = read_labeled(path, TableLayout(text=("title", "body"), label=("stars",)))
-    assert found == LabeledTexts([("a", "c"), ("b", "d")], [1, 0], ("1", "5"), "single_label")
+    result = read_labeled(path, TableLayout(text=("title", "body"), label=("stars",)))
+    assert result == LabeledTexts([("a", "c"), ("b", "d")], [1, 0], ("1", "5"), "single_label")
     (tmp_path / "bare.csv").write_text("5,fine\n1,poor\n")
     bare = read_labeled(tmp_path / "bare.csv", TableLayout(header=("label", "text")))
     assert (bare.texts, bare.targets) == (["fine", "poor"], [1, 0])
@@ -139,7 +139,7 @@ def test_a_tsv_may_have_quotes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "labels", "targets", "problem"),
+    ("inputs", "labels", "targets", "problem"),
     [
         (["b", "a", "b"], ("a", "b"), [1, 0, 1], "single_label"),
         ([10, 9, 2], ("2", "9", "10"), [2, 1, 0], "single_label"),
@@ -155,10 +155,10 @@ def test_a_tsv_may_have_quotes(tmp_path: Path) -> None:
     ],
 )
 def test_the_problem_and_the_numbers_follow_from_the_values(
-    given: list[Any], labels: tuple[str, ...], targets: list[Any], problem: str
+    inputs: list[Any], labels: tuple[str, ...], targets: list[Any], problem: str
 ) -> None:
-    found = values(*given)
-    assert (found.labels, found.targets, found.problem) == (labels, targets, problem)
+    result = values(*inputs)
+    assert (result.labels, result.targets, result.problem) == (labels, targets, problem)
 
 
 def test_the_problem_may_be_told() -> None:
@@ -171,8 +171,8 @@ def test_flags_in_columns_of_their_own(tmp_path: Path) -> None:
     columns = {"text": ["x", "y"], "rude": [1, 0], "loud": [1, 1]}
     layout = TableLayout(label=("rude", "loud"))
     for suffix in (".csv", ".parquet"):
-        found = read_labeled(write(tmp_path / f"set{suffix}", columns), layout)
-        assert (found.labels, found.targets) == (("rude", "loud"), [(0, 1), (1,)])
+        result = read_labeled(write(tmp_path / f"set{suffix}", columns), layout)
+        assert (result.labels, result.targets) == (("rude", "loud"), [(0, 1), (1,)])
     columns["loud"] = [1, 2]
     with pytest.raises(InputError, match="line 3: column 'loud' is '2', neither 0 nor 1"):
         read_labeled(write(tmp_path / "set.csv", columns), layout)
@@ -279,32 +279,32 @@ def dataset(datasets: Any, labels: list[int], names: list[str]) -> Any:
 
 
 def test_a_dataset_names_its_labels(datasets: Any, tmp_path: Path) -> None:
-    made = dataset(datasets, [2, 0, 2], ["no", "maybe", "yes"])
+    built = dataset(datasets, [2, 0, 2], ["no", "maybe", "yes"])
     want = LabeledTexts(["s0", "s1", "s2"], [2, 0, 2], ("no", "maybe", "yes"), "single_label")
-    assert read_labeled(made) == want
-    assert read_labeled(made.with_format("numpy")) == want
-    assert read_labeled(made.to_iterable_dataset()) == want
-    made.save_to_disk(tmp_path / "saved")
+    assert read_labeled(built) == want
+    assert read_labeled(built.with_format("numpy")) == want
+    assert read_labeled(built.to_iterable_dataset()) == want
+    built.save_to_disk(tmp_path / "saved")
     assert read_labeled(tmp_path / "saved") == read_labeled(str(tmp_path / "saved")) == want
     # A model may number the same names otherwise.
-    assert read_labeled(made, labels=("yes", "no", "maybe")).targets == [0, 1, 0]
-    assert read_labeled(made.select([2, 1])).texts == ["s2", "s1"]
+    assert read_labeled(built, labels=("yes", "no", "maybe")).targets == [0, 1, 0]
+    assert read_labeled(built.select([2, 1])).texts == ["s2", "s1"]
 
 
 def test_a_dataset_of_many_rows_comes_in_its_order(datasets: Any) -> None:
     scores = np.linspace(0, 1, 2500)
-    made = datasets.Dataset.from_dict({"text": [str(x) for x in scores], "score": scores})
-    found = read_labeled(made.shuffle(seed=1))
-    assert [float(text) for text in found.texts] == found.targets != sorted(scores)
-    assert sorted(found.targets) == sorted(scores)
+    built = datasets.Dataset.from_dict({"text": [str(x) for x in scores], "score": scores})
+    result = read_labeled(built.shuffle(seed=1))
+    assert [float(text) for text in result.texts] == result.targets != sorted(scores)
+    assert sorted(result.targets) == sorted(scores)
 
 
 def test_a_dataset_with_several_labels(datasets: Any) -> None:
     kind = datasets.List(datasets.ClassLabel(names=["joy", "fear", "awe"]))
     features = datasets.Features({"text": datasets.Value("string"), "labels": kind})
     rows = {"text": ["x", "y"], "labels": [[2, 0], []]}
-    found = read_labeled(datasets.Dataset.from_dict(rows, features=features))
-    assert (found.labels, found.targets) == (("joy", "fear", "awe"), [(0, 2), ()])
+    result = read_labeled(datasets.Dataset.from_dict(rows, features=features))
+    assert (result.labels, result.targets) == (("joy", "fear", "awe"), [(0, 2), ()])
 
 
 def test_a_dataset_that_cannot_be_used(datasets: Any, tmp_path: Path) -> None:

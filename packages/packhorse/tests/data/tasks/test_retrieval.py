@@ -30,10 +30,10 @@ def beir(tmp_path: Path) -> Path:
 
 
 def test_as_beir_lays_it_out(beir: Path) -> None:
-    found = read_collection(beir)
-    assert found.documents == {"1": "Mules carry sacks", "2": 'a "horse"', "3": ""}
-    assert found.queries == {"a": "who carries?"}  # one without a judgement cannot be scored
-    assert found.judgments == {"a": {"1": 2, "2": 0}}
+    result = read_collection(beir)
+    assert result.documents == {"1": "Mules carry sacks", "2": 'a "horse"', "3": ""}
+    assert result.queries == {"a": "who carries?"}  # one without a judgement cannot be scored
+    assert result.judgments == {"a": {"1": 2, "2": 0}}
 
 
 def test_the_split(beir: Path) -> None:
@@ -79,21 +79,29 @@ def test_questions_look_for_their_paragraphs() -> None:
             id, f"{id}?", context, () if impossible else (Gold("x", 0),), impossible
         )
 
-    every = [asked("a", "one"), asked("b", "two"), asked("c", "one"), asked("d", "three", True)]
-    found = from_questions(every)
-    assert list(found.documents.values()) == ["one", "two", "three"]
-    assert found.queries == {"a": "a?", "b": "b?", "c": "c?"}
-    assert [found.documents[next(iter(found.judgments[id]))] for id in "abc"] == [
+    everything = [
+        asked("a", "one"),
+        asked("b", "two"),
+        asked("c", "one"),
+        asked("d", "three", True),
+    ]
+    result = from_questions(everything)
+    assert list(result.documents.values()) == ["one", "two", "three"]
+    assert result.queries == {"a": "a?", "b": "b?", "c": "c?"}
+    assert [result.documents[next(iter(result.judgments[id]))] for id in "abc"] == [
         *("one", "two", "one")
     ]
-    kept = found.first(2)
-    assert list(kept.queries) == list(kept.judgments) == ["a", "b"] and len(kept.documents) == 3
+    retained = result.first(2)
+    assert (
+        list(retained.queries) == list(retained.judgments) == ["a", "b"]
+        and len(retained.documents) == 3
+    )
     with pytest.raises(InputError, match="no question with an answer"):
-        from_questions(every[3:])
+        from_questions(everything[3:])
 
 
 def test_the_real_squad(shared_data: Path, tmp_path: Path) -> None:
-    found = read_collection(shared_data / "squad" / "dev-v1.1.json.zip")
-    assert (len(found.documents), len(found.queries)) == (2067, 10570)
+    result = read_collection(shared_data / "squad" / "dev-v1.1.json.zip")
+    assert (len(result.documents), len(result.queries)) == (2067, 10570)
     with pytest.raises(InputError, match="a file has no splits"):
         read_collection(shared_data / "squad" / "dev-v1.1.json.zip", "test")

@@ -56,16 +56,18 @@ def test_the_tokens_of_an_answer(tokenizer: Tokenizer) -> None:
 
 def test_only_a_window_with_the_whole_answer_learns_it(tokenizer: Tokenizer) -> None:
     task, report = span_task([ask("a horse,")], tokenizer, 12, 4)
-    said = [
+    taught_texts = [
         None if example.target == NO_ANSWER else taught(example, CONTEXT)
         for example in task.examples
     ]
     answer = {WORDS.index(word) for word in ("a", "horse", ",")}
     whole = [answer <= set(e.sequences[0].ids.tolist()) for e in task.examples]
-    some = [answer & set(e.sequences[0].ids.tolist()) != set() for e in task.examples]
-    assert said == ["a horse," if each else None for each in whole]
-    assert sum(whole) < sum(some) < len(some)  # one window cuts the answer, one does not see it
-    assert (report.windows, report.answered) == (len(said), sum(whole))
+    touched = [answer & set(e.sequences[0].ids.tolist()) != set() for e in task.examples]
+    assert taught_texts == ["a horse," if item else None for item in whole]
+    assert (
+        sum(whole) < sum(touched) < len(touched)
+    )  # one window cuts the answer, one does not see it
+    assert (report.windows, report.answered) == (len(taught_texts), sum(whole))
 
 
 def test_an_impossible_question_has_no_answer_anywhere(tokenizer: Tokenizer) -> None:
@@ -114,14 +116,14 @@ def test_a_question_too_long_is_named(tokenizer: Tokenizer) -> None:
         span_task([ask("horse"), long], tokenizer, 16)
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_real_development_set(every: int, shared_data: Path) -> None:
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_the_real_development_set(step: int, shared_data: Path) -> None:
     tokenizer = Tokenizer.load(shared_data / "vocab" / "bert-base-uncased-vocab.txt")
     questions = list(read_squad(shared_data / "squad" / "dev-v1.1.json.zip"))
     assert [max(q.article for q in questions), questions[0].article] == [47, 0]
-    questions = questions[::every]
+    questions = questions[::step]
     task, report = span_task(questions, tokenizer, 384, 128)
-    assert (report.questions, report.dropped) == (10_570 // every, {})
+    assert (report.questions, report.dropped) == (10_570 // step, {})
     _check(questions, task.examples, report, tokenizer)
     for batch in TaskLoader(task, tokens=16_384, epochs=1):
         first, last = batch.targets.T
@@ -139,16 +141,16 @@ def _check(
     rest, exact, answered = iter(examples), 0, 0
     windows = tokenizer.windows([(q.question, q.context) for q in questions], 384, 128)
     for question, parts in zip(questions, windows, strict=True):
-        mine = [next(rest) for _ in parts]
+        share = [next(rest) for _ in parts]
         golds = {gold.text.strip() for gold in question.answers}
-        here = [example for example in mine if example.target != NO_ANSWER]
+        here = [example for example in share if example.target != NO_ANSWER]
         answered += len(here)
-        exact += bool(here) and all(taught(each, question.context) in golds for each in here)
-        for each in here[:1]:
-            assert isinstance(each.target, Span)
-            ids = each.sequences[0].ids[each.target.start : each.target.end + 1]
-            said = {_spelled(tokenizer, tokenizer.encode([gold])[0].ids) for gold in golds}
-            assert _spelled(tokenizer, ids) in said or question.id in report.widened
+        exact += bool(here) and all(taught(item, question.context) in golds for item in here)
+        for item in here[:1]:
+            assert isinstance(item.target, Span)
+            ids = item.sequences[0].ids[item.target.start : item.target.end + 1]
+            taught_texts = {_spelled(tokenizer, tokenizer.encode([gold])[0].ids) for gold in golds}
+            assert _spelled(tokenizer, ids) in taught_texts or question.id in report.widened
     assert next(rest, None) is None and answered == report.answered
     assert exact == len(questions) - len(report.widened)
     assert exact / len(questions) > 0.999

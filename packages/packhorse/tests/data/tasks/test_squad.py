@@ -178,7 +178,7 @@ def test_predictions_there_and_back(tmp_path: Path) -> None:
     write_predictions(path, {"old": "text"})
     write_predictions(path, predictions)
     assert read_predictions(path) == predictions == json.loads(path.read_text("utf-8"))
-    assert [found.name for found in tmp_path.iterdir()] == ["predictions.json"]
+    assert [result.name for result in tmp_path.iterdir()] == ["predictions.json"]
 
 
 def test_predictions_are_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -79,31 +79,31 @@ def test_golds_that_normalise_to_nothing() -> None:
 
 
 @given(st.lists(st.sampled_from("abc")), st.lists(st.sampled_from("abc")))
-def test_f1_is_the_overlap_of_two_bags(left: list[str], right: list[str]) -> None:
-    found = f1(left, right)
-    assert found == f1(right, left) == f1(right[::-1], left) and 0 <= found <= 1
-    assert (found == 1) == (sorted(left) == sorted(right))
-    if left and right:
-        common = sum(min(left.count(word), right.count(word)) for word in "abc")
-        precision, recall = common / len(left), common / len(right)
+def test_f1_is_the_overlap_of_two_bags(remaining: list[str], right: list[str]) -> None:
+    result = f1(remaining, right)
+    assert result == f1(right, remaining) == f1(right[::-1], remaining) and 0 <= result <= 1
+    assert (result == 1) == (sorted(remaining) == sorted(right))
+    if remaining and right:
+        common = sum(min(remaining.count(word), right.count(word)) for word in "abc")
+        precision, recall = common / len(remaining), common / len(right)
         mean = 2 * precision * recall / (precision + recall) if common else 0
-        assert found == pytest.approx(mean)
+        assert result == pytest.approx(mean)
 
 
 @given(TEXTS, st.lists(TEXTS, max_size=3))
 def test_an_exact_match_has_all_the_words(prediction: str, golds: list[str]) -> None:
-    found = mark(prediction, golds, v2=True)
-    assert found.exact_match in (0, 1) and found.exact_match <= found.f1 <= 1
-    assert found == mark(normalize_answer(prediction), golds, v2=True)
+    result = mark(prediction, golds, v2=True)
+    assert result.exact_match in (0, 1) and result.exact_match <= result.f1 <= 1
+    assert result == mark(normalize_answer(prediction), golds, v2=True)
     more = mark(prediction, [*golds, prediction], v2=True)
-    assert more == (1, 1) or (not normalize_answer(prediction) and more == found)
+    assert more == (1, 1) or (not normalize_answer(prediction) and more == result)
 
 
 def test_means_and_their_parts() -> None:
     questions = [ask("a", "x y"), ask("b", "y"), ask("c"), ask("d")]
     predicted = {"a": ["x"], "b": ["y"], "c": [""], "unknown": ["z"]}
-    found = score(questions, marks(questions, predicted))
-    assert {name: astuple(part) for name, part in found.items()} == {
+    result = score(questions, marks(questions, predicted))
+    assert {name: astuple(part) for name, part in result.items()} == {
         "all": (50, pytest.approx(100 * (2 / 3 + 1 + 1) / 4), 4),
         "has_answer": (50, pytest.approx(100 * (2 / 3 + 1) / 2), 2),
         "no_answer": (50, 50, 2),  # d has no prediction: wrong, though "" were right
@@ -137,6 +137,6 @@ def test_no_threshold_is_better_than_the_best(rows: list[tuple[float, bool, int]
 
 def test_best_threshold_by_hand() -> None:
     #        right  wrong  impossible, which should be refused
-    found = best_threshold([1.0, 0.0, 0.0], [False, False, True], [-3.0, 1.0, 2.0])
-    assert found == (pytest.approx(200 / 3), -3.0)
+    result = best_threshold([1.0, 0.0, 0.0], [False, False, True], [-3.0, 1.0, 2.0])
+    assert result == (pytest.approx(200 / 3), -3.0)
     assert best_threshold([0.0, 0.0], [True, True], [-np.inf, 5.0]).score == 100

@@ -73,7 +73,7 @@ def test_labels_follow_their_sequences() -> None:
 
 def test_every_kind_of_target() -> None:
     def targets(problem: Any, *given: Any, labels: int = 0, sequences: int = 1) -> torch.Tensor:
-        examples = [TaskExample((sequence(4),) * sequences, each) for each in given]
+        examples = [TaskExample((sequence(4),) * sequences, item) for item in given]
         task = TrainingTask(examples, problem, tuple(map(str, range(labels))))
         (batch,) = TaskLoader(task, examples=len(given), shuffle=False, epochs=1)
         return batch.targets
@@ -90,9 +90,9 @@ def test_every_kind_of_target() -> None:
 
 def test_ends_of_spans_are_tokens_of_the_flat_batch() -> None:
     def example(length: int, start: int, end: int) -> TaskExample:
-        found = sequence(length)
-        found.ids[[start, end]] = 1, 2
-        return TaskExample((found,), Span(start, end))
+        result = sequence(length)
+        result.ids[[start, end]] = 1, 2
+        return TaskExample((result,), Span(start, end))
 
     task = TrainingTask([example(n, n // 3, n - 1) for n in range(2, 30)], "span")
     for batch in TaskLoader(task, examples=5, epochs=1):
@@ -212,9 +212,9 @@ def test_a_rank_without_examples_has_something_to_run(make_model) -> None:
     assert empty.packed.split(hidden) == []
     several = TrainingTask([TaskExample((sequence(2),), (0,))], "multi_label", ("a", "b"))
     spans = TrainingTask([TaskExample((sequence(2),), Span(0, 1))], "span")
-    for other in (several, spans):
+    for second in (several, spans):
         shares = [
-            next(iter(TaskLoader(other, examples=1, rank=rank, world=2))) for rank in range(2)
+            next(iter(TaskLoader(second, examples=1, rank=rank, world=2))) for rank in range(2)
         ]
         assert sorted(tuple(share.targets.shape) for share in shares) == [(0, 2), (1, 2)]
 
@@ -223,11 +223,11 @@ def test_a_rank_without_examples_has_something_to_run(make_model) -> None:
 def test_a_cursor_goes_on_exactly_at_any_batch(size: dict[str, int]) -> None:
     task = numbered(30)
     whole = list(TaskLoader(task, **size, epochs=3, seed=5))
-    for done, batch in enumerate(whole, 1):
+    for finished, batch in enumerate(whole, 1):
         cursor = json.loads(json.dumps(batch.cursor))
         rest = list(TaskLoader(task, **size, epochs=3, seed=5, cursor=cursor))
-        assert [b.numbers for b in rest] == [b.numbers for b in whole[done:]]
-        assert [b.cursor for b in rest] == [b.cursor for b in whole[done:]]
+        assert [b.numbers for b in rest] == [b.numbers for b in whole[finished:]]
+        assert [b.cursor for b in rest] == [b.cursor for b in whole[finished:]]
 
 
 def test_a_cursor_may_go_on_with_other_ranks_and_sizes() -> None:
@@ -248,7 +248,7 @@ def relabelled(task: TrainingTask) -> TrainingTask:
 def test_bad_cursors() -> None:
     task = numbered(30)
     cursor = next(iter(TaskLoader(task, examples=6, seed=3))).cursor
-    for other, message in (
+    for second, message in (
         (TaskLoader(task, examples=6, seed=3), None),
         ({"seed": 4}, "another seed .3, now 4"),
         ({"shuffle": False}, "another shuffle"),
@@ -264,7 +264,7 @@ def test_bad_cursors() -> None:
             TaskLoader(**options)  # the control: nothing is wrong with it
             continue
         with pytest.raises(InputError, match=message):
-            TaskLoader(**options | other)
+            TaskLoader(**options | second)
 
 
 def test_a_fingerprint_is_of_the_content() -> None:
@@ -350,12 +350,12 @@ def test_glue_from_file_to_batches(shared_data: Path) -> None:
         *(("SST-2-test.tsv", False), ("CoLA-dev.tsv", False)),
         *(("msr-para-val.tsv", False), ("stsb-en-dev.csv", True)),
     ):
-        found = read_labeled(glue / name)
-        task = labelled(found, tokenizer, 128, apart=apart)
+        result = read_labeled(glue / name)
+        task = labelled(result, tokenizer, 128, apart=apart)
         batches = list(TaskLoader(task, examples=32, epochs=1))
-        told = {n: t for b in batches for n, t in zip(b.numbers, b.targets.tolist(), strict=True)}
-        assert [told[i] for i in range(len(found.texts))] == pytest.approx(found.targets)
-        text = found.texts[batches[3].numbers[5]]
+        fields = {n: t for b in batches for n, t in zip(b.numbers, b.targets.tolist(), strict=True)}
+        assert [fields[i] for i in range(len(result.texts))] == pytest.approx(result.targets)
+        text = result.texts[batches[3].numbers[5]]
         text = text[0] if isinstance(text, tuple) else text
         ids = parts(batches[3])[5 * (1 + apart)]
         want = tokenizer.encode([text])[0].ids[1:-1].tolist()

@@ -63,7 +63,8 @@ ENGINES = ("local", "ray")
 EVAL_COUNT = 10_000  # as in MLPerf
 HASHES = "eval.md5"  # in the work folder
 EVAL_PART = "part.arrow"
-TRAIN, EVAL = 0, 1  # first number of the seeds
+TRAIN = 0  # first number of the seeds
+EVAL = 1
 BAD_PLACES_SHOWN = 5
 BLOCK_TOKENS = 1 << 22  # tokens of held-out documents made into sequences together
 
@@ -125,7 +126,7 @@ class CorpusProgress:
     stage: str  # "reading", "planning train", "writing train" …
     done: int
     total: int
-    found: CorpusCounts
+    counts: CorpusCounts
     megabytes_per_second: float = 0.0
 
 

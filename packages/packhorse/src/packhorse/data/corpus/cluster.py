@@ -36,7 +36,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from packhorse.data.corpus.workers import GO_ON, RunTasks, call, cores
+from packhorse.data.corpus.workers import RESUME_HINT, RunTasks, call, cores
 from packhorse.data.corpus.workfolder import disk_errors, library_versions
 from packhorse.environment import secret_names
 from packhorse.errors import InputError, MissingExtra, PackhorseError
@@ -114,7 +114,7 @@ def _result(ray: Any, reference: Any) -> Any:
     except ray.exceptions.RayError as error:
         raise InputError(
             f"a worker of the cluster died {1 + RETRIES} times at the same piece, killed or out of"
-            f" memory ({_first_line(error)}); {GO_ON}"
+            f" memory ({_first_line(error)}); {RESUME_HINT}"
         ) from error
 
 

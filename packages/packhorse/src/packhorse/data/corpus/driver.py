@@ -32,7 +32,7 @@ import numpy as np
 
 from packhorse.atomic import new_file
 from packhorse.data.corpus import arrays
-from packhorse.data.corpus.workers import GO_ON, Engine, RunTasks
+from packhorse.data.corpus.workers import RESUME_HINT, Engine, RunTasks
 from packhorse.data.corpus.workfolder import claim, publish
 from packhorse.data.packed.examples import Masks, Sequences
 from packhorse.data.packed.manifest import Manifest, ShardInfo, read_manifest, write_manifest
@@ -112,14 +112,14 @@ def _mention_resuming() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if not isinstance(error.__cause__, OSError) or GO_ON in str(error):
+        if not isinstance(error.__cause__, OSError) or RESUME_HINT in str(error):
             raise
-        raise InputError(f"{error}; {GO_ON}") from error
+        raise InputError(f"{error}; {RESUME_HINT}") from error
 
 
 @contextmanager
 def _remove_if_empty(out: Path) -> Iterator[None]:
-    """After an error, leave no empty OUT behind, unless it existed before."""
+    """After an error, remove an empty OUT that did not exist before."""
     existed = out.exists()
     try:
         yield

@@ -222,15 +222,15 @@ def _make_split(step: _ImportStep, sources: Sequence[SourceFile], made_by: dict[
         options.max_per_pack,
         lambda done, total: step.report_stage("planning", done, total),
     )
-    kept = [file for file in files if file.keeps_rows]
+    packed_files = [file for file in files if file.keeps_rows]
     config = {"made_by": made_by, "found": _totals(files)}
-    if not kept:  # the best plan for rows that others made is unknown
+    if not packed_files:  # the best plan for rows that others made is unknown
         config["lower_bound"] = sum(facts["lower_bound"] for _, facts in plans)
-    depth = _depth(kept, options.max_per_pack if plans else 0)
+    depth = _depth(packed_files, options.max_per_pack if plans else 0)
     layout = RowLayout(capacity, step.specials.vocab_size, depth, static_masks=True)
     rows = [
         (PartGroup((step.folder / name,), (sequences,), plan=None), rows)
-        for file in kept
+        for file in packed_files
         for name, sequences, rows in file.parts
     ]
     rows += [(group, facts["rows"]) for group, facts in plans]
@@ -246,11 +246,11 @@ def _make_split(step: _ImportStep, sources: Sequence[SourceFile], made_by: dict[
     write_dataset(step.run, split, lambda done, total: step.report_stage("writing", done, total))
 
 
-def _depth(kept: Sequence[ImportedFile], planned: int | None) -> int | None:
+def _depth(packed_files: Sequence[ImportedFile], planned: int | None) -> int | None:
     """The most sequences a row may have, of kept rows and of planned ones; None: no limit."""
     if planned is None:
         return None
-    return max(planned, *(file.deepest for file in kept), 0)
+    return max(planned, *(file.deepest for file in packed_files), 0)
 
 
 def _totals(files: Sequence[ImportedFile]) -> dict[str, int]:

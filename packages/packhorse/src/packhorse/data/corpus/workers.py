@@ -30,7 +30,7 @@ from packhorse.errors import InputError, PackhorseError
 T = TypeVar("T")
 
 AHEAD = 2  # items in flight per worker: one in work, one that waits
-GO_ON = "what is done is kept: run the same command to go on"
+RESUME_HINT = "what is done is kept: run the same command to go on"
 
 
 class RunTasks(Protocol):
@@ -90,8 +90,8 @@ def _run_in_pool(
             yield in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise InputError(
-            f"a worker process died, killed or out of memory; {GO_ON}, with fewer --workers if"
-            " memory was short"
+            f"a worker process died, killed or out of memory; {RESUME_HINT}, with fewer --workers"
+            " if memory was short"
         ) from error
 
 
@@ -101,7 +101,7 @@ def call(function: Callable[..., T], item: tuple[Any, ...]) -> T:
         return function(*item)
     except PackhorseError as error:  # not every kind survives pickling
         is_disk_error = isinstance(error.__cause__, OSError)
-        raise InputError(f"{error}; {GO_ON}" if is_disk_error else str(error)) from None
+        raise InputError(f"{error}; {RESUME_HINT}" if is_disk_error else str(error)) from None
 
 
 def _start_worker(worker_end: Connection) -> None:

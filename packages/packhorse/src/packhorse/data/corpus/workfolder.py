@@ -141,18 +141,18 @@ def publish(folder: Path, out: Path, eval_home: Path | None = None) -> None:
 
     eval_home: the folder in which `eval` was made, if not `folder`.
     """
-    made = {name: folder / name for name in NAMES}
+    new = {name: folder / name for name in NAMES}
     if eval_home is not None:
-        made["eval"] = eval_home / "eval"
+        new["eval"] = eval_home / "eval"
     with disk_errors(out):
         for name in reversed(NAMES):
             if (out / name).exists():
                 _remove(folder / f"old-{name}")
                 (out / name).rename(folder / f"old-{name}")
         for name in NAMES:
-            if made[name].exists():
-                _remove_drafts(made[name])
-                made[name].rename(out / name)
+            if new[name].exists():
+                _remove_drafts(new[name])
+                new[name].rename(out / name)
         sync(out)
         (out / HOME / STATE).unlink()
         sync(out / HOME)

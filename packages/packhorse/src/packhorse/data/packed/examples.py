@@ -202,10 +202,10 @@ def _lay_out(
     with_specials = np.append(ids, np.array([specials.cls, specials.sep], ids.dtype))
     cls = np.full(len(a_begin), len(ids))
     sep = np.full(len(a_begin), len(ids) + 1)
-    one = np.ones(len(a_begin), np.int64)
-    last_sep = one if recipe.next_sentence else 0 * one
+    ones = np.ones(len(a_begin), np.int64)
+    last_sep = ones if recipe.next_sentence else 0 * ones
     starts = np.stack([cls, a_begin, sep, b_begin, sep], axis=1)
-    sizes = np.stack([one, a_end - a_begin, one, b_end - b_begin, last_sep], axis=1)
+    sizes = np.stack([ones, a_end - a_begin, ones, b_end - b_begin, last_sep], axis=1)
     ends = np.cumsum(sizes)
     indices = np.repeat(starts.ravel() - (ends - sizes.ravel()), sizes.ravel())
     indices += np.arange(len(indices))

@@ -141,7 +141,9 @@ def _first_record_is_valid(path: Path, sizes: RecordSizes, kind: str) -> bool:
 def _misfit(path: Path, sizes: RecordSizes) -> str:
     packed = sizes.record_bytes("packed")
     unpacked = sizes.record_bytes("unpacked")
-    others = dict.fromkeys(f"{kind} with {other.flags()}" for kind, other in _others(path, sizes))
+    others = dict.fromkeys(
+        f"{kind} with {candidate.flags()}" for kind, candidate in _others(path, sizes)
+    )
     advice = "no usual sizes fit either; if it is a TFRecord, --format tfrecord says what is wrong"
     if others:
         advice = f"it could be {' or '.join(others)}"
@@ -155,9 +157,9 @@ def _others(path: Path, sizes: RecordSizes) -> Iterator[tuple[str, RecordSizes]]
     """Usual sizes that divide the file and make its first record consistent."""
     for length, predictions in (*KNOWN_SIZES, (sizes.max_length, sizes.max_predictions)):
         for packs in (sizes.max_per_pack, 2, 3, 4):
-            other = RecordSizes(length, predictions, packs)
+            candidate = RecordSizes(length, predictions, packs)
             for kind in KINDS[: 1 if packs != sizes.max_per_pack else 2]:
-                if _size(path) % other.record_bytes(kind) == 0 and _first_record_is_valid(
-                    path, other, kind
+                if _size(path) % candidate.record_bytes(kind) == 0 and _first_record_is_valid(
+                    path, candidate, kind
                 ):
-                    yield kind, other
+                    yield kind, candidate

@@ -184,10 +184,12 @@ def _readable(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-FLOATS, INTEGERS = 2, 3  # kinds of list in a Feature; 1 are bytes
+FLOATS = 2  # kind of list in a Feature; 1 are bytes
+INTEGERS = 3
 ELEMENT = {FLOATS: wire.FIXED32, INTEGERS: wire.VARINT}
 FIRST, SECOND, THIRD = (number << 3 | wire.BYTES for number in (1, 2, 3))  # the tags in use
-NAME_LIMIT, FEATURE_LIMIT = 32, 64  # bytes of a name and features of a record that go in step
+NAME_LIMIT = 32  # bytes of a name; longer ones are read one by one
+FEATURE_LIMIT = 64  # features of a record; with more, records are read one by one
 
 
 class _Irregular(Exception):
@@ -395,7 +397,8 @@ def _varints(data: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarra
     """
     if len(stops) > len(data):  # masks and segment ids: each number is one byte
         return data.astype(np.int32), np.ones(len(data), bool)
-    starts, widths = stops[:-1], np.diff(stops)
+    starts = stops[:-1]
+    widths = np.diff(stops)
     fits = (widths < 10) | (widths == 10) & (data[stops[1:] - 1] < 2)
     widest = int(widths.max(initial=1))
     low = (data & 0x7F).astype(np.int32 if widest <= 4 else np.int64)

@@ -39,8 +39,13 @@ from packhorse.errors import MissingExtra
 PAGE = re.compile(rb"<(?P<end>/?)page>")
 DOC = re.compile(rb"^<(?:doc [^\n]*|(?P<end>/)doc)>[ \t\r]*$", re.MULTILINE)
 
-WHOLE, UNCLOSED, OUTSIDE = "whole", "unclosed", "outside"
-REDIRECT, NOT_AN_ARTICLE = "redirect", "not an article"
+# States of an element.
+WHOLE = "whole"
+UNCLOSED = "unclosed"
+OUTSIDE = "outside"
+# Reasons to skip a page.
+REDIRECT = "redirect"
+NOT_AN_ARTICLE = "not an article"
 
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 _HIDDEN_KEYS = re.compile(rb'<namespace key="(?:-2|6|14)"[^>]*>([^<]+)<')
@@ -162,7 +167,7 @@ _TAG = re.compile(r"</?([a-z][a-z0-9]*)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 _LABELLED = re.compile(
     r"\[(?:https?|ftp)://[^\s\[\]<>\"]*[ \t]*([^\]\n]{0,1000}+)\]|\[(?=(?:https?|ftp)://)"
 )
-# A browser needs no semicolon behind a number.
+# Like browsers, accept a number without a semicolon.
 _ENTITY = re.compile(r"&(?:#\d{1,7};?|#x[\da-f]{1,6};?|\w+;)", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z-]+)?:")  # [[fr:Fourmi]], the article elsewhere
 _STYLE_OR_SWITCH = re.compile(r"'{2,}|__[A-Z]+__|\{\{+|\}\}+|\[\[|\]\]")
