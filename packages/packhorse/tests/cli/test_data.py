@@ -299,7 +299,7 @@ def test_what_is_wrong_is_one_line(cli: Callable[..., Any], unpacked: Path, tmp_
         ((damaged, out, "--vocab-size", 100), "damaged, record"),
         ((unpacked, out, "--vocab-size", 20), "not of the vocabulary"),
         ((unpacked, out, "--vocab-size", 100, "--format", "csv"), "format"),
-        ((unpacked, out, "--vocab-size", 100, "--max-length", 0), "numbers of 1 and above"),
+        ((unpacked, out, "--vocab-size", 100, "--max-length", 0), "must be 1 or more"),
     ):
         result = cli("data", "import", *arguments)
         assert (result.code, result.err.count("\n")) == (2, 1), result.err

@@ -282,7 +282,7 @@ def build_progress() -> "Iterator[Callable[[CorpusProgress], None]]":
     with stage_progress("build", facts={"device": "cpu"}) as report:
 
         def watch(step: "CorpusProgress") -> None:
-            counts = step.found
+            counts = step.counts
             detail = f"{counts.sequences:,} sequences"
             speeds = {}
             # Later stages read no documents, and they count each of the two datasets on its own.
