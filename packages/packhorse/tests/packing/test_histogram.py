@@ -159,3 +159,12 @@ def test_importing_costs_nothing():
         "else: raise SystemExit('an unknown name was found')"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_old_name_of_a_plan_still_works():
+    from packhorse import packing
+
+    with pytest.warns(DeprecationWarning, match="PackingPlan"):
+        assert packing.Plan is packing.PackingPlan
+    with pytest.raises(AttributeError, match="Plans"):
+        _ = packing.Plans

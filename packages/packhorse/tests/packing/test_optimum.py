@@ -77,9 +77,9 @@ def test_a_bound_from_worths_too_high_would_be_seen():
     lengths = [5, 5, 5, 4, 4, 4, 3, 3, 3]
     histogram = histogram_of(lengths, 12)
     stock = CuttingStock(classes(histogram), 12, 3)
-    _, _, worth, _ = relax(stock, stock.demand(histogram), ENOUGH)
-    assert stock.bound(histogram, worth) <= fewest_packs(lengths, 12, 3)
-    assert stock.bound(histogram, 1.5 * worth) > fewest_packs(lengths, 12, 3)
+    _, _, duals, _ = relax(stock, stock.demand(histogram), ENOUGH)
+    assert stock.bound(histogram, duals) <= fewest_packs(lengths, 12, 3)
+    assert stock.bound(histogram, 1.5 * duals) > fewest_packs(lengths, 12, 3)
 
 
 @given(
@@ -89,15 +89,15 @@ def test_a_bound_from_worths_too_high_would_be_seen():
 )
 def test_price_finds_the_worthiest_strategy(lengths, depth, data):
     stock = CuttingStock(np.array(sorted(lengths, reverse=True)), 15, depth)
-    worth = np.array([data.draw(st.integers(0, 20)) / 16 for _ in lengths])
-    worthiest, result = price(stock, worth)
+    duals = np.array([data.draw(st.integers(0, 20)) / 16 for _ in lengths])
+    worthiest, result = price(stock, duals)
     strategies = list(strategies_of(stock.lengths, 15, depth))
-    assert worthiest == pytest.approx(max(worth[list(slots)].sum() for slots in strategies))
+    assert worthiest == pytest.approx(max(duals[list(slots)].sum() for slots in strategies))
     for index, row in enumerate(result):
-        slots = sorted(int(part) for part in row if part < len(worth))
+        slots = sorted(int(part) for part in row if part < len(duals))
         assert tuple(slots) in strategies and index in slots
-        with_it = [worth[list(another)].sum() for another in strategies if index in another]
-        assert worth[slots].sum() == pytest.approx(max(with_it))
+        with_it = [duals[list(another)].sum() for another in strategies if index in another]
+        assert duals[slots].sum() == pytest.approx(max(with_it))
 
 
 @given(
@@ -108,15 +108,15 @@ def test_price_finds_the_worthiest_strategy(lengths, depth, data):
 def test_the_relaxation_is_solved_as_if_all_strategies_were_listed(histogram, depth):
     stock = CuttingStock(classes(histogram), 16, depth)
     demand = stock.demand(histogram)
-    slots, uses, worth, _ = relax(stock, demand, ENOUGH)
+    slots, uses, duals, _ = relax(stock, demand, ENOUGH)
     strategies = list(strategies_of(stock.lengths, 16, depth))
     matrix = np.zeros((len(demand), len(strategies)))
     for column, strategy in enumerate(strategies):
         np.add.at(matrix[:, column], list(strategy), 1)
     answer = linprog(np.ones(len(strategies)), A_ub=-matrix, b_ub=-demand)
     # The loop may stop as soon as rounding up closes the gap.
-    assert answer.fun - 1e-6 <= uses.sum() <= max(np.ceil(demand @ worth), answer.fun) + 1e-3
-    assert demand @ worth <= answer.fun * (1 + 1e-9)
+    assert answer.fun - 1e-6 <= uses.sum() <= max(np.ceil(demand @ duals), answer.fun) + 1e-3
+    assert demand @ duals <= answer.fun * (1 + 1e-9)
     supply = np.cumsum((slots @ uses) - demand)  # a slot may hold what is shorter
     assert supply.min() >= -1e-6 * demand.sum()
 
