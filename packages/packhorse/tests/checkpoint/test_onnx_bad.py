@@ -186,7 +186,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     ),
     "fused": (
         model((5, tensor()), (1, node("Attention", ["x", A], ["y"], (3, "fused")))),
-        "'fused' is a Attention.* before it was optimised",
+        "'fused' is a Attention.* before it was optimized",
     ),
     "blocks of int8": (dequantized([2, 1], bytes(8), block_size=2), "in a way that is not read"),
     "a scale that does not fit": (

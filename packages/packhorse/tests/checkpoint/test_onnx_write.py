@@ -240,11 +240,11 @@ def test_onnx_runtime_can_fuse(tmp_path: Path) -> None:
     model, tensors = make(CASES["pooled"])
     onnx_export.write(tmp_path / "model.onnx", model, tensors)
     options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     options.log_severity_level = 3  # it warns that such a file is for this machine
     onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), options)
-    remaining = Counter(node.op_type for node in onnx.load(tmp_path / "optimised.onnx").graph.node)
+    remaining = Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node)
     assert remaining["SkipLayerNormalization"] == 4 and remaining["BiasGelu"] == 2
     assert "Erf" not in remaining and remaining["LayerNormalization"] == 1  # that of the embeddings
 

@@ -131,7 +131,7 @@ def _needed_graph(data: memoryview, outputs: Sequence[str]) -> UnfrozenGraph:
     nodes = graphdef.nodes(data, *span)
     names = [graphdef.source(name.strip()) for name in outputs if name.strip()]
     if not names:
-        raise InputError("name at least one output node")
+        raise InputError("name the nodes that are the outputs")
     for name in names:
         if name not in nodes:
             raise InputError(f"the graph has no node {name!r}; {_suggestion(name, list(nodes))}")
