@@ -130,7 +130,7 @@ def test_padding_is_masked_and_not_guessed() -> None:
 
 def test_what_a_round_holds_is_counted() -> None:
     counted = training_sets.work([example(3), example(9)], places=32)
-    assert counted == cost.StepWork(tokens=12, squares=90, guessed=2, places=32)
+    assert counted == cost.StepWork(tokens=12, squares=90, masked=2, computed=32)
     assert counted.fill == 12 / 32
 
 
@@ -265,7 +265,7 @@ def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
     stage = staged(tmp_path)
 
     def trial(name: str, seconds: list[float], sequences: int, peaks: list[int]) -> TrainingTrial:
-        work = cost.StepWork(tokens=400, squares=9000, guessed=60, places=800)
+        work = cost.StepWork(tokens=400, squares=9000, masked=60, computed=800)
         optimizer, step = stage.job.optimizer, torch.zeros
         lane = TrainingLane(name, "sdpa", step, [0, 0], optimizer, sequences, work, loss=7)
         return TrainingTrial(lane, 100, 1.5, seconds, [0.003, 0.001, 0.002], peaks)
