@@ -279,7 +279,7 @@ def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
     assert (ours.best_sequences_per_second, ours.sequences_per_second) == (40, 20)
     assert (ours.best_tokens_per_second, ours.tokens_per_second) == (400, 200)
     assert (ours.best_over_padded, ours.over_padded) == (4, 2.5)  # the compiled one counts
-    assert (plain.over_padded, compiled.over_padded) == (1, 1)
+    assert (plain.over_padded, compiled.over_padded) == (0.625, 1)
     assert ours.fill == 0.5 and ours.memory == 700 and plain.memory is None
     assert (ours.step_ms, ours.update_ms, ours.loss) == (1000, 2, 7)
     config = stage.job.checkpoint.config

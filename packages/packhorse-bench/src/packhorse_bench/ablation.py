@@ -250,7 +250,9 @@ def _laid(corpus: LetterCorpus, seed: int) -> tuple[np.ndarray, Rows]:
     return placed.indices, _rows(corpus.train, placed.indices, placed.offsets)
 
 
-def steps(way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup) -> Iterator[PretrainingBatch]:
+def steps(
+    way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup
+) -> Iterator[PretrainingBatch]:
     """The batches of a run: of all ways the same sequences and masks, step by step."""
     numbers, rows = _laid(corpus, seed)
     for step in range(setup.steps):

@@ -343,7 +343,9 @@ def _taken(examples: Sequences, order: np.ndarray) -> Sequences:
         masked = Masks(masked.positions[at], masked.ids[at], masked.counts[order])
     columns = (examples.lengths[order], examples.first[order], examples.random_next[order])
     return Sequences(
-        examples.ids[index_ranges(cumulative(examples.lengths)[order], columns[0])], *columns, masked
+        examples.ids[index_ranges(cumulative(examples.lengths)[order], columns[0])],
+        *columns,
+        masked,
     )
 
 

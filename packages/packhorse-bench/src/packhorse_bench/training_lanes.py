@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from packhorse.train.step import RankGroup, train_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -43,6 +42,7 @@ from packhorse.train.feed import StepBatches
 from packhorse.train.job import TrainingJob
 from packhorse.train.objectives.stats import evaluating
 from packhorse.train.preparing import optimizer_for
+from packhorse.train.step import RankGroup, train_step
 from packhorse_bench.peers import Unserved
 from packhorse_bench.training_sets import IGNORED, TrainingExample, examples, work
 from packhorse_bench.training_stage import TrainingStage

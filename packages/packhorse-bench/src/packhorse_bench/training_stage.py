@@ -122,7 +122,9 @@ def _sizes(setup: TrainingSetup, device: torch.device) -> tuple[int, int]:
     return setup.batch or batch, setup.steps or steps
 
 
-def _feed(setup: TrainingSetup, settings: TrainSettings, config: BertConfig, longest: int) -> TrainingFeed:
+def _feed(
+    setup: TrainingSetup, settings: TrainSettings, config: BertConfig, longest: int
+) -> TrainingFeed:
     count = settings.batch * settings.steps
     seed = setup.seed
     micro = settings.micro_tokens

@@ -310,7 +310,10 @@ def _skip_bias_correction(optimizer: Any, args: Any, kwargs: Any) -> None:
             if group["amsgrad"]:
                 names.append("max_exp_avg_sq")
             state = {name: torch.zeros_like(parameter) for name in names}
-            optimizer.state[parameter] = {"step": torch.tensor(STEP_WITHOUT_CORRECTION, device=device), **state}
+            optimizer.state[parameter] = {
+                "step": torch.tensor(STEP_WITHOUT_CORRECTION, device=device),
+                **state,
+            }
 
 
 def _without_hooks(step: Any) -> Any:

@@ -233,7 +233,9 @@ def test_progress_is_published(published: list[dict[str, Any]]) -> None:
 def test_a_build_is_published(published: list[dict[str, Any]]) -> None:
     with data.build_progress() as watch:
         watch(CorpusProgress("reading", 10, 100, CorpusCounts(documents=3, sequences=5, tokens=50)))
-        watch(CorpusProgress("reading", 60, 100, CorpusCounts(documents=9, sequences=20, tokens=90)))
+        watch(
+            CorpusProgress("reading", 60, 100, CorpusCounts(documents=9, sequences=20, tokens=90))
+        )
         (process,) = [process for process in look(None).processes if process.name]
         assert process.does and re.fullmatch(r"reading, 60%, [\d,]+ documents/s", process.does)
         watch(CorpusProgress("writing train", 1, 2, CorpusCounts(sequences=20)))

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from packhorse.cli import main
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 from packhorse.settings import setting_fields
 
 
 def test_every_setting_is_a_flag(capsys) -> None:
     assert main(["serve", "--help"]) == 0
     told = capsys.readouterr().out
-    for name in setting_fields(Settings):
+    for name in setting_fields(ServeSettings):
         assert f"--{name.replace('_', '-')}" in told
     assert "--keys" not in told and "--no-" not in told
 

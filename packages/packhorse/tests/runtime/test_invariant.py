@@ -32,7 +32,7 @@ from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.proof import SyntheticSequence
 from packhorse.serve import hosting
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.machine
 # Of those that see one sequence at a time: `native` where C can be compiled, else `reference`.
@@ -409,7 +409,7 @@ def test_from_the_shell(minilm: Path, capfd: pytest.CaptureFixture[str]) -> None
 
 def test_behind_the_server(minilm: Path, quiet_runtime, rng) -> None:
     texts = real_texts(rng, 12)
-    settings = Settings(model=(str(minilm),), threads=1, invariant=True, batch_tokens=512)
+    settings = ServeSettings(model=(str(minilm),), threads=1, invariant=True, batch_tokens=512)
     hosts = hosting.open_models(settings)
     try:
         encoder, runner = hosts.default.encoder, hosts.default.runner

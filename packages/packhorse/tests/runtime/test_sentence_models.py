@@ -246,11 +246,11 @@ def test_over_http(build: Build) -> None:
     pytest.importorskip("fastapi")
     from packhorse.serve.app import create, guarded
     from packhorse.serve.hosting import ServedModels, serve_model
-    from packhorse.serve.settings import Settings
+    from packhorse.serve.settings import ServeSettings
 
     settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
     model, folder = build(("max", "weightedmean"), several, include_prompt=False, **settings)
-    chosen = Settings()
+    chosen = ServeSettings()
     hosts = ServedModels([serve_model(packhorse.load(folder, device="cpu"), chosen, publish=False)])
     app, _ = guarded(create(chosen, hosts))
 

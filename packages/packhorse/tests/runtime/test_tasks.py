@@ -33,14 +33,14 @@ def test_the_table_names_what_there_is(tiny: Encoder, quiet_runtime) -> None:
     from packhorse.cli.tasks import TASKS as COMMANDS
     from packhorse.serve import hosting
     from packhorse.serve.dialects import huggingface, packhorse_api, tei
-    from packhorse.serve.settings import Settings
+    from packhorse.serve.settings import ServeSettings
 
     assert all(callable(getattr(Encoder, spec.method)) for spec in TASKS.values())
     assert {spec.method for spec in TASKS.values()} == {t for t, s in TASKS.items() if s.prepare}
     commands = {spec.command for spec in TASKS.values() if spec.command}
     choices = get_args(get_args(get_type_hints(RunFlags, include_extras=True)["task"])[0])
     assert commands == set(COMMANDS) == set(choices)
-    settings = Settings(model=("tiny",))
+    settings = ServeSettings(model=("tiny",))
     served = hosting.serve_model(tiny, settings, publish=False)
     try:
         app = FastAPI()

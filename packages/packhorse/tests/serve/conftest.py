@@ -134,7 +134,7 @@ def serving(tiny) -> Iterator[Callable[..., Served]]:
     """
     from packhorse.serve.app import create, guarded
     from packhorse.serve.hosting import ServedModels, serve_model
-    from packhorse.serve.settings import Settings
+    from packhorse.serve.settings import ServeSettings
 
     opened: list[ServedModels] = []
 
@@ -144,7 +144,7 @@ def serving(tiny) -> Iterator[Callable[..., Served]]:
         encoders: Sequence[Any] = (),
         **settings: Any,
     ) -> Served:
-        chosen = Settings(**{"batch_tokens": 4 * 48, "batch_wait_ms": 0.0, **settings})
+        chosen = ServeSettings(**{"batch_tokens": 4 * 48, "batch_wait_ms": 0.0, **settings})
         chosen_encoders = encoders or [tiny(name, before) for name in names]
         models = ServedModels(
             [serve_model(encoder, chosen, publish=False) for encoder in chosen_encoders]

@@ -16,7 +16,7 @@ import pytest
 from packhorse.errors import PackhorseError, RankLost
 from packhorse.serve import logs
 from packhorse.serve.app import STATUS
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 TEXT = {"inputs": "the cat sat"}
 
@@ -128,7 +128,7 @@ def test_counters_add_up_to_what_was_sent(serving) -> None:
 def test_logs_hold_no_text_and_no_key(serving, form: str, monkeypatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr("sys.stderr", out)
-    settings = Settings(log_format=form, log_requests=True, log_level="debug")
+    settings = ServeSettings(log_format=form, log_requests=True, log_level="debug")
     with _own_logging():
         logs.set_up(settings)
         served = serving(keys=("sesame",))

@@ -27,7 +27,7 @@ import pytest
 
 from packhorse.errors import InputError, MissingExtra
 from packhorse.serve import cluster
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 from .conftest import Process
 
@@ -53,7 +53,7 @@ SECONDS = 60.0  # timeout for what takes a few seconds
     ],
 )
 def test_each_replica_has_its_share_of_the_cpus(settings: dict[str, int], cpus: int) -> None:
-    options = cluster.deployment_options(Settings(engine="ray", **settings), [HEAD, SECOND])  # type: ignore[arg-type]
+    options = cluster.deployment_options(ServeSettings(engine="ray", **settings), [HEAD, SECOND])  # type: ignore[arg-type]
     assert options["ray_actor_options"] == {"num_cpus": cpus}
     assert ("autoscaling_config" in options) == ("max_replicas" in settings)
 
@@ -61,15 +61,20 @@ def test_each_replica_has_its_share_of_the_cpus(settings: dict[str, int], cpus: 
 def test_or_a_gpu() -> None:
     one_gpu = {"num_cpus": 1, "num_gpus": 1}
     on = {**HEAD, "GPU": 2.0}
-    assert cluster.deployment_options(Settings(engine="ray"), [on])["ray_actor_options"] == one_gpu
     assert (
-        cluster.deployment_options(Settings(engine="ray", device="cuda"), [])["ray_actor_options"]
+        cluster.deployment_options(ServeSettings(engine="ray"), [on])["ray_actor_options"]
         == one_gpu
     )
-    forced = cluster.deployment_options(Settings(engine="ray", device="cpu"), [on])
+    assert (
+        cluster.deployment_options(ServeSettings(engine="ray", device="cuda"), [])[
+            "ray_actor_options"
+        ]
+        == one_gpu
+    )
+    forced = cluster.deployment_options(ServeSettings(engine="ray", device="cpu"), [on])
     assert forced["ray_actor_options"] == {"num_cpus": 4}
     with pytest.raises(InputError, match="Ray chooses"):
-        cluster.deployment_options(Settings(engine="ray", device="cuda:1"), [on])
+        cluster.deployment_options(ServeSettings(engine="ray", device="cuda:1"), [on])
 
 
 @pytest.mark.parametrize(
@@ -82,14 +87,14 @@ def test_or_a_gpu() -> None:
 )
 def test_what_cannot_be_meant(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Settings(**settings)
+        ServeSettings(**settings)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
         pytest.raises(MissingExtra, match=r"packhorse\[cluster\]"),
-        cluster.cluster_app(Settings()),
+        cluster.cluster_app(ServeSettings()),
     ):
         pass
 

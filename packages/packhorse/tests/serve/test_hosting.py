@@ -9,7 +9,7 @@ import pytest
 
 from packhorse.runtime.loading import PREPARED
 from packhorse.serve import hosting
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 
 @pytest.mark.parametrize("variable", [None, "9"])
@@ -20,6 +20,6 @@ def test_prepared_products_are_few(
         monkeypatch.setenv(name, variable or "")
         if variable is None:
             monkeypatch.delenv(name)
-    models = hosting.open_models(Settings(model=(f"tiny={checkpoint_folder}",), threads=1))
+    models = hosting.open_models(ServeSettings(model=(f"tiny={checkpoint_folder}",), threads=1))
     models.close()
     assert [os.environ[name] for name in PREPARED] == [variable or "64"] * 2

@@ -290,13 +290,13 @@ def test_files_for_as_many_connections_as_are_allowed(
 ) -> None:
     """With a fake system call: a test must not change the limits of its process."""
     from packhorse.serve import life, logs
-    from packhorse.serve.settings import Settings
+    from packhorse.serve.settings import ServeSettings
 
     limits_set = [limits]
     monkeypatch.setattr(logs.LOGGER, "propagate", True)
     monkeypatch.setattr(life.resource, "getrlimit", lambda kind: limits_set[-1])
     monkeypatch.setattr(life.resource, "setrlimit", lambda kind, value: limits_set.append(value))
-    life.raise_file_limit(Settings(max_connections=300))
+    life.raise_file_limit(ServeSettings(max_connections=300))
     assert limits_set[-1] == (now, limits[1])
     assert ("only 300 files" in caplog.text) is warns
 

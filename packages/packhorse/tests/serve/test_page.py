@@ -90,11 +90,11 @@ def opened(tiny, make_model) -> Iterator[Callable[..., Site]]:
     def open(names: Sequence[str] = ("tiny",), **options: Any) -> Site:
         from packhorse.serve.app import create, guarded
         from packhorse.serve.hosting import ServedModels, serve_model
-        from packhorse.serve.settings import Settings
+        from packhorse.serve.settings import ServeSettings
 
         gate = threading.Event()
         gate.set()
-        settings = Settings(batch_tokens=4 * 48, max_queue_inputs=40, **options)
+        settings = ServeSettings(batch_tokens=4 * 48, max_queue_inputs=40, **options)
         encoders = {
             "tiny": lambda: tiny("tiny", lambda _: gate.wait(20)),
             "ranker": lambda: ranker(tiny("ranker"), make_model),

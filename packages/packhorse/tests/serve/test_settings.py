@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.errors import InputError
-from packhorse.serve.settings import PREFIX, Settings, is_private, resolve
+from packhorse.serve.settings import PREFIX, ServeSettings, is_private, resolve
 from packhorse.settings import setting_fields
 
 LIMITS = Path(__file__).resolve().parents[4] / "docs" / "limits.md"
@@ -21,7 +21,7 @@ def test_later_goes_before_earlier(tmp_path: Path) -> None:
     environment = {f"{PREFIX}PORT": "2", f"{PREFIX}MAX_BATCH_INPUTS": "6", "HOME": "/"}
     settings = resolve(file, environment, {"port": 3})
     assert (settings.port, settings.max_batch_inputs, settings.host) == (3, 6, "localhost")
-    assert settings.max_body_bytes == Settings().max_body_bytes
+    assert settings.max_body_bytes == ServeSettings().max_body_bytes
 
 
 def test_kinds_of_the_environment() -> None:
@@ -139,7 +139,7 @@ def test_others_need_a_key_or_a_word(host: str) -> None:
 
 def test_every_setting_is_documented() -> None:
     told = LIMITS.read_text("utf-8")
-    for name in setting_fields(Settings):
+    for name in setting_fields(ServeSettings):
         begin = f"| `--{name.replace('_', '-')}` | `{PREFIX}{name.upper()}` |"
         assert begin in told, f"{name} has no line in docs/limits.md"
 
@@ -150,6 +150,6 @@ def test_the_documented_defaults_are_true() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         if cells[0].startswith("`--"):
             rows[cells[0].strip("`").removeprefix("--").replace("-", "_")] = cells[2]
-    for each in fields(Settings):
+    for each in fields(ServeSettings):
         if isinstance(each.default, int | float) and not isinstance(each.default, bool):
             assert float(rows[each.name].replace(",", "")) == each.default, each.name

@@ -33,8 +33,7 @@ from packhorse.errors import InputError, PackhorseError
 if TYPE_CHECKING:
     from packhorse.data.tasks.labeled import LabeledTexts
     from packhorse.data.tasks.retrieval import Collection
-    from packhorse.data.tasks.squad import SquadQuestion
-    from packhorse.data.tasks.squad import Score
+    from packhorse.data.tasks.squad import Score, SquadQuestion
     from packhorse.reports.quality import EngineScore, ScoringTask
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.evaluation.reading import TextReader
@@ -526,8 +525,7 @@ def _read_questions(flags: EvaluateFlags) -> list["SquadQuestion"]:
 
 def _score_predictions(questions: list["SquadQuestion"], path: Path) -> dict[str, Any]:
     """Score a file of predictions."""
-    from packhorse.data.tasks.squad import read_predictions
-    from packhorse.data.tasks.squad import marks, score
+    from packhorse.data.tasks.squad import marks, read_predictions, score
 
     predictions = read_predictions(path)
     missing = sum(question.id not in predictions for question in questions)
@@ -539,8 +537,7 @@ def _score_predictions(questions: list["SquadQuestion"], path: Path) -> dict[str
 
 def _score_answers(questions: list["SquadQuestion"], flags: EvaluateFlags) -> dict[str, Any]:
     """Ask a model all questions, and score its answers."""
-    from packhorse.data.tasks.squad import write_predictions
-    from packhorse.data.tasks.squad import is_v2
+    from packhorse.data.tasks.squad import is_v2, write_predictions
     from packhorse.runtime.evaluation.answering import ask, judge
 
     encoder = _load_model(flags)

@@ -27,8 +27,8 @@ from packhorse.train.display import duration
 
 if TYPE_CHECKING:
     from packhorse.monitor import Snapshot
-    from packhorse.monitor.machine import Device
     from packhorse.monitor.history import History
+    from packhorse.monitor.machine import Device
     from packhorse.monitor.processes import Process
 
 Wait = Callable[[float], bool]  # seconds; returns True if the user wants to leave

@@ -15,15 +15,15 @@ from cyclopts import Parameter
 from packhorse.cli.console import JsonFlag, emit, note
 from packhorse.cli.settings import PrintConfig, flags_class, passed
 from packhorse.errors import MissingExtra
-from packhorse.serve.settings import KEY_VARIABLE, Settings, resolve
+from packhorse.serve.settings import KEY_VARIABLE, ServeSettings, resolve
 from packhorse.settings import setting_fields
 
 if TYPE_CHECKING:
     from packhorse.serve.hosting import ServedModels
 
-    ServeFlags = Settings
+    ServeFlags = ServeSettings
 else:
-    ServeFlags = flags_class(Settings, negatives=False, consume_multiple=False)
+    ServeFlags = flags_class(ServeSettings, negatives=False, consume_multiple=False)
 
 
 def serve(
@@ -50,7 +50,7 @@ def serve(
     os.environ.pop(KEY_VARIABLE, None)
     if print_config:
         print(settings.toml(), end="")
-        public = setting_fields(Settings)  # all but the keys
+        public = setting_fields(ServeSettings)  # all but the keys
         return emit({name: getattr(settings, name) for name in public}, json)
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")

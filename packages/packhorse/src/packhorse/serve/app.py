@@ -62,7 +62,7 @@ from packhorse.serve.failures import (
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 from packhorse.serve.shortcut import Shortcut
 
 STATUS: dict[type[PackhorseError], int] = {
@@ -81,7 +81,7 @@ STATUS: dict[type[PackhorseError], int] = {
 }
 
 
-def create(settings: Settings, models: ServedModels) -> FastAPI:
+def create(settings: ServeSettings, models: ServedModels) -> FastAPI:
     """Return the application over these models; its lifespan closes them when it ends."""
     app = create_base(settings, models, Metrics(models))
     for routes in (tei, openai, cohere, huggingface, packhorse_api, page):
@@ -91,7 +91,7 @@ def create(settings: Settings, models: ServedModels) -> FastAPI:
 
 
 def create_base(
-    settings: Settings,
+    settings: ServeSettings,
     models: ServedModels,
     metrics: Metrics,
     openapi_url: str | None = "/openapi.json",
@@ -126,7 +126,7 @@ def create_base(
 
 def guarded(app: FastAPI) -> tuple[Any, Guard]:
     """Return the outermost ASGI application, to be served, and the guard within it."""
-    settings: Settings = app.state.settings
+    settings: ServeSettings = app.state.settings
     guard = Guard(app, settings, app.state.models, app.state.metrics)
     app.state.guard = guard
     if not settings.cors_origin:
@@ -145,7 +145,7 @@ def guarded(app: FastAPI) -> tuple[Any, Guard]:
 
 
 def _add_server_routes(
-    app: FastAPI, settings: Settings, models: ServedModels, metrics: Metrics
+    app: FastAPI, settings: ServeSettings, models: ServedModels, metrics: Metrics
 ) -> None:
     async def health() -> Response:
         """Whether the process and its engines are running."""

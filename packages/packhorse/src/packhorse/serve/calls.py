@@ -35,7 +35,7 @@ from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import ServedModel
 from packhorse.serve.metrics import RequestRecord
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 # Longer requests are tokenized in a thread, so that they do not block the event loop for all.
 MAX_INLINE_CHARACTERS = 2048
@@ -110,7 +110,7 @@ def json_response(document: Any, headers: Mapping[str, str] | None = None) -> Re
 
 
 def check_inputs(
-    settings: Settings, texts: Sequence[TaskInput], options: Mapping[str, Any] | None = None
+    settings: ServeSettings, texts: Sequence[TaskInput], options: Mapping[str, Any] | None = None
 ) -> int:
     """Return the number of characters; raise `Empty` or `TooLarge` for inputs beyond the limits."""
     inputs = (options or {}).get("documents", texts)
@@ -216,7 +216,7 @@ class RequestStream:
 
     def start(self) -> None:
         """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
-        self.runner.promise(self.waiting)
+        self.runner.reserve(self.waiting)
         self.reserved = True
         with self._lock:
             self._submit()

@@ -44,7 +44,7 @@ from packhorse.serve.ingress import (
     ReplicaPool,
 )
 from packhorse.serve.metrics import RunnerFigures, runner_figures
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 TARGET_REQUESTS = 32  # in flight per replica; with more, another replica is started
 # How long the load must stay high or low before the number of replicas changes. Replicas are
@@ -64,7 +64,7 @@ RUNNING = "RUNNING"
 class Replica:
     """The application over its models, in a process of Ray Serve that calls these methods."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServeSettings) -> None:
         from ray import serve
 
         _restrict_grpc_port()
@@ -115,7 +115,7 @@ def _restrict_grpc_port() -> None:
 
 
 @contextmanager
-def cluster_app(settings: Settings) -> Iterator[tuple[FastAPI, ServedModels]]:
+def cluster_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]:
     """Start the replicas and return an application that forwards to them; end them afterwards."""
     with connected(settings.ray_address or None) as ray, _deployed(ray, settings) as handle:
         client = ReplicaClient(handle)
@@ -217,7 +217,7 @@ def _read_figures(handle: Any) -> Sequence[RunnerFigures]:
 
 
 @contextmanager
-def _deployed(ray: Any, settings: Settings) -> Iterator[Any]:
+def _deployed(ray: Any, settings: ServeSettings) -> Iterator[Any]:
     serve = _serve()
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)  # we log what matters of it
     name = f"packhorse-{socket.gethostname()}-{settings.port or os.getpid()}"
@@ -236,7 +236,9 @@ def _deployed(ray: Any, settings: Settings) -> Iterator[Any]:
             serve.delete(name)
 
 
-def deployment_options(settings: Settings, nodes: Sequence[dict[str, float]]) -> dict[str, Any]:
+def deployment_options(
+    settings: ServeSettings, nodes: Sequence[dict[str, float]]
+) -> dict[str, Any]:
     """Return Ray Serve's options for the replicas, on nodes with these resources."""
     min_replicas = settings.replicas
     max_replicas = settings.max_replicas or settings.replicas
@@ -264,7 +266,7 @@ def deployment_options(settings: Settings, nodes: Sequence[dict[str, float]]) ->
 
 
 def _replica_resources(
-    settings: Settings, nodes: Sequence[dict[str, float]], max_replicas: int
+    settings: ServeSettings, nodes: Sequence[dict[str, float]], max_replicas: int
 ) -> dict[str, float]:
     """Return one GPU, or as many CPUs as each of `max_replicas` replicas can have."""
     kind, _, index = settings.device.partition(":")
@@ -281,7 +283,7 @@ def _replica_resources(
     return {"num_cpus": settings.threads or next(fitting, 1)}
 
 
-def _replica_settings(settings: Settings, deployment: Any) -> Settings:
+def _replica_settings(settings: ServeSettings, deployment: Any) -> ServeSettings:
     """Return the settings for replicas: no keys, absolute paths, as many threads as CPUs."""
     actor = deployment.ray_actor_options
     threads = settings.threads if actor.get("num_gpus") else int(actor["num_cpus"])

@@ -35,7 +35,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from packhorse.serve import logs
 from packhorse.serve.failures import Failure
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 SWEEP_SECONDS = 1.0
 RECHECK_SECONDS = 0.1
@@ -46,7 +46,7 @@ MAX_LINE_BYTES = 8192  # of the request target or of one header; also the limit 
 BAD_REQUEST = Failure(400, "this is not a valid HTTP/1.1 request")
 
 
-def protocol(settings: Settings) -> Any:
+def protocol(settings: ServeSettings) -> Any:
     """Return the factory that uvicorn calls for each connection."""
     return partial(BoundedConnection, settings)
 
@@ -60,7 +60,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     parser: Any
 
-    def __init__(self, settings: Settings, **arguments: Any) -> None:
+    def __init__(self, settings: ServeSettings, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.settings = settings
         self.refusal: Failure | None = None  # why the parser was stopped

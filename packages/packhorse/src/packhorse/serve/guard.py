@@ -27,7 +27,7 @@ from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import UNMATCHED_ROUTE, Metrics, RequestRecord
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -56,7 +56,7 @@ class Guard:
     """An ASGI application that checks each request before it passes it on to `app`."""
 
     def __init__(
-        self, app: App, settings: Settings, models: ServedModels, metrics: Metrics
+        self, app: App, settings: ServeSettings, models: ServedModels, metrics: Metrics
     ) -> None:
         self.app = app
         self.settings = settings

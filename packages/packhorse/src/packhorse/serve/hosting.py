@@ -24,12 +24,7 @@ from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
-from packhorse.serve.settings import Settings
-
-# What can be asked of a model, by the head it takes. Of the labels of that head, rerank also needs
-# that there is one, and zero_shot that one is entailment.
-HEADS = {"embed": "embed", "classify": "classify", "rerank": "classify", "zero_shot": "classify"}
-HEADS |= {"answer": "span", "fill": "mlm", "label": "tokens"}
+from packhorse.serve.settings import ServeSettings
 
 # Smaller than offline batches: a request cannot leave or enter a batch that runs already, so the
 # run time of one batch is added to everybody's latency.
@@ -179,7 +174,7 @@ class ServedModels:
             model.runner.close(drain)
 
 
-def open_models(settings: Settings) -> ServedModels:
+def open_models(settings: ServeSettings) -> ServedModels:
     """Load all models and run each once, so that the first client does not pay for warming up."""
     _use_threads(settings.threads)
     return ServedModels([_open(entry, settings) for entry in settings.model])
@@ -187,7 +182,7 @@ def open_models(settings: Settings) -> ServedModels:
 
 def serve_model(
     encoder: Encoder,
-    settings: Settings,
+    settings: ServeSettings,
     name: str = "",
     source: str = "",
     publish: bool = True,
@@ -208,7 +203,7 @@ def serve_model(
     return ServedModel(name or encoder.name, source or encoder.name, runner.encoder, runner)
 
 
-def _open(entry: str, settings: Settings) -> ServedModel:
+def _open(entry: str, settings: ServeSettings) -> ServedModel:
     """Load the model of one `--model` entry: MODEL or NAME=MODEL."""
     name, _, source = entry.rpartition("=")
     encoder = load(

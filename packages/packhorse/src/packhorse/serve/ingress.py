@@ -31,7 +31,7 @@ from packhorse.serve.guard import Receive, Scope, Send
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.logs import LOGGER
 from packhorse.serve.metrics import Metrics, RequestRecord, RunnerFigures
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 MAX_DEATHS = 3  # of replicas under one request
 RETRY_SECONDS = 0.05  # before a replica that could not be reached is tried again
@@ -189,7 +189,7 @@ def remote_models(cards: Iterable[ModelCard], pool: ReplicaPool) -> ServedModels
     )
 
 
-def create(settings: Settings, models: ServedModels, pool: ReplicaPool) -> FastAPI:
+def create(settings: ServeSettings, models: ServedModels, pool: ReplicaPool) -> FastAPI:
     """Return an application with its own health and metrics that forwards all other requests."""
     metrics = Metrics(models, lambda: pool.figures)
     app = create_base(settings, models, metrics, openapi_url=None)

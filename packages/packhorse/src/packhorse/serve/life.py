@@ -35,7 +35,7 @@ from packhorse.serve.connections import protocol, sweep
 from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
@@ -44,7 +44,7 @@ EXIT_CUT_SHORT = 1
 EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
 EXTRA_FILES = 256  # open files besides connections: models, logs, what libraries open
 Ready = Callable[[str, int, ServedModels], None]  # host, port, models
-OpenApp = Callable[[Settings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
+OpenApp = Callable[[ServeSettings], AbstractContextManager[tuple[FastAPI, ServedModels]]]
 
 
 class EngineDied(PackhorseError):
@@ -60,14 +60,14 @@ class CutShort(PackhorseError):
 
 
 @contextmanager
-def local_app(settings: Settings) -> Iterator[tuple[FastAPI, ServedModels]]:
+def local_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]:
     """Open the application with its models in this process; its lifespan closes them."""
     token_ids.load_table(settings.token_ids)  # reports a missing file before models are loaded
     models = hosting.open_models(settings)
     yield create(settings, models), models
 
 
-def run(settings: Settings, ready: Ready, open_app: OpenApp = local_app) -> None:
+def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) -> None:
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
     raise_file_limit(settings)
@@ -87,7 +87,7 @@ def run(settings: Settings, ready: Ready, open_app: OpenApp = local_app) -> None
         raise CutShort(f"{guard.in_flight} requests were not finished within {seconds:g} s")
 
 
-def raise_file_limit(settings: Settings) -> None:
+def raise_file_limit(settings: ServeSettings) -> None:
     """Raise the limit on open files to what `max_connections` needs.
 
     Most systems start a process with a limit of about a thousand and let it ask for more. A
@@ -105,7 +105,7 @@ def raise_file_limit(settings: Settings) -> None:
         logs.LOGGER.warning(message, soft, settings.max_connections)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(settings: ServeSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -128,7 +128,7 @@ def _report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> N
     ready(host, port, models)
 
 
-def _configuration(app: Any, settings: Settings) -> uvicorn.Config:
+def _configuration(app: Any, settings: ServeSettings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol(settings),

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from packhorse.serve.metrics import RequestRecord
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 LOGGER = logging.getLogger("packhorse.serve")
 REQUESTS = logging.getLogger("packhorse.serve.requests")
@@ -48,7 +48,7 @@ class PlainLines(logging.Formatter):
         return "\n".join([*frames, kind])
 
 
-def set_up(settings: Settings) -> None:
+def set_up(settings: ServeSettings) -> None:
     """Send the log of the server and of uvicorn to stderr, in the format of the settings."""
     handler = logging.StreamHandler(sys.stderr)
     plain = PlainLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")

@@ -15,13 +15,13 @@ import orjson
 from packhorse import atomic
 from packhorse.serve import app
 from packhorse.serve.hosting import ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 
 def document() -> bytes:
     """Return the content of the file."""
     layout = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    return orjson.dumps(app.create(Settings(), ServedModels([])).openapi(), option=layout)
+    return orjson.dumps(app.create(ServeSettings(), ServedModels([])).openapi(), option=layout)
 
 
 def write(path: Path) -> None:

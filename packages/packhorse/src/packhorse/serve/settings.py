@@ -41,7 +41,7 @@ CLUSTER = "Cluster"
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServeSettings:
     """Everything that decides how the server runs."""
 
     model: tuple[str, ...] = setting(
@@ -162,13 +162,13 @@ def resolve(
     file: Path | None = None,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
-) -> Settings:
+) -> ServeSettings:
     """The server's settings with its API keys; flags override the environment, that the file."""
     environment = environment or {}
     values = settings.from_toml(file) if file is not None else []
     values += settings.from_environment(environment, PREFIX)
     values += settings.from_flags(flags or {})
-    resolved = settings.resolve(Settings, values).settings
+    resolved = settings.resolve(ServeSettings, values).settings
     keys = api_keys(resolved.api_key_file, environment.get(KEY_VARIABLE, ""))
     resolved = replace(resolved, keys=keys)
     if not (resolved.is_local or resolved.keys or resolved.insecure):

@@ -33,9 +33,8 @@ from packhorse.data.packed.masking import Recipe
 from packhorse.data.tables import read_texts
 from packhorse.data.tasks import targets
 from packhorse.data.tasks.labeled import LabeledTexts, TableLayout, read_labeled
-from packhorse.data.tasks.targets import span_task
 from packhorse.data.tasks.squad import read_squad
-from packhorse.data.tasks.targets import TrainingTask, contrastive_task, labeled_task
+from packhorse.data.tasks.targets import TrainingTask, contrastive_task, labeled_task, span_task
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.tokens import Tokenizer

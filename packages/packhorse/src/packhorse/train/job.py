@@ -412,7 +412,9 @@ def _fine_tuning(settings: TrainSettings, place: Placement) -> RunInputs:
     )
 
 
-def _is_compiled(settings: TrainSettings, choice: attention.KernelChoice, device: torch.device) -> bool:
+def _is_compiled(
+    settings: TrainSettings, choice: attention.KernelChoice, device: torch.device
+) -> bool:
     is_supported = choice.kernel.serves.compiles_backward
     if settings.compile == "on" and not is_supported:
         raise KernelError(f"kernel {choice.name!r} cannot be compiled to train; leave compile off")

@@ -101,7 +101,7 @@ def _lead(team: Team, work: Callable[[], T]) -> T:
         except Exception as error:
             message = {"error": (type(error).__name__, str(error))}
             failure = error
-    received = decode(team.hear(encode(message) if team.rank == 0 else None))
+    received = decode(team.broadcast(encode(message) if team.rank == 0 else None))
     if failure is not None:
         raise failure
     if "error" in received:

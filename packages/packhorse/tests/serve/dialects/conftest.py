@@ -99,14 +99,14 @@ def listen() -> Iterator[Callable[..., Server]]:
     import uvicorn
 
     from packhorse.serve import app, hosting
-    from packhorse.serve.settings import Settings
+    from packhorse.serve.settings import ServeSettings
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     running: list[tuple[Any, threading.Thread, Any]] = []
 
     def begin(encoders: dict[str, Any], **options: Any) -> Server:
-        settings = Settings(batch_wait_ms=0.0, **options)
+        settings = ServeSettings(batch_wait_ms=0.0, **options)
         models = hosting.ServedModels(
             [_hosted(name, encoder) for name, encoder in encoders.items()]
         )

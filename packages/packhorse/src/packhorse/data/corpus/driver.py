@@ -260,7 +260,9 @@ def _pack_lengths(counts: np.ndarray, capacity: int, max_per_pack: int | None) -
     packs, bound, complete = optimum(counts, capacity, depth)
     verify(packs, counts, capacity, depth)
     histogram = tuple(counts.tolist())
-    return PackingPlan(capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete)
+    return PackingPlan(
+        capacity, max_per_pack, "optimum", bound, 0.0, histogram, tuple(packs), complete
+    )
 
 
 def _derive_seed(*numbers: int) -> int:

@@ -28,7 +28,9 @@ SEED = 42
 STEPS = 100
 
 
-def judge(read: TextReader, rows: LabeledTexts, progress: Progress | None = None) -> dict[str, float]:
+def judge(
+    read: TextReader, rows: LabeledTexts, progress: Progress | None = None
+) -> dict[str, float]:
     """Return GLUE's measures of a head whose logits `read` returns."""
     logits = read(rows.texts, progress=progress)
     if rows.problem == "regression":

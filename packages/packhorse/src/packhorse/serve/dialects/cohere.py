@@ -33,7 +33,7 @@ from packhorse.serve.dialects.schemas import (
 )
 from packhorse.serve.dialects.tasks import Truncation
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 from packhorse.tokens import SURROGATE, Tokenizer
 
 Document = str | dict[str, str]
@@ -136,7 +136,7 @@ class Reranked(BaseModel):
     usage: RerankUsage
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     post = post_routes(app, "Cohere and Jina", CohereError)
 

@@ -40,7 +40,7 @@ from packhorse.serve.dialects.schemas import (
 from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.dialects.tei import SimilarityInput, SimilarityParameters, similarities
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 # Tasks and their options -----------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class InferenceResponse(
 # Routes ----------------------------------------------------------------------------------------
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     post = post_routes(app, "Hugging Face", HuggingFaceError)
 

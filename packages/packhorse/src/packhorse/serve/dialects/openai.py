@@ -41,7 +41,7 @@ from packhorse.serve.dialects.schemas import (
 from packhorse.serve.dialects.tasks import Truncation
 from packhorse.serve.dialects.tei import as_batch
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 OpenAiInput = Annotated[
     Text | TokenIds | ListOf[Text] | ListOf[TokenIds],
@@ -155,7 +155,7 @@ class OpenAiModels(BaseModel):
     data: list[OpenAiModel]
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     table = token_ids.load_table(settings.token_ids)
     tags: Any = ["OpenAI"]

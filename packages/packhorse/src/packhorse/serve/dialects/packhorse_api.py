@@ -30,7 +30,7 @@ from packhorse.serve.dialects.schemas import (
 )
 from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.hosting import ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 TextPair = Annotated[list[str], Field(min_length=2, max_length=2)]
 
@@ -142,7 +142,7 @@ class NerResponse(RootModel[list[list[NamedSpan]]]):
     """The names in each text."""
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     post = partial(app.post, tags=["Packhorse"], responses=error_responses(TeiError))
 

@@ -20,8 +20,7 @@ from starlette.requests import Request
 
 from packhorse.errors import InputError
 from packhorse.results import Ranked, sigmoid
-from packhorse.runtime.tasks import TaskInput, is_ids
-from packhorse.runtime.tasks import Long
+from packhorse.runtime.tasks import Long, TaskInput, is_ids
 from packhorse.serve.calls import CallResult, call
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import ServedModel

@@ -22,8 +22,7 @@ from starlette.responses import Response
 
 from packhorse import __version__, device
 from packhorse.errors import CheckpointError
-from packhorse.runtime.tasks import TaskInput
-from packhorse.runtime.tasks import prompted
+from packhorse.runtime.tasks import TaskInput, prompted
 from packhorse.serve.calls import CallResult, check_inputs, json_response
 from packhorse.serve.dialects import tasks
 from packhorse.serve.dialects.schemas import (
@@ -46,7 +45,7 @@ from packhorse.serve.dialects.schemas import (
 from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty, TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 from packhorse.tokens import NO_LIMIT, Tokenizer
 
 # Request bodies --------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class Info(BaseModel):
 Post = Callable[..., Callable[..., Any]]  # the decorator that `post_routes` returns
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     tags: Any = ["Text Embeddings Inference"]
     post = post_routes(app, tags[0], TeiError)
@@ -371,7 +370,7 @@ def _add_scores(post: Post, models: ServedModels) -> None:
         return timed_response(rows, result, model, [body.query, *body.texts], start)
 
 
-def _add_tokens(post: Post, models: ServedModels, settings: Settings) -> None:
+def _add_tokens(post: Post, models: ServedModels, settings: ServeSettings) -> None:
     @post("/tokenize", response_model=TokenizeResponse)
     async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         """The tokens of each text, never truncated."""
@@ -489,7 +488,7 @@ def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], body: TokenizeRequest)
     return json_response(rows)
 
 
-def describe_server(models: ServedModels, settings: Settings) -> dict[str, Any]:
+def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, Any]:
     """Return the document of `/info`."""
     model = models.default
     return {

@@ -33,7 +33,7 @@ from packhorse.serve.dialects.schemas import (
     error_responses,
 )
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 THROUGHPUT_SECONDS = 5.0
 Count = Annotated[int, Query(ge=0, le=RECENT, description="How many of the last batches to list.")]
@@ -78,7 +78,7 @@ class Engines(BaseModel):
     models: list[ModelEngine]
 
 
-def add(app: FastAPI, models: ServedModels, settings: Settings) -> None:
+def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     get = partial(app.get, tags=["Server"])
     html = files(__name__).joinpath("index.html").read_text("utf-8")

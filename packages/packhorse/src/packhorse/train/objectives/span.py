@@ -52,7 +52,7 @@ class SquadEvaluation:
 
     def task(self) -> TrainingTask:
         """Every window as an example, in order; their targets are not used."""
-        from packhorse.data.tasks.targets import TaskExample, Span, TrainingTask
+        from packhorse.data.tasks.targets import Span, TaskExample, TrainingTask
 
         windows = [window for question_windows in self.windows for window in question_windows]
         return TrainingTask([TaskExample((window,), Span(0, 0)) for window in windows], "span")
