@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import os
 import random
 import signal
+import string
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from packhorse.processor import limit
 
+WORDS = ("the", "horse", "mule", "carries", "sacks", "to", "market", "good", "bad", "hello")
+LABELS = {"classify": ("good", "bad"), "rerank": ("score",), "tokens": ("O", "B-PER", "I-PER")}
 # Threads that tqdm, schemathesis, torch's compiler and its autograd ("Dummy-": not begun by Python)
 # keep as long as the process lives.
 KEPT = (
@@ -205,3 +211,66 @@ def tf() -> ModuleType:
         tensorflow.config.threading.set_inter_op_parallelism_threads(1)
         tensorflow.config.threading.set_intra_op_parallelism_threads(1)
     return tensorflow
+
+
+class CommandResult(NamedTuple):
+    """Exit code and output of a command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The document that --json writes, which is alone on stdout."""
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str]) -> Callable[..., CommandResult]:
+    """Run `packhorse` with these arguments in this process."""
+
+    def run(*arguments: object) -> CommandResult:
+        capfd.readouterr()
+        from packhorse.cli import main
+
+        code = main([str(argument) for argument in arguments])
+        return CommandResult(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random model with the head of this name: embed, mlm, span, classify …"""
+    return cache(lambda head: write_tiny(head, tmp_path_factory.mktemp("models")))
+
+
+def write_tiny(head: str, home: Path) -> Path:
+    import torch
+
+    from packhorse import attention, checkpoint
+    from packhorse.model.bert import Bert
+    from packhorse.model.config import BertConfig
+    from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
+    from packhorse.model.model import Model
+
+    letters = string.ascii_lowercase + string.digits + string.punctuation
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters]
+    words += [f"##{letter}" for letter in letters]
+    config = BertConfig(len(words), 32, 2, 4, 64, max_positions=64)
+    torch.manual_seed(0)
+    bert, labels = Bert(config, attention.kernel("reference")), LABELS.get(head, ())
+    heads = {
+        "embed": lambda: Embed(("mean",), normalise=True),
+        "mlm": lambda: Mlm(config, bert.embed.words, True),
+        "span": lambda: TokenLabels(config, 2),
+        "classify": lambda: PooledLabels(config, Pooler(config), 2),
+        "rerank": lambda: PooledLabels(config, Pooler(config), 1),
+        "tokens": lambda: TokenLabels(config, 3),
+    }
+    (home / "vocab").mkdir()
+    (home / "vocab" / "vocab.txt").write_text("\n".join(words) + "\n")
+    model = Model(bert, {"classify" if head == "rerank" else head: heads[head]()}).eval()
+    model_files = checkpoint.Checkpoint(config, model, home / "vocab", head, 64, labels=labels)
+    return checkpoint.write(home / head, model_files)

@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from packhorse.cli import COMMANDS, main
+from packhorse.cli import COMMANDS, PLUGINS, main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENT = (REPOSITORY / "docs" / "coming-from.md").read_text("utf-8")
@@ -518,7 +518,7 @@ def test_the_document_is_read_whole() -> None:
         for line in LINES
         if "packhorse " in line.text
     }
-    assert named - {"install"} <= set(COMMANDS)
+    assert named - {"install"} <= {*COMMANDS, *PLUGINS}
     table = "## From the five\n| from | before | now | what changed |\n|---|---|---|---|\n"
     rows = (
         "| A | `a` | `packhorse run x` † | |\n| | `b` | `pip install c`, `d` | |\n| | `e` | - | |\n"

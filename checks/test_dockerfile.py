@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from packhorse.cli import main
-from packhorse.serve.settings import Settings
+from packhorse.serve.settings import ServeSettings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -76,7 +76,7 @@ def pip_calls(line: Line) -> list[str]:
 def is_bound(call: str) -> bool:
     """Is it by hashes, of what lies here, or torch alone from its own index?"""
     alone = "--no-deps" in call and "--extra-index-url" not in call
-    own = call.strip().endswith(" .") and "--no-build-isolation" in call
+    own = call.strip().endswith(" ./packages/packhorse") and "--no-build-isolation" in call
     torch = re.search(r"--index-url https://download\.pytorch\.org/\S+ torch==[\d.]+\s*$", call)
     return alone and ("--require-hashes" in call or own or torch is not None)
 
@@ -110,9 +110,9 @@ def test_it_is_sound(lines: list[Line]) -> None:
         ("--index-url", "--extra-index-url", "takes any file"),
         ("--no-build-isolation", "--no-input", "takes any file"),
         ("USER packhorse\n", "", "root"),
-        ("COPY src", "COPY source", "not there"),
-        ("COPY src", "COPY tests", "ignored"),
-        ("COPY src", "ADD src", "COPY"),
+        ("COPY packages/packhorse", "COPY packages/source", "not there"),
+        ("COPY packages/packhorse", "COPY docs", "ignored"),
+        ("COPY packages/packhorse", "ADD packages/packhorse", "COPY"),
         ("HEALTHCHECK", "LABEL", "HEALTHCHECK"),
     ],
 )
@@ -124,12 +124,17 @@ def test_the_check_can_fail(old: str, new: str, told: str) -> None:
 
 def test_nothing_but_what_is_needed_is_sent(lines: list[Line]) -> None:
     copied = {each for line in lines if line.word == "COPY" for each in line.said.split()[:-1]}
-    sent = {each.name for each in REPOSITORY.iterdir() if not ignored(each.name, REPOSITORY)}
+    places = [*REPOSITORY.iterdir(), *(REPOSITORY / "packages").iterdir()]
+    names = {place.relative_to(REPOSITORY).as_posix() for place in places} - {"packages"}
+    sent = {name for name in names if not ignored(name, REPOSITORY)}
     assert sent == copied
     project = tomllib.loads((REPOSITORY / "packages" / "packhorse" / "pyproject.toml").read_text())[
         "project"
     ]
-    assert {project["readme"], *project["license-files"]} <= copied
+    library = REPOSITORY / "packages" / "packhorse"
+    assert all(
+        (library / name).is_file() for name in (project["readme"], *project["license-files"])
+    )
 
 
 def test_what_it_installs_is_offered(lines: list[Line]) -> None:
@@ -180,7 +185,7 @@ def test_it_starts_what_the_package_has(lines: list[Line], monkeypatch, capsys) 
     assert main([*words, "--print-config", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
     port = int(next(line.said for line in lines if line.word == "EXPOSE"))
-    assert (shown["host"], shown["port"]) == ("0.0.0.0", port) == ("0.0.0.0", Settings().port)
+    assert (shown["host"], shown["port"]) == ("0.0.0.0", port) == ("0.0.0.0", ServeSettings().port)
     assert variables["HF_HOME"].startswith(next(x.said for x in lines if x.word == "VOLUME"))
 
 

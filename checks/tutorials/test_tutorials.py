@@ -237,8 +237,9 @@ def test_packing_takes_texts_of_ones_own(run: Run, minilm: Path, tmp_path: Path)
 
 def test_the_recipe_reads_what_docstrings_writes(run: Run, tmp_path: Path) -> None:
     _, said = run(PACK, "docstrings.py")
-    settings, notes = resolve(TUTORIALS / PACK / "recipe.toml", {}, {})
-    assert not notes and {settings.train, settings.eval} == {"train.csv", "dev.csv"}
+    resolved = resolve(TUTORIALS / PACK / "recipe.toml", {}, {})
+    settings = resolved.settings
+    assert not resolved.notes and {settings.train, settings.eval} == {"train.csv", "dev.csv"}
     counts = {name: int(count) for name, count in re.findall(r"(\w+\.csv): (\d+) texts", said)}
     assert counts["train.csv"] > 300 and counts["dev.csv"] == 60
     first = (tmp_path / settings.train).read_text("utf-8").splitlines()[0]

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Spoken
-
-Cli = Callable[..., Spoken]
+Cli = Callable[..., Any]
 Tiny = Callable[[str], Path]
 
 CONTEXT = "The good horse carries sacks to market. " * 6 + "A bad mule carries the market to hello."

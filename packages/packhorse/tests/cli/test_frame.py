@@ -10,6 +10,7 @@ import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,7 @@ from packhorse import cli as frame
 from packhorse.cli import console
 from packhorse.errors import CheckpointError, InputError, MissingExtra
 
-from .conftest import Spoken
-
-Cli = Callable[..., Spoken]
+Cli = Callable[..., Any]
 
 
 def python(*arguments: str, **more: object) -> subprocess.CompletedProcess[str]:

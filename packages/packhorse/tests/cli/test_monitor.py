@@ -23,9 +23,7 @@ from packhorse.monitor import Snapshot, look
 from packhorse.monitor.machine import Device
 from packhorse.monitor.processes import Process
 
-from .conftest import Spoken
-
-Cli = Callable[..., Spoken]
+Cli = Callable[..., Any]
 pty = pytest.importorskip("pty", reason="no terminals of this kind")
 
 
@@ -62,7 +60,7 @@ def test_once_as_json(cli: Cli) -> None:
 
 
 def test_nothing_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("packhorse.monitor.processes.ByFiles.pids", lambda self: [])
+    monkeypatch.setattr("packhorse.monitor.processes.ProcSystem.pids", lambda self: [])
     assert command.NO_PROCESS in cli("monitor").out
 
 

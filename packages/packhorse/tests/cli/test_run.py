@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +23,9 @@ from pyarrow import parquet
 
 from packhorse.cli import perf
 
-from .conftest import Spoken
-
 pytestmark = pytest.mark.machine
 
-Cli = Callable[..., Spoken]
+Cli = Callable[..., Any]
 Tiny = Callable[[str], Path]
 
 TEXTS = ["The horse carries sacks.", "hello", "A mule is good, the market is bad!"]
@@ -421,7 +420,7 @@ def test_standard_input(
 ) -> None:
     command = ["run", "--task", "embed", "--input", "-", "-m", tiny("embed")]
 
-    def fed(text: bytes, *more: object) -> Spoken:
+    def fed(text: bytes, *more: object) -> Any:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
         return cli(*command, *more)
 

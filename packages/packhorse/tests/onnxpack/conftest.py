@@ -125,7 +125,7 @@ def export(
         warnings.simplefilter("ignore")
         if dynamo:
             any_size = torch.export.Dim.DYNAMIC
-            shapes = {"given": tuple({0: any_size, 1: any_size} for _ in inputs)}
+            shapes = {"options": tuple({0: any_size, 1: any_size} for _ in inputs)}
             torch.onnx.export(
                 Called(model, inputs).eval(),
                 arguments,

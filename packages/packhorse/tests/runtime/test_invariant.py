@@ -404,7 +404,7 @@ def test_from_the_shell(minilm: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert said("a horse", "the cat sat on a mat", "one")[1:2] == said("the cat sat on a mat")
     assert main(["run", "a horse", "--invariant", "--kernel", "bucketed"]) == 2
     err = capfd.readouterr().err
-    assert "lays sequences together" in err and len(err.strip().splitlines()) == 1
+    assert "computes several sequences together" in err and len(err.strip().splitlines()) == 1
 
 
 def test_behind_the_server(minilm: Path, quiet_runtime, rng) -> None:

@@ -80,8 +80,8 @@ def test_or_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"replicas": 2}, "are for --engine ray"),
-        ({"ray_address": "192.0.2.1:6379"}, "are for --engine ray"),
+        ({"replicas": 2}, "need --engine ray"),
+        ({"ray_address": "192.0.2.1:6379"}, "need --engine ray"),
         ({"engine": "ray", "replicas": 3, "max_replicas": 2}, "at least replicas"),
     ],
 )

@@ -297,7 +297,7 @@ def _evaluate_compared(flags: EvaluateFlags) -> None:
 
 
 def _read_data(flags: EvaluateFlags) -> "LabeledTexts | Collection | None":
-    """TextReader and check the data before the model is loaded; None if it needs the model's labels."""
+    """Read and check the data before the model is loaded; None if it needs the model's labels."""
     from packhorse.data.tasks.labeled import TableLayout, read_labeled
     from packhorse.data.tasks.retrieval import read_collection
 
@@ -329,7 +329,7 @@ def _prepare(
             _judge,
             retrieval.judge,
             data,
-            likeness=flags.similarity or default,
+            similarity=flags.similarity or default,
             skip_same_id=flags.skip_same_id,
         )
         counts = {"documents": len(data.documents), "queries": len(data.queries)}

@@ -220,7 +220,7 @@ def packhorse_command(command: Sequence[str]) -> list[str]:
     while name.startswith(("python", "pypy")) and rest:
         word, *rest = rest
         if word == "-m":
-            is_packhorse = bool(rest) and rest[0].split(".")[0] == "packhorse"
+            is_packhorse = bool(rest) and rest[0].split(".")[0] in ("packhorse", "packhorse_port")
             return rest if is_packhorse else []
         if word in WITH_VALUE:
             rest = rest[1:]

@@ -156,8 +156,8 @@ def _stat(name: str, runner: RunnerFigures) -> tuple[float]:
     return (getattr(runner.stats, name),)
 
 
-# Fields of `runtime.statistics.RunnerStats`, which name the metrics packhorse_runner_*; those that only
-# grow are counters.
+# Fields of `runtime.statistics.RunnerStats`, which name the metrics packhorse_runner_*; those that
+# only grow are counters.
 RUNNER_METRICS: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str]] = {
     "requests": (CounterMetricFamily, "Inputs admitted to the queue."),
     "answered": (CounterMetricFamily, "Inputs answered."),

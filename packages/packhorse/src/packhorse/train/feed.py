@@ -169,7 +169,7 @@ def examples(
     rank: int = 0,
     world: int = 1,
 ) -> TrainingFeed:
-    """LabeledTexts examples, `settings.batch` per step."""
+    """Labeled examples, `settings.batch` per step."""
     lengths = [len(s.ids) for example in task.examples for s in example.sequences]
     mean_tokens = sum(lengths) / max(1, len(task.examples))
     longest = max(_longest(source) for source in (task, eval_task) if source)

@@ -421,7 +421,7 @@ def test_ctrl_c_keeps_what_is_done(config: BuildOptions, tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         _, message = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "run the same command to go on" in message and "Traceback" not in message
+    assert "run the same command to resume" in message and "Traceback" not in message
     assert [*config.out.glob(".build/*/part-*.arrow")]
 
 
@@ -642,7 +642,7 @@ def test_no_room_for_a_file(config: BuildOptions) -> None:
     message = run(config, preexec_fn=limited)
     assert message.returncode == 2 and message.stderr.count("packhorse: ") == 1
     assert "cannot be written: File too large" in message.stderr
-    assert "run the same command to go on" in message.stderr
+    assert "run the same command to resume" in message.stderr
     config = replace(config, workers=1)
     build(config)
     build(undisturbed := replace(config, out=config.out.with_name("undisturbed")))
@@ -658,7 +658,7 @@ def test_a_full_disk(room: str, config: BuildOptions, whole: dict, tmp_path: Pat
         pytest.skip("a small disk cannot be mounted: that needs root")
     config = replace(config, out=disk / "out")
     try:
-        with pytest.raises(InputError, match=r"No space left on device.*same command to go on"):
+        with pytest.raises(InputError, match=r"No space left on device.*same command to resume"):
             build(config)
         assert not (disk / "out" / "train").exists()
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)

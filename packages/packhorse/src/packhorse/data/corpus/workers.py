@@ -30,7 +30,7 @@ from packhorse.errors import InputError, PackhorseError
 T = TypeVar("T")
 
 AHEAD = 2  # items in flight per worker: one in work, one that waits
-RESUME_HINT = "what is done is kept: run the same command to go on"
+RESUME_HINT = "finished work is kept; run the same command to resume"
 
 
 class RunTasks(Protocol):
