@@ -1,4 +1,4 @@
-"""LabeledTexts sets: GLUE's own files, every format and `datasets`, and each bad row by name."""
+"""Labeled sets: GLUE's own files, every format and `datasets`, and each bad row by name."""
 
 from __future__ import annotations
 
