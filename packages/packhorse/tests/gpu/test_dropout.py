@@ -9,10 +9,11 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
-from tests.gpu.test_cuda import make_packed
 from torch import Tensor
 
 from packhorse import attention
+
+from .test_cuda import make_packed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA = torch.device("cuda")

@@ -16,9 +16,10 @@ SCRIPT = """
 import torch
 from packhorse import attention
 from packhorse.packing.batch import Packed
-from packhorse.runtime.proof import Made
+from packhorse.runtime.proof import SyntheticSequence
 import numpy as np
-packed = Packed.build([Made(np.arange(n), np.zeros(n, int)) for n in (5, 20)]).to("cuda")
+sequences = [SyntheticSequence(np.arange(n), np.zeros(n, int)) for n in (5, 20)]
+packed = Packed.build(sequences).to("cuda")
 kernel = attention.kernel("fused")
 qkv = torch.randn(25, 3, 2, 64, device="cuda", dtype=torch.bfloat16)
 kernel(qkv, kernel.plan(packed))

@@ -216,8 +216,8 @@ class FixedShapes:
     @torch.inference_mode()
     def _try_heads(self) -> Tensor | None:
         """Return the bits of all heads on trial rows; None if they depend on the position."""
-        # int64 from the start: beside a float32 tensor the bit patterns would be rounded.
-        outputs: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
+        # Not a float32 tensor to begin with: beside it the bit patterns would be rounded.
+        outputs: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
         for name in self.model.heads:
             bits = self._try_head(name)
             if bits is None:
