@@ -148,8 +148,11 @@ def test_a_graph_that_is_dropped_has_ended(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
-def test_a_bucket_runs_while_another_thread_compiles(rng, monkeypatch) -> None:
+def test_a_bucket_runs_while_another_thread_compiles(
+    rng, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """torch's mark of a compilation under way is the process's, not the thread's (up to 2.12)."""
+    monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     bert = make_bert()
     backend = TorchBackend(Model(bert, {}), CPU, graphs=True)
     for layer in bert.layers:
