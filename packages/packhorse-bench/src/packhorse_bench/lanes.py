@@ -1,4 +1,4 @@
-"""The lanes of `bench.modes`: padded, packed offline, packed online, each ready to run.
+"""The lanes of `modes`: padded, packed offline, packed online, each ready to run.
 
 A lane takes requests (token ids) and answers all of them once: a `Pass`. Where someone could wait
 for an answer it also has a runner. Whatever the lane, tokens are counted at the model's door, those

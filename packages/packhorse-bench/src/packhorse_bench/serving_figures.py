@@ -1,4 +1,4 @@
-"""What is measured of servers, and what is found: the values of `bench.serving`."""
+"""What is measured of servers, and what is found: the values of `serving`."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def packhorse(place: ServerPlace, port: int) -> list[str]:
 
 
 def sentence_transformers(place: ServerPlace, port: int) -> list[str]:
-    """Behind FastAPI, with dynamic batching: `bench.serving_peer`."""
+    """Behind FastAPI, with dynamic batching: `serving_peer`."""
     for name in ("sentence_transformers", "fastapi", "uvicorn", "orjson"):
         if find_spec(name) is None:
             raise Unserved(f"{name} is not installed; pip install 'packhorse[peers,serve]'")

@@ -3,7 +3,7 @@
 The mixes are parametric, seeded and our own, shaped after what is known of real collections, so
 that a benchmark needs no data. Token ids are drawn at random: how fast an encoder runs does not
 depend on them, lengths come out exact, and tokenizing stays outside the clock. A real collection is
-brought in as a histogram (`bench.lengths`).
+brought in as a histogram (`packhorse.reports.lengths`).
 """
 
 from __future__ import annotations

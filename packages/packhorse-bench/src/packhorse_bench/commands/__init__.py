@@ -315,7 +315,7 @@ def packing(
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Online:
-    """The flags of `modes`, under the names of `bench.modes.Setup`."""
+    """The flags of `modes`, under the names of `modes.ModesSetup`."""
 
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,

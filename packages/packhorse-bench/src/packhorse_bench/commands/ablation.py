@@ -12,7 +12,7 @@ from packhorse_bench.commands import Keep, flag, show
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class AblationFlags:
-    """The flags of `ablation`, under the names of `bench.ablation.Setup`."""
+    """The flags of `ablation`, under the names of `ablation.AblationSetup`."""
 
     steps: Annotated[int, flag("--steps", help="Of each run.")] = 200
     rows: Annotated[int, flag("--rows", help="Packed rows a step; unpacked the same texts.")] = 8

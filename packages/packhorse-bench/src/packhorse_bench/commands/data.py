@@ -14,7 +14,7 @@ from packhorse_bench.commands import Keep, flag, show, split_names
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class CorpusFlags:
-    """The flags that `bench.data.Setup` knows by the same names."""
+    """The flags that `data.DataSetup` knows by the same names."""
 
     kind: Annotated[str | None, flag("--format", help="Of the sources; default told by each.")] = (
         None

@@ -12,7 +12,7 @@ from packhorse_bench.commands import Keep, flag, show
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class PortFlags:
-    """The flags of `port`, under the names of `bench.porting.Setup`."""
+    """The flags of `port`, under the names of `porting.PortSetup`."""
 
     batch: Annotated[int, flag("--batch", help="Pictures a step.")] = 16
     iterations: Annotated[int, flag("--iterations", help="Device iterations: steps a call.")] = 50

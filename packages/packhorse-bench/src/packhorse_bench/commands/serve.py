@@ -13,7 +13,7 @@ from packhorse_bench.commands import Keep, ModelFlags, file_texts, flag, show, s
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """The flags of `serve`, under the names of `bench.serving.Setup`."""
+    """The flags of `serve`, under the names of `serving_figures.ServingSetup`."""
 
     count: Annotated[int, flag("--count", help="Texts that are asked, again and again.")] = 2048
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None
@@ -38,7 +38,7 @@ class Asking:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to look, under the names of `bench.serving_search.Effort`."""
+    """How long to look, under the names of `serving_search.Effort`."""
 
     rounds: Annotated[int, flag("--rounds", help="Of bisection.")] = 5
     short: Annotated[float, flag("--short", help="Seconds of a trial that searches.")] = 5.0

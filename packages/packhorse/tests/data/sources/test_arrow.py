@@ -27,7 +27,7 @@ def write(path: Path, columns: dict[str, pa.Array], batch: int = 8) -> Path:
 
 
 def save(folder: Path, texts: list[str], files: int = 2, column: str = "text") -> Path:
-    """A folder in the layout of `save_to_disk`; tests/data/tables/test_saved.py has real ones."""
+    """A folder in the layout of `save_to_disk`; tests/data/test_tables_saved.py has real ones."""
     share = -(-len(texts) // files)
     names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
     for number, name in enumerate(names):
