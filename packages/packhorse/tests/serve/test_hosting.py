@@ -1,4 +1,4 @@
-"""Opening models: the cache of prepared weights, and that a user's variable overrides it."""
+"""Opening models: the cache of prepared weights, and the options of a TensorFlow checkpoint."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def test_prepared_products_are_few(
     models = hosting.open_models(ServeSettings(model=(f"tiny={checkpoint_folder}",), threads=1))
     models.close()
     assert [os.environ[name] for name in PREPARED] == [variable or "64"] * 2
+
+
+def test_the_gelu_of_a_tensorflow_checkpoint_can_be_set(
+    checkpoint_folder: Path, cli, tmp_path: Path, threads
+) -> None:
+    assert cli("convert", checkpoint_folder, tmp_path / "tf1", "--to", "tf1").code == 0
+    prefix = tmp_path / "tf1" / "bert_model.ckpt"
+    for form, activation in (("erf", "gelu"), ("tanh", "gelu_tanh")):
+        settings = ServeSettings(model=(f"tf={prefix}",), gelu=form, ignore=("x/*",), threads=1)
+        models = hosting.open_models(settings)
+        models.close()
+        assert models.default.encoder.backend.model.bert.config.activation == activation

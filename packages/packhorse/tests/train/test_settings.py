@@ -165,9 +165,9 @@ def test_what_is_shown_is_what_is_read(tmp_path: Path) -> None:
         out='a "b" \\ \n\x7fé', text=("x", "y"), scale=(0.0, 5.0), learning_rate=1e-20
     )
     shown = {each.name for each in fields(TrainSettings)}
-    assert tomllib.loads(odd.toml()).keys() == shown - {"next_sentence", "whole_words"}
+    assert tomllib.loads(odd.toml()).keys() == shown - {"next_sentence", "whole_words", "gelu"}
     assert "\n# next_sentence  " in odd.toml()  # what only the data knows
-    said = replace(odd, next_sentence=False, whole_words=True)
+    said = replace(odd, next_sentence=False, whole_words=True, gelu="tanh")
     assert tomllib.loads(said.toml()).keys() == shown
     assert resolve(toml(tmp_path, said.toml())).settings == said
     assert resolve(toml(tmp_path, odd.toml())).settings == odd

@@ -20,7 +20,9 @@ import torch
 
 from packhorse.errors import CheckpointError, InputError
 from packhorse.optim import LAMB, load_slots, parameter_groups
+from packhorse.train.job import _starting_model
 from packhorse.train.preparing import StartingModel, load_model
+from packhorse.train.settings import TrainSettings
 
 STEP = 28252
 CONFIG: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24}
@@ -181,3 +183,11 @@ def test_what_is_not_there_is_told_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as told:
         load_model(tmp_path / "my-model")
     assert "MLPerf" not in str(told.value)
+
+
+def test_a_recipe_can_set_the_gelu(written: tuple[Any, Path], tmp_path: Path) -> None:
+    built, prefix = written
+    variables = {**built.weights, "teacher/kernel": np.zeros(3, np.float32)}
+    bare = _saved(tmp_path / "model.ckpt-3", prefix, variables)
+    settings = TrainSettings(model=str(bare), gelu="tanh", ignore=("teacher/*",))
+    assert _starting_model(settings).checkpoint.model.bert.config.activation == "gelu_tanh"

@@ -214,6 +214,8 @@ def _open(entry: str, settings: ServeSettings) -> ServedModel:
         graphs=settings.graphs,
         budget=settings.batch_tokens or None,
         invariant=settings.invariant,
+        gelu=settings.gelu,
+        ignore=settings.ignore,
     )
     model = serve_model(encoder, settings, name, source)
     if settings.graphs:

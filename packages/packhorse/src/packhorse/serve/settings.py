@@ -59,6 +59,12 @@ class ServeSettings:
     kernel: str = setting("", MODELS, "Attention kernel; default the fastest here.")
     graphs: bool = setting(False, MODELS, "Compile; on CUDA replay as graphs.")
     invariant: bool = setting(False, MODELS, "The same bits for an input in every batch.")
+    gelu: Literal["erf", "tanh"] | None = setting(
+        None, MODELS, "Form of GELU of a TensorFlow model whose files do not show it."
+    )
+    ignore: tuple[str, ...] = setting(
+        (), MODELS, "Ignore tensors of the file that match this pattern; may be repeated."
+    )
     threads: int = setting(0, MODELS, "CPU threads for computing; 0: one per core.")
     batch_tokens: int = setting(0, MODELS, "Tokens per batch; 0: chosen by device.")
     batch_wait_ms: float = setting(

@@ -320,6 +320,10 @@ def _starting_model(settings: TrainSettings) -> StartingModel:
     options: dict[str, Any] = {name: size for name, size in sizes.items() if size}
     if settings.tokenizer:
         options["vocab"] = settings.tokenizer
+    if settings.gelu:
+        options["gelu"] = settings.gelu
+    if settings.ignore:
+        options["ignore"] = settings.ignore
     return load_model(_model_name(settings), slots=settings.averages, **options)
 
 

@@ -48,6 +48,12 @@ class TrainSettings:
     tokenizer: str = setting(
         "", MODEL, "vocab.txt, tokenizer.json or a folder; default the model's."
     )
+    gelu: Literal["erf", "tanh"] | None = setting(
+        None, MODEL, "Form of GELU of a TensorFlow model whose files do not show it."
+    )
+    ignore: tuple[str, ...] = setting(
+        (), MODEL, "Ignore tensors of the file that match this pattern; may be repeated."
+    )
     averages: bool = setting(
         False, MODEL, "Load LAMB's averages from the TensorFlow checkpoint as well."
     )
