@@ -46,10 +46,10 @@ SMALL = {
     "train --config=./configs/mk2": "--steps 2",
     "bench modes": "--rows 2 --capacity 32 --requests 12 --repeats 1 --peers none",
     "monitor --watch": "",
-    "train --config configs/sst2": "",
-    "train --config configs/mrpc": "",
-    "train --config configs/squad": "--max-length 48 --stride 8",
-    "train --config configs/mini": "--max-sequences 16",
+    "train --config sst2": "",
+    "train --config mrpc": "",
+    "train --config squad": "--max-length 48 --stride 8",
+    "train --config mini": "--max-sequences 16",
     "serve --model": "",
     "serve": "--print-config",
 }
@@ -201,7 +201,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(file, home / file.name)
     for place in (home, old.parent):
         shutil.copy(google / "bert_config.json", place)
-    shutil.copytree(REPOSITORY / "configs", home / "configs")
     return home
 
 
@@ -278,7 +277,7 @@ def prepare_mlperf() -> None:
         "optimizer": "LAMB",
         "layers_per_ipu": [2],
     }
-    Path("configs/mk2").mkdir()
+    Path("configs/mk2").mkdir(parents=True)
     Path("configs/mk2/pod16-closed.json").write_text(json.dumps(preset))
 
 

@@ -36,7 +36,6 @@ eval_every_sequences = 160
 target = 0.3
 device = "cpu"
 """
-REPOSITORY = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture(scope="module")
@@ -145,12 +144,24 @@ def test_a_preset_is_submitted_from_here(
     assert (found["out"], found["platform"]) == ("mine", "a laptop")
 
 
+def test_a_pod_is_a_recipe_of_the_package(
+    cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = ("--submission-division", "open", "--print-config", "--json")
+    by_pod = cli("submit", "--pod", 16, *flags)
+    by_name = cli("submit", "--config", "pod16-open", *flags)
+    assert by_pod.code == 0 and by_pod.document == by_name.document
+    assert by_pod.document["beta1_end"] == 0.38
+    closed = cli("submit", "--pod", 64)  # read, and its data is not here
+    assert closed.code == 2 and "train is data/wikipedia/train, which does not exist" in closed.err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ((), "name one recipe"),
         (("--pod", 16, "--config", "x.toml"), "name one recipe"),
-        (("--pod", 16, "--submission-division", "open"), "there is no configs/pod16-open.toml"),
         (("--pod", 17), "--pod"),
         (("--config", "RECIPE", "--runs", 0), "at least 1"),
         (("--config", "RECIPE", "--submission-division", "closed"), "division closed requires"),
@@ -201,7 +212,7 @@ def test_the_mini_recipe_reaches_its_target_on_real_text(
     held_out = ("--eval-hashes", tmp_path / "eval.md5")
     built = cli("data", "build", *sources, tmp_path / "corpus", *named, *held_out, *flags)
     assert built.code == 0, built.err
-    recipe = ("--config", REPOSITORY / "configs" / "mini.toml", "--train", tmp_path / "corpus")
+    recipe = ("--config", "mini", "--train", tmp_path / "corpus")
     said = cli("submit", *recipe, "--runs", 3, "--out", tmp_path / "results", "--json")
     assert said.code == 0, said.err
     assert all(run["reached"] and run["problems"] == [] for run in said.document["runs"])

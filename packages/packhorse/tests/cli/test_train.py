@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from packhorse import status
+from packhorse.train import recipes
 
 SIZES = ("--layers", "2", "--hidden-size", "32", "--heads", "2", "--device", "cpu")
 
@@ -69,13 +70,23 @@ def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
     assert said.err.count("layers_per_ipu") == 1
 
 
+def test_the_recipes_are_listed(cli: Callable) -> None:
+    said = cli("train", "--list", "--json")
+    assert said.code == 0 and set(said.document) == set(recipes.names())
+    assert "laptop" in said.document["mini"]
+    plain = cli("train", "--list").out
+    assert all(name in plain for name in recipes.names())
+    shown = " ".join(cli("train", "--help").out.replace("│", " ").split())
+    assert ", ".join(recipes.names()) in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
         (("--learning-rat", "1"), "--learning-rat"),
         (("--batch", "few"), "batch"),
         (("--batch", "0", "--print-config"), "batch is 0; it must be a whole number, 1 or more"),
-        (("--config", "nowhere.toml"), "nowhere.toml cannot be read"),
+        (("--config", "nowhere.toml"), "there is no file nowhere.toml"),
         (("--steps", "1"), "names no data"),
         (("--train", "nowhere", "--steps", "1"), "`packhorse data build SOURCES nowhere --tok"),
         (("--train", "nowhere", "--nproc", "2", "--timeout=-1"), "timeout is -1 s; it must be"),

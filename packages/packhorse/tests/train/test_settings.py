@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from packhorse.errors import InputError
+from packhorse.train import recipes
 from packhorse.train.presets import evaluation_interval
 from packhorse.train.settings import PREFIX, TrainSettings, resolve
-
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 
 # Of the four presets of MLPerf v1.0, what they share and where each stands alone.
 PRESET: dict[str, Any] = {
@@ -156,7 +155,7 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         resolve(None, {f"{PREFIX}BATCH": "many"})
     with pytest.raises(InputError, match="--colour"):
         resolve(None, {}, {"colour": 1})
-    with pytest.raises(InputError, match=r"nowhere.toml cannot be read"):
+    with pytest.raises(InputError, match=r"no file .*nowhere.toml"):
         resolve(tmp_path / "nowhere.toml")
 
 
@@ -178,24 +177,51 @@ def test_no_torch_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_recipe_is_sound(path: Path) -> None:
-    found = resolve(path).settings
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_is_sound(name: str) -> None:
+    found = resolve(Path(name)).settings
     assert found.steps or found.epochs or found.max_sequences
     assert found.train and (found.model or found.layers)
+    assert len(recipes.summary(name)) > 20
 
 
 def test_there_are_the_recipes_that_are_spoken_of() -> None:
-    names = {path.stem for path in CONFIGS.glob("*.toml")}
     tasks = {"sst2", "cola", "mrpc", "stsb", "squad"}
-    assert names >= {*tasks, "mini", "bert-large-mlperf", *PRESETS}
+    assert set(recipes.names()) >= {*tasks, "mini", "bert-large-mlperf", *PRESETS}
+
+
+def test_a_name_is_a_recipe_and_a_path_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("mini", "mini.toml", "own"):
+        Path(name).write_text("layers = 7\n")
+    layers = {
+        name: resolve(Path(name)).settings.layers
+        for name in ("mini", "mini.toml", str(tmp_path / "mini"), "own")
+    }
+    assert layers == {"mini": 3, "mini.toml": 7, str(tmp_path / "mini"): 7, "own": 7}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("minni", "no recipe 'minni'; name a file, or one of bert-large-mlperf, cola, mini"),
+        ("configs/mini.toml", "no file configs/mini.toml; write --config mini for the recipe"),
+        ("own.toml", "no file own.toml; recipes by name are bert-large-mlperf, cola, mini"),
+        ("preset.json", "no file preset.json; recipes by name"),
+    ],
+)
+def test_a_recipe_that_is_not_there_names_those_that_are(config: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve(Path(config))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_our_recipe_of_its_name(name: str, tmp_path: Path) -> None:
     resolved = resolve(preset(tmp_path, **PRESETS[name]))
     found, notes = resolved.settings, resolved.notes
-    ours = asdict(resolve(CONFIGS / f"{name}.toml").settings)
+    ours = asdict(resolve(Path(name)).settings)
     theirs = asdict(found)
     if name == "pod16-open":  # its logs say twice what its preset says
         assert (theirs.pop("batch"), ours.pop("batch")) == (1536, 3072)

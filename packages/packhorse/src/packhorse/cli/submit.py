@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from packhorse.train.ranks import RankGroup
     from packhorse.train.submission import RunResult, SubmissionInterrupted, SubmissionPlan
 
-PODS = Path("configs")
 PLOT = "accuracy.png"
 Division = Literal["closed", "open"]
 
@@ -48,7 +47,7 @@ def submit(
     config: ConfigFile = None,
     pod: Annotated[
         Literal[16, 64] | None,
-        Parameter(help="Settings of Graphcore's POD: configs/podN-DIVISION.toml."),
+        Parameter(help="The recipe podN-DIVISION: settings of Graphcore's POD."),
     ] = None,
     submission_division: Annotated[
         Division | None, Parameter(help="Same as --division; with --pod, closed by default.")
@@ -78,7 +77,7 @@ def submit(
     It ends with 5 if a run missed the target or a log is refused.
 
     Try:
-      packhorse submit --config configs/mini.toml --train corpus --runs 3
+      packhorse submit --config mini --train corpus --runs 3
       packhorse submit --pod 16 --submission-division closed --start-seed 42
       packhorse submit --pod 16 --dry-run
     """
@@ -132,11 +131,8 @@ def _recipe(config: Path | None, pod: int | None, division: str) -> Path:
     if config is not None and pod is None:
         return config
     if config is not None or pod is None:
-        raise InputError("name one recipe: --config FILE, or --pod 16 or 64")
-    file = PODS / f"pod{pod}-{division}.toml"
-    if not file.is_file():
-        raise InputError(f"there is no {file} here; name the recipe with --config")
-    return file
+        raise InputError("name one recipe: --config NAME or FILE, or --pod 16 or 64")
+    return Path(f"pod{pod}-{division}")
 
 
 def _settings(file: Path, overrides: dict[str, Any]) -> TrainSettings:

@@ -25,6 +25,7 @@ from packhorse import status
 from packhorse.cli.console import JsonFlag, emit, note, table
 from packhorse.cli.settings import SWITCH, PrintConfig, flags_class, passed
 from packhorse.errors import InputError
+from packhorse.train import recipes
 from packhorse.train.settings import PREFIX, TrainSettings, resolve
 
 if TYPE_CHECKING:
@@ -41,7 +42,11 @@ else:
     TrainFlags = flags_class(TrainSettings, negatives=True, consume_multiple=True)
 
 ConfigFile = Annotated[
-    Path | None, Parameter(help="Settings in TOML, or a preset of Graphcore's in JSON.")
+    Path | None,
+    Parameter(
+        help=f"A recipe by name ({', '.join(recipes.names())}), a TOML file of settings, "
+        "or a preset of Graphcore's in JSON."
+    ),
 ]
 Processes = Annotated[int, Parameter(help="Processes that train together, one per device.")]
 Timeout = Annotated[
@@ -60,12 +65,15 @@ def train(
     timeout: Timeout = 600.0,
     dry_run: DryRun = False,
     print_config: PrintConfig = False,
+    list_recipes: Annotated[
+        bool, SWITCH, Parameter(name="--list", help="List the recipes and exit.")
+    ] = False,
     flags: TrainFlags = TrainFlags(),  # noqa: B008 (frozen)
     json: JsonFlag = False,
 ) -> None:
     """Train packed BERT: from scratch, from a checkpoint, or for a task.
 
-    Settings come from defaults, then the file, then the environment
+    Settings come from defaults, then the recipe, then the environment
     (PACKHORSE_TRAIN_…), then flags. The folder of the run, --out, gets
     checkpoints, log.jsonl and at the end model, which transformers loads.
     Ctrl-C or SIGTERM ends after the step with a checkpoint (exit code 130 or
@@ -73,10 +81,12 @@ def train(
     run continues if steps or epochs are raised, and refuses other settings.
 
     Try:
-      packhorse train --config configs/mini.toml --train corpus --out runs/mini
-      packhorse train --config configs/sst2.toml --model minilm --seed 7
-      packhorse train --config configs/mini.toml --train corpus --nproc 2
+      packhorse train --config mini --train corpus --out runs/mini
+      packhorse train --config sst2 --model minilm --seed 7
+      packhorse train --config mini --train corpus --nproc 2
     """
+    if list_recipes:
+        return show_recipes(json)
     resolved = resolve(config, os.environ, passed(flags))
     settings = resolved.settings
     for message in resolved.notes:
@@ -114,6 +124,13 @@ def launch_ranks(
         code = launch(nproc, command, environ=removed, report=note)
     if code:
         raise SystemExit(code)
+
+
+def show_recipes(json: bool) -> None:
+    """Print the recipes of the package, with what each of them trains."""
+    summaries = {name: recipes.summary(name) for name in recipes.names()}
+    table("recipes: --config NAME", ["name", "what it trains"], list(summaries.items()))
+    emit(summaries, json)
 
 
 def show_settings(settings: TrainSettings, json: bool) -> None:

@@ -1,6 +1,6 @@
 """From settings to everything that a run needs: data, model, objective, optimizer, schedule.
 
-    job = assemble(resolve(Path("configs/sst2.toml")).settings)
+    job = assemble(resolve(Path("sst2")).settings)
     outcome = train(job, Path("runs/sst2"))                # `loop`
 
 A recipe sets the sequences per step. How many rows that is follows from the data, and how many run

@@ -1,11 +1,11 @@
 """The settings of a training run: one flat, frozen dataclass, checked on construction.
 
-    resolve(Path("configs/sst2.toml"), os.environ, {"seed": 7}).settings
+    resolve(Path("sst2"), os.environ, {"seed": 7}).settings
 
 A setting has the same name everywhere: `learning_rate` in TOML, `PACKHORSE_TRAIN_LEARNING_RATE` in
 the environment, `--learning-rate` on the command line; flags override the environment, which
-overrides the file (`packhorse.settings`). A file that ends in .json is a preset of Graphcore's
-MLPerf BERT (`presets`).
+overrides the file (`packhorse.settings`). The file is one of `recipes` by name, or a path; one that
+ends in .json is a preset of Graphcore's MLPerf BERT (`presets`).
 
 This module imports no torch: `packhorse train --print-config` answers at once.
 """
@@ -21,7 +21,7 @@ from typing import Any, Literal
 from packhorse import settings
 from packhorse.errors import InputError
 from packhorse.settings import Resolved, setting
-from packhorse.train import presets
+from packhorse.train import presets, recipes
 
 PREFIX = "PACKHORSE_TRAIN_"
 
@@ -241,7 +241,12 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Resolved[TrainSettings]:
-    """The settings of a run; flags override the environment, which overrides the file."""
+    """The settings of a run; flags override the environment, which overrides the file.
+
+    file: a recipe's name, or the path of a TOML file or of a JSON preset.
+    """
+    if file is not None:
+        file = recipes.find(file)
     values: list[settings.SettingValue] = []
     notes: tuple[str, ...] = ()
     if file is not None and file.suffix == ".json":
