@@ -201,7 +201,9 @@ class PoplarExecutor(CallTimes):
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._user_model = model
-        self._options = options.taken("trainingModel" if training else "inferenceModel", training)
+        self._options = options.freeze_for_model(
+            "trainingModel" if training else "inferenceModel", training
+        )
         self._training = training
         self._device = local_device()
         settings = StepSettings.of(self._options, training)

@@ -29,7 +29,7 @@ from packhorse.errors import InputError
 from packhorse_port.enums import DataLoaderMode, SharingStrategy
 from packhorse_port.notices import line_prefix, log_once
 from packhorse_port.options import Options
-from packhorse_port.settings import member, whole
+from packhorse_port.settings import check_integer, check_member
 
 BUFFER_SIZE = 3  # batches read ahead, PopTorch's default
 
@@ -60,7 +60,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         self._options = _check_options(options, dataset)
-        self._mode = member("mode", mode, DataLoaderMode)
+        self._mode = check_member("mode", mode, DataLoaderMode)
         self._drop_last = drop_last
         self._prefetcher: Prefetcher | None = None
         self._preloaded: Prefetcher | None = None  # started early, for the first loop
@@ -118,7 +118,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batch_size = getattr(batch_sampler, "batch_size", None)
         if batch_size is None:
             return None
-        return whole("batch_size", batch_size) * self._options.batches_per_call
+        return check_integer("batch_size", batch_size) * self._options.batches_per_call
 
     def _worker_count(self, requested: int, iterable: bool) -> int:
         """The requested number, at most one per core.
@@ -126,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         Not limited for an iterable data set: there the workers decide among them what each reads.
         """
         cores = _core_count()
-        requested = whole("num_workers", requested, least=0)
+        requested = check_integer("num_workers", requested, least=0)
         if not requested and self._mode != DataLoaderMode.Sync and _starts_by_fork():
             return 1
         if requested <= cores or iterable:
@@ -140,7 +140,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _worker_batch_size(self, requested: int | None) -> int | None:
         if requested is None or self._combined is None:
             return self._combined
-        if whole("rebatched_worker_size", requested) > self._combined:
+        if check_integer("rebatched_worker_size", requested) > self._combined:
             raise InputError(
                 f"{line_prefix()}rebatched_worker_size={requested} is more than the combined batch"
                 f" of {self._combined}; give at most that"
@@ -249,8 +249,8 @@ class AsynchronousDataAccessor:
                 " mode=poptorch.DataLoaderMode.Sync"
             )
         self._dataset = dataset
-        self._buffer_size = whole("buffer_size", buffer_size)
-        self.rebatched_size = rebatched_size and whole("rebatched_size", rebatched_size)
+        self._buffer_size = check_integer("buffer_size", buffer_size)
+        self.rebatched_size = rebatched_size and check_integer("rebatched_size", rebatched_size)
         self._prefetcher: Prefetcher | None = None
         self._preloaded = self._start(first_in_caller=False) if early_preload else None
 

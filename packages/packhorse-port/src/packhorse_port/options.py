@@ -38,7 +38,7 @@ from packhorse_port.enums import (
     TensorLocationSettings,
 )
 from packhorse_port.notices import line_prefix, log_once, script_line
-from packhorse_port.settings import OptionsUse, Settings, ignored, member, whole
+from packhorse_port.settings import OptionsUse, Settings, check_integer, check_member, ignored
 
 # Why settings have no effect here
 NO_TILES = "memory is not divided into tiles here"
@@ -56,13 +56,13 @@ class Training(Settings):
 
     def gradientAccumulation(self, gradient_accumulation: int) -> Self:
         """Micro batches per optimizer step."""
-        count = whole("gradientAccumulation", gradient_accumulation)
+        count = check_integer("gradientAccumulation", gradient_accumulation)
         return self._set("gradientAccumulation", gradient_accumulation=count)
 
     def accumulationAndReplicationReductionType(self, reduction_type: ReductionType) -> Self:
         """Whether the gradients of micro batches and replicas are averaged or summed."""
         name = "accumulationAndReplicationReductionType"
-        if member(name, reduction_type, ReductionType) == ReductionType.NoReduction:
+        if check_member(name, reduction_type, ReductionType) == ReductionType.NoReduction:
             raise InputError(
                 f"{line_prefix()}{name} takes poptorch.ReductionType.Mean or .Sum, not NoReduction"
             )
@@ -161,8 +161,8 @@ class Distributed(Settings):
 
     def configureProcessId(self, process_id: int, num_processes: int) -> Self:
         """Declare this to be process `process_id` of `num_processes`."""
-        count = whole("num_processes", num_processes)
-        number = whole("process_id", process_id, least=0)
+        count = check_integer("num_processes", num_processes)
+        number = check_integer("process_id", process_id, least=0)
         if number >= count:
             raise InputError(
                 f"{line_prefix()}process {number} of {count}: ids run from 0 to {count - 1}"
@@ -259,6 +259,8 @@ class Options(Settings):
         ]
         weights = _environment_choice("PACKHORSE_PORT_WEIGHTS", "apart", "shared")
         self._values["share_weights"] = weights == "shared"
+        # Not self._parts: `Settings.__setattr__` refuses assignments, so that scripts cannot set
+        # what does not exist.
         self.__dict__["_parts"] = {name: group(self._use) for name, group in GROUPS.items()}
 
     # Read by other modules
@@ -319,7 +321,7 @@ class Options(Settings):
             self._use.owner = owner
             self._use.line = script_line()
 
-    def taken(self, owner: str, training: bool) -> Options:
+    def freeze_for_model(self, owner: str, training: bool) -> Options:
         """Freeze these options for a model; returns its own copy, with the output mode resolved."""
         model_options = self.clone()
         if model_options.defaultOutputMode():
@@ -372,24 +374,24 @@ class Options(Settings):
 
     def deviceIterations(self, device_iterations: int) -> Self:
         """Steps within one host call."""
-        count = whole("deviceIterations", device_iterations)
+        count = check_integer("deviceIterations", device_iterations)
         return self._set("deviceIterations", device_iterations=count)
 
     def replicationFactor(self, replication_factor: int) -> Self:
         """Copies of the model that each process a share of every step."""
-        count = whole("replicationFactor", replication_factor)
+        count = check_integer("replicationFactor", replication_factor)
         return self._set("replicationFactor", replication_factor=count)
 
     def outputMode(self, output_mode: OutputMode, output_return_period: int | None = None) -> Self:
         """Which outputs of a host call are returned; `EveryN` needs its n."""
-        mode = member("outputMode", output_mode, OutputMode)
+        mode = check_member("outputMode", output_mode, OutputMode)
         period = 1
         if mode == OutputMode.EveryN:
             if output_return_period is None:
                 raise InputError(
                     f"{line_prefix()}write outputMode(poptorch.OutputMode.EveryN, n): n is missing"
                 )
-            period = whole("output_return_period", output_return_period)
+            period = check_integer("output_return_period", output_return_period)
         return self._set("outputMode", output_mode=mode, output_return_period=period)
 
     def anchorMode(self, anchor_mode: OutputMode, anchor_return_period: int | None = None) -> Self:
@@ -404,7 +406,7 @@ class Options(Settings):
 
     def randomSeed(self, random_seed: int) -> Self:
         """Seed torch immediately: a model draws from torch's own generator."""
-        seed = whole("randomSeed", random_seed, least=0)
+        seed = check_integer("randomSeed", random_seed, least=0)
         self._set("randomSeed", random_seed=seed)
         torch.manual_seed(seed)
         return self
@@ -455,7 +457,7 @@ class Options(Settings):
 
     def connectionType(self, connection_type: ConnectionType) -> Self:
         """When the device is attached; `Never` compiles and does not run."""
-        kind = member("connectionType", connection_type, ConnectionType)
+        kind = check_member("connectionType", connection_type, ConnectionType)
         return self._set("connectionType", connection_type=kind)
 
     def useOfflineIpuTarget(self, ipu_version: int = 2) -> Self:
@@ -592,6 +594,11 @@ def _call(options: Any, node: ast.AST) -> Any:
 
 
 def _target(options: Any, node: ast.AST) -> Any:
+    """The method that a call names: of `options`, of a group, or of what an earlier call returned.
+
+    `Training.gradientAccumulation` is an attribute of the group; in `a(1).b(2)` the second method
+    belongs to the value of the first call, so `_call` and `_target` call each other.
+    """
     if isinstance(node, ast.Name):
         return getattr(options, _public(node.id))
     if isinstance(node, ast.Attribute):
@@ -602,12 +609,14 @@ def _target(options: Any, node: ast.AST) -> Any:
 
 
 def _public(name: str) -> str:
+    """The name; raises if it is private, because `__class__` and its like lead to any code."""
     if name.startswith("_") and name != "_Popart":
         raise ConfigFileError(f"{name} is not a setting")
     return name
 
 
 def _value(node: ast.AST) -> Any:
+    """The value of an argument: a literal, a member of an enumeration, a dtype, a location."""
     if isinstance(node, ast.Attribute):
         return _named_value(ast.unparse(node))
     if isinstance(node, ast.Call) and "TensorLocationSettings" in ast.unparse(node.func):

@@ -91,6 +91,7 @@ def install() -> None:
 
 def _runs_script(process_id: str) -> bool:
     """Whether this process runs the script itself; of several ranks, only the first."""
+    # Windows has no exec: `run` started this process as a child and waits for it.
     own_id = os.getppid() if os.name == "nt" else os.getpid()
     return str(own_id) == process_id and os.environ.get("RANK", "0") == "0"
 
@@ -119,12 +120,14 @@ class ImportFinder:
         top, _, rest = name.partition(".")
         if name.startswith(IPU_MODULES) and find_spec(TENSORFLOW):
             return _spec(name, IpuLoader)
+        # A script's own poptorch.py, in its folder (the first entry of the path), wins.
         if name == "poptorch" and not PathFinder.find_spec(name, sys.path[:1]):
             return _spec(name, AliasLoader(PORT))
         if name == "torchvision":
             return _spec(name, TorchvisionLoader(PathFinder.find_spec(name, path)))
         for alias, home in (("poptorch", PORT), ("torchvision", TORCHVISION)):
-            if top == alias and sys.modules.get(top) is sys.modules.get(home, name):
+            provided = home in sys.modules and sys.modules.get(top) is sys.modules[home]
+            if top == alias and provided:
                 target_spec = find_spec(f"{home}.{rest}")
                 if target_spec:
                     return _spec(name, AliasLoader(target_spec.name))

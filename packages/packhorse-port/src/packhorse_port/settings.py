@@ -158,7 +158,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
-def whole(name: str, value: Any, least: int = 1) -> int:
+def check_integer(name: str, value: Any, least: int = 1) -> int:
     """`value` as an integer of at least `least`; raises if it is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise InputError(f"{line_prefix()}{name} takes a whole number, not {value!r}")
@@ -167,7 +167,7 @@ def whole(name: str, value: Any, least: int = 1) -> int:
     return value.__index__()
 
 
-def member(name: str, value: Any, kind: type[Enum]) -> Any:
+def check_member(name: str, value: Any, kind: type[Enum]) -> Any:
     """`value` if it is a member of the enumeration; raises if it is not."""
     if not isinstance(value, kind):
         choices = ", ".join(f"poptorch.{kind.__name__}.{choice.name}" for choice in kind)

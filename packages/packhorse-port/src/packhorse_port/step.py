@@ -15,6 +15,9 @@ the whole host call is captured as one graph (`CudaGraphRunner`). Both repeat wh
 a shape did: anything else Python does is frozen. Before a graph is used, its results are compared
 with the modules', on copies of all tensors; if they differ, or if the model does something a graph
 cannot express, it runs as Python and a notice says so.
+
+Below `Step`: `OutputCollector` (which outputs a call returns), `CudaGraphRunner`, and the parsers
+by which scripts register input classes of their own.
 """
 
 from __future__ import annotations
@@ -112,6 +115,8 @@ class Step:
     compile_seconds: float = 0.0  # spent on tracing and compiling
     # Weights and buffers per replica, flat, valid during one host call.
     state_inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    # The trained weights, in the order of a graph's gradients; set along with `state_inputs`.
+    _weights: list[Tensor] = field(default_factory=list, init=False)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a host call; returns the outputs of the micro batches that the output mode names."""
@@ -257,6 +262,7 @@ class Step:
                 values, gradients = graph([*self._replica_state(replica), *_tensors(leaves)])
                 outputs.add(values)
                 total = list(gradients) if not total else _sum(total, gradients)
+        # Without training there are weights but no gradients, so the lengths may differ.
         for weight, gradient in zip(self._weights, total, strict=False):
             weight.grad = gradient
         return graph.spec
@@ -339,6 +345,7 @@ def _whole_model_updates(
 
 
 def _is_undecided(group: dict[str, Any]) -> bool:
+    """Whether the script left it to torch how this group of weights is updated."""
     flags = ("foreach", "fused", "differentiable", "capturable")
     return "foreach" in group and not any(group.get(flag) for flag in flags)
 
@@ -507,7 +514,7 @@ class CudaGraphRunner:
         with unchanged(self.step.model), executable.recording(graph):
             outputs = self.step(args, kwargs)
         inputs = _tensors(copies)
-        if any(tensor._version for tensor in inputs):
+        if any(tensor._version for tensor in inputs):  # 0 for a clone that nothing has changed
             raise Untraceable("its forward changes its inputs in place")
         last = next(reversed(self.recorded.values()), None)
         self.unused = self.unused + 1 if last is not None and last.uses < WARMUP_CALLS else 0

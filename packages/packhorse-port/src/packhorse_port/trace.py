@@ -130,7 +130,11 @@ def trace(
     spec: TreeSpec,
     simplified: bool = True,
 ) -> MicroBatchGraph:
-    """Record one micro batch; `simplified` applies rewrites that keep every bit."""
+    """Record one micro batch; `simplified` applies rewrites that keep every bit.
+
+    `leaves` and `spec` are the model's (args, kwargs) as torch's pytrees flatten them. The gradient
+    of the loss starts from `scale` (1 / number of micro batches if gradients are averaged).
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     state = ModelState.of(model, training)
@@ -147,6 +151,8 @@ def trace(
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with unchanged(model):
         try:
+            # Real tensors are allowed because a model may hold some as plain attributes, which are
+            # neither parameters nor buffers; they become constants of the graph.
             module = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(
                 *graph_inputs(state, tensors)
             )
@@ -263,8 +269,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        # What is raised here replaces an error of the body, which remains as its context.
         changed = [_restore(*state) for state in zip(before, containers, versions, strict=True)]
         python_drawn = random.getstate() != python_rng
+        # As text, because the states are tuples with arrays, which `!=` compares value by value.
         if python_drawn or str(np.random.get_state()) != str(numpy_rng):
             random.setstate(python_rng)
             np.random.set_state(numpy_rng)
@@ -324,7 +332,7 @@ MAX_POOL = aten.max_pool2d_with_indices.default
 def simplify(module: GraphModule) -> None:
     """Rewrite a graph in place: drop useless copies, replace 2 x 2 max pooling."""
     for node in list(module.graph.nodes):
-        if node.target is aten.detach.default:
+        if node.target is aten.detach.default:  # a graph runs below autograd: nothing to detach
             _replace(node, node.args[0])
         elif node.target is aten.t.default and _calls(node.args[0], aten.t.default):
             _replace(node, node.args[0].args[0])

@@ -23,6 +23,7 @@ def begin() -> None:
     with contextlib.suppress(Exception):
         import_module("packhorse_port.script").install()
     sys.path[:] = path
+    # With our folder off the path, find_spec finds the sitecustomize that ours was hiding.
     if __name__ in sys.modules and PathFinder.find_spec(__name__):
         del sys.modules[__name__]
         import_module(__name__)

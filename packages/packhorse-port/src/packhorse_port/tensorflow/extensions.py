@@ -131,6 +131,7 @@ def _recording(
 
     def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = call(layer, *args, **kwargs)
+        # A call appends a node; a layer called on values instead of symbols has none.
         node_index = max(len(layer._inbound_nodes) - 1, 0)
         stages = {**getattr(layer, CALLED_IN, {}), node_index: stage}
         object.__setattr__(layer, CALLED_IN, stages)
@@ -150,6 +151,7 @@ def _calls(model: Any) -> Iterator[tuple[Any, int]]:
     if isinstance(model, keras.Sequential) or not hasattr(model, "_nodes_by_depth"):
         yield from ((layer, 0) for layer in model.layers)
         return
+    # Keras counts depth from the outputs, so the inputs are deepest.
     for depth in sorted(model._nodes_by_depth, reverse=True):
         for node in model._nodes_by_depth[depth]:
             layer = node.operation
@@ -183,8 +185,8 @@ def parse_assignments(model: Any, stages: Sequence[Any]) -> list[LayerPipelineSt
 
 def count_stages(assignments: Sequence[LayerPipelineStageAssignment]) -> int:
     """How many stages there are; raises unless all layers have one, or none has (0)."""
-    stages = {item.pipeline_stage for item in assignments}
-    if stages <= {None}:
+    stages = {item.pipeline_stage for item in assignments if item.pipeline_stage is not None}
+    if not stages:
         return 0
     for item in assignments:
         if item.pipeline_stage is None:
@@ -192,13 +194,14 @@ def count_stages(assignments: Sequence[LayerPipelineStageAssignment]) -> int:
                 f"layer {item.layer.name} has no pipeline stage and others have:"
                 " call it under a PipelineStage too"
             )
-    missing = sorted(set(range(max(filter(None, stages), default=0))) - stages)
+    missing = sorted(set(range(max(stages))) - stages)
     if missing:
         raise input_error(f"no layer is in pipeline stage {missing[0]}: number them 0, 1, 2, …")
     return len(stages)
 
 
-# Arguments of pipelining_ops.pipeline and of the accumulating optimizer, without effect here.
+# Arguments of pipelining_ops.pipeline and of the accumulating optimizer, without effect here, and
+# the reason that is logged; an empty one is not logged.
 MEMORY = "there is one memory"
 IGNORED = {
     "offload_weight_update_variables": MEMORY,
@@ -220,6 +223,7 @@ IGNORED = {
     "verify_usage": "Keras's optimizer accumulates",
     "name": "",
 }
+# Arguments with an effect, from which an error about an unknown one names the nearest.
 ACCUMULATION = ("gradient_accumulation_steps_per_replica", "gradient_accumulation_reduction_method")
 PIPELINING = (*ACCUMULATION, "device_mapping", "accumulate_outfeed", "pipeline_schedule")
 
@@ -378,6 +382,11 @@ def _check_steps(steps: Any) -> int | None:
 
 
 def _reduction(method: Any, kwargs: dict[str, Any]) -> str:
+    """Either "sum" or "mean"; takes older SDKs' names of the argument out of `kwargs`.
+
+    A running mean differs from a mean in rounding only: it exists so that half precision does not
+    overflow.
+    """
     method = kwargs.pop("reduction_method", method)
     if kwargs.pop("experimental_normalize_gradients", False):
         method = "mean"
