@@ -199,8 +199,9 @@ def test_perf_of_every_task(task: str, cli: Cli, tiny: Tiny) -> None:
 
 def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     # Without a usable HOME the hub's library fails before it sees that it is offline.
-    no_home = os.environ.get("PACKHORSE_TEST_LANE") == "home"
-    not_fetched = "set HF_HOME" if no_home else "HF_HUB_OFFLINE"
+    lane = os.environ.get("PACKHORSE_TEST_LANE")
+    reasons = {"home": "set HF_HOME", "network": "cannot be reached"}
+    not_fetched = reasons.get(lane or "", "HF_HUB_OFFLINE")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "gaps.txt").write_text("one\n\n")
     (tmp_path / "a.csv").write_text("title,body\nx,y\n")
