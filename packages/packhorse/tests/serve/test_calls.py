@@ -173,16 +173,16 @@ def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
 
 def test_without_the_window_it_would(serving, monkeypatch) -> None:
     """The control: inputs that are submitted all at once are ahead of all later requests."""
-    from packhorse.serve import calls
+    from packhorse.serve import streams
 
     served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
-    plain = calls.RequestStream.__init__
+    plain = streams.RequestStream.__init__
 
     def wide(self: Any, *arguments: Any) -> None:
         plain(self, *arguments)
         self.window = 1 << 30
 
-    monkeypatch.setattr(calls.RequestStream, "__init__", wide)
+    monkeypatch.setattr(streams.RequestStream, "__init__", wide)
 
     async def work(client: Any) -> float:
         inputs = ["the cat " * 22] * 32

@@ -238,6 +238,7 @@ class Admission:
         self.refused = 0
         self.cancelled = 0
         self.unanswered: dict[Future[Any], QueuedRequest] = {}  # waiting or running
+        self.unanswered_requests = 0  # inputs of these
         self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
         self.stopped: str | None = None  # the reason why nothing is admitted any more
         self.not_before = 0.0  # until then only full batches are due, see `linger`
@@ -295,7 +296,7 @@ class Admission:
         with self._lock:
             if self.stopped:
                 raise RunnerStopped(self.stopped)
-            self.reserved_requests -= 1
+            self.reserved_requests -= job.inputs
             self.reserved_tokens -= job.tokens
             return self._admit(QueuedRequest(job, self.clock()), job.tokens)
 
@@ -309,7 +310,7 @@ class Admission:
             )
         limit = self.patient_tokens if patient else self.max_tokens
         with self._lock:
-            while not self._fits(tokens, limit):
+            while not self._fits(tokens, limit, job.inputs):
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
@@ -358,6 +359,7 @@ class Admission:
             claimed = [request for request in waiting if self._claim(request)]
             for request in claimed:
                 del self.unanswered[request.future]
+                self.unanswered_requests -= request.job.inputs
             for request in waiting:
                 self._withdraw(request)
             self._changed.notify_all()
@@ -391,11 +393,12 @@ class Admission:
         )
 
     def _admit(self, request: QueuedRequest, tokens: int) -> PackedFuture:
-        self.admitted += 1
+        self.admitted += request.job.inputs
+        self.unanswered_requests += request.job.inputs
         self.unanswered[request.future] = request
         request.future.add_done_callback(self._done)
         first = not self.waiting_requests
-        self.waiting_requests += 1
+        self.waiting_requests += request.job.inputs
         self.waiting_tokens += tokens
         queue = self.queues.get(request.queue_key)
         if queue is None:
@@ -417,11 +420,12 @@ class Admission:
             request = self.unanswered.pop(future, None)
             if request is None:
                 return
+            self.unanswered_requests -= request.job.inputs
             if not request.remaining:  # all of it ran: none of it waits
                 request.sequences.clear()
                 return
             if request.is_waiting and future.cancelled():
-                self.cancelled += 1
+                self.cancelled += request.job.inputs
             self._withdraw(request)
 
     def _due(self, now: float, idle: bool) -> Hashable:
@@ -467,7 +471,7 @@ class Admission:
         except RuntimeError:  # somebody else set its result
             return False
         if not runs:
-            self.cancelled += 1
+            self.cancelled += request.job.inputs
         return runs
 
     def _withdraw(self, request: QueuedRequest) -> None:
@@ -484,7 +488,7 @@ class Admission:
 
     def _stop_waiting(self, request: QueuedRequest) -> None:
         if request.is_waiting:
-            self.waiting_requests -= 1
+            self.waiting_requests -= request.job.inputs
         request.is_waiting = False
 
     def _drop_if_empty(self, key: Hashable) -> None:

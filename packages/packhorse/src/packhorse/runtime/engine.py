@@ -134,7 +134,7 @@ class RunnerEngine:
             refused=admission.refused,
             waiting_requests=waiting,
             waiting_tokens=admission.waiting_tokens,
-            running_requests=max(0, len(admission.unanswered) - waiting),
+            running_requests=max(0, admission.unanswered_requests - waiting),
             tokens=recorder.tokens,
             batches=recorder.batches,
             reruns=recorder.reruns,
@@ -211,7 +211,7 @@ class RunnerEngine:
         torch.zeros(1, device=self.encoder.device).cpu()
         sequences = _flat(batch)
         if len(sequences) == 1:
-            return self._fail(sequences[0].request, _request_error(error))
+            return self._fail(sequences[0].request, request_error(error))
         sequences = [sequence for sequence in sequences if not sequence.request.future.done()]
         middle = len(sequences) // 2
         for half in (set(sequences[:middle]), set(sequences[middle:])):
@@ -240,20 +240,20 @@ class RunnerEngine:
         now = self.admission.clock()
         self.recorder.answer(
             [
-                (now - request.admitted_at, request.future.waited)
+                (now - request.admitted_at, request.future.waited, request.job.inputs)
                 for request, answer in answers
                 if not isinstance(answer, BaseException)
             ]
         )
         for request, answer in answers:
             if isinstance(answer, BaseException):
-                self._fail(request, _request_error(answer))
+                self._fail(request, request_error(answer))
             else:
                 _settle(request.future.set_result, answer)
 
     def _fail(self, request: QueuedRequest, error: BaseException) -> None:
         if not request.future.done():
-            self.recorder.fail()
+            self.recorder.fail(request.job.inputs)
             _settle(request.future.set_exception, error)
 
     def _publish(self) -> None:
@@ -306,7 +306,7 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return error
 
 
-def _request_error(error: BaseException) -> BaseException:
+def request_error(error: BaseException) -> BaseException:
     """Return the error for a request that made the model fail, with its traceback as text.
 
     The frames themselves refer to the whole batch, and a caller that keeps the error would keep

@@ -136,7 +136,7 @@ class PackRunner:
     def reserve(self, jobs: Sequence[InferenceJob]) -> None:
         """Reserve room for jobs that are admitted one after another, or raise `Overloaded`."""
         self._check_process()
-        self._admission.reserve(len(jobs), sum(job.tokens for job in jobs))
+        self._admission.reserve(*_size(jobs))
 
     def admit(self, job: InferenceJob) -> PackedFuture:
         """Do the second half of `submit`, for a job that has room reserved.
@@ -145,12 +145,12 @@ class PackRunner:
         """
         if job.sequences:
             return self._admission.push_reserved(job)
-        self._admission.release(1, 0)
+        self._admission.release(job.inputs, 0)
         return self._push(job)
 
     def release(self, jobs: Sequence[InferenceJob]) -> None:
         """Give back the room of jobs that were reserved and will not be admitted."""
-        self._admission.release(len(jobs), sum(job.tokens for job in jobs))
+        self._admission.release(*_size(jobs))
 
     async def asubmit(self, text: TaskInput, task: str = "embed", **options: Any) -> Any:
         """`submit` for asyncio; cancelling the awaiting task cancels the request."""
@@ -266,6 +266,11 @@ class PackRunner:
     def _check_process(self) -> None:
         if self._engine.pid != os.getpid():
             raise RunnerStopped("a runner cannot be used after a fork; create one in this process")
+
+
+def _size(jobs: Sequence[InferenceJob]) -> tuple[int, int]:
+    """Return the inputs and the tokens of jobs."""
+    return sum(job.inputs for job in jobs), sum(job.tokens for job in jobs)
 
 
 def _run_into(future: Future[Any], function: Callable[[], Any]) -> None:

@@ -113,17 +113,18 @@ class RunnerRecorder:
         with self._lock:
             self.reruns += 1
 
-    def answer(self, seconds: Sequence[tuple[float, float]]) -> None:
-        """Count answered requests, each with its latency and its share in the queue."""
+    def answer(self, answers: Sequence[tuple[float, float, int]]) -> None:
+        """Count answered jobs: the latency of each, its time in the queue, and its inputs."""
         with self._lock:
-            self.answered += len(seconds)
-            self._latency.extend(latency for latency, _ in seconds)
-            self._queue.extend(queued for _, queued in seconds)
+            for latency, queued, inputs in answers:
+                self.answered += inputs
+                self._latency.append(latency)
+                self._queue.append(queued)
 
-    def fail(self) -> None:
-        """Count a request that was answered with an error."""
+    def fail(self, inputs: int = 1) -> None:
+        """Count the inputs of a job that was answered with an error."""
         with self._lock:
-            self.failed += 1
+            self.failed += inputs
 
     def times(self) -> dict[str, float]:
         """Return percentiles over the window in milliseconds; 0 before the first measurement."""

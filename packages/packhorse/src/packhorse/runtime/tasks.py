@@ -87,6 +87,9 @@ class InferenceJob:
     heads: tuple[str, ...]
     finish: Callable[[Sequence[Row]], Any]  # turns the rows of all sequences into the answer
     only: int | None = None  # run per-token heads on tokens with this id alone
+    # How many requests of the caller it is made of: a server runs all inputs of a client's request
+    # as one job, and limits and counters are about inputs.
+    inputs: int = 1
 
     @property
     def tokens(self) -> int:

@@ -25,6 +25,7 @@ from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import TASKS
 from packhorse.serve.failures import UnknownModel
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.streams import Dispatcher, LocalDispatcher
 
 # Smaller than offline batches: a request cannot leave or enter a batch that runs already, so the
 # run time of one batch is added to everybody's latency.
@@ -42,6 +43,7 @@ class ServedModel:
     source: str  # as passed to --model
     encoder: Encoder
     runner: PackRunner
+    dispatcher: Dispatcher  # runs the requests of clients
     opened: float = field(default_factory=time.time)  # seconds since 1970
 
     @property
@@ -200,7 +202,13 @@ def serve_model(
         max_waiting_requests=settings.max_queue_inputs,
         publish=publish,
     )
-    return ServedModel(name or encoder.name, source or encoder.name, runner.encoder, runner)
+    return ServedModel(
+        name or encoder.name,
+        source or encoder.name,
+        runner.encoder,
+        runner,
+        LocalDispatcher(runner),
+    )
 
 
 def _open(entry: str, settings: ServeSettings) -> ServedModel:

@@ -182,6 +182,7 @@ def remote_models(cards: Iterable[ModelCard], pool: ReplicaPool) -> ServedModels
                 card.source,
                 encoder=cast(Any, card),
                 runner=cast(Any, RemoteRunner(card.name, pool)),
+                dispatcher=cast(Any, None),  # requests are forwarded whole
                 opened=card.opened,
             )
             for card in cards

@@ -141,10 +141,11 @@ def _hosted(name: str, encoder: Any) -> Any:
     """Start a runner that publishes no figures, because other tests count who does."""
     from packhorse import PackRunner
     from packhorse.serve.hosting import ServedModel
+    from packhorse.serve.streams import LocalDispatcher
 
     rows = 2048 // encoder.max_length
     runner = PackRunner(encoder, rows=rows, timeout=0, max_waiting_requests=4096, publish=False)
-    return ServedModel(name, name, runner.encoder, runner)
+    return ServedModel(name, name, runner.encoder, runner, LocalDispatcher(runner))
 
 
 @pytest.fixture(scope="module")

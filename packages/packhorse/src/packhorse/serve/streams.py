@@ -1,0 +1,233 @@
+"""The sequences of one HTTP request on their way through a runner, a few at a time.
+
+The inputs of a request run as few jobs of many sequences, not as one job each: a job costs the
+engine tens of microseconds, a sequence of it one or two. Sequences of different clients still share
+batches, because the runner packs sequences and not jobs.
+
+A request is admitted as a whole or refused as a whole, but it does not enter the queue as one
+block: at most one batch of its tokens, or a quarter of them if that is more, are there at a time.
+The next job is submitted when an earlier one is answered, on the engine's own thread and so before
+the next batch is closed. A short text that arrives meanwhile finds a quarter of a long request
+ahead of it and not all of it; the long request pays for that by being overtaken at most three
+times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from packhorse.runtime.admission import PackedFuture
+from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import InferenceJob, Row
+
+# A long request goes through the queue in this many parts. More parts would let short requests pass
+# it more often; fewer would make them wait longer.
+STREAM_PARTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PackInfo:
+    """The batches that a request ran in: means over its jobs, and the longest times."""
+
+    fill: float = 1.0  # tokens of inputs / all tokens of the batch
+    neighbors: float = 0.0  # other sequences in the batch
+    queue_ms: float = 0.0
+    compute_ms: float = 0.0
+
+    def header(self) -> str:
+        """Return the value of the header `x-packhorse-pack`, whose field names clients know."""
+        return f"fill={self.fill:.3f};neighbours={self.neighbors:.0f};queue_ms={self.queue_ms:.1f}"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResult:
+    """The rows of all sequences of a request, in order, and the batches they ran in."""
+
+    rows: list[Row]
+    pack: PackInfo
+
+
+class RunningRequest(Protocol):
+    """A request that was admitted."""
+
+    finished: asyncio.Future[StreamResult]
+
+    def stop(self) -> None:
+        """Cancel what has not run yet; does nothing once the request has finished."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Runs the jobs of one HTTP request, in this process or in another."""
+
+    def start(self, jobs: Sequence[InferenceJob]) -> RunningRequest:
+        """Admit the jobs, which all need the same heads, or raise `Overloaded`."""
+        ...
+
+
+class LocalDispatcher:
+    """Runs requests by a runner in this process."""
+
+    def __init__(self, runner: PackRunner) -> None:
+        self.runner = runner
+
+    def start(self, jobs: Sequence[InferenceJob]) -> LocalRequest:
+        """Admit the jobs, which all need the same heads, or raise `Overloaded`."""
+        return LocalRequest(self.runner, jobs)
+
+
+class LocalRequest:
+    """A request in the runner of this process, awaited on the event loop."""
+
+    def __init__(self, runner: PackRunner, jobs: Sequence[InferenceJob]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.finished: asyncio.Future[StreamResult] = self.loop.create_future()
+        self.stream = RequestStream(runner, merge(jobs, runner.shape.tokens), self._on_end)
+        self.stream.start()
+
+    def stop(self) -> None:
+        """Cancel what has not run yet."""
+        self.stream.stop()
+
+    def _on_end(self, error: BaseException | None) -> None:
+        # Futures of asyncio may only be set on the event loop's own thread.
+        self.loop.call_soon_threadsafe(self._finish, error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        if self.finished.done():  # the client left meanwhile
+            return
+        if error is None:
+            self.finished.set_result(self.stream.result())
+        else:
+            self.finished.set_exception(error)
+
+
+class RequestStream:
+    """Submits the jobs of a request one after another, and reports when all are answered.
+
+    Answers arrive on the engine's thread, which also submits the next jobs. The lock is needed
+    because another thread submits the first ones, and because a request can be stopped early. It is
+    reentrant: a job that the runner answers at once calls `_on_answer` on the thread that is
+    submitting it and holds the lock.
+    """
+
+    def __init__(
+        self,
+        runner: PackRunner,
+        jobs: Sequence[InferenceJob],
+        on_end: Callable[[BaseException | None], None],
+    ) -> None:
+        """Prepare a stream; `on_end` is called once, on any thread, with the error if there is one.
+
+        It is not called for a stream that was stopped, nor where `start` raises.
+        """
+        self.runner = runner
+        self.on_end = on_end
+        # Tokens that may be in the runner at once: a part of the request, but at least one batch,
+        # because a request that fits into one batch gains nothing from being split.
+        part = -(-sum(job.tokens for job in jobs) // STREAM_PARTS)
+        self.window = max(runner.shape.tokens, part)
+        self.waiting = deque(jobs)  # not submitted yet
+        self.unanswered = len(jobs)
+        self.tokens = 0  # in the runner
+        self.futures: list[PackedFuture] = []  # in the order of the jobs
+        self.reserved = False
+        self.ended = False
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
+        self.runner.reserve(self.waiting)
+        self.reserved = True
+        with self._lock:
+            self._submit()
+
+    def stop(self) -> None:
+        """Cancel what has not run yet and give its room in the queue back."""
+        with self._lock:
+            self.ended = True
+            if self.reserved:
+                self.runner.release(self.waiting)
+                self.reserved = False
+        for future in self.futures:
+            future.cancel()
+
+    def result(self) -> StreamResult:
+        """Return the rows of all sequences, once every job was answered."""
+        rows = [row for future in self.futures for row in future.result()]
+        return StreamResult(rows, pack_info(self.futures))
+
+    def _submit(self) -> None:
+        """Submit jobs until the window is full; the lock is held."""
+        while self.waiting and not self.ended:
+            job = self.waiting[0]
+            if self.tokens and self.tokens + job.tokens > self.window:
+                return
+            future = self.runner.admit(job)
+            self.waiting.popleft()
+            self.futures.append(future)
+            self.tokens += job.tokens
+            future.add_done_callback(partial(self._on_answer, job.tokens))
+
+    def _on_answer(self, tokens: int, future: Future[Any]) -> None:
+        with self._lock:
+            if self.ended:
+                return
+            self.tokens -= tokens
+            self.unanswered -= 1
+            error = None if future.cancelled() else future.exception()
+            if error is None and self.unanswered:
+                try:
+                    return self._submit()
+                except Exception as refusal:
+                    error = refusal
+            self.ended = True
+        self.on_end(error)
+
+
+def merge(jobs: Iterable[InferenceJob], batch_tokens: int) -> list[InferenceJob]:
+    """Return the sequences of jobs as fewer jobs, each of at most a batch; they return their rows.
+
+    The jobs need the same heads. A sequence counts as an input if an input begins with it.
+    """
+    merged: list[InferenceJob] = []
+    part: list[Any] = []
+    tokens = 0
+    inputs = 0
+    job: InferenceJob | None = None
+
+    def close() -> None:
+        if job is not None and part:
+            merged.append(InferenceJob(tuple(part), job.heads, list, job.only, inputs))
+
+    for job in jobs:
+        for index, sequence in enumerate(job.sequences):
+            if part and tokens + len(sequence) > batch_tokens:
+                close()
+                part = []
+                tokens = 0
+                inputs = 0
+            part.append(sequence)
+            tokens += len(sequence)
+            inputs += job.inputs if index == 0 else 0
+    close()
+    return merged
+
+
+def pack_info(futures: Sequence[PackedFuture]) -> PackInfo:
+    """Describe the batches that a request ran in."""
+    batches = [future.ran for future in futures if future.ran is not None]
+    count = max(1, len(batches))
+    return PackInfo(
+        fill=sum(batch.fill for batch in batches) / count,
+        neighbors=sum(batch.sequences - 1 for batch in batches) / count,
+        queue_ms=1e3 * max((future.waited for future in futures), default=0.0),
+        compute_ms=1e3 * max((batch.seconds for batch in batches), default=0.0),
+    )
