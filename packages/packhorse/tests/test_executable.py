@@ -147,7 +147,7 @@ def test_a_graph_that_is_dropped_has_ended(monkeypatch) -> None:
     assert len(graphs.recorded) == 1
 
 
-@pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(executable.why_uncompiled() != "", reason="nothing can be compiled here")
 def test_a_bucket_runs_while_another_thread_compiles(
     rng, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_bucket_runs_while_another_thread_compiles(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(executable.why_uncompiled() != "", reason="nothing can be compiled here")
 def test_threads_compile_and_run_buckets_at_once(rng) -> None:
     """Each of four threads meets the buckets in another order, so that all compile and all wait."""
     bert = make_bert()
@@ -212,6 +212,20 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
         assert bucket.max_seqlen >= int(bucket.lengths.max())
 
 
+def test_an_encoding_that_torchs_compiler_cannot_read_is_named() -> None:
+    """Python reads files as ASCII under LANG=C, unless UTF-8 mode is on; torch's have more."""
+    code = "from packhorse import executable; print(executable.why_uncompiled())"
+
+    def reason(**variables: str) -> str:
+        environment = {**os.environ, "LC_ALL": "C", **variables}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+
+    if executable.cpp_compiler() is not None:
+        assert "set PYTHONUTF8=1" in reason(PYTHONUTF8="0")
+        assert reason(PYTHONUTF8="1").strip() == ""
+
+
 def test_without_a_compiler_it_says_so_once_and_runs(monkeypatch) -> None:
     monkeypatch.setattr(executable, "cpp_compiler", lambda: None)
     executable._warn_uncompiled.cache_clear()
@@ -251,7 +265,7 @@ print(json.dumps({
 """
 
 
-@pytest.mark.skipif(executable.cpp_compiler() is None, reason="no C++ compiler on this machine")
+@pytest.mark.skipif(executable.why_uncompiled() != "", reason="nothing can be compiled here")
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PACKHORSE_CACHE": str(tmp_path / "cache")}
 

@@ -418,8 +418,8 @@ def compile_graph(
     `packhorse.executable`. Compiled code is loaded from there only, and only if no other user can
     write to it.
     """
-    if executable.cpp_compiler() is None:
-        raise Untraceable("no C++ compiler is installed (g++ or clang++)")
+    if reason := executable.why_uncompiled():
+        raise Untraceable(reason)
     from torch._inductor import config
 
     run = torch.compile(graph.module, dynamic=False, fullgraph=True)

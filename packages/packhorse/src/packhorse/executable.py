@@ -10,7 +10,9 @@ Compiled code is loaded only from folders that nobody else can have written to (
 
 from __future__ import annotations
 
+import codecs
 import gc
+import locale
 import os
 import shutil
 import warnings
@@ -41,13 +43,13 @@ def cpp_compiler() -> str | None:
 
 
 def compile(modules: Iterable[nn.Module]) -> None:
-    """Compile each module for each shape that it gets; without a C++ compiler, warn once.
+    """Compile each module for each shape that it gets; where that cannot be done, warn once.
 
     Modules of one class share compiled code: if the layers of a model are passed instead of the
     model, a bucket takes the compilation of only one layer.
     """
-    if cpp_compiler() is None:  # needed on CUDA too: its launchers are compiled for the host
-        return _warn_uncompiled()
+    if reason := why_uncompiled():
+        return _warn_uncompiled(reason)
     keep_compiled_code_private()
     for module in modules:
         module.compile(dynamic=False, fullgraph=True)
@@ -64,11 +66,19 @@ def allow_every_bucket() -> None:
     torch._dynamo.config.accumulated_recompile_limit = COMPILED_LIMIT
 
 
+def why_uncompiled() -> str:
+    """Return why nothing can be compiled here; empty if it can."""
+    if cpp_compiler() is None:  # needed on CUDA too: its launchers are compiled for the host
+        return "no C++ compiler found (g++ or clang++)"
+    encoding = locale.getpreferredencoding(False)
+    if codecs.lookup(encoding).name != "utf-8":  # in which torch's compiler reads its own files
+        return f"torch's compiler cannot read its files as {encoding} (set PYTHONUTF8=1)"
+    return ""
+
+
 @cache
-def _warn_uncompiled() -> None:
-    warnings.warn(
-        "no C++ compiler found (g++ or clang++): running uncompiled", RuntimeWarning, stacklevel=3
-    )
+def _warn_uncompiled(reason: str) -> None:
+    warnings.warn(f"{reason}: running uncompiled", RuntimeWarning, stacklevel=3)
 
 
 def cache_misses() -> int:
