@@ -37,7 +37,7 @@ LAYERS = (
     ("tokens",),
     ("native",),
     ("executable", "dist", "optim", "status"),
-    ("device",),
+    ("device", "exports"),
     ("wire", "atomic", "settings", "launcher", "cache", "environment", "processor"),
     ("errors",),
 )

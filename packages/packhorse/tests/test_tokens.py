@@ -17,9 +17,9 @@ import tokenizers as tk
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from packhorse import tokens as module
 from packhorse.errors import CheckpointError, InputError
 from packhorse.tokens import Encoding, Tokenizer, files
+from packhorse.tokens import tokenizer as module
 
 ENGLISH = "The quick brown fox jumps over the lazy dog's back; isn't it 3.14 metres, more or less?"
 TEXTS = [

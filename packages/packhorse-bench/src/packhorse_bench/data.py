@@ -364,7 +364,7 @@ def _loading(documents: list[Document], setup: DataSetup) -> float:
         writer = shards.Writer(Path(folder) / "train", layout, specials, {})
         writer.add(rows)
         writer.finish()
-        dataset = shards.open(Path(folder) / "train")
+        dataset = shards.open_dataset(Path(folder) / "train")
         count = min(LOADER_ROWS, len(dataset))
         loader = iter(Loader(dataset, count, masking=recipe, prefetch=0))
         next(loader)

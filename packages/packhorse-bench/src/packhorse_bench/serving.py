@@ -36,7 +36,7 @@ from packhorse.reports import docstrings, padded, subject
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
-from packhorse.tokens import NO_LIMIT
+from packhorse.tokens.tokenizer import NO_LIMIT
 from packhorse_bench import modes, peers
 from packhorse_bench.peers import Unserved
 from packhorse_bench.serving_figures import Point, ServeRow, ServingComparison, ServingSetup

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from packhorse import attention
+from packhorse.attention import kernels
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
@@ -129,8 +130,8 @@ def test_half_precision_stays_close() -> None:
 
 def test_those_that_do_not_know_it_say_so() -> None:
     fused, varlen = attention.kernel("fused"), attention.kernel("varlen")
-    assert fused.serves.refusal(CUDA, torch.bfloat16, windows=True) == attention.NO_WINDOW
-    assert varlen.serves.refusal(CUDA, torch.bfloat16, biases=True) == attention.NO_BIAS
+    assert fused.serves.refusal(CUDA, torch.bfloat16, windows=True) == kernels.NO_WINDOW
+    assert varlen.serves.refusal(CUDA, torch.bfloat16, biases=True) == kernels.NO_BIAS
     with pytest.raises(KernelError, match=r"'fused' cannot run this model.*use 'bucketed'"):
         fused.plan(make_packed(), 0.0, AttentionScope(3))
     with pytest.raises(KernelError, match=r"'varlen' cannot run this model.*distance"):

@@ -253,7 +253,7 @@ def test_records_become_a_dataset(
     assert held_out["sequences"] == 9
     assert train["lower_bound"] <= train["rows"] < 60
     assert (out / "tokenizer" / "vocab.txt").read_bytes() == vocab.read_bytes()
-    dataset = shards.open(out / "train", verify=True)
+    dataset = shards.open_dataset(out / "train", verify=True)
     assert len(dataset) == train["rows"]
     assert "imported in" in result.err and "train" in result.err
     stats = cli("data", "stats", out, "--samples", 2, "--json")

@@ -120,7 +120,7 @@ Known = tuple[tuple[int, ...], int, int]  # a sequence: its tokens, those of A, 
 def sequences_of(folder: Path) -> Counter[Known]:
     """All sequences of a dataset, however they are packed."""
     result: Counter[Known] = Counter()
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     for number in range(len(dataset)):
         row = dataset.row(number)
         ends = np.cumsum(row.lengths, dtype=np.int64)

@@ -59,7 +59,7 @@ def test_evaluation_sees_the_same_masks_whatever_the_seed(settings: Make) -> Non
 
 
 def test_masks_are_as_the_data_says_but_for_what_is_set(settings: Make, corpus: Path) -> None:
-    data = shards.open(corpus / "train")
+    data = shards.open_dataset(corpus / "train")
     built = Recipe(mask_probability=0.4, max_predictions=3, whole_words=True)
     data.manifest = replace(data.manifest, masking=built)
     assert feed.masking(settings(), data) == built
@@ -89,7 +89,7 @@ def test_the_next_sentence_is_learned_where_there_is_one(
 
 def write_single(pairs: Path, folder: Path) -> None:
     """The same rows, each sequence as one segment."""
-    data = shards.open(pairs)
+    data = shards.open_dataset(pairs)
     layout = replace(data.manifest.layout, next_sentence=False)
     writer = shards.Writer(folder, layout, data.manifest.specials, {})
     rows = data.take(range(len(data)))

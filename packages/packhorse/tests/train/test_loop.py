@@ -215,7 +215,7 @@ def test_a_loss_that_is_no_number_ends_with_its_step_and_rows(
     job = replace(job, objective=Poisoned(job.objective, 6, value))
     with pytest.raises(Diverged, match=r"step 6: the loss is (nan|inf)") as caught:
         train(job, tmp_path)
-    dataset = shards.open(corpus / "train")
+    dataset = shards.open_dataset(corpus / "train")
     stream = loader.Loader(dataset, rows=4, seed=poisoned.seed)
     numbers = stream._ordered(*np.divmod(np.arange(20, 24), len(dataset)))
     assert f"rows {', '.join(map(str, numbers))} of" in str(caught.value)

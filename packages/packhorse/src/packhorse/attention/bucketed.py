@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import NO_DROPOUT, KernelSupport
+from packhorse.attention.kernels import NO_DROPOUT, KernelSupport
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed

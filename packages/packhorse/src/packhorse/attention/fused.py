@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from packhorse.attention import KernelSupport, check_scope
+from packhorse.attention.kernels import KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.cache import keep_compiled_code_private
 from packhorse.errors import InputError

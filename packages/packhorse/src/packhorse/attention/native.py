@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packhorse.attention import NO_DROPOUT, KernelSupport
+from packhorse.attention.kernels import NO_DROPOUT, KernelSupport
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.native import (

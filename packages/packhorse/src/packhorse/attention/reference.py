@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention import KernelSupport
+from packhorse.attention.kernels import KernelSupport
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.packing.batch import Packed
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from packhorse.attention import KernelSupport
 from packhorse.attention.bucketed import GroupedPlan, attend_groups, plan_one_group
+from packhorse.attention.kernels import KernelSupport
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.packing.batch import Packed
 

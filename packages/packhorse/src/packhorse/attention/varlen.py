@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from packhorse.attention import NO_DROPOUT, KernelSupport, check_scope
+from packhorse.attention.kernels import NO_DROPOUT, KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed

@@ -11,11 +11,29 @@ sentence-transformers says how they are computed; without one, an encoder that w
 for another task gets the mean of its hidden states, not normalized, as in sentence-transformers.
 """
 
-from packhorse.checkpoint.building import LoadReport
-from packhorse.checkpoint.contents import Contents
-from packhorse.checkpoint.loading import Checkpoint, load, read, tokenizer
-from packhorse.checkpoint.writing import write
-from packhorse.errors import CheckpointError
+from typing import TYPE_CHECKING
+
+from packhorse.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from packhorse.checkpoint.building import LoadReport
+    from packhorse.checkpoint.contents import Contents
+    from packhorse.checkpoint.hub import resolve
+    from packhorse.checkpoint.loading import Checkpoint, load, read, tokenizer
+    from packhorse.checkpoint.writing import write
+    from packhorse.errors import CheckpointError
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "packhorse.checkpoint.building": ["LoadReport"],
+            "packhorse.checkpoint.contents": ["Contents"],
+            "packhorse.checkpoint.hub": ["resolve"],
+            "packhorse.checkpoint.loading": ["Checkpoint", "load", "read", "tokenizer"],
+            "packhorse.checkpoint.writing": ["write"],
+            "packhorse.errors": ["CheckpointError"],
+        },
+    )
 
 __all__ = [
     "Checkpoint",
@@ -24,6 +42,7 @@ __all__ = [
     "LoadReport",
     "load",
     "read",
+    "resolve",
     "tokenizer",
     "write",
 ]

@@ -558,7 +558,7 @@ def _verify(name: str, folder: Path) -> None:
 
     with progress(f"verifying {name}") as advance:
         advance(0, 1)
-        shards.open(folder, verify=True)
+        shards.open_dataset(folder, verify=True)
         advance(1, 1)
     note(f"{folder}: every byte is as it was written")
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from packhorse.reports.quality import EngineScore, ScoringTask
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.evaluation.reading import TextReader
-    from packhorse.tokens import Text
+    from packhorse.tokens.tokenizer import Text
 
 COMPARED = Group("Similarity, retrieval, classification", sort_key=2)
 SQUAD = Group("Squad", sort_key=3)

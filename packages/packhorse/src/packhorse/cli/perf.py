@@ -16,7 +16,7 @@ from packhorse.cli.console import table
 
 if TYPE_CHECKING:
     from packhorse.runtime.encoder import Encoder
-    from packhorse.tokens import Text
+    from packhorse.tokens.tokenizer import Text
 
 WARM_UP = 2  # rounds: the first prepares what is done once per shape, the second its memory
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from packhorse.data.output import Row, Shape
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.tasks import TaskSpec
-    from packhorse.tokens import Text
+    from packhorse.tokens.tokenizer import Text
 
 EDGE = 3  # numbers and tokens shown at each end of a long row
 

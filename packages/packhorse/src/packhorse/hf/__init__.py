@@ -11,8 +11,22 @@ Nothing is registered by the import itself, as in the whole package; creating th
 registers, so it stays one line.
 """
 
-from packhorse.hf.attention import register
-from packhorse.hf.collator import PackedCollator
-from packhorse.hf.heads import packed
+from typing import TYPE_CHECKING
+
+from packhorse.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from packhorse.hf.attention import register
+    from packhorse.hf.collator import PackedCollator
+    from packhorse.hf.heads import packed
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "packhorse.hf.attention": ["register"],
+            "packhorse.hf.collator": ["PackedCollator"],
+            "packhorse.hf.heads": ["packed"],
+        },
+    )
 
 __all__ = ["PackedCollator", "packed", "register"]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from packhorse.attention import AttentionPlan, Kernel
+from packhorse.attention.kernels import AttentionPlan, Kernel
 from packhorse.attention.scope import AttentionScope
 from packhorse.model.config import BertConfig
 from packhorse.model.positions import RelativePositionBias, RotaryAttention, rotary_plan

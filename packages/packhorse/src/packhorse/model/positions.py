@@ -22,7 +22,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from packhorse.attention import AttentionPlan, Kernel
+from packhorse.attention.kernels import AttentionPlan, Kernel
 
 MAX_DISTANCE = 128  # R
 

@@ -8,13 +8,25 @@ Training's AdamW is LAMB with groups that do not `adapt`, so that it has master 
 own optimizers take the same groups. Nothing here is specific to BERT; any `nn.Module` will do.
 """
 
-import warnings
-from typing import Any
+from typing import TYPE_CHECKING
 
-from packhorse.optim.groups import parameter_groups
-from packhorse.optim.lamb import LAMB, load_slots
-from packhorse.optim.scaling import ScaledHyperparameters, packing_rule
-from packhorse.optim.schedules import SCHEDULES, constant, linear, polynomial
+from packhorse.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from packhorse.optim.groups import parameter_groups
+    from packhorse.optim.lamb import LAMB, load_slots
+    from packhorse.optim.scaling import ScaledHyperparameters, packing_rule
+    from packhorse.optim.schedules import SCHEDULES, constant, linear, polynomial
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "packhorse.optim.groups": ["parameter_groups"],
+            "packhorse.optim.lamb": ["LAMB", "load_slots"],
+            "packhorse.optim.scaling": ["ScaledHyperparameters", "packing_rule"],
+            "packhorse.optim.schedules": ["SCHEDULES", "constant", "linear", "polynomial"],
+        },
+    )
 
 __all__ = [
     "LAMB",
@@ -27,14 +39,3 @@ __all__ = [
     "parameter_groups",
     "polynomial",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Scaled":
-        warnings.warn(
-            "packhorse.optim.Scaled is now called ScaledHyperparameters",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return ScaledHyperparameters
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

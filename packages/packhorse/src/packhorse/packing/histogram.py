@@ -13,7 +13,6 @@ which sequence of a length takes which place. This needs all lengths in advance;
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from packhorse.errors import InputError
+from packhorse.exports import renamed
 from packhorse.packing.optimum import EFFORT, optimum, simple_bound
 from packhorse.packing.published import Pack, lpfhp, nnlshp, spfhp
 
@@ -223,11 +223,4 @@ def at_least_one(value: int, name: str) -> int:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Plan":
-        warnings.warn(
-            "packhorse.packing.histogram.Plan is now called PackingPlan",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return PackingPlan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return renamed(__name__, name)

@@ -20,7 +20,7 @@ from packhorse import __version__
 from packhorse.reports.tables import Table
 from packhorse.runtime.encoder import Progress
 from packhorse.runtime.evaluation.reading import Role, TextReader
-from packhorse.tokens import Text
+from packhorse.tokens.tokenizer import Text
 
 OURS = "packhorse"
 SAME = 5e-5  # a smaller difference does not show in four digits

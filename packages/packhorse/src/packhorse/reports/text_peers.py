@@ -28,7 +28,7 @@ from packhorse.errors import InputError, MissingExtra
 from packhorse.reports.padded import silence_libraries
 from packhorse.runtime.encoder import Encoder, Progress
 from packhorse.runtime.evaluation.reading import Role, TextReader, prompt_of
-from packhorse.tokens import Text
+from packhorse.tokens.tokenizer import Text
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,43 @@
-"""From texts to results: the offline encoder."""
+"""From texts to results: models that are loaded and run, all at once or as requests arrive.
+
+`load` opens a model as an `Encoder`, which runs all its inputs at once; a `PackRunner` packs
+requests that arrive one by one. The other names are what they return.
+"""
+
+from typing import TYPE_CHECKING
+
+from packhorse.exports import lazy_exports
+
+if TYPE_CHECKING:
+    from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
+    from packhorse.runtime.encoder import Encoder
+    from packhorse.runtime.loading import load
+    from packhorse.runtime.runner import PackRunner
+    from packhorse.runtime.statistics import RunnerStats
+    from packhorse.runtime.tasks import TruncationWarning
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "packhorse.results": ["Answer", "Classified", "Entity", "Filled", "Hidden", "Ranked"],
+            "packhorse.runtime.encoder": ["Encoder"],
+            "packhorse.runtime.loading": ["load"],
+            "packhorse.runtime.runner": ["PackRunner"],
+            "packhorse.runtime.statistics": ["RunnerStats"],
+            "packhorse.runtime.tasks": ["TruncationWarning"],
+        },
+    )
+
+__all__ = [
+    "Answer",
+    "Classified",
+    "Encoder",
+    "Entity",
+    "Filled",
+    "Hidden",
+    "PackRunner",
+    "Ranked",
+    "RunnerStats",
+    "TruncationWarning",
+    "load",
+]

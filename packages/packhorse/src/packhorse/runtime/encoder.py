@@ -27,7 +27,7 @@ from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
 from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
-from packhorse.tokens import Encoding, Text, Tokenizer
+from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}  # by device type
 

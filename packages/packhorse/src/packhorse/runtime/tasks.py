@@ -35,7 +35,7 @@ from packhorse import results
 from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
-from packhorse.tokens import Encoding, OnLong, Text, Tokenizer
+from packhorse.tokens.tokenizer import Encoding, OnLong, Text, Tokenizer
 
 if TYPE_CHECKING:
     from packhorse.model.heads import Embed

@@ -27,7 +27,7 @@ from packhorse.tokens.files import wrap_errors
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-    from packhorse.tokens import Tokenizer
+    from packhorse.tokens.tokenizer import Tokenizer
 
 BLANK = " "
 PUNCTUATION = r"([!-/:-@\[-`{-~])"  # in ASCII; each is a word of its own

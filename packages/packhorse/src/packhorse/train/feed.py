@@ -246,7 +246,7 @@ def open_dataset(folder: str, part: str) -> shards.Dataset:
         hint = ", with --eval-hashes for the held-out part" if part == "eval" else ""
         raise InputError(f"{part} is {path}, which does not exist; {command} makes it{hint}")
     inner = path / part
-    return shards.open(inner if (inner / "manifest.json").is_file() else path)
+    return shards.open_dataset(inner if (inner / "manifest.json").is_file() else path)
 
 
 def evaluation_dataset(settings: TrainSettings) -> shards.Dataset | None:
@@ -256,7 +256,7 @@ def evaluation_dataset(settings: TrainSettings) -> shards.Dataset | None:
     path = Path(settings.train)
     for candidate in (path / "eval", path.parent / "eval"):
         if candidate != path and (candidate / "manifest.json").is_file():
-            return shards.open(candidate)
+            return shards.open_dataset(candidate)
     return None
 
 

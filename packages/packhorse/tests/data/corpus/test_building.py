@@ -143,7 +143,7 @@ def test_groups_cost_nothing_but_a_little_room(config: BuildOptions) -> None:
 
 def test_a_loader_reads_all_of_it(config: BuildOptions) -> None:
     built = build(config).train
-    dataset = shards.open(config.out / "train")
+    dataset = shards.open_dataset(config.out / "train")
     batches = [*Loader(dataset, rows=8, epochs=1, masking=config.recipe)]
     assert sum(batch.sequences for batch in batches) == built.sequences
     assert sum(batch.tokens for batch in batches) == built.tokens
@@ -192,7 +192,7 @@ def test_exactly_so_many_are_held_out_and_none_is_seen_in_training(held_out: Bui
     assert (
         not seen & {*unique_ids[::4]} and {id for i, id in enumerate(unique_ids) if i % 4} <= seen
     )
-    dataset = shards.open(held_out.out / "eval", verify=True)
+    dataset = shards.open_dataset(held_out.out / "eval", verify=True)
     rows = dataset.take(range(len(dataset)))
     assert rows.masked_ids is not None and len(rows.masked_ids) > 25
     words = {*rows.ids.tolist(), *rows.masked_ids.tolist()} & {*unique_ids}
@@ -543,7 +543,7 @@ def test_overwriting_leaves_the_old_until_the_new_is_whole(
     assert {n: b for n, b in tree(config.out).items() if not n.startswith(".build")} == whole
     build(second)
     assert not (config.out / ".build").exists() and tree(config.out) != whole
-    shards.open(config.out / "train", verify=True)
+    shards.open_dataset(config.out / "train", verify=True)
 
 
 @pytest.mark.parametrize("name", ["train", "eval", "tokenizer"])
@@ -686,7 +686,7 @@ def test_real_wikipedia(shared_data: Path, tmp_path: Path) -> None:
     assert result["documents"] + result["empty"] == 106 + 153 and result["empty"] < 5
     best = built.tokens / (built.config["lower_bound"] * built.layout.capacity)
     assert built.efficiency >= 0.995 or built.efficiency >= best - 0.003
-    shards.open(tmp_path / "out" / "train", verify=True)
+    shards.open_dataset(tmp_path / "out" / "train", verify=True)
     hashes = shared_data / "packing" / "mlperf_bert_eval.md5"
     item = replace(config, sources=(shared_data / "wiki" / "mlperf_wiki_00",), overwrite=True)
     with pytest.raises(InputError, match=r"none of the 9,941 hashes.*37 documents"):

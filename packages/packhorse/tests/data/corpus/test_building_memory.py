@@ -75,7 +75,7 @@ def build(home: Path, size: int) -> int:
             most = max(most, resident(process.pid))
             time.sleep(0.02)
     assert process.returncode == 0
-    shards.open(folder / "out" / "train")
+    shards.open_dataset(folder / "out" / "train")
     (folder / "part-00000").unlink()
     return most
 

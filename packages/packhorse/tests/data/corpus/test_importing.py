@@ -66,7 +66,7 @@ def config(tmp_path: Path) -> Callable[..., ImportOptions]:
 
 def read(record_files: ModuleType, folder: Path) -> list[list]:
     """The sequences of each row."""
-    dataset = shards.open(folder, verify=True)
+    dataset = shards.open_dataset(folder, verify=True)
     rows = [dataset.row(number) for number in range(len(dataset))]
     return [_as_drawn(record_files, row) for row in rows]
 
@@ -195,7 +195,7 @@ def test_workers_and_runs_do_not_show(
 
 
 def _kinds(folder: Path) -> list[bytes]:
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     rows = (dataset.row(number) for number in range(len(dataset)))
     return [row.lengths.tobytes() for row in rows]
 
@@ -205,7 +205,7 @@ def test_a_batch_is_loaded_with_its_masks(files: dict, config) -> None:
     from packhorse.data.packed.loader import Loader
 
     import_records(config(files["packed"]))
-    dataset = shards.open(config().out / "train")
+    dataset = shards.open_dataset(config().out / "train")
     batch = next(iter(Loader(dataset, rows=4, seed=0)))
     assert batch.tokens > 0 and len(batch.masked_at) == len(batch.masked_ids) > 0
 

@@ -58,7 +58,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Dataset
         writer = Writer(folder, RowLayout(40, 1000, 3), SPECIALS, {}, shard_bytes=700)
         writer.add(rows_with_names(count))
         writer.finish()
-        return shards.open(folder)
+        return shards.open_dataset(folder)
 
     return made
 
@@ -126,7 +126,7 @@ def test_masked_tokens_stand_where_they_are_said_to(
 ) -> None:
     data = dataset(60)
     if whole_words:
-        data = shards.open(data.folder)
+        data = shards.open_dataset(data.folder)
         continues = np.arange(1000) % 3 == 0
         data.manifest = replace(data.manifest, specials=replace(SPECIALS, continues=continues))
     recipe = replace(RECIPE, whole_words=whole_words, mask_probability=0.3)
@@ -155,7 +155,7 @@ def test_static_masks_come_as_stored(dataset: Any, tmp_path: Path) -> None:
         stored |= {"masked_counts": bounds.diff().numpy(), "ids": batch.packed.ids.numpy()}
         writer.add(replace(rows, **stored))
     writer.finish()
-    static = shards.open(tmp_path / "set", verify=True)
+    static = shards.open_dataset(tmp_path / "set", verify=True)
     for actual, expected_value in zip(
         Loader(static, rows=4, epochs=1, shuffle=False), drawn, strict=True
     ):
@@ -166,7 +166,7 @@ def test_static_masks_come_as_stored(dataset: Any, tmp_path: Path) -> None:
 
 def test_masks_are_drawn_as_the_dataset_says(dataset: Any) -> None:
     """Unless the loader is told otherwise, or to draw none."""
-    data = shards.open(dataset(60).folder)
+    data = shards.open_dataset(dataset(60).folder)
     recipe = Recipe(mask_probability=0.5, max_predictions=2, whole_words=True)
     continues = np.arange(1000) % 3 == 0
     data.manifest = replace(
@@ -183,7 +183,7 @@ def test_without_second_segments_there_are_no_labels(dataset: Any, tmp_path: Pat
     writer = Writer(tmp_path / "set", layout, SPECIALS, {})
     writer.add(replace(rows, first=rows.lengths, random_next=rows.random_next * 0))
     writer.finish()
-    for batch in Loader(shards.open(tmp_path / "set"), 7, epochs=1):
+    for batch in Loader(shards.open_dataset(tmp_path / "set"), 7, epochs=1):
         assert not len(batch.next_labels) and not batch.packed.types.any()
     assert all(
         len(batch.next_labels) == batch.sequences for batch in plain(dataset(20), 7, epochs=1)
@@ -193,14 +193,14 @@ def test_without_second_segments_there_are_no_labels(dataset: Any, tmp_path: Pat
 def test_a_flipped_bit_is_not_trained_on(dataset: Any, tmp_path: Path) -> None:
     """In a word, which another word of the vocabulary takes the place of: nothing else shows it."""
     shutil.copytree(dataset(60).folder, tmp_path / "set")
-    assert len(list(Loader(shards.open(tmp_path / "set"), 7, epochs=1))) == 9
+    assert len(list(Loader(shards.open_dataset(tmp_path / "set"), 7, epochs=1))) == 9
     path = tmp_path / "set" / shards.shard_name(2)
     number = sum(shard.rows for shard in dataset(60).manifest.shards[:2])
     whole, ids = path.read_bytes(), dataset(60).row(number).ids.tobytes()
     at = whole.index(ids) + 4
     path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     with pytest.raises(InputError, match=f"{path.name} is damaged"):
-        list(Loader(shards.open(tmp_path / "set"), 7, epochs=1))
+        list(Loader(shards.open_dataset(tmp_path / "set"), 7, epochs=1))
 
 
 def names_in_order(batch: PretrainingBatch) -> np.ndarray:

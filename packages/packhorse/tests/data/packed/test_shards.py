@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
 def test_what_is_written_is_read(tmp_path: Path, layout: RowLayout) -> None:
     rows = some_rows(100, layout)
     manifest = write(tmp_path / "set", rows, layout, language="xx")
-    dataset = shards.open(tmp_path / "set", verify=True)
+    dataset = shards.open_dataset(tmp_path / "set", verify=True)
     assert len(manifest.shards) > 3 and len(dataset) == 100
     assert dataset.manifest == manifest == read_manifest(tmp_path / "set")
     assert np.array_equal(dataset.manifest.specials.continues, SPECIALS.continues)
@@ -87,7 +87,7 @@ def test_what_is_written_is_read(tmp_path: Path, layout: RowLayout) -> None:
 
 
 def test_a_dataset_travels_as_its_folder(folder: Path) -> None:
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     travelling = pickle.dumps(dataset)
     assert len(travelling) < 4000 < sum(shard.bytes for shard in dataset.manifest.shards)
     assert same(pickle.loads(travelling).take([7, 80]), dataset.take([7, 80]))
@@ -95,7 +95,7 @@ def test_a_dataset_travels_as_its_folder(folder: Path) -> None:
 
 def test_rows_are_views_of_the_file(folder: Path) -> None:
     before = pa.total_allocated_bytes()
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     row = dataset.row(42)
     assert pa.total_allocated_bytes() == before
     for column in columns_of(False):
@@ -138,7 +138,7 @@ def test_masks_lie_where_they_say_in_the_row(tmp_path: Path) -> None:
     masks = Masks(np.array([1, 2]), np.array([77, 88]), np.array([1, 1]))
     rows = Rows(ids, lengths, lengths, np.zeros(2), np.array([0, 2])).masked(ids, masks)
     write(tmp_path / "set", rows, STATIC)
-    row = shards.open(tmp_path / "set").row(0)
+    row = shards.open_dataset(tmp_path / "set").row(0)
     assert row.masked_positions is not None and row.masked_ids is not None
     assert row.ids[row.masked_positions].tolist() == [3, 3]
     assert row.masked_positions.tolist() == [1, 5] and row.masked_ids.tolist() == [77, 88]
@@ -165,7 +165,7 @@ def test_bytes_depend_on_rows_alone(tmp_path: Path, layout: RowLayout) -> None:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     changed = replace(rows, random_next=1 - rows.random_next)
     second = write(tmp_path / "c", changed, layout)
-    assert second.fingerprint != shards.open(tmp_path / "a").fingerprint
+    assert second.fingerprint != shards.open_dataset(tmp_path / "a").fingerprint
 
 
 def test_how_to_mask_is_kept(tmp_path: Path) -> None:
@@ -250,13 +250,13 @@ def test_rows_that_break_the_layout_are_not_written(case: str, tmp_path: Path) -
 def test_a_folder_without_manifest_is_unfinished(folder: Path, tmp_path: Path) -> None:
     (folder / NAME).rename(folder / "elsewhere")
     with pytest.raises(InputError, match="unfinished"):
-        shards.open(folder)
+        shards.open_dataset(folder)
     with pytest.raises(InputError, match="not a folder of packed rows"):
-        shards.open(tmp_path / "nowhere")
+        shards.open_dataset(tmp_path / "nowhere")
     shutil.copytree(folder, tmp_path / "out" / "train")
     (tmp_path / "out" / "train" / "elsewhere").rename(tmp_path / "out" / "train" / NAME)
     with pytest.raises(InputError, match="holds some: train; name one"):
-        shards.open(tmp_path / "out")
+        shards.open_dataset(tmp_path / "out")
 
 
 def test_an_unfinished_folder_is_written_over_a_finished_one_is_not(tmp_path: Path) -> None:
@@ -284,10 +284,10 @@ def change(folder: Path, **fields: Any) -> None:
 def test_a_newer_format_names_the_packhorse_it_needs(folder: Path) -> None:
     change(folder, format=3, written_by="9.8.7", capacity="unheard of")
     with pytest.raises(InputError, match=r"format 3.*install packhorse>=9\.8\.7"):
-        shards.open(folder)
+        shards.open_dataset(folder)
     change(folder, format=1)
     with pytest.raises(InputError, match=r"format 1, which lacks information.*build or import"):
-        shards.open(folder)
+        shards.open_dataset(folder)
 
 
 SHARD = {"name": "shard-00000.arrow", "rows": 1, "sequences": 1, "tokens": 1, "bytes": 1}
@@ -336,7 +336,7 @@ def test_an_edited_manifest_is_refused(
 ) -> None:
     change(folder, **fields)
     with pytest.raises(InputError, match=complaint) as caught:
-        shards.open(folder, verify=True)
+        shards.open_dataset(folder, verify=True)
     assert str(folder) in str(caught.value)
 
 
@@ -344,7 +344,7 @@ def test_an_edited_manifest_is_refused(
 def test_a_torn_manifest_is_refused(folder: Path, text: str) -> None:
     (folder / NAME).write_text(text)
     with pytest.raises(InputError, match=NAME):
-        shards.open(folder)
+        shards.open_dataset(folder)
 
 
 def test_every_field_of_the_manifest_is_needed(folder: Path) -> None:
@@ -352,7 +352,7 @@ def test_every_field_of_the_manifest_is_needed(folder: Path) -> None:
     for key in fields.keys() - {"written_by"}:
         (folder / NAME).write_text(json.dumps({k: v for k, v in fields.items() if k != key}))
         with pytest.raises(InputError, match=NAME):
-            shards.open(folder)
+            shards.open_dataset(folder)
 
 
 def test_a_missing_or_cut_shard_is_named_at_once(folder: Path) -> None:
@@ -361,20 +361,20 @@ def test_a_missing_or_cut_shard_is_named_at_once(folder: Path) -> None:
     for size in (0, 1, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(InputError, match=rf"{path.name} has {size} bytes.*again"):
-            shards.open(folder)
+            shards.open_dataset(folder)
     path.unlink()
     with pytest.raises(InputError, match=rf"{path.name} is missing.*again"):
-        shards.open(folder)
+        shards.open_dataset(folder)
     path.mkdir()
     with pytest.raises(InputError, match=path.name):
-        shards.open(folder)
+        shards.open_dataset(folder)
 
 
 def test_a_flipped_bit_anywhere_is_found(folder: Path, rng: np.random.Generator) -> None:
     """Whichever byte it is in, Arrow's frame or a word, and whoever touches the shard first."""
     path = folder / shard_name(1)
     whole = np.fromfile(path, np.uint8)
-    row = shards.open(folder).manifest.shards[0].rows
+    row = shards.open_dataset(folder).manifest.shards[0].rows
     touch = (
         lambda dataset: dataset.verify(),
         lambda dataset: dataset.row(row),
@@ -386,13 +386,13 @@ def test_a_flipped_bit_anywhere_is_found(folder: Path, rng: np.random.Generator)
         broken = whole.copy()
         broken[at] ^= 1 << int(rng.integers(0, 8))
         path.write_bytes(broken.tobytes())
-        dataset = shards.open(folder)
+        dataset = shards.open_dataset(folder)
         dataset.row(0)  # the control: another shard is as good as before
         with pytest.raises(InputError, match=rf"{path.name} is damaged: its checksum.*again"):
             touch[at % len(touch)](dataset)
     path.write_bytes(whole.tobytes())
     for item in touch:
-        item(shards.open(folder))
+        item(shards.open_dataset(folder))
 
 
 def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         shards, "crc32c", lambda data: summed.append(len(data)) or packhorse_crc32c(data)
     )
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     assert not summed
     for _ in range(3):
         dataset.take(np.arange(100))
@@ -412,7 +412,7 @@ def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_damage_done_while_loading_is_told(folder: Path) -> None:
     """Behind the checksum: what would shift sequences, or is no word, ends in our own error."""
     path = folder / shard_name(0)
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     ids, whole = dataset.row(0).ids.tobytes(), path.read_bytes()
     with path.open("r+b") as file:
         file.seek(whole.index(ids))
@@ -450,9 +450,9 @@ def test_a_shard_of_other_making_is_refused(folder: Path) -> None:
     for complaint, second in cases.items():
         rewritten(folder, second)
         with pytest.raises(InputError, match=f"{shard_name(0)}.*{complaint}.*again"):
-            shards.open(folder).row(0)
+            shards.open_dataset(folder).row(0)
     rewritten(folder, table)
-    shards.open(folder, verify=True)
+    shards.open_dataset(folder, verify=True)
 
 
 def test_columns_that_disagree_are_found(folder: Path) -> None:
@@ -464,11 +464,11 @@ def test_columns_that_disagree_are_found(folder: Path) -> None:
     kind = table.schema.field("random_next").type
     rewritten(folder, table.set_column(3, "random_next", pa.array(labels, kind)))
     with pytest.raises(InputError, match="column random_next do not match"):
-        shards.open(folder, verify=True)
+        shards.open_dataset(folder, verify=True)
 
 
 def test_rows_that_are_not_there(folder: Path) -> None:
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     for number in (-1, 100):
         with pytest.raises(InputError, match="of 100"):
             dataset.row(number)
@@ -489,7 +489,7 @@ def test_a_full_disk_leaves_no_manifest(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert before and before == {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(InputError, match="unfinished"):
-        shards.open(folder)
+        shards.open_dataset(folder)
 
 
 def test_what_no_folder_can_hold(tmp_path: Path) -> None:

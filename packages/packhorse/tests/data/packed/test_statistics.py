@@ -40,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_counts_are_those_of_a_loop(built: Path) -> None:
     result = statistics.count("train", built / "train", top=3)
-    dataset = shards.open(built / "train")
+    dataset = shards.open_dataset(built / "train")
     rows = [dataset.row(number) for number in range(len(dataset))]
     kinds = Counter(tuple(sorted(row.lengths.tolist(), reverse=True)) for row in rows)
     assert dict(result.strategies).items() <= kinds.items()
@@ -62,7 +62,7 @@ def test_samples_show_what_stood_there(name: str, built: Path) -> None:
     shown = statistics.samples(built / name, tokenizer, 5, seed=1)
     assert shown == statistics.samples(built / name, tokenizer, 5, seed=1)
     assert len(shown) == 5 and len({sample.row for sample in shown}) == 5
-    dataset = shards.open(built / name)
+    dataset = shards.open_dataset(built / name)
     for sample in shown:
         row = dataset.row(sample.row)
         assert sample.tokens == row.lengths[0]
@@ -105,13 +105,15 @@ def test_of_single_segments_no_label_is_told(built: Path, tmp_path: Path) -> Non
     shown = statistics.samples(tmp_path / "out" / "train", tokenizer, 5, seed=1)
     assert {sample.next_label for sample in shown} == {None}
     # As the build was told to mask, so does a loader that is told nothing.
-    (batch,) = Loader(shards.open(tmp_path / "out" / "train"), result.manifest.rows, epochs=1)
+    (batch,) = Loader(
+        shards.open_dataset(tmp_path / "out" / "train"), result.manifest.rows, epochs=1
+    )
     assert 0.4 < len(batch.masked_at) / batch.tokens < 0.55
 
 
 def test_more_samples_than_rows(built: Path) -> None:
     tokenizer = Tokenizer.load(built / "tokenizer")
-    rows = len(shards.open(built / "eval"))
+    rows = len(shards.open_dataset(built / "eval"))
     assert len(statistics.samples(built / "eval", tokenizer, 10**6, 0)) == rows
 
 

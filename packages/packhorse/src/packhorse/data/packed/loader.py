@@ -1,6 +1,6 @@
 """Batches of packed rows for pretraining: shuffled, masked, divided among ranks, resumable.
 
-    for batch in Loader(shards.open("corpus/train"), rows=96, seed=7):
+    for batch in Loader(shards.open_dataset("corpus/train"), rows=96, seed=7):
         ...                                    # batch.packed, batch.masked_at, batch.next_labels
         state["data"] = batch.cursor           # later: Loader(…, cursor=state["data"])
 

@@ -3,7 +3,7 @@
     writer = Writer(folder, layout, specials, config)
     writer.add(Rows.of(sequences, offsets))
     writer.finish()
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     dataset.take(np.array([5, 3])).ids
 
 A shard is one record batch with list columns: `ids` per token, and per sequence `lengths`, `first`
@@ -13,9 +13,9 @@ tokens). Rows are ragged, so no padding is stored, and all types are the narrowe
 vocabulary and the capacity allow; any Arrow reader can open them. A shard's bytes are a function of
 its rows alone: no compression, no clock, no threads.
 
-`open` checks only the sizes of the files. A shard's checksum is compared when the shard is first
-used: some 20 ms per shard, once per process, so that no flipped bit is ever trained on. The price
-is that the first use reads a whole shard.
+`open_dataset` checks only the sizes of the files. A shard's checksum is compared when the shard is
+first used: some 20 ms per shard, once per process, so that no flipped bit is ever trained on. The
+price is that the first use reads a whole shard.
 
 Follows Arrow's columnar format 1.5, IPC file.
 """
@@ -42,6 +42,7 @@ from packhorse.data.packed.packs import (
     row_problems,
 )
 from packhorse.errors import InputError
+from packhorse.exports import renamed
 from packhorse.wire import crc32c
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class _Column(NamedTuple):
 
 @final
 class Dataset:
-    """All rows of a folder, numbered through its shards; made by `open`."""
+    """All rows of a folder, numbered through its shards; opened by `open_dataset`."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -252,7 +253,7 @@ class Dataset:
         return rows
 
 
-def open(folder: str | Path, *, verify: bool = False) -> Dataset:
+def open_dataset(folder: str | Path, *, verify: bool = False) -> Dataset:
     """Open a finished dataset; shards are verified when they are first used, or all of them now."""
     dataset = Dataset(Path(folder), read_manifest(Path(folder)))
     if verify:
@@ -339,3 +340,7 @@ def _schema(layout: RowLayout) -> Any:
     pa = import_pyarrow()
     dtypes = dtypes_of(layout).items()
     return pa.schema({name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in dtypes})
+
+
+def __getattr__(name: str) -> Any:
+    return renamed(__name__, name)

@@ -73,7 +73,7 @@ def datasets(folder: Path) -> dict[str, Path]:
 
 def count(name: str, folder: Path, top: int) -> Statistics:
     """Compute the statistics of a dataset, with its `top` most frequent strategies."""
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     manifest = dataset.manifest
     tokens = np.zeros(manifest.layout.capacity + 1, np.int64)
     strategies: Counter[tuple[int, ...]] = Counter()
@@ -101,7 +101,7 @@ def count(name: str, folder: Path, top: int) -> Statistics:
 
 def samples(folder: Path, tokenizer: Tokenizer, number: int, seed: int) -> list[Sample]:
     """The first sequences of `number` random rows."""
-    dataset = shards.open(folder)
+    dataset = shards.open_dataset(folder)
     rng = np.random.default_rng(seed)
     chosen = np.sort(rng.choice(len(dataset), min(number, len(dataset)), replace=False))
     sampled: list[Sample] = []

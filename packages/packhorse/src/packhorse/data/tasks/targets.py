@@ -46,7 +46,7 @@ from packhorse.data.tasks.labeled import LabeledTexts
 from packhorse.data.tasks.squad import Gold, SquadQuestion
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed, TokenSequence
-from packhorse.tokens import Encoding, Text, Tokenizer
+from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
 
 Problem = Literal["single_label", "multi_label", "regression", "similarity", "contrastive", "span"]
 

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from packhorse.runtime.encoder import Encoder, Progress
-from packhorse.tokens import Text
+from packhorse.tokens.tokenizer import Text
 
 Role = Literal["query", "document"]
 # The names that sentence-transformers tries for each role, in this order.

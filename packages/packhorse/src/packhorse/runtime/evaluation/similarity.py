@@ -17,7 +17,7 @@ from packhorse.data.tasks import glue_score
 from packhorse.errors import InputError
 from packhorse.runtime.encoder import Progress
 from packhorse.runtime.evaluation.reading import TextReader
-from packhorse.tokens import Text
+from packhorse.tokens.tokenizer import Text
 
 
 def judge(

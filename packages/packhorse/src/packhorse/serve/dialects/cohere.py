@@ -34,7 +34,7 @@ from packhorse.serve.dialects.schemas import (
 from packhorse.serve.dialects.tasks import Truncation
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
-from packhorse.tokens import SURROGATE, Tokenizer
+from packhorse.tokens.tokenizer import SURROGATE, Tokenizer
 
 Document = str | dict[str, str]
 TopN = Annotated[int | None, Field(ge=1, le=2**31, description="Return only the best few.")]

@@ -46,7 +46,7 @@ from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.failures import Empty, TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
-from packhorse.tokens import NO_LIMIT, Tokenizer
+from packhorse.tokens.tokenizer import NO_LIMIT, Tokenizer
 
 # Request bodies --------------------------------------------------------------------------------
 

@@ -1,0 +1,376 @@
+"""Texts and pairs of texts to token ids and back, for any `tokenizer.json` or an old `vocab.txt`.
+
+The `tokenizers` library splits the text, in parallel and without the GIL. This module adds special
+tokens by the file's own template, truncation that is always reported, overlapping windows, and
+offsets that are code points of the original text.
+
+Trade-offs. (1) A text that cannot fit is cut *before* it is tokenized: to as many words as there is
+room for tokens (and 8 more), within 8 characters per token. Only if that gives too few tokens (long
+words, runs of blanks), it is tried again with 32, then with 128 characters per token. So a text of
+2 MB costs no more than its budget, and ordinary text gives the same tokens as if tokenized whole.
+After a cut inside a word (scripts without blanks) the tokens of the last 128 characters are
+dropped, because they might differ in the whole text. If the result is then shorter than
+`max_length`, it is still marked `truncated`. (2) A template is derived from an encoded probe text
+instead of being parsed, so that it works for every kind of post-processor.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
+
+import numpy as np
+
+from packhorse.errors import CheckpointError, InputError
+from packhorse.tokens.files import (
+    find_tokenizer_file,
+    open_library,
+    parse_object,
+    special_token_id,
+    wrap_errors,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
+
+Text = str | tuple[str, str]
+OnLong = Literal["truncate", "truncate_left", "only_second", "error"]
+ON_LONG = get_args(OnLong)
+
+CHARS_PER_TOKEN = (8, 32, 128)  # budgets for a long text, tried one after the other
+# Added to every budget, so that a tiny max_length does not end within the first words.
+SPARE_CHARS = 512
+SPARE_WORDS = 8
+DISTRUST = 128  # tokens nearer to a cut may be wrong; more than the longest word of WordPiece
+BLANKS = " \t\r\n"  # not \s: BERT deletes some of those (\x1c), which joins the words around them
+NO_LIMIT = 1 << 60
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoding:
+    """One tokenized sequence: a text, a pair, or one window of them."""
+
+    ids: np.ndarray  # int32 [n]
+    types: np.ndarray  # uint8 [n]: by the template; BERT gives the second text 1, all else 0
+    offsets: np.ndarray  # int32 [n, 2]: code points of the ORIGINAL text; (0, 0) if special
+    special: np.ndarray  # bool [n]: added by the template
+    spans: tuple[slice, ...]  # the tokens of each text: one slice, or two for a pair
+    truncated: int = 0  # tokens known to be lost, at least 1 if anything was; 0: nothing lost
+    start: int = 0  # windows only: tokens of the windowed text that come before this window
+    prompt_length: int = 0  # leading tokens that pooling leaves out
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class _TokenizedText(NamedTuple):
+    """One tokenized text, before the template; `cut` if characters were left out."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    cut: bool = False
+
+    def part(self, begin: int, end: int) -> "_TokenizedText":
+        return _TokenizedText(self.ids[begin:end], self.offsets[begin:end], self.cut)
+
+
+# For each text and special token, in order: the text's number or the token, its type, whether it is
+# special.
+_Template = tuple[tuple[int | _TokenizedText, ...], np.ndarray, np.ndarray]
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokenizer:
+    """A vocabulary and its rules. Create it with `load`; it may be shared between threads."""
+
+    vocab_size: int  # the largest id, plus one
+    max_length: int | None  # for calls that do not set it; None: no limit
+    cls_id: int | None
+    sep_id: int | None
+    pad_id: int | None
+    mask_id: int | None
+    _library: "Library" = field(repr=False)
+    _templates: tuple[_Template, _Template] = field(repr=False)  # for a text, for a pair
+
+    @classmethod
+    def load(
+        cls, folder_or_file: Path, max_length: int | None = None, vocab_size: int | None = None
+    ) -> "Tokenizer":
+        """Read `tokenizer.json`, else `vocab.txt`, of a model folder (or that file itself).
+
+        Truncation and padding stored in the file are ignored. A `vocab.txt` becomes BERT's
+        WordPiece; whether it lowercases is `do_lower_case` of the `tokenizer_config.json` in the
+        same folder, or else true unless a word has a letter A to Z. A WordPiece `tokenizer.json`
+        without a post-processor gets BERT's template if it has [CLS] and [SEP]; any other gets no
+        special tokens. `max_length` defaults to the folder's `model_max_length`; `vocab_size` is
+        that of the model.
+        """
+        path = find_tokenizer_file(Path(folder_or_file))
+        config_path = path.with_name("tokenizer_config.json")
+        config = parse_object(config_path)[1] if config_path.is_file() else {}
+        with wrap_errors(CheckpointError, f"{path}: not a tokenizer"):
+            library = open_library(path, config)
+            templates = _template(library, path, pair=False), _template(library, path, pair=True)
+            ids = [
+                special_token_id(role, config, library) for role in ("cls", "sep", "pad", "mask")
+            ]
+            size = 1 + max(chain(library.get_vocab().values(), library.encode("", "").ids))
+        if vocab_size is not None and size > vocab_size:
+            raise CheckpointError(
+                f"{path}: a vocabulary that does not fit: {size} tokens, but the model has "
+                f"{vocab_size}; use the tokenizer it was trained with"
+            )
+        if max_length is None and isinstance(stored := config.get("model_max_length"), int):
+            max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
+        return cls(size, max_length, *ids, _library=library, _templates=templates)
+
+    def encode(
+        self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
+    ) -> list[Encoding]:
+        """Encode each text or pair in at most `max_length` tokens (default: the tokenizer's).
+
+        `on_long`: "truncate" drops the end, in a pair of the longer text first; "truncate_left"
+        drops the beginning instead, for which the whole text has to be tokenized; "only_second"
+        drops the end of a pair's second text only; "error" raises.
+        """
+        if on_long not in ON_LONG:
+            raise InputError(f"on_long is {on_long!r}; use one of {', '.join(ON_LONG)}")
+        rows = _checked(texts)
+        rooms = [self._room(len(row) == 2, max_length) for row in rows]
+        limits = [NO_LIMIT if on_long == "truncate_left" else room for room in rooms]
+        tokenized = self._tokenize(rows, [(limit, limit) for limit in limits])
+        return [
+            self._join(_fit(tokens, room, on_long, i), before=_count(tokens))
+            for i, (tokens, room) in enumerate(zip(tokenized, rooms, strict=True))
+        ]
+
+    def windows(
+        self, texts: Sequence[Text], max_length: int | None = None, stride: int | None = 0
+    ) -> list[list[Encoding]]:
+        """Encode each text or pair as one or more windows that share `stride` tokens.
+
+        Nothing is lost: the whole text is tokenized, however long it is. Of a pair only the second
+        text is windowed; the first one, the question, begins every window. A `stride` of None is a
+        quarter of the tokens of text that a window holds.
+        """
+        rows = _checked(texts)
+        rooms = [self._room(len(row) == 2, max_length) for row in rows]
+        # The windowed text, which is the last one, has no limit; the question must fit.
+        limits = [(room, NO_LIMIT)[-len(row) :] for row, room in zip(rows, rooms, strict=True)]
+        tokenized = self._tokenize(rows, limits)
+        return [
+            self._slide(tokens, room, stride, i)
+            for i, (tokens, room) in enumerate(zip(tokenized, rooms, strict=True))
+        ]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        """The text of `ids`, as far as the vocabulary can restore it."""
+        for id in ids:
+            self.token(int(id))  # raises for an unknown id, which the library would skip
+        return self._library.decode([int(id) for id in ids], skip_special_tokens=skip_special)
+
+    def token(self, id: int) -> str:
+        """The token with this id."""
+        token = self._library.id_to_token(id) if 0 <= id < self.vocab_size else None
+        if token is None:
+            raise InputError(f"no token has the id {id}; there are {self.vocab_size}")
+        return token
+
+    def id(self, token: str) -> int:
+        """The id of this token, spelled as in the vocabulary (`##ing`, `Ġthe`)."""
+        id = None if SURROGATE.search(token) else self._library.token_to_id(token)
+        if id is None:
+            raise InputError(f"{token!r} is not a token of this vocabulary")
+        return id
+
+    def specials_per(self, pair: bool) -> int:
+        """The number of special tokens in a sequence."""
+        return sum(not isinstance(piece, int) for piece in self._templates[pair][0])
+
+    def _room(self, pair: bool, max_length: int | None) -> int:
+        """The number of tokens of text that fit in one sequence."""
+        limit = self.max_length if max_length is None else max_length
+        specials = self.specials_per(pair)
+        if limit is not None and limit <= specials:
+            raise InputError(
+                f"max_length is {limit}; with special tokens it must be at least {specials + 1}"
+            )
+        return NO_LIMIT if limit is None else limit - specials
+
+    def _tokenize(
+        self, rows: list[tuple[str, ...]], limits: Sequence[tuple[int, ...]]
+    ) -> list[list[_TokenizedText]]:
+        """Tokenize each text whole, or up to its limit of tokens as far as the budgets allow."""
+        result = [[_TokenizedText([], [])] * len(row) for row in rows]
+        # (row, text of the row) of all that still has to be tokenized, with a larger budget.
+        pending = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
+        for chars in CHARS_PER_TOKEN:
+            cuts = [_cut(rows[i][j], limits[i][j], chars) for i, j in pending]
+            parts = [rows[i][j][:end] for (i, j), (end, _) in zip(pending, cuts, strict=True)]
+            encodings = self._call(parts, [i for i, _ in pending])
+            for (i, j), cut, encoding in zip(pending, cuts, encodings, strict=True):
+                result[i][j] = _trusted(encoding, cut, len(rows[i][j]))
+            pending = [
+                (i, j)
+                for i, j in pending
+                if result[i][j].cut and len(result[i][j].ids) < limits[i][j]
+            ]
+            if not pending:
+                break
+        return result
+
+    def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
+        """Call the library; if it fails, again for each text, to name the one it fails on."""
+        try:
+            with wrap_errors(InputError, f"text {owners[0] if owners else 0} cannot be tokenized"):
+                return self._library.encode_batch(parts, add_special_tokens=False)
+        except InputError:
+            if len(parts) == 1:
+                raise
+        return [self._call([part], [i])[0] for part, i in zip(parts, owners, strict=True)]
+
+    def _slide(
+        self, tokens: list[_TokenizedText], room: int, stride: int | None, index: int
+    ) -> list[Encoding]:
+        """Windows of `room` tokens over the last text."""
+        *question, text = tokens
+        room -= _count(question)
+        if room < 1:
+            raise InputError(_no_room(index))
+        stride = room // 4 if stride is None else stride
+        if not 0 <= stride < room:
+            raise InputError(f"stride is {stride}; text {index} allows 0 to {room - 1}")
+        starts = range(0, max(1, len(text.ids) - stride), room - stride)
+        return [
+            self._join([*question, text.part(start, start + room)], start=start) for start in starts
+        ]
+
+    def _join(self, tokens: list[_TokenizedText], before: int = 0, start: int = 0) -> Encoding:
+        """Join texts and special tokens by the template; `before`: tokens before truncation."""
+        pieces, types, special = self._templates[len(tokens) == 2]
+        parts = [tokens[piece] if isinstance(piece, int) else piece for piece in pieces]
+        lengths = [len(part.ids) for part in parts]
+        ends = list(accumulate(lengths))
+        text_indices = [pieces.index(text) for text in range(len(tokens))]
+        offsets = chain.from_iterable(part.offsets for part in parts)
+        return Encoding(
+            ids=np.fromiter(chain.from_iterable(part.ids for part in parts), np.int32, ends[-1]),
+            types=types.repeat(lengths),
+            offsets=np.fromiter(chain.from_iterable(offsets), np.int32).reshape(-1, 2),
+            special=special.repeat(lengths),
+            spans=tuple(slice(ends[i] - lengths[i], ends[i]) for i in text_indices),
+            truncated=max(before - _count(tokens), int(any(text.cut for text in tokens))),
+            start=start,
+        )
+
+
+def _count(tokens: Sequence[_TokenizedText]) -> int:
+    return sum(len(text.ids) for text in tokens)
+
+
+def _checked(texts: Sequence[Text]) -> list[tuple[str, ...]]:
+    """Each text as a tuple of one or two strings that the library accepts."""
+    if isinstance(texts, str):
+        raise InputError("texts is a single string; pass a list of texts")
+    rows: list[tuple[str, ...]] = []
+    for i, text in enumerate(texts):
+        row = (text,) if isinstance(text, str) else text
+        pair = isinstance(row, tuple | list) and len(row) == 2
+        if not (isinstance(text, str) or (pair and all(isinstance(part, str) for part in row))):
+            raise InputError(f"text {i} is neither a string nor a pair of strings: {text!r:.80}")
+        if any(map(SURROGATE.search, row)):
+            raise InputError(f"text {i} is not Unicode: it has half of a surrogate pair; remove it")
+        rows.append(tuple(row))
+    return rows
+
+
+def _cut(text: str, limit: int, chars: int) -> tuple[int, int]:
+    """Where to cut a text that needs `limit` tokens, and up to where its tokens are reliable."""
+    end = SPARE_CHARS + limit * chars
+    if len(text) <= end:
+        return len(text), len(text)
+    words = (limit + SPARE_WORDS) * chars // CHARS_PER_TOKEN[0]
+    # Possessive quantifiers: without them a text that does not match would be tried again and
+    # again with shorter words.
+    match = re.compile(f"(?:[{BLANKS}]*+[^{BLANKS}]++){{{words}}}").match(text, 0, end)
+    if match and text[match.end()] in BLANKS:
+        return match.end(), match.end()
+    blank = max(text.rfind(blank, end - DISTRUST, end) for blank in BLANKS)
+    return (blank, blank) if blank >= 0 else (end, end - DISTRUST)
+
+
+def _trusted(encoding: Any, cut: tuple[int, int], length: int) -> _TokenizedText:
+    """The tokens of a text of `length` characters that a cut cannot have changed."""
+    end, reliable_end = cut
+    offsets = encoding.offsets
+    while end < length and offsets and offsets[-1][0] >= reliable_end:
+        offsets.pop()
+    return _TokenizedText(encoding.ids[: len(offsets)], offsets, end < length)
+
+
+def _fit(
+    tokens: list[_TokenizedText], room: int, on_long: OnLong, index: int
+) -> list[_TokenizedText]:
+    """Drop what does not fit, or raise."""
+    total = _count(tokens)
+    is_cut = any(text.cut for text in tokens)
+    if on_long == "error" and (is_cut or total > room):
+        count = f"over {total}" if is_cut else f"{total}"
+        raise InputError(
+            f"text {index} is too long: {count} tokens, of which {room} fit; "
+            "shorten it, raise max_length or let it be truncated"
+        )
+    if len(tokens) == 1 or total <= room:
+        return [_truncated(text, room, on_long) for text in tokens]
+    share = len(tokens[0].ids) if on_long == "only_second" else _first_share(*tokens, room=room)
+    if on_long == "only_second" and share >= room:
+        raise InputError(_no_room(index))
+    return [
+        _truncated(tokens[0], share, on_long),
+        _truncated(tokens[1], room - share, on_long),
+    ]
+
+
+def _truncated(tokens: _TokenizedText, size: int, on_long: OnLong) -> _TokenizedText:
+    begin = max(0, len(tokens.ids) - size) if on_long == "truncate_left" else 0
+    return tokens.part(begin, begin + size)
+
+
+def _first_share(first: _TokenizedText, second: _TokenizedText, room: int) -> int:
+    """Tokens that a pair's first text keeps; the longer text loses first, as in transformers."""
+    # A text that was cut counts as longer than any that was not, unless it turned out short: of
+    # its real length only a lower bound is known.
+    sizes = [(text.cut and len(text.ids) >= room, len(text.ids)) for text in (first, second)]
+    shorter = min(len(first.ids), len(second.ids), room // 2)
+    return shorter if sizes[0] <= sizes[1] else room - shorter
+
+
+def _no_room(index: int) -> str:
+    return f"the first text of pair {index} leaves no room for the second; raise max_length"
+
+
+def _template(library: "Library", path: Path, pair: bool) -> _Template:
+    """Derive the layout from an encoded probe text, whatever the kind of post-processor."""
+    probes = ("a", *list(library.get_vocab())[:1000])
+    # The first probe that gives any tokens: a vocabulary need not have a token for "a".
+    counts = ((text, len(library.encode(text, add_special_tokens=False))) for text in probes)
+    probe, count = next((item for item in counts if item[1]), ("", 0))
+    encoding = library.encode(probe, probe if pair else None)
+    types: list[int] = []
+    pieces: list[int | _TokenizedText] = []
+    for id, type, text in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+        if text is None or text not in pieces:
+            types.append(type)
+            pieces.append(_TokenizedText([id], [(0, 0)]) if text is None else text)
+    special = np.array([not isinstance(piece, int) for piece in pieces])
+    texts = 2 if pair else 1
+    if not count or len(encoding) != special.sum() + count * texts:
+        raise CheckpointError(
+            f"{path}: it has no token for any text, or its template does not have each text once"
+        )
+    return tuple(pieces), np.array(types, np.uint8), special
