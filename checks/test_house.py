@@ -38,7 +38,7 @@ LAYERS = (
     ("native",),
     ("executable", "dist", "optim", "status"),
     ("device", "exports"),
-    ("wire", "atomic", "settings", "launcher", "cache", "environment", "processor"),
+    ("wire", "atomic", "settings", "launcher", "cache", "environment", "processor", "progress"),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from packhorse.cli import console
+from packhorse import progress
 from packhorse.data.packed import shards
 
 pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'packhorse[data]'")
@@ -85,7 +85,7 @@ def test_build_then_stats(cli, home: Path) -> None:
 
 
 def test_progress_of_each_stage(cli, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "PAUSE", 0.0)
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
     result = cli(*build(home))
     assert result.code == 0, result.err
     assert re.search(r"^reading: .* \(100%\), 60 documents, .* MB/s$", result.err, re.MULTILINE)

@@ -17,6 +17,7 @@ import pytest
 
 import packhorse
 from packhorse import cli as frame
+from packhorse import progress
 from packhorse.cli import console
 from packhorse.errors import CheckpointError, InputError, MissingExtra
 
@@ -241,13 +242,14 @@ def test_progress_off_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(console, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     with console.progress("packing") as advance:
         for second in range(101):
             now[0] = float(second)
             advance(second, 100)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "packing: 10 of 100 (10%)" and len(lines) == 10
+    assert lines[0] == "packing: 10 of 100 (10%), 1:30 left" and len(lines) == 10
+    assert lines[-1] == "packing: 100 of 100 (100%)"
     with console.progress("reading") as advance:
         for second in range(101, 113):
             now[0] = float(second)
@@ -258,7 +260,7 @@ def test_progress_off_a_terminal(
 def test_progress_elsewhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(console, "PAUSE", 0.0)
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
     with console.reserve_stdout_for_json(), console.progress("packing") as advance:
         advance(1, 1)
     assert capsys.readouterr().err == "", "a program that reads the document sees no progress"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from packhorse import status
+from packhorse import progress, status
+from packhorse.cli.train import run_progress
 from packhorse.train import recipes
+from packhorse.train.journal import RunStatus
 
 SIZES = ("--layers", "2", "--hidden-size", "32", "--heads", "2", "--device", "cpu")
 
@@ -110,7 +114,7 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
     assert said.code == 0, said.err
     assert said.document["step"] == told["steps"]
     assert said.document["sequences"] == pytest.approx(told["sequences"], rel=0.1)
-    assert f"step {told['steps']} of {told['steps']}: loss" in said.err and "tok/s" in said.err
+    assert "tok/s" not in said.err, "with --json no progress is shown"
     assert said.document["settings"]["batch"] == 12
     assert "earlier run" in cli(*run, "--dry-run").document["rate"]
     again = cli(*run)
@@ -144,7 +148,7 @@ def test_a_model_that_is_missing_is_missed(
 
 
 def test_a_target_without_held_out_data_names_the_command_that_makes_some(
-    cli: Callable, corpus: Path, tmp_path: Path
+    cli: Callable, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = ("train", "--train", corpus, *SIZES, "--steps", "2", "--target", "0.01")
     run += ("--out", tmp_path / "run")
@@ -159,7 +163,16 @@ def test_a_target_without_held_out_data_names_the_command_that_makes_some(
     command[command.index(f"{corpus}-eval")] = str(made)
     assert cli(*command, "--format", "sentences", "--workers", "1").code == 0
     assert f"set eval to {corpus}-eval/train" in said.err
-    assert cli(*run, "--eval", made / "train").code == 0
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    trained = cli(*run, "--eval", made / "train", "--log-every", "1")
+    assert trained.code == 0
+    lines = trained.err.splitlines()
+    steps = [line for line in lines if line.startswith("training: ")]
+    assert steps[0] == "training: 0"
+    assert steps[1].startswith("training: 1 of 2 (50%), loss ") and steps[1].endswith("% full")
+    assert steps[2].startswith("training: 2 of 2 (100%), loss ") and "tok/s" in steps[2]
+    (evaluation,) = [line for line in lines if line.startswith("step 2, ")]
+    assert "mlm_accuracy" in evaluation and lines.index(evaluation) > lines.index(steps[2])
 
 
 def _said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -179,7 +192,7 @@ def test_a_signal_ends_behind_the_step(
     )
     log = tmp_path / "log.jsonl"
     deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") > 3 and "done" in _said(process)):
+    while not (log.exists() and log.read_bytes().count(b"\n") > 3 and _said(process).get("done")):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     said = _said(process)
@@ -209,3 +222,54 @@ def test_a_loss_that_is_no_number_has_its_own_code(
     assert told["error"] in said.err and f"step {told['step']}: " in told["error"]
     assert told["settings"]["learning_rate"] == 1e30
     assert cli(*run).out == ""  # nothing that was not asked for
+
+
+STATUS = RunStatus(
+    step=20,
+    steps=100,
+    loss=6.54321,
+    accuracy=0.1234,
+    sequences=640,
+    sequences_per_second=1234.5,
+    tokens_per_second=213_000.0,
+    fill=0.9975,
+    mfu=0.417,
+)
+FIGURES = "loss 6.5432, accuracy 0.1234, 1,234.5 seq/s, 213,000 tok/s, 99.8% full, MFU 41.7%"
+
+
+def test_progress_of_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with run_progress(rank=0) as show:
+        show("training", None)
+        show("training", STATUS)
+        show("training", replace(STATUS, evaluation={"f1[x]": 0.25}))
+        (published,) = [item.figures for item in status.read() if item.pid == os.getpid()]
+    shown = " ".join(terminal.getvalue().split())
+    assert "20/100" in shown and FIGURES in shown
+    assert "step 20, 640 sequences: f1[x] 0.25" in shown, "a measure's name is not markup"
+    assert published["does"] == "training, first steps"
+
+
+def test_only_rank_0_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_progress(rank=1) as show:
+        show("training", None)
+        show("training", replace(STATUS, evaluation={"f1": 0.25}))
+        assert not [item for item in status.read() if item.pid == os.getpid()]
+    assert capsys.readouterr().err == ""
+
+
+def test_figures_that_a_run_lacks_are_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
+    with run_progress(rank=0) as show:
+        show("run 3", replace(STATUS, mfu=None, accuracy=None))
+    line = "run 3: 20 of 100 (20%), loss 6.5432, 1,234.5 seq/s, 213,000 tok/s, 99.8% full\n"
+    assert capsys.readouterr().err == line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import packhorse
+from packhorse import progress
 from packhorse.errors import CheckpointError, InputError
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.sentences import SIMILARITIES, PromptWarning
@@ -222,9 +223,12 @@ def test_what_else_callers_ask_for(plain: tuple[Encoder, Any]) -> None:
         replace(ours, similarity_fn_name="maxsim").similarity(np.ones(1), np.ones(1))
 
 
-def test_a_bar_is_shown_to_who_asks(plain: tuple[Encoder, Any], capfd: Any) -> None:
+def test_progress_is_shown_to_who_asks(
+    plain: tuple[Encoder, Any], capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain[0].encode(TEXTS)
     assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(progress, "PAUSE", 0.0)
     plain[0].encode(TEXTS, show_progress_bar=True)
     said = capfd.readouterr()
     assert said.out == "" and "Encoding" in said.err and "100%" in said.err

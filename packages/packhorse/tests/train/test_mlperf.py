@@ -14,8 +14,8 @@ pytest.importorskip("mlperf_logging", reason="no mlperf-logging: pip install 'pa
 
 from packhorse.errors import InputError
 from packhorse.train import mlperf
-from packhorse.train.display import RunStatus
 from packhorse.train.job import assemble
+from packhorse.train.journal import RunStatus
 from packhorse.train.mlperf import (
     TOKEN,
     LogEvent,

@@ -20,8 +20,8 @@ pytest.importorskip("mlperf_logging", reason="no mlperf-logging: pip install 'pa
 from packhorse import executable
 from packhorse.errors import InputError
 from packhorse.train import estimate, mlperf, submission
-from packhorse.train.display import RunStatus
 from packhorse.train.job import assemble
+from packhorse.train.journal import RunStatus
 from packhorse.train.loop import train
 from packhorse.train.mlperf import SubmissionEntry
 from packhorse.train.submission import (
@@ -113,7 +113,7 @@ def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     made = plan(1, "crashed", save_every=5)
     evaluations = count(1)
 
-    def crash(shown: RunStatus) -> None:
+    def crash(run: int, shown: RunStatus) -> None:
         if shown.evaluation and next(evaluations) in (1, 3, 5):
             raise RuntimeError("power cut")
 
@@ -298,7 +298,7 @@ def test_crashes_anywhere(plan: Make, evaluation: int, save_every: int) -> None:
     (whole,) = carry_out(plan(1))
     made, seen = plan(1, "crashed", save_every=save_every), count(1)
 
-    def crash(shown: RunStatus) -> None:
+    def crash(run: int, shown: RunStatus) -> None:
         if shown.evaluation and next(seen) == evaluation:
             raise RuntimeError("power cut")
 

@@ -10,10 +10,9 @@ them is taken for markup, and control characters never reach the terminal.
 import itertools
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
 from typing import Annotated, Any, Protocol, TextIO
 
@@ -21,6 +20,7 @@ from cyclopts import Parameter
 
 from packhorse import status
 from packhorse.data.output import to_plain
+from packhorse.progress import progress_display
 
 JsonFlag = Annotated[
     bool,
@@ -30,10 +30,6 @@ JsonFlag = Annotated[
 ]
 Advance = Callable[[int, int], None]  # done, total; a total of 0 is unknown
 
-# Off a terminal a line of progress needs both a pause and another tenth of the work, so that a log
-# stays short; but a reader of the log should see within a minute that the work goes on.
-PAUSE = 5.0  # seconds
-PATIENCE = 60.0  # seconds
 WORK_NUMBERS = itertools.count(1)
 _JSON_STREAM: ContextVar[TextIO | None] = ContextVar("json_stream", default=None)
 
@@ -179,8 +175,8 @@ def _print_branches(branches: dict[str, Any], indent: str) -> None:
 class ReportProgress(Protocol):
     """Takes the progress of one stage, as often as the caller likes; a total of 0 is unknown.
 
-    `detail` is shown behind the bar; `counts` are published for `packhorse monitor`, which derives
-    their speed (see `status.SPEEDS` for the names it knows).
+    `detail` is shown with the bar; `figures` are published for `packhorse monitor`, which derives
+    the speed of counts (see `status` for the names it knows).
     """
 
     def __call__(
@@ -190,7 +186,7 @@ class ReportProgress(Protocol):
         total: int,
         *,
         detail: str = "",
-        counts: Mapping[str, int] | None = None,
+        figures: Mapping[str, Any] | None = None,
     ) -> None: ...
 
 
@@ -206,7 +202,7 @@ def progress(
     with stage_progress(facts=facts) as report:
 
         def advance(done: int, total: int) -> None:
-            report(description, done, total, counts={counts: done} if counts else None)
+            report(description, done, total, figures={counts: done} if counts else None)
 
         yield advance
 
@@ -221,7 +217,9 @@ def stage_progress(
     with --json nothing is shown. `name` is that of the work in the monitor.
     """
     name = name or f"work-{next(WORK_NUMBERS)}"
-    with _progress_display() as show, status.publishing(name, facts or {}) as publish:
+    is_shown = _JSON_STREAM.get() is None
+    display = progress_display(note) if is_shown else nullcontext(lambda *progress: None)
+    with display as show, status.publishing(name, facts or {}) as publish:
 
         def report(
             stage: str,
@@ -229,68 +227,9 @@ def stage_progress(
             total: int,
             *,
             detail: str = "",
-            counts: Mapping[str, int] | None = None,
+            figures: Mapping[str, Any] | None = None,
         ) -> None:
-            show(stage, done, total, detail)
-            publish({"does": stage, "done": done, "total": total, **(counts or {})})
+            show(printable(stage), done, total, detail)
+            publish({"does": stage, "done": done, "total": total, **(figures or {})})
 
         yield report
-
-
-ShowProgress = Callable[[str, int, int, str], None]  # stage, done, total, detail
-
-
-@contextmanager
-def _progress_display() -> Iterator[ShowProgress]:
-    if _JSON_STREAM.get() is not None:
-        yield lambda stage, done, total, detail: None
-    elif sys.stderr.isatty():
-        with _progress_bars() as show:
-            yield show
-    else:
-        yield _progress_lines()
-
-
-@contextmanager
-def _progress_bars() -> Iterator[ShowProgress]:
-    from rich import progress as rich_progress
-    from rich.console import Console
-
-    columns = (
-        rich_progress.TextColumn("{task.description}", markup=False),
-        rich_progress.BarColumn(),
-        rich_progress.MofNCompleteColumn(),
-        rich_progress.TimeElapsedColumn(),
-        rich_progress.TimeRemainingColumn(),
-        rich_progress.TextColumn("{task.fields[detail]}", markup=False),
-    )
-    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, rich_progress.TaskID] = {}
-
-        def show(stage: str, done: int, total: int, detail: str) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(printable(stage), total=None, detail="")
-            bars.update(tasks[stage], completed=done, total=total or None, detail=detail)
-
-        yield show
-
-
-def _progress_lines() -> ShowProgress:
-    last_stage = ""
-    last_tenths = 0
-    last_time = time.monotonic()
-
-    def show(stage: str, done: int, total: int, detail: str) -> None:
-        nonlocal last_stage, last_tenths, last_time
-        if stage != last_stage:
-            last_stage = stage
-            last_tenths = 0
-        tenths = 10 * done // total if total else 0
-        waited = time.monotonic() - last_time
-        if waited >= PATIENCE or (waited >= PAUSE and (not total or tenths > last_tenths)):
-            share = f" of {total:,} ({done / total:.0%})" if total else ""
-            note(f"{stage}: {done:,}{share}" + (f", {detail}" if detail else ""))
-            last_tenths = tenths
-            last_time = time.monotonic()
-
-    return show

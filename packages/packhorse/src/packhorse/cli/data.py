@@ -292,7 +292,7 @@ def build_progress() -> "Iterator[Callable[[CorpusProgress], None]]":
                     f"{step.megabytes_per_second:.1f} MB/s"
                 )
                 speeds = {name: getattr(counts, name) for name in status.SPEEDS}
-            report(step.stage, step.done, step.total, detail=detail, counts=speeds)
+            report(step.stage, step.done, step.total, detail=detail, figures=speeds)
 
         yield watch
 

@@ -23,7 +23,7 @@ from cyclopts import Parameter
 from packhorse.cli.console import JsonFlag, emit, note, printable
 from packhorse.cli.flags import flag
 from packhorse.errors import InputError
-from packhorse.train.display import duration
+from packhorse.progress import duration
 
 if TYPE_CHECKING:
     from packhorse.monitor import Snapshot

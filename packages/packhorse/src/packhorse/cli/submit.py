@@ -26,6 +26,7 @@ from packhorse.cli.train import (
     TrainFlags,
     launch_ranks,
     leave,
+    run_progress,
     show_estimate,
     show_settings,
 )
@@ -35,6 +36,7 @@ from packhorse.train.settings import TrainSettings, resolve
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from packhorse.train.journal import RunStatus
     from packhorse.train.ranks import RankGroup
     from packhorse.train.submission import RunResult, SubmissionInterrupted, SubmissionPlan
 
@@ -173,7 +175,6 @@ def _plan(
 def _results(
     plan: "SubmissionPlan", ranks: "RankGroup"
 ) -> "list[RunResult] | SubmissionInterrupted":
-    from packhorse.train.display import watching
     from packhorse.train.loop import stop_signals
     from packhorse.train.submission import SubmissionInterrupted, carry_out
 
@@ -184,8 +185,12 @@ def _results(
     try:
         with (
             stop_signals() as stop_signal,
-            watching(report, None if ranks.rank == 0 else False) as watch,
+            run_progress(ranks.rank) as show,
         ):
+
+            def watch(number: int, run_status: "RunStatus") -> None:
+                show(f"run {number}", run_status)
+
             for result in carry_out(
                 plan, watch=watch, stop_signal=stop_signal, report=report, ranks=ranks
             ):

@@ -13,26 +13,25 @@ torchrun starts need no flags.
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from cyclopts import Parameter
 
-from packhorse import status
-from packhorse.cli.console import JsonFlag, emit, note, table
+from packhorse.cli.console import JsonFlag, emit, note, stage_progress, table
 from packhorse.cli.settings import SWITCH, PrintConfig, flags_class, passed
 from packhorse.errors import InputError
 from packhorse.train import recipes
 from packhorse.train.settings import PREFIX, TrainSettings, resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from packhorse.train.display import RunStatus, Watch
     from packhorse.train.estimate import RunEstimate
+    from packhorse.train.journal import RunStatus
     from packhorse.train.loop import RunOutcome
     from packhorse.train.ranks import RankGroup
 
@@ -190,7 +189,6 @@ def _run(settings: TrainSettings, out: Path, resume: str, timeout: float, json: 
 
 def _train(settings: TrainSettings, out: Path, resume: str, ranks: "RankGroup") -> "RunOutcome":
     from packhorse.device import describe, dtype_name
-    from packhorse.train.display import watching
     from packhorse.train.job import assemble
     from packhorse.train.loop import stop_signals, train
 
@@ -205,22 +203,14 @@ def _train(settings: TrainSettings, out: Path, resume: str, ranks: "RankGroup") 
     report(f"{job.checkpoint.name}: {', '.join(details)}")
     for message in job.notes:
         report(message)
-    subject = {"model": job.checkpoint.name, "device": str(job.place.device)}
-    with (
-        stop_signals() as stop_signal,
-        watching(report, None if ranks.rank == 0 else False) as watch,
-        _published(subject if ranks.rank == 0 else None) as publish,
-    ):
-
-        def watch_and_publish(run_status: "RunStatus") -> None:
-            watch(run_status)
-            publish(run_status)
-
+    facts = {"model": job.checkpoint.name, "device": str(job.place.device)}
+    with stop_signals() as stop_signal, run_progress(ranks.rank, facts) as show:
+        show("training", None)
         return train(
             job,
             out,
             resume=resume,
-            watch=watch_and_publish,
+            watch=partial(show, "training"),
             stop_signal=stop_signal,
             report=report,
             ranks=ranks,
@@ -228,30 +218,57 @@ def _train(settings: TrainSettings, out: Path, resume: str, ranks: "RankGroup") 
 
 
 @contextmanager
-def _published(subject: dict[str, Any] | None) -> "Iterator[Watch]":
-    """A function that publishes a status for `packhorse monitor`; None: nothing is published."""
-    if subject is None:
-        yield lambda run_status: None
+def run_progress(
+    rank: int, facts: Mapping[str, Any] | None = None
+) -> Iterator[Callable[[str, "RunStatus | None"], None]]:
+    """Show how far runs are; yields a function of a run's name and status (None: it starts).
+
+    Only rank 0 shows and publishes something. An evaluation gets a line of its own, which stays.
+    """
+    if rank != 0:
+        yield lambda name, run_status: None
         return
-    with status.publishing("train", subject) as publish:
-        publish({"does": "training, first steps"})
+    with stage_progress("train", facts=facts) as report:
 
-        def watch(run_status: "RunStatus") -> None:
-            if not run_status.evaluation:
-                publish(_published_figures(run_status))
+        def show(name: str, run_status: "RunStatus | None") -> None:
+            if run_status is None:
+                report(name, 0, 0, figures={"does": f"{name}, first steps"})
+            elif run_status.evaluation:
+                note(_evaluation_line(run_status))
+            else:
+                report(
+                    name,
+                    run_status.step,
+                    run_status.steps,
+                    detail=_detail(run_status),
+                    figures={
+                        "does": f"{name}, loss {run_status.loss:.3f}",
+                        "sequences_per_second": run_status.sequences_per_second,
+                        "tokens_per_second": run_status.tokens_per_second,
+                        "fill": run_status.fill,
+                    },
+                )
 
-        yield watch
+        yield show
 
 
-def _published_figures(run_status: "RunStatus") -> dict[str, Any]:
-    return {
-        "does": f"training, loss {run_status.loss:.3f}",
-        "done": run_status.step,
-        "total": run_status.steps,
-        "sequences_per_second": run_status.sequences_per_second,
-        "tokens_per_second": run_status.tokens_per_second,
-        "fill": run_status.fill,
-    }
+def _detail(run_status: "RunStatus") -> str:
+    """The figures of recent steps in one line."""
+    parts = [f"loss {run_status.loss:.4f}"]
+    if run_status.accuracy is not None:
+        parts.append(f"accuracy {run_status.accuracy:.4f}")
+    parts.append(f"{run_status.sequences_per_second:,.1f} seq/s")
+    parts.append(f"{run_status.tokens_per_second:,.0f} tok/s")
+    parts.append(f"{run_status.fill:.1%} full")
+    if run_status.mfu is not None:
+        parts.append(f"MFU {run_status.mfu:.1%}")
+    return ", ".join(parts)
+
+
+def _evaluation_line(run_status: "RunStatus") -> str:
+    """The measures of an evaluation in one line."""
+    measures = ", ".join(f"{name} {value:.6g}" for name, value in run_status.evaluation.items())
+    return f"step {run_status.step:,}, {run_status.sequences:,} sequences: {measures}"
 
 
 def _show_outcome(outcome: "RunOutcome", out: Path) -> None:

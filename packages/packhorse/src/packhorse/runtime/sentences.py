@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 from packhorse import device as devices
 from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
+from packhorse.progress import progress_display
 from packhorse.results import Hidden
 from packhorse.runtime.tasks import Progress, TaskInput, TaskModel
 
@@ -298,16 +299,12 @@ def _warn_once(model: SentenceModel, message: str) -> None:
 
 @contextmanager
 def _progress_bar(shown: bool) -> Iterator[Progress | None]:
-    """Show a progress bar on stderr, if it is to be shown."""
+    """Show progress on stderr, if it is to be shown."""
     if not shown:
         yield None
         return
-    from rich.console import Console
-    from rich.progress import Progress as ProgressBar
-
-    with ProgressBar(console=Console(stderr=True)) as bar:
-        task = bar.add_task("Encoding", total=None)
-        yield lambda finished, total: bar.update(task, completed=finished, total=total)
+    with progress_display() as show:
+        yield lambda finished, total: show("Encoding", finished, total)
 
 
 def _bits(vectors: np.ndarray, precision: str) -> np.ndarray:

@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import Any, final
@@ -45,6 +45,25 @@ class Diverged(PackhorseError):
         super().__init__(message)
         self.step = step
         self.checkpoint = checkpoint  # the last good one, before the step
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How far a run is, and its figures since the last status."""
+
+    step: int
+    steps: int  # expected in total
+    loss: float
+    accuracy: float | None = None
+    sequences: int = 0  # of the run so far, on all ranks
+    sequences_per_second: float = 0.0
+    tokens_per_second: float = 0.0  # without filler
+    fill: float = 1.0  # share of computed tokens that is not filler
+    mfu: float | None = None  # share of the device's peak; None if that is not known
+    evaluation: Mapping[str, float] = field(default_factory=dict)  # not empty after an evaluation
+
+
+Watch = Callable[[RunStatus], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +140,6 @@ class SpeedMeter:
 
     def __init__(self) -> None:
         self.work = cost.StepWork()
-        self.steps = 0
         self.sequences = 0
         self.tokens = 0
         self._start = time.perf_counter()
@@ -129,7 +147,6 @@ class SpeedMeter:
     def add(self, work: cost.StepWork, sequences: int, tokens: int) -> None:
         """Count a step."""
         self.work += work
-        self.steps += 1
         self.sequences += sequences
         self.tokens += tokens
 

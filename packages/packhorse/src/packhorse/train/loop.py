@@ -1,7 +1,7 @@
 """The training loop, for every objective: steps, evaluations, checkpoints, resuming and the end.
 
-    with stop_signals() as stop_signal, watching(report) as watch:
-        outcome = train(job, Path("runs/mini"), watch=watch, stop_signal=stop_signal)
+    with stop_signals() as stop_signal:
+        outcome = train(job, Path("runs/mini"), watch=show_status, stop_signal=stop_signal)
 
 Figures stay on the device and are fetched every `log_every` steps, all at once; each step then gets
 its line in the log. Whatever depends on sound weights (a checkpoint, an evaluation, the end)
@@ -39,9 +39,15 @@ from packhorse.atomic import new_file
 from packhorse.errors import InputError, PackhorseError
 from packhorse.train import checkpoints, cost, feed, journal, optimizer_state
 from packhorse.train.checkpoints import RunProgress, TrainingCheckpoint
-from packhorse.train.display import RunStatus, Watch
 from packhorse.train.job import TrainingJob
-from packhorse.train.journal import Journal, PendingStep, SpeedMeter, missing_log
+from packhorse.train.journal import (
+    Journal,
+    PendingStep,
+    RunStatus,
+    SpeedMeter,
+    Watch,
+    missing_log,
+)
 from packhorse.train.preparing import in_fp32
 from packhorse.train.ranks import RankGroup
 from packhorse.train.settings import TASK
@@ -290,13 +296,11 @@ class _TrainingRun:
         seconds = meter.seconds()
         operations = cost.operations(self.job.checkpoint.config, meter.work) / seconds
         peak = cost.peak(self.job.place.device)
-        steps_left = max(0, self.job.schedule.steps - self.step)
         return {
             "sequences_per_second": meter.sequences / seconds,
             "tokens_per_second": meter.tokens / seconds,
             "fill": meter.work.fill,
             "mfu": operations / peak if peak else None,
-            "seconds_left": steps_left * seconds / max(1, meter.steps),
         }
 
     def _is_over(self) -> bool:

@@ -43,8 +43,8 @@ from typing import Any, final
 from packhorse.atomic import new_file
 from packhorse.errors import InputError, MissingExtra
 from packhorse.train import feed
-from packhorse.train.display import RunStatus, Watch
 from packhorse.train.job import TrainingJob
+from packhorse.train.journal import RunStatus, Watch
 from packhorse.train.presets import TARGET, evaluation_interval
 from packhorse.train.settings import TrainSettings
 

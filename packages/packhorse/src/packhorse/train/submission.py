@@ -35,10 +35,9 @@ from packhorse.atomic import lock, new_file
 from packhorse.errors import InputError, PackhorseError
 from packhorse.train import checkpoints, feed, mlperf
 from packhorse.train.checkpoints import TrainingCheckpoint
-from packhorse.train.display import RunStatus, Watch
 from packhorse.train.estimate import synthetic_batch
 from packhorse.train.job import MEASURES, TrainingJob, assemble
-from packhorse.train.journal import Diverged
+from packhorse.train.journal import Diverged, RunStatus, Watch
 from packhorse.train.loop import LOCAL_SETTINGS, RunCounters, RunOutcome, train
 from packhorse.train.mlperf import LogEvent, LogRules, MlperfLog, SubmissionEntry
 from packhorse.train.presets import TARGET, evaluation_interval
@@ -49,6 +48,7 @@ PLAN = "submission.json"
 LOCK = "lock"
 DIVISIONS = ("closed", "open")
 Report = Callable[[str], None]
+WatchRun = Callable[[int, RunStatus], None]  # number of the run, and how far it is
 
 
 class SubmissionRefused(PackhorseError):
@@ -145,7 +145,7 @@ def _not_closed(settings: TrainSettings, batch: int) -> Iterator[str]:
 def carry_out(
     plan: SubmissionPlan,
     *,
-    watch: Watch = lambda status: None,
+    watch: WatchRun = lambda number, status: None,
     stop_signal: Callable[[], int] = lambda: 0,
     report: Report = lambda note: None,
     ranks: RankGroup | None = None,
@@ -158,7 +158,7 @@ def carry_out(
         for number in range(plan.runs):
             if not ranks.lead(partial(_is_finished, plan, number)):
                 report(f"run {number} of {plan.runs}: seed {plan.start_seed + number}")
-                _run(plan, number, watch, stop_signal, report, ranks)
+                _run(plan, number, partial(watch, number), stop_signal, report, ranks)
             results: list[RunResult] = []
             ranks.lead(partial(_conclude, plan, number, results))
             yield from results
