@@ -27,7 +27,7 @@ from packhorse_bench.ablation import (
     PACKED,
     UNPACKED,
     AblationSetup,
-    Mistaken,
+    WronglyPackedModel,
 )
 
 SMALL = AblationSetup(steps=3, rows=2, capacity=48, max_length=16, seeds=2, evaluate_every=2)
@@ -45,7 +45,7 @@ def short_text() -> Any:
 
 @pytest.fixture(scope="module")
 def corpus(short_text: None) -> ablation.LetterCorpus:
-    return ablation.read(SMALL)
+    return ablation.read_corpus(SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -65,19 +65,19 @@ def sequences(batch: PretrainingBatch) -> list[tuple[list[int], list[tuple[int, 
 
 
 def test_every_way_learns_from_the_same(corpus: ablation.LetterCorpus) -> None:
-    every = [list(ablation.steps(way, 0, corpus, SMALL)) for way in WAYS]
+    every = [list(ablation.training_batches(way, 0, corpus, SMALL)) for way in WAYS]
     for unpacked, *others in zip(*every, strict=True):
         assert unpacked.packed.capacity == 16 and len(unpacked.masked_at) > 5
         for other in others:
             assert other.packed.capacity == 48 and len(other.packed.ids) == 2 * 48
             assert sequences(other) == sequences(unpacked)
-    other_seed = next(ablation.steps(PACKED, 1, corpus, SMALL))
+    other_seed = next(ablation.training_batches(PACKED, 1, corpus, SMALL))
     assert sequences(other_seed) != sequences(every[1][0])
 
 
 def test_a_second_pass_has_other_masks(corpus: ablation.LetterCorpus) -> None:
     rows = 10_000  # more than there are: each step is a pass
-    first, second = ablation.steps(PACKED, 0, corpus, replace(SMALL, rows=rows, steps=2))
+    first, second = ablation.training_batches(PACKED, 0, corpus, replace(SMALL, rows=rows, steps=2))
     assert first.sequences == second.sequences == len(corpus.train)
     assert not torch.equal(first.masked_at, second.masked_at)
 
@@ -94,12 +94,12 @@ def test_what_is_held_out_was_never_learned(corpus: ablation.LetterCorpus) -> No
 
 
 def test_the_mistakes_are_those_of_the_paper(corpus: ablation.LetterCorpus) -> None:
-    batch = next(ablation.steps(PACKED, 0, corpus, SMALL)).packed
-    joined = ablation.joined(batch)
+    batch = next(ablation.training_batches(PACKED, 0, corpus, SMALL)).packed
+    joined = ablation.without_mask(batch)
     tails = [48 - sum(row) for row in rows_of(batch)]
     assert joined.lengths.tolist() == [n for tail in tails for n in (48 - tail, tail) if n]
     assert torch.equal(joined.positions, batch.positions)
-    on = ablation.running_on(batch)
+    on = ablation.without_position_reset(batch)
     assert on.positions.tolist() == [*range(48), *range(48)]
     assert torch.equal(on.cu_seqlens, batch.cu_seqlens)
 
@@ -117,8 +117,10 @@ def gradient(way: str, corpus: ablation.LetterCorpus) -> Tensor:
     config = BertConfig(corpus.specials.vocab_size, 32, 2, 2, 64, max_positions=48)
     kernel = attention.kernel("mask")
     model = prepare(TrainSettings(dropout=0.0), config, ("mlm",), kernel)[0].model.double()
-    seen = Mistaken(model, MISTAKES[way]) if way in MISTAKES else model
-    ablation.OBJECTIVE.loss(seen, next(ablation.steps(way, 0, corpus, SMALL)))[0].backward()
+    seen = WronglyPackedModel(model, MISTAKES[way]) if way in MISTAKES else model
+    ablation.OBJECTIVE.loss(seen, next(ablation.training_batches(way, 0, corpus, SMALL)))[
+        0
+    ].backward()
     every = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return torch.cat([every[name].flatten() for name in sorted(every)])
 
@@ -135,11 +137,11 @@ def test_runs_side_by_side(found: ablation.AblationResult) -> None:
     for run in found.runs:
         assert [step for step, _ in run.training] == [1, 2, 3]
         assert [step for step, _ in run.held_out] == [2, 3]
-    assert max(map(abs, ablation.apart(found, found.run(PACKED)))) < 1e-5
-    assert all(max(map(abs, ablation.apart(found, found.run(way)))) > 1e-5 for way in MISTAKES)
+    assert max(map(abs, ablation.loss_gaps(found, found.run(PACKED)))) < 1e-5
+    assert all(max(map(abs, ablation.loss_gaps(found, found.run(way)))) > 1e-5 for way in MISTAKES)
     first, second = (found.run(UNPACKED, seed).held_out for seed in (0, 1))
     gaps = [abs(a - b) for (_, a), (_, b) in zip(first, second, strict=True)]
-    assert ablation.spread(found) == pytest.approx(gaps) and min(gaps) > 1e-5
+    assert ablation.seed_spreads(found) == pytest.approx(gaps) and min(gaps) > 1e-5
 
 
 def test_what_is_shown(found: ablation.AblationResult) -> None:
@@ -147,7 +149,7 @@ def test_what_is_shown(found: ablation.AblationResult) -> None:
     assert [row[0].strip() for row in shown.rows] == [run.way for run in found.runs]
     assert [row[-1].strip() for row in shown.rows[:2]] == ["-", "-"]
     told = ablation.describe(SMALL, found)
-    assert f"2 unpacked seeds are {ablation.spread(found)[-1]:.4f} apart" in told["noise"]
+    assert f"2 unpacked seeds are {ablation.seed_spreads(found)[-1]:.4f} apart" in told["noise"]
     assert "2 rows of 48" in told["batches"]
     for of in ("held_out", "training"):
         assert list(ablation.curves(found, of)) == list(WAYS)

@@ -76,10 +76,10 @@ def test_whatever_an_engine_raises_is_its_row() -> None:
 
 def test_arrival_cuts_and_keeps_the_order() -> None:
     sequences = workloads.sequences(LENGTHS, 2048)
-    batches = list(encode.as_they_come(sequences, 100))
+    batches = list(encode.batches_in_arrival_order(sequences, 100))
     assert [s for batch in batches for s in batch] == sequences
     assert all(sum(map(len, batch)) <= 100 for batch in batches)
-    assert [len(b) for b in encode.as_they_come(sequences[:3], 1)] == [1, 1, 1]
+    assert [len(b) for b in encode.batches_in_arrival_order(sequences[:3], 1)] == [1, 1, 1]
 
 
 def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:

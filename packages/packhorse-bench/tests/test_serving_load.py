@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from packhorse.errors import RequestFailed
-from packhorse_bench.serving_http import LOST, NOT_HTTP, TIMEOUT, parse_head, request
+from packhorse_bench.serving_http import LOST, NOT_HTTP, TIMEOUT, parse_head, post_message
 from packhorse_bench.serving_load import Generator, LoadJob, LoadReport, OfferedLoad, _due
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -70,7 +70,7 @@ def load(answer: Answer, rate: float, seconds: float, **more: float) -> tuple[Lo
         stub = Stub(answer)
         server = await stub.start()
         job = LoadJob(stub.port, rate, seconds, **{"connections": 16, **more})  # type: ignore[arg-type]
-        messages = [request("/", str(i).encode(), "test") for i in range(10)]
+        messages = [post_message("/", str(i).encode(), "test") for i in range(10)]
         report = await OfferedLoad(job, messages, list(range(10))).run()
         server.close()
         await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ def stalling(at: float, seconds: float) -> Answer:
 
 @pytest.mark.parametrize("connections", [1, 64])
 def test_a_stall_shows_however_few_connections_could_send(connections: int) -> None:
-    report, _ = load(stalling(0.3, 0.7), 200, 1.5, connections=connections, patience=5)
+    report, _ = load(stalling(0.3, 0.7), 200, 1.5, connections=connections, timeout=5)
     # 0.7 of 1.5 seconds: nearly half of the requests were due in the stall, evenly spread over it.
     assert report.asked == report.answered > 200
     assert report.p99_ms > 600 and report.p90_ms > 400
@@ -147,7 +147,7 @@ def test_requests_without_an_answer_time_out_and_the_rest_goes_on() -> None:
         await asyncio.sleep(30 if number % 10 == 0 else 0)
         return OK
 
-    report, stub = load(answer, 100, 1.0, connections=4, patience=0.4)
+    report, stub = load(answer, 100, 1.0, connections=4, timeout=0.4)
     assert set(report.errors) == {TIMEOUT} and report.errors[TIMEOUT] >= stub.seen // 10
     assert report.answered + report.errors[TIMEOUT] == report.asked
     assert report.p99_ms == math.inf and report.p50_ms < math.inf
@@ -187,7 +187,7 @@ def test_answers_may_come_in_pieces() -> None:
         server = await asyncio.start_server(connection, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         report = await OfferedLoad(
-            LoadJob(port, 50, 0.3, connections=2), [request("/", b"{}", "x")], [1]
+            LoadJob(port, 50, 0.3, connections=2), [post_message("/", b"{}", "x")], [1]
         ).run()
         server.close()
         await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ def test_answers_may_come_in_pieces() -> None:
 
 def test_a_hopeless_rate_is_given_up_early() -> None:
     begun = time.monotonic()
-    report, _ = load(after(0.5), 50, 60, limit=0.1, patience=5)
+    report, _ = load(after(0.5), 50, 60, limit=0.1, timeout=5)
     assert report.cut and not report.holds(10) and time.monotonic() - begun < 20
     assert report.p99_ms == math.inf and report.seconds < 20
 
@@ -209,7 +209,7 @@ def test_nobody_listens() -> None:
         server = await Stub(after(0)).start()
         port = server.sockets[0].getsockname()[1]
         server.close()
-        return await OfferedLoad(LoadJob(port, 50, 0.3, patience=0.3), [b"x"], [1]).run()
+        return await OfferedLoad(LoadJob(port, 50, 0.3, timeout=0.3), [b"x"], [1]).run()
 
     report = asyncio.run(run())
     assert report.errors == {TIMEOUT: report.asked} and report.answered == 0

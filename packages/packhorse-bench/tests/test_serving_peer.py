@@ -32,7 +32,7 @@ def serve(work: object) -> object:
             batches.append(len(texts))
             return lengths(texts)
 
-        batcher = Batcher(encode, most=8, wait=0.002)
+        batcher = Batcher(encode, max_texts=8, wait=0.002)
         worker = asyncio.get_running_loop().create_task(batcher.work())
         try:
             return await work(batcher, batches)  # type: ignore[operator]

@@ -1,20 +1,20 @@
-"""What packing must keep apart: the same training packed, unpacked, and packed wrongly on purpose.
+"""The same training packed, unpacked, and packed wrongly on purpose, to show what packing needs.
 
 Krell et al. 2021 (Efficient Sequence Packing without Cross-contamination) name two things that a
 packed model needs: a mask, so that sequences of a pack do not see each other, and positions that
 begin again with each sequence. Here the mini model (3 layers, 128 wide) learns masked letters of
 real text four ways from the same weights, in steps of the same sequences with the same masks:
-unpacked, one sequence a row, with as many seeds as tell what chance does; packed; and packed
-without the one or the other. Whatever a model learned from, it is judged as it would be used: by
-held-out sequences, each alone in its row.
+unpacked (one sequence per row), with several seeds to show how much is chance; packed; packed
+without the mask; and packed without the positions. Every model is evaluated as it would be used:
+on held-out sequences, each alone in its row.
 
-The setting is one in which 200 steps show it. Text is spelled in letters, and sequences are short:
-so the letters beside a masked one tell most about it, and a small model learns within minutes to
-look at them. With a vocabulary of words it spends these steps on learning which are frequent,
-before it looks at any context that a mistake could spoil. The price is that the figures say how
-much worse the mistakes are here, not how much worse they would make a BERT of words.
+The task is chosen so that 200 steps show the effect. Text is spelled in letters and sequences are
+short, so a masked letter is best predicted from its neighbors, which a small model learns within
+minutes. With a vocabulary of words it would spend these steps on learning word frequencies, before
+it uses any context that a mistake could spoil. The price: the figures say how much worse the
+mistakes are here, not how much worse they would make a BERT of words.
 
-The mistakes are made here and nowhere else: to the encoder goes another `Packed` than to the head.
+The mistakes exist only here: the encoder gets a changed `Packed`, the heads the right one.
 
 Shapes: T tokens, S sequences, R rows.
 """
@@ -61,7 +61,7 @@ from packhorse.train.settings import TrainSettings
 from packhorse_bench.data import SENTENCE
 
 Progress = Callable[[int, int], None]
-Change = Callable[[Packed], Packed]
+BatchChange = Callable[[Packed], Packed]
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 LETTERS = string.ascii_lowercase + string.digits + string.punctuation
@@ -79,13 +79,13 @@ NO_RESET = "packed, no position reset"
 
 @dataclass(frozen=True, slots=True)
 class AblationSetup:
-    """What is learned, and how long."""
+    """The settings of an ablation: data, model input and length of training."""
 
-    steps: int = 200
-    rows: int = 8  # a step, of a packed batch; unpacked it has the same sequences
+    training_batches: int = 200
+    rows: int = 8  # per step, if packed; an unpacked step has the same sequences
     capacity: int = 128
-    max_length: int = 16  # tokens of a sequence; from SHORTEST up
-    seeds: int = 3  # of unpacked training: weights, order and masks
+    max_length: int = 16  # tokens of a sequence; the shortest have SHORTEST
+    seeds: int = 3  # unpacked runs, which differ in weights, order and masks
     learning_rate: float = 2e-3
     mask_probability: float = 0.25
     evaluate_every: int = 20
@@ -93,18 +93,18 @@ class AblationSetup:
 
 @dataclass(frozen=True, slots=True)
 class AblationRun:
-    """How one way of training went; a curve is (step, value)."""
+    """The losses of one training run; a curve is a list of (step, value)."""
 
     way: str
     seed: int
-    training: tuple[tuple[int, float], ...]  # loss, of the way's own making
+    training: tuple[tuple[int, float], ...]  # loss of its own batches, with its own mistake
     held_out: tuple[tuple[int, float], ...]  # loss
-    accuracy: float  # held out, at the end
+    accuracy: float  # held-out, after the last step
 
 
 @dataclass(frozen=True, slots=True)
 class AblationResult:
-    """All runs, and what they were made of."""
+    """All runs, and figures of the corpus that they trained on."""
 
     runs: tuple[AblationRun, ...]
     sequences: int
@@ -113,13 +113,13 @@ class AblationResult:
     seconds: float
 
     def run(self, way: str, seed: int = 0) -> AblationRun:
-        """That of the way, with this seed."""
+        """The run of this way and seed."""
         return next(run for run in self.runs if (run.way, run.seed) == (way, seed))
 
 
 @dataclass(frozen=True)
 class LetterCorpus:
-    """Sequences to learn from, and to judge by."""
+    """Sequences for training, with their packing plan, and batches for evaluation."""
 
     train: list[np.ndarray]  # token ids
     plan: PackingPlan  # of their packs
@@ -128,8 +128,10 @@ class LetterCorpus:
     recipe: Recipe
 
 
-def joined(packed: Packed) -> Packed:
-    """The mistake of no mask: the sequences of a row are one; its unused tail stays apart."""
+def without_mask(packed: Packed) -> Packed:
+    """The mistake of no mask: all sequences of a row become one; its unused tail stays separate."""
+    # `places` are the caller's sequences; the others are dummy sequences, the tails of rows. A
+    # sequence keeps its boundary if it begins a row or is a tail.
     real = torch.zeros(len(packed), dtype=torch.bool)
     real[list(packed.places)] = True
     keep = (packed.starts % packed.capacity == 0) | ~real
@@ -138,50 +140,53 @@ def joined(packed: Packed) -> Packed:
     return replace(packed, cu_seqlens=bounds, max_seqlen=packed.capacity, places=places)
 
 
-def running_on(packed: Packed) -> Packed:
-    """The mistake of no reset: positions count on through the row."""
+def without_position_reset(packed: Packed) -> Packed:
+    """The mistake of no reset: positions continue to the end of the row."""
     return replace(packed, positions=torch.arange(len(packed.ids)) % packed.capacity)
 
 
-MISTAKES: Mapping[str, Change] = {NO_MASK: joined, NO_RESET: running_on}
+MISTAKES: Mapping[str, BatchChange] = {NO_MASK: without_mask, NO_RESET: without_position_reset}
 
 
 @final
-class Mistaken(nn.Module):
-    """A model whose encoder is shown a batch that was changed; its heads know the right one."""
+class WronglyPackedModel(nn.Module):
+    """A model whose encoder gets a changed batch and whose heads get the right one.
 
-    def __init__(self, model: Model, change: Change) -> None:
+    So the loss is taken at the right tokens, and only what the encoder sees is wrong.
+    """
+
+    def __init__(self, model: Model, change: BatchChange) -> None:
         super().__init__()
         self.model = model
         self.change = change
 
     def forward(self, packed: Packed, *heads: str, at: Tensor | None = None) -> list[Tensor]:
-        """As `Model` is called."""
+        """Outputs of the heads; the signature is that of `Model`."""
         hidden = self.model.bert(self.change(packed))
         return self.model.apply_heads(hidden, packed, heads, at)
 
 
 def measure(setup: AblationSetup, progress: Progress | None = None) -> AblationResult:
-    """Train every way: unpacked with each seed, the others with the first."""
+    """Train every way: unpacked with each seed, the others with the first seed."""
     if min(setup.steps, setup.rows, setup.seeds, setup.evaluate_every) < 1:
         raise InputError("steps, rows, seeds and the steps between evaluations are at least 1")
     if not SHORTEST <= setup.max_length <= setup.capacity:
         allowed = f"from {SHORTEST} to the {setup.capacity} tokens of a row"
         raise InputError(f"a sequence is {setup.max_length} tokens at most; it must be {allowed}")
-    begun = time.perf_counter()
-    corpus = read(setup)
+    started = time.perf_counter()
+    corpus = read_corpus(setup)
     ways = [(UNPACKED, seed) for seed in range(setup.seeds)]
     ways += [(way, 0) for way in (PACKED, *MISTAKES)]
     runs = []
     for number, (way, seed) in enumerate(ways):
         advance = partial(_advance, progress, number * setup.steps, len(ways) * setup.steps)
-        runs.append(learn(way, seed, corpus, setup, advance))
+        runs.append(train_once(way, seed, corpus, setup, advance))
     return AblationResult(
         runs=tuple(runs),
         sequences=len(corpus.train),
         length=fmean(map(len, corpus.train)),
         per_pack=corpus.plan.factor,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -190,18 +195,21 @@ def _advance(progress: Progress | None, before: int, total: int, step: int) -> N
         progress(before + step, total)
 
 
-def read(setup: AblationSetup) -> LetterCorpus:
-    """How sentences of docstrings of Python's library begin, each spelled and cut somewhere."""
-    tokenizer = _speller()
+def read_corpus(setup: AblationSetup) -> LetterCorpus:
+    """Beginnings of sentences from the standard library's docstrings, in letters, cut at random."""
+    tokenizer = _letter_tokenizer()
     longest = setup.max_length
     sentences = (s for docstring in docstrings.read() for s in SENTENCE.split(docstring.text))
     texts = [" ".join(sentence.split())[: 4 * longest] for sentence in sentences]
     encodings = tokenizer.encode([text for text in texts if text], longest)
     spelled = (tuple(encoding.ids) for encoding in encodings)
+    # Only sentences that fill the maximum are kept, then cut: so lengths are uniform from SHORTEST
+    # up, and do not depend on the text.
     full_length = [ids for ids in spelled if len(ids) == longest]
     rng = np.random.default_rng(CORPUS_SEED)
     cuts = rng.integers(SHORTEST, longest + 1, len(full_length))
-    # What is the same counts once: nothing that is held out was learned from.
+    # Duplicates are dropped, so that no held-out sequence is also in the training set. The last
+    # token is [SEP], which every cut keeps.
     cut = dict.fromkeys((*ids[: n - 1], ids[-1]) for ids, n in zip(full_length, cuts, strict=True))
     sequences = [np.array(ids) for ids in cut]
     order = rng.permutation(len(sequences))
@@ -210,94 +218,97 @@ def read(setup: AblationSetup) -> LetterCorpus:
     recipe = Recipe(
         max_length=longest, mask_probability=setup.mask_probability, max_predictions=None
     )
-    alone = _masked(_rows(sequences, held), held, (CORPUS_SEED, 0), specials, recipe)
+    held_rows = _make_rows(sequences, held)
+    one_per_row = _apply_masks(held_rows, held, (CORPUS_SEED, 0), specials, recipe)
     train = [sequences[i] for i in learned]
     counts = histogram_of([len(sequence) for sequence in train], setup.capacity)
-    batches = [batch_of(alone, longest, {})]
+    batches = [batch_of(one_per_row, longest, {})]
     return LetterCorpus(train, plan(counts, setup.capacity), batches, specials, recipe)
 
 
-def _speller() -> Tokenizer:
-    """A tokenizer that knows letters, not words."""
+def _letter_tokenizer() -> Tokenizer:
+    """A tokenizer whose vocabulary is letters instead of words."""
     pieces = [letter for char in LETTERS for letter in (char, CONTINUES + char)]
     with TemporaryDirectory() as folder:
         (Path(folder) / "vocab.txt").write_text("\n".join([*SPECIAL, *pieces]) + "\n", "utf-8")
         return Tokenizer.load(Path(folder))
 
 
-def _rows(
+def _make_rows(
     sequences: list[np.ndarray], order: np.ndarray, offsets: np.ndarray | None = None
 ) -> Rows:
-    """The sequences in this order, as rows; without offsets, one a row."""
-    taken = [sequences[number] for number in order]
-    lengths = np.array([len(sequence) for sequence in taken])
-    none = np.zeros(len(taken), np.int64)
-    bounds = np.arange(len(order) + 1) if offsets is None else offsets
-    return Rows(np.concatenate(taken), lengths, lengths, none, bounds)
+    """The sequences in this order as rows, one per row without `offsets`."""
+    ordered = [sequences[number] for number in order]
+    lengths = np.array([len(sequence) for sequence in ordered])
+    random_next = np.zeros(len(ordered), np.int64)  # there is no next-sentence task
+    row_offsets = np.arange(len(order) + 1) if offsets is None else offsets
+    # The first segment is the whole sequence, hence `lengths` twice.
+    return Rows(np.concatenate(ordered), lengths, lengths, random_next, row_offsets)
 
 
-def _masked(
+def _apply_masks(
     rows: Rows, numbers: np.ndarray, seed: tuple[int, int], specials: Specials, recipe: Recipe
 ) -> Rows:
-    """Masks that depend on the sequence and the seed alone, however it is laid."""
+    """Draw masks by sequence number and seed, so that packing does not change them."""
     keys = keys_of(*seed, numbers)
     return rows.masked(*draw_by_keys(rows.ids, rows.lengths, specials, recipe, keys))
 
 
-def _laid(corpus: LetterCorpus, seed: int) -> tuple[np.ndarray, Rows]:
-    """The sequences' numbers in the order in which they are learned, and their packs."""
+def _pack_corpus(corpus: LetterCorpus, seed: int) -> tuple[np.ndarray, Rows]:
+    """The order of the sequences in training (their numbers), and their packed rows."""
     placed = assign(corpus.plan, [len(sequence) for sequence in corpus.train], seed)
-    return placed.indices, _rows(corpus.train, placed.indices, placed.offsets)
+    return placed.indices, _make_rows(corpus.train, placed.indices, placed.offsets)
 
 
-def steps(
+def training_batches(
     way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup
 ) -> Iterator[PretrainingBatch]:
-    """The batches of a run: of all ways the same sequences and masks, step by step."""
-    numbers, rows = _laid(corpus, seed)
+    """The batches of a run; step by step, all ways get the same sequences and masks."""
+    numbers, rows = _pack_corpus(corpus, seed)
     for step in range(setup.steps):
-        epoch, place = divmod(step, max(1, len(rows) // setup.rows))
-        begin = place * setup.rows
-        end = min(len(rows), (place + 1) * setup.rows)
+        epoch, number = divmod(step, max(1, len(rows) // setup.rows))
+        begin = number * setup.rows
+        end = min(len(rows), (number + 1) * setup.rows)
         part = rows.cut(begin, end)
         inside = slice(rows.offsets[begin], rows.offsets[end])
-        if way == UNPACKED:
+        if way == UNPACKED:  # the sequences of the packed step, each in a row of its own
             part = replace(part, offsets=np.arange(len(part.lengths) + 1))
         mask_arguments = numbers[inside], (seed, epoch), corpus.specials, corpus.recipe
         yield batch_of(
-            _masked(part, *mask_arguments),
+            _apply_masks(part, *mask_arguments),
             setup.max_length if way == UNPACKED else setup.capacity,
             {},
         )
 
 
-def learn(
+def train_once(
     way: str, seed: int, corpus: LetterCorpus, setup: AblationSetup, advance: Callable[[int], None]
 ) -> AblationRun:
-    """Train the mini model one way; judge it every so many steps."""
+    """Train the mini model one way, and evaluate it every `evaluate_every` steps."""
     settings = _settings(setup, seed)
-    pace = StepSchedule(settings, 1.0, 1.0)
+    schedule = StepSchedule(settings, 1.0, 1.0)
     config = BertConfig(corpus.specials.vocab_size, 128, 3, 4, 512, max_positions=setup.capacity)
     model = prepare(settings, config, OBJECTIVE.heads, attention.kernel("mask"))[0].model.train()
     optimizer = optimizer_for(settings, model, half=False)
-    seen = Mistaken(model, MISTAKES[way]) if way in MISTAKES else model
+    trained = WronglyPackedModel(model, MISTAKES[way]) if way in MISTAKES else model
     training = []
     held_out = []
-    judged = {}
-    for step, batch in enumerate(steps(way, seed, corpus, setup)):
+    evaluation = {}
+    for step, batch in enumerate(training_batches(way, seed, corpus, setup)):
         for group in optimizer.param_groups:
-            group["lr"] = pace.rate(step)
+            group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = OBJECTIVE.loss(seen, batch)
+        loss, _ = OBJECTIVE.loss(trained, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.clip)
         optimizer.step()
         training.append((step + 1, float(loss.detach())))
         if (step + 1) % setup.evaluate_every == 0 or step + 1 == setup.steps:
-            judged = OBJECTIVE.evaluate(model, corpus.held_out)
-            held_out.append((step + 1, judged["loss"]))
+            # `model`, not `trained`: evaluation is without the mistake.
+            evaluation = OBJECTIVE.evaluate(model, corpus.held_out)
+            held_out.append((step + 1, evaluation["loss"]))
         advance(step + 1)
-    return AblationRun(way, seed, tuple(training), tuple(held_out), judged["mlm_accuracy"])
+    return AblationRun(way, seed, tuple(training), tuple(held_out), evaluation["mlm_accuracy"])
 
 
 def _settings(setup: AblationSetup, seed: int) -> TrainSettings:
@@ -312,15 +323,18 @@ def _settings(setup: AblationSetup, seed: int) -> TrainSettings:
     )
 
 
-def spread(result: AblationResult) -> list[float]:
-    """At each evaluation, how far the seeds of unpacked training lie apart at most."""
+def seed_spreads(result: AblationResult) -> list[float]:
+    """The largest difference between the seeds of unpacked training, at each evaluation.
+
+    A packed run that differs by less than that differs no more than another seed would.
+    """
     curves = [run.held_out for run in result.runs if run.way == UNPACKED]
-    losses = [[loss for _, loss in at] for at in zip(*curves, strict=True)]
+    losses = [[loss for _, loss in points] for points in zip(*curves, strict=True)]
     return [max(seed_losses) - min(seed_losses) for seed_losses in losses]
 
 
-def apart(result: AblationResult, run: AblationRun) -> list[float]:
-    """At each evaluation, how much more a run loses than unpacked training with its seed."""
+def loss_gaps(result: AblationResult, run: AblationRun) -> list[float]:
+    """Held-out loss minus that of unpacked training with the same seed, at each evaluation."""
     reference = result.run(UNPACKED, run.seed).held_out
     return [
         loss - reference_loss
@@ -329,12 +343,12 @@ def apart(result: AblationResult, run: AblationRun) -> list[float]:
 
 
 def table(result: AblationResult) -> Table:
-    """A line a run; what is apart is so from unpacked training with the same seed."""
+    """One line per run; "apart" is the gap to unpacked training with the same seed."""
     columns = ("way", "seed", "training loss", "held-out loss", "accuracy", "apart", "at most")
     rows = []
     for run in result.runs:
         last = run.training[-max(1, len(run.training) // 10) :]
-        gaps = apart(result, run)
+        gaps = loss_gaps(result, run)
         same = run is result.run(UNPACKED, run.seed)
         rows.append(
             (
@@ -351,8 +365,8 @@ def table(result: AblationResult) -> Table:
 
 
 def describe(setup: AblationSetup, result: AblationResult) -> dict[str, str]:
-    """What was trained on what, and what chance does."""
-    between = spread(result)
+    """What was trained on which data, and how large the effect of chance is."""
+    spreads = seed_spreads(result)
     return {
         "workload": f"docstrings of Python's library in letters: {result.sequences:,} sequences of "
         f"{result.length:.1f} tokens, {setup.max_length} at most",
@@ -362,8 +376,8 @@ def describe(setup: AblationSetup, result: AblationResult) -> dict[str, str]:
         f"{setup.rows} rows of {setup.capacity}, {result.per_pack:.1f} a row",
         "learning": f"{setup.steps} steps of AdamW, learning rate {setup.learning_rate:g}, "
         f"{WARMUP:.0%} of them warm-up, then linear",
-        "noise": f"{setup.seeds} unpacked seeds are {between[-1]:.4f} apart at the end, "
-        f"{max(between):.4f} at most on the way, {fmean(between):.4f} on average",
+        "noise": f"{setup.seeds} unpacked seeds are {spreads[-1]:.4f} apart at the end, "
+        f"{max(spreads):.4f} at most on the way, {fmean(spreads):.4f} on average",
         "seconds": f"{result.seconds:.0f}",
     }
 
@@ -371,5 +385,5 @@ def describe(setup: AblationSetup, result: AblationResult) -> dict[str, str]:
 def curves(
     result: AblationResult, of: str = "held_out"
 ) -> dict[str, tuple[tuple[int, float], ...]]:
-    """Of the first seed, a curve a way."""
+    """One curve per way, of the first seed."""
     return {way: getattr(result.run(way), of) for way in (UNPACKED, PACKED, *MISTAKES)}

@@ -1,16 +1,15 @@
-"""Those who ask: how long each request takes under a closed loop and under an open one.
+"""Simulated clients: the latency of each request in a closed loop and in an open loop.
 
-*Closed*: a number of clients, each of which asks its next question when the last one is answered.
-They slow down with the server, so it says what a server does when it is as busy as they can make
-it. *Open*: requests come at random at a given rate (Poisson), however slow the answers are, as
-from a large public. There a latency counts from the moment a request was due and not from when it
-was sent: one that could not even be sent while the server kept everyone waiting waited too (the
-other way is known as coordinated omission, and makes any server look good).
+*Closed*: a number of clients, each of which sends its next request when the last is answered. They
+slow down with the server, so this measures a server that is as busy as they can make it. *Open*:
+requests come at random times at a given rate (Poisson), however slow the answers are, as from many
+independent users. There a latency counts from when a request was due, not from when it was sent:
+one that could not be sent because the server kept all waiting has waited too (to count otherwise is
+known as coordinated omission, and makes any server look good).
 
-A client is no thread. Fifty-six threads would wake each other up on the cores that compute, and
-what they measured would be themselves. Here the future's callback takes the time, on the engine's
-thread and at the moment the answer is there, and one thread, asleep in between, asks all the next
-questions. Clients asking as quickly as they are answered, one at a time each: the same load.
+A client is not a thread: 56 threads would wake each other up on the cores that compute, and measure
+themselves. Instead the future's callback takes the time, on the engine's thread at the moment of
+the answer, and one thread, asleep in between, sends all the next requests. The load is the same.
 """
 
 from __future__ import annotations
@@ -26,13 +25,17 @@ import numpy as np
 
 from packhorse.errors import InputError
 
-MIDDLE = 0.6  # of a closed loop's requests, without the rush at the start and the last stragglers
+MIDDLE = 0.6  # share of a closed loop's requests that counts: without its start and its end
 
 Submit = Callable[[Any], Future[Any]]
 
 
 def closed_loop(submit: Submit, requests: Sequence[Any], clients: int) -> np.ndarray:
-    """Seconds from question to answer of the middle 60 % of the requests."""
+    """Latencies in seconds of the middle 60 % of the requests.
+
+    At the start all clients send at once, and at the end fewer and fewer wait: neither is the
+    steady state.
+    """
     if clients < 1:
         raise InputError(f"{clients} clients ask nothing; there must be at least 1")
     answers = _Answers(submit, len(requests))
@@ -48,7 +51,7 @@ def closed_loop(submit: Submit, requests: Sequence[Any], clients: int) -> np.nda
 
 
 def open_loop(submit: Submit, requests: Sequence[Any], rate: float, seed: int = 0) -> np.ndarray:
-    """Seconds from when each request was due to its answer; `rate` of them come in a second."""
+    """Latencies in seconds since each request was due; `rate` requests come per second."""
     if not rate > 0:
         raise InputError(f"at a rate of {rate} requests a second none comes; it must be above 0")
     answers = _Answers(submit, len(requests))
@@ -63,9 +66,9 @@ def open_loop(submit: Submit, requests: Sequence[Any], rate: float, seed: int = 
 
 
 def percentiles(seconds: Sequence[np.ndarray]) -> tuple[float, float, float]:
-    """The 50th, 90th and 99th in milliseconds, each the median of the rounds.
+    """The 50th, 90th and 99th percentile in milliseconds, each the median over the rounds.
 
-    Not of all rounds together: one in which the machine was busy would be all of their 99th.
+    Not over all rounds together: one round in which the machine was busy would make up the 99th.
     """
     rounds = [1e3 * np.percentile(latencies, (50, 90, 99)) for latencies in seconds]
     p50, p90, p99 = np.median(rounds, axis=0)
@@ -73,23 +76,24 @@ def percentiles(seconds: Sequence[np.ndarray]) -> tuple[float, float, float]:
 
 
 def _middle(seconds: np.ndarray) -> np.ndarray:
-    """At least one."""
+    """The middle share of the latencies, at least one of them."""
     skipped = int(len(seconds) * (1 - MIDDLE) / 2)
     return seconds[skipped : len(seconds) - skipped]
 
 
 class _Answers:
-    """When each request was answered; `wait` returns once for each of them."""
+    """Submits requests and notes when each is answered; `wait` returns once per answer."""
 
     def __init__(self, submit: Submit, count: int) -> None:
-        self.submit, self.at = submit, np.zeros(count)
+        self.submit = submit
+        self.at = np.zeros(count)
         self._ready: SimpleQueue[Future[Any]] = SimpleQueue()
 
     def ask(self, place: int, request: Any) -> None:
         self.submit(request).add_done_callback(partial(self._take, place))
 
     def wait(self) -> None:
-        """For one answer more; raises what it failed with."""
+        """Wait for one more answer; raises if that request failed."""
         self._ready.get().result()
 
     def _take(self, place: int, future: Future[Any]) -> None:

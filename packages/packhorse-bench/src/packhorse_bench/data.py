@@ -1,4 +1,4 @@
-"""Making examples for pretraining side by side: here, and the way of the reference.
+"""`packhorse bench data`: the speed of making pretraining examples, ours and the reference's way.
 
 Every method gets the same sentences (clean-up is timed apart) and makes packed rows of masked
 examples of them: tokenize, make pairs, mask, lay the packs. `reference` does it in lists of strings
@@ -70,7 +70,7 @@ class DataSetup:
 
 @dataclass(frozen=True)
 class DataRow:
-    """One method's figures; or, where it has none, the problem."""
+    """The figures of one method; `problem` says why there are none."""
 
     method: str
     seconds: float = 0.0  # of the median round, planning not counted
@@ -95,8 +95,8 @@ class DataRow:
 
 
 @dataclass(frozen=True)
-class MeasuredMethod:
-    """A text, what each method needed for it, and the speed of what comes before and after."""
+class DataComparison:
+    """The corpus, the figures of each method, and the speed of clean-up and loading."""
 
     documents: int
     sentences: int
@@ -108,7 +108,7 @@ class MeasuredMethod:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What one process did, and when each step was over."""
+    """The counts of one process, and the processor time after each of its steps."""
 
     times: tuple[float, ...]  # begin, tokenized, examples made, planned, packed
     sequences: int
@@ -120,10 +120,11 @@ class _Trial:
 
     @property
     def seconds(self) -> float:
+        """Processor time without planning, which is the same for all methods."""
         return self.times[-1] - self.times[0] - self.step(2)
 
 
-def measure(setup: DataSetup, progress: Progress | None = None) -> MeasuredMethod:
+def measure(setup: DataSetup, progress: Progress | None = None) -> DataComparison:
     """Time every method on the same documents, round after round, ours first."""
     if setup.repeats < 1 or not set(setup.methods) <= set(METHODS):
         raise InputError(f"{setup.repeats} rounds of {', '.join(setup.methods)} cannot be measured")
@@ -137,7 +138,7 @@ def measure(setup: DataSetup, progress: Progress | None = None) -> MeasuredMetho
         else _row(method, rounds[method], size)
         for method in setup.methods
     ]
-    return MeasuredMethod(
+    return DataComparison(
         documents=len(documents),
         sentences=sum(map(len, documents)),
         bytes=size,
@@ -168,7 +169,7 @@ def _rounds(
     return rounds, problems
 
 
-def describe(setup: DataSetup, measured: MeasuredMethod) -> dict[str, str]:
+def describe(setup: DataSetup, measured: DataComparison) -> dict[str, str]:
     """What was measured, in words."""
     text = (
         f"{measured.documents:,} documents, {measured.sentences:,} sentences, "
@@ -376,6 +377,8 @@ def _loading(documents: list[Document], setup: DataSetup) -> float:
 
 
 def _row(method: str, rounds: list[list[_Trial]], size: int) -> DataRow:
+    # A round ends with its slowest process. The median round is taken whole, so that the times of
+    # its steps add up.
     slowest = [max(trials, key=lambda trial: trial.seconds) for trials in rounds]
     by_seconds = sorted(slowest, key=lambda trial: trial.seconds)
     middle = by_seconds[len(by_seconds) // 2]  # of an even number the slower of the two

@@ -1,14 +1,15 @@
-"""Encoders side by side in one run: ours and the installed peers, on the same texts.
+"""`packhorse bench encode`: the speed of encoders, ours and other libraries', on the same texts.
 
-Every engine encodes the whole workload once to warm up and to show its vectors; then they are timed
-in rounds, one pass each, so that whatever else the machine does falls on all of them alike. The
-clock includes tokenizing, sorting, padding or packing, and the copy of the vectors to the host.
-Where `Request.lengths` ask for random token ids, tokenizing is left out for all. Speeds are those
-of the median round, with the slowest and the fastest beside it. Vectors are compared with our own
-in fp32.
+Every engine encodes the whole workload once to warm up (and for its vectors); then they are timed
+in rounds of one pass each, so that other load on the machine affects all of them alike. The clock
+includes tokenizing, sorting, padding or packing, and the copy of the vectors to the host; with
+`EncodeRequest.lengths` the input is random token ids, and no engine tokenizes. Speeds are those of
+the median round, with the slowest and the fastest round beside it. Vectors are compared with our
+own in fp32.
 
-Ours sorts and packs all it is given ("sorted"); "arrival" cuts the sequences into batches of the
-same token budget as they come, which is what a server can do. Peers get batches of one size.
+In the order "sorted", our engine sorts and packs the whole workload; in "arrival" it cuts it into
+batches of the same number of tokens in the order given, which is what a server can do. Peers get
+batches with a fixed number of sequences.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class EncodeRequest:
     device: str | None = None
     peers: tuple[str, ...] | None = None  # None: those that are installed
     batch_size: int = 32  # of the peers
-    budget: int | None = None  # tokens a batch of ours; None: the device's default
+    budget: int | None = None  # tokens per batch of ours; None: the device's default
     repeats: int = 5
     graphs: bool = False
     invariant: bool = False
@@ -68,30 +69,30 @@ class EncodeRequest:
 
 @dataclass(frozen=True)
 class EncodeRow:
-    """One engine in one number format and order; or why there is no figure for it."""
+    """The figures of one engine, dtype and order; `problem` says why there are none."""
 
     engine: str
     dtype: str
     order: str
     sequences_per_second: float = 0.0  # of the median round, as all figures below
-    slowest: float = 0.0  # sequences a second of the slowest and of the fastest round
+    slowest: float = 0.0  # sequences per second of the slowest and of the fastest round
     fastest: float = 0.0
     tokens_per_second: float = 0.0  # real tokens
-    over_sorted: float | None = None  # times transformers in the same dtype, sorted
-    over_arrival: float | None = None
+    over_sorted: float | None = None  # speed divided by that of transformers, same dtype, sorted
+    over_arrival: float | None = None  # the same, in the order of arrival
     cosine_min: float = 0.0  # to our fp32 vectors
     cosine_mean: float = 0.0
     problem: str | None = None
 
     @property
     def subject(self) -> str:
-        """What the row is about, in words."""
+        """Engine, dtype and order in words, for messages about this row."""
         return " ".join(filter(None, (self.engine, self.dtype, self.order)))
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine that is not open yet."""
+    """An engine to measure, not yet loaded: loading may fail, which becomes its row."""
 
     name: str
     dtype: str
@@ -100,7 +101,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class EncodeTrial:
-    """An open engine in one order, the vectors of its first pass, the seconds of each round."""
+    """A loaded engine in one order: the vectors of its warm-up, the seconds of each round."""
 
     engine: PeerEngine
     order: str
@@ -109,15 +110,15 @@ class EncodeTrial:
 
 
 @dataclass(frozen=True)
-class MeasuredEngine:
-    """The rows of a run, and the lengths of what was encoded, in tokens."""
+class EncodeComparison:
+    """The rows of all engines, and the lengths in tokens of what they encoded."""
 
     rows: list[EncodeRow]
     lengths: np.ndarray
 
     @property
     def spread(self) -> str:
-        """How many sequences of which lengths, in words."""
+        """The number of sequences and their lengths, in words."""
         lengths = self.lengths
         return (
             f"{len(lengths):,} sequences of {lengths.mean():.1f} tokens "
@@ -125,27 +126,30 @@ class MeasuredEngine:
         )
 
 
-def measure(request: EncodeRequest, progress: Progress | None = None) -> MeasuredEngine:
-    """Open, warm up, time in rounds: a row for every engine and order, and for every failure."""
+def measure(request: EncodeRequest, progress: Progress | None = None) -> EncodeComparison:
+    """Load, warm up and time all engines; one row per engine and order, and per failure."""
     _check(request)
     device = devices.choose_device(request.device)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
         folder = subject.folder(request, Path(scratch))
-        work, lengths, exact = _reference(request, folder, device)
-        setting = _setting(request, folder, device, int(lengths.max()), Path(scratch))
+        work, lengths, expected = _reference(request, folder, device)
+        setting = _peer_setting(request, folder, device, int(lengths.max()), Path(scratch))
         candidates = _candidates(request, folder, setting)
         trials = []
         failures = []
-        total = len(candidates) * (1 + 2 * request.repeats)  # until it is known what runs
+        # An estimate until all are loaded: most engines have two orders.
+        total = len(candidates) * (1 + 2 * request.repeats)
         for done, candidate in enumerate(candidates, 1):
             _warm_up(candidate, work, trials, failures)
-            _tell(progress, done, total)
+            _report_progress(progress, done, total)
+        # Round after round, not engine after engine: a machine that slows down (other load, heat)
+        # would otherwise be blamed on whichever engine ran then.
         turns = trials * request.repeats
         total = len(candidates) + len(turns)
         for done, trial in enumerate(turns, len(candidates) + 1):
-            trial.seconds.append(_timed(trial, work, device))
-            _tell(progress, done, total)
-    return MeasuredEngine([*_rows(trials, exact, lengths), *failures], lengths)
+            trial.seconds.append(_time_pass(trial, work, device))
+            _report_progress(progress, done, total)
+    return EncodeComparison([*_rows(trials, expected, lengths), *failures], lengths)
 
 
 def packhorse_engine(
@@ -153,24 +157,29 @@ def packhorse_engine(
     dtype: str,
     device: torch.device,
     budget: int | None = None,
-    way: str = "",
+    variant: str = "",
 ) -> PeerEngine:
-    """Ours; its pooling is the mean, normalized, whatever the model says, as the peers' is.
+    """Our encoder as an engine; `variant` is "graphs", "invariant" or empty.
 
-    way: "graphs", "invariant" or neither.
+    Its pooling is the normalized mean, whatever the model's own is, because the peers' is too and
+    vectors are compared.
     """
-    graphs = way == "graphs"
-    invariant = way == "invariant"
+    graphs = variant == "graphs"
+    invariant = variant == "invariant"
     options = {"device": device, "dtype": dtype, "budget": budget}
     encoder = load(folder, graphs=graphs, invariant=invariant, **options)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
 
     def run(work: TextsOrTokens, order: str) -> np.ndarray:
         sequences = _tokenized(encoder, work)
-        chunks = [sequences] if order == "sorted" else as_they_come(sequences, encoder.budget)
+        chunks = (
+            [sequences]
+            if order == "sorted"
+            else batches_in_arrival_order(sequences, encoder.budget)
+        )
         return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
 
-    return PeerEngine(_name(way), dtype, ORDERS, run)
+    return PeerEngine(_engine_name(variant), dtype, ORDERS, run)
 
 
 def _tokenized(encoder: Encoder, work: TextsOrTokens) -> list[Encoding]:
@@ -178,11 +187,13 @@ def _tokenized(encoder: Encoder, work: TextsOrTokens) -> list[Encoding]:
     return encodings or encoder.tokenize([item for item in work if isinstance(item, str)])
 
 
-def _name(way: str) -> str:
-    return f"packhorse {way}".strip()
+def _engine_name(variant: str) -> str:
+    return f"packhorse {variant}".strip()
 
 
-def as_they_come(sequences: Iterable[Encoding], budget: int) -> Iterator[list[Encoding]]:
+def batches_in_arrival_order(
+    sequences: Iterable[Encoding], budget: int
+) -> Iterator[list[Encoding]]:
     """Batches of at most `budget` tokens, in the order of arrival."""
     batch: list[Encoding] = []
     used = 0
@@ -210,7 +221,7 @@ def _check(request: EncodeRequest) -> None:
         devices.parse_dtype(dtype)
 
 
-def _setting(
+def _peer_setting(
     request: EncodeRequest, folder: Path, device: torch.device, longest: int, scratch: Path
 ) -> PeerSetting:
     layout = sentence.read(folder)
@@ -221,17 +232,19 @@ def _setting(
 def _reference(
     request: EncodeRequest, folder: Path, device: torch.device
 ) -> tuple[TextsOrTokens, np.ndarray, np.ndarray]:
-    """What is encoded, its lengths in tokens, and its vectors in fp32."""
+    """The workload (texts or tokens), its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
-    sequences = encoder.tokenize(request.texts) if request.texts else _random(request, encoder)
+    sequences = (
+        encoder.tokenize(request.texts) if request.texts else _random_sequences(request, encoder)
+    )
     lengths = np.array([len(sequence) for sequence in sequences])
-    exact = np.stack([row for (row,) in encoder.run(sequences, "embed")])
-    return request.texts or sequences, lengths, exact
+    vectors = np.stack([row for (row,) in encoder.run(sequences, "embed")])
+    return request.texts or sequences, lengths, vectors
 
 
-def _random(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
-    """Random token ids of the lengths asked for, which the model must have room for."""
+def _random_sequences(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
+    """Random token ids of the requested lengths; raises if the model has too few positions."""
     lengths = np.asarray(request.lengths)
     config = _torch_backend(encoder.backend).model.bert.config
     longest = int(lengths.max())
@@ -240,8 +253,8 @@ def _random(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
             f"the workload has sequences of {longest} tokens, the model {config.max_positions} "
             f"positions; pass --max-length {config.max_positions}"
         )
-    first, last = (end or 0 for end in (encoder.tokenizer.cls_id, encoder.tokenizer.sep_id))
-    return workloads.sequences(lengths, config.vocab_size, ends=(first, last), seed=request.seed)
+    ends = (encoder.tokenizer.cls_id or 0, encoder.tokenizer.sep_id or 0)
+    return workloads.sequences(lengths, config.vocab_size, ends=ends, seed=request.seed)
 
 
 def _torch_backend(backend: object) -> TorchBackend:
@@ -251,18 +264,22 @@ def _torch_backend(backend: object) -> TorchBackend:
 
 
 def _candidates(request: EncodeRequest, folder: Path, setting: PeerSetting) -> list[Candidate]:
-    """All that is to be in the table, ours first in each dtype."""
+    """Every engine to measure, ours first in each dtype; int8 of the peers last."""
     names = request.peers
     if names is None:
         names = tuple(name for name in peers.PEERS if find_spec(name.replace("-", "_")))
-    ways = ["", *["graphs"] * request.graphs, *["invariant"] * request.invariant]
+    variants = [""]
+    if request.graphs:
+        variants.append("graphs")
+    if request.invariant:
+        variants.append("invariant")
     candidates = []
     for dtype in request.dtypes:
-        for way in ways:
+        for variant in variants:
             open_ours = partial(
-                packhorse_engine, folder, dtype, setting.device, request.budget, way
+                packhorse_engine, folder, dtype, setting.device, request.budget, variant
             )
-            candidates.append(Candidate(_name(way), dtype, open_ours))
+            candidates.append(Candidate(_engine_name(variant), dtype, open_ours))
         candidates.extend(
             Candidate(n, dtype, partial(peers.PEERS[n], setting, dtype)) for n in names
         )
@@ -280,13 +297,16 @@ def _warm_up(
     trials: list[EncodeTrial],
     failures: list[EncodeRow],
 ) -> None:
-    """Open and run once in each order. Whatever another's code raises is that engine's row."""
+    """Load an engine and run it once in each order; any error becomes its row.
+
+    The first pass compiles, allocates and fills caches, which no later pass does again.
+    """
     order = ""
     try:
         engine = candidate.open()
         for order in engine.orders:
             trials.append(EncodeTrial(engine, order, engine.run(work, order)))
-    except Exception as error:
+    except Exception as error:  # another library's code may raise anything
         reason = _reason(error)
         failures.append(EncodeRow(candidate.name, candidate.dtype, order, problem=reason))
 
@@ -299,7 +319,9 @@ def _reason(error: Exception) -> str:
     return kind + lines[0][:200]
 
 
-def _timed(trial: EncodeTrial, work: TextsOrTokens, device: torch.device) -> float:
+def _time_pass(trial: EncodeTrial, work: TextsOrTokens, device: torch.device) -> float:
+    # A GPU runs behind Python: without waiting on both sides, the work of one pass would be
+    # counted in the next.
     devices.synchronize(device)
     start = time.perf_counter()
     trial.engine.run(work, trial.order)
@@ -307,20 +329,24 @@ def _timed(trial: EncodeTrial, work: TextsOrTokens, device: torch.device) -> flo
     return time.perf_counter() - start
 
 
-def _tell(progress: Progress | None, done: int, total: int) -> None:
+def _report_progress(progress: Progress | None, done: int, total: int) -> None:
     if progress is not None:
         progress(done, total)
 
 
-def _rows(trials: Sequence[EncodeTrial], exact: np.ndarray, lengths: np.ndarray) -> list[EncodeRow]:
-    middle = {(t.engine.name, t.engine.dtype, t.order): median(t.seconds) for t in trials}
+def _rows(
+    trials: Sequence[EncodeTrial], expected: np.ndarray, lengths: np.ndarray
+) -> list[EncodeRow]:
+    """Figures of each trial, by its median round, which a few disturbed rounds do not move."""
+    medians = {(t.engine.name, t.engine.dtype, t.order): median(t.seconds) for t in trials}
     rows = []
     for trial in trials:
         name = trial.engine.name
         dtype = trial.engine.dtype
         seconds = median(trial.seconds)
-        over = [middle.get(("transformers", dtype, order)) for order in ("sorted", "arrival")]
-        cosines = (trial.vectors * exact).sum(1)
+        hf_sorted = medians.get(("transformers", dtype, "sorted"))
+        hf_arrival = medians.get(("transformers", dtype, "arrival"))
+        cosines = (trial.vectors * expected).sum(1)  # all vectors have length 1
         rows.append(
             EncodeRow(
                 engine=name,
@@ -330,8 +356,8 @@ def _rows(trials: Sequence[EncodeTrial], exact: np.ndarray, lengths: np.ndarray)
                 slowest=len(lengths) / max(trial.seconds),
                 fastest=len(lengths) / min(trial.seconds),
                 tokens_per_second=int(lengths.sum()) / seconds,
-                over_sorted=over[0] and over[0] / seconds,
-                over_arrival=over[1] and over[1] / seconds,
+                over_sorted=hf_sorted and hf_sorted / seconds,
+                over_arrival=hf_arrival and hf_arrival / seconds,
                 cosine_min=float(cosines.min()),
                 cosine_mean=float(cosines.mean()),
             )

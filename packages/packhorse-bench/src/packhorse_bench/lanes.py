@@ -1,8 +1,8 @@
-"""The lanes of `modes`: padded, packed offline, packed online, each ready to run.
+"""The engines that `modes` measures (lanes): padded, packed offline, packed online, and peers.
 
-A lane takes requests (token ids) and answers all of them once: a `Pass`. Where someone could wait
-for an answer it also has a runner. Whatever the lane, tokens are counted at the model's door, those
-that fill up the bucket of a compiled shape included.
+A lane answers a list of requests (token ids) once, which is a `Pass`. Lanes that can serve requests
+as they arrive also have a runner, for latencies. Tokens are counted where they enter the model, so
+that those which fill up a compiled shape count as computed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODES = (
 
 @dataclass(frozen=True)
 class ModesStage:
-    """What all lanes share."""
+    """The model and batch shape that all lanes share."""
 
     folder: Path  # of the model, as transformers reads it
     device: torch.device
@@ -73,17 +73,17 @@ class ModesStage:
 
 @dataclass(frozen=True)
 class Pass:
-    """All requests answered once."""
+    """The result of answering all requests once."""
 
     vectors: np.ndarray  # [n, E]
     seconds: float
     computed: int  # tokens
-    packing: float | None = None  # seconds before that, where they are not among them
+    packing: float | None = None  # seconds of laying out batches, if `seconds` excludes them
 
 
 @dataclass(frozen=True)
 class ModeLane:
-    """A mode or a peer, open, and all that was measured of it."""
+    """A loaded mode or peer, and everything measured of it."""
 
     name: str
     kernel: str
@@ -96,7 +96,7 @@ class ModeLane:
 
 
 class Meter:
-    """A backend that counts the tokens it computes."""
+    """Wraps a backend and counts the tokens that it computes."""
 
     def __init__(self, backend: Backend, computed: Callable[[Packed], int]) -> None:
         self.backend = backend
@@ -106,13 +106,13 @@ class Meter:
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> Sequence[Tensor]:
-        """What the backend says."""
+        """Outputs of the backend."""
         self.tokens += self.computed(packed)
         return self.backend(packed, heads, at)
 
 
 class OnePerRow:
-    """A backend that lays each sequence of a batch into a row of its own: padding, online."""
+    """Wraps a backend so that each sequence of a batch gets a row of its own: online padding."""
 
     def __init__(self, meter: Meter, shape: PackedShape) -> None:
         self.meter = meter
@@ -121,7 +121,7 @@ class OnePerRow:
     def __call__(
         self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
     ) -> Sequence[Tensor]:
-        """One answer a sequence, in the order they came."""
+        """Outputs per sequence, in the order of the batch."""
         parts = zip(packed.split(packed.ids), packed.split(packed.types), strict=True)
         (rows,) = one_a_row(self.shape, [SequenceRow(*part) for part in parts])
         return [rows.pick(values) for values in self.meter(rows, heads, at)]
@@ -152,7 +152,7 @@ def open_modes(
 
 
 def open_model(stage: ModesStage) -> OpenedModel:
-    """Every request is answered with its mean vector, normalised, as the peers' are."""
+    """Load the model; its vectors are the normalized mean, because the peers' are."""
     encoder = load(stage.folder, device=stage.device, dtype=stage.dtype, graphs=stage.graphs)
     if not isinstance(encoder.backend, TorchBackend):
         raise InputError("only the torch backend is measured here")
@@ -193,7 +193,7 @@ def _lane(mode: PackingMode, stage: ModesStage, opened: OpenedModel) -> ModeLane
 
 
 def open_runner(encoder: Encoder, stage: ModesStage, requests: int, **options: Any) -> PackRunner:
-    """One that admits all of the requests: none is refused, so none is missing in the figures."""
+    """A runner whose queue holds all requests, so that none is refused and missing."""
     return PackRunner(
         encoder,
         rows=stage.rows,
@@ -239,7 +239,7 @@ def _offline(
 
 
 def _one_behind(flights: Iterator[LaunchedBatch]) -> Iterator[LaunchedBatch]:
-    """Each after the next has begun: an accelerator is never kept waiting."""
+    """Yield each batch after the next was launched, so that a GPU never waits for Python."""
     ahead = next(flights)
     for flight in flights:
         yield ahead
@@ -282,7 +282,7 @@ def open_peer(name: str, stage: ModesStage, encoder: Encoder, scratch: Path) -> 
 
 
 def peer_name(name: str, stage: ModesStage) -> str:
-    """As it is shown."""
+    """The peer's name in the table."""
     compiled = stage.graphs and name == "transformers"
     return f"{ORIGINAL} ({name}{' compiled' * compiled})"
 
@@ -301,7 +301,7 @@ def _peer(
 
 
 def padded_tokens(sequences: Sequence[Encoding], rows: int, width: int = 0) -> int:
-    """What batches of `rows` come to: each as wide as its longest, or all full and `width` wide."""
+    """Tokens of batches of `rows`, each padded to its longest; or all of full size if `width`."""
     lengths = [len(sequence) for sequence in sequences]
     batches = [lengths[begin : begin + rows] for begin in range(0, len(lengths), rows)]
     return sum(rows * width if width else len(batch) * max(batch) for batch in batches)

@@ -46,7 +46,7 @@ Trial = tuple[float, int | None]  # seconds, and the bytes by which memory rose 
 
 @dataclass(frozen=True)
 class LoadRow:
-    """One engine's figures; or, where it has none, the problem."""
+    """The figures of one engine; `problem` says why there are none."""
 
     engine: str
     seconds: float = 0.0  # of the median round
@@ -194,12 +194,16 @@ def _tensorflow() -> Callable[[Path], object]:
     return read
 
 
-# Each makes its reader, imports done.
+# Each function does its imports and returns a reader, so that imports are not timed.
 ENGINES = {PLAIN: _plain, "packhorse": _ours, "tensorflow": _tensorflow}
 
 
 def _try(engine: str, prefix: Path, trials: list[Trial]) -> str | None:
-    """One more trial, in a process of its own; of a peer, why it could not be."""
+    """Run one trial in a process of its own; returns why it failed, if a peer's did.
+
+    Peak memory is a figure of the whole process, so each trial needs a fresh one. It is spawned and
+    not forked, since a fork would start with this process's memory.
+    """
     if engine == "tensorflow" and find_spec("tensorflow") is None:
         return "tensorflow is not installed"
     try:
@@ -228,7 +232,11 @@ def _timed(engine: str, prefix: Path) -> Trial:
 
 
 def _take_and_give_back(size: int) -> None:
-    """Memory that the host takes back again, it takes back while we hold ours, not as we read."""
+    """Allocate and free as much memory as the file has, so that a virtual machine has it ready.
+
+    Linux returns free memory to its host after a while (`TAKEN_BACK`); to wait that long keeps the
+    return out of the timed read.
+    """
     memory = tf1.allocate(size)
     memory[::4096] = 1
     if size > SMALL:

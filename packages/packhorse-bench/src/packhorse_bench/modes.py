@@ -49,9 +49,9 @@ from packhorse_bench.lanes import Ids, ModeLane, ModesStage
 
 Progress = Callable[[int, int], None]
 OTHERS = ("transformers", "onnxruntime", "packed-onnx")
-CLIENTS_A_ROW = 3.5
-SHARE = 0.7  # of a mode's best_throughput, the rate of its open loop
-WARM_BATCHES = 4
+CLIENTS_A_ROW = 3.5  # of the closed loop: more than fit into one batch, so batches fill up
+SHARE = 0.7  # of a mode's throughput, the rate of its open loop: busy, but queues stay bounded
+WARM_BATCHES = 4  # that a lane runs before it is timed
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ModeRow:
 
 @dataclass(frozen=True)
 class ModesComparison:
-    """All modes, then the peers; and what they were given."""
+    """The rows of all modes, then of the peers; and the lengths of the requests."""
 
     rows: tuple[ModeRow, ...]
     lengths: np.ndarray
@@ -125,7 +125,7 @@ class ModesComparison:
 
 
 def measure(setup: ModesSetup, progress: Progress | None = None) -> ModesComparison:
-    """Open, warm up, time in rounds, load in rounds."""
+    """Load and warm up all lanes, time them in rounds, then measure latencies in rounds."""
     _check(setup)
     device = devices.choose_device(setup.device)
     lengths = draw_lengths(setup)
@@ -142,7 +142,7 @@ def measure(setup: ModesSetup, progress: Progress | None = None) -> ModesCompari
                 peer = _open_other(name, stage, encoder, Path(scratch))
                 _warm_up(peer, setup, requests)
                 others.append(peer)
-            except Exception as error:  # whatever another's code raises is that peer's row
+            except Exception as error:  # another library's code may raise anything
                 failures.append(ModeRow(_title(name, stage), problem=_reason(error)))
         with _settled_heap():
             _take_turns([*mode_lanes, *others], setup, requests, progress)
@@ -217,7 +217,7 @@ def _reason(error: Exception) -> str:
 
 
 def _warm_up(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids]) -> None:
-    """A few batches; with graphs all that will be met, and every bucket."""
+    """Run a few batches; with graphs all requests, because every new shape is compiled once."""
     lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
     if setup.graphs and lane.runner:
         with lane.runner(len(requests)) as runner:
@@ -226,9 +226,10 @@ def _warm_up(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids]) -> None
 
 @contextmanager
 def _settled_heap() -> Iterator[None]:
-    """What is there by now stays, as in any server: the collector need not look at it again.
+    """Exclude all objects that exist now from garbage collection inside this context.
 
-    A compiler leaves millions of objects behind, and each look at them costs 0.3 seconds.
+    A compiler leaves millions of objects behind, and each collection that visits them costs 0.3
+    seconds, in the middle of whatever is being timed.
     """
     gc.collect()
     gc.freeze()
@@ -244,7 +245,11 @@ def _take_turns(
     requests: Sequence[Ids],
     progress: Progress | None,
 ) -> None:
-    """All lanes in each round: first to see what they can do, then under load."""
+    """Run all lanes in each round: first for throughput, then for latency under load.
+
+    Interleaved, so that other load on the machine affects all lanes alike. Latencies come last
+    because the rate of an open loop depends on the throughput.
+    """
     turns = [partial(_time, lane, requests) for _, lane in product(range(setup.repeats), lanes)]
     turns += [
         partial(_load, lane, setup, requests, setup.seed + number)
@@ -273,7 +278,7 @@ def _load(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids], seed: int)
 
 
 def _rate(lane: ModeLane, setup: ModesSetup) -> float:
-    """Requests a second of the open loop."""
+    """Requests per second of the open loop."""
     _, seconds = _best_and_median(lane)
     return setup.rate or SHARE * setup.requests / seconds
 
@@ -294,7 +299,7 @@ def _row(lane: ModeLane, original: ModeLane, setup: ModesSetup, lengths: np.ndar
         / median(one_pass.seconds + (one_pass.packing or 0) for one_pass in passes),
         packing_us=1e6 * median(packing) / count if packing else None,
         fill=int(lengths.sum()) * len(passes) / sum(one_pass.computed for one_pass in passes),
-        largest_difference=_apart(passes[0].vectors, original.passes[0].vectors),
+        largest_difference=_largest_difference(passes[0].vectors, original.passes[0].vectors),
     )
     return _with_latencies(row, lane, setup) if lane.closed else row
 
@@ -316,12 +321,15 @@ def _with_latencies(row: ModeRow, lane: ModeLane, setup: ModesSetup) -> ModeRow:
 
 
 def _best_and_median(lane: ModeLane) -> tuple[float, float]:
-    """Seconds of a pass."""
+    """Seconds of the best and of the median pass.
+
+    The median is robust against rounds that other load disturbed; the best shows what is possible.
+    """
     seconds = [one_pass.seconds for one_pass in lane.passes]
     return min(seconds), median(seconds)
 
 
-def _apart(vectors: np.ndarray, others: np.ndarray) -> float:
+def _largest_difference(vectors: np.ndarray, others: np.ndarray) -> float:
     return float(np.abs(vectors - others).max())
 
 

@@ -1,14 +1,14 @@
-"""The libraries people encode with today, each behind one function, fed with the same texts.
+"""Other libraries that encode texts (peers), each behind one function with the same interface.
 
-Every peer runs the way its own documentation recommends: sentence-transformers through `encode`,
-ONNX Runtime on a graph that its own optimizer has fused, OpenVINO on the model as it converts it
-from torch, transformers compiled with CUDA graphs where there is a GPU. All of them get inference
-mode, the threads that we have, the number format asked for, and results that stay on the device
-until the end. Texts are tokenized inside the clock by transformers' fast tokenizer; random token
-ids can be given in place of texts, to compare the models alone. A batch is padded to its longest
-sequence, in the order of arrival or sorted by length, and pooled with the mean, normalized. A peer
-that does not serve a case raises `Unserved`; the caller makes that (and whatever else a peer may
-raise) a row of the table, never a crash.
+Every peer runs the way its own documentation recommends, because a peer that is used badly proves
+nothing: sentence-transformers through `encode`, ONNX Runtime on a graph that its own optimizer has
+fused, OpenVINO on the model as it converts it from torch, transformers compiled with CUDA graphs if
+there is a GPU. All get inference mode, as many threads as we have, the requested dtype, and results
+that stay on the device until the end. Texts are tokenized inside the clock by transformers' fast
+tokenizer; with random token ids instead of texts, the models alone are compared. A batch is padded
+to its longest sequence, in the order of arrival or sorted by length; vectors are the normalized
+mean. A peer that does not support a case raises `Unserved`; the caller makes that, and any other
+error of a peer, a row of the table.
 
 Shapes: n sequences of a batch, L their padded length, E hidden width.
 """
@@ -44,18 +44,18 @@ STATES = "last_hidden_state"  # of an exported model, as optimum calls it
 
 
 class Unserved(Exception):
-    """This peer does not do what was asked, for the reason given."""
+    """A peer does not support this case; the message is the reason shown in its row."""
 
 
 def transformers_compiled(setting: PeerSetting, dtype: str) -> PeerEngine:
-    """The same under torch.compile: at one fixed shape, or sorted at a few."""
+    """transformers under torch.compile: at one fixed shape, or sorted at a few shapes."""
     states = transformers_states(setting, dtype)
     graphs = "reduce-overhead" if setting.device.type == "cuda" else None
     if setting.device.type == "cpu" and executable.cpp_compiler() is None:
         raise Unserved("torch.compile needs a C++ compiler on a CPU")
     compiled = torch.compile(states, dynamic=False, mode=graphs)
     vectors = pooled(compiled, setting.device)
-    step = -(-setting.longest // SHAPES)
+    step = -(-setting.longest // SHAPES)  # rounded up
 
     def run(work: TextsOrTokens, order: str) -> np.ndarray:
         def width(longest: int) -> int:

@@ -32,7 +32,7 @@ PLAIN = "plain loop"
 
 @dataclass(frozen=True, slots=True)
 class PortSetup:
-    """What is measured; steps are those of one round."""
+    """The settings of a measurement; `steps` are those of one round."""
 
     batch: int = 16
     iterations: int = 50
@@ -62,7 +62,7 @@ class PortRow:
 
 
 class Classifier(nn.Module):
-    """The course's model, its loss within."""
+    """The model of the tutorials, which computes its own loss as PopTorch requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class PortWay:
 def measure(
     setup: PortSetup, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> list[PortRow]:
-    """Every way, median and best of the rounds; `advance` is told rounds done and in all."""
+    """Time every way; `advance` is called with the rounds done and their total."""
     check(setup)
     device = choose_device(setup.device)
     ways = build(setup, device)
@@ -109,7 +109,7 @@ def measure(
 
 
 def check(setup: PortSetup) -> None:
-    """Refuse what cannot be measured."""
+    """Raise if the settings cannot be measured."""
     if min(setup.batch, setup.iterations, setup.steps, setup.repeats) < 1:
         raise InputError("--batch, --iterations, --steps and --repeats are at least 1")
     if setup.steps % setup.iterations:
@@ -120,7 +120,7 @@ def check(setup: PortSetup) -> None:
 
 
 def build(setup: PortSetup, device: torch.device) -> list[PortWay]:
-    """The plain loop first; each way has a copy of the same model."""
+    """All ways to measure, the plain loop first, each with a copy of the same model."""
     generator = torch.Generator().manual_seed(setup.seed)
     count = setup.batch * setup.steps
     pictures = torch.randn(count, 1, 28, 28, generator=generator)
@@ -154,7 +154,7 @@ def _plain(
             _, loss = model(pictures.to(device), labels.to(device))
             loss.backward()
             optimizer.step()
-            total += loss.item()
+            total += loss.item()  # waits for the device at every step, as tutorials do
 
     return PortWay(PLAIN, model, run)
 
@@ -177,7 +177,7 @@ def _port(
 
 
 def _first_round(setup: PortSetup, ways: Sequence[PortWay]) -> dict[str, float | None]:
-    """Warm up, and how far each way's weights are from the plain loop's afterwards."""
+    """Warm up; returns the largest difference of each way's weights to the plain loop's."""
     differences: dict[str, float | None] = {}
     for way in ways:
         torch.manual_seed(setup.seed)
@@ -189,12 +189,12 @@ def _first_round(setup: PortSetup, ways: Sequence[PortWay]) -> dict[str, float |
 
 
 def _timed(way: PortWay, setup: PortSetup, device: torch.device) -> float:
-    torch.manual_seed(setup.seed)
-    begun = time.perf_counter()
+    torch.manual_seed(setup.seed)  # the same order of pictures in every round
+    started = time.perf_counter()
     way.run()
     if device.type != "cpu":
         torch.accelerator.synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def _row(
@@ -218,7 +218,7 @@ def _row(
 
 
 def table(rows: Sequence[PortRow]) -> Table:
-    """As it is shown."""
+    """One line per way."""
     columns = ("way", "images/s", "best", "us a step", "x plain", "best x", "max diff")
     return Table.of(
         columns,

@@ -1,13 +1,13 @@
-"""Servers side by side in one run: ours, sentence-transformers behind FastAPI, infinity-emb.
+"""`packhorse bench serve`: our server, sentence-transformers behind FastAPI, and infinity-emb.
 
-All serve the same model in the same number format with the same threads on the same machine, one
-short real text a request, and take turns under the load generator (`serving_load`), which has a
-process of its own on that machine too. Four things are measured:
+All serve the same model in the same dtype with the same number of threads on the same machine, one
+short real text per request, and take turns under the load generator (`serving_load`), a process of
+its own on that machine. Four things are measured:
 
-- that they serve the same: the smallest cosine of their vectors with the encoder's own;
-- what they do at most, in a closed loop, against `PackRunner.run` on the same texts, which has no
-  HTTP to speak. That is timed beside something that takes as much of the processor as the
-  generator did, and alone as well;
+- that they give the same results: the smallest cosine of their vectors with the encoder's own;
+- the highest throughput, in a closed loop, compared with `PackRunner.run` on the same texts, which
+  has no HTTP. That is timed twice: alone, and beside a process that takes as much of the processor
+  as the generator did;
 - the highest rate of random arrivals at which 99 of 100 requests are answered within the limit and
   none fails (`serving_search`);
 - the latencies of all servers at a few rates in between.
@@ -56,20 +56,22 @@ from packhorse_bench.serving_servers import (
 SHORTEST = 6  # tokens of a text
 LONGEST = 250
 CHECKED = 8  # texts whose vectors are compared
-SATURATING = 128  # connections of a closed loop
+SATURATING = 128  # connections of a closed loop: enough to keep any of the servers busy
 TIMED = 1024  # texts of a timed `PackRunner.run`
-BUSY_SHARE = 0.8  # of a core, of the limit: then the generator is the bottleneck
+# Beyond these the generator is the bottleneck: its share of a core, and how late it sends requests
+# as a share of the limit.
+BUSY_SHARE = 0.8
 BUSY_LATE = 0.1
-RATES = (0.5, 0.9)  # of the rate that the slowest holds, and of what each of the others does
+RATES = (0.5, 0.9)  # of the rate that the slowest server holds, and of the rate of each server
 REFERENCE = PEERS[0]  # whose rate is 1 in the table
 
-Progress = Callable[[int, int], None]  # seconds of load that were, and in all
+Progress = Callable[[int, int], None]  # seconds of load so far, and in total
 Say = Callable[[str], None]
 
 
 @dataclass
 class ServingStage:
-    """Everything of a run while it runs."""
+    """The state of a run: its servers, and what has been measured so far."""
 
     setup: ServingSetup
     encoder: Encoder
@@ -85,19 +87,19 @@ class ServingStage:
 
     @property
     def limit(self) -> float:
-        """Seconds."""
+        """The limit of latency in seconds."""
         return self.setup.limit_ms / 1e3
 
     def alive(self) -> list[str]:
-        """The servers that can be asked."""
+        """Names of the servers that still answer."""
         return [name for name in self.servers if name not in self.problems]
 
     def fail(self, name: str, error: Exception) -> None:
-        """No more of this server."""
+        """Leave a server out from now on; the error becomes its row."""
         self.problems[name] = modes._reason(error)
 
     def of(self, name: str, *purposes: str) -> list[Point]:
-        """What was measured for some purposes."""
+        """The trials of a server for these purposes."""
         return [
             point for point in self.points if point.server == name and point.purpose in purposes
         ]
@@ -106,9 +108,9 @@ class ServingStage:
 def measure(
     setup: ServingSetup, progress: Progress | None = None, report_line: Say | None = None
 ) -> ServingComparison:
-    """Start the servers, let them take turns, stop them."""
+    """Start the servers, measure them in turns, stop them."""
     _check(setup)
-    begun = time.monotonic()
+    started = time.monotonic()
     tell = report_line or (lambda line: None)
     device = devices.choose_device(setup.device)
     threads = setup.threads or cores()
@@ -153,7 +155,7 @@ def measure(
         device=device,
         dtype=dtype,
         threads=threads,
-        seconds=time.monotonic() - begun,
+        seconds=time.monotonic() - started,
     )
 
 
@@ -181,7 +183,7 @@ def _check(setup: ServingSetup) -> None:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """As many for `PackRunner.run` here as every server has."""
+    """Give `PackRunner.run` in this process as many threads as every server has."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -191,7 +193,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _texts(setup: ServingSetup, encoder: Encoder) -> tuple[list[str], list[int]]:
-    """Short ones in a random order, and how many tokens each has, the special ones too."""
+    """Short texts in random order, and their numbers of tokens with special tokens."""
     texts = setup.texts or [item.text for item in docstrings.read()]
     longest = min(LONGEST, encoder.max_length)
     counts = [len(item) for item in encoder.tokenizer.encode(list(texts), NO_LIMIT)]
@@ -223,7 +225,7 @@ def _onnx_folder(
 def _start(
     stage: ServingStage, place: ServerPlace, running: list[PeerServer], scratch: Path
 ) -> None:
-    """All at once; then wait for each, and look at its vectors."""
+    """Start all servers at once, wait for each, and compare its vectors with the encoder's."""
     for name in (OURS, *stage.setup.peers):
         try:
             stage.servers[name] = start(name, place, scratch)
@@ -243,7 +245,11 @@ def _start(
 
 
 def _trial(stage: ServingStage, name: str, trial: RateTrial, turn: int) -> LoadReport | None:
-    """One turn of a server, when all that it was asked before is answered; None: it is gone."""
+    """Run one trial of a server; None if it no longer answers.
+
+    First one request is sent and awaited: its answer shows that no work of the trial before is
+    left, which would slow this one down.
+    """
     closed = not trial.rate
     setup = stage.setup
     job = LoadJob(
@@ -253,7 +259,7 @@ def _trial(stage: ServingStage, name: str, trial: RateTrial, turn: int) -> LoadR
         path=PATH,
         model=MODEL,
         connections=min(SATURATING, setup.connections) if closed else setup.connections,
-        patience=30.0 if closed else 4 * stage.limit,
+        timeout=30.0 if closed else 4 * stage.limit,
         limit=stage.limit,
         seed=setup.seed + turn,
     )
@@ -269,7 +275,7 @@ def _trial(stage: ServingStage, name: str, trial: RateTrial, turn: int) -> LoadR
 
 
 def _expected(stage: ServingStage) -> float:
-    """Seconds of load in all, about."""
+    """An estimate of the seconds of load in total, for the progress bar."""
     effort = stage.setup.effort
     count = len(stage.alive())
     searching = effort.short * (effort.repeats + 1.5 * effort.rounds + count + 1)
@@ -277,13 +283,18 @@ def _expected(stage: ServingStage) -> float:
 
 
 def _most(stage: ServingStage) -> tuple[float, float]:
-    """Closed loops in turn; tokens a second of PackRunner.run alone, and beside their load."""
+    """Run closed loops in turn; returns tokens per second of PackRunner.run alone and beside load.
+
+    A server shares the machine with the generator, `PackRunner.run` does not. So it is timed beside
+    a process that takes the generator's share of the processor, or the comparison would be unfair
+    to the server.
+    """
     alone = []
     during_load = []
     share = 0.0
     effort = stage.setup.effort
     with PackRunner(stage.encoder, publish=False) as runner:
-        _timed(stage, runner)
+        _timed(stage, runner)  # warm-up, not counted
         for turn in range(effort.repeats):
             for name in stage.alive():
                 report = _trial(stage, name, RateTrial(0.0, effort.short, "most"), turn)
@@ -296,15 +307,16 @@ def _most(stage: ServingStage) -> tuple[float, float]:
 
 
 def _timed(stage: ServingStage, runner: PackRunner) -> float:
-    """Tokens a second, from text to vectors."""
+    """Tokens per second of `PackRunner.run`, from text to vectors."""
     texts = stage.texts[:TIMED]
     tokens = sum(stage.tokens[:TIMED])
-    begun = time.perf_counter()
+    started = time.perf_counter()
     runner.run(texts)
-    return tokens / (time.perf_counter() - begun)
+    return tokens / (time.perf_counter() - started)
 
 
 def _search(stage: ServingStage) -> dict[str, float]:
+    """The highest rate that each server holds; the search starts from its closed loop."""
     most = {name: stage.of(name, "most") for name in stage.alive()}
     searches = {
         name: highest(_median(points, "answered_per_second"), stage.limit, stage.setup.effort)
@@ -315,7 +327,7 @@ def _search(stage: ServingStage) -> dict[str, float]:
 
 
 def _sweep(stage: ServingStage, held: dict[str, float]) -> None:
-    """Every server at every rate that is of interest to one of them."""
+    """Measure every server at the rates near every server's highest, so that rows compare."""
     for turn, rate in enumerate(sweep_rates(list(held.values()))):
         for name in stage.alive():
             _trial(stage, name, RateTrial(rate, stage.setup.effort.short, "sweep"), turn)

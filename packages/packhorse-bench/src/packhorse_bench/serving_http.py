@@ -1,12 +1,12 @@
 """A small HTTP/1.1 client for load: kept-alive connections, one request on each at a time.
 
-A load generator shares the machine with the server it measures, so what it spends on a request is
-taken from the figure. Libraries for HTTP spend about as much as a good server does; this one
-writes bytes that were made beforehand and of the answer (RFC 9112) reads the status and the length,
-nothing else. Answers must say their Content-Length, as every answer of one JSON document does.
+A load generator shares the machine with the server it measures, so time that it spends on a request
+is missing from the server's figure. HTTP libraries spend about as much as a good server does; this
+client writes bytes that were prepared beforehand, and of a response (RFC 9112) reads only the
+status and the length. Responses need a Content-Length, as those of one JSON document have.
 
-Nothing that was asked is lost or left out: a request that finds no free connection waits for one
-with its clock running, and one without an answer after `patience` seconds has failed.
+Every request is counted: one that finds no free connection waits for one with its clock running,
+and one without a response after `timeout` seconds has failed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from typing import cast
 TIMEOUT = "timeout"
 LOST = "connection lost"
 NOT_HTTP = "answer not understood"
-SWEEP_SECONDS = 0.02
+SWEEP_SECONDS = 0.02  # between two looks for requests that have timed out
 
 
 @dataclass(slots=True)
 class PostRequest:
-    """One request; its clock runs from `due`."""
+    """One request; its latency counts from `due`, when it should have been sent."""
 
-    place: int
+    index: int  # of its text
     due: float  # of time.perf_counter
     message: bytes
-    again: bool = False  # it was sent before, on a connection that was closed meanwhile
+    resent: bool = False  # sent a second time, because the server had closed the connection
 
 
-Record = Callable[
-    [PostRequest, str], None
-]  # the status as text ("200", "429") or one of the words above
+# Called with the status as text ("200", "429") or with one of the words above.
+Record = Callable[[PostRequest, str], None]
 
 
-def request(path: str, body: bytes, host: str) -> bytes:
-    """A POST of JSON, ready to be written."""
+def post_message(path: str, body: bytes, host: str) -> bytes:
+    """The bytes of a POST request with a JSON body."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
@@ -49,79 +48,79 @@ def request(path: str, body: bytes, host: str) -> bytes:
 
 
 def parse_head(head: bytes) -> tuple[str, int, bool]:
-    """Status, length of the body, and does the server close the connection after it?"""
+    """Status, length of the body, and whether the server closes the connection after it."""
     first, *lines = head.split(b"\r\n")
     version, status, *_ = [*first.split(b" ", 2), b""]
     if not version.startswith(b"HTTP/1.") or not status.isdigit():
         raise ValueError("no status line")
-    fields = {name.strip().lower(): value.strip() for name, _, value in map(_parted, lines)}
+    fields = {name.strip().lower(): value.strip() for name, _, value in map(_split_field, lines)}
     closes = fields.get(b"connection", b"").lower() == b"close"
     return status.decode("ascii"), int(fields[b"content-length"]), closes
 
 
-def _parted(line: bytes) -> tuple[bytes, bytes, bytes]:
+def _split_field(line: bytes) -> tuple[bytes, bytes, bytes]:
     return line.partition(b":")
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection of a pool."""
+    """One connection of a pool: writes a request, reads its response, reports to the pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.transport: asyncio.Transport
-        self.ask: PostRequest | None = None
-        self._head = b""  # of the answer: what came, the bytes to come of its body
-        self._left = -1
+        self.request: PostRequest | None = None
+        self._head = b""  # of the response, as far as it has arrived
+        self._body_left = -1  # bytes of the body still to come; -1 while the head is incomplete
         self._status = ""
         self._closes = False
 
     @property
-    def begun(self) -> bool:
-        """Did any of the answer come?"""
-        return self._left >= 0 or bool(self._head)
+    def answer_begun(self) -> bool:
+        """Whether any byte of the response has arrived."""
+        return self._body_left >= 0 or bool(self._head)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It can be used."""
+        """Report the connection as usable (called by asyncio)."""
         self.transport = cast("asyncio.Transport", transport)
-        self.pool.made(self)
+        self.pool.connection_opened(self)
 
-    def send(self, ask: PostRequest) -> None:
-        """Write the request; the pool is told of its end."""
-        self.ask = ask
+    def send(self, request: PostRequest) -> None:
+        """Write the request; the pool is called when it ends."""
+        self.request = request
         self._head = b""
-        self._left = -1
-        self.transport.write(ask.message)
+        self._body_left = -1
+        self.transport.write(request.message)
 
     def data_received(self, data: bytes) -> None:
-        """A part of the answer."""
-        if self.ask is None:  # nobody asked
+        """Read a part of the response (called by asyncio)."""
+        if self.request is None:  # bytes without a request
             return self.transport.abort()
-        if self._left < 0:
+        if self._body_left < 0:
             self._head += data
             end = self._head.find(b"\r\n\r\n")
             if end < 0:
                 return
             try:
-                self._status, self._left, self._closes = parse_head(self._head[:end])
+                self._status, self._body_left, self._closes = parse_head(self._head[:end])
             except (ValueError, KeyError):
-                return self.pool.ended(self, NOT_HTTP, close=True)
+                return self.pool.request_ended(self, NOT_HTTP, close=True)
             data = self._head[end + 4 :]
-        self._left = max(0, self._left - len(data))
-        if self._left == 0:
-            self.pool.ended(self, self._status, self._closes)
+        self._body_left = max(0, self._body_left - len(data))
+        if self._body_left == 0:
+            self.pool.request_ended(self, self._status, self._closes)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """By the server, or by us."""
-        self.pool.lost(self)
+        """Report the end of the connection, by the server or by us (called by asyncio)."""
+        self.pool.connection_lost(self)
 
 
 class Pool:
-    """At most `most` connections to one port; requests beyond these wait for a free one."""
+    """Up to `max_connections` connections to one port; further requests wait for a free one."""
 
-    def __init__(self, port: int, most: int, patience: float, record: Record) -> None:
+    def __init__(self, port: int, max_connections: int, timeout: float, record: Record) -> None:
         self.port = port
-        self.most = most
-        self.patience = patience
+        self.max_connections = max_connections
+        self.timeout = timeout
         self.record = record
         self.waiting: deque[PostRequest] = deque()
         self.connections: set[ClientConnection] = set()
@@ -130,90 +129,97 @@ class Pool:
         self._closed = False
 
     async def open(self) -> None:
-        """All connections, before the clock runs."""
-        await asyncio.gather(*(self._open() for _ in range(self.most)))
+        """Open all connections, so that no request waits for a handshake."""
+        await asyncio.gather(*(self._open() for _ in range(self.max_connections)))
 
-    def push(self, ask: PostRequest) -> None:
-        """Send it now, or when a connection is free."""
+    def push(self, request: PostRequest) -> None:
+        """Send a request now, or when a connection is free."""
         if self._free:
-            self._free.pop().send(ask)
+            self._free.pop().send(request)
         else:
-            self.waiting.append(ask)
-            self._grow()
+            self.waiting.append(request)
+            self._open_more()
 
-    def asked(self) -> Iterator[PostRequest]:
-        """Requests without an answer."""
+    def unanswered(self) -> Iterator[PostRequest]:
+        """Requests without a response: waiting here, or sent."""
         yield from self.waiting
-        yield from (connection.ask for connection in self.connections if connection.ask)
+        yield from (connection.request for connection in self.connections if connection.request)
 
     @property
     def busy(self) -> bool:
-        """Does any request wait for its answer?"""
-        return next(self.asked(), None) is not None
+        """Whether any request is without a response."""
+        return next(self.unanswered(), None) is not None
 
-    def made(self, connection: ClientConnection) -> None:
-        """One more that can be used."""
+    def connection_opened(self, connection: ClientConnection) -> None:
+        """Use a new connection."""
         self.connections.add(connection)
-        self._next(connection)
+        self._send_next(connection)
 
-    def ended(self, connection: ClientConnection, status: str, close: bool = False) -> None:
-        """Its answer is here; the next request goes out before this one is written down."""
-        ask = connection.ask
-        connection.ask = None
+    def request_ended(self, connection: ClientConnection, status: str, close: bool = False) -> None:
+        """Record a request's end, and use the connection for the next one."""
+        # Send first, record then: bookkeeping must not delay the next request.
+        request = connection.request
+        connection.request = None
         if close:
             connection.transport.abort()
         else:
-            self._next(connection)
-        if ask is not None:
-            self.record(ask, status)
+            self._send_next(connection)
+        if request is not None:
+            self.record(request, status)
 
-    def lost(self, connection: ClientConnection) -> None:
-        """A request that met a connection just being closed is sent once more, as browsers do."""
+    def connection_lost(self, connection: ClientConnection) -> None:
+        """Forget a connection; send its request again if the server cannot have begun to answer it.
+
+        A server may close an idle connection at the moment a request is written. Browsers send such
+        a request once more, so that is no failure; a second time it is.
+        """
         self.connections.discard(connection)
         if connection in self._free:
             self._free.remove(connection)
-        ask = connection.ask
-        connection.ask = None
-        if ask is None or self._closed:
+        request = connection.request
+        connection.request = None
+        if request is None or self._closed:
             return
-        if ask.again or connection.begun:
-            self.record(ask, LOST)
+        if request.resent or connection.answer_begun:
+            self.record(request, LOST)
         else:
-            ask.again = True
-            self.waiting.appendleft(ask)
-            self._grow()
+            request.resent = True
+            self.waiting.appendleft(request)
+            self._open_more()
 
     def sweep(self) -> None:
-        """Give up those who waited too long; to be called every `SWEEP_SECONDS`."""
-        before = time.perf_counter() - self.patience
-        for connection in [
-            connection
-            for connection in self.connections
-            if connection.ask and connection.ask.due < before
-        ]:
-            self.ended(connection, TIMEOUT, close=True)
+        """Fail requests that have timed out; call it every `SWEEP_SECONDS`.
+
+        One sweep over all is cheaper than a timer per request.
+        """
+        before = time.perf_counter() - self.timeout
+        late = [c for c in self.connections if c.request and c.request.due < before]
+        for connection in late:
+            self.request_ended(connection, TIMEOUT, close=True)
         while self.waiting and self.waiting[0].due < before:
             self.record(self.waiting.popleft(), TIMEOUT)
-        self._grow()
+        self._open_more()
 
     async def close(self) -> None:
-        """Hang up, whoever waits."""
+        """Close all connections, also those whose requests are unanswered."""
         self._closed = True
         for connection in list(self.connections):
             connection.transport.abort()
         for task in self._opening:
             task.cancel()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets asyncio call connection_lost
 
-    def _next(self, connection: ClientConnection) -> None:
+    def _send_next(self, connection: ClientConnection) -> None:
         if self.waiting:
             connection.send(self.waiting.popleft())
         else:
             self._free.append(connection)
 
-    def _grow(self) -> None:
-        """Open as many as are waited for and may be."""
-        to_open = min(len(self.waiting), self.most - len(self.connections)) - len(self._opening)
+    def _open_more(self) -> None:
+        """Open connections for the waiting requests, up to the maximum."""
+        to_open = min(len(self.waiting), self.max_connections - len(self.connections)) - len(
+            self._opening
+        )
         for _ in range(to_open):
             task = asyncio.get_running_loop().create_task(self._open())
             self._opening.add(task)
@@ -223,5 +229,5 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             await loop.create_connection(lambda: ClientConnection(self), "127.0.0.1", self.port)
-        except OSError:  # not now; `sweep` tries again while anyone waits
+        except OSError:  # not now; `sweep` tries again while a request waits
             return

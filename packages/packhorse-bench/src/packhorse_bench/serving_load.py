@@ -1,15 +1,17 @@
 """The load generator, in a process of its own: `python -m packhorse_bench.serving_load TEXTS`.
 
 *Open loop*: requests come at random times (Poisson) that are drawn before the first is sent, and
-every latency counts from the time at which a request was due. A server that stalls cannot hold the
-clock up: those who should have asked meanwhile waited too, whether they could be sent or not
-(Gil Tene's "coordinated omission" is the mistake of forgetting them). *Closed loop*: a number of
-connections that each ask again when they are answered; it says how much a server can do at most.
+every latency counts from the time at which a request was due. So a server that stalls cannot stop
+the clock: requests that were due meanwhile waited too, whether they could be sent or not (to leave
+them out is the mistake that Gil Tene calls "coordinated omission"). *Closed loop*: a number of
+connections, each of which sends its next request when the last is answered; it measures the
+highest throughput of a server.
 
-The process takes one job a line on stdin, in JSON, and answers each with one line. It says what it
-took of the processor itself, and how late it was with what it had to send: where that is much, the
-figures are its own and not the server's. `burn` takes a given share of a core and does nothing, so
-that something else can be timed beside the same load.
+It is a process of its own so that it shares neither Python's lock nor memory with what it measures.
+It reads one job per line from stdin, in JSON, and answers each with one line. It reports the
+processor time that it took itself, and how late it was in sending: if either is large, the figures
+are its own and not the server's. `burn` takes a given share of a core and does nothing, so that
+something else can be timed beside the same load.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from packhorse.errors import RequestFailed
-from packhorse_bench.serving_http import SWEEP_SECONDS, Pool, PostRequest, request
+from packhorse_bench.serving_http import SWEEP_SECONDS, Pool, PostRequest, post_message
 
 OK = "200"
 ALLOWED = 0.01  # of all requests: more late ones than that, and the 99th percentile is late
@@ -44,7 +46,7 @@ SLICE_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class LoadJob:
-    """What to ask whom, how often and how long."""
+    """One measurement: which port, at what rate, for how long."""
 
     port: int
     rate: float  # requests a second; 0: a closed loop of all connections
@@ -52,155 +54,158 @@ class LoadJob:
     path: str = "/v1/embeddings"
     model: str = "model"
     connections: int = 256
-    patience: float = 2.0  # seconds until a request counts as failed
-    limit: float = 0.0  # end as soon as more than 1 % took longer than these seconds; 0: never
+    timeout: float = 2.0  # seconds until a request counts as failed
+    limit: float = 0.0  # end as soon as over 1 % took longer than this many seconds; 0: never
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What came of it. Failed requests count as infinitely late."""
+    """The figures of one job. The latency of a failed request counts as infinite."""
 
     asked: int
     answered: int  # with 200
     seconds: float  # to the last answer
-    tokens: int  # of what was answered
+    tokens: int  # of the answered requests
     p50_ms: float
     p90_ms: float
     p99_ms: float
     worst_ms: float
     share: float  # of a core, that the generator took
     late_ms: float  # 99th percentile of how late requests were handed to a connection
-    cut: bool = False  # ended early, beyond `limit`
+    cut: bool = False  # ended early, because `limit` could no longer be kept
     errors: dict[str, int] = field(default_factory=dict)  # by status, or by what happened
 
     @property
     def rate(self) -> float:
-        """Requests answered in a second."""
+        """Answered requests per second."""
         return self.answered / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Of what was answered."""
+        """Tokens of answered requests per second."""
         return self.tokens / self.seconds
 
     def holds(self, limit: float) -> bool:
-        """Did every request get an answer, and 99 of 100 within `limit` seconds?"""
+        """Whether every request was answered, and 99 of 100 within `limit` seconds."""
         return not self.errors and not self.cut and self.p99_ms <= 1e3 * limit
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedRequest:
     """A request that has been answered, or has failed."""
 
-    place: int
+    index: int  # of its text
     status: str
     due: float
     when: float
 
     @property
     def seconds(self) -> float:
-        """Since it was due; without a good answer for ever."""
+        """Latency since it was due; infinite unless the status is 200."""
         return self.when - self.due if self.status == OK else math.inf
 
 
 class OfferedLoad:
-    """One job while it runs, over requests as they are written and the tokens of each."""
+    """One running job; `messages` are the requests as bytes, `tokens` their numbers of tokens."""
 
     def __init__(self, job: LoadJob, messages: Sequence[bytes], tokens: Sequence[int]) -> None:
         self.job = job
         self.messages = messages
         self.tokens = tokens
-        self.pool = Pool(job.port, job.connections, job.patience, self._record)
+        self.pool = Pool(job.port, job.connections, job.timeout, self._record)
         self.due = _due(job)
         order = np.random.default_rng(job.seed).permutation(len(messages))
-        self.places = cycle(order.tolist())
-        self.ended: list[Ended] = []
-        self.late: list[float] = []  # seconds from due to handed over
-        self.bad = 0  # failed, or over the limit
+        self.text_order = cycle(order.tolist())
+        self.ended: list[EndedRequest] = []
+        self.late: list[float] = []  # seconds from due to sent
+        self.over_limit = 0  # failed, or over the limit
         self.begin = self.stop = 0.0
 
     async def run(self) -> LoadReport:
-        """The whole job, from the first connection to the report."""
+        """Run the job, from the first connection to the report."""
         await self.pool.open()
-        spent = time.process_time()
-        since = time.perf_counter()
-        self.begin = since + LEAD_SECONDS
+        cpu_before = time.process_time()
+        started = time.perf_counter()
+        self.begin = started + LEAD_SECONDS
         self.stop = self.begin + self.job.seconds
         sender = asyncio.get_running_loop().create_task(self._send())
         try:
             while not sender.done() or self.pool.busy:
                 await asyncio.sleep(SWEEP_SECONDS)
                 self.pool.sweep()
-                if self._hopeless():
+                if self._cannot_hold():
                     break
-            share = (time.process_time() - spent) / (time.perf_counter() - since)
-            without = len(self.due) - len(self.ended) if self.job.rate else 0
+            share = (time.process_time() - cpu_before) / (time.perf_counter() - started)
+            # A closed loop has no list of due requests, so none can be missing.
+            unanswered = len(self.due) - len(self.ended) if self.job.rate else 0
         finally:
             sender.cancel()
             await self.pool.close()
-        return self._report(share, without)
+        return self._report(share, unanswered)
 
     async def _send(self) -> None:
-        """Hand over each request when it is due, whatever became of those before."""
+        """Push each request when it is due, whether earlier ones are answered or not."""
         for after in self.due.tolist():
             due = self.begin + after
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             self.late.append(max(0.0, time.perf_counter() - due))
-            self._ask(due)
+            self._push_request(due)
 
-    def _ask(self, due: float) -> None:
-        place = next(self.places)
-        self.pool.push(PostRequest(place, due, self.messages[place]))
+    def _push_request(self, due: float) -> None:
+        index = next(self.text_order)
+        self.pool.push(PostRequest(index, due, self.messages[index]))
 
-    def _record(self, ask: PostRequest, status: str) -> None:
+    def _record(self, request: PostRequest, status: str) -> None:
         now = time.perf_counter()
-        self.ended.append(Ended(ask.place, status, ask.due, now))
-        self.bad += self.ended[-1].seconds > (self.job.limit or sys.float_info.max)
-        if not self.job.rate and now < self.stop:
-            self._ask(now)
+        self.ended.append(EndedRequest(request.index, status, request.due, now))
+        self.over_limit += self.ended[-1].seconds > (self.job.limit or sys.float_info.max)
+        if not self.job.rate and now < self.stop:  # closed loop: the next request follows
+            self._push_request(now)
 
-    def _hopeless(self) -> bool:
-        """Are so many late that the 99th percentile is, whatever comes?"""
+    def _cannot_hold(self) -> bool:
+        """Whether so many requests are late already that the 99th percentile will be."""
         if not (self.job.limit and self.job.rate):
             return False
         before = time.perf_counter() - self.job.limit
-        overdue = sum(ask.due < before for ask in self.pool.asked())
-        return self.bad + overdue > ALLOWED * len(self.due)
+        overdue = sum(request.due < before for request in self.pool.unanswered())
+        return self.over_limit + overdue > ALLOWED * len(self.due)
 
-    def _report(self, share: float, without: int) -> LoadReport:
-        """`without` requests had no answer yet, or were not even sent, when it was cut short."""
-        last = max((request.when for request in self.ended), default=self.stop)
-        end = last if without else max(last, self.stop)
-        good = [request for request in self.ended if request.status == OK]
-        taken = np.array(
-            [*(request.seconds for request in self.ended), *[math.inf] * without] or [math.inf]
+    def _report(self, share: float, unanswered: int) -> LoadReport:
+        """Compute the figures; `unanswered` requests had no answer when the job was cut short."""
+        last = max((ended.when for ended in self.ended), default=self.stop)
+        end = last if unanswered else max(last, self.stop)
+        good = [ended for ended in self.ended if ended.status == OK]
+        latencies = np.array(
+            [*(ended.seconds for ended in self.ended), *[math.inf] * unanswered] or [math.inf]
         )
-        p50, p90, p99 = 1e3 * np.percentile(taken, (50, 90, 99), method="higher")
+        # "higher" takes a latency that occurred; interpolating with infinity could give NaN.
+        p50, p90, p99 = 1e3 * np.percentile(latencies, (50, 90, 99), method="higher")
         return LoadReport(
-            asked=len(self.ended) + without,
+            asked=len(self.ended) + unanswered,
             answered=len(good),
             seconds=end - self.begin,
-            tokens=sum(self.tokens[request.place] for request in good),
+            tokens=sum(self.tokens[ended.index] for ended in good),
             p50_ms=float(p50),
             p90_ms=float(p90),
             p99_ms=float(p99),
-            worst_ms=1e3 * max(taken),
+            worst_ms=1e3 * max(latencies),
             share=share,
             late_ms=1e3 * float(np.percentile(self.late or [0.0], 99)),
-            cut=without > 0,
-            errors=dict(Counter(request.status for request in self.ended if request.status != OK)),
+            cut=unanswered > 0,
+            errors=dict(Counter(ended.status for ended in self.ended if ended.status != OK)),
         )
 
 
 def _due(job: LoadJob) -> np.ndarray:
-    """Seconds after the beginning at which requests are due; of a closed loop the first ones."""
+    """Times in seconds at which requests are due; in a closed loop, one per connection at 0."""
     if not job.rate:
         return np.zeros(job.connections)
     expected = job.rate * job.seconds
-    most = int(expected + 10 * expected**0.5 + 10)
-    due = np.cumsum(np.random.default_rng(job.seed).exponential(1 / job.rate, most))
+    # Ten standard deviations of a Poisson count above its mean: practically never too few.
+    count = int(expected + 10 * expected**0.5 + 10)
+    due = np.cumsum(np.random.default_rng(job.seed).exponential(1 / job.rate, count))
     return due[due < job.seconds]
 
 
@@ -208,7 +213,7 @@ def perform(job: LoadJob, texts: Sequence[str], tokens: Sequence[int]) -> LoadRe
     """Run a job in this process."""
     bodies = (json.dumps({"model": job.model, "input": text}).encode() for text in texts)
     host = f"127.0.0.1:{job.port}"
-    messages = [request(job.path, body, host) for body in bodies]
+    messages = [post_message(job.path, body, host) for body in bodies]
     try:
         from uvloop import new_event_loop  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -222,23 +227,23 @@ def perform(job: LoadJob, texts: Sequence[str], tokens: Sequence[int]) -> LoadRe
 
 
 def burn(share: float, jobs: RawIOBase) -> float:
-    """Take a share of a core until the next job comes; the share that it was."""
-    spent = time.process_time()
-    since = time.perf_counter()
+    """Take a share of a core until the next job comes; returns the share that it took."""
+    cpu_before = time.process_time()
+    started = time.perf_counter()
     while not select.select([jobs], [], [], 0)[0]:
         until = time.process_time() + share * SLICE_SECONDS
         while time.process_time() < until:
             pass
         time.sleep((1 - share) * SLICE_SECONDS)
-    return (time.process_time() - spent) / (time.perf_counter() - since)
+    return (time.process_time() - cpu_before) / (time.perf_counter() - started)
 
 
 def main(path: str) -> None:
-    """Texts and their tokens from a file of JSON; then a job a line, until there are no more."""
+    """Read texts and token counts from a JSON file, then run one job per line of stdin."""
     texts, tokens = json.loads(Path(path).read_text("utf-8"))
     gc.collect()
-    gc.freeze()  # the texts are not looked at again while requests are timed
-    # Unbuffered: a line that was read ahead could not be seen coming.
+    gc.freeze()  # so that collections during the timing do not visit the texts
+    # Unbuffered: `burn` polls the pipe, and a line that was read ahead is no longer in it.
     for line in (jobs := FileIO(sys.stdin.fileno(), closefd=False)):
         message = json.loads(line)
         if "burn" in message:
@@ -252,7 +257,7 @@ def main(path: str) -> None:
 
 
 class Generator:
-    """The process with the load generator, seen from the one that gives it jobs."""
+    """Starts the load generator as a process and gives it jobs."""
 
     def __init__(self, texts: Sequence[str], tokens: Sequence[int], scratch: Path) -> None:
         file = scratch / "texts.json"
@@ -262,23 +267,23 @@ class Generator:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for whoever waits for it
+            start_new_session=True,  # Ctrl-C goes to the parent only, which then ends it
         )
 
     def run(self, job: LoadJob) -> LoadReport:
-        """The load, from its first request to the last answer."""
-        self._tell(asdict(job))
-        return LoadReport(**self._hear())
+        """Run a job and return its figures."""
+        self._send_message(asdict(job))
+        return LoadReport(**self._read_answer())
 
     @contextmanager
     def burning(self, share: float) -> Iterator[None]:
-        """Something of this share of a core runs beside."""
-        self._tell({"burn": share})
+        """Take this share of a core inside this context."""
+        self._send_message({"burn": share})
         try:
             yield
         finally:
-            self._tell({"stop": True})
-            self._hear()
+            self._send_message({"stop": True})
+            self._read_answer()
 
     def __enter__(self) -> Generator:
         return self
@@ -286,17 +291,17 @@ class Generator:
     def __exit__(self, *exception: object) -> None:
         self._process.kill()
         for pipe in filter(None, (self._process.stdin, self._process.stdout)):
-            with suppress(BrokenPipeError):  # what was not taken any more
+            with suppress(BrokenPipeError):  # unread input of a process that has ended
                 pipe.close()
         self._process.wait()
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send_message(self, message: dict[str, Any]) -> None:
         if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # `_hear` says so
+            with suppress(BrokenPipeError):  # `_read_answer` raises then
                 self._process.stdin.write(json.dumps(message) + "\n")
                 self._process.stdin.flush()
 
-    def _hear(self) -> Any:
+    def _read_answer(self) -> Any:
         line = self._process.stdout.readline() if self._process.stdout else ""
         if not line:
             raise RequestFailed("the load generator ended; what it said stands above")

@@ -1,13 +1,13 @@
-"""sentence-transformers behind FastAPI with dynamic batching: the server of a careful user.
+"""A server to compare with: sentence-transformers behind FastAPI, with dynamic batching.
 
     python -m packhorse_bench.serving_peer FOLDER --port 8081 --threads 2
 
-Started by `packhorse bench serve` to measure against. What people write by hand to serve
-embeddings, without its usual mistakes: requests go into an asyncio queue; one worker takes what
-waits, up to a few batches within a few milliseconds, and encodes it in a thread, so that the event
-loop stays free; `encode` sorts by length and pads batch by batch; answers are written by orjson;
-event loop and HTTP parser are uvicorn's fast ones where they are installed. It speaks OpenAI's
-`/v1/embeddings` for texts.
+`packhorse bench serve` starts it. It is what a careful user writes by hand to serve embeddings,
+because a comparison with a careless server would flatter ours: requests go into an asyncio queue;
+one worker takes what waits, up to a few batches within a few milliseconds, and encodes it in a
+thread, so that the event loop stays free; `encode` sorts by length and pads batch by batch;
+responses are written by orjson; event loop and HTTP parser are uvicorn's fast ones if they are
+installed. It speaks OpenAI's `/v1/embeddings` for texts.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ Encode = Callable[[Sequence[str]], np.ndarray]  # texts → vectors [n, E]
 
 
 class EmbedBody(BaseModel):
-    """The body of a request."""
+    """The body of a request to `/v1/embeddings`."""
 
     input: str | list[str]
     model: str = ""
 
 
 class Batcher:
-    """Texts of many requests, encoded together."""
+    """Encodes the texts of many requests together, up to `max_texts`, after `wait` seconds."""
 
-    def __init__(self, encode: Encode, most: int, wait: float) -> None:
+    def __init__(self, encode: Encode, max_texts: int, wait: float) -> None:
         self.encode = encode
-        self.most = most
+        self.max_texts = max_texts
         self.wait = wait
         self.queue: asyncio.Queue[tuple[str, asyncio.Future[np.ndarray]]] = asyncio.Queue()
 
     async def vectors(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """In the order of the texts."""
+        """Queue the texts and wait for their vectors, in the same order."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in texts]
         for pair in zip(texts, futures, strict=True):
@@ -51,35 +51,35 @@ class Batcher:
         return await asyncio.gather(*futures)
 
     async def work(self) -> None:
-        """Batch after batch, for ever."""
+        """Encode batch after batch, until cancelled."""
         while True:
-            texts, futures = zip(*await self._gathered(), strict=True)
+            texts, futures = zip(*await self._next_batch(), strict=True)
             try:
                 vectors = await asyncio.to_thread(self.encode, texts)
-            except Exception as error:
+            except Exception as error:  # fails these requests, not the server
                 for future in futures:
                     if not future.done():
                         future.set_exception(error)
                 continue
             for future, vector in zip(futures, vectors, strict=True):
-                if not future.done():  # its client may have left
+                if not future.done():  # cancelled, if its client has disconnected
                     future.set_result(vector)
 
-    async def _gathered(self) -> list[tuple[str, asyncio.Future[np.ndarray]]]:
-        """All that waits, and what comes within a moment."""
+    async def _next_batch(self) -> list[tuple[str, asyncio.Future[np.ndarray]]]:
+        """Wait for a text, then take more until the batch is full or `wait` has passed."""
         batch = [await self.queue.get()]
         try:
             async with asyncio.timeout(self.wait):
-                while len(batch) < self.most:
+                while len(batch) < self.max_texts:
                     batch.append(await self.queue.get())
         except TimeoutError:
             pass
         return batch
 
 
-def create(encode: Encode, most: int, wait: float) -> FastAPI:
-    """The application."""
-    batcher = Batcher(encode, most, wait)
+def create(encode: Encode, max_texts: int, wait: float) -> FastAPI:
+    """The application, with one batcher that runs as long as it does."""
+    batcher = Batcher(encode, max_texts, wait)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -109,13 +109,13 @@ def create(encode: Encode, most: int, wait: float) -> FastAPI:
 
 
 def open_model(folder: str, device: str, dtype: str, batch: int) -> Encode:
-    """sentence-transformers' own encode, on this model."""
+    """Load the model; returns sentence-transformers' own `encode` for it, warmed up."""
     from sentence_transformers import SentenceTransformer
 
     from packhorse.device import parse_dtype
 
-    kind = {"dtype": parse_dtype(dtype)}
-    model = SentenceTransformer(folder, device=device, model_kwargs=kind).eval()
+    options = {"dtype": parse_dtype(dtype)}
+    model = SentenceTransformer(folder, device=device, model_kwargs=options).eval()
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         vectors = model.encode(
@@ -127,6 +127,7 @@ def open_model(folder: str, device: str, dtype: str, batch: int) -> Encode:
         )
         return np.asarray(vectors, np.float32)
 
+    # The first call allocates and compiles, which no request should wait for.
     encode(["warm up", "with two texts of unlike length"])
     return encode
 

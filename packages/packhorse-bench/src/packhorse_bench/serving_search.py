@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from packhorse_bench.serving_load import LoadReport
 
-LOWEST = 0.3  # of what a server does in a closed loop; its rate is looked for from there on
-GROWTH = 1.3  # where it does more than that
-GROWTHS = 8
+LOWEST = 0.3  # of a server's throughput in a closed loop: the lower end of the search
+GROWTH = 1.3  # factor by which the upper end grows while the server holds it
+GROWTHS = 8  # at most
 STEPS_DOWN = (0.03, 0.06, 0.12, 0.24, 0.48)  # of a rate that long trials do not confirm
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to look."""
+    """How long to search."""
 
     rounds: int = 5  # of bisection
     short: float = 5.0  # seconds of a trial that searches
@@ -33,23 +33,24 @@ class Effort:
 
 @dataclass(frozen=True)
 class RateTrial:
-    """A rate for some seconds; what for, in a word."""
+    """A rate to try for some seconds; `purpose` is "search", "confirm", "most" or "sweep"."""
 
     rate: float
     seconds: float
     purpose: str
 
 
-# Server, trial, number of the round; None where the server is there no more.
+# Runs a trial of a server in a round of this number; None if the server no longer answers.
 Run = Callable[[str, RateTrial, int], LoadReport | None]
 Search = Generator[RateTrial, LoadReport, float]
 
 
 def highest(capacity: float, limit: float, effort: Effort) -> Search:
-    """Look for the highest rate with p99 within `limit` seconds; 0 where none is found.
+    """Search the highest rate with p99 within `limit` seconds; 0 if there is none.
 
     `capacity` is the server's rate in a closed loop.
     """
+    # A closed loop is limited by its connections, so a server may hold more: grow first.
     low = LOWEST * capacity
     high = capacity
     for _ in range(GROWTHS):
@@ -70,13 +71,17 @@ def highest(capacity: float, limit: float, effort: Effort) -> Search:
     return 0.0
 
 
+# `(yield trial)` hands a trial to `take_turns` and receives its report.
+
+
 def _passes(rate: float, limit: float, effort: Effort) -> Generator[RateTrial, LoadReport, bool]:
+    """Whether a short trial holds, or its one repetition."""
     trial = RateTrial(rate, effort.short, "search")
     return (yield trial).holds(limit) or (yield trial).holds(limit)
 
 
 def _confirmed(rate: float, limit: float, effort: Effort) -> Generator[RateTrial, LoadReport, bool]:
-    """Does every repeat hold? Ends with the first that does not."""
+    """Whether every long trial holds; stops at the first that does not."""
     for _ in range(effort.repeats):
         if not (yield RateTrial(rate, effort.long, "confirm")).holds(limit):
             return False
@@ -84,7 +89,7 @@ def _confirmed(rate: float, limit: float, effort: Effort) -> Generator[RateTrial
 
 
 def take_turns(searches: Mapping[str, Search], run: Run) -> dict[str, float]:
-    """Advance all searches, a trial of each in every round; what each found."""
+    """Advance all searches, one trial of each per round; returns the rate that each found."""
     confirmed: dict[str, float] = {}
     next_rates = {name: next(search) for name, search in searches.items()}
     turn = 0

@@ -1,9 +1,9 @@
-"""The servers that are measured, each in a process of its own, and always stopped.
+"""Starts and stops the servers that `serving` measures, each as a process of its own.
 
-All serve the same folder in the same number format with the same number of threads, speak OpenAI's
-`/v1/embeddings`, and listen on 127.0.0.1. What a server says of itself goes to a file; of one that
-does not start, the last line is the reason in its row. A server of another environment
-(infinity-emb wants other versions than we do) is an executable there.
+All serve the same folder in the same dtype with the same number of threads, speak OpenAI's
+`/v1/embeddings`, and listen on 127.0.0.1. The output of a server goes to a file; if it does not
+start, its last line is the reason in its row. infinity-emb needs other versions of libraries than
+we do, so it is an executable in an environment of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INFINITY_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """What every server of a run is given."""
+    """The settings that every server of a run shares."""
 
     folder: Path  # of the model
     device: str
@@ -52,7 +52,7 @@ class ServerPlace:
 
 
 def packhorse(place: ServerPlace, port: int) -> list[str]:
-    """Ours, as it is by default."""
+    """The command of our server, with its defaults."""
     return [
         sys.executable,
         "-m",
@@ -74,7 +74,7 @@ def packhorse(place: ServerPlace, port: int) -> list[str]:
 
 
 def sentence_transformers(place: ServerPlace, port: int) -> list[str]:
-    """Behind FastAPI, with dynamic batching: `serving_peer`."""
+    """The command of sentence-transformers behind FastAPI (`serving_peer`)."""
     for name in ("sentence_transformers", "fastapi", "uvicorn", "orjson"):
         if find_spec(name) is None:
             raise Unserved(f"{name} is not installed; pip install 'packhorse[peers,serve]'")
@@ -99,10 +99,10 @@ def sentence_transformers(place: ServerPlace, port: int) -> list[str]:
 
 
 def infinity(place: ServerPlace, port: int) -> list[str]:
-    """infinity-emb; on a CPU with its optimum engine, as its author recommends there.
+    """The command of infinity-emb; on a CPU with its optimum engine, as its author recommends.
 
-    It takes its threads from the environment. Its optimum engine finds a graph on disk only in the
-    current folder, so it is started there.
+    Its number of threads comes from the environment. Its optimum engine finds a graph on disk only
+    in the current folder, so it is started there.
     """
     executable = place.infinity or (INFINITY if INFINITY.exists() else shutil.which("infinity_emb"))
     if executable is None or not Path(executable).exists():
@@ -153,7 +153,7 @@ SERVERS: dict[str, Command] = {
 
 @dataclass(frozen=True)
 class PeerServer:
-    """One that was started."""
+    """A server process that was started."""
 
     name: str
     port: int
@@ -161,7 +161,7 @@ class PeerServer:
     log: Path
 
     def wait(self) -> None:
-        """Until it answers; raises `Unserved` if it ends or takes too long."""
+        """Wait until it answers; raises `Unserved` if it ends or takes too long."""
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             if self.process.poll() is not None:
@@ -175,7 +175,7 @@ class PeerServer:
         raise Unserved(f"does not answer after {START_SECONDS:.0f} s: {self.last_words()}")
 
     def vectors(self, texts: Sequence[str]) -> np.ndarray:
-        """What it makes of these texts; when it answers, what waited before has been worked on."""
+        """The vectors of these texts. Its answer also shows that earlier requests are done."""
         body = json.dumps({"model": MODEL, "input": list(texts)}).encode()
         try:
             status, answer = self._ask("POST", PATH, body, ANSWER_SECONDS)
@@ -187,12 +187,12 @@ class PeerServer:
         return np.array([row["embedding"] for row in rows], np.float32)
 
     def last_words(self) -> str:
-        """The last line that it wrote."""
+        """The last line of its output."""
         lines = self.log.read_text("utf-8", errors="replace").strip().splitlines()
         return lines[-1].strip()[:200] if lines else "it said nothing"
 
     def stop(self) -> None:
-        """Ask it to leave; then make it, and what it may have started in its session."""
+        """Terminate it, then kill it and whatever it has started in its session."""
         try:
             self.process.terminate()
             self.process.wait(STOP_SECONDS)
@@ -214,7 +214,7 @@ class PeerServer:
 
 
 def start(name: str, place: ServerPlace, scratch: Path) -> PeerServer:
-    """A server that may not answer yet; `Unserved` where it is not installed."""
+    """Start a server without waiting for it; raises `Unserved` if it is not installed."""
     port = _free_port()
     command = SERVERS[name](place, port)
     log = scratch / f"{name}.log"
@@ -226,13 +226,13 @@ def start(name: str, place: ServerPlace, scratch: Path) -> PeerServer:
             stderr=subprocess.STDOUT,
             env=_environment(place.threads) | {"HF_HOME": str(scratch / "hf")},
             cwd=place.onnx if name == "infinity" else None,
-            start_new_session=True,  # Ctrl-C is for us, who then stop it
+            start_new_session=True,  # Ctrl-C goes to us only, and `stopping` stops it
         )
     return PeerServer(name, port, process, log)
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """As many threads for everyone, no settings and keys of another server, no calls home."""
+    """The environment of a server: equal threads, no settings or keys of others, no telemetry."""
     others = ("PACKHORSE_SERVE_", "PACKHORSE_API_KEY", "INFINITY_")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     count = str(threads)
@@ -253,7 +253,7 @@ def _free_port() -> int:
 
 @contextmanager
 def stopping(servers: list[PeerServer]) -> Iterator[None]:
-    """Whatever happens, those in the list by then are stopped; SIGTERM is an interruption too."""
+    """Stop the servers in the list at the end, whatever happens; SIGTERM raises as Ctrl-C does."""
 
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
@@ -263,9 +263,10 @@ def stopping(servers: list[PeerServer]) -> Iterator[None]:
     try:
         yield
     finally:
-        with ExitStack() as each_of_them:  # an interruption while one is stopped spares no other
+        # An ExitStack runs all its callbacks, even if a second Ctrl-C interrupts one of them.
+        with ExitStack() as stack:
             for server in servers:
                 server.process.terminate()
-                each_of_them.callback(server.stop)
+                stack.callback(server.stop)
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)

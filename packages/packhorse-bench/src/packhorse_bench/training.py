@@ -54,7 +54,7 @@ OPTIMIZERS = {"pretrain": "LAMB", "classify": "AdamW"}
 
 @dataclass(frozen=True)
 class TrainRow:
-    """One way's figures, None where there are none; or why there is no figure at all."""
+    """The figures of one way to train, None if unknown; `problem` says why there are none."""
 
     way: str
     attention: str = ""
@@ -82,7 +82,7 @@ class TrainRow:
 
 @dataclass(frozen=True)
 class TrainingComparison:
-    """All ways, ours first, and what they were given."""
+    """The rows of all ways, ours first, and the data that they trained on."""
 
     rows: tuple[TrainRow, ...]
     config: BertConfig
@@ -97,7 +97,7 @@ class TrainingComparison:
 
 @dataclass(frozen=True)
 class TrainingTrial:
-    """An open lane, and what its rounds took."""
+    """A loaded lane, and the time and memory of its rounds."""
 
     lane: TrainingLane
     held: int  # bytes that it keeps between rounds
@@ -108,7 +108,7 @@ class TrainingTrial:
 
 
 def measure(setup: TrainingSetup, progress: Progress | None = None) -> TrainingComparison:
-    """Open, warm up, time in rounds."""
+    """Load and warm up all lanes, then time them in rounds."""
     _check(setup)
     device = devices.choose_device(setup.device)
     names = _peers(setup, device)
@@ -134,7 +134,7 @@ def measure(setup: TrainingSetup, progress: Progress | None = None) -> TrainingC
 
 
 def _attempt(name: str, stage: TrainingStage, device: torch.device) -> TrainingTrial | TrainRow:
-    """A peer, warm; whatever its code raises is its row."""
+    """Load and warm up a peer; any error becomes its row."""
     try:
         return _begin(partial(PEERS[name], stage), device, _allocated(device))
     except Exception as error:
@@ -155,7 +155,7 @@ def _peers(setup: TrainingSetup, device: torch.device) -> tuple[str, ...]:
 
 
 def _begin(open: Callable[[], TrainingLane], device: torch.device, before: int) -> TrainingTrial:
-    """Open a lane and run a round of it."""
+    """Load a lane and run one round of it, in which everything is compiled and allocated."""
     start = time.perf_counter()
     lane = open()
     for step in lane.steps:
@@ -167,10 +167,12 @@ def _begin(open: Callable[[], TrainingLane], device: torch.device, before: int) 
 
 
 def _turn(trial: TrainingTrial, device: torch.device) -> None:
-    """A round, and one more update with the gradients it left."""
+    """Time one round, and one more update with the gradients that it left."""
     lane = trial.lane
     before = _allocated(device)
     if device.type == "cuda":
+        # The lane before left its memory in torch's cache. Emptied, it must be allocated again,
+        # which takes time: a step outside the clock does that.
         torch.cuda.empty_cache()
         lane.step(lane.steps[0])
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,11 +1,11 @@
-"""Ways to train on the same sequences: ours, packed, and transformers as it is used today.
+"""Ways to train on the same sequences (lanes): ours, packed, and transformers as it is used today.
 
-Ours is the step of `packhorse train` itself (`train.step`). A peer gets what a careful user
-would give it, and in doubt more: the same weights, the same number format (bf16 beside fp32 weights
-that the optimizer keeps), the same optimizer and clipping, no attention dropout where we have none,
-and batches that are padded before the clock starts. Its loss is its own: transformers scores the
-vocabulary at every token, where ours does at masked ones, and in bf16 it sums in bf16 too, which is
-cheaper and shows in the loss's third digit.
+Ours is the step of `packhorse train` itself (`train.step`). A peer gets what a careful user would
+give it, and in doubt more, so that the comparison does not flatter us: the same weights, the same
+dtype (bf16 beside fp32 weights that the optimizer keeps), the same optimizer and clipping, no
+attention dropout where we have none, and batches that are padded before the clock starts. Its loss
+is its own: transformers scores the vocabulary at every token, ours at masked ones only, and in bf16
+it sums in bf16 too, which is cheaper and shows in the loss's third digit.
 
 `padded` fills every sequence up to the longest that may come. `grouped` sorts all sequences of a
 round by length, as transformers' group_by_length does within fifty batches, and pads each batch to
@@ -57,7 +57,7 @@ Loss = Callable[[Any, Part], Tensor]  # of a model, or of what compiled it
 
 @dataclass(frozen=True)
 class TrainingLane:
-    """A way to train, ready to run."""
+    """One way to train, with its model loaded and its batches cut."""
 
     name: str
     attention: str
@@ -70,7 +70,7 @@ class TrainingLane:
 
 
 def ours(stage: TrainingStage) -> TrainingLane:
-    """Packed, by the step of `packhorse train`."""
+    """Our lane: packed, by the step of `packhorse train`."""
     job = stage.job
     steps = stage.steps
     places = job.feed.shape.tokens if job.compiled else 0
@@ -167,7 +167,7 @@ PEERS: dict[str, Callable[[TrainingStage], TrainingLane]] = {
 
 
 def title(peer: str, longest: int, compiled: bool = False, graphs: bool = False) -> str:
-    """What a peer is called in a table."""
+    """The name of a peer in the table."""
     way, _, suffix = peer.partition("-")
     ways = {"padded": f"padded to {longest}", "grouped": "grouped by length"}
     ending = ", compiled" if compiled or suffix in ("compiled", "graphs") else ""
@@ -189,7 +189,7 @@ def cut(stage: TrainingStage, grouped: bool = False) -> list[list[list[TrainingE
 
 
 def pad(chunk: Sequence[TrainingExample], width: int | None = None) -> Part:
-    """[n, L]; L is the longest's, to a multiple, unless given."""
+    """A padded batch [n, L]; by default L is the longest, rounded up to a multiple."""
     longest = max(len(example.ids) for example in chunk)
     width = width or -(-longest // MULTIPLE) * MULTIPLE
     shape = (len(chunk), width)
@@ -210,7 +210,7 @@ def pad(chunk: Sequence[TrainingExample], width: int | None = None) -> Part:
 
 
 def flatten(batch: Any) -> Part:
-    """[1, T], and where sequences begin and end."""
+    """A flat batch [1, T], with the boundaries of its sequences."""
     packed = batch.packed
     all_examples = list(examples(batch))
     bounds = packed.cu_seqlens
@@ -274,7 +274,10 @@ def _opened(stage: TrainingStage, attention: str) -> tuple[nn.Module, LAMB]:
 def _stepping(
     stage: TrainingStage, loss_of: Callable[[Part], Tensor], optimizer: LAMB
 ) -> Callable[[Any], Tensor]:
-    """Forward and backward over the parts of a step, and the update; nothing is waited for."""
+    """A function that runs one step: forward and backward over its parts, then the update.
+
+    It never waits for the device (no `.item()`), or a GPU would idle between steps.
+    """
     device = stage.job.place.device
     most = stage.job.settings.clip
     trained = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,8 +1,8 @@
-"""What a training bench learns from: random sequences of true-to-life lengths, in steps.
+"""The data of `packhorse bench train`: random sequences with realistic lengths, in steps.
 
-Nothing is read from disk and no tokenizer is asked: how fast a step runs depends on lengths alone.
-Ours takes the steps as they are, packed. The peers take the same sequences out of them, masks and
-labels included (`examples`), so that both sides learn the same.
+Nothing is read from disk or tokenized: the speed of a step depends on lengths alone. Our lane takes
+the packed steps as they are. The peers take the same sequences out of them, with masks and labels
+(`examples`), so that all train on the same.
 
 Pretraining lays sequences into rows and gives every step as many rows, as `packhorse train` does; a
 step then has as many sequences as fit, about as many each. SST-2's training set is mostly phrases:
@@ -41,18 +41,18 @@ SST2 = (1.4, 8.06, 66)  # shape and scale of the words, most tokens
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """One sequence and what it should come to."""
+    """One sequence and its targets."""
 
     ids: np.ndarray
     types: np.ndarray
     label: int
-    words: np.ndarray | None = None  # those to be guessed, `IGNORED` elsewhere
+    words: np.ndarray | None = None  # masked words to predict, `IGNORED` elsewhere
 
 
 def draw_lengths(
     task: str, count: int, longest: int, seed: int, histogram: str | None = None
 ) -> np.ndarray:
-    """Like Wikipedia's, or like SST-2's; or of a histogram in a file."""
+    """Draw lengths like Wikipedia's or SST-2's, or from a histogram in a file."""
     if histogram is not None:
         counts = files.read_histogram(histogram)
         return np.maximum(5, workloads.sample(counts, count, seed=seed, longest=longest))
@@ -66,7 +66,7 @@ def draw_lengths(
 def pretraining(
     lengths: np.ndarray, vocab_size: int, capacity: int, steps: int, micro_tokens: int, seed: int
 ) -> TrainingFeed:
-    """Rows of `capacity` tokens, as many in each of the steps."""
+    """Packed rows of `capacity` tokens, the same number in each step."""
     rows = _rows(lengths, vocab_size, capacity, seed)
     share = len(rows) // steps
     if not share:
@@ -138,7 +138,7 @@ def examples(batch: Any) -> Iterator[TrainingExample]:
 
 
 def work(examples_in: Iterable[TrainingExample], places: int) -> cost.StepWork:
-    """What these sequences hold, where so many places are computed for them."""
+    """The work in these sequences, if `places` tokens are computed for them."""
     listed = list(examples_in)
     lengths = np.array([len(example.ids) for example in listed], np.float64)
     guessed = sum(int((e.words != IGNORED).sum()) for e in listed if e.words is not None)

@@ -1,7 +1,7 @@
-"""What a training bench is set upon: a model with its optimizer, steps, and the weights on disk.
+"""What all lanes of `packhorse bench train` share: model, optimizer, batches, and weights on disk.
 
-The model is put together as `train.job` does it, of data in memory. Its weights are then written as
-a folder that transformers reads, so that every way begins with the same.
+The training job is assembled as `train.job` does it, but from random data in memory. Its weights
+are then written as a folder that transformers reads, so that every lane starts from the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from packhorse.train.preparing import LabelSet, in_fp32, optimizer_for, prepare
 from packhorse.train.settings import TrainSettings
 from packhorse_bench import training_sets
 
-# Sequences a step and steps a round, by task and by whether there is a GPU.
+# (sequences per step, steps per round) by task and by whether there is a GPU; fewer without one, so
+# that rounds stay short and lanes take turns often.
 SIZES = {
     ("pretrain", True): (256, 4),
     ("pretrain", False): (16, 2),
@@ -46,11 +47,11 @@ class TrainingSetup:
     vocab: str | None = None
     heads: int | None = None
     task: str = "pretrain"
-    histogram: str | None = None  # FILE[:NAME] of lengths in place of the task's own
+    histogram: str | None = None  # FILE[:NAME] of lengths, instead of the task's own
     max_length: int | None = None  # of a row, and of a padded sequence
-    batch: int | None = None  # sequences a step
-    steps: int | None = None  # of a round
-    micro_tokens: int = 0  # at once; 0: by the device's memory
+    batch: int | None = None  # sequences per step; None: from SIZES
+    steps: int | None = None  # per round; None: from SIZES
+    micro_tokens: int = 0  # computed at once; 0: chosen by the device's memory
     dropout: float = 0.1
     dtype: str | None = None
     device: str | None = None
@@ -61,22 +62,22 @@ class TrainingSetup:
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """What all lanes share."""
+    """The model, data and files that all lanes share."""
 
     job: TrainingJob
-    steps: Sequence[StepBatches]  # of a round, on the host
+    steps: Sequence[StepBatches]  # of a round, in the memory of the host
     folder: Path  # the weights, as transformers reads them
-    longest: int  # tokens of a sequence that is padded in full
+    longest: int  # tokens to which `padded` fills every sequence
     micro_tokens: int  # computed at once, at most
 
     @property
     def pretrains(self) -> bool:
-        """Or else it classifies."""
+        """Whether the task is pretraining; otherwise it is classification."""
         return self.job.settings.task == "pretrain"
 
 
 def open_stage(setup: TrainingSetup, device: torch.device, scratch: Path) -> TrainingStage:
-    """The model to train, its optimizer and data; and its weights for others to read."""
+    """Build the training job and its data, and write its weights into `scratch`."""
     longest = setup.max_length or training_sets.LONGEST[setup.task]
     source = _source(setup)
     config = source.config
@@ -98,13 +99,15 @@ def open_stage(setup: TrainingSetup, device: torch.device, scratch: Path) -> Tra
         micro_tokens=micro,
         seed=setup.seed,
     )
-    fed = _feed(setup, settings, config, longest)
-    job = _job(settings, place, source, fed)
+    feed = _feed(setup, settings, config, longest)
+    job = _job(settings, place, source, feed)
+    # Peers read fp32 weights, also if ours are trained in half precision beside an fp32 copy.
     folder = checkpoint.write(scratch / "model", in_fp32(job.checkpoint, job.optimizer))
-    return TrainingStage(job, list(islice(fed.steps(None), steps)), folder, longest, micro)
+    return TrainingStage(job, list(islice(feed.steps(None), steps)), folder, longest, micro)
 
 
 def _source(setup: TrainingSetup) -> Checkpoint:
+    """The weights to start from: random ones of a named geometry, or a checkpoint."""
     if setup.config in CONFIGS:
         config = CONFIGS[setup.config]
         model = random_model._model(config, setup.seed)
@@ -117,7 +120,7 @@ def _source(setup: TrainingSetup) -> Checkpoint:
 
 
 def _sizes(setup: TrainingSetup, device: torch.device) -> tuple[int, int]:
-    """Sequences a step, steps a round."""
+    """Sequences per step and steps per round."""
     batch, steps = SIZES[setup.task, device.type != "cpu"]
     return setup.batch or batch, setup.steps or steps
 
@@ -125,6 +128,7 @@ def _sizes(setup: TrainingSetup, device: torch.device) -> tuple[int, int]:
 def _feed(
     setup: TrainingSetup, settings: TrainSettings, config: BertConfig, longest: int
 ) -> TrainingFeed:
+    """Random sequences for all steps of a round, with lengths like those of the task."""
     count = settings.batch * settings.steps
     seed = setup.seed
     micro = settings.micro_tokens
@@ -137,9 +141,9 @@ def _feed(
 
 
 def _job(
-    settings: TrainSettings, place: Placement, source: Checkpoint, fed: TrainingFeed
+    settings: TrainSettings, place: Placement, source: Checkpoint, feed: TrainingFeed
 ) -> TrainingJob:
-    """As `train.job.assemble` has it, of data that is in memory."""
+    """A training job like that of `train.job.assemble`, which reads its data from files."""
     pretrains = settings.task == "pretrain"
     objective: Objective = Pretrain() if pretrains else Classify()
     needs = source.config.needs
@@ -154,14 +158,14 @@ def _job(
     if compiled:
         executable.allow_every_bucket()
         executable.compile(model.model.bert.layers)
-    pace = StepSchedule(settings, fed.batch, fed.epoch)
+    schedule = StepSchedule(settings, feed.batch, feed.epoch)
     return TrainingJob(
         settings,
         place,
         model,
         objective,
-        fed,
-        pace,
+        feed,
+        schedule,
         optimizer,
         compiled,
         measure="loss",

@@ -1,9 +1,9 @@
-"""What is encoded in a benchmark: mixes of lengths, and random sequences of exactly these lengths.
+"""Workloads of benchmarks: lengths from a mix or a histogram, and random sequences of them.
 
-The mixes are parametric, seeded and our own, shaped after what is known of real collections, so
-that a benchmark needs no data. Token ids are drawn at random: how fast an encoder runs does not
-depend on them, lengths come out exact, and tokenizing stays outside the clock. A real collection is
-brought in as a histogram (`packhorse.reports.lengths`).
+A mix is a distribution of lengths, seeded and shaped after what is known of a real collection, so
+that a benchmark needs no data. Token ids are drawn at random: the speed of an encoder does not
+depend on them, lengths come out exact, and tokenizing stays outside the clock. Lengths of a real
+collection come as a histogram (`packhorse.reports.lengths`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FIRST_WORD = 1000  # below this BERT's vocabulary holds special and unused token
 
 
 def draw(mix: str, count: int, *, seed: int = 0, longest: int | None = None) -> np.ndarray:
-    """`count` lengths of a mix, the longest `longest` tokens (each mix has its own default)."""
+    """Draw `count` lengths of a mix, at most `longest` (by default the mix's own maximum)."""
     if mix not in LONGEST:
         raise InputError(f"unknown workload {mix!r}; there are {', '.join(LONGEST)}")
     if count < 1:
@@ -41,7 +41,8 @@ def draw(mix: str, count: int, *, seed: int = 0, longest: int | None = None) -> 
 
 
 def _wikipedia(rng: np.random.Generator, count: int) -> np.ndarray:
-    # Articles are cut into full lengths; what remains of each, and short articles, is the rest.
+    # Long articles are cut into pieces of the full length; the rest are last pieces and short
+    # articles.
     return np.where(rng.random(count) < 0.234, 1.0, rng.beta(0.84, 1.58, count))
 
 
@@ -59,7 +60,7 @@ _SHAPES = {"wikipedia": _wikipedia, "squad": _squad, "normal": _normal}
 def sample(
     histogram: np.ndarray, count: int, *, seed: int = 0, longest: int | None = None
 ) -> np.ndarray:
-    """`count` lengths drawn from a histogram (entry i counts length i+1), cut to `longest`."""
+    """Draw `count` lengths from a histogram (entry i counts length i + 1), cut to `longest`."""
     if count < 1:
         raise InputError(f"a workload of {count} sequences is none; ask for at least one")
     shares = histogram / histogram.sum()
@@ -78,7 +79,8 @@ def sequences(
     rows = []
     for length in lengths.tolist():
         ids = rng.integers(low, vocab_size, length).astype(np.int32)
-        ids[-1], ids[0] = ends[1], ends[0]  # the first wins where there is only one
+        ids[-1] = ends[1]
+        ids[0] = ends[0]  # second, so that a sequence of one token is [CLS]
         special = np.zeros(length, bool)
         special[[0, -1]] = True
         types = np.zeros(length, np.uint8)

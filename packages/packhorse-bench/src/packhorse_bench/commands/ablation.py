@@ -61,6 +61,6 @@ def ablation(
             curves_plot.draw(bench.curves(result, of), path, title, "loss of masked letters")
         note(f"written: {training_plot}")
     emit(
-        {**facts, "spread": bench.spread(result), "runs": [asdict(r) for r in result.runs]},
+        {**facts, "spread": bench.seed_spreads(result), "runs": [asdict(r) for r in result.runs]},
         keep.json,
     )
