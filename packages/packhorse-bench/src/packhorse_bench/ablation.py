@@ -81,7 +81,7 @@ NO_RESET = "packed, no position reset"
 class AblationSetup:
     """The settings of an ablation: data, model input and length of training."""
 
-    training_batches: int = 200
+    steps: int = 200
     rows: int = 8  # per step, if packed; an unpacked step has the same sequences
     capacity: int = 128
     max_length: int = 16  # tokens of a sequence; the shortest have SHORTEST
