@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packhorse.errors import InputError
+from packhorse.packing import plan
 from packhorse.packing.batch import Packed
 
 
@@ -42,6 +44,84 @@ def test_ragged_lays_sequences_end_to_end(lengths: list[int]) -> None:
     ):
         assert piece.tolist() == sequence.ids.tolist()
         assert location.tolist() == list(range(len(sequence.ids)))
+
+
+@given(LENGTHS)
+@settings(max_examples=20)
+def test_plain_ids_of_any_kind_are_the_same_batch(lengths: list[int]) -> None:
+    sequences = make(lengths)
+    expected = Packed.build(sequences)
+    arrays = [sequence.ids for sequence in sequences]
+    kinds = {
+        "lists": [array.tolist() for array in arrays],
+        "tuples": [tuple(array.tolist()) for array in arrays],
+        "arrays": [array.astype(np.int16) for array in arrays],
+        "tensors": [torch.from_numpy(array) for array in arrays],
+        "ranges": [range(array[0], array[0] + len(array)) for array in arrays],
+    }
+    for kind, plain in kinds.items():
+        packed = Packed.build(plain)
+        assert torch.equal(packed.ids, expected.ids) and packed.ids.dtype == torch.int64, kind
+        assert torch.equal(packed.cu_seqlens, expected.cu_seqlens), kind
+        assert torch.equal(packed.positions, expected.positions), kind
+        assert not packed.types.any() and packed.types.shape == packed.ids.shape, kind
+
+
+def test_a_plan_of_plain_ids_is_laid_in_rows() -> None:
+    sequences = [list(range(n)) for n in (7, 3, 5, 5, 8)]
+    packs = plan(lengths=[len(ids) for ids in sequences], capacity=10)
+    packed = Packed.rows(sequences, packs, capacity=10)
+    assert packed.ids.shape == (30,) and packed.capacity == 10
+    assert [piece.tolist() for piece in packed.split(packed.ids)] == sequences
+
+
+def shapes_of(sequences: list[Made]) -> dict[str, Packed]:
+    """The same sequences ragged, in a bucket, and in rows whose order is not the caller's."""
+    packed = Packed.build(sequences)
+    backwards = [[index] for index in reversed(range(len(sequences)))]
+    return {
+        "ragged": packed,
+        "bucket": packed.pad(len(packed.ids) + 7, len(packed) + 9),
+        "rows": Packed.rows(sequences, backwards, 41),
+    }
+
+
+@given(LENGTHS)
+@settings(max_examples=20)
+def test_join_is_the_inverse_of_split(lengths: list[int]) -> None:
+    for shape, packed in shapes_of(make(lengths)).items():
+        labels = [torch.randint(0, 9, (n,)).tolist() for n in lengths]
+        joined = packed.join(labels, fill=-100)
+        assert joined.shape == packed.ids.shape, shape
+        assert [piece.tolist() for piece in packed.split(joined)] == labels, shape
+        assert int((joined == -100).sum()) == len(packed.ids) - sum(lengths), shape
+        features = [torch.randn(n, 3, requires_grad=True) for n in lengths]
+        packed.join(features).sum().backward()
+        assert all(torch.equal(x.grad, torch.ones_like(x)) for x in features), shape  # type: ignore
+
+
+@given(LENGTHS)
+@settings(max_examples=20)
+def test_one_value_per_sequence(lengths: list[int]) -> None:
+    pieces = [torch.randn(n, 3, dtype=torch.float64) for n in lengths]
+    for shape, packed in shapes_of(make(lengths)).items():
+        # Dummies hold NaN: nothing of them may be read.
+        per_token = packed.join(pieces, fill=float("nan")).requires_grad_()
+        expected = {
+            "first": torch.stack([piece[0] for piece in pieces]),
+            "last": torch.stack([piece[-1] for piece in pieces]),
+            "mean": torch.stack([piece.mean(0) for piece in pieces]),
+        }
+        for name, values in expected.items():
+            result = getattr(packed, name)(per_token)
+            torch.testing.assert_close(result, values, msg=f"{name} of {shape}")
+            (gradient,) = torch.autograd.grad(result.sum(), per_token)
+            per_sequence = torch.stack([piece.sum(0) for piece in packed.split(gradient)])
+            torch.testing.assert_close(per_sequence, torch.ones_like(values), msg=name)
+            outside = packed.join([piece * 0 for piece in pieces], fill=1) > 0
+            assert not gradient[outside].any(), f"{name} of {shape}"
+    flat = Packed.build(make(lengths))
+    assert flat.mean(flat.join([piece[:, 0] for piece in pieces])).shape == (len(lengths),)
 
 
 @given(LENGTHS, st.integers(0, 90), st.integers(0, 5))
@@ -93,6 +173,21 @@ def test_split_at_some_tokens() -> None:
         (lambda: Packed.rows(make([5, 6]), [[0]], 10), "exactly once"),
         (lambda: Packed.rows(make([5, 6]), [[0, 1], [0]], 20), "exactly once"),
         (lambda: Packed.rows(make([5, 6]), [[0, 5]], 20), "exactly once"),
+        (lambda: Packed.build([[1, 2], []]), "sequence 1 has no tokens"),
+        (lambda: Packed.build([1, 2, 3]), r"sequence 0 is 1; pass a list of sequences"),  # type: ignore
+        (lambda: Packed.build([[1], [2, 0.5]]), "sequence 1 holds float64"),  # type: ignore
+        (lambda: Packed.build([[True, False]]), "sequence 0 holds bool"),
+        (lambda: Packed.build([[[1, 2], [3, 4]]]), r"sequence 0 has shape \[2, 2\]"),  # type: ignore
+        (lambda: Packed.build([[[1, 2], [3]]]), "sequence 0 is nested"),  # type: ignore
+        (lambda: Packed.build(["MKV"]), "sequence 0 is a str; pass its token ids"),  # type: ignore
+        (lambda: Packed.build([{"ids": [1]}]), "sequence 0 is a dict"),  # type: ignore
+        (lambda: Packed.build(torch.ones(2, 3).long()), r"shape \[2, 3\] may hold padding"),  # type: ignore
+        (lambda: Packed.build(np.ones((2, 3), int)), "may hold padding"),  # type: ignore
+        (lambda: Packed.build([SimpleNamespace(ids=[1])]), "has ids but no types"),  # type: ignore
+        (lambda: Packed.build([Made(np.ones(3, int), np.ones(2, int))]), "3 ids but 2 types"),
+        (lambda: Packed.build([[1, 2]]).join([[1, 2], [3]]), "2 pieces for 1 sequences"),
+        (lambda: Packed.build([[1, 2], [3]]).join([[1, 2], [3, 4]]), "piece 1 has 2 values"),
+        (lambda: Packed.build([[1]]).join([3]), "piece 0 has 0 values"),
     ],
 )
 def test_what_cannot_be_laid_is_refused(make_it, message: str) -> None:

@@ -113,7 +113,7 @@ def test_assign_takes_a_million(rng):
 @pytest.mark.parametrize("lengths", [[3, 3], [3, 3, 5, 5, 5], [3, 3, 4, 5]])
 def test_assign_refuses_other_lengths(lengths):
     packing = plan(histogram_of([3, 3, 5, 5]), 10)
-    with pytest.raises(InputError, match="plan again with histogram_of"):
+    with pytest.raises(InputError, match="plan again with plan"):
         assign(packing, lengths)
 
 
@@ -122,9 +122,45 @@ def test_histogram_of_counts():
     assert histogram_of(np.array([2, 2, 4], dtype=np.uint8), 6).tolist() == [0, 2, 0, 1, 0, 0]
 
 
+@given(lengths=lengths_lists, depth=st.none() | st.integers(1, 4))
+@settings(max_examples=25)
+def test_lengths_get_packs_of_indices(lengths, depth):
+    packs = plan(lengths=lengths, capacity=24, max_per_pack=depth)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    for pack in packs:
+        assert sum(lengths[index] for index in pack) <= 24 and len(pack) <= (depth or 24)
+    assert packs.plan == plan(histogram_of(lengths, 24), 24, depth)
+    assert len(packs) == packs.plan.pack_count
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_lengths_take_every_algorithm_and_kind_of_list(rng, algorithm):
+    lengths = rng.integers(1, 33, 200)
+    packs = plan(lengths=lengths, capacity=32, max_per_pack=3, algorithm=algorithm)
+    assert packs.plan == plan(histogram_of(lengths, 32), 32, 3, algorithm)
+    for same in (lengths.tolist(), tuple(lengths.tolist()), lengths.astype(np.uint8)):
+        again = plan(lengths=same, capacity=32, max_per_pack=3, algorithm=algorithm)
+        assert again.indices.tolist() == packs.indices.tolist()
+
+
+def test_histogram_may_be_named():
+    assert plan(histogram=[0, 2, 1], capacity=4) == plan([0, 2, 1], 4)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: plan(capacity=8), "needs lengths= .* or histogram="),
+        (lambda: plan([1], 8, lengths=[1]), "not both"),
+        (lambda: plan(lengths=[1]), "needs capacity="),
+        (lambda: plan(lengths=[], capacity=8), "no lengths"),
+        (lambda: plan(lengths=[3, -2, 4], capacity=8), r"lengths\[1\] is -2"),
+        (lambda: plan(lengths=[3, 0], capacity=8), r"lengths\[1\] is 0"),
+        (lambda: plan(lengths=[3, 10**15], capacity=8), "1 of 2 sequences are longer .* 8 tokens"),
+        (lambda: plan(lengths=[[3, 4]], capacity=8), "flat list"),
+        (lambda: plan(lengths=[[3], [4, 5]], capacity=8), "flat list"),
+        (lambda: plan(lengths=[3.5], capacity=8), "whole numbers"),
+        (lambda: plan(lengths=[3], capacity=0), "capacity must be at least 1"),
         (lambda: plan([0, 0], 8), "counts no sequence"),
         (lambda: plan([], 8), "counts no sequence"),
         (lambda: plan([1, -1], 8), "negative"),
@@ -136,7 +172,7 @@ def test_histogram_of_counts():
         (lambda: plan([1], 8, 0), "max_per_pack must be at least 1"),
         (lambda: plan([1], 8, "3"), "max_per_pack must be a whole number"),
         (lambda: plan([1], 8, algorithm="ffd"), "known: optimum, spfhp, lpfhp, nnlshp"),
-        (lambda: histogram_of([]), "one or more"),
+        (lambda: histogram_of([]), "pass one or more"),
         (lambda: histogram_of([3, 0]), "below 1"),
         (lambda: histogram_of([3.0]), "whole numbers"),
         (lambda: histogram_of([3, 9], 8), "1 of 2 sequences are longer"),

@@ -1,10 +1,8 @@
 """Attention over packed sequences: kernels that never look across a boundary.
 
-    choice = pick(torch.device("cpu"), torch.float32)
-    plan = choice.kernel.plan(packed)  # once per batch
-    mixed = choice.kernel(qkv, plan)  # in every layer
+    mixed = attend(q, k, v, packed)  # [T, H, D] each, by the fastest kernel that can do it
 
-`kernels` has the protocol, the table of kernels and their choice; each kernel has a module of its
+`packed` has this function, and `PackedAttention` for models of several layers. `kernels` has the protocol, the table of kernels and their choice; each kernel has a module of its
 own. `scope` says what a layer's queries may attend to.
 """
 
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
         kernel,
         pick,
     )
+    from packhorse.attention.packed import PackedAttention, attend
     from packhorse.attention.scope import AttentionScope
 else:
     __getattr__, __dir__ = lazy_exports(
@@ -34,8 +33,19 @@ else:
                 "kernel",
                 "pick",
             ],
+            "packhorse.attention.packed": ["PackedAttention", "attend"],
             "packhorse.attention.scope": ["AttentionScope"],
         },
     )
 
-__all__ = ["KERNELS", "AttentionScope", "Kernel", "KernelChoice", "KernelSupport", "kernel", "pick"]
+__all__ = [
+    "KERNELS",
+    "AttentionScope",
+    "Kernel",
+    "KernelChoice",
+    "KernelSupport",
+    "PackedAttention",
+    "attend",
+    "kernel",
+    "pick",
+]

@@ -11,15 +11,18 @@ The value has three shapes:
 In all three, `cu_seqlens` alone marks where a sequence begins and ends, so models and kernels need
 only one code path. `places` tells which of the S sequences are the caller's.
 
-Shapes: T tokens, S sequences (dummies included).
+`join` and `split` lead from values per sequence to values per token and back; `first`, `last`,
+`mean` and `pick` return one value for each of the caller's sequences.
+
+Shapes: T tokens, S sequences (dummies included), N sequences of the caller, L tokens of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,12 +33,15 @@ from packhorse.errors import InputError
 
 
 class TokenSequence(Protocol):
-    """What a sequence must offer to be packed; `tokens.Encoding` does."""
+    """A sequence with token ids and token types; `tokens.Encoding` is one."""
 
     @property
     def ids(self) -> Any: ...
     @property
     def types(self) -> Any: ...
+
+
+IdSequence = Sequence[int] | np.ndarray | Tensor  # token ids alone; all types are 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +59,27 @@ class Packed:
     prompt_lengths: Tensor | None = None
 
     @classmethod
-    def build(cls, sequences: Sequence[TokenSequence]) -> Packed:
-        """Lay `sequences` end to end, in their order (the ragged shape)."""
+    def build(cls, sequences: Sequence[TokenSequence | IdSequence]) -> Packed:
+        """Lay `sequences` end to end, in their order (the ragged shape); nothing is padded.
+
+        A sequence is a list, an array or a tensor of token ids, or an object with `ids` and
+        `types`, as `Tokenizer.encode` returns them.
+        """
+        sequences = _token_sequences(sequences)
         if not sequences:
             raise InputError("there is no sequence to pack; pass at least one")
         lengths = np.array([len(sequence.ids) for sequence in sequences])
         if not lengths.all():
             raise InputError(f"sequence {int(lengths.argmin())} has no tokens; remove it first")
+        ids = _concatenate(sequence.ids for sequence in sequences)
+        types = _concatenate(sequence.types for sequence in sequences)
+        if len(types) != len(ids):
+            raise InputError(
+                f"the sequences have {len(ids)} ids but {len(types)} types; every token needs both"
+            )
         return cls(
-            ids=_concatenate(sequence.ids for sequence in sequences),
-            types=_concatenate(sequence.types for sequence in sequences),
+            ids=ids,
+            types=types,
             positions=torch.from_numpy(_restarting_positions(lengths)),
             cu_seqlens=_cumulative(lengths),
             max_seqlen=int(lengths.max()),
@@ -72,9 +89,17 @@ class Packed:
 
     @classmethod
     def rows(
-        cls, sequences: Sequence[TokenSequence], packs: Sequence[Sequence[int]], capacity: int
+        cls,
+        sequences: Sequence[TokenSequence | IdSequence],
+        packs: Iterable[Iterable[int]],
+        capacity: int,
     ) -> Packed:
-        """Lay each pack (indices into `sequences`) into a row of `capacity` tokens."""
+        """Lay each pack (indices into `sequences`) into a row of `capacity` tokens.
+
+        `packs` may be what `plan(lengths=…)` returns.
+        """
+        sequences = _token_sequences(sequences)
+        packs = [list(pack) for pack in packs]
         if sorted(chain.from_iterable(packs)) != list(range(len(sequences))):
             raise InputError("the packs must name every sequence exactly once, by its index")
         slots: list[TokenSequence] = []
@@ -195,6 +220,35 @@ class Packed:
         """[S] index of each sequence's first token."""
         return self.cu_seqlens[:-1]
 
+    def join(self, pieces: Sequence[Any], fill: float = 0) -> Tensor:
+        """Lay values of the caller's sequences along the batch: [L, …] each to [T, …].
+
+        For labels, weights or features; `split` is the inverse. Dummy sequences get `fill`.
+        """
+        if len(pieces) != len(self.places):
+            raise InputError(
+                f"there are {len(pieces)} pieces for {len(self.places)} sequences; pass one each"
+            )
+        lengths = self.lengths.tolist()
+        tensors = [torch.as_tensor(piece, device=self.ids.device) for piece in pieces]
+        slots: list[Tensor | None] = [None] * len(self)
+        for index, (place, piece) in enumerate(zip(self.places, tensors, strict=True)):
+            count = len(piece) if piece.ndim else 0
+            if count != lengths[place]:
+                raise InputError(
+                    f"piece {index} has {count} values, but its sequence has {lengths[place]}"
+                    " tokens; pass one value per token"
+                )
+            slots[place] = piece
+        return torch.cat(
+            [
+                tensors[0].new_full((length, *tensors[0].shape[1:]), fill)
+                if piece is None
+                else piece
+                for piece, length in zip(slots, lengths, strict=True)
+            ]
+        )
+
     def split(self, per_token: Tensor, at: Tensor | None = None) -> list[Tensor]:
         """Cut a per-token result into one view per sequence of the caller.
 
@@ -205,10 +259,27 @@ class Packed:
         return [per_token[ends[place] : ends[place + 1]] for place in self.places]
 
     def pick(self, per_sequence: Tensor) -> Tensor:
-        """Select the caller's sequences, in order, from a per-sequence result [S, …]."""
+        """Select the caller's sequences, in order, from a per-sequence result: [S, …] to [N, …]."""
         if self.places == tuple(range(len(self.places))):  # dummies come last: a view will do
             return per_sequence[: len(self.places)]
         return per_sequence[list(self.places)]
+
+    def first(self, per_token: Tensor) -> Tensor:
+        """The value at the first token of each of the caller's sequences: [T, …] to [N, …]."""
+        return per_token[self.pick(self.starts)]
+
+    def last(self, per_token: Tensor) -> Tensor:
+        """The value at the last token of each of the caller's sequences: [T, …] to [N, …]."""
+        return per_token[self.pick(self.cu_seqlens[1:]) - 1]
+
+    def mean(self, per_token: Tensor) -> Tensor:
+        """The mean over the tokens of each of the caller's sequences: [T, …] to [N, …]."""
+        lengths = self.lengths.long()
+        # A segment reduction adds up nothing but the tokens of its sequence, so that a NaN stays
+        # there; a product with a matrix of ones and zeros would spread it.
+        sums = torch.segment_reduce(per_token, "sum", lengths=lengths, axis=0, unsafe=True)
+        counts = self.pick(lengths).to(per_token.dtype)
+        return self.pick(sums) / counts.view(-1, *[1] * (per_token.ndim - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +293,60 @@ class _FillerSequence:
     def of_length(cls, length: int) -> _FillerSequence:
         zeros = np.zeros(length, np.int64)
         return cls(zeros, zeros)
+
+
+class _PlainSequence(NamedTuple):
+    """Token ids of type 0."""
+
+    ids: np.ndarray
+    types: np.ndarray
+
+
+def _token_sequences(sequences: Sequence[Any]) -> list[TokenSequence]:
+    """The sequences as objects with `ids` and `types`."""
+    if isinstance(sequences, np.ndarray | Tensor):
+        raise InputError(
+            f"an array of shape {list(sequences.shape)} may hold padding, which would become"
+            " tokens; pass a list of sequences without it, as"
+            " [row[:n] for row, n in zip(rows, lengths)]"
+        )
+    return [
+        sequence
+        if hasattr(sequence, "ids") and hasattr(sequence, "types")
+        else _plain_sequence(sequence, index)
+        for index, sequence in enumerate(sequences)
+    ]
+
+
+def _plain_sequence(sequence: Any, index: int) -> _PlainSequence:
+    if hasattr(sequence, "ids"):
+        raise InputError(
+            f"sequence {index}, a {type(sequence).__name__}, has ids but no types; pass its ids"
+        )
+    if isinstance(sequence, str | bytes | Mapping):
+        raise InputError(
+            f"sequence {index} is a {type(sequence).__name__}; pass its token ids, as [5, 17, 2]"
+        )
+    if isinstance(sequence, Tensor):
+        sequence = sequence.numpy(force=True)
+    try:
+        ids = np.asarray(sequence)
+    except ValueError:  # lists of different lengths in one another
+        raise InputError(f"sequence {index} is nested; pass a flat list of token ids") from None
+    if ids.ndim == 0:
+        raise InputError(
+            f"sequence {index} is {sequence!r}; pass a list of sequences, as [[5, 17, 2], [8, 1]]"
+        )
+    if ids.ndim > 1:
+        raise InputError(
+            f"sequence {index} has shape {list(ids.shape)}; pass a flat list of token ids"
+        )
+    if ids.size and ids.dtype.kind not in "iu":
+        raise InputError(
+            f"sequence {index} holds {ids.dtype}; token ids are whole numbers (values of other"
+            " kinds go along the batch with Packed.join)"
+        )
+    return _PlainSequence(ids, np.zeros(len(ids), np.int64))
 
 
 def _concatenate(arrays: Iterable[Any]) -> Tensor:

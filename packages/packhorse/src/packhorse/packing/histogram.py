@@ -1,12 +1,13 @@
-"""Pack a whole dataset from the histogram of its lengths: which lengths share a pack, and who.
+"""Pack a whole dataset from its lengths: which sequences share a pack.
 
-    counts = histogram_of(lengths, capacity=512)
-    packing = plan(counts, capacity=512, max_per_pack=3)
-    for indices in assign(packing, lengths, seed=0): ...
+    packs = plan(lengths=lengths, capacity=512, max_per_pack=3)
+    for indices in packs: ...                            # sequences of one pack, by index
+    packs = assign(packs.plan, lengths, seed=epoch)      # other neighbors for the next epoch
 
-A `PackingPlan` knows lengths and counts, never sequences, so planning for millions of sequences
-costs no more than for hundreds, and one plan serves every epoch: `assign` draws anew, by seed,
-which sequence of a length takes which place. This needs all lengths in advance;
+Only the histogram of the lengths matters for the plan: a `PackingPlan` knows lengths and counts,
+never sequences. So planning for millions of sequences costs no more than for hundreds, and one plan
+serves every epoch: `assign` draws anew, by seed, which sequence of a length takes which place.
+`plan(histogram=…)` plans without the sequences, from counts. Both need all lengths in advance;
 `packhorse.packing.online` does not, but fills packs less well.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import index as as_integer
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -73,10 +74,14 @@ class PackingPlan:
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """Which sequences share a pack; iterate or index to get the sequence indices of a pack."""
+    """Which sequences share a pack; iterate or index to get the sequence indices of a pack.
+
+    It can be the `batch_sampler` of a torch DataLoader: then every pack is a batch.
+    """
 
     indices: np.ndarray  # [sequences] every sequence once, pack after pack
     offsets: np.ndarray  # [packs+1] pack i is indices[offsets[i]:offsets[i+1]]
+    plan: PackingPlan  # the figures, as `plan.efficiency`; for `assign` with another seed
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -90,28 +95,68 @@ class Assignment:
 
 
 def histogram_of(lengths: Sequence[int] | np.ndarray, capacity: int | None = None) -> np.ndarray:
-    """Count lengths: entry i of the result is the number of sequences of i+1 tokens."""
+    """Count lengths: entry i of the result is the number of sequences of i+1 tokens.
+
+    With `capacity` the result has that many entries, and a longer sequence is an error.
+    """
     array = integer_array(lengths, "lengths")
-    if not len(array) or array.min() < 1:
-        raise InputError("lengths must be one or more numbers, none of them below 1")
-    counts = np.bincount(array, minlength=(capacity or 0) + 1)[1:]
-    return counts if capacity is None else fit_to_capacity(counts, capacity)
+    if not len(array):
+        raise InputError("there are no lengths; pass one or more")
+    if array.min() < 1:
+        index = int(array.argmin())
+        raise InputError(
+            f"lengths[{index}] is {array[index]}, and none may be below 1; remove sequences without"
+            " tokens"
+        )
+    if capacity is None:
+        return np.bincount(array)[1:]
+    check_fit(int((array > capacity).sum()), len(array), int(array.max()), capacity)
+    return np.bincount(array, minlength=capacity + 1)[1:]
 
 
+@overload
 def plan(
     histogram: Sequence[int] | np.ndarray,
     capacity: int,
     max_per_pack: int | None = None,
     algorithm: str = "optimum",
     effort: int = EFFORT,
-) -> PackingPlan:
-    """Pack the sequences counted in `histogram` (entry i: those of length i+1) into few packs.
+) -> PackingPlan: ...
+
+
+@overload
+def plan(
+    *,
+    lengths: Sequence[int] | np.ndarray,
+    capacity: int,
+    max_per_pack: int | None = None,
+    algorithm: str = "optimum",
+    effort: int = EFFORT,
+) -> Assignment: ...
+
+
+def plan(
+    histogram: Sequence[int] | np.ndarray | None = None,
+    capacity: int | None = None,
+    max_per_pack: int | None = None,
+    algorithm: str = "optimum",
+    effort: int = EFFORT,
+    *,
+    lengths: Sequence[int] | np.ndarray | None = None,
+) -> PackingPlan | Assignment:
+    """Pack sequences, known by their lengths or by the histogram of these, into few packs.
+
+    `plan(lengths=…)` takes the length of every sequence and returns an `Assignment`: the indices of
+    the sequences in each pack, with the plan as its `plan`. `plan(histogram=…)` takes counts (entry
+    i: sequences of length i+1) and returns the `PackingPlan` alone.
 
     A pack holds `capacity` tokens and at most `max_per_pack` sequences. `algorithm` is "optimum"
     or, for comparison, one of the published "spfhp", "lpfhp" and "nnlshp". `effort` limits the
     linear programs that "optimum" may solve, and `PackingPlan.complete` tells whether that was
     enough; the same histogram and effort give the same plan on every machine.
     """
+    if capacity is None:
+        raise InputError("plan needs capacity=, the number of tokens that a pack may hold")
     if algorithm not in ALGORITHMS:
         raise InputError(f"unknown packing algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
     capacity = at_least_one(capacity, "capacity")
@@ -119,7 +164,17 @@ def plan(
         max_per_pack = at_least_one(max_per_pack, "max_per_pack")
     effort = at_least_one(effort, "effort")
     start = time.perf_counter()
-    counts = fit_to_capacity(checked_counts(histogram), capacity)
+    if lengths is not None and histogram is not None:
+        raise InputError("plan takes lengths= or histogram=, not both; leave one out")
+    if lengths is not None:
+        counts = histogram_of(lengths, capacity)
+    elif histogram is not None:
+        counts = fit_to_capacity(checked_counts(histogram), capacity)
+    else:
+        raise InputError(
+            "plan needs lengths= (the length of every sequence) or histogram= (the number of"
+            " sequences of each length)"
+        )
     shortest = int(np.flatnonzero(counts)[0]) + 1
     # No pack can hold more sequences than this, whatever the limit; a smaller depth is faster.
     depth = min(max_per_pack or capacity, capacity // shortest)
@@ -133,7 +188,8 @@ def plan(
     seconds = time.perf_counter() - start
     table = tuple(counts.tolist())
     packs = tuple(sorted(packs, key=lambda pack: -pack[1]))
-    return PackingPlan(capacity, max_per_pack, algorithm, bound, seconds, table, packs, complete)
+    packing = PackingPlan(capacity, max_per_pack, algorithm, bound, seconds, table, packs, complete)
+    return packing if lengths is None else assign(packing, lengths)
 
 
 def assign(plan: PackingPlan, lengths: Sequence[int] | np.ndarray, seed: int = 0) -> Assignment:
@@ -142,7 +198,7 @@ def assign(plan: PackingPlan, lengths: Sequence[int] | np.ndarray, seed: int = 0
     if counts.tolist() != list(plan.histogram):
         raise InputError(
             f"these {counts.sum()} lengths are not those of the plan ({plan.sequences} sequences);"
-            " plan again with histogram_of(lengths, capacity)"
+            " plan again with plan(lengths=lengths, capacity=capacity)"
         )
     rng = np.random.default_rng(seed)
     # `plan.packs` holds kinds of packs; repeat each kind as often as it is used and shuffle.
@@ -158,7 +214,7 @@ def assign(plan: PackingPlan, lengths: Sequence[int] | np.ndarray, seed: int = 0
     shuffled = rng.permutation(len(places))
     indices = np.empty_like(shuffled)
     indices[by_length(places)] = shuffled[by_length(np.asarray(lengths)[shuffled])]
-    return Assignment(indices, offsets)
+    return Assignment(indices, offsets, plan)
 
 
 def by_length(lengths: np.ndarray) -> np.ndarray:
@@ -192,18 +248,26 @@ def checked_counts(histogram: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def fit_to_capacity(counts: np.ndarray, capacity: int) -> np.ndarray:
     """The histogram as exactly `capacity` entries; raises if a sequence is longer than that."""
-    if beyond := int(counts[capacity:].sum()):
-        raise InputError(
-            f"{beyond} of {counts.sum()} sequences are longer than the capacity, {capacity} tokens"
-            f" (the longest has {np.flatnonzero(counts)[-1] + 1}); truncate or split them, or raise"
-            " the capacity"
-        )
+    longest = int(np.flatnonzero(counts)[-1]) + 1
+    check_fit(int(counts[capacity:].sum()), int(counts.sum()), longest, capacity)
     return np.pad(counts[:capacity], (0, max(0, capacity - len(counts))))
+
+
+def check_fit(too_long: int, sequences: int, longest: int, capacity: int) -> None:
+    """Raise if any sequence is longer than `capacity`."""
+    if too_long:
+        raise InputError(
+            f"{too_long} of {sequences} sequences are longer than the capacity, {capacity} tokens"
+            f" (the longest has {longest}); truncate or split them, or raise the capacity"
+        )
 
 
 def integer_array(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
     """`values` as a flat int64 array; `name` is for the error message."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError:  # nested lists of different lengths
+        raise InputError(f"{name} must be a flat list of whole numbers, got nested lists") from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InputError(
             f"{name} must be a flat list of whole numbers, got {array.dtype} {array.shape}"
