@@ -176,8 +176,8 @@ def train(
     losses = []
     for epoch in range(args.epochs):
         loader = DataLoader(
-            proteins,  # type: ignore[arg-type]
-            batch_sampler=assign(packs.plan, lengths, seed=epoch),  # type: ignore[arg-type]
+            proteins,
+            batch_sampler=assign(packs.plan, lengths, seed=epoch),
             collate_fn=SequenceCollator(per_token=["labels"]),
             num_workers=args.workers,
         )

@@ -97,7 +97,7 @@ def test_join_is_the_inverse_of_split(lengths: list[int]) -> None:
         assert int((joined == -100).sum()) == len(packed.ids) - sum(lengths), shape
         features = [torch.randn(n, 3, requires_grad=True) for n in lengths]
         packed.join(features).sum().backward()
-        assert all(torch.equal(x.grad, torch.ones_like(x)) for x in features), shape  # type: ignore
+        assert all(torch.equal(x.grad, torch.ones_like(x)) for x in features), shape
 
 
 @given(LENGTHS)
@@ -174,16 +174,16 @@ def test_split_at_some_tokens() -> None:
         (lambda: Packed.rows(make([5, 6]), [[0, 1], [0]], 20), "exactly once"),
         (lambda: Packed.rows(make([5, 6]), [[0, 5]], 20), "exactly once"),
         (lambda: Packed.build([[1, 2], []]), "sequence 1 has no tokens"),
-        (lambda: Packed.build([1, 2, 3]), r"sequence 0 is 1; pass a list of sequences"),  # type: ignore
-        (lambda: Packed.build([[1], [2, 0.5]]), "sequence 1 holds float64"),  # type: ignore
+        (lambda: Packed.build([1, 2, 3]), r"sequence 0 is 1; pass a list of sequences"),
+        (lambda: Packed.build([[1], [2, 0.5]]), "sequence 1 holds float64"),
         (lambda: Packed.build([[True, False]]), "sequence 0 holds bool"),
-        (lambda: Packed.build([[[1, 2], [3, 4]]]), r"sequence 0 has shape \[2, 2\]"),  # type: ignore
-        (lambda: Packed.build([[[1, 2], [3]]]), "sequence 0 is nested"),  # type: ignore
-        (lambda: Packed.build(["MKV"]), "sequence 0 is a str; pass its token ids"),  # type: ignore
-        (lambda: Packed.build([{"ids": [1]}]), "sequence 0 is a dict"),  # type: ignore
-        (lambda: Packed.build(torch.ones(2, 3).long()), r"shape \[2, 3\] may hold padding"),  # type: ignore
-        (lambda: Packed.build(np.ones((2, 3), int)), "may hold padding"),  # type: ignore
-        (lambda: Packed.build([SimpleNamespace(ids=[1])]), "has ids but no types"),  # type: ignore
+        (lambda: Packed.build([[[1, 2], [3, 4]]]), r"sequence 0 has shape \[2, 2\]"),
+        (lambda: Packed.build([[[1, 2], [3]]]), "sequence 0 is nested"),
+        (lambda: Packed.build(["MKV"]), "sequence 0 is a str; pass its token ids"),
+        (lambda: Packed.build([{"ids": [1]}]), "sequence 0 is a dict"),
+        (lambda: Packed.build(torch.ones(2, 3).long()), r"shape \[2, 3\] may hold padding"),
+        (lambda: Packed.build(np.ones((2, 3), int)), "may hold padding"),
+        (lambda: Packed.build([SimpleNamespace(ids=[1])]), "has ids but no types"),
         (lambda: Packed.build([Made(np.ones(3, int), np.ones(2, int))]), "3 ids but 2 types"),
         (lambda: Packed.build([[1, 2]]).join([[1, 2], [3]]), "2 pieces for 1 sequences"),
         (lambda: Packed.build([[1, 2], [3]]).join([[1, 2], [3, 4]]), "piece 1 has 2 values"),

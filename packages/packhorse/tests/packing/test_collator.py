@@ -28,8 +28,8 @@ EXAMPLES = [
 def test_packs_are_batches(workers: int) -> None:
     packs = plan(lengths=LENGTHS, capacity=48)
     loader = DataLoader(
-        EXAMPLES,  # type: ignore[arg-type]
-        batch_sampler=packs,  # type: ignore[arg-type]
+        EXAMPLES,
+        batch_sampler=packs,
         collate_fn=SequenceCollator(per_token=["labels", "weights"]),
         num_workers=workers,
     )
@@ -56,7 +56,7 @@ def test_ids_alone_need_no_collator() -> None:
     for epoch in (packs, other):
         loader = DataLoader(
             sequences,
-            batch_sampler=epoch,  # type: ignore[arg-type]
+            batch_sampler=epoch,
             collate_fn=Packed.build,
             num_workers=1,
         )
