@@ -2,8 +2,9 @@
 
     mixed = attend(q, k, v, packed)  # [T, H, D] each, by the fastest kernel that can do it
 
-`packed` has this function, and `PackedAttention` for models of several layers. `kernels` has the protocol, the table of kernels and their choice; each kernel has a module of its
-own. `scope` says what a layer's queries may attend to.
+`packed` has this function, and `PackedAttention` for models of several layers. `kernels` has the
+protocol, the table of kernels and their choice; each kernel has a module of its own. `scope` says
+what a layer's queries may attend to.
 """
 
 from typing import TYPE_CHECKING
