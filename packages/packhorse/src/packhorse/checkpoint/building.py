@@ -6,7 +6,8 @@ second encoder under another scope would make those names ambiguous; a pattern t
 of the model is an error, since a missing layer would change every result. What is missing, has
 another shape or is unknown is then listed by its name in the file before anything is placed. Each
 tensor is taken out of the file's dictionary, cast and handed to the model, so that little is ever
-held twice; values that are not finite are counted on the way.
+held twice; values that are not finite are counted on the way, and each tensor gets a checksum, of
+which `fingerprint` is made.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from packhorse.attention import Kernel
 from packhorse.checkpoint import names, sentence
+from packhorse.checkpoint.contents import checksum
 from packhorse.checkpoint.names import CanonicalCheckpoint
 from packhorse.checkpoint.names.families import modules_of
 from packhorse.device import dtype_name
@@ -158,6 +160,8 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()  # not used, and without effect on any result
     nonfinite: dict[str, int] = field(default_factory=dict)  # number of such values
     overflowed: dict[str, int] = field(default_factory=dict)  # finite only in the file's dtype
+    # By our name, of its values as float32: one checksum per tensor of the file that it is made of.
+    checksums: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def mismatches(self) -> list[str]:
         """One line per reason why the tensors do not fit the model."""
@@ -218,11 +222,14 @@ def place(
     raise_problems("the weights do not fit the configuration", report.mismatches())
     # One parameter per tuple of sources, so that weights tied in the file stay tied here.
     parameters: dict[tuple[str, ...], nn.Parameter] = {}
+    checksums: dict[str, str] = {}
     for parts in sources.values():
         if parts not in parameters:
-            tensors = [_take(name, checkpoint, dtype, report) for name in parts]
+            tensors = [_take(name, checkpoint, dtype, report, checksums) for name in parts]
             joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
             parameters[parts] = nn.Parameter(joined.to(device))
+    for name, parts in sources.items():
+        report.checksums[name] = tuple(checksums[part] for part in parts)
     placed = {name: parameters[parts] for name, parts in sources.items()}
     model.load_state_dict(placed, assign=True)
     return report
@@ -254,9 +261,16 @@ def _compare(
 
 
 def _take(
-    name: str, checkpoint: CanonicalCheckpoint, dtype: torch.dtype | None, report: LoadReport
+    name: str,
+    checkpoint: CanonicalCheckpoint,
+    dtype: torch.dtype | None,
+    report: LoadReport,
+    checksums: dict[str, str],
 ) -> Tensor:
-    """Take a tensor out of the checkpoint, cast it, and report values that are not finite."""
+    """Take a tensor out of the checkpoint, cast it, and report values that are not finite.
+
+    The checksum is that of the values before they are cast to a narrower dtype.
+    """
     tensor = checkpoint.tensors.pop(name)
     if not tensor.is_floating_point():
         raise CheckpointError(
@@ -271,6 +285,8 @@ def _take(
             report.nonfinite[checkpoint.name_in_file(name)] = before
         elif after:
             report.overflowed[checkpoint.name_in_file(name)] = after
+    values = cast if cast.dtype == torch.float32 else tensor.float()
+    checksums[name] = f"{list(values.shape)} {checksum(values)}"
     return cast
 
 

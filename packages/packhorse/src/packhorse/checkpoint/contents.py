@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from packhorse import wire
 
 
 @dataclass(frozen=True)
@@ -25,3 +28,9 @@ class Contents:
     notes: tuple[str, ...] = ()  # for the user: what was dequantized, renamed or left out
     gelu: frozenset[str] = frozenset()  # forms in its graph, if there is one: "erf", "tanh"
     graph: Path | None = None  # the file that holds this graph
+
+
+def checksum(tensor: Tensor) -> str:
+    """The crc32c of a tensor's values in row-major order, little-endian: equal in every format."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{wire.crc32c(data.data):08x}"

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from packhorse import wire
-from packhorse.checkpoint import sources
+from packhorse.checkpoint import fingerprint, sources
 from packhorse.checkpoint.configuration import ConfigInput
+from packhorse.checkpoint.contents import checksum
+from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.checkpoint.loading import Checkpoint, load
-from packhorse.errors import PackhorseError
+from packhorse.checkpoint.loading import tokenizer as open_tokenizer
+from packhorse.device import DTYPES
+from packhorse.errors import CheckpointError, PackhorseError
 from packhorse.model.config import BertConfig
 
 Progress = Callable[[int, int], None]  # called with tensors read so far, and all
@@ -30,7 +32,7 @@ class TensorFacts:
     dtype: str
     values: int
     nonfinite: int
-    crc32c: str  # of its values in row-major order, little-endian: the same in every format
+    crc32c: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Inspection:
     slots: dict[str, int]  # optimizer state: number of tensors by kind
     files: tuple[FileFacts, ...]
     notes: tuple[str, ...]
+    fingerprints: dict[str, str]  # by dtype; empty if it does not run or has no tokenizer
+    fingerprint_parts: dict[str, Any]  # those that do not depend on the dtype
     tensors: tuple[TensorFacts, ...] = field(repr=False)
 
 
@@ -70,6 +74,7 @@ def inspect(
     model: str | Path,
     *,
     config: ConfigInput = None,
+    vocab: str | Path | None = None,
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
@@ -86,6 +91,7 @@ def inspect(
             source,
             contents=contents,
             config=config,
+            vocab=vocab,
             heads=heads,
             gelu=gelu,
             ignore=ignore,
@@ -94,6 +100,7 @@ def inspect(
         )
     except PackhorseError as error:
         why_not = str(error)
+    fingerprints = _fingerprints(checkpoint) if checkpoint else {}
     return Inspection(
         path=str(source.path),
         format=source.format,
@@ -112,8 +119,27 @@ def inspect(
         slots=contents.left_out,
         files=tuple(_file(path) for path in contents.files),
         notes=checkpoint.notes if checkpoint else contents.notes,
+        fingerprints={dtype: str(fingerprint) for dtype, fingerprint in fingerprints.items()},
+        fingerprint_parts=_common_parts(fingerprints.values()),
         tensors=tensors,
     )
+
+
+def _fingerprints(checkpoint: Checkpoint) -> dict[str, Fingerprint]:
+    """The fingerprint in each dtype; none without a tokenizer, and a damaged one is not opened."""
+    try:
+        tokenizer = open_tokenizer(checkpoint)
+    except CheckpointError:
+        return {}
+    return {
+        name: fingerprint.of_checkpoint(checkpoint, tokenizer, DTYPES[name])
+        for name in ("fp32", "bf16", "fp16")
+    }
+
+
+def _common_parts(fingerprints: Iterable[Fingerprint]) -> dict[str, Any]:
+    parts = next((fingerprint.parts for fingerprint in fingerprints), {})
+    return {name: value for name, value in parts.items() if name != "dtype"}
 
 
 def _file_config(config: BertConfig) -> dict[str, Any]:
@@ -125,7 +151,6 @@ def _tensors(tensors: Mapping[str, Tensor], progress: Progress) -> tuple[TensorF
     facts = []
     for number, (name, tensor) in enumerate(tensors.items(), 1):
         finite = tensor.isfinite().sum() if tensor.is_floating_point() else tensor.numel()
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         facts.append(
             TensorFacts(
                 name=name,
@@ -133,7 +158,7 @@ def _tensors(tensors: Mapping[str, Tensor], progress: Progress) -> tuple[TensorF
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 values=tensor.numel(),
                 nonfinite=tensor.numel() - int(finite),
-                crc32c=f"{wire.crc32c(data.data):08x}",
+                crc32c=checksum(tensor),
             )
         )
         progress(number, len(tensors))

@@ -25,7 +25,8 @@ def inspect(
 
     Format, family, configuration, heads, optimizer state, and each tensor with its
     shape, dtype, checksum and number of NaN or infinite values; and whether the
-    model runs here, or why not.
+    model runs here, or why not. The fingerprint is equal for models whose vectors
+    can be compared.
 
     Try:
       packhorse inspect sentence-transformers/all-MiniLM-L6-v2
@@ -35,7 +36,6 @@ def inspect(
     from packhorse.checkpoint.inspection import inspect as inspect_checkpoint
 
     options = model_flags.load_options()
-    del options["vocab"]  # no text is encoded
     with progress("inspecting tensors") as advance:
         inspection = inspect_checkpoint(path, **options, progress=advance)
     table(inspection.path, ["", ""], _summary(inspection))
@@ -76,6 +76,8 @@ def _summary(inspection: "Inspection") -> list[list[object]]:
         ["maximum length", f"{inspection.max_length} tokens" if inspection.max_length else ""],
         ["values", f"{inspection.parameters:,} in {len(inspection.tensors)} tensors, {dtypes}"],
         ["not finite", f"{inspection.nonfinite:,} values"],
+        ["fingerprint", ", ".join(f"{k} {v}" for k, v in inspection.fingerprints.items())],
+        ["fingerprint of", ", ".join(f"{k} {v}" for k, v in inspection.fingerprint_parts.items())],
         ["training step", inspection.step],
         ["optimizer state", slots],
     ]

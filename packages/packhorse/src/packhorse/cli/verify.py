@@ -14,6 +14,7 @@ from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
     from packhorse.checkpoint import Checkpoint
+    from packhorse.checkpoint.fingerprint import Fingerprint
     from packhorse.tokens import Encoding
 
 DEFAULT_TEXTS = 64  # docstrings of the standard library, if no file is passed
@@ -48,7 +49,7 @@ def verify(
     TensorFlow checkpoint.
     The exit code is 0 if outputs agree within --tolerance, tensors have the same
     shapes, neither has a tensor that the other lacks, and both tokenize the texts
-    alike, else 1.
+    alike, else 1. What of their fingerprints differs besides is only reported.
 
     Try:
       packhorse verify bert_model.ckpt ./bert-base-hf
@@ -66,6 +67,7 @@ def verify(
         advance(2, 3)
         encodings, same_tokens = _encode_texts(first, second, input)
         outputs = [] if misfits else compare_outputs(first, second, encodings)
+        fingerprints = _fingerprints(first, second)
         advance(3, 3)
     unequal = [tensor for tensor in tensors if not tensor.equal]
     summary = f"{len(tensors) - len(unequal)} of {len(tensors)} tensors are equal bit by bit"
@@ -86,6 +88,9 @@ def verify(
             reasons.append(f"{len(names)} tensors are only in {model} (first {names[0]})")
     if not same_tokens:
         reasons.append("their tokenizers encode the texts differently")
+    differing_parts = fingerprints[0].differences(fingerprints[1]) if fingerprints else []
+    if differing_parts:
+        note(f"their fingerprints differ in: {', '.join(differing_parts)}")
     document = {
         "same": not reasons,
         "why_not": reasons,
@@ -94,6 +99,8 @@ def verify(
         "only_a": only_a,
         "only_b": only_b,
         "tolerance": tolerance,
+        "fingerprints": [str(fingerprint) for fingerprint in fingerprints],
+        "fingerprint_differs_in": differing_parts,
     }
     emit(document, json)
     if reasons:
@@ -120,6 +127,20 @@ def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
         dtype=None,
         allow_nonfinite=True,
     )
+
+
+def _fingerprints(a: "Checkpoint", b: "Checkpoint") -> "list[Fingerprint]":
+    """Return the fingerprints of both in fp32; none unless both have a tokenizer."""
+    from packhorse import checkpoint
+    from packhorse.checkpoint import fingerprint
+    from packhorse.device import parse_dtype
+
+    if not (a.vocabulary and b.vocabulary):
+        return []
+    return [
+        fingerprint.of_checkpoint(model, checkpoint.tokenizer(model), parse_dtype("fp32"))
+        for model in (a, b)
+    ]
 
 
 def _encode_texts(

@@ -1,10 +1,10 @@
 """Write the results of a stream of texts to a file, chunk by chunk, for `packhorse run --out`.
 
 Memory is bounded by one chunk. Everything that decides the rows (input, model, task, how it runs)
-is stored with the unfinished file, and work that was begun with other settings is not resumed. For
-files and weights, path, size and modification time stand for the content: hashing a large input
-would cost more than it finds. Standard input cannot be read twice, so results of it are never
-resumed.
+is stored with the unfinished file, and work that was begun with other settings is not resumed. The
+model is known by the parts of its fingerprint, which the finished file carries too. For the input,
+path, size and modification time stand for the content: hashing a large one would cost more than it
+finds. Standard input cannot be read twice, so results of it are never resumed.
 """
 
 import hashlib
@@ -25,22 +25,9 @@ from packhorse.data.tables import Record
 from packhorse.errors import InputError
 
 if TYPE_CHECKING:
+    from packhorse.checkpoint.fingerprint import Fingerprint
     from packhorse.data.output import Row
     from packhorse.runtime.encoder import Encoder
-
-# Endings of the files of a model, in any format.
-MODEL_FILES = (
-    "json",
-    "txt",
-    "safetensors",
-    "bin",
-    "index",
-    "data-*",
-    "meta",
-    "pb",
-    "onnx",
-    "onnx*data",
-)
 
 
 def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
@@ -48,12 +35,21 @@ def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dic
     task = TASKS[flags.task]
     out = flags.out or Path()
     chunk_size = flags.chunk or task.chunk
+    fingerprint = result_fingerprint(encoder, flags)
     settings = {
+        **fingerprint.parts,  # first, so that a message names the part that differs
         **run_facts(encoder, flags),
         **_input_facts(records, flags),
         "chunk": chunk_size,
     }
-    file = ResumableFile(out, task.shape(encoder), settings, overwrite=flags.overwrite)
+    metadata = {
+        "model": encoder.name,
+        "fingerprint": str(fingerprint),
+        "fingerprint_parts": fingerprint.parts,
+    }
+    file = ResumableFile(
+        out, task.shape(encoder), settings, metadata=metadata, overwrite=flags.overwrite
+    )
     start = time.perf_counter()
     rows_before = file.rows
     if rows_before:
@@ -78,6 +74,7 @@ def run_facts(encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
 
     return {
         "model": encoder.name,
+        "fingerprint": str(result_fingerprint(encoder, flags)),
         "task": flags.task,
         "device": str(encoder.device),
         "dtype": dtype_name(encoder.dtype),
@@ -87,35 +84,27 @@ def run_facts(encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
     }
 
 
+def result_fingerprint(encoder: "Encoder", flags: RunFlags) -> "Fingerprint":
+    """Return the fingerprint of the results, which depends on the prompt and the length limit."""
+    from packhorse.runtime.tasks import task_prompt
+
+    prompt = task_prompt(encoder, flags.task, [""], flags.prompt)
+    return encoder.fingerprint_parts(prompt=prompt, max_length=flags.max_length)
+
+
 def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
     """Return what else decides the rows.
 
     `--skip-empty` is not part of it: a run without that flag stops at the first empty text, so all
     rows written until then are the same.
     """
-    from packhorse.checkpoint.hub import resolve
-
-    model = resolve(flags.checkpoint or flags.model)
-    folder = model if model.is_dir() else model.parent
-    paths = [
-        path
-        for prefix in ("", "*/")
-        for ending in MODEL_FILES
-        for path in folder.glob(f"{prefix}*.{ending}")
-    ]
-    model_flags = flags.model_flags
-    paths += [Path(path) for path in (model_flags.config, model_flags.vocab) if path]
-    options = flags.task_options
     return {
         "version": __version__,
-        "weights": _stamp(sorted(path for path in paths if path.is_file())),
         "input": _input_stamp(records, flags),
-        "heads": model_flags.heads,
-        "gelu": model_flags.gelu,
-        "ignore": model_flags.ignore,
         "column": flags.column,
         "pair": flags.pair,
-        **{name: getattr(options, name) for name in options.__slots__},
+        "query": flags.query,
+        "top_k": flags.top_k,
     }
 
 

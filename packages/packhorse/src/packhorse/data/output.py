@@ -6,6 +6,9 @@ parquet has its index at the end and cannot, so its rows are first an Arrow stre
 can be appended one by one, and are rewritten once. npy has no room for ids, so they go to a second
 file next to it.
 
+Metadata about all rows (the model that made them) is part of a parquet file; npy and jsonl have no
+place that every reader skips, so it goes to `FILE.meta.json`.
+
 `ResumableFile` appends rows to `FILE.partial`. Only when they are on disk does a small
 `FILE.partial.json` say so; it is replaced as a whole, which a kill cannot tear. Bytes in the
 partial file beyond what it states are the torn end of a chunk: they are cut off and that chunk is
@@ -29,12 +32,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from packhorse.atomic import lock, sync
+from packhorse.atomic import lock, new_file, sync
 from packhorse.errors import InputError, MissingExtra
 
 Row = dict[str, Any]
 # The columns by name: str, int, float, "float32", [the type of items], {the columns of a struct}.
 Shape = Mapping[str, Any]
+
+Metadata = Mapping[str, Any]  # as JSON can hold it
 
 AGAIN = "pass --overwrite to begin again"
 
@@ -44,11 +49,13 @@ class Format:
     """How rows become a file, or a file and companions such as the ids of npy."""
 
     companions: tuple[str, ...]  # suffixes of further files, added to the name the user gave
-    head: Callable[[Sequence[Row], Shape], Sequence[bytes]]  # per file, from the first rows
+    # Per file, from the first rows, their types and the metadata.
+    head: Callable[[Sequence[Row], Shape, Metadata], Sequence[bytes]]
     body: Callable[[Sequence[Row], bytes], Sequence[bytes]]  # per file; takes the first one's head
     finish: Callable[
         [BinaryIO, int, Path], None
     ]  # partial file, number of rows, path to rewrite to
+    holds_metadata: bool = False  # otherwise it is in a file of its own
 
 
 def format_of(path: Path, shape: Shape) -> Format:
@@ -91,7 +98,7 @@ def _json_line(value: Any) -> str:
     return json.dumps(to_plain(value), ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def _jsonl_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+def _jsonl_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
     return [b""]
 
 
@@ -113,7 +120,7 @@ def _npy_header(width: int, rows: int) -> bytes:
     return buffer.getvalue()
 
 
-def _npy_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+def _npy_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
     return [_npy_header(len(rows[0]["vector"]), 0), b""]
 
 
@@ -135,11 +142,15 @@ def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
     partial.write(_npy_header(width, rows))
 
 
-def _parquet_head(rows: Sequence[Row], shape: Shape) -> list[bytes]:
+def _parquet_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
     pa = import_pyarrow()
     fields = {"id": pa.int64() if all(map(_has_integer_id, rows)) else pa.string()}
     fields |= {name: _arrow_type(kind) for name, kind in shape.items()}
-    return [pa.schema(fields).serialize().to_pybytes()]
+    entries = {
+        f"packhorse.{name}": value if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
+    return [pa.schema(fields, metadata=entries or None).serialize().to_pybytes()]
 
 
 def _has_integer_id(row: Row) -> bool:
@@ -205,7 +216,7 @@ def import_pyarrow() -> Any:
 FORMATS = {
     ".npy": Format((".ids.jsonl",), _npy_head, _npy_body, _npy_finish),
     ".jsonl": Format((), _jsonl_head, _jsonl_body, _finish_nothing),
-    ".parquet": Format((), _parquet_head, _parquet_body, _parquet_finish),
+    ".parquet": Format((), _parquet_head, _parquet_body, _parquet_finish, holds_metadata=True),
 }
 
 
@@ -231,15 +242,18 @@ class ResumableFile:
         shape: Shape,
         made_by: Mapping[str, Any],
         *,
+        metadata: Metadata | None = None,
         overwrite: bool = False,
     ) -> None:
         """Begin the file, or continue an unfinished one that has the same `made_by`.
 
-        made_by: everything that decides the rows. overwrite: replace a finished file, or unfinished
-        work with another `made_by`.
+        made_by: everything that decides the rows. metadata: about all rows, for the finished file;
+        it must follow from `made_by`. overwrite: replace a finished file, or unfinished work with
+        another `made_by`.
         """
         self.path = Path(path)
         self._shape = shape
+        self._metadata = metadata or {}
         self._format = format_of(self.path, shape)
         self._state = _State(json.loads(json.dumps(made_by)))
         self._head = b""
@@ -291,6 +305,7 @@ class ResumableFile:
                     companion.unlink(missing_ok=True)
                 else:
                     partial.replace(companion)
+            self._write_metadata()
             rewritten = whole if whole.exists() else partials[0]
             sync(rewritten)
             rewritten.replace(self.path)
@@ -298,6 +313,15 @@ class ResumableFile:
                 leftover.unlink(missing_ok=True)
             sync(self.path.parent)
         self.close()
+
+    def _write_metadata(self) -> None:
+        """Write the metadata beside a file that cannot hold it; an old file's is removed."""
+        path = Path(f"{self.path}.meta.json")
+        if self._metadata and not self._format.holds_metadata:
+            with new_file(path) as file:
+                file.write(json.dumps(dict(self._metadata), indent=2).encode() + b"\n")
+        else:
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the files; what was appended stays and can be continued."""
@@ -326,7 +350,7 @@ class ResumableFile:
         state = self._state
         heads: Sequence[bytes] = [b"" for _ in self._files]
         if not state.sizes:  # nothing is written yet
-            heads = self._format.head(rows, self._shape)
+            heads = self._format.head(rows, self._shape, self._metadata)
             self._head = heads[0]
         bodies = self._format.body(rows, self._head)
         for file, head, body in zip(self._files, heads, bodies, strict=True):

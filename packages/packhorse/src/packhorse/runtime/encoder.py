@@ -19,6 +19,9 @@ import torch
 from torch import Tensor
 
 from packhorse import device
+from packhorse.checkpoint import fingerprint
+from packhorse.checkpoint.fingerprint import Fingerprint
+from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
@@ -63,6 +66,8 @@ class Encoder:
     embedder: Embed | None = None  # the head that makes vectors; None: the graph does
     similarity_fn_name: str = "cosine"
     truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
+    # Of weights and configuration; empty if the encoder was not opened by `load`.
+    digests: dict[str, str] = field(default_factory=dict, repr=False)
     warned: set[str] = field(default_factory=set, repr=False, compare=False)  # see `sentences`
 
     # The interface of sentence-transformers, and what MTEB's runner needs besides.
@@ -79,6 +84,44 @@ class Encoder:
     def max_seq_length(self) -> int:
         """The length limit in tokens, under the name that sentence-transformers uses."""
         return self.max_length
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits, equal for models whose vectors can be compared.
+
+        They stand for weights, configuration, tokenizer, length limit, pooling, default prompt,
+        dtype and Packhorse's minor version, and depend neither on the format of the files nor on
+        the machine. Store them with the vectors; `fingerprint_parts` shows what differs.
+        """
+        return str(self.fingerprint_parts())
+
+    def fingerprint_parts(
+        self,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        max_length: int | None = None,
+    ) -> Fingerprint:
+        """Return the parts of the fingerprint; `str` of them is the fingerprint.
+
+        `prompt_name`, `prompt` (a text; "" for none) and `max_length` are those that texts are
+        encoded with; by default the model's own.
+        """
+        if not self.digests:
+            raise InputError(
+                f"{self.name} was not opened by packhorse.load, so its weights have no fingerprint"
+            )
+        if prompt is None:
+            prompt = tasks.prompt_text(self, prompt_name) or ""
+        return fingerprint.make(
+            **self.digests,
+            tokenizer=self.tokenizer,
+            max_length=tasks.length_limit(self, max_length),
+            embedder=self.embedder,
+            truncate_dim=self.truncate_dim,
+            prompt=prompt,
+            dtype=self.dtype,
+        )
 
     def __repr__(self) -> str:
         dtype = device.dtype_name(self.dtype)

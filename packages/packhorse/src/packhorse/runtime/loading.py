@@ -18,7 +18,7 @@ import torch
 
 from packhorse import attention, checkpoint, onnxpack
 from packhorse import device as devices
-from packhorse.checkpoint import Checkpoint, sentence
+from packhorse.checkpoint import Checkpoint, fingerprint, sentence
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
@@ -137,6 +137,7 @@ def _open(
         capacity=loaded.max_length if choice.kernel.serves.rows else 0,
         budget=tokens,
         embedder=head if isinstance(head, Embed) else None,
+        digests=fingerprint.digests(loaded),
         **sentence.comparing(loaded.layout),
     )
 

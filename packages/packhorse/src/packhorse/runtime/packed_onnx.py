@@ -15,7 +15,7 @@ import torch
 
 from packhorse import device as devices
 from packhorse import onnxpack
-from packhorse.checkpoint import configuration, names, sentence
+from packhorse.checkpoint import configuration, fingerprint, names, sentence
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import CheckpointError, InputError
 from packhorse.model.heads import Embed
@@ -50,6 +50,7 @@ def open_packed(
         width = backend.width("hidden" if "embed" in backend.torch_heads else "embed")
     raw = _raw(path.parent, config)
     labels = _labels(backend, raw)
+    problem = names.problem(raw, labels)
     prompts, default_prompt = sentence.prompts(layout.settings if layout else {})
     return Encoder(
         name=path.name,
@@ -58,7 +59,7 @@ def open_packed(
         heads=backend.heads,
         width=width,
         labels=labels,
-        problem=names.problem(raw, labels),
+        problem=problem,
         prompts=prompts,
         default_prompt=default_prompt,
         max_length=_max_length(backend, layout),
@@ -69,6 +70,13 @@ def open_packed(
         capacity=backend.capacity,
         budget=budget or TOKENS_PER_BATCH.get(device.type, 16384),
         embedder=heads_in_torch.get("embed"),
+        digests={
+            # The graph, and its weights if they are in files of their own.
+            "weights": fingerprint.of_files(
+                [path, *sorted(path.parent.glob(f"{path.name}.data*"))]
+            ),
+            "config": fingerprint.digest([problem, labels]),
+        },
         **sentence.comparing(layout),
     )
 

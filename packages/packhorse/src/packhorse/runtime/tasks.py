@@ -148,7 +148,7 @@ def _sequences(
     depth: int = 6,
 ) -> list[tuple[Encoding, ...]]:
     """Tokenize each text into one sequence, or a long one into several chunks."""
-    limit = _limit(model, max_length)
+    limit = length_limit(model, max_length)
     if long not in (None, *get_args(Long)):
         raise InputError(f"long is {long!r}; use one of {', '.join(get_args(Long))}")
     tokenize = _chunks if long == "chunk" else partial(_whole, on_long=long or "truncate")
@@ -245,7 +245,7 @@ def _embed(
     encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
     excluded = model.embedder is not None and not model.embedder.include_prompt
     if excluded and (prefix := _prompt(model, texts, prompt)):
-        length = _prompt_length(model.tokenizer, prefix, _limit(model, max_length))
+        length = _prompt_length(model.tokenizer, prefix, length_limit(model, max_length))
         encoded = [_without_prompt(sequences, length, long) for sequences in encoded]
     return [
         InferenceJob(sequences, heads, partial(_vector, sequences, normalise))
@@ -375,7 +375,7 @@ def _answer(
 
         return InferenceJob(tuple(windows), ("span",), best)
 
-    windows = model.tokenizer.windows(pairs, _limit(model, max_length), stride)
+    windows = model.tokenizer.windows(pairs, length_limit(model, max_length), stride)
     contexts = [context for _, context in pairs]
     return list(map(job, windows, contexts))
 
@@ -522,7 +522,8 @@ TASKS: dict[str, TaskSpec] = {
 }
 
 
-def _limit(model: TaskModel, max_length: int | None) -> int:
+def length_limit(model: TaskModel, max_length: int | None) -> int:
+    """Return the tokens that a text may have: `max_length`, or the model's own limit."""
     if max_length is None or max_length <= 0:
         return model.max_length
     if max_length > model.max_length:
@@ -544,10 +545,24 @@ def prompted(
     return [prefix + str(text) for text in texts]
 
 
+def task_prompt(model: TaskModel, task: str, texts: Sequence[TaskInput], prompt: str | None) -> str:
+    """Return what a task puts before these texts; empty if nothing."""
+    if task == "embed":
+        return _prompt(model, texts, prompt) or ""
+    return (prompt_text(model, prompt) or "") if prompt is not None else ""
+
+
 def _prompt(model: TaskModel, texts: Sequence[TaskInput], prompt: str | None) -> str | None:
     """Return what goes before the texts; token ids get no prompt unless one is named."""
-    name = model.default_prompt if prompt is None else prompt
-    if name is None or (prompt is None and all(map(is_ids, texts))):
+    if prompt is None and all(map(is_ids, texts)):
+        return None
+    return prompt_text(model, prompt)
+
+
+def prompt_text(model: TaskModel, name: str | None) -> str | None:
+    """Return the model's prompt of this name, without a name its default; None if it has none."""
+    name = model.default_prompt if name is None else name
+    if name is None:
         return None
     if name not in model.prompts:
         known = ", ".join(model.prompts) or "none"

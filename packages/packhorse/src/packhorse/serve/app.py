@@ -139,7 +139,12 @@ def guarded(app: FastAPI) -> tuple[Any, Guard]:
         allow_origins=settings.cors_origin,
         allow_methods=["GET", "POST"],
         allow_headers=["authorization", "content-type"],
-        expose_headers=["x-packhorse-pack", "x-packhorse-ignored-fields", "retry-after"],
+        expose_headers=[
+            "x-packhorse-pack",
+            "x-packhorse-fingerprint",
+            "x-packhorse-ignored-fields",
+            "retry-after",
+        ],
     )
     return cors, guard
 

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse.runtime.engine import request_error
-from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids
+from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids, task_prompt
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import ServedModel
 from packhorse.serve.metrics import RequestRecord
@@ -79,6 +79,9 @@ async def call(
     else:
         values = await asyncio.to_thread(_finish, jobs, finished)
     result = CallResult(values, [job.tokens for job in jobs], finished.pack)
+    record.fingerprint = model.fingerprint(
+        task_prompt(model.encoder, task, texts, options.get("prompt"))
+    )
     _update(record, result, len(options.get("documents", texts)))
     return result
 

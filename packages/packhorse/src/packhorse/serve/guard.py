@@ -268,6 +268,8 @@ class _ResponseSender:
             headers.append((b"x-content-type-options", b"nosniff"))
             if self.record.pack:
                 headers.append((b"x-packhorse-pack", self.record.pack.encode()))
+            if self.record.fingerprint:
+                headers.append((b"x-packhorse-fingerprint", self.record.fingerprint.encode()))
             if self.record.ignored:
                 headers.append((b"x-packhorse-ignored-fields", self.record.ignored.encode()))
         try:

@@ -45,6 +45,8 @@ class ServedModel:
     runner: PackRunner
     dispatcher: Dispatcher  # runs the requests of clients
     opened: float = field(default_factory=time.time)  # seconds since 1970
+    # By the text of the prompt; a request can only name one of the model's prompts.
+    _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -70,6 +72,12 @@ class ServedModel:
         raise CheckpointError(
             f"the model {self.name} {reason}; it supports: {', '.join(self.tasks)}"
         )
+
+    def fingerprint(self, prompt: str) -> str:
+        """The fingerprint of results for texts with this prompt before them."""
+        if prompt not in self._fingerprints:
+            self._fingerprints[prompt] = str(self.encoder.fingerprint_parts(prompt=prompt))
+        return self._fingerprints[prompt]
 
     def retry_after(self) -> int:
         """Whole seconds until the current queue has run, at the speed of the last batches."""

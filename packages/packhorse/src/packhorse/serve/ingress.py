@@ -40,7 +40,16 @@ TIMEOUT = 120.0  # seconds for an answer, including all attempts
 # engines in turn would make no picture.
 FIRST_REPLICA_PATHS = ("/engine",)
 # Fields of `RequestRecord` that a replica fills in and this process reports.
-RECORD_FIELDS = ("inputs", "tokens", "pack", "ignored", "queue_seconds", "compute_seconds", "error")
+RECORD_FIELDS = (
+    "inputs",
+    "tokens",
+    "pack",
+    "fingerprint",
+    "ignored",
+    "queue_seconds",
+    "compute_seconds",
+    "error",
+)
 # Not forwarded: this process has checked the key, and replicas have no use for it.
 SECRET_HEADERS = (b"authorization", b"proxy-authorization", b"cookie")
 

@@ -37,6 +37,7 @@ class RequestRecord:
     inputs: int = 0
     tokens: int = 0
     pack: str = ""  # value of the response header x-packhorse-pack; empty if no model ran
+    fingerprint: str = ""  # value of x-packhorse-fingerprint
     ignored: str = ""  # value of x-packhorse-ignored-fields
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0

@@ -164,14 +164,19 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     return library
 
 
-def open_library(path: Path, config: dict[str, Any]) -> "Library":
-    """The tokenizer in a file. WordPiece without a template gets BERT's, as in transformers."""
+def open_library(path: Path, config: dict[str, Any]) -> tuple["Library", dict[str, Any]]:
+    """The tokenizer in a file, and its rules in the format of `tokenizer.json`.
+
+    WordPiece without a template gets BERT's, as in transformers.
+    """
     from tokenizers import Tokenizer, models, processors
 
     if path.suffix == ".json":  # parsed first: the library would compile any regular expression
-        library = Tokenizer.from_str(parse_object(path)[0])
+        text, rules = parse_object(path)
+        library = Tokenizer.from_str(text)
     else:
         library = _from_vocabulary(path, config)
+        rules = json.loads(library.to_str())
     library.no_truncation()
     library.no_padding()
     library.encode("\U00013000")  # a hieroglyph: raises if the unknown token is missing
@@ -180,4 +185,4 @@ def open_library(path: Path, config: dict[str, Any]) -> "Library":
     if bare and sep is not None and cls is not None:
         ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]
         library.post_processor = processors.BertProcessing(*ends)
-    return library
+    return library, rules

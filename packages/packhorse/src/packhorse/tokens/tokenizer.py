@@ -14,6 +14,8 @@ dropped, because they might differ in the whole text. If the result is then shor
 instead of being parsed, so that it works for every kind of post-processor.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -94,6 +96,7 @@ class Tokenizer:
     sep_id: int | None
     pad_id: int | None
     mask_id: int | None
+    digest: str  # equal for tokenizers that turn every text into the same tokens
     _library: "Library" = field(repr=False)
     _templates: tuple[_Template, _Template] = field(repr=False)  # for a text, for a pair
 
@@ -114,7 +117,7 @@ class Tokenizer:
         config_path = path.with_name("tokenizer_config.json")
         config = parse_object(config_path)[1] if config_path.is_file() else {}
         with wrap_errors(CheckpointError, f"{path}: not a tokenizer"):
-            library = open_library(path, config)
+            library, rules = open_library(path, config)
             templates = _template(library, path, pair=False), _template(library, path, pair=True)
             ids = [
                 special_token_id(role, config, library) for role in ("cls", "sep", "pad", "mask")
@@ -127,7 +130,8 @@ class Tokenizer:
             )
         if max_length is None and isinstance(stored := config.get("model_max_length"), int):
             max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
-        return cls(size, max_length, *ids, _library=library, _templates=templates)
+        digest = _digest(rules, templates)
+        return cls(size, max_length, *ids, digest, _library=library, _templates=templates)
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
@@ -352,6 +356,19 @@ def _first_share(first: _TokenizedText, second: _TokenizedText, room: int) -> in
 
 def _no_room(index: int) -> str:
     return f"the first text of pair {index} leaves no room for the second; raise max_length"
+
+
+def _digest(rules: dict[str, Any], templates: tuple[_Template, _Template]) -> str:
+    """A digest of what decides the tokens of a text.
+
+    The rules are those of the file, not as the library would write them, which may change with its
+    version. The templates stand for the post-processor, of which there are several kinds.
+    """
+    decisive = [rules.get(name) for name in ("model", "normalizer", "pre_tokenizer")]
+    added = sorted(rules.get("added_tokens") or (), key=str)
+    layouts = [([str(piece) for piece in pieces], types.tolist()) for pieces, types, _ in templates]
+    text = json.dumps([decisive, added, layouts], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _template(library: "Library", path: Path, pair: bool) -> _Template:

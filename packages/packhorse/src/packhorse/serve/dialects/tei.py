@@ -233,6 +233,19 @@ class ModelType(BaseModel):
     reranker: ClassifierModel | None = None
 
 
+class FingerprintParts(BaseModel):
+    """What decides the vectors of a model, part by part."""
+
+    weights: str = Field(examples=["b1d6a4fd0dcb5a4c"])
+    config: str = Field(examples=["2f0c3f3d6a3a5a3e"])
+    tokenizer: str = Field(examples=["6a2d0b1be2d2a7c4"])
+    max_length: int
+    pooling: str = Field(examples=["mean, normalize"])
+    prompt: str = Field(description="The text of the default prompt.")
+    dtype: str = Field(examples=["fp32"])
+    version: str = Field(description="Packhorse's minor version.", examples=["0.1"])
+
+
 class ModelSummary(BaseModel):
     """One of the served models."""
 
@@ -243,6 +256,12 @@ class ModelSummary(BaseModel):
     device: str
     kernel: str
     prompts: list[str]
+    fingerprint: str = Field(
+        description="Equal for models whose vectors can be compared; of texts with the default "
+        "prompt. Answers have that of their own prompt in the header x-packhorse-fingerprint.",
+        examples=["0a1b2c3d4e5f6071"],
+    )
+    fingerprint_parts: FingerprintParts
 
 
 class Info(BaseModel):
@@ -526,6 +545,7 @@ def _model_type(model: ServedModel) -> dict[str, Any]:
 
 def _summary(model: ServedModel) -> dict[str, Any]:
     encoder = model.encoder
+    parts = encoder.fingerprint_parts()
     return {
         "name": model.name,
         "tasks": list(model.tasks),
@@ -534,4 +554,6 @@ def _summary(model: ServedModel) -> dict[str, Any]:
         "device": str(encoder.device),
         "kernel": encoder.kernel,
         "prompts": sorted(encoder.prompts),
+        "fingerprint": str(parts),
+        "fingerprint_parts": parts.parts,
     }
