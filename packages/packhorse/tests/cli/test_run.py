@@ -374,9 +374,11 @@ def test_a_killed_process_is_continued(suffix: str, cli: Cli, tiny: Tiny, tmp_pa
     assert all(later > earlier for earlier, later in pairwise(kept)) and kept[-1] < len(lines)
     continued = cli(*command, "--out", out, "--json").document
     assert continued["resumed_after"] == kept[-1] and continued["rows"] == len(lines)
-    assert cli(*command, "--out", whole := tmp_path / f"whole{suffix}").code == 0
+    whole = tmp_path / f"whole{suffix}"
+    assert cli(*command, "--out", whole).code == 0
     assert out.read_bytes() == whole.read_bytes()
-    assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole])
+    beside = [] if suffix == ".parquet" else [Path(f"{path}.meta.json") for path in (out, whole)]
+    assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole, *beside])
 
 
 def test_what_is_not_continued(cli: Cli, tiny: Tiny, several: Path, tmp_path: Path) -> None:
@@ -444,7 +446,8 @@ def test_only_the_first_texts_of_a_file_are_shown(cli: Cli, tiny: Tiny, several:
 def test_arguments_into_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "v.npy"
     assert cli("run", *TEXTS, "--task", "embed", "-m", tiny("embed"), "--out", out).code == 0
-    assert np.load(out).shape == (3, 32) and sorted(tmp_path.iterdir()) == [out]
+    assert np.load(out).shape == (3, 32)
+    assert sorted(tmp_path.iterdir()) == [out, tmp_path / "v.npy.meta.json"]
 
 
 def test_texts_are_written_as_they_come(
