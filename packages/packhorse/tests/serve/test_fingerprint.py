@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ HEADER = "x-packhorse-fingerprint"
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def encoder(checkpoint_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that was loaded from files, with a default prompt and another."""
-    from conftest import write_tiny
-
-    folder: Path = write_tiny("embed", tmp_path_factory.mktemp("model"))
+    folder = tmp_path_factory.mktemp("model") / "prompted"
+    shutil.copytree(checkpoint_folder, folder)
+    assert (folder / "modules.json").is_file()
     settings = {
         "prompts": {"query": "good horse ", "document": "bad mule "},
         "default_prompt_name": "query",

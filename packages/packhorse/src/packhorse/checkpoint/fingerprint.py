@@ -1,4 +1,4 @@
-"""The fingerprint of a model: equal for two models whose vectors can be compared, short, stable.
+"""The fingerprint of a model: short, stable, and equal for models that give the same vectors.
 
 Vectors are stored for years, and nothing in them says which model computed them. A fingerprint
 covers what decides them: weights, configuration, tokenizer, length limit, pooling, prompt, dtype

@@ -25,8 +25,8 @@ def inspect(
 
     Format, family, configuration, heads, optimizer state, and each tensor with its
     shape, dtype, checksum and number of NaN or infinite values; and whether the
-    model runs here, or why not. The fingerprint is equal for models whose vectors
-    can be compared.
+    model runs here, or why not. The fingerprint is equal for models that give the
+    same vectors.
 
     Try:
       packhorse inspect sentence-transformers/all-MiniLM-L6-v2

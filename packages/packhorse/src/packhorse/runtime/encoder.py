@@ -87,7 +87,7 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits, equal for models whose vectors can be compared.
+        """Sixteen hexadecimal digits, equal for models that give the same vectors.
 
         They stand for weights, configuration, tokenizer, length limit, pooling, default prompt,
         dtype and Packhorse's minor version, and depend neither on the format of the files nor on

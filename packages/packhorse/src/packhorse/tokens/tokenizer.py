@@ -131,7 +131,7 @@ class Tokenizer:
         if max_length is None and isinstance(stored := config.get("model_max_length"), int):
             max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
         digest = _digest(rules, templates)
-        return cls(size, max_length, *ids, digest, _library=library, _templates=templates)
+        return cls(size, max_length, *ids, digest=digest, _library=library, _templates=templates)
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"

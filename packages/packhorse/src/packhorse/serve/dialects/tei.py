@@ -257,7 +257,7 @@ class ModelSummary(BaseModel):
     kernel: str
     prompts: list[str]
     fingerprint: str = Field(
-        description="Equal for models whose vectors can be compared; of texts with the default "
+        description="Equal for models that give the same vectors; of texts with the default "
         "prompt. Answers have that of their own prompt in the header x-packhorse-fingerprint.",
         examples=["0a1b2c3d4e5f6071"],
     )
