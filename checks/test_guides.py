@@ -1,0 +1,49 @@
+"""The guide for people with a model of their own runs as it stands, block after block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "pack-your-own-model.md"
+
+
+def blocks(text: str) -> list[str]:
+    """The blocks of Python, at the lines where they stand, for tracebacks."""
+    found = []
+    for block in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
+        found.append("\n" * text.count("\n", 0, block.start(1)) + block[1])
+    return found
+
+
+def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in blocks(GUIDE.read_text("utf-8")):
+        exec(compile(block, str(GUIDE), "exec"), names)
+    assert names["features"].shape == (56, 12)
+    assert names["scores"].shape[1] == 7 and names["ends"].shape == names["means"].shape
+    assert len(names["losses"]) == len(names["packs"]) > 5
+    assert names["control"] > 1e-2 > 1e-5 > names["difference"]
+    assert "without boundaries" in capsys.readouterr().out
+
+
+def test_the_table_of_kernels_is_true() -> None:
+    """As far as a machine without CUDA can tell; tests/gpu has the rest."""
+    from packhorse.attention import kernel, pick
+
+    text = GUIDE.read_text("utf-8")
+    cpu = torch.device("cpu")
+    training = {"fp32": pick(cpu, torch.float32, backward=True).name}
+    training["bf16"] = pick(cpu, torch.bfloat16, backward=True).name
+    for dtype, name in training.items():
+        assert re.search(rf"^\| CPU, {dtype} \| `native`.* \| `{name}`", text, re.M), dtype
+    assert kernel("native").serves.mismatch(cpu, torch.float32) is None
+    assert kernel("native").serves.mismatch(cpu, torch.bfloat16) is None
+    cuda = torch.device("cuda")
+    assert kernel("fused").serves.mismatch(cuda, torch.bfloat16, True, 64) is None
+    assert "heads of 32 or 64" in text and list(kernel("fused").serves.head_sizes or ()) == [32, 64]
+    assert kernel("varlen").serves.mismatch(cuda, torch.float16, True, 128) is None
