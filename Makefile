@@ -1,6 +1,7 @@
 # make demo        text encoded by a real BERT, packed and padded, side by side
 # make test        what a change should see (pytest without the slow sweeps)
 # make check       ruff, formatting, pyright
+# make wheel       the three wheels, in dist/; each extra and the documents' commands, from them
 # make docs        the documentation as a site, in site/; a broken link fails
 # make test-slow   the sweeps and soaks
 # make test-machines   what depends on the machine, on machines that have less: older processors,
@@ -53,7 +54,7 @@ PORT = -e packages/packhorse-port
 BENCH = -e packages/packhorse-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs test-slow test-machines test-outside fuzz peers lock clean
+.PHONY: help demo test check wheel docs test-slow test-machines test-outside fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -62,7 +63,7 @@ demo: .venv/.demo
 	$(BIN)/packhorse demo $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow and not outside" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not outside and not wheel" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
@@ -79,6 +80,12 @@ check: .venv/.dev
 	$(BIN)/ruff check $(ARGS)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
+
+# Environments outside the clone, each with the wheel and one extra: checks/installed/conftest.py.
+wheel: .venv/.dev
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist packages/*
+	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m pytest -m wheel checks/installed -rP $(ARGS)
 
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
@@ -137,5 +144,5 @@ lock:
 	    - || exit 1; done
 
 clean:
-	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis site
+	rm -rf .venv .venv-infinity .pytest_cache .ruff_cache .hypothesis site dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

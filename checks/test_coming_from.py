@@ -7,16 +7,12 @@ settings that make it small (`SMALL`).
 
 from __future__ import annotations
 
-import bz2
 import glob
-import hashlib
-import importlib.util
 import json
 import os
 import re
 import shlex
 import shutil
-import string
 import subprocess
 import sys
 import time
@@ -31,6 +27,8 @@ from typing import Any
 import pytest
 
 from packhorse.cli import COMMANDS, PLUGINS, main
+
+from . import stand_ins
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCUMENT = (REPOSITORY / "docs" / "coming-from.md").read_text("utf-8")
@@ -56,23 +54,6 @@ SMALL = {
 # Parts of lines that take long: a compiler, TensorFlow, several processes.
 SLOW = ("--use_graphs", "pytest ", "frozen.pb", "--nproc", "--pod=64", "serve --model", "curl ")
 SLOW += ("port completed", "port mnist", "port fashion")
-WORDS = [
-    "the",
-    "horse",
-    "mule",
-    "carries",
-    "sacks",
-    "to",
-    "market",
-    "good",
-    "bad",
-    "hello",
-    "paris",
-    "is",
-    "capital",
-    "of",
-    "france",
-]
 
 
 @dataclass(frozen=True)
@@ -123,84 +104,11 @@ LINES = read(DOCUMENT)
 SYSTEMS = list(dict.fromkeys(line.system for line in LINES))
 
 
-# Stand-ins for what the lines name
-
-
-def write_model(folder: Path, *heads: str, positions: int = 512) -> Path:
-    """A random model with these heads, as Hugging Face keeps them."""
-    import torch
-
-    from packhorse import attention, checkpoint
-    from packhorse.model.bert import Bert
-    from packhorse.model.config import BertConfig
-    from packhorse.model.heads import Mlm, PooledLabels, Pooler, TokenLabels
-    from packhorse.model.model import Model
-
-    vocabulary = folder.parent / "vocabulary"
-    vocabulary.mkdir(exist_ok=True)
-    words = write_vocabulary(vocabulary / "vocab.txt")
-    config = BertConfig(len(words), 32, 2, 2, 64, max_positions=positions)
-    torch.manual_seed(0)
-    bert = Bert(config, attention.kernel("reference"))
-    pooler = Pooler(config)
-    made = {
-        "pooled": lambda: pooler,
-        "mlm": lambda: Mlm(config, bert.embed.words, True),
-        "nsp": lambda: PooledLabels(config, pooler, 2),
-        "span": lambda: TokenLabels(config, 2),
-        "classify": lambda: PooledLabels(config, pooler, 2),
-        "score": lambda: PooledLabels(config, pooler, 1),
-        "tokens": lambda: TokenLabels(config, 3),
-    }
-    labels = {"classify": ("0", "1"), "score": ("score",), "tokens": ("O", "B-PER", "I-PER")}
-    model = Model(bert, {"classify" if head == "score" else head: made[head]() for head in heads})
-    told = labels.get(heads[-1], ())
-    whole = checkpoint.Checkpoint(
-        config, model.eval(), vocabulary, folder.name, positions, labels=told
-    )
-    return checkpoint.write(folder, whole)
-
-
-def write_vocabulary(path: Path) -> list[str]:
-    letters = string.ascii_lowercase + string.digits + string.punctuation
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *letters]
-    words += [f"##{letter}" for letter in letters]
-    path.write_text("\n".join(words) + "\n")
-    return words
-
-
-def module(place: str) -> ModuleType:
-    """A file of another folder of tests."""
-    path = REPOSITORY / "tests" / place
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return loaded
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models under the names that the document uses."""
     home = tmp_path_factory.mktemp("models")
-    (home / "csarron").mkdir()
-    write_model(home / "bert-large-uncased", "pooled", "mlm", "nsp")
-    write_model(home / "bert-base-uncased", "pooled", "mlm", "nsp")
-    write_model(home / "csarron" / "bert-base-uncased-squad-v1", "span")
-    write_model(home / "squad-model", "span")
-    write_model(home / "ranker", "score")
-    write_model(home / "sst2", "classify")
-    write_model(home / "ner", "tokens")
-    google = home / "uncased_L-12_H-768_A-12"
-    assert main(["convert", str(home / "bert-base-uncased"), str(google), "--to", "tf1"]) == 0
-    old = home / "tf-checkpoints" / "bs64k_32k_ckpt"
-    old.mkdir(parents=True)
-    for file in google.glob("bert_model.ckpt.*"):
-        shutil.copy(file, old / file.name.replace("bert_model.ckpt", "model.ckpt-28252"))
-        shutil.copy(file, home / file.name)
-    for place in (home, old.parent):
-        shutil.copy(google / "bert_config.json", place)
+    stand_ins.write_models(home)
     return home
 
 
@@ -211,58 +119,16 @@ def home(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path / "home")
     monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path / "runtime"))
     monkeypatch.setenv("COLUMNS", "100")
-    write_vocabulary(Path("vocab.txt"))
-    write_texts()
-    write_tasks()
+    stand_ins.write_texts(Path.cwd())
+    stand_ins.write_tasks(Path.cwd())
     return Path.cwd()
-
-
-def write_texts() -> None:
-    sentences = [f"The {a} carries {b} to the market." for a in WORDS[1:3] for b in WORDS[4:10]]
-    documents = ["\n".join(sentences[i % 5 :] + sentences[: i % 3]) for i in range(24)]
-    Path("texts").mkdir()
-    Path("texts/part-00000-of-00001").write_text("\n\n".join(documents) + "\n")
-    Path("sample_text.txt").write_text("\n\n".join(documents) + "\n")
-    for name in ("texts.txt", "input.txt"):
-        Path(name).write_text("\n".join(sentences[:5]) + "\n")
-    pages = "".join(
-        f"<page><title>A {i}</title><ns>0</ns><id>{i}</id><revision><id>1</id>"
-        f"<text>{' '.join(each.splitlines())}</text></revision></page>"
-        for i, each in enumerate(documents)
-    )
-    Path("enwiki.xml.bz2").write_bytes(bz2.compress(f"<mediawiki>{pages}</mediawiki>".encode()))
-    hashes = [hashlib.md5(each.encode()).hexdigest() for each in documents]
-    Path("eval.md5").write_text("\n".join(hashes[:6]) + "\n")
-
-
-def write_tasks() -> None:
-    rows = [f"the horse is {word}\t{i % 2}" for i, word in enumerate(WORDS * 2)]
-    for name in ("train.tsv", "dev.tsv"):
-        Path(name).write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
-    Path("mrpc").mkdir()
-    head = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
-    pairs = [f"{i % 2}\t1\t2\tthe horse\tthe {word}" for i, word in enumerate(WORDS)]
-    for name in ("train.tsv", "dev.tsv"):
-        Path("mrpc", name).write_text("\n".join([head, *pairs]) + "\n")
-    context = "The good horse carries sacks to market."
-    asked = [
-        {
-            "id": word,
-            "question": "who carries",
-            "answers": [{"text": word, "answer_start": context.index(word)}],
-        }
-        for word in ("horse", "sacks", "market")
-    ]
-    squad = {"version": "1.1", "data": [{"paragraphs": [{"context": context, "qas": asked}]}]}
-    for name in ("train-v1.1.json", "dev-v1.1.json"):
-        Path(name).write_text(json.dumps(squad))
 
 
 def prepare_mlperf() -> None:
     """TFRecords as their scripts left them, a preset of theirs, and the folder that it names."""
     import numpy as np
 
-    files, rng = module("data/record_files.py"), np.random.default_rng(0)
+    files, rng = stand_ins.load_test_module("data/record_files.py"), np.random.default_rng(0)
     made = [files.draw(rng, 64, 20) for _ in range(12)]
     Path("tf_examples").mkdir()
     records = (files.example(files.unpacked(one, 64, 9)) for one in made)
@@ -296,58 +162,16 @@ def prepare_names(names: dict[str, Any]) -> None:
     }
 
 
-POPTORCH = """
-import poptorch
-import torch
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 2)
-
-    def forward(self, x, labels=None):
-        x = self.layer(x)
-        return (x, torch.nn.functional.cross_entropy(x, labels)) if self.training else x
-
-
-options = poptorch.Options()
-options.deviceIterations(2)
-data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 2, (32,)))
-loader = poptorch.DataLoader(options, data, batch_size=4, shuffle=True)
-model = Model()
-optimizer = poptorch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-training = poptorch.trainingModel(model, options=options, optimizer=optimizer)
-for x, labels in loader:
-    output, loss = training(x, labels)
-training.detachFromDevice()
-"""
-KERAS = """
-import numpy as np
-from tensorflow import keras
-from tensorflow.python import ipu
-
-config = ipu.config.IPUConfig()
-config.auto_select_ipus = 1
-config.configure_ipu_system()
-strategy = ipu.ipu_strategy.IPUStrategy()
-with strategy.scope():
-    model = keras.Sequential([keras.layers.Dense(2, activation="softmax")])
-    model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    model.fit(np.zeros((32, 4), "float32"), np.zeros(32, "int32"), batch_size=8)
-"""
-
-
 def prepare_course() -> None:
     for name in ("mnist_poptorch.py", "fashion-mnist-pytorch-ipu-todo.py"):
-        Path(name).write_text(POPTORCH)
+        Path(name).write_text(stand_ins.POPTORCH)
     for name in ("completed_demo_ipu.py", "mnist-ipu-todo.py"):
-        Path(name).write_text(KERAS)
+        Path(name).write_text(stand_ins.KERAS)
 
 
 def prepare_tensorflow(tf: ModuleType) -> None:
     """A checkpoint with the graph that wrote it, whose last node is called add_1."""
-    bert = module("checkpoint/tensorflow_bert.py")
+    bert = stand_ins.load_test_module("checkpoint/tensorflow_bert.py")
     built = bert.build(tf, json.loads(Path("bert_config.json").read_text()))
     with built.graph.as_default():
         logits = [built.outputs[name] for name in ("mlm_logits", "nsp_logits")]

@@ -71,16 +71,20 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("extras")
+    write_files(folder)
+    return folder
+
+
+def write_files(folder: Path) -> None:
     """The files that the commands above name."""
     import pyarrow
     import pyarrow.parquet
 
-    folder = tmp_path_factory.mktemp("extras")
     random_model.write("tiny", folder / "model")
     (folder / "texts.txt").write_text("w1 w2 w3\nw4 w5\n" * 20)
     (folder / "table.tsv").write_text("text\tlabel\n" + "w1 w2\ta\nw3 w4\tb\n" * 20)
     pyarrow.parquet.write_table(pyarrow.table({"text": ["w1"]}), folder / "table.parquet")
-    return folder
 
 
 def run(folder: Path, modules: set[str], call: str) -> subprocess.CompletedProcess[str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -21,7 +17,8 @@ from packhorse import checkpoint
 from packhorse.checkpoint import hub
 from packhorse.errors import CheckpointError
 
-COMMITS = {"main": "a" * 40, "v1": "b" * 40}
+from .local_hub import COMMITS, Hub
+
 ASK = """
 import json, sys
 from packhorse.checkpoint import load
@@ -33,76 +30,6 @@ for name in sys.argv[1:]:
     except CheckpointError as error:
         print(json.dumps([False, str(error)]))
 """
-
-
-class Hub:
-    """The few answers of the hub that its client needs."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.asked: list[tuple[str, str]] = []  # path, token
-        owner = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                owner.answer(self)
-
-            do_HEAD = do_GET
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answer(self, request: BaseHTTPRequestHandler) -> None:
-        path = urlsplit(request.path).path.strip("/")
-        token = request.headers.get("authorization", "")
-        self.asked.append((path, token))
-        parts = path.removeprefix("api/models/").split("/")
-        if len(parts) < 4:
-            return self.send(request, 404, {})
-        repository, kind, revision = "/".join(parts[:2]), parts[2], parts[3]
-        commit = COMMITS.get(revision, revision)
-        headers = {"X-Repo-Commit": commit}
-        if repository not in ("org/tiny", "org/gated", "org/private"):
-            return self.send(request, 404, {"X-Error-Code": "RepoNotFound"})
-        if repository == "org/private" and token != "Bearer secret":
-            return self.send(request, 404, {"X-Error-Code": "RepoNotFound"})
-        if repository == "org/gated" and kind == "resolve":
-            return self.send(request, 403, {"X-Error-Code": "GatedRepo"})
-        if commit not in COMMITS.values():
-            return self.send(request, 404, {"X-Error-Code": "RevisionNotFound"})
-        if kind == "revision":
-            siblings = [{"rfilename": name} for name in self.files]
-            body = {"id": repository, "sha": commit, "siblings": siblings}
-            return self.send(request, 200, headers, json.dumps(body).encode())
-        if kind == "tree":
-            body = [
-                {"type": "file", "path": n, "size": len(c), "oid": hashlib.sha1(c).hexdigest()}
-                for n, c in self.files.items()
-            ]
-            return self.send(request, 200, headers, json.dumps(body).encode())
-        content = self.files["/".join(parts[4:])]
-        headers["ETag"] = f'"{hashlib.sha1(content).hexdigest()}"'
-        return self.send(request, 200, headers, content)
-
-    def send(
-        self,
-        request: BaseHTTPRequestHandler,
-        status: int,
-        headers: dict[str, str],
-        body: bytes = b"",
-    ) -> None:
-        request.send_response(status)
-        for name, value in headers.items():
-            request.send_header(name, value)
-        request.send_header("Content-Length", str(len(body)))
-        request.send_header("Content-Type", "application/json")
-        request.end_headers()
-        if request.command == "GET":
-            request.wfile.write(body)
 
 
 @pytest.fixture
@@ -118,8 +45,7 @@ def stub(model: Path) -> Iterator[Hub]:
     extra = {"pytorch_model.bin": b"pickle", "onnx/model.onnx": b"onnx", "README.md": b"read"}
     server = Hub(files | extra)
     yield server
-    server.server.shutdown()
-    server.server.server_close()
+    server.close()
 
 
 def ask(cache: Path, *names: str, **environment: str) -> list[list[Any]]:
@@ -172,8 +98,7 @@ def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
     assert "`hf download org/other --revision v2`" in second[1]
     assert len(stub.asked) == calls
 
-    stub.server.shutdown()
-    stub.server.server_close()
+    stub.close()
     again, lost, private = ask(cache, "org/tiny", "org/other", "org/private", **online)
     assert again == good and private[0]
     assert not lost[0] and f"{stub.url} cannot be reached: run `hf download org/other`" in lost[1]

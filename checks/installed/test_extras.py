@@ -1,0 +1,47 @@
+"""`make wheel`: the wheel with each of its extras in an empty environment does what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ..machines.test_extras import EXTRAS, WORKS_WITHOUT, write_files
+from .conftest import Environment
+
+pytestmark = [pytest.mark.wheel, pytest.mark.timeout(1800)]
+# A call that works with the extra alone, where what fails without it (`machines.test_extras`) does
+# not end by itself or needs more.
+CALLS = {name: call for name, (_, call) in (EXTRAS | WORKS_WITHOUT).items()}
+CALLS |= {
+    "serve": "from packhorse.serve.app import create",
+    "tensorflow": "import tensorflow",
+    "all": CALLS["data"],
+    "port": 'main(["port", "--check", "script.py"])',
+    "bench": 'main(["bench", "packing", "--help"])',
+    "peers": "import ctranslate2, onnxruntime, openvino, sentence_transformers",
+    "docs": "import material, mkdocstrings",
+}
+PROGRAM = """
+from pathlib import Path
+from packhorse.cli import main
+
+if __name__ == "__main__":
+    {statements}
+"""
+
+
+@pytest.mark.parametrize("extra", CALLS)
+def test_an_extra_brings_what_it_is_for(
+    extra: str, environment: Environment, tmp_path: Path
+) -> None:
+    environment.require(f"pip install 'packhorse[{extra}]'", tmp_path)
+    environment.require("pip check", tmp_path)
+    write_files(tmp_path)
+    (tmp_path / "script.py").write_text("import poptorch\n")
+    *before, last = CALLS[extra].split("; ")
+    if last.startswith("main("):
+        last = f"assert {last} == 0"
+    statements = "\n    ".join([*before, last])
+    (tmp_path / "program.py").write_text(PROGRAM.format(statements=statements))
+    environment.require("python program.py", tmp_path)
