@@ -77,5 +77,10 @@ def documents() -> list[Path]:
     return [
         REPOSITORY / "README.md",
         *sorted((REPOSITORY / "packages").glob("*/README.md")),
-        *(page for page in pages if page.parent.name != "benchmarks"),
+        *(page for page in pages if page not in notes()),
     ]
+
+
+def notes() -> list[Path]:
+    """The notes of benchmarks."""
+    return sorted((REPOSITORY / "docs" / "benchmarks").glob("2*.md"))

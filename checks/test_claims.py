@@ -1,10 +1,10 @@
-"""What README and the notes claim: figures are those of a note, and commands can be given again.
+"""What README and the site claim: figures are those of a note, and commands can be given again.
 
 A figure is a number with a unit of speed or a factor ("4,283 sequences a second", "2 times"), or a
 cell of a table; where a note is linked, every number with decimals or thousands is one. Each stands
-in a paragraph, list item or table that links to its note, and the note holds that number, at
-README's precision. Every command in a code block of README and the notes is parsed by the real
-command line, so a flag that was renamed is seen; it is not run.
+in a paragraph, list item or table that links to its note, and the note holds that number, at the
+precision of the page. Every command in a code block of README, the site and the notes is parsed by
+the real command line, so a flag that was renamed is seen; it is not run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,15 @@ import pytest
 from packhorse.cli import _app
 from packhorse_port.command import prepare_tokens
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from .documented import REPOSITORY, blocks, documents, notes
+
+# Pages that make claims to users; the others explain, with numbers of many kinds.
+CLAIMING = [
+    page
+    for page in documents()
+    if page.parent.name in ("guides", "reference")
+    or page.stem in ("README", "index", "known-issues")
+]
 NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 UNITS = (
     *("times", "requests a second", "sequences a second", "real tokens a second"),
@@ -30,14 +37,13 @@ FIGURE = re.compile(
     rf"(?<![\w.,])({NUMBER})(?= (?:{'|'.join(UNITS)})\b)"
     r"|(?<![\w.,])(\d+,\d{3}|\d+\.\d+)(?![\w.,]*\d| GB)"
 )
-LINK = re.compile(r"\]\((docs/benchmarks/[^)#]+\.md)\)")
+LINK = re.compile(r"\]\(([\w./-]*benchmarks/(?!index)[^)#]+\.md)\)")
 CELL = re.compile(rf"(?<![\w.,-])({NUMBER})(?![\w.,-]|\.\d)")
-BLOCK = re.compile(r"```(?:sh|bash|console)?\n(.*?)```", re.DOTALL)
 # Tables whose numbers are versions, sizes or the like, not measurements.
-PLAIN_TABLES = ("| Python |", "| command |", "`packhorse demo")
+PLAIN_TABLES = ("| Python |", "| command |", "| to | do |")
 
 
-def blocks(text: str) -> list[str]:
+def passages(text: str) -> list[str]:
     """Paragraphs and list items; a table goes with the paragraphs before and after it."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     parts = [part for part in re.split(r"\n\n|\n(?=- )|\n(?=#)", text) if part.strip()]
@@ -81,12 +87,12 @@ def holds(note: str, figure: str) -> bool:
     return any(abs(number - value) <= unit / 2 * (1 + 1e-9) for number in numbers)
 
 
-def unproved(text: str, root: Path = ROOT) -> list[str]:
-    """Figures of a text that stand without a note, or that no linked note holds."""
+def unproved(text: str, folder: Path) -> list[str]:
+    """Figures of a page that stand without a note, or that no linked note holds."""
     wrong = []
-    for block in blocks(text):
+    for block in passages(text):
         links = LINK.findall(block)
-        notes = "\n".join((root / link).read_text(encoding="utf-8") for link in links)
+        notes = "\n".join((folder / link).read_text(encoding="utf-8") for link in links)
         for figure in figures(block):
             if not links:
                 wrong.append(f"{figure}: no note beside it in {block.strip()[:60]!r}")
@@ -95,8 +101,21 @@ def unproved(text: str, root: Path = ROOT) -> list[str]:
     return wrong
 
 
-def test_readme_has_the_figures_of_its_notes() -> None:
-    assert unproved(README) == []
+@pytest.mark.parametrize("page", CLAIMING, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_has_the_figures_of_its_notes(page: Path) -> None:
+    assert unproved(page.read_text("utf-8"), page.parent) == []
+
+
+def test_the_pages_that_claim_most_are_read() -> None:
+    """The control of the selection: README, the front page and a guide have figures."""
+    counts = {
+        str(page.relative_to(REPOSITORY)): sum(
+            len(figures(passage)) for passage in passages(page.read_text("utf-8"))
+        )
+        for page in CLAIMING
+    }
+    assert counts["README.md"] >= 15 and counts["docs/index.md"] >= 15
+    assert counts["docs/guides/hugging-face.md"] >= 5 and counts["docs/known-issues.md"] >= 3
 
 
 @pytest.mark.parametrize(
@@ -124,14 +143,13 @@ def test_a_false_figure_is_seen(text: str, said: str, tmp_path: Path) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    places = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     found = []
-    for place in places:
-        for block in BLOCK.findall(place.read_text(encoding="utf-8")):
-            for line in block.replace("\\\n", " ").splitlines():
+    for page in [*documents(), *notes()]:
+        for block in blocks(page):
+            for line in block.commands if block.language in ("", "sh") else ():
                 command = re.sub(r"\s#.*|[;|>].*", "", line).strip()
                 if command.startswith("packhorse ") and "…" not in command and "[" not in command:
-                    found.append((place.name, command))
+                    found.append((page.name, command))
     return found
 
 

@@ -30,15 +30,15 @@ def test_a_document_runs_from_the_wheel(
     scratch: Path,
     server: Callable[[str, Path], None],
 ) -> None:
-    environment.require("pip install packhorse", scratch)
+    printed = [block for block in blocks(document) if not block.needs]
+    if not any("pip install" in block.text for block in printed):
+        environment.require("pip install packhorse", scratch)
     for block in blocks(document):
         if block.needs:
             print(f"not run: {block.place}: {NEEDS[block.needs]}")
         elif block.language == "sh":
             run_lines(block, environment, scratch, server)
-    script = "\n".join(
-        block.text for block in blocks(document) if block.language == "python" and not block.needs
-    )
+    script = "\n".join(block.text for block in printed if block.language == "python")
     (scratch / "printed.py").write_text(script)
     environment.require("python printed.py", scratch)
 
