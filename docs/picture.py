@@ -14,8 +14,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 WIDTH = 760
-LEFT = 212  # where bars begin
-LONGEST = 430
+LEFT = 236  # where bars begin
+LONGEST = 410
 BAR = 20
 STYLE = """
   .card { fill: #ffffff; stroke: #d5dadd }
