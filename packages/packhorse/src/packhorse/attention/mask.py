@@ -1,7 +1,8 @@
-"""Rows of `capacity` tokens under a block-diagonal mask: PopRT's attention-mask mode.
+"""Attention over rows of `capacity` tokens with a block-diagonal mask.
 
 Every row attends within itself and the mask separates its sequences, so scores across sequences are
 computed and thrown away: simple and of fixed shape, at the cost of `capacity` scores per token.
+PopRT has the same as its attention-mask mode.
 Masking alone does not contain values that are not finite (0 × NaN is NaN). Therefore a sequence
 with a query, key or value that is not finite, or so large that a product could overflow, gets NaN
 as its whole output, and its neighbors are computed as if it were zero.

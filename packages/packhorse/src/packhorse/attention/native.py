@@ -41,7 +41,9 @@ from packhorse.processor import features
 
 CHUNK = 128  # query rows per work item: enough to pay for packing the keys, few enough to balance
 WIDEST = 256  # the largest head width; it sizes the buffers of the threads
-OVERRUN = 64  # numbers that C may read past a bias table, for the queries that fill up a group
+# Numbers that C may read past a bias table: it computes GROUP queries at once (at most 32), and the
+# last group of a sequence is filled up with queries that do not exist.
+OVERRUN = 64
 SOURCE = Path(__file__).with_name("native.c")
 
 
@@ -129,13 +131,16 @@ def _plan(cu_seqlens: Tensor, scope: AttentionScope = FULL_SCOPE) -> NativePlan:
     if bounds[0] != 0 or (lengths < 0).any():
         raise KernelError("cu_seqlens must begin at 0 and never fall")
     chunks = -(-lengths // CHUNK)  # per sequence; 0 for an empty slot
-    before = np.repeat(np.cumsum(chunks) - chunks, chunks)
-    row = (np.arange(len(before)) - before) * CHUNK
+    # One entry per item from here on. Its first query row is CHUNK times its number within its
+    # sequence.
+    first_item = np.repeat(np.cumsum(chunks) - chunks, chunks)  # of the same sequence
+    first_row = (np.arange(len(first_item)) - first_item) * CHUNK
     length = np.repeat(lengths, chunks)
+    first_token = np.repeat(bounds[:-1], chunks)
     # Threads take items in order; with the most expensive first they finish at about the same
     # time. The cost of an item is its query rows times the keys of its sequence.
-    order = np.argsort(-length * np.minimum(CHUNK, length - row), kind="stable")
-    items = np.stack([np.repeat(bounds[:-1], chunks), length, row], 1)[order]
+    order = np.argsort(-length * np.minimum(CHUNK, length - first_row), kind="stable")
+    items = np.stack([first_token, length, first_row], 1)[order]
     longest = int(lengths.max(initial=0))
     return NativePlan(
         items=torch.from_numpy(items.astype(np.int32)),

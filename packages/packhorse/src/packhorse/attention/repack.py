@@ -1,8 +1,9 @@
-"""Unpack to `[S, max_seqlen]`, attend, repack: what PopRT calls its unpack/repack mode.
+"""Attention over sequences that are padded to the longest of the batch, and flat again afterwards.
 
-The linear layers still see only real tokens; attention alone is padded, up to the longest sequence
-of the batch. One group instead of several is simple and has a fixed shape; it is the baseline that
-`bucketed` has to beat.
+The linear layers still see only real tokens; attention alone is padded, to `[S, max_seqlen]`.
+`bucketed` divides the sequences into groups of similar lengths, each padded to its own longest;
+here all are one group, which is simple, has a fixed shape and is the baseline that `bucketed` has
+to beat. PopRT has the same as its unpack/repack mode.
 """
 
 from __future__ import annotations

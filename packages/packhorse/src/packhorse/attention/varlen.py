@@ -44,7 +44,7 @@ class Varlen:
     serves = KernelSupport(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        head_sizes=range(8, 257, 8),
+        head_sizes=range(8, 257, 8),  # those of FlashAttention-2
         compiles=True,
         compiles_backward=True,
         records=True,
@@ -75,4 +75,5 @@ class Varlen:
             out = varlen_attn(*arguments)
         else:
             out = varlen_attn(*arguments, window_size=(plan.window, plan.window))
+        # By its annotation it may return (out, logsumexp), which only `return_aux` asks for.
         return out if isinstance(out, Tensor) else out[0]

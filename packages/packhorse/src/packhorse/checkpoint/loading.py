@@ -106,7 +106,7 @@ def load(
                 max_positions=max_positions,
                 repeat_positions=repeat_positions,
             )
-        tied = names.tied(canonical)
+        tied = names.resolve_tied_words(canonical)
         vocabulary = configuration.vocabulary(source.folder, vocab)
         checkpoint = _without_weights(canonical, tied, source.layout, vocabulary, kernel)
         table = names.table(canonical.family, tied) | (source.layout.table if source.layout else {})
@@ -143,17 +143,17 @@ def _canonical(
 ) -> tuple[CanonicalCheckpoint, Gelu]:
     """The tensors by canonical name, and the GELU; `contents.tensors` is emptied."""
     tensors = contents.tensors
-    called: dict[str, str] = {}
+    names_in_file: dict[str, str] = {}
     foreign = str
     if contents.format in ("tf1", "frozen"):
         scope = tf1.scope(tensors)
-        tensors, called = tf1.from_tensorflow(tensors, scope)
+        tensors, names_in_file = tf1.from_tensorflow(tensors, scope)
         foreign = partial(_variable_name, scope)
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
     raw, form = choose_gelu(raw, contents, gelu)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, called, foreign), form
+    return names.canonical(raw, tensors, names_in_file, foreign), form
 
 
 def _variable_name(scope: str, name: str) -> str:

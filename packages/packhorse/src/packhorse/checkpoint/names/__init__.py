@@ -1,12 +1,10 @@
-"""Translate foreign names: configuration keys, tensors, heads and architectures.
+"""Translate the names of other libraries: configuration keys, tensors, heads and architectures.
 
-No other package knows them. A reader returns a checkpoint's tensors under the names in its files;
-here they get canonical names, and `exporting` writes foreign names from the same tables, those of
-`families`.
-
-Canonical foreign names are those of the class with heads, as transformers writes them today.
-`canonical` evens out what differs from file to file: a prefix that is missing or another one,
-`gamma` and `beta`, the two names of the bias of the word scores.
+No other package knows these names. A reader returns a checkpoint's tensors under the names in its
+files. `canonical` renames them to those that transformers writes today for the class with heads,
+the *canonical names*. That evens out what differs from file to file: a prefix that is missing or
+another one, `gamma` and `beta`, the two names of the bias of the word scores. The tables of
+`families` map our names to canonical ones; `exporting` writes files from the same tables.
 """
 
 from __future__ import annotations
@@ -76,19 +74,19 @@ class CanonicalCheckpoint:
 def canonical(
     raw: dict[str, Any],
     tensors: dict[str, Tensor],
-    called: Mapping[str, str] | None = None,
+    names_in_file: Mapping[str, str] | None = None,
     foreign: Callable[[str], str] = str,
 ) -> CanonicalCheckpoint:
     """Give the tensors their canonical names; `tensors` is emptied, so that none is held twice.
 
-    called: names in the file, for tensors whose key here differs from it. foreign: translates the
-    name of a tensor that is absent into the file's format, for messages.
+    names_in_file: key in `tensors` → name in the file, where the two differ. foreign: translates
+    the name of a tensor that is absent into the file's format, for messages.
     """
     family = family_of(raw)
     root = _root(tensors, family)
     keys = _canonical_names(tensors, family, root)
     renamed = {name: tensors.pop(key) for name, key in keys.items()}
-    in_file = {name: (called or {}).get(key, key) for name, key in keys.items()}
+    in_file = {name: (names_in_file or {}).get(key, key) for name, key in keys.items()}
     return CanonicalCheckpoint(raw, family, renamed, in_file, root, foreign)
 
 
@@ -98,10 +96,11 @@ def _root(names: Collection[str], family: Family) -> str:
     roots = {name.removesuffix(ending) for name in names if f".{name}".endswith(f".{ending}")}
     if not roots:
         return family.prefix if any(name.startswith(family.prefix) for name in names) else ""
+    # The encoder's usual prefix is preferred to no prefix, and both to any other.
     likely = roots & {family.prefix, ""} or roots
-    root = max(likely)
     if len(likely) > 1 and family.prefix not in likely:
         raise CheckpointError(f"there are several encoders, under {', '.join(sorted(roots))}")
+    root = family.prefix if family.prefix in likely else next(iter(likely))
     attribute = f"{root.rstrip('.').rpartition('.')[2]}."
     if attribute != family.prefix and attribute in PREFIXES:
         raise CheckpointError(
@@ -160,8 +159,8 @@ def heads(checkpoint: CanonicalCheckpoint) -> tuple[str, ...]:
     the others as missing. The exception are pretraining heads that the architecture does not
     require: files often keep a part of them. `classifier` with a pooler classifies sequences,
     otherwise tokens, unless the architecture says which: old token classifiers keep a pooler that
-    they do not use. Call this after `tied`, which drops the copy of the embeddings that would
-    count as a tensor of the MLM head.
+    they do not use. Call this after `resolve_tied_words`, which drops the copy of the embeddings
+    that would count as a tensor of the MLM head.
     """
     family = checkpoint.family
     classes = architectures(checkpoint.raw, family)
@@ -210,7 +209,8 @@ def _required_heads(checkpoint: CanonicalCheckpoint, classes: Collection[str]) -
 def _is_present(checkpoint: CanonicalCheckpoint, head: str) -> bool:
     """Is a tensor present that only this head has?
 
-    All of them without any of the pooler that the head needs are the leftovers of a removed head.
+    No if all of them are, but nothing of the pooler that the head needs: then a library has removed
+    the head and left these tensors in the file.
     """
     needed = _tensors_of(checkpoint.family.heads[head])
     unshared = _unshared_tensors(checkpoint, head)
@@ -220,7 +220,7 @@ def _is_present(checkpoint: CanonicalCheckpoint, head: str) -> bool:
 
 def _is_complete(checkpoint: CanonicalCheckpoint, head: str) -> bool:
     needed = _tensors_of(checkpoint.family.heads.get(head, {}))
-    tied = {source("heads.mlm.decoder.weight", checkpoint.family)}
+    tied = {source("heads.mlm.decoder.weight", checkpoint.family)}  # stored as the embeddings
     return needed - tied <= checkpoint.tensors.keys()
 
 
@@ -251,8 +251,8 @@ def labels(checkpoint: CanonicalCheckpoint, heads: Collection[str]) -> tuple[str
     return tuple(f"LABEL_{number}" for number in range(count))
 
 
-def tied(checkpoint: CanonicalCheckpoint) -> bool:
-    """Are words scored by their own embeddings? If so, a copy of these in the file is dropped.
+def resolve_tied_words(checkpoint: CanonicalCheckpoint) -> bool:
+    """Decide whether words are scored by their own embeddings; if so, drop the copy in the file.
 
     Score weights that differ from the embeddings are used as they are, whatever the configuration
     says.

@@ -56,22 +56,30 @@ DTYPES = {
     13: (torch.uint64, 11, None),
     16: (torch.bfloat16, 5, (0, 65_535)),
 }
-# float_data, int32_data, int64_data, double_data, uint64_data
-TYPED = (4, 5, 7, 10, 11)
-FIXED = (4, 10)  # of fixed width; the others are varints
-PAIR = {1: BYTES, 2: BYTES}  # StringStringEntryProto: key, value
-# Field number → wire type; None: numbers, packed or not.
+# Numbers of fields in TensorProto.
+DIMS = 1
+DATA_TYPE = 2
+SEGMENT = 3
+STRING_DATA = 6
+NAME = 8
+RAW_DATA = 9
+EXTERNAL_DATA = 13
+DATA_LOCATION = 14
+TYPED = (4, 5, 7, 10, 11)  # float_data, int32_data, int64_data, double_data, uint64_data
+FIXED = (4, 10)  # those of fixed width; the others are varints
+# The wire type of each field; None: numbers, packed or not.
 TENSOR: Mapping[int, int | None] = {
-    1: None,  # dims
-    2: VARINT,  # data_type
-    3: BYTES,  # segment
-    6: BYTES,  # string_data
-    8: BYTES,  # name
-    9: BYTES,  # raw_data
-    13: BYTES,  # external_data
-    14: VARINT,  # data_location
+    DIMS: None,
+    DATA_TYPE: VARINT,
+    SEGMENT: BYTES,
+    STRING_DATA: BYTES,
+    NAME: BYTES,
+    RAW_DATA: BYTES,
+    EXTERNAL_DATA: BYTES,
+    DATA_LOCATION: VARINT,
     **dict.fromkeys(TYPED, BYTES),
 }
+PAIR = {1: BYTES, 2: BYTES}  # StringStringEntryProto: key, value
 EXTERNAL_KEYS = {"location", "offset", "length", "checksum"}
 FieldsByNumber = dict[int, list[Field]]
 
@@ -84,7 +92,7 @@ class DataLocation:
     end: int
     field: int = 0  # the one they are packed in, of TYPED; 0: raw
     file: str | None = None  # external file, relative to the model's folder; None: the model's
-    last: bool = False  # they must end where the file ends
+    to_end_of_file: bool = False  # no length is stated: they must end where the file ends
     checksum: str = ""  # SHA1 of the external file
 
 
@@ -181,14 +189,14 @@ def read_stored(data: MessageFile, field: Field, name: str | None = None) -> Sto
     name: of a tensor in an attribute, which has none.
     """
     fields = data.fields(TENSOR, field.begin, field.end)
-    name = data.text(data.single(fields, 8)) if name is None else name
+    name = data.text(data.single(fields, NAME)) if name is None else name
     try:
-        shape = data.numbers(fields.get(1, []), RANK_LIMIT)
+        shape = data.numbers(fields.get(DIMS, []), RANK_LIMIT)
         if any(not 0 <= size < SIZE_LIMIT for size in shape):
             raise CheckpointError(f"the shape {list(shape)} has sizes that are no counts")
-        if 3 in fields:
+        if SEGMENT in fields:
             raise CheckpointError("a tensor in segments is not read")
-        data_type = data.single(fields, 2)
+        data_type = data.single(fields, DATA_TYPE)
         dtype = data_type.value if data_type else 0
         location = _locate(data, fields, dtype, math.prod(shape))
         return StoredTensor(name, dtype, shape, location)
@@ -200,18 +208,18 @@ def _locate(
     data: MessageFile, fields: FieldsByNumber, dtype: int, count: int
 ) -> DataLocation | None:
     """Where the numbers are; None for a dtype that is not read."""
-    raw = data.single(fields, 9)
-    data_location = data.single(fields, 14)
+    raw = data.single(fields, RAW_DATA)
+    data_location = data.single(fields, DATA_LOCATION)
     typed = [field for number in TYPED if (field := data.single(fields, number)) and field.value]
-    external = data_location is not None and data_location.value == 1
-    places = len(typed) + sum([raw is not None, external, 6 in fields])
-    if external != (13 in fields) or places > 1:
+    external = data_location is not None and data_location.value == 1  # DataLocation.EXTERNAL
+    places = len(typed) + sum([raw is not None, external, STRING_DATA in fields])
+    if external != (EXTERNAL_DATA in fields) or places > 1:
         raise CheckpointError("it is not clear where its numbers are: there are several places")
     if dtype not in DTYPES:
         return None
     size = count * DTYPES[dtype][0].itemsize
     if external:
-        return _external_location(data, fields[13], size)
+        return _external_location(data, fields[EXTERNAL_DATA], size)
     if typed:
         return _typed_location(typed[0], dtype, count)
     begin, end = (raw.begin, raw.end) if raw else (0, 0)
@@ -251,7 +259,7 @@ def _external_location(data: MessageFile, entries: Iterable[Field], size: int) -
         int(offset),
         int(offset) + size,
         file=values.get("location", ""),
-        last="length" not in values,
+        to_end_of_file="length" not in values,
         checksum=values.get("checksum", ""),
     )
 
@@ -293,7 +301,8 @@ class TensorLoader:
         name = location.file or ""
         try:
             size = os.fstat(self._open(name).fileno()).st_size
-            if location.end > size or (location.last and location.end != size):
+            is_misplaced = location.to_end_of_file and location.end != size
+            if location.end > size or is_misplaced:
                 raise CheckpointError(f"{name} of {size} bytes does not end at {location.end}")
             if location.checksum and location.checksum.lower() != self._digest(name):
                 raise CheckpointError(f"the checksum of {name} is another")
@@ -369,18 +378,18 @@ def _unpack(file: BinaryIO, stored: StoredTensor) -> Tensor:
 def _varints(data: bytes) -> tuple[np.ndarray, bytes]:
     """The complete varints in the data, as int64, and the bytes of an incomplete last one."""
     codes = np.frombuffer(data, np.uint8)
-    ends = np.flatnonzero(codes < 0x80)
-    if not len(ends):
-        ends = np.array([-1])
-    begins = np.concatenate([[0], ends[:-1] + 1])
+    ends = np.flatnonzero(codes < 0x80)  # the last byte of a varint has no continuation bit
+    begins = np.concatenate([[0], ends + 1])
+    rest = data[int(begins[-1]) :]
+    begins = begins[:-1]
     widths = ends - begins + 1
-    rest = data[int(ends[-1]) + 1 :]
-    if widths.max() > 10 or len(rest) > 10 or np.any(codes[ends[widths == 10]] > 1):
+    # Nine bytes hold 63 bits, so a tenth byte may only be 0 or 1.
+    if (widths > 10).any() or len(rest) > 10 or (codes[ends[widths == 10]] > 1).any():
         raise CheckpointError("a number that does not end, or is larger than 64 bits")
     values = np.zeros(len(ends), np.uint64)
     # Seven bits per byte, the lowest first; numbers that have ended drop out of `longer`.
-    for byte in range(int(widths.max())):
+    for byte in range(int(widths.max(initial=0))):
         longer = widths > byte
         part = codes[begins[longer] + byte].astype(np.uint64) & np.uint64(0x7F)
         values[longer] |= part << np.uint64(7 * byte)
-    return values[: len(values) if widths[0] else 0].view(np.int64), rest
+    return values.view(np.int64), rest

@@ -27,6 +27,7 @@ MODULE = re.compile(r"\w+(\.\w+)*\.(weight|bias|gamma|beta)")
 WEIGHT_LIMIT = 10_000  # BERT-Large has 400
 NODES_TO_BIAS = 4  # between a product and its bias at most; quantizers put Cast and Mul there
 FLOATS = (1, 10, 11, 16)  # TensorProto.DataType: float, float16, double, bfloat16
+# uint8, int8, uint16, int16, and the types of 8, 4 and 2 bits that were added later
 QUANTIZED = (2, 3, 4, 5, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26)
 # Operations that do not change the result of a product, except for rounding, before its bias.
 TRANSPARENT = ("Cast", "DequantizeLinear", "Identity", "QuantizeLinear")
@@ -356,21 +357,23 @@ def _named_weights(flow: _DataFlow) -> dict[str, Weight]:
     """The weights by name: by their module if it is known, else by their own name."""
     uses = list(dict.fromkeys(_uses(flow)))
     uses_of_label = Counter(flow.label.get(use.value) for use in uses)
-    result: dict[str, Weight] = {}
+    by_use: dict[str, Weight] = {}
     for use in uses:
         if use.module:
-            _put(result, f"{use.module}.{use.kind}", use.weight)
-    labelled: dict[str, Weight] = {}
+            _put(by_use, f"{use.module}.{use.kind}", use.weight)
+    by_label: dict[str, Weight] = {}
     for use in uses:
         if label := flow.label.get(use.value):
-            _put(labelled, label, use.weight)
+            _put(by_label, label, use.weight)
         elif not use.module and (name := _name_by_partner(flow, use, uses_of_label)):
-            _put(result, name, use.weight)
+            _put(by_use, name, use.weight)
+    # Labels without a use that is understood: of the constants that have a label, take the one
+    # stored under it, or what it is dequantized to.
     for value, label in flow.label.items():
         weight = flow.constants[value]
         if value == label or weight.scale:
-            labelled.setdefault(label, weight)
-    return {**labelled, **result}
+            by_label.setdefault(label, weight)
+    return {**by_label, **by_use}
 
 
 def _name_by_partner(flow: _DataFlow, use: _Use, uses_of_label: Mapping[str | None, int]) -> str:
