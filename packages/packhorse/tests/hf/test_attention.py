@@ -13,7 +13,7 @@ from packhorse.attention.reference import Reference
 from packhorse.errors import InputError, MissingExtra
 from packhorse.hf.attention import attend
 from packhorse.hf.families import AFTER_PADDING
-from packhorse.hf.layout import of_boundaries
+from packhorse.hf.layout import layout_of_boundaries
 
 Batch = dict[str, Any]
 FLAT = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -213,7 +213,7 @@ def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch
     with pytest.raises(InputError, match="leave attention_mask out"):
         model(**padded, cu_seq_lens_q=bounds)
     with pytest.raises(InputError, match="must begin at 0"):
-        of_boundaries(torch.zeros(1, dtype=torch.int32), 0)
+        layout_of_boundaries(torch.zeros(1, dtype=torch.int32), 0)
 
 
 def test_models_whose_attention_cannot_be_replaced(make, padded: Batch) -> None:

@@ -12,7 +12,7 @@ import torch
 from packhorse import hf
 from packhorse.errors import InputError
 from packhorse.hf.families import AFTER_PADDING
-from packhorse.hf.layout import AddBoundaries, of_positions
+from packhorse.hf.layout import AddBoundaries, boundaries_of_positions
 
 Batch = dict[str, Any]
 Features = list[dict[str, list[int]]]
@@ -185,7 +185,7 @@ def test_boundaries_of_positions() -> None:
         ([[2, 3, 2, 3, 4]], [0, 2, 5]),
         ([[0, 0, 0]], [0, 1, 2, 3]),
     ]:
-        found = of_positions(torch.tensor(positions))
+        found = boundaries_of_positions(torch.tensor(positions))
         assert (None if found is None else found.tolist()) == bounds
         assert found is None or found.dtype == torch.int32
 

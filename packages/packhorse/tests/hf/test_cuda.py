@@ -34,5 +34,5 @@ def test_half_precision_is_close_to_the_cpu(make, padded: dict[str, Any], family
         assert (found.cpu().float() - wanted)[real].norm() < 0.03 * wanted[real].norm()
         assert (grad.cpu().float() - slope).norm() < 0.1 * slope.norm()
     if family != "modernbert":
-        plans = getattr(there["cu_seq_lens_q"], LAYOUT_ATTRIBUTE)[1].plans
-        assert [key[0] for key in plans if isinstance(key, tuple)] == ["fused"]
+        cache = getattr(there["cu_seq_lens_q"], LAYOUT_ATTRIBUTE)[1].cache
+        assert [key[0] for key in cache if isinstance(key, tuple)] == ["fused"]

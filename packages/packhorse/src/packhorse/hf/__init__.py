@@ -7,8 +7,8 @@
 for your own training loop. `register()` alone makes `attn_implementation="packhorse"` known, for
 code that makes flat batches itself, or to skip the padding of padded batches in attention alone.
 
-Nothing is registered by the import itself, as in the whole package; creating the collator
-registers, so it stays one line.
+Importing this package registers nothing; creating a `PackedCollator`, or calling one of the two
+functions, does.
 """
 
 from typing import TYPE_CHECKING

@@ -32,11 +32,11 @@ from packhorse.hf.families import is_family, unknown_family
 from packhorse.hf.layout import (
     NAME,
     SequenceLayout,
-    of_boundaries,
-    of_rows,
-    store,
-    stored,
-    watch,
+    add_boundary_hooks,
+    layout_of_boundaries,
+    layout_of_mask,
+    store_layout,
+    stored_layout,
 )
 
 OLDEST = 5  # the major version of transformers
@@ -66,7 +66,7 @@ def register() -> None:
 
 
 def _watch_models() -> None:
-    """Add the hook of `layout.watch` to each model as soon as it gets our attention.
+    """Add the hook that reads position ids to each model as soon as it gets our attention.
 
     Neither interface of transformers passes the model. The method that is wrapped here has it, and
     runs both for a model that is created and for one that changes its attention.
@@ -81,7 +81,7 @@ def _watch_models() -> None:
     def choose_and_watch(self: Any, *args: Any, **kwargs: Any) -> str:
         attention = choose(self, *args, **kwargs)
         if attention == NAME:
-            watch(self)
+            add_boundary_hooks(self)
         return attention
 
     vars(choose_and_watch)[NAME] = True  # a mark for the next call of `register`
@@ -106,13 +106,14 @@ def mask_with_layout(
         raise InputError(f"{config.model_type} is causal, Packhorse runs encoders; {INSTEAD}")
     if not is_family(config):
         raise InputError(unknown_family(config.model_type))
+    # transformers sets `use_vmap` for a model that adds mask functions of its own.
     if use_vmap or getattr(config, "add_cross_attention", False):
         raise InputError(
             f"cross attention and masks other than padding are not supported; {INSTEAD}"
         )
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    return store(of_rows(attention_mask), attention_mask)
+    return store_layout(layout_of_mask(attention_mask), attention_mask)
 
 
 def attend(
@@ -151,15 +152,15 @@ def _layout(
 ) -> SequenceLayout | None:
     rows, _, columns, _ = query.shape
     if bounds is None:
-        return None if mask is None else stored(_checked(mask, rows, columns))
+        return None if mask is None else stored_layout(_checked(mask, rows, columns))
     if mask is not None or rows != 1:
         raise InputError("a flat batch is one row without a mask; leave attention_mask out")
-    layout = of_boundaries(bounds, columns)
-    if key_bounds is None or key_bounds is bounds or layout.plans.get("keys") is key_bounds:
+    layout = layout_of_boundaries(bounds, columns)
+    if key_bounds is None or key_bounds is bounds or layout.cache.get("keys") is key_bounds:
         return layout
     if not torch.equal(key_bounds, bounds):
         raise InputError(f"cu_seq_lens_q and cu_seq_lens_k differ: cross attention; {INSTEAD}")
-    layout.plans["keys"] = key_bounds  # compared once per batch, because it waits for the device
+    layout.cache["keys"] = key_bounds  # compared once per batch, because it waits for the device
     return layout
 
 
@@ -220,9 +221,9 @@ def _run_kernel(qkv: Tensor, layout: SequenceLayout, dropout: float, window: int
         windows=window is not None,
     )
     key = choice.name, dropout, window
-    if key not in layout.plans:
-        layout.plans[key] = choice.kernel.plan(layout.packed, dropout, AttentionScope(window))
-    return choice.kernel(qkv, layout.plans[key])
+    if key not in layout.cache:
+        layout.cache[key] = choice.kernel.plan(layout.packed, dropout, AttentionScope(window))
+    return choice.kernel(qkv, layout.cache[key])
 
 
 @cache

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from packhorse.errors import InputError
 from packhorse.hf.attention import register
 from packhorse.hf.families import is_family, unknown_family
-from packhorse.hf.layout import BOUNDARIES, NAME, SequenceLayout, of_boundaries, was_used
+from packhorse.hf.layout import BOUNDARIES, NAME, SequenceLayout, layout_of_boundaries, was_used
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def packed(model: AModel) -> AModel:
     if model.config._attn_implementation != NAME:
         raise InputError(unknown_family(model.config.model_type))
     _hook(model.base_model, _in_rows if head.rows else _pooled)
-    if _name(model) == "ForQuestionAnswering":
+    if _class_ending(model) == "ForQuestionAnswering":
         _hook(model, _own_spans)
     return model
 
@@ -72,22 +72,23 @@ def head_of(model: PreTrainedModel) -> Head:
     """Return what the model's head expects; raise for a head that is not in the table."""
     if model.base_model is model:
         return NO_HEAD
-    name = _name(model)
-    if name is None:
+    ending = _class_ending(model)
+    if ending is None:
         raise InputError(
             f"{type(model).__name__} has a head that Packhorse does not support; use a class that "
             f"ends in {', '.join(HEADS)}"
         )
     pooling = getattr(model.config, "classifier_pooling", "cls")
-    if name == "ForSequenceClassification" and pooling not in FIRST_TOKEN:
+    if ending == "ForSequenceClassification" and pooling not in FIRST_TOKEN:
         raise InputError(
             f"classifier_pooling={pooling!r} needs the mask of a padded batch; keep your collator "
             f'and use only attn_implementation="{NAME}"'
         )
-    return HEADS[name]
+    return HEADS[ending]
 
 
-def _name(model: PreTrainedModel) -> str | None:
+def _class_ending(model: PreTrainedModel) -> str | None:
+    """Return the key of `HEADS` that the model's class, or one of its bases, ends in."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return next((end for name in names for end in HEADS if name.endswith(end)), None)
 
@@ -125,7 +126,7 @@ def _layout(kwargs: dict[str, Any], output: Any) -> SequenceLayout | None:
             f"the attention of this model ignored {BOUNDARIES}; "
             f'set its attention implementation to "{NAME}" again'
         )
-    return of_boundaries(bounds, output[0].shape[1])
+    return layout_of_boundaries(bounds, output[0].shape[1])
 
 
 def _in_rows(base: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -172,10 +173,11 @@ def _own_spans(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> An
     padding = torch.arange(longest, device=lengths.device) >= lengths[:, None]
     for name in ("start_logits", "end_logits"):
         logits = output[name]
+        # The smallest finite number, as in transformers' own masks.
         output[name] = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
     if output.loss is not None:
         # A label outside its own sequence is ignored, as transformers does beyond the longest.
         labels = (kwargs[name].view(rows) for name in ("start_positions", "end_positions"))
-        within = (label.where(label < lengths, longest) for label in labels)
-        output.loss = model.loss_function(output.start_logits, output.end_logits, *within)
+        kept = (label.where(label < lengths, longest) for label in labels)
+        output.loss = model.loss_function(output.start_logits, output.end_logits, *kept)
     return output

@@ -1,5 +1,4 @@
-"""Where the sequences of a transformers batch lie, computed once per batch and shared by its
-layers.
+"""The layout of a transformers batch: where its sequences lie, computed once for all layers.
 
 A model of transformers gives its attention either boundaries (`cu_seq_lens_q`, the contract of its
 padding-free batches) or a mask of the padded rows. Both become a `SequenceLayout`. It is stored on
@@ -43,41 +42,43 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """The sequences of one batch, and what kernels planned for them."""
+    """The sequences of one batch, and what was computed for them so far."""
 
     packed: Packed
     lengths: list[int]  # [S]
     tokens: Tensor | None = None  # [T] the slots of the padded batch that hold tokens; None: flat
-    plans: dict[Any, Any] = field(default_factory=dict)  # what was computed from it, by any key
+    # A kernel's plan by (kernel, dropout, window); "contiguous" and "rows", the properties below;
+    # "keys", the boundaries of the keys once they were found equal to those of the queries.
+    cache: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def contiguous(self) -> bool:
         """Whether the tokens of each sequence are next to each other."""
         if self.tokens is None:
             return True
-        if "contiguous" not in self.plans:
+        if "contiguous" not in self.cache:
             nonempty = self.packed.lengths > 0
             first = self.packed.starts[nonempty]
             last = self.packed.cu_seqlens[1:][nonempty] - 1
             distance = self.tokens[last] - self.tokens[first]
-            self.plans["contiguous"] = bool((distance == last - first).all())
-        return self.plans["contiguous"]
+            self.cache["contiguous"] = bool((distance == last - first).all())
+        return self.cache["contiguous"]
 
     @property
     def rows(self) -> Tensor:
         """[T] the slot of each token in S rows as wide as the longest sequence."""
-        if "rows" not in self.plans:
+        if "rows" not in self.cache:
             width = self.packed.max_seqlen
             starts = self.packed.starts
             shift = torch.arange(len(self.lengths), device=starts.device) * width - starts
             tokens = self.packed.positions
-            self.plans["rows"] = tokens + shift.repeat_interleave(
+            self.cache["rows"] = tokens + shift.repeat_interleave(
                 self.packed.lengths, output_size=len(tokens)
             )
-        return self.plans["rows"]
+        return self.cache["rows"]
 
 
-def of_boundaries(bounds: Tensor, tokens: int) -> SequenceLayout:
+def layout_of_boundaries(bounds: Tensor, tokens: int) -> SequenceLayout:
     """Return the layout of a flat batch of `tokens` tokens."""
     # Tensors created in inference mode do not count their changes, so a stored layout could be
     # stale: it is read anew for every layer.
@@ -100,7 +101,7 @@ def was_used(bounds: Tensor) -> bool:
     return hasattr(bounds, LAYOUT_ATTRIBUTE)
 
 
-def of_rows(mask: Tensor) -> SequenceLayout:
+def layout_of_mask(mask: Tensor) -> SequenceLayout:
     """Return the layout of padded rows, [B, L], where `mask` is true for tokens."""
     lengths = mask.sum(1)
     tokens = mask.flatten().nonzero().squeeze(1)
@@ -108,7 +109,7 @@ def of_rows(mask: Tensor) -> SequenceLayout:
     return _layout(bounds, lengths.tolist(), tokens)
 
 
-def store(layout: SequenceLayout, mask: Tensor) -> Tensor:
+def store_layout(layout: SequenceLayout, mask: Tensor) -> Tensor:
     """Return a view of the mask with its layout stored on it.
 
     A view, so that the layout is not on a tensor that the caller holds, and may change.
@@ -118,10 +119,10 @@ def store(layout: SequenceLayout, mask: Tensor) -> Tensor:
     return mask
 
 
-def stored(mask: Tensor) -> SequenceLayout:
+def stored_layout(mask: Tensor) -> SequenceLayout:
     """Return the layout of a mask; read anew where a copy to another device has lost it."""
     entry = getattr(mask, LAYOUT_ATTRIBUTE, None)
-    return of_rows(mask) if entry is None else entry[1]
+    return layout_of_mask(mask) if entry is None else entry[1]
 
 
 def _read(bounds: Tensor) -> SequenceLayout:
@@ -138,14 +139,14 @@ def _read(bounds: Tensor) -> SequenceLayout:
 
 
 def _layout(bounds: Tensor, lengths: list[int], tokens: Tensor | None = None) -> SequenceLayout:
-    # Kernels look at the boundaries only: one count stands in for ids, types and positions.
-    count = torch.arange(sum(lengths), device=bounds.device)
+    # Kernels look at the boundaries only; ids, types and positions may be any tensor [T].
+    indices = torch.arange(sum(lengths), device=bounds.device)
     places = tuple(range(len(lengths)))
-    packed = Packed(count, count, count, bounds, max(lengths, default=0), places)
+    packed = Packed(indices, indices, indices, bounds, max(lengths, default=0), places)
     return SequenceLayout(packed, lengths, tokens)
 
 
-def watch(model: Any) -> None:
+def add_boundary_hooks(model: Any) -> None:
     """Add the pre-hook to a model of transformers and to all models inside it."""
     from transformers import PreTrainedModel
 
@@ -174,14 +175,14 @@ class AddBoundaries:
         positions = named.get("position_ids")
         mask = named.get("attention_mask")
         if positions is None:
-            _refuse_numbered(named.get("seq_idx"))
+            _refuse_sequence_ids(named.get("seq_idx"))
             return None
         if positions.ndim != 2 or (mask is not None and mask.ndim != 2):
             return None  # several texts per row, or a ready-made mask: the inner model decides
         if mask is not None and not bool(mask.all()):
             _refuse_restarts(mask.bool(), positions)
             return None
-        bounds = of_positions(positions, _padding_id(model.config))
+        bounds = boundaries_of_positions(positions, _padding_id(model.config))
         if bounds is None:
             return None
         self._refuse_unfit(type(model).__name__, named)
@@ -204,7 +205,7 @@ class AddBoundaries:
             )
 
 
-def of_positions(positions: Tensor, padding_id: int | None = None) -> Tensor | None:
+def boundaries_of_positions(positions: Tensor, padding_id: int | None = None) -> Tensor | None:
     """Return the boundaries [S+1] of rows [B, L] laid end to end; None if a row is one sequence.
 
     padding_id: the position of padding, for models that start to count after it.
@@ -246,7 +247,7 @@ def _refuse_restarts(mask: Tensor, positions: Tensor) -> None:
         )
 
 
-def _refuse_numbered(sequence_ids: Tensor | None) -> None:
+def _refuse_sequence_ids(sequence_ids: Tensor | None) -> None:
     if sequence_ids is not None and bool((sequence_ids != sequence_ids[..., :1]).any()):
         raise InputError(
             "seq_idx marks several sequences in a row, but there are no position_ids; let the "

@@ -185,8 +185,8 @@ def test_workers_and_runs_do_not_show(
     import_records(config(*sources, out=outs[1], shard_bytes=4096, workers=2))
     assert tree(outs[0]) == tree(outs[1])
     assert len(list((outs[0] / "train").glob("*.arrow"))) > 3
-    monkeypatch.setattr("packhorse.data.records.tfrecord.RUN_RECORDS", 7)
-    monkeypatch.setattr("packhorse.data.records.graphcore.RUN_RECORDS", 11)
+    monkeypatch.setattr("packhorse.data.records.tfrecord.BLOCK_RECORDS", 7)
+    monkeypatch.setattr("packhorse.data.records.graphcore.BLOCK_RECORDS", 11)
     monkeypatch.setattr(importing, "PART_TOKENS", 1000)
     parted = tmp_path / "parted"
     import_records(config(*sources, out=parted, shard_bytes=4096))
@@ -339,7 +339,7 @@ def test_records_of_two_widths_in_one_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("packhorse.data.records.tfrecord.RUN_RECORDS", 1)
+    monkeypatch.setattr("packhorse.data.records.tfrecord.BLOCK_RECORDS", 1)
     records = [
         record_files.example(record_files.unpacked(sequences[0], w, MASKS)) for w in (40, 41)
     ]
@@ -419,7 +419,7 @@ def test_memory_stays_flat(
 ) -> None:
     """Eight times the records take no more memory: parts are put down on the way."""
     monkeypatch.setattr(importing, "PART_TOKENS", 1 << 11)
-    monkeypatch.setattr("packhorse.data.records.tfrecord.RUN_RECORDS", 32)
+    monkeypatch.setattr("packhorse.data.records.tfrecord.BLOCK_RECORDS", 32)
     records = [
         record_files.example(record_files.unpacked(sequence, WIDTH, MASKS))
         for sequence in sequences

@@ -57,7 +57,7 @@ def test_both_kinds_are_read(
 ) -> None:
     assert graphcore.kind_of(packed, SIZES) == "packed"
     assert graphcore.kind_of(unpacked, SIZES) == "unpacked"
-    monkeypatch.setattr(graphcore, "RUN_RECORDS", 7)
+    monkeypatch.setattr(graphcore, "BLOCK_RECORDS", 7)
     for path in (packed, unpacked):
         result = read(path)
         assert len(result) > 3

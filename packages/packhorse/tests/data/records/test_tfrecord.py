@@ -77,8 +77,8 @@ def test_runs_are_cut_by_count_and_by_bytes(
 ) -> None:
     records = [bytes([i]) * (1 + 3 * i) for i in range(20)]
     path = record_files.write(tmp_path / "records", records)
-    monkeypatch.setattr(tfrecord, "RUN_RECORDS", 3)
-    monkeypatch.setattr(tfrecord, "RUN_BYTES", 100)
+    monkeypatch.setattr(tfrecord, "BLOCK_RECORDS", 3)
+    monkeypatch.setattr(tfrecord, "BLOCK_BYTES", 100)
     runs = list(tfrecord.read_blocks(path))
     assert [record for run in runs for record in run.data] == records
     assert [run.first for run in runs] == np.cumsum([0, *(len(r.data) for r in runs)])[:-1].tolist()

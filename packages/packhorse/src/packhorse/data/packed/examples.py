@@ -1,6 +1,6 @@
 """BERT's pretraining examples from documents: pairs of segments, or single segments.
 
-    bulk = Bulk(tokenizer)
+    bulk = BulkTokenizer(tokenizer)
     sequences = make(tokenize(bulk, documents), Recipe(), specials_of(tokenizer), seed=(number,))
 
 A pair is `[CLS] A [SEP] B [SEP]`. Sentences of a document are collected until a target length is

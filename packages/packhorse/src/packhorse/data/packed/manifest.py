@@ -31,7 +31,7 @@ from packhorse.errors import InputError
 FORMAT = 2  # 1 had no masking and did not state whether there are second segments
 NAME = "manifest.json"
 LARGEST = 64 << 20  # bytes of manifest; 400,000 shards fit
-AGAIN = "build or import it again"
+AGAIN = "build or import it again"  # the end of messages about a damaged manifest
 SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.arrow", re.ASCII)
 LEFTOVER = re.compile(r"shard-\d+\.arrow|\.shard-\d+\.arrow\.\w+\.partial", re.ASCII)
 IDS = ("cls", "sep", "mask", "pad")
@@ -150,13 +150,13 @@ def _sums(manifest: Manifest) -> dict[str, int | float]:
 def _read_json(folder: Path, path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            text = file.read(LARGEST + 1)
+            text = file.read(LARGEST)  # a longer file is cut here, and then is no valid JSON
     except FileNotFoundError as error:
         raise InputError(_no_manifest(folder)) from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        fields = json.loads(text[:LARGEST])
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}; {AGAIN}") from error
     if not isinstance(fields, dict):
@@ -200,38 +200,39 @@ def _manifest(fields: dict[str, Any], place: str) -> Manifest:
         _count(fields, "capacity"),
         _count(fields, "vocab_size"),
         None if depth is None else _count(fields, "max_per_pack"),
-        _of(fields, "static_masks", bool),
-        _of(fields, "next_sentence", bool),
+        _field(fields, "static_masks", bool),
+        _field(fields, "next_sentence", bool),
     )
-    histogram = _of(fields, "histogram", list)
+    histogram = _field(fields, "histogram", list)
     return Manifest(
         layout,
-        _specials(_of(fields, "specials", dict), layout.vocab_size),
+        _specials(_field(fields, "specials", dict), layout.vocab_size),
         tuple(_count({"histogram": count}, "histogram", least=0) for count in histogram),
-        tuple(_shard(shard, place) for shard in _of(fields, "shards", list)),
-        _of(fields, "config", dict),
-        Recipe() if layout.static_masks else _masking(_of(fields, "masking", dict)),
+        tuple(_shard(shard, place) for shard in _field(fields, "shards", list)),
+        _field(fields, "config", dict),
+        Recipe() if layout.static_masks else _masking(_field(fields, "masking", dict)),
     )
 
 
 def _shard(fields: Any, place: str) -> ShardInfo:
-    name = _of(fields, "name", str)
+    name = _field(fields, "name", str)
     if not SHARD_NAME.fullmatch(name):
         raise InputError(f"{place} names {name!r:.60}: not a plain name of a shard; {AGAIN}")
     counts = (_count(fields, key) for key in ("rows", "sequences", "tokens", "bytes"))
-    return ShardInfo(name, *counts, crc32c=int(_of(fields, "crc32c", str), 16))
+    return ShardInfo(name, *counts, crc32c=int(_field(fields, "crc32c", str), 16))
 
 
-def _of(holder: Any, key: str, kind: type) -> Any:
-    value = holder[key]
+def _field(fields: Any, key: str, kind: type) -> Any:
+    """The value of a key, which must be of exactly this type."""
+    value = fields[key]
     # Compared by `type`, because True is an instance of int.
     if type(value) is not kind:
         raise TypeError(f"{key!r} is {value!r:.40}, not of type {kind.__name__}")
     return value
 
 
-def _count(holder: Any, key: str, least: int = 1) -> int:
-    value = _of(holder, key, int)
+def _count(fields: Any, key: str, least: int = 1) -> int:
+    value = _field(fields, key, int)
     if not least <= value < 1 << 63:
         raise ValueError(f"{key!r} is {value}")
     return value
@@ -258,6 +259,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 def _specials_json(specials: Specials) -> dict[str, Any]:
     fields: dict[str, Any] = {name: int(getattr(specials, name)) for name in IDS}
     if specials.continues is not None:
+        # One bit per token of the vocabulary: does it continue a word (## in WordPiece)?
         fields["continues"] = base64.b64encode(np.packbits(specials.continues).tobytes()).decode()
     return fields
 
@@ -268,7 +270,9 @@ def _specials(fields: dict[str, Any], vocab_size: int) -> Specials:
         raise ValueError(f"a special token is outside the vocabulary of {vocab_size}: {ids}")
     continues = None
     if "continues" in fields:
-        packed = np.frombuffer(base64.b64decode(_of(fields, "continues", str), validate=True), "u1")
+        packed = np.frombuffer(
+            base64.b64decode(_field(fields, "continues", str), validate=True), "u1"
+        )
         if len(packed) != -(-vocab_size // 8):
             raise ValueError(f"'continues' is not for a vocabulary of {vocab_size}")
         continues = np.unpackbits(packed, count=vocab_size).astype(bool)
@@ -285,9 +289,9 @@ def _masking(fields: dict[str, Any]) -> Recipe:
     max_predictions = fields["max_predictions"]
     try:
         return Recipe(
-            mask_probability=_of(fields, "mask_probability", float),
+            mask_probability=_field(fields, "mask_probability", float),
             max_predictions=None if max_predictions is None else _count(fields, "max_predictions"),
-            whole_words=_of(fields, "whole_words", bool),
+            whole_words=_field(fields, "whole_words", bool),
         )
     except InputError as error:  # the caller adds the path
         raise ValueError(error) from error

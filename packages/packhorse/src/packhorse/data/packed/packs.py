@@ -39,7 +39,7 @@ class Rows:
 
     ids: np.ndarray  # [T]
     lengths: np.ndarray  # [S]
-    first: np.ndarray  # [S]
+    first: np.ndarray  # [S] tokens of the first segment, [CLS] and [SEP] included
     random_next: np.ndarray  # [S] 1: the second segment is from another document
     offsets: np.ndarray  # [R+1] the sequence that each row begins with, and the end
     masked_counts: np.ndarray | None = None  # [S]

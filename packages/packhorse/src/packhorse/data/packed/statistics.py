@@ -99,11 +99,11 @@ def count(name: str, folder: Path, top: int) -> Statistics:
     )
 
 
-def samples(folder: Path, tokenizer: Tokenizer, number: int, seed: int) -> list[Sample]:
-    """The first sequences of `number` random rows."""
+def samples(folder: Path, tokenizer: Tokenizer, count: int, seed: int) -> list[Sample]:
+    """The first sequence of each of `count` random rows."""
     dataset = shards.open_dataset(folder)
     rng = np.random.default_rng(seed)
-    chosen = np.sort(rng.choice(len(dataset), min(number, len(dataset)), replace=False))
+    chosen = np.sort(rng.choice(len(dataset), min(count, len(dataset)), replace=False))
     sampled: list[Sample] = []
     for number in chosen.tolist():
         row = dataset.row(number)

@@ -91,7 +91,7 @@ def unpack(columns: Mapping[str, np.ndarray], vocab_size: int, place: PlaceOf) -
         refuse(empty, place, "its input_mask is 0 throughout")
     return Unpacked(
         sequences=_sequences(checked, tokens, vocab_size, place),
-        offsets=np.unique(tokens.offsets),
+        offsets=np.unique(tokens.offsets),  # a record without a sequence repeats its offset
         records=tokens.records,
         empty=int(np.count_nonzero(empty)),
     )
@@ -163,7 +163,7 @@ class _TokenPlacement:
     offsets: np.ndarray  # [n+1] the sequence that each record begins with
     records: np.ndarray  # [S] the record that each sequence is from
     lengths: np.ndarray  # [S]
-    begins: np.ndarray  # [S]
+    begins: np.ndarray  # [S] in the sequences laid end to end
     source: np.ndarray  # [T] indices into the records' arrays, flattened
     target: np.ndarray  # [T] indices into the sequences laid end to end
 
@@ -201,21 +201,21 @@ def _sequences(
     return Sequences(
         ids=ids,
         lengths=narrow(tokens.lengths, longest),
-        first=narrow(_first(columns["types"], tokens, place), longest),
+        first=narrow(_first_segments(columns["types"], tokens, place), longest),
         random_next=_labels(columns, tokens, place),
         masked=_masks(columns, tokens, vocab_size, place),
     )
 
 
-def _first(types: np.ndarray, tokens: _TokenPlacement, place: PlaceOf) -> np.ndarray:
+def _first_segments(types: np.ndarray, tokens: _TokenPlacement, place: PlaceOf) -> np.ndarray:
     """[S] how many tokens the first segment of each sequence has."""
     if not len(tokens.lengths):
         return tokens.lengths
-    laid = np.empty(len(tokens.source), np.int64)
-    laid[tokens.target] = types.ravel()[tokens.source]
-    first = tokens.lengths - np.add.reduceat(laid, tokens.begins)
-    within = np.arange(len(laid)) - np.repeat(tokens.begins, tokens.lengths)
-    wrong = laid != (within >= np.repeat(first, tokens.lengths))
+    segments = np.empty(len(tokens.source), np.int64)  # [T] 0 or 1, sequences laid end to end
+    segments[tokens.target] = types.ravel()[tokens.source]
+    first = tokens.lengths - np.add.reduceat(segments, tokens.begins)
+    positions = np.arange(len(segments)) - np.repeat(tokens.begins, tokens.lengths)
+    wrong = segments != (positions >= np.repeat(first, tokens.lengths))
     wrong |= np.repeat(first == 0, tokens.lengths)
     message = "its segment ids are not 0 and then 1 in each sequence"
     refuse(wrong, place, message, np.repeat(tokens.records, tokens.lengths))
@@ -250,9 +250,9 @@ def _masks(
     refuse(misplaced, place, "a masked token outside its sequence", record)
     sequence = tokens.offsets[record] + owner - 1
     position = columns["positions"].ravel()[token]
-    laid = tokens.begins[sequence] + position
-    order = np.argsort(laid, kind="stable")  # nearly always sorted already
-    twice = np.diff(laid[order], prepend=-1) == 0
+    target = tokens.begins[sequence] + position  # in the sequences laid end to end
+    order = np.argsort(target, kind="stable")  # nearly always sorted already
+    twice = np.diff(target[order], prepend=-1) == 0
     refuse(twice, place, "a token that is masked twice", record[order])
     return Masks(
         positions=narrow(position[order], longest),
@@ -266,11 +266,12 @@ def guess(unpacked: Unpacked, vocab_size: int) -> Specials:
     s = unpacked.sequences
     masks = s.masked
     begins = cumulative(s.lengths)
-    hidden = np.zeros(0, np.int64)
+    visible = np.zeros(0, np.int64)  # the tokens that stand at masked positions
     if masks is not None:
-        hidden = s.ids[np.repeat(begins[:-1], masks.counts) + masks.positions]
-    counts = np.bincount(hidden, minlength=1)
-    if 2 * counts.max() <= len(hidden):
+        visible = s.ids[np.repeat(begins[:-1], masks.counts) + masks.positions]
+    counts = np.bincount(visible, minlength=1)
+    # In BERT's recipe [MASK] is 80 % of them; a token with half of them or less may be another.
+    if 2 * counts.max() <= len(visible):
         raise InputError("cannot tell from these records which token is [MASK]; pass --tokenizer")
     cls = int(s.ids[0])
     sep = int(s.ids[begins[1] - 1])

@@ -23,7 +23,7 @@ import numpy as np
 from packhorse.data.records import fixed_width
 from packhorse.errors import InputError
 
-RUN_RECORDS = 512  # of a block
+BLOCK_RECORDS = 512  # records that are read and checked at a time
 WORD = np.dtype("<i4")  # signed: no id exceeds 2^31, and negative ones are refused
 KINDS = ("packed", "unpacked")
 KNOWN_SIZES = ((128, 20), (256, 40), (384, 56), (512, 76), (512, 80))  # (length, predictions)
@@ -85,8 +85,8 @@ def read_blocks(path: Path, sizes: RecordSizes) -> Iterator[GraphcoreBlock]:
     """The records of a file, in order, some hundreds at a time."""
     kind = kind_of(path, sizes)
     mapped = _mapped(path, sizes, kind)
-    for first in range(0, len(mapped), RUN_RECORDS):
-        yield _block(path, mapped[first : first + RUN_RECORDS], first, sizes, kind)
+    for first in range(0, len(mapped), BLOCK_RECORDS):
+        yield _block(path, mapped[first : first + BLOCK_RECORDS], first, sizes, kind)
 
 
 def kind_of(path: Path, sizes: RecordSizes) -> str:
@@ -96,6 +96,7 @@ def kind_of(path: Path, sizes: RecordSizes) -> str:
     if not fitting:
         raise InputError(_misfit(path, sizes))
     valid = [kind for kind in fitting if _first_record_is_valid(path, sizes, kind)]
+    # If none is valid, reading the file as one that fits raises an error that says why.
     return (valid or fitting)[0]
 
 
@@ -141,24 +142,26 @@ def _first_record_is_valid(path: Path, sizes: RecordSizes, kind: str) -> bool:
 def _misfit(path: Path, sizes: RecordSizes) -> str:
     packed = sizes.record_bytes("packed")
     unpacked = sizes.record_bytes("unpacked")
-    others = dict.fromkeys(
-        f"{kind} with {candidate.flags()}" for kind, candidate in _others(path, sizes)
+    guesses = dict.fromkeys(
+        f"{kind} with {candidate.flags()}" for kind, candidate in _fitting_sizes(path, sizes)
     )
     advice = "no usual sizes fit either; if it is a TFRecord, --format tfrecord says what is wrong"
-    if others:
-        advice = f"it could be {' or '.join(others)}"
+    if guesses:
+        advice = f"it could be {' or '.join(guesses)}"
     return (
         f"{path}: {_size(path)} bytes are not a whole number of records, neither of {packed} bytes"
         f" (packed) nor of {unpacked} (unpacked), the sizes for {sizes.flags()}; {advice}"
     )
 
 
-def _others(path: Path, sizes: RecordSizes) -> Iterator[tuple[str, RecordSizes]]:
+def _fitting_sizes(path: Path, sizes: RecordSizes) -> Iterator[tuple[str, RecordSizes]]:
     """Usual sizes that divide the file and make its first record consistent."""
     for length, predictions in (*KNOWN_SIZES, (sizes.max_length, sizes.max_predictions)):
-        for packs in (sizes.max_per_pack, 2, 3, 4):
-            candidate = RecordSizes(length, predictions, packs)
-            for kind in KINDS[: 1 if packs != sizes.max_per_pack else 2]:
+        for depth in (sizes.max_per_pack, 2, 3, 4):
+            candidate = RecordSizes(length, predictions, depth)
+            # An unpacked record does not depend on the depth, so it is tried with one of them.
+            kinds = KINDS if depth == sizes.max_per_pack else ("packed",)
+            for kind in kinds:
                 if _size(path) % candidate.record_bytes(kind) == 0 and _first_record_is_valid(
                     path, candidate, kind
                 ):

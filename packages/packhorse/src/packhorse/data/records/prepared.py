@@ -31,7 +31,7 @@ class RecordBatch:
     """The sequences of consecutive records of a file."""
 
     unpacked: fixed_width.Unpacked
-    packed: bool  # records may hold several sequences; then each is a row
+    packed: bool  # a record may hold several sequences, and becomes a row of the dataset
     width: int  # tokens that fit into a record
     records: int
 

@@ -6,7 +6,7 @@
 A record is its length, the length's masked crc32c, its bytes and theirs; both checksums are always
 compared. A file may be compressed with gzip or zlib as a whole, which its first bytes reveal.
 Nothing is allocated before a limit has allowed it: a false length or a decompression bomb costs no
-more than `RECORD_LIMIT`, and a file of any size no more than `RUN_BYTES`. A file that was cut
+more than `RECORD_LIMIT`, and a file of any size no more than `BLOCK_BYTES`. A file that was cut
 between two records looks complete: the format has no end mark. Records count from 0.
 
 All records of a block are decoded together. They were written by one program, so their bytes have
@@ -37,8 +37,8 @@ from packhorse import wire
 from packhorse.errors import CheckpointError, InputError
 
 RECORD_LIMIT = 1 << 22  # bytes; BERT's have some 4,000, packed ones of 4,096 tokens 60,000
-RUN_BYTES = 1 << 22  # of a block
-RUN_RECORDS = 1024  # of a block
+BLOCK_BYTES = 1 << 22  # of a block
+BLOCK_RECORDS = 1024  # of a block
 READ_BYTES = 1 << 18  # of a compressed file at a time
 HEAD = struct.Struct("<QI")
 EITHER_HEADER = zlib.MAX_WBITS + 32  # accept gzip's or zlib's
@@ -74,7 +74,7 @@ def read_blocks(path: Path) -> Iterator[TFRecordBlock]:
     data: list[bytes] = []
     first = size = 0
     for offset, record in read(path):
-        if data and (len(data) == RUN_RECORDS or size + len(record) > RUN_BYTES):
+        if data and (len(data) == BLOCK_RECORDS or size + len(record) > BLOCK_BYTES):
             yield TFRecordBlock(path, first, tuple(offsets), tuple(data))
             first += len(data)
             size = 0
