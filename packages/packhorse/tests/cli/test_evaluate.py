@@ -257,7 +257,7 @@ def test_a_library_nobody_asked_for_may_fail(
 
     # It may fail when it is opened, and when it reads.
     for opened in (broken, lambda setting: lambda *texts: broken(texts)):
-        peers = {"transformers": (opened, ("embed",), "hf")}
+        peers = {"transformers": text_peers.TextPeer(opened, ("embed",), "hf")}
         monkeypatch.setattr(text_peers, "PEERS", peers)
         result = cli(*task("sts", pairs, "-m", tiny("embed"), "--json"))
         assert result.code == 0 and sides(result.document) == ["packhorse"]

@@ -128,7 +128,7 @@ def test_a_scale_of_the_batch_fails_the_check(
     mode: Mode, int8: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The control: scales left as they were, which is what a neighbor moves."""
-    monkeypatch.setattr(scales, "isolate", lambda *arguments: [])
+    monkeypatch.setattr(scales, "quantize_per_sequence", lambda *arguments: [])
     with pytest.raises(
         CheckpointError, match=r"neighbors change a text's output .*quantize_static"
     ):

@@ -15,7 +15,7 @@ import packhorse
 from packhorse.errors import InputError, MissingExtra
 from packhorse.model.heads import Embed
 from packhorse.reports import text_peers
-from packhorse.reports.text_peers import PEERS, TextPeerSetting, choose, open_peer
+from packhorse.reports.text_peers import PEERS, TextPeerSetting, choose_peer, open_peer
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.evaluation.reading import reader
 from packhorse.runtime.tasks import TruncationWarning
@@ -107,16 +107,16 @@ def test_logits_are_ours(tmp_path: Path) -> None:
 def test_which_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"sentence-transformers", "transformers"}
     monkeypatch.setattr(text_peers, "_installed", there.__contains__)
-    assert choose(None, "embed") == "sentence-transformers"
-    assert choose(None, "classify") == choose("transformers", "embed") == "transformers"
+    assert choose_peer(None, "embed") == "sentence-transformers"
+    assert choose_peer(None, "classify") == choose_peer("transformers", "embed") == "transformers"
     with pytest.raises(InputError, match="has no 'classify' head to compare with"):
-        choose("sentence-transformers", "classify")
+        choose_peer("sentence-transformers", "classify")
     there.remove("sentence-transformers")
-    assert choose(None, "embed") == "transformers"
+    assert choose_peer(None, "embed") == "transformers"
     with pytest.raises(MissingExtra, match=r"pip install 'packhorse\[peers\]'"):
-        choose("sentence-transformers", "embed")
+        choose_peer("sentence-transformers", "embed")
     there.clear()
-    assert choose(None, "embed") is None
+    assert choose_peer(None, "embed") is None
 
 
 def test_a_folder_that_cannot_be_opened_is_one_line(encoder: Encoder, tmp_path: Path) -> None:

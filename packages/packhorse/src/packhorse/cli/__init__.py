@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = next((token for token in tokens if not token.startswith("-")), None)
     _escape_unencodable()
     try:
-        limit()  # before a command loads torch
+        limit()  # applies PACKHORSE_CPU, which works only before a command loads torch
         tokens = _prepare_tokens(command, tokens)
         with (
             _warnings_as_notes(),

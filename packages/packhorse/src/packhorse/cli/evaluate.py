@@ -384,7 +384,7 @@ def _score_engines(
     from packhorse.runtime.encoder import TruncationWarning
     from packhorse.runtime.evaluation.reading import reader
 
-    peer = None if flags.peer == "none" else text_peers.choose(flags.peer, work.head)
+    peer = None if flags.peer == "none" else text_peers.choose_peer(flags.peer, work.head)
     if peer is None and flags.peer is None:
         note("neither sentence-transformers nor transformers is installed: ours alone is scored")
     max_length = flags.max_length if (flags.max_length or 0) > 0 else None

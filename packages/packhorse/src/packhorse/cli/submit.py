@@ -130,6 +130,7 @@ def _carry_out(
 
 
 def _recipe(config: Path | None, pod: int | None, division: str) -> Path:
+    """The file of settings: --config, or the one of --pod."""
     if config is not None and pod is None:
         return config
     if config is not None or pod is None:
@@ -175,6 +176,7 @@ def _plan(
 def _results(
     plan: "SubmissionPlan", ranks: "RankGroup"
 ) -> "list[RunResult] | SubmissionInterrupted":
+    """Run all runs of the plan; if a signal stops them, return the exception that says so."""
     from packhorse.train.loop import stop_signals
     from packhorse.train.submission import SubmissionInterrupted, carry_out
 

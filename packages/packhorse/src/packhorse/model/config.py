@@ -97,6 +97,7 @@ class BertConfig:
             raise CheckpointError(
                 f"config: rotary positions need an even head size, and it is {self.head_size}"
             )
+        # Half of the buckets are for each direction, and half of those for exact distances.
         if self.distance_buckets not in (0, *range(4, 257, 4)):
             raise CheckpointError(
                 f"config: distance_buckets is {self.distance_buckets}; "

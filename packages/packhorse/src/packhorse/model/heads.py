@@ -1,7 +1,7 @@
 """The heads: from the hidden states of a packed batch to the outputs of a task.
 
-Each is `forward(hidden, packed) -> tensors`, per token or per sequence (dummies included; the
-caller selects its sequences with `Packed.split` and `Packed.pick`).
+Each is `forward(hidden, packed) -> tensors`, per token or per sequence. These include the dummy
+sequences that fill up a batch; the caller selects its own with `Packed.split` and `Packed.pick`.
 
 Shapes: T tokens, S sequences, E hidden width, V vocabulary, C labels.
 """
@@ -57,7 +57,7 @@ def _head_norm(config: BertConfig) -> nn.Module:
 
 
 class Mlm(nn.Module):
-    """Masked-language model: a score for every word of the vocabulary, at every token it gets.
+    """Masked-language model: a score for every word of the vocabulary, per token.
 
     V is large, so pass only the hidden states of the masked tokens.
     """
@@ -69,7 +69,7 @@ class Mlm(nn.Module):
         self.activation = config.mlm_activation
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
         self.decoder = nn.Linear(width, config.vocab_size, bias=config.decoder_bias)
-        self.spare = -config.vocab_size % 8
+        self.spare = -config.vocab_size % 8  # up to the next multiple of 8, see `_scores`
         if tied:
             self.decoder.weight = words.weight
 

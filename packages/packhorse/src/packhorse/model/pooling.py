@@ -43,7 +43,8 @@ def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
 
 
 def _at(indices: Tensor, hidden: Tensor) -> Tensor:
-    # Empty slots at the end of a bucket start at T, past the last token; any token will do.
+    # The empty sequences that `Packed.pad` adds start at T, past the last token. Their result is
+    # never read, so any token will do.
     return hidden[indices.clamp(0, len(hidden) - 1)]
 
 
@@ -58,6 +59,7 @@ def _reduce(reduction: str, hidden: Tensor, packed: Packed) -> Tensor:
     lengths = packed.lengths.long()
     prompts = packed.prompt_lengths
     if prompts is None:
+        # unsafe=True skips torch's check of the lengths, for which the host waits for the device.
         return torch.segment_reduce(hidden, reduction, lengths=lengths, axis=0, unsafe=True)
     # Prompt and text are two segments of which only the second is used: no token is copied, and the
     # host does not have to wait for the device to know the lengths.

@@ -116,12 +116,12 @@ class ProcSystem:
         except OSError:
             return None
         # The name of the process is in brackets and may contain any character, brackets too: the
-        # fields start after the last one. See proc(5) for their order.
-        state, *numbers = text.rpartition(")")[2].split()
+        # other fields start after the last one, with number 3 of proc(5).
+        state, *numbers = text.rpartition(")")[2].split()  # numbers[0] is field 4
         if state in "ZX":  # a zombie, or dead
             return None
-        started = int(numbers[18]) / os.sysconf("SC_CLK_TCK")  # seconds since boot
-        memory = int(numbers[20]) * os.sysconf("SC_PAGE_SIZE")
+        started = int(numbers[18]) / os.sysconf("SC_CLK_TCK")  # starttime (22), seconds since boot
+        memory = int(numbers[20]) * os.sysconf("SC_PAGE_SIZE")  # rss (24)
         seconds = max(0.0, self._uptime() - started)
         return ProcessFacts(self.command(pid), _user(owner), memory, seconds)
 

@@ -35,7 +35,7 @@ class EditableGraph:
         self.model = model
         self.folder = folder
         self.nodes: list[NodeProto] = list(model.graph.node)
-        self.stored = {tensor.name: tensor for tensor in model.graph.initializer}
+        self.stored = {tensor.name: tensor for tensor in model.graph.initializer}  # constants
         self.inputs = [value.name for value in model.graph.input if value.name not in self.stored]
         self.outputs = [value.name for value in model.graph.output]
         self.added = 0  # operations, for their names
@@ -43,7 +43,7 @@ class EditableGraph:
         self.readers: defaultdict[str, list[NodeProto]] = defaultdict(list)
         for node in self.nodes:
             self._index(node)
-        self.variable = self.follow(self.inputs, shapes=True)
+        self.variable = self.follow(self.inputs, shapes=True)  # what depends on the inputs
         self.opset = _opset(model)
 
     def _index(self, node: NodeProto) -> None:

@@ -125,8 +125,9 @@ def _tables(graph: EditableGraph, observed: Observation) -> Iterator[EmbeddingTa
 
 
 def _counts(indices: np.ndarray) -> bool:
-    """Does every row of the indices count up by one?"""
-    return indices.shape[-1] == SIZES[0][1] and bool((np.diff(indices, axis=-1) == 1).all())
+    """Do the indices count up by one over the tokens of a row?"""
+    _, tokens = SIZES[0]  # rows and tokens of the batch that was observed
+    return indices.shape[-1] == tokens and bool((np.diff(indices, axis=-1) == 1).all())
 
 
 def find_attentions(

@@ -71,7 +71,7 @@ def rewrite(
             # Exporters slice these zeros from a table of fixed length, which would limit a row's.
             graph.set_input(table.node, 1, graph.op("Sub", input_names["ids"], input_names["ids"]))
         findings += _pack(graph, observed, attentions, layout, unpacked)
-    for source in scales.isolate(graph, observed, layout, unpacked):
+    for source in scales.quantize_per_sequence(graph, observed, layout, unpacked):
         findings.append(PackingFinding("scale", source, "chosen per sequence, not per batch"))
     for name, kind in outputs.items():
         findings.append(PackingFinding("output", name, f"one per {kind}"))

@@ -49,7 +49,7 @@ def dynamic_nodes(graph: EditableGraph) -> list[NodeProto]:
     return [node for node in graph.live() if node.op_type == DYNAMIC]
 
 
-def isolate(
+def quantize_per_sequence(
     graph: EditableGraph, observed: Observation, layout: PackedLayout, unpacked: Collection[str]
 ) -> list[str]:
     """Replace dynamic quantization by one per sequence; returns the names of its inputs.
@@ -83,11 +83,12 @@ def _quantize(
     bounds = []
     for reduce, limit in (("ReduceMin", "Min"), ("ReduceMax", "Max")):
         bound = graph.reduce(reduce, source, reduced)
+        # So far one bound per token, as [R, C] or flat, or already one per sequence, [S].
         if axes[0] == FLAT:
             bound = graph.op("Reshape", bound, graph.op("Shape", layout.input_names["ids"]))
         if axes[0] == FLAT or len(token_axes) == 2:
-            over = layout.over_row if one_per_row else layout.over_sequence
-            bound = over(reduce, bound)
+            reduce_tokens = layout.over_row if one_per_row else layout.over_sequence
+            bound = reduce_tokens(reduce, bound)
         bound = graph.op(limit, bound, zero)  # the operator's range always includes zero
         bounds.append(graph.op("Reshape", bound, graph.constant(shape)))
     low, high = bounds
@@ -102,7 +103,10 @@ def _quantize(
 
 
 def _broadcast(node: NodeProto, axes: Axes) -> tuple[tuple[int, ...], list[int]]:
-    """The axes of rows and tokens, and the shape in which their bounds broadcast."""
+    """The axes of rows and tokens, and the shape in which their bounds broadcast.
+
+    The shape is for ONNX's Reshape: 0 keeps the size of an axis, -1 takes what remains.
+    """
     if axes[:1] == (FLAT,):
         return (0,), [-1, *(1 for _ in axes[1:])]
     if axes[:1] != (BATCH,):
@@ -112,7 +116,7 @@ def _broadcast(node: NodeProto, axes: Axes) -> tuple[tuple[int, ...], list[int]]
     if TOKEN not in axes:  # one per sequence, as the input of a pooler
         return (0,), [-1, *(1 for _ in axes[1:])]
     token = axes.index(TOKEN)  # of two, as in attention, the first is that of the queries
-    return (0, token), [0, *(-1 if at == token else 1 for at in range(1, len(axes)))]
+    return (0, token), [0, *(-1 if axis == token else 1 for axis in range(1, len(axes)))]
 
 
 def _zero(graph: EditableGraph) -> str:

@@ -19,6 +19,10 @@ torch's fused Adam, applied to λw instead of the weights with a learning rate o
 d there, so that m, v and g are read once. That is 14 passes over the tensors' memory, where
 `_foreach` calls need 23. Norms and ratios stay on the device; the host never waits for it.
 
+A step that is recorded as a CUDA graph replays fixed arguments. For such a step the caller keeps
+what changes in tensors on the device: the learning rate in `lr`, and the number of the step in the
+group option `age`, which is absent otherwise.
+
 m and v (and `master`, if enabled) are fp32 for half-precision parameters, fp64 for fp64.
 """
 # pyright: reportPrivateImportUsage=false
@@ -285,7 +289,7 @@ def update_one(
 ) -> None:
     """LAMB as in the formulas above, in place; the reference for `update_together`."""
     beta1, beta2 = group["betas"]
-    step = group.get("age", step)  # a tensor on the device, for a recorded step
+    step = group.get("age", step)  # a tensor, for a recorded step
     m.mul_(beta1).add_(gradient, alpha=1 - beta1)
     v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     corrected = group["bias_correction"]

@@ -261,6 +261,8 @@ def knapsack(
     for _ in range(1 if unlimited else parts):
         improved = np.zeros(most_room + 1)
         table = np.zeros(most_room + 1, dtype=np.intp)
+        # A slot of any length follows, which the same table has already solved for the smaller
+        # room; with a limit, it is the table of one slot fewer.
         source = improved if unlimited else value
         for room, first in enumerate(fitting):
             totals = duals[first:] + source[room - lengths[first:]]

@@ -1,9 +1,10 @@
-"""Other libraries as readers of texts: tokenizing, batching, encoding and pooling.
+"""Run other libraries (peers) from texts to vectors or logits, to compare Packhorse with them.
 
-`packhorse_bench.peers` feeds token ids, to compare the models alone. Here a peer does the whole
-work with the same weights, device, number format, length and prompts as our encoder. Batches are
-sorted by length, as sentence-transformers does itself and a careful user of transformers would.
-transformers does not pool, so its states are pooled here, for the most used kinds of pooling.
+`packhorse_bench.peers` feeds token ids, to compare the models alone. Here a peer tokenizes,
+batches, encodes and pools, with the same weights, device, dtype, length and prompts as our encoder,
+and has the interface of a `TextReader`. Batches are sorted by length, as sentence-transformers does
+itself and a careful user of transformers would. transformers does not pool, so its states are
+pooled here, for the most used kinds of pooling.
 
 Shapes: n texts of a batch, L their padded length, E hidden width, C labels.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,16 +43,24 @@ class TextPeerSetting:
     batch_size: int = 32
 
 
-def choose(name: str | None, head: str) -> str | None:
+class TextPeer(NamedTuple):
+    """A library that can be compared with."""
+
+    open: Callable[[TextPeerSetting], TextReader]
+    heads: tuple[str, ...]  # that it can run
+    extra: str  # that installs it
+
+
+def choose_peer(name: str | None, head: str) -> str | None:
     """Return the named peer, or the first that is installed; None if there is none."""
-    capable = [peer for peer, (_, heads, _) in PEERS.items() if head in heads]
+    capable = [name for name, peer in PEERS.items() if head in peer.heads]
     if name is None:
         return next((peer for peer in capable if _installed(peer)), None)
     if name not in capable:
         known = ", ".join(capable)
         raise InputError(f"{name} has no {head!r} head to compare with; there is {known}")
     if not _installed(name):
-        raise MissingExtra(name, PEERS[name][2])
+        raise MissingExtra(name, PEERS[name].extra)
     return name
 
 
@@ -62,7 +71,7 @@ def open_peer(name: str, setting: TextPeerSetting) -> TextReader:
 
         disable_progress_bar()
         with silence_libraries():
-            peer_read = PEERS[name][0](setting)
+            peer_read = PEERS[name].open(setting)
 
     def read(
         texts: Sequence[Text], role: Role | None = None, progress: Progress | None = None
@@ -238,8 +247,7 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": _first,
     "max": _largest,
 }
-# Function that opens it, heads it has, extra that installs it; the first is preferred.
-PEERS: dict[str, tuple[Callable[[TextPeerSetting], TextReader], tuple[str, ...], str]] = {
-    "sentence-transformers": (_sentence_transformers, ("embed",), "peers"),
-    "transformers": (_transformers, ("embed", "classify"), "hf"),
+PEERS = {  # the preferred one first
+    "sentence-transformers": TextPeer(_sentence_transformers, ("embed",), "peers"),
+    "transformers": TextPeer(_transformers, ("embed", "classify"), "hf"),
 }
