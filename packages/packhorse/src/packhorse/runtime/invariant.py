@@ -110,7 +110,8 @@ class FixedShapes:
             )
         self._states = states
         self._rows = rows
-        self._equal = {(self.threads, tokens): True}  # by threads and size
+        # Results of the trials so far, by threads and size: did it give the expected bits?
+        self._trials = {(self.threads, tokens): True}
 
     def __call__(self, packed: Packed, heads: Sequence[str], at: Tensor | None) -> list[Tensor]:
         """Return what `Model.forward` returns, up to rounding."""
@@ -138,6 +139,7 @@ class FixedShapes:
         size = self.size(tokens)
         filler = min(FILLER, self.model.bert.config.max_positions)
         dummies = -(-(size - tokens) // filler)
+        # `pad` makes dummies of `max_seqlen` tokens, so that is set to the filler for this call.
         padded = replace(part, max_seqlen=filler).pad(size, len(part) + dummies)
         padded = replace(padded, max_seqlen=max(filler, part.max_seqlen))
         return self.model.bert(padded.to(self.device))[:tokens]
@@ -181,12 +183,12 @@ class FixedShapes:
     def _is_equal(self, size: int) -> bool:
         """Return whether this size has the bits of the largest when the model was loaded."""
         key = torch.get_num_threads(), size
-        if key not in self._equal:
-            equal = _equal(self._try_layers(size), self._states)
-            if equal and size == self.sizes[-1]:
-                equal = _equal(self._try_heads(), self._rows)
-            self._equal[key] = equal
-        return self._equal[key]
+        if key not in self._trials:
+            is_equal = _same_bits(self._try_layers(size), self._states)
+            if is_equal and size == self.sizes[-1]:
+                is_equal = _same_bits(self._try_heads(), self._rows)
+            self._trials[key] = is_equal
+        return self._trials[key]
 
     @torch.inference_mode()
     def _try_layers(self, size: int) -> Tensor | None:
@@ -195,7 +197,7 @@ class FixedShapes:
         batches = max(TRIAL_TOKENS // size, 1)
         ids = np.arange(batches * size).reshape(batches, size) * STRIDE % bert.config.vocab_size
         spans = np.split(np.arange(size), np.cumsum(LENGTHS * (size // sum(LENGTHS)))[:-1])
-        orders = spans, spans[3:] + spans[:3], spans[::-1]
+        orders = spans, spans[3:] + spans[:3], spans[::-1]  # as they are, rotated, reversed
         # Many small batches are compared with the largest, so each needs only one of the orders.
         in_all_orders = size == self.sizes[-1] or batches < len(orders)
         trials: list[Tensor] = []
@@ -278,7 +280,7 @@ def _common_bits(copies: Tensor) -> Tensor | None:
     return bits[0].cpu() if bool((bits == bits[0]).all()) else None
 
 
-def _equal(bits: Tensor | None, expected: Tensor) -> bool:
+def _same_bits(bits: Tensor | None, expected: Tensor) -> bool:
     """Compare bits over the length that both have."""
     if bits is None:
         return False

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from packhorse.errors import CheckpointError, PackhorseError
 
 if TYPE_CHECKING:
+    # The class of the `tokenizers` library. Ours, which is built around it, has the same name; so
+    # an object of this one is called `library` here and in the other modules.
     from tokenizers import Tokenizer as Library
 
 KNOWN_REGEXES = (
@@ -181,8 +183,8 @@ def open_library(path: Path, config: dict[str, Any]) -> tuple["Library", dict[st
     library.no_padding()
     library.encode("\U00013000")  # a hieroglyph: raises if the unknown token is missing
     sep, cls = (special_token_id(role, config, library) for role in ("sep", "cls"))
-    bare = library.post_processor is None and isinstance(library.model, models.WordPiece)
-    if bare and sep is not None and cls is not None:
+    has_no_template = library.post_processor is None and isinstance(library.model, models.WordPiece)
+    if has_no_template and sep is not None and cls is not None:
         ends = [(str(library.id_to_token(id)), id) for id in (sep, cls)]
         library.post_processor = processors.BertProcessing(*ends)
     return library, rules

@@ -80,9 +80,19 @@ class _TokenizedText(NamedTuple):
         return _TokenizedText(self.ids[begin:end], self.offsets[begin:end], self.cut)
 
 
-# For each text and special token, in order: the text's number or the token, its type, whether it is
-# special.
-_Template = tuple[tuple[int | _TokenizedText, ...], np.ndarray, np.ndarray]
+class _Template(NamedTuple):
+    """The texts and special tokens of a sequence, in order: one entry for each of them."""
+
+    pieces: tuple[int | _TokenizedText, ...]  # the number of a text (0 or 1), or a special token
+    types: np.ndarray  # uint8: token type
+    special: np.ndarray  # bool
+
+
+class _Cut(NamedTuple):
+    """Where a long text is cut before it is tokenized, in characters."""
+
+    end: int
+    reliable_end: int  # a token that begins here or later might be another in the whole text
 
 
 @final
@@ -165,7 +175,10 @@ class Tokenizer:
         rows = _checked(texts)
         rooms = [self._room(len(row) == 2, max_length) for row in rows]
         # The windowed text, which is the last one, has no limit; the question must fit.
-        limits = [(room, NO_LIMIT)[-len(row) :] for row, room in zip(rows, rooms, strict=True)]
+        limits = [
+            (room, NO_LIMIT) if len(row) == 2 else (NO_LIMIT,)
+            for row, room in zip(rows, rooms, strict=True)
+        ]
         tokenized = self._tokenize(rows, limits)
         return [
             self._slide(tokens, room, stride, i)
@@ -194,7 +207,7 @@ class Tokenizer:
 
     def specials_per(self, pair: bool) -> int:
         """The number of special tokens in a sequence."""
-        return sum(not isinstance(piece, int) for piece in self._templates[pair][0])
+        return int(self._templates[pair].special.sum())
 
     def _room(self, pair: bool, max_length: int | None) -> int:
         """The number of tokens of text that fit in one sequence."""
@@ -215,10 +228,10 @@ class Tokenizer:
         pending = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
         for chars in CHARS_PER_TOKEN:
             cuts = [_cut(rows[i][j], limits[i][j], chars) for i, j in pending]
-            parts = [rows[i][j][:end] for (i, j), (end, _) in zip(pending, cuts, strict=True)]
+            parts = [rows[i][j][: cut.end] for (i, j), cut in zip(pending, cuts, strict=True)]
             encodings = self._call(parts, [i for i, _ in pending])
             for (i, j), cut, encoding in zip(pending, cuts, encodings, strict=True):
-                result[i][j] = _trusted(encoding, cut, len(rows[i][j]))
+                result[i][j] = _reliable(encoding, cut, len(rows[i][j]))
             pending = [
                 (i, j)
                 for i, j in pending
@@ -293,28 +306,29 @@ def _checked(texts: Sequence[Text]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _cut(text: str, limit: int, chars: int) -> tuple[int, int]:
-    """Where to cut a text that needs `limit` tokens, and up to where its tokens are reliable."""
+def _cut(text: str, limit: int, chars: int) -> _Cut:
+    """Cut a text of which `limit` tokens are needed, within `chars` characters per token."""
     end = SPARE_CHARS + limit * chars
     if len(text) <= end:
-        return len(text), len(text)
+        return _Cut(len(text), len(text))
+    # With the first budget, as many words as tokens; with a larger one, more in proportion.
     words = (limit + SPARE_WORDS) * chars // CHARS_PER_TOKEN[0]
     # Possessive quantifiers: without them a text that does not match would be tried again and
     # again with shorter words.
     match = re.compile(f"(?:[{BLANKS}]*+[^{BLANKS}]++){{{words}}}").match(text, 0, end)
     if match and text[match.end()] in BLANKS:
-        return match.end(), match.end()
+        return _Cut(match.end(), match.end())
     blank = max(text.rfind(blank, end - DISTRUST, end) for blank in BLANKS)
-    return (blank, blank) if blank >= 0 else (end, end - DISTRUST)
+    return _Cut(blank, blank) if blank >= 0 else _Cut(end, end - DISTRUST)
 
 
-def _trusted(encoding: Any, cut: tuple[int, int], length: int) -> _TokenizedText:
+def _reliable(encoding: Any, cut: _Cut, length: int) -> _TokenizedText:
     """The tokens of a text of `length` characters that a cut cannot have changed."""
-    end, reliable_end = cut
+    is_cut = cut.end < length
     offsets = encoding.offsets
-    while end < length and offsets and offsets[-1][0] >= reliable_end:
+    while is_cut and offsets and offsets[-1][0] >= cut.reliable_end:
         offsets.pop()
-    return _TokenizedText(encoding.ids[: len(offsets)], offsets, end < length)
+    return _TokenizedText(encoding.ids[: len(offsets)], offsets, is_cut)
 
 
 def _fit(
@@ -390,4 +404,4 @@ def _template(library: "Library", path: Path, pair: bool) -> _Template:
         raise CheckpointError(
             f"{path}: it has no token for any text, or its template does not have each text once"
         )
-    return tuple(pieces), np.array(types, np.uint8), special
+    return _Template(tuple(pieces), np.array(types, np.uint8), special)

@@ -4,8 +4,8 @@
         optimizer_state.consolidate(optimizer)                          # on every rank
         rng = gather([capture_rng(device)])                             # from every rank
         save(run, model, optimizer, RunProgress(step, cursor), rng)     # on rank 0
-        found = newest(run)                                             # the last complete one
-        restore(found, model, optimizer, rank=rank, world=world)        # on every rank
+        latest = newest(run)                                            # the last complete one
+        restore(latest, model, optimizer, rank=rank, world=world)       # on every rank
 
 A run resumed from a checkpoint continues to the bit as if it had never stopped. Nothing is pickled.
 
@@ -530,7 +530,7 @@ def restore_rng(
 
 def _derived_seed(state: Tensor, rank: int) -> int:
     digest = hashlib.sha256(state.numpy().tobytes() + rank.to_bytes(8, "little")).digest()
-    return int.from_bytes(digest[:7], "little")
+    return int.from_bytes(digest[:7], "little")  # 56 bits: not negative as an int64
 
 
 def _rng_by_rank(saved: TrainingCheckpoint) -> list[dict[str, Tensor]]:

@@ -39,6 +39,7 @@ PEAKS = {
 }
 USUAL_SHARE = 0.4  # of the peak that BERT-Large reaches in bf16, for estimates
 BYTES_KEPT = 34  # per layer, token and hidden unit, in half precision
+MASKED_SHARE = 0.15  # of the tokens, for which word scores are computed in pretraining
 MAX_TOKENS = 1 << 16  # at once; beyond it, matrix products get no faster
 CPU_TOKENS = 1 << 13  # at once on a CPU, for the cache
 MEMORY_SHARE = 0.75  # of the device's memory that is planned with
@@ -102,9 +103,10 @@ def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
     """How many tokens to run at once so that their backward pass fits: a power of two."""
     if device.type != "cuda":
         return CPU_TOKENS
-    width = 1 if half else 2
+    width = 1 if half else 2  # of a number, relative to half precision
     layers = config.layers * config.hidden_size * BYTES_KEPT * width
-    words = 0.15 * config.vocab_size * (8 + 4 * width)  # logits of masked tokens, and gradients
+    # A score and its gradient in fp32, and both again in the model's dtype.
+    words = MASKED_SHARE * config.vocab_size * (8 + 4 * width)
     memory = torch.cuda.get_device_properties(device).total_memory * MEMORY_SHARE
     # 20 bytes per parameter: weight, gradient, two averages and a master copy.
     free = memory - 20 * parameters(config)

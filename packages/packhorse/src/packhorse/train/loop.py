@@ -141,7 +141,7 @@ def train(
     job = replace(job, optimizer=ranks.divide(job.model, job.optimizer))
     checkpoints.seed_rank(job.settings.seed, ranks.rank)
     with ExitStack() as stack:
-        ranks.lead(lambda: stack.enter_context(checkpoints.claim(out)))
+        ranks.on_rank_0(lambda: stack.enter_context(checkpoints.claim(out)))
         run = _TrainingRun(job, out, watch, stop_signal, ranks)
         try:
             for note in run.begin(_choose_checkpoint(out, resume, ranks)):
@@ -381,7 +381,7 @@ class _TrainingRun:
             keep=job.settings.keep,
             best=job.best,
         )
-        self.last_checkpoint = Path(ranks.lead(lambda: str(write())))
+        self.last_checkpoint = Path(ranks.on_rank_0(lambda: str(write())))
         self.saved = (self.step, self.counters.evaluated)
         self.meter = SpeedMeter()
 
@@ -419,13 +419,13 @@ class _TrainingRun:
         job = self.job
         ranks = self.ranks
         if job.settings.write == "best":
-            best = ranks.lead(lambda: str(checkpoints.best_of(self.out, job.best) or ""))
+            best = ranks.on_rank_0(lambda: str(checkpoints.best_of(self.out, job.best) or ""))
             if best:
                 checkpoints.restore(
                     best, job.model, job.optimizer, rank=ranks.rank, world=ranks.world
                 )
         optimizer_state.consolidate(job.optimizer)
-        return Path(ranks.lead(lambda: str(self._write_model())))
+        return Path(ranks.on_rank_0(lambda: str(self._write_model())))
 
     def _write_model(self) -> Path:
         result = in_fp32(self.job.checkpoint, self.job.optimizer)
@@ -464,7 +464,7 @@ def _choose_checkpoint(out: Path, resume: str, ranks: RankGroup) -> TrainingChec
         local.append(saved)
         return str(saved.path)
 
-    path = ranks.lead(find)
+    path = ranks.on_rank_0(find)
     if local:
         return local[0]
     return checkpoints.read(Path(path)) if path else None
@@ -538,7 +538,7 @@ def _refuse_other_settings(
 ) -> None:
     """The files of a finished run must go on saying how its model was made."""
     changes = changed_settings(saved, job)
-    if changes and ranks.lead((out / MODEL).is_dir):
+    if changes and ranks.on_rank_0((out / MODEL).is_dir):
         raise InputError(
             f"{out} is finished, at step {saved.step}, and nothing is left to train with other "
             f"settings: {'; '.join(changes)}. Use the settings it had, raise what ends it (steps, "

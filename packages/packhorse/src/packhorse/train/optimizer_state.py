@@ -22,7 +22,8 @@ from packhorse.errors import CheckpointError, InputError
 
 LEARNING_RATES = ("lr", "initial_lr")
 
-# JSON values: an optimizer's kind and groups; or of one group its options and parameter names.
+# What a checkpoint's JSON says of an optimizer: its kind and its groups. Also one of these groups:
+# its options, and the names of its parameters in "params".
 Description = Mapping[str, Any]
 
 

@@ -31,14 +31,14 @@ from packhorse import dist
 from packhorse.device import choose_device
 from packhorse.dist import Team, decode, encode, rank_errors
 from packhorse.errors import CheckpointError, InputError, KernelError, PackhorseError
-from packhorse.train.objectives.stats import BatchStats, Gather, alone
+from packhorse.train.objectives.stats import BatchStats, Gather, single_process
 from packhorse.train.optimizer_state import is_sharded
 
 # Errors that other ranks raise as the same class when rank 0 has failed.
 ERRORS = {kind.__name__: kind for kind in (CheckpointError, InputError, KernelError)}
 
 T = TypeVar("T")
-Lead = Callable[[Callable[[], Any]], Any]
+OnRank0 = Callable[[Callable[[], Any]], Any]
 Divide = Callable[[nn.Module, Optimizer], Optimizer]
 
 
@@ -49,8 +49,8 @@ class RankGroup:
     rank: int = 0
     world: int = 1
     add: Callable[[Tensor], Tensor] = lambda tensor: tensor  # sum over ranks, on host or device
-    gather: Gather = alone
-    lead: Lead = lambda work: work()  # rank 0 does it; all get its result or its error
+    gather: Gather = single_process
+    on_rank_0: OnRank0 = lambda work: work()  # rank 0 calls it; all get its result or its error
     divide: Divide = lambda model, optimizer: optimizer  # shard the optimizer's state
 
 
@@ -70,7 +70,7 @@ def rank_group(team: Team) -> RankGroup:
         world=team.world,
         add=team.add,
         gather=lambda items: _gather(team, items),
-        lead=lambda work: _lead(team, work),
+        on_rank_0=lambda work: _on_rank_0(team, work),
         divide=lambda model, optimizer: _divide(team, model, optimizer),
     )
 
@@ -91,8 +91,8 @@ def _from_message(message: dict[str, Any]) -> Any:
     return BatchStats(*message["stats"]) if "stats" in message else message["plain"]
 
 
-def _lead(team: Team, work: Callable[[], T]) -> T:
-    """Do rank 0's work; if it fails, all ranks fail, and none waits for a result in vain."""
+def _on_rank_0(team: Team, work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 and send its result to all ranks; if it raises, all ranks raise."""
     message: dict[str, Any] | None = None
     failure: Exception | None = None
     if team.rank == 0:

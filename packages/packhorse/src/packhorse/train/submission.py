@@ -154,13 +154,13 @@ def carry_out(
     mlperf.require_checker()
     ranks = ranks or RankGroup()
     with ExitStack() as stack:
-        ranks.lead(lambda: stack.enter_context(_claim(plan)))
+        ranks.on_rank_0(lambda: stack.enter_context(_claim(plan)))
         for number in range(plan.runs):
-            if not ranks.lead(partial(_is_finished, plan, number)):
+            if not ranks.on_rank_0(partial(_is_finished, plan, number)):
                 report(f"run {number} of {plan.runs}: seed {plan.start_seed + number}")
                 _run(plan, number, partial(watch, number), stop_signal, report, ranks)
             results: list[RunResult] = []
-            ranks.lead(partial(_conclude, plan, number, results))
+            ranks.on_rank_0(partial(_conclude, plan, number, results))
             yield from results
 
 
@@ -304,7 +304,7 @@ def _initialize(
 ) -> TrainingJob:
     """The job of a run that starts or resumes, with the events of its log so far."""
     resumable: list[TrainingCheckpoint] = []
-    ranks.lead(partial(_open, plan, number, log, resumable))
+    ranks.on_rank_0(partial(_open, plan, number, log, resumable))
     settings = replace(plan.settings, seed=plan.start_seed + number, out=str(plan.folder(number)))
     job = assemble(settings, ranks.rank, ranks.world)
     compile_ahead(job)

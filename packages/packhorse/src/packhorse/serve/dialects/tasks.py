@@ -3,9 +3,9 @@
     model = models.find(body.model, "embed")
     result = await embed(request, model, texts, truncation, normalize=True, dimensions=64)
 
-`Truncation` is what to do with a text that is too long, whatever a dialect calls it. A request that
-does not ask for truncation is refused, as in text-embeddings-inference: a vector of half a text
-looks like any other.
+`Truncation` is what to do with a text that is too long, whatever a dialect calls it. Unless the
+request asks for truncation, such a text is refused, as in text-embeddings-inference: a vector of
+half a text looks like any other.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from packhorse.train.objectives.classify import Classify
 from packhorse.train.objectives.pretrain import Pretrain
 from packhorse.train.objectives.similarity import Contrastive, Similarity
 from packhorse.train.objectives.span import SpanEnds
-from packhorse.train.objectives.stats import BatchStats, Gather, alone
+from packhorse.train.objectives.stats import BatchStats, Gather, single_process
 
 
 class Objective(Protocol):
@@ -43,7 +43,7 @@ class Objective(Protocol):
         ...
 
     def weigh(self, batch: Any) -> Tensor:
-        """[parts] int64: the batch's weight in each part of the loss."""
+        """The batch's weight in each part of the loss, [parts] int64."""
         ...
 
     def loss(
@@ -53,7 +53,7 @@ class Objective(Protocol):
         ...
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[Any], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[Any], gather: Gather = single_process
     ) -> dict[str, float]:
         """Measures of the model; `gather` joins the results of all ranks."""
         ...

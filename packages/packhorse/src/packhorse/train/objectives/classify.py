@@ -26,10 +26,10 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import (
     BatchStats,
     Gather,
-    alone,
     at_least_fp32,
     evaluating,
     share_of_loss,
+    single_process,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Classify:
         return ("classify",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
-        """[1]: sequences; with several labels, all labels of all sequences."""
+        """The number of sequences, or of all their labels if each has several; [1]."""
         targets = batch.targets
         return targets.new_full((1,), targets.numel(), dtype=torch.int64)
 
@@ -77,7 +77,7 @@ class Classify:
         return loss, BatchStats.of(batch.packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = single_process
     ) -> dict[str, float]:
         """Loss and GLUE's measures over the batches of all ranks."""
         with evaluating(model):

@@ -27,10 +27,10 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import (
     BatchStats,
     Gather,
-    alone,
     at_least_fp32,
     evaluating,
     share_of_loss,
+    single_process,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Pretrain:
         return ("mlm", "nsp") if self.next_sentence else ("mlm",)
 
     def weigh(self, batch: PretrainingBatch) -> Tensor:
-        """[parts]: masked tokens, or sequences that have any; and sequences."""
+        """The number of masked tokens, or of sequences that have any; and of sequences: [parts]."""
         masked = batch.masked_at
         words = _sequences_with_masks(batch) if self.average == "sequence" else len(masked)
         # Filled, not copied: the host would wait for a copy to the device.
@@ -90,7 +90,7 @@ class Pretrain:
         return loss, BatchStats.of(batch.packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[PretrainingBatch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[PretrainingBatch], gather: Gather = single_process
     ) -> dict[str, float]:
         """Loss and accuracies over the batches of all ranks, and their number of sequences."""
         with evaluating(model):

@@ -26,10 +26,10 @@ from packhorse.errors import InputError
 from packhorse.train.objectives.stats import (
     BatchStats,
     Gather,
-    alone,
     at_least_fp32,
     evaluating,
     share_of_loss,
+    single_process,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Similarity:
         return ("embed",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
-        """[1]: pairs."""
+        """The number of pairs, [1]."""
         return _pairs(batch)
 
     def loss(
@@ -60,7 +60,7 @@ class Similarity:
         return _share(batch, totals, loss=total)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = single_process
     ) -> dict[str, float]:
         """Loss and correlations over the batches of all ranks."""
         with evaluating(model):
@@ -93,7 +93,7 @@ class Contrastive:
         return ("embed",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
-        """[1]: pairs."""
+        """The number of pairs, [1]."""
         return _pairs(batch)
 
     def loss(
@@ -110,7 +110,7 @@ class Contrastive:
         return _share(batch, totals, loss=total, accuracy=correct)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = single_process
     ) -> dict[str, float]:
         """Loss, and how often the nearest text in the batch is the partner."""
         with evaluating(model):

@@ -29,10 +29,10 @@ from packhorse.packing.batch import Packed
 from packhorse.train.objectives.stats import (
     BatchStats,
     Gather,
-    alone,
     at_least_fp32,
     evaluating,
     share_of_loss,
+    single_process,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class SpanEnds:
         return ("span",)
 
     def weigh(self, batch: TaskBatch) -> Tensor:
-        """[1]: windows."""
+        """The number of windows, [1]."""
         return batch.targets.new_full((1,), len(batch.targets))
 
     def loss(
@@ -102,7 +102,7 @@ class SpanEnds:
         return loss, BatchStats.of(packed, batch.tokens, **figures)
 
     def evaluate(
-        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = alone
+        self, model: nn.Module, batches: Iterable[TaskBatch], gather: Gather = single_process
     ) -> dict[str, float]:
         """Exact match and F1 in percent; without questions, loss and accuracy of both ends."""
         if self.evaluation is not None:

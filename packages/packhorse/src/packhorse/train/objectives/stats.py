@@ -73,8 +73,8 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def alone(results: list[Any]) -> list[Any]:
-    """The results of all ranks, if there is one."""
+def single_process(results: list[Any]) -> list[Any]:
+    """Gather without other ranks: the results are already those of all."""
     return results
 
 
