@@ -39,8 +39,6 @@ FIGURE = re.compile(
 )
 LINK = re.compile(r"\]\(([\w./-]*benchmarks/(?!index)[^)#]+\.md)\)")
 CELL = re.compile(rf"(?<![\w.,-])({NUMBER})(?![\w.,-]|\.\d)")
-# Tables whose numbers are versions, sizes or the like, not measurements.
-PLAIN_TABLES = ("| Python |", "| command |", "| to | do |")
 
 
 def passages(text: str) -> list[str]:
@@ -62,9 +60,10 @@ def figures(block: str) -> list[str]:
     rows = [line for line in lines if line.startswith("|")]
     prose = "\n".join(line for line in lines if not line.startswith("|"))
     matches = FIGURE.findall(re.sub(r"\]\([^)]*\)|`[^`]*`", "]", prose))
-    linked = LINK.search(block)
+    linked = LINK.search(block) is not None
     found = [with_unit or precise for with_unit, precise in matches if with_unit or linked]
-    if any(mark in block for mark in PLAIN_TABLES):
+    # Numbers of other tables are versions, sizes or the like: measurements are aligned right.
+    if not linked and "---:" not in block:
         return found
     return found + [number for row in rows for number in _cells(row)]
 
