@@ -21,28 +21,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .bodies import BODIES
+
 slow = pytest.mark.slow
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]
 POISON = 20  # its id in the vocabulary of conftest
 JSON = {"content-type": "application/json"}
-# A body for every route that takes one, with fields a client could use for an attack.
-BODIES: dict[str, dict[str, Any]] = {
-    "/embed": {"inputs": ["the cat", "a mat"]},
-    "/embed_all": {"inputs": "the cat"},
-    "/predict": {"inputs": "the cat"},
-    "/rerank": {"query": "who sat", "texts": ["the cat", "a mat"]},
-    "/similarity": {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}},
-    "/tokenize": {"inputs": "the cat"},
-    "/decode": {"ids": [5, 6]},
-    "/v1/embeddings": {"input": "the cat"},
-    "/v1/rerank": {"query": "who sat", "documents": ["the cat", "a mat"]},
-    "/v2/rerank": {"query": "who sat", "documents": ["the cat", "a mat"]},
-    "/": {"inputs": "the cat"},
-    "/answer": {"question": "who sat", "context": "the cat sat on a mat"},
-    "/fill": {"inputs": "the [MASK] sat"},
-    "/classify": {"inputs": "the cat"},
-    "/ner": {"inputs": "the cat sat"},
-}
 
 
 def phrase(chance: random.Random, most: int = 40) -> str:
