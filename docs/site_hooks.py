@@ -1,18 +1,22 @@
-"""What the site makes from code: the reference of commands, the list of benchmark notes."""
+"""What the site makes from code: the references of commands and routes, the benchmark notes."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Fill in the marked places of two pages."""
+    """Fill in the marked places of three pages."""
     if page.file.src_uri == "reference/commands.md":
         return markdown.replace("<!-- commands -->", commands())
+    if page.file.src_uri == "reference/http.md":
+        document = json.loads((Path(config["docs_dir"]) / "openapi.json").read_bytes())
+        return markdown.replace("<!-- routes -->", routes(document))
     if page.file.src_uri == "benchmarks/index.md":
         return markdown.replace("<!-- notes -->", notes(Path(config["docs_dir"]) / "benchmarks"))
     return markdown
@@ -49,6 +53,27 @@ def _subcommands(place: str) -> list[str]:
     if name != "app":
         return []
     return sorted(word for word in import_module(module).app if not word.startswith("-"))
+
+
+def routes(document: dict[str, Any]) -> str:
+    """A table of routes per dialect, from an OpenAPI document."""
+    schemas = document["components"]["schemas"]
+    tables: dict[str, list[str]] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            fields = ", ".join(f"`{name}`" for name in _required_fields(operation, schemas))
+            row = f"| `{method.upper()} {path}` | {fields} | {operation['description']} |"
+            tables.setdefault(operation["tags"][0], []).append(row)
+    head = "| route | required fields | answer |\n|---|---|---|"
+    return "\n\n".join("\n".join([f"## {tag}\n", head, *rows]) for tag, rows in tables.items())
+
+
+def _required_fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
+    """The fields that a route's body must have; none if it takes no body."""
+    if "requestBody" not in operation:
+        return []
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    return schemas[schema["$ref"].rpartition("/")[2]]["required"]
 
 
 def notes(folder: Path) -> str:

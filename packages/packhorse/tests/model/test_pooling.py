@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from packhorse.errors import InputError
 from packhorse.model.pooling import POOLINGS, pool
 from packhorse.packing.batch import Packed
 
@@ -79,6 +80,13 @@ def test_nothing_reaches_another_sequence(mode: str, prompts: tuple[int, ...]) -
         hidden[:4] = torch.nan
         hidden[12:] = torch.inf
         assert torch.equal(pool(mode, hidden, packed)[2], result[2])
+
+
+def test_a_mode_without_code_is_refused() -> None:
+    """It must not be taken for the mean."""
+    packed = make_packed((0, 0, 0, 0))
+    with pytest.raises(InputError, match="pooling 'median' is unknown; there are cls, max"):
+        pool("median", torch.randn(len(packed.ids), 6), packed)
 
 
 def test_a_prompt_is_no_longer_than_its_sequence() -> None:

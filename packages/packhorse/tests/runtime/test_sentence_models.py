@@ -17,11 +17,12 @@ from torch import nn
 
 import packhorse
 from packhorse import checkpoint
+from packhorse.checkpoint.sentence import POOLING_FLAGS
 from packhorse.errors import InputError
-from packhorse.model.pooling import POOLINGS
 from packhorse.model.vectors import ACTIVATIONS
 
 WIDTH = 32
+POOLINGS = tuple(POOLING_FLAGS.values())  # those that sentence-transformers has too
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the horse mule carries two sacks to market and home :"
 TEXTS = [
     "the horse",
@@ -198,6 +199,12 @@ def test_several_modules_in_every_format_and_back(old: bool, build: Build, tmp_p
 
 
 MODES: list[Any] = [*POOLINGS, ("lasttoken", "mean", "cls"), POOLINGS]
+
+
+def test_every_pooling_of_theirs_is_here(st: ModuleType) -> None:
+    from sentence_transformers.sentence_transformer import modules
+
+    assert set(modules.Pooling.POOLING_MODES) == set(POOLINGS)
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])

@@ -40,7 +40,8 @@ ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
 WIDTH_LIMIT = 65_536  # numbers in a vector: in_features, out_features and dimension are a file's
 INSTEAD = "encode with sentence-transformers itself, or load a model without it"
 
-# Several poolings are concatenated in this order, unless `pooling_mode` lists them in another.
+# Flags of sentence-transformers for its poolings; one without a flag is named in `pooling_mode`.
+# Several are concatenated in this order, unless `pooling_mode` lists them in another.
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",

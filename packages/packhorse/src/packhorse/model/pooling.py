@@ -13,13 +13,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
 
 def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
-    """[T, E] to [S, E]."""
+    """Reduce hidden states [T, E] to one vector per sequence, [S, E], by one of `POOLINGS`."""
     lengths = packed.lengths.long()
     prompts = packed.prompt_lengths
     pooled = lengths if prompts is None else lengths - prompts  # [S] tokens that are pooled
@@ -35,9 +36,11 @@ def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
         # The weight of a token is its position, counted from 1 and including the prompt.
         total = _reduce("sum", hidden * _positions_from_1(hidden, packed).unsqueeze(-1), packed)
         weight = _sum_to(lengths) - (0 if prompts is None else _sum_to(prompts))
-    else:
+    elif mode in ("mean", "mean_sqrt_len_tokens"):
         total = _reduce("sum", hidden, packed)
         weight = pooled
+    else:
+        raise InputError(f"pooling {mode!r} is unknown; there are {', '.join(POOLINGS)}")
     weight = weight.clamp(min=1).unsqueeze(-1).to(hidden.dtype)
     return total / (weight.sqrt() if mode == "mean_sqrt_len_tokens" else weight)
 

@@ -2,7 +2,8 @@
 
 `TASKS` is the only place that says which head a task needs, which `Encoder` method runs it, which
 HTTP route and which command offer it. The encoder, the ONNX backend, the command line and the
-server all read it. A new task is a function that prepares jobs and a line in the table.
+server all read it. A new task is a function that prepares jobs and a line in the table; the method,
+the command and the route that the line names are written in their own modules.
 
 A task has two ends. `prepare` turns texts into `InferenceJob`s and refuses everything that can be
 refused before the model runs: a missing head, an option out of range, a text that cannot be
