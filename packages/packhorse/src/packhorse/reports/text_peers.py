@@ -214,12 +214,12 @@ def _pooling(encoder: Encoder) -> Callable[[Any, Tensor], Tensor]:
     head = encoder.embedder
     is_plain = head is not None and head.include_prompt and not len(head.stages)
     kind = "+".join(head.pooling) if head is not None and is_plain else ""
-    if head is None or kind not in POOLINGS:
+    if head is None or kind not in PADDED_POOLINGS:
         raise InputError(
             f"transformers alone cannot pool the vectors of {encoder.name}; pass --beside "
             "sentence-transformers or none"
         )
-    pool = POOLINGS[kind]
+    pool = PADDED_POOLINGS[kind]
     normalize = head.normalise
 
     def finish(output: Any, mask: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def _largest(states: Tensor, mask: Tensor) -> Tensor:
     return states.masked_fill(mask == 0, -torch.inf).amax(1)
 
 
-POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+PADDED_POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": _mean,
     "cls": _first,
     "max": _largest,
