@@ -28,11 +28,11 @@ class Line:
     """An instruction and what it is told."""
 
     word: str
-    said: str
+    text: str
 
     def listed(self) -> list[str]:
         """The exec form: a JSON list."""
-        return json.loads(self.said[self.said.index("[") :])
+        return json.loads(self.text[self.text.index("[") :])
 
 
 def read(text: str) -> list[Line]:
@@ -43,51 +43,53 @@ def read(text: str) -> list[Line]:
 
 def complaints(lines: list[Line], root: Path = REPOSITORY) -> list[str]:
     """What is wrong with it."""
-    found: list[str] = []
+    problems: list[str] = []
     user = "root"
     for line in lines:
-        words = line.said.split()
+        words = line.text.split()
         if line.word == "FROM":
             if not re.fullmatch(r"\S+:(?!latest)\S+@\$\{BASE_DIGEST\}", words[0]):
-                found.append(f"{words[0]} has no fixed tag and digest")
+                problems.append(f"{words[0]} has no fixed tag and digest")
             user = "root"
         elif line.word == "COPY":
             for source in words[:-1]:
                 if not (root / source).exists():
-                    found.append(f"{source} is not there")
+                    problems.append(f"{source} is not there")
                 elif ignored(source, root):
-                    found.append(f"{source} is ignored")
+                    problems.append(f"{source} is ignored")
         elif line.word == "RUN":
-            found += [f"{call} takes any file" for call in pip_calls(line) if not is_bound(call)]
+            problems += [f"{call} takes any file" for call in pip_calls(line) if not is_bound(call)]
         elif line.word == "USER":
             user = words[0]
         elif line.word == "ADD":
-            found.append("COPY does it")
+            problems.append("COPY does it")
     if user in ("root", "0"):
-        found.append("it runs as root")
+        problems.append("it runs as root")
     missing = {"HEALTHCHECK", "VOLUME", "ENTRYPOINT"} - {line.word for line in lines}
-    return found + [f"no {word}" for word in sorted(missing)]
+    return problems + [f"no {word}" for word in sorted(missing)]
 
 
 def pip_calls(line: Line) -> list[str]:
-    return re.findall(r"pip install[^;&]*", line.said)
+    return re.findall(r"pip install[^;&]*", line.text)
 
 
 def is_bound(call: str) -> bool:
     """Is it by hashes, of what lies here, or torch alone from its own index?"""
     alone = "--no-deps" in call and "--extra-index-url" not in call
-    own = call.strip().endswith(" ./packages/packhorse") and "--no-build-isolation" in call
+    from_checkout = (
+        call.strip().endswith(" ./packages/packhorse") and "--no-build-isolation" in call
+    )
     torch = re.search(r"--index-url https://download\.pytorch\.org/\S+ torch==[\d.]+\s*$", call)
-    return alone and ("--require-hashes" in call or own or torch is not None)
+    return alone and ("--require-hashes" in call or from_checkout or torch is not None)
 
 
 def ignored(source: str, root: Path) -> bool:
     """The last pattern that fits decides."""
-    found = False
+    is_ignored = False
     for line in (root / ".dockerignore").read_text().splitlines():
         if line and not line.startswith("#") and fnmatch.fnmatch(source, line.lstrip("!")):
-            found = not line.startswith("!")
-    return found
+            is_ignored = not line.startswith("!")
+    return is_ignored
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +103,7 @@ def test_it_is_sound(lines: list[Line]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("python:3.12-slim-bookworm@", "python@", "no fixed tag"),
         ("python:3.12-slim-bookworm@", "python:latest@", "no fixed tag"),
@@ -116,14 +118,14 @@ def test_it_is_sound(lines: list[Line]) -> None:
         ("HEALTHCHECK", "LABEL", "HEALTHCHECK"),
     ],
 )
-def test_the_check_can_fail(old: str, new: str, told: str) -> None:
+def test_the_check_can_fail(old: str, new: str, message: str) -> None:
     text = (REPOSITORY / "Dockerfile").read_text()
     assert old in text
-    assert told in " ".join(complaints(read(text.replace(old, new))))
+    assert message in " ".join(complaints(read(text.replace(old, new))))
 
 
 def test_nothing_but_what_is_needed_is_sent(lines: list[Line]) -> None:
-    copied = {each for line in lines if line.word == "COPY" for each in line.said.split()[:-1]}
+    copied = {source for line in lines if line.word == "COPY" for source in line.text.split()[:-1]}
     places = [*REPOSITORY.iterdir(), *(REPOSITORY / "packages").iterdir()]
     names = {place.relative_to(REPOSITORY).as_posix() for place in places} - {"packages"}
     sent = {name for name in names if not ignored(name, REPOSITORY)}
@@ -141,7 +143,7 @@ def test_what_it_installs_is_offered(lines: list[Line]) -> None:
     project = tomllib.loads((REPOSITORY / "packages" / "packhorse" / "pyproject.toml").read_text())[
         "project"
     ]
-    extras = next(line.said for line in lines if line.said.startswith("EXTRAS="))
+    extras = next(line.text for line in lines if line.text.startswith("EXTRAS="))
     chosen = extras.removeprefix("EXTRAS=")
     assert {*chosen.split(",")} <= {*project["optional-dependencies"]}
     assert (REPOSITORY / "locks" / f"{chosen}.txt").exists()
@@ -150,7 +152,7 @@ def test_what_it_installs_is_offered(lines: list[Line]) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "gpu"])
 def test_torch_is_the_devices(lines: list[Line], tmp_path: Path, device: str) -> None:
     """What is run with a pip that only says what it was told."""
-    command = next(line.said for line in lines if line.word == "RUN" and "DEVICE" in line.said)
+    command = next(line.text for line in lines if line.word == "RUN" and "DEVICE" in line.text)
     (tmp_path / "pip").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "pip").chmod(0o755)
     variables = {"DEVICE": device, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -161,14 +163,14 @@ def test_torch_is_the_devices(lines: list[Line], tmp_path: Path, device: str) ->
     assert ran.returncode == 0
     constraints = (REPOSITORY / "constraints.txt").read_text()
     (pin,) = re.findall(r"^torch==.*$", constraints, re.MULTILINE)
-    told = f"whl/cpu {pin}" if device == "cpu" else "--require-hashes -r locks/torch.txt"
-    assert ran.stdout.endswith(f"{told}\n")
+    arguments = f"whl/cpu {pin}" if device == "cpu" else "--require-hashes -r locks/torch.txt"
+    assert ran.stdout.endswith(f"{arguments}\n")
 
 
 def test_it_starts_what_the_package_has(lines: list[Line], monkeypatch, capsys) -> None:
     """With the image's variables; and not without a key."""
     variables = dict(
-        word.split("=", 1) for line in lines if line.word == "ENV" for word in line.said.split()
+        word.split("=", 1) for line in lines if line.word == "ENV" for word in line.text.split()
     )
     for name, value in variables.items():
         if name.startswith("PACKHORSE"):
@@ -184,29 +186,29 @@ def test_it_starts_what_the_package_has(lines: list[Line], monkeypatch, capsys) 
     monkeypatch.setenv("PACKHORSE_API_KEY", "secret")
     assert main([*words, "--print-config", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
-    port = int(next(line.said for line in lines if line.word == "EXPOSE"))
+    port = int(next(line.text for line in lines if line.word == "EXPOSE"))
     assert (shown["host"], shown["port"]) == ("0.0.0.0", port) == ("0.0.0.0", ServeSettings().port)
-    assert variables["HF_HOME"].startswith(next(x.said for x in lines if x.word == "VOLUME"))
+    assert variables["HF_HOME"].startswith(next(x.text for x in lines if x.word == "VOLUME"))
 
 
 @pytest.fixture
 def answering() -> Iterator[dict[str, int]]:
     """A server whose /health says what is asked for."""
-    told = {"status": 200}
+    state = {"status": 200}
 
     class Health(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(told["status"] if self.path == "/health" else 404)
+            self.send_response(state["status"] if self.path == "/health" else 404)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Health) as server:
-        told["port"] = server.server_address[1]
+        state["port"] = server.server_address[1]
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield told
+        yield state
         server.shutdown()
         thread.join()
 
@@ -217,10 +219,10 @@ def test_the_health_check(lines: list[Line], answering: dict[str, int]) -> None:
 
     def healthy() -> bool:
         variables = {"PACKHORSE_SERVE_PORT": str(answering["port"]), "http_proxy": "http://[::1]:9"}
-        told = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, *command[1:]], env={**os.environ, **variables}, capture_output=True
         )
-        return told.returncode == 0
+        return completed.returncode == 0
 
     assert healthy()
     answering["status"] = 503

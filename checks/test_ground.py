@@ -41,12 +41,12 @@ def texts() -> dict[str, str]:
     listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip(f"git cannot list our files: {listed.stderr.strip()}")
-    found = {}
+    texts = {}
     for place in filter(None, listed.stdout.split("\0")):
         path = REPOSITORY / place
         if path.is_file() and b"\0" not in (raw := path.read_bytes()):
-            found[place] = raw.decode("utf-8", "replace")
-    return found
+            texts[place] = raw.decode("utf-8", "replace")
+    return texts
 
 
 def notes(files: dict[str, str]) -> dict[str, str]:
@@ -56,24 +56,24 @@ def notes(files: dict[str, str]) -> dict[str, str]:
 def machine_free(files: dict[str, str]) -> list[str]:
     """Nothing names the machine it was written on."""
     return [
-        f"{place}:{number}: {found[0]!r} is a place of one machine"
+        f"{place}:{number}: {match[0]!r} is a place of one machine"
         for place, text in files.items()
         for number, line in enumerate(text.splitlines(), 1)
-        if (found := MACHINE.search(re.sub(r"==[\w.]+", "", line)))  # not of a version
+        if (match := MACHINE.search(re.sub(r"==[\w.]+", "", line)))  # not of a version
     ]
 
 
 def benchmark_notes(files: dict[str, str]) -> list[str]:
     """A measured claim says when it was measured, and how to measure it again."""
-    wanted = {
+    required = {
         "a date (2026-01-31)": r"\b20\d\d-[01]\d-[0-3]\d\b",
         "the command that measures it": r"`[^`]*\b(packhorse|make|python3?) [^`]+`",
     }
     return [
-        f"{place}: names not {what}"
+        f"{place}: names not {description}"
         for place, text in notes(files).items()
         if place.startswith("docs/benchmarks/") and place != "docs/benchmarks/index.md"
-        for what, pattern in wanted.items()
+        for description, pattern in required.items()
         if not re.search(pattern, text)
     ]
 
@@ -131,9 +131,9 @@ def loaded_by(program: str) -> set[str]:
     report = f"print('LOADED', *(set({sorted(HEAVY)!r}) & sys.modules.keys()))"
     code = f"import sys\ntry:\n    {program}\nexcept SystemExit:\n    pass\n{report}"
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.splitlines()[-1].split()[1:])
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    return set(completed.stdout.splitlines()[-1].split()[1:])
 
 
 def test_import_is_light() -> None:
@@ -159,8 +159,8 @@ def test_public_names_are_there() -> None:
 
 
 def test_changelog_tells_of_this_version() -> None:
-    told = re.findall(r"^## \[?(\d[^\]\s]*)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
-    assert packhorse.__version__ in told
+    versions = re.findall(r"^## \[?(\d[^\]\s]*)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    assert packhorse.__version__ in versions
 
 
 def test_one_version_for_all_packages() -> None:
@@ -183,11 +183,11 @@ def test_what_the_make_targets_install_is_pinned() -> None:
     project = tomllib.loads((LIBRARY).read_text())["project"]
     optional = project["optional-dependencies"]
     bench = tomllib.loads((PACKAGES / "packhorse-bench" / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *optional["plots"], *optional["dev"]]
-    asked += bench["optional-dependencies"]["peers"]
+    requirements = [*project["dependencies"], *optional["plots"], *optional["dev"]]
+    requirements += bench["optional-dependencies"]["peers"]
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pins = {distribution(line): line for line in lines if "==" in line and line[0] != "#"}
-    assert {distribution(name) for name in asked} - pins.keys() == {"packhorse"}
+    assert {distribution(name) for name in requirements} - pins.keys() == {"packhorse"}
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in pins.values())
 
 
@@ -217,8 +217,8 @@ def test_a_lock_has_hashes_and_the_pins_of_the_constraints(path: Path) -> None:
 )
 def test_a_lock_has_what_the_package_asks_for(lock: str, extras: list[str]) -> None:
     project = tomllib.loads((LIBRARY).read_text())["project"]
-    asked = [*project["dependencies"], "hatchling"]
-    asked += [name for extra in extras for name in project["optional-dependencies"][extra]]
+    requirements = [*project["dependencies"], "hatchling"]
+    requirements += [name for extra in extras for name in project["optional-dependencies"][extra]]
     has = locked(REPOSITORY / "locks" / f"{lock}.txt").keys()
-    assert {distribution(name).replace(".", "-") for name in asked} - has == {"torch"}
+    assert {distribution(name).replace(".", "-") for name in requirements} - has == {"torch"}
     assert "torch" in locked(REPOSITORY / "locks" / "torch.txt")

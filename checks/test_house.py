@@ -147,7 +147,7 @@ def internal(modules: dict[str, Module], name: str) -> str | None:
 
 def layers(modules: dict[str, Module]) -> list[str]:
     """Imports point down; `packhorse/__init__.py` is the façade and may reach everywhere."""
-    found = []
+    problems = []
     for module in modules.values():
         package = module.name.split(".")[0]
         for node, name in imports(module, tables=True):
@@ -157,19 +157,19 @@ def layers(modules: dict[str, Module]) -> list[str]:
                 name.split(".")[0] in REACH[package]
                 or ".".join(name.split(".")[:2]) in REACH[package]
             ):
-                found.append(module.at(node, f"{package} must not import {name}"))
+                problems.append(module.at(node, f"{package} must not import {name}"))
         if package != "packhorse":
             continue
         if module.room and module.room not in LEVEL:
-            found.append(f"{module.place}: room {module.room!r} has no layer; give it one here")
+            problems.append(f"{module.place}: room {module.room!r} has no layer; give it one here")
             continue
         for node, name in imports(module, tables=True):
             if name.split(".")[0] != "packhorse" or name == "packhorse.__version__":
                 continue
             target = [*name.split("."), ""][1]
             if module.room and target != module.room and not may_import(module.room, target):
-                found.append(module.at(node, f"{module.room} must not import {name}"))
-    return found
+                problems.append(module.at(node, f"{module.room} must not import {name}"))
+    return problems
 
 
 def may_import(room: str, target: str) -> bool:
@@ -189,12 +189,12 @@ def cycles(modules: dict[str, Module]) -> list[str]:
         for name, module in modules.items()
     }
     # What imports none of those left, or is imported by none, is on no cycle: peel it off.
-    while done := [
+    while peeled := [
         name
         for name, targets in graph.items()
         if not targets & graph.keys() or not any(name in others for others in graph.values())
     ]:
-        for name in done:
+        for name in peeled:
             del graph[name]
     return [f"{name}: on an import cycle, or between two" for name in graph]
 
@@ -237,10 +237,10 @@ def public_functions(body: list[ast.stmt], method: bool = False) -> Iterator[tup
 
 
 def untyped(function: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> list[str]:
-    given = function.args
-    named = [*given.posonlyargs, *given.args][1 if method else 0 :]
-    every = [*named, given.vararg, *given.kwonlyargs, given.kwarg]
-    missing = [arg.arg for arg in every if arg is not None and arg.annotation is None]
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args][1 if method else 0 :]
+    annotated = [*named, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    missing = [arg.arg for arg in annotated if arg is not None and arg.annotation is None]
     return missing if function.returns else [*missing, "the result"]
 
 
@@ -267,33 +267,33 @@ def prints(modules: dict[str, Module]) -> list[str]:
 
 def unpickling(modules: dict[str, Module]) -> list[str]:
     """No general unpickler is within reach of a file that a user hands us."""
-    found = []
+    problems = []
     for module in modules.values():
         for node, name in imports(module):
             if name.split(".")[0] in UNPICKLERS or name == "torch.load":
-                found.append(module.at(node, f"{name} can run code from a file"))
+                problems.append(module.at(node, f"{name} can run code from a file"))
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
-                found.append(module.at(node, "torch.load can run code from a file"))
+                problems.append(module.at(node, "torch.load can run code from a file"))
             if isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
-                found.append(module.at(node.value, "allow_pickle can run code from a file"))
-    return found
+                problems.append(module.at(node.value, "allow_pickle can run code from a file"))
+    return problems
 
 
 def import_effects(modules: dict[str, Module]) -> list[str]:
     """Importing changes nothing: no threads, seeds, devices, logging, environment, files."""
-    found = []
+    problems = []
     for module in modules.values():
         for node in at_import(module.tree):
             if isinstance(node, ast.Call) and AT_IMPORT.match(dotted(node.func)):
-                found.append(module.at(node, f"{dotted(node.func)} runs at import"))
+                problems.append(module.at(node, f"{dotted(node.func)} runs at import"))
             elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
                 targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
                 for target in targets:
                     place = dotted(target.value if isinstance(target, ast.Subscript) else target)
                     if AMBIENT.match(place):
-                        found.append(module.at(node, f"{place} is written at import"))
-    return found
+                        problems.append(module.at(node, f"{place} is written at import"))
+    return problems
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -311,7 +311,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 def abstract_or_final(modules: dict[str, Module]) -> list[str]:
     """A class of ours that others extend is never made itself."""
-    extended, made = {}, {}
+    extended, created = {}, {}
     for module in modules.values():
         known = {node.name for node in module.tree.body if isinstance(node, ast.ClassDef)}
         brought = {name.rpartition(".")[2]: name for _, name in imports(module)}
@@ -320,11 +320,11 @@ def abstract_or_final(modules: dict[str, Module]) -> list[str]:
                 base = dotted(base.value if isinstance(base, ast.Subscript) else base)
                 extended[full_name(base, module, known, brought)] = module.at(node, "extends ")
             if isinstance(node, ast.Call):
-                made[full_name(dotted(node.func), module, known, brought)] = module.at(node, "")
+                created[full_name(dotted(node.func), module, known, brought)] = module.at(node, "")
     return [
-        f"{place}{name}, which is made at {made[name]}compose instead"
+        f"{place}{name}, which is made at {created[name]}compose instead"
         for name, place in extended.items()
-        if name in made and name.startswith("packhorse.")
+        if name in created and name.split(".")[0] in PACKAGES
     ]
 
 
@@ -338,16 +338,16 @@ def extras(modules: dict[str, Module]) -> list[str]:
     offered = tomllib.loads((PACKAGES["packhorse"].parents[1] / "pyproject.toml").read_text())[
         "project"
     ]
-    found = []
+    problems = []
     for module in modules.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Call) and dotted(node.func).endswith("MissingExtra"):
-                given = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
-                if len(given) == 2:
-                    brings = offered["optional-dependencies"].get(given[1], [])
-                    if given[0] not in {distribution(line) for line in brings}:
-                        found.append(module.at(node, f"extra {given[1]!r} has no {given[0]}"))
-    return found
+                values = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                if len(values) == 2:
+                    brings = offered["optional-dependencies"].get(values[1], [])
+                    if values[0] not in {distribution(line) for line in brings}:
+                        problems.append(module.at(node, f"extra {values[1]!r} has no {values[0]}"))
+    return problems
 
 
 def distribution(requirement: str) -> str:
@@ -428,13 +428,13 @@ SOUND = {
 }
 
 
-def tree(root: Path, files: dict[str, str]) -> dict[str, Module]:
+def tree(root: Path, files: dict[str, str], package: str = "packhorse") -> dict[str, Module]:
     """A package of these files, read."""
     for place, text in files.items():
-        path = root / "packhorse" / place
+        path = root / package / place
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")
-    return read(root / "packhorse")
+    return read(root / package)
 
 
 @pytest.fixture(scope="module", params=PACKAGES)
@@ -453,6 +453,18 @@ def test_a_broken_rule_is_caught(rule: str, files: dict[str, str], tmp_path: Pat
     assert RULES[rule](tree(tmp_path, files))
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_class_is_abstract_or_final_in_every_package(package: str, tmp_path: Path) -> None:
+    broken = {"device.py": MADE, "tokens.py": DOC + "from .device import A\nA()\n"}
+    assert abstract_or_final(tree(tmp_path, broken, package))
+    assert abstract_or_final(tree(tmp_path, broken | {"tokens.py": DOC}, package)) == []
+
+
+def test_no_package_creates_what_another_extends() -> None:
+    modules = {name: module for root in PACKAGES.values() for name, module in read(root).items()}
+    assert abstract_or_final(modules) == []
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_sound_tree_passes(rule: str, tmp_path: Path) -> None:
     assert rule in {name for name, _ in BROKEN}, "a rule without a control proves nothing"
@@ -460,5 +472,7 @@ def test_a_sound_tree_passes(rule: str, tmp_path: Path) -> None:
 
 
 def test_the_design_tells_the_same_layers() -> None:
-    told = re.findall(r"^`(cli > .*)`$", (REPOSITORY / "docs/design.md").read_text("utf-8"), re.M)
-    assert told == [" > ".join(" | ".join(rooms) for rooms in LAYERS[1:])]
+    layer_lines = re.findall(
+        r"^`(cli > .*)`$", (REPOSITORY / "docs/design.md").read_text("utf-8"), re.M
+    )
+    assert layer_lines == [" > ".join(" | ".join(rooms) for rooms in LAYERS[1:])]

@@ -40,8 +40,8 @@ def test_our_own_packages_are_plugins() -> None:
 
 
 def test_a_command_of_another_package(plugin: Path) -> None:
-    done = run("greet", path=plugin)
-    assert (done.returncode, done.stdout) == (0, "hello world\n")
+    completed = run("greet", path=plugin)
+    assert (completed.returncode, completed.stdout) == (0, "hello world\n")
     assert "From the package stranger." in run("--help", path=plugin).stdout
     assert run("greet").returncode == 2  # without the package there is no such command
 
@@ -70,5 +70,5 @@ def test_entry_points_are_not_read_for_commands_of_the_library(
 def test_the_name_of_0_1_still_works_with_a_warning() -> None:
     code = "import packhorse.port as poptorch, packhorse_port; print(poptorch is packhorse_port)"
     command = [sys.executable, "-W", "always", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "True\n" and "write `import packhorse_port`" in done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert completed.stdout == "True\n" and "write `import packhorse_port`" in completed.stderr

@@ -14,11 +14,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def promises(text: str) -> dict[str, list[str]]:
     """Each bullet, and the tests that the comment behind it names."""
     bullets = re.split(r"^- ", text.partition("What it does not promise")[0], flags=re.MULTILINE)
-    found = {}
+    tests_by_promise = {}
     for bullet in bullets[1:]:
-        said, _, comment = bullet.partition("<!--")
-        found[" ".join(said.split())] = comment.partition("-->")[0].split()
-    return found
+        promise, _, comment = bullet.partition("<!--")
+        tests_by_promise[" ".join(promise.split())] = comment.partition("-->")[0].split()
+    return tests_by_promise
 
 
 PROMISES = promises((REPOSITORY / "SECURITY.md").read_text("utf-8"))

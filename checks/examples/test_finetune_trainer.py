@@ -26,10 +26,10 @@ def test_padded_and_packed_learn_the_same(
     main = runpy.run_path(str(EXAMPLE))["main"]
     few = ["--compare", "--rounds", "1", "--steps", "5", "--batch", "4"]
     main(["--model", str(tmp_path), *few])
-    said = capsys.readouterr().out
-    losses = re.findall(r"^p\w+: [\d.]+ sequences/s, loss ([\d.]+)$", said, re.M)
+    output = capsys.readouterr().out
+    losses = re.findall(r"^p\w+: [\d.]+ sequences/s, loss ([\d.]+)$", output, re.M)
     assert len(losses) == 2 and len(set(losses)) == 1
-    assert re.search(r"^packed is \d+\.\d\d times as fast$", said, re.M)
+    assert re.search(r"^packed is \d+\.\d\d times as fast$", output, re.M)
 
 
 def test_a_file_of_sentences(tmp_path: Path) -> None:
@@ -37,6 +37,6 @@ def test_a_file_of_sentences(tmp_path: Path) -> None:
     file.write_text('sentence\tlabel\na "quoted word\t1\nplain\t0\n', "utf-8")
     read = runpy.run_path(str(EXAMPLE))["sentences"]
     assert sorted(read(file, 9)) == [('a "quoted word', 1), ("plain", 0)]
-    made = read(None, 40)
-    assert len({len(text.split()) for text, _ in made}) > 8
-    assert all(("good" in text) == (label == 1) for text, label in made)
+    sentences = read(None, 40)
+    assert len({len(text.split()) for text, _ in sentences}) > 8
+    assert all(("good" in text) == (label == 1) for text, label in sentences)

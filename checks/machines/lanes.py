@@ -52,7 +52,7 @@ class Surroundings:
 class Lane:
     """A machine with less, and the tests that run on it."""
 
-    what: str
+    description: str
     enter: Callable[[Path], Surroundings]
     select: str = MARKED
 
@@ -143,7 +143,7 @@ LANES = {
 def run(name: str, arguments: list[str]) -> str:
     """Run a lane; "passed", "failed", or why it was skipped."""
     lane = LANES[name]
-    print(f"== {name}: {lane.what}", flush=True)
+    print(f"== {name}: {lane.description}", flush=True)
     with tempfile.TemporaryDirectory(prefix="packhorse-lane-") as folder:
         try:
             surroundings = lane.enter(Path(folder))
@@ -188,7 +188,7 @@ def main(words: list[str]) -> int:
         outcomes[name] = f"{outcome}, {time.monotonic() - start:.0f} s"
     print()
     for name, outcome in outcomes.items():
-        print(f"{name:12} {LANES[name].what:32} {outcome}")
+        print(f"{name:12} {LANES[name].description:32} {outcome}")
     return int(any(outcome.startswith("failed") for outcome in outcomes.values()))
 
 

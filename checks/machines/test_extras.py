@@ -105,17 +105,17 @@ def run(folder: Path, modules: set[str], call: str) -> subprocess.CompletedProce
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_needs_an_extra_names_it(extra: str, folder: Path) -> None:
-    done = run(folder, *EXTRAS[extra])
-    assert done.returncode == 2, done.stderr
-    assert f"pip install 'packhorse[{extra}]'" in done.stderr.splitlines()[-1]
-    assert "Traceback" not in done.stderr
-    assert json.loads(done.stdout.splitlines()[0])["results"]
+    completed = run(folder, *EXTRAS[extra])
+    assert completed.returncode == 2, completed.stderr
+    assert f"pip install 'packhorse[{extra}]'" in completed.stderr.splitlines()[-1]
+    assert "Traceback" not in completed.stderr
+    assert json.loads(completed.stdout.splitlines()[0])["results"]
 
 
 @pytest.mark.parametrize("extra", WORKS_WITHOUT)
 def test_what_does_without(extra: str, folder: Path) -> None:
-    done = run(folder, *WORKS_WITHOUT[extra])
-    assert done.returncode == 0, done.stderr
+    completed = run(folder, *WORKS_WITHOUT[extra])
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_every_extra_is_here() -> None:

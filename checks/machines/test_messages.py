@@ -43,7 +43,7 @@ def test_a_lost_kernel_is_told_once_and_json_stays_json(model: Path) -> None:
     """Three commands in one process: the warning comes once, on stderr, and names the remedy."""
     lane = LANE or "no-compiler"
     changed = {} if LANE else {"PATH": str(Path(sys.executable).parent), "CC": ""}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, model],
         env=os.environ | changed,
         capture_output=True,
@@ -51,13 +51,13 @@ def test_a_lost_kernel_is_told_once_and_json_stays_json(model: Path) -> None:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    fp32, bf16, doctor = map(json.loads, done.stdout.splitlines())
-    warned = [line for line in done.stderr.splitlines() if "warning" in line.lower()]
+    assert completed.returncode == 0, completed.stderr
+    fp32, bf16, doctor = map(json.loads, completed.stdout.splitlines())
+    warned = [line for line in completed.stderr.splitlines() if "warning" in line.lower()]
     native = next(row for row in doctor["kernels"] if row["kernel"] == "native")
     assert fp32["kernel"] == bf16["kernel"] == ("native" if native["runs"] else "bucketed")
     if lane in LOST:
-        assert len(warned) == 1, done.stderr
+        assert len(warned) == 1, completed.stderr
         assert warned[0].startswith("warning: running slower than this machine can")
         assert LOST[lane] in warned[0]
         assert not native["runs"] and native["why"] in warned[0]

@@ -49,7 +49,7 @@ print(json.dumps({"codes": codes, "outside": outside}))
 
 def run(*commands: tuple[object, ...], **environment: str) -> dict:
     words = json.dumps([[str(word) for word in command] for command in commands])
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", PROGRAM, words],
         env=os.environ | environment,
         capture_output=True,
@@ -57,8 +57,8 @@ def run(*commands: tuple[object, ...], **environment: str) -> dict:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]) | {"stderr": done.stderr}
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1]) | {"stderr": completed.stderr}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_no_command_opens_a_socket_to_the_outside(
     _remember(snapshot, PATTERNS)  # as after it was fetched: tests/checkpoint/test_hub.py
     texts = tmp_path / "texts.txt"
     texts.write_text("w1 w2 w3\nw4\n" * 20)
-    found = run(
+    result = run(
         ("run", "w1 w2", "--model", "someone/tiny", "--json"),
         ("inspect", "someone/tiny"),
         ("convert", "someone/tiny", tmp_path / "tf1", "--to", "tf1"),
@@ -92,13 +92,13 @@ def test_no_command_opens_a_socket_to_the_outside(
         HF_ENDPOINT="http://192.0.2.1:9",
         PACKHORSE_CACHE=str(cache),
     )
-    assert found["codes"] == [0] * 4, found["stderr"]
-    assert found["outside"] == []
+    assert result["codes"] == [0] * 4, result["stderr"]
+    assert result["outside"] == []
 
 
 def test_the_watch_sees_what_goes_out(tmp_path: Path) -> None:
     """The control: a model that is not there is asked for, at an address that answers nothing."""
-    found = run(
+    result = run(
         ("run", "w1 w2", "--model", "someone/tiny"),
         HF_HOME=str(tmp_path),
         HF_HUB_OFFLINE="0",
@@ -106,5 +106,5 @@ def test_the_watch_sees_what_goes_out(tmp_path: Path) -> None:
         HF_HUB_ETAG_TIMEOUT="1",
         HF_HUB_DOWNLOAD_TIMEOUT="1",
     )
-    assert found["codes"] == [2]
-    assert any("192.0.2.1" in address for _, address in found["outside"])
+    assert result["codes"] == [2]
+    assert any("192.0.2.1" in address for _, address in result["outside"])

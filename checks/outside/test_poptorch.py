@@ -74,7 +74,7 @@ def _matches(pattern: str, test: str) -> bool:
 
 def differences() -> list[Difference]:
     listed = tomllib.loads((HERE / "differences.toml").read_text("utf-8"))["difference"]
-    return [Difference(tests=tuple(each.pop("tests")), **each) for each in listed]
+    return [Difference(tests=tuple(row.pop("tests")), **row) for row in listed]
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +99,16 @@ def test_what_fails_is_listed_with_its_reason(
     name: str, folder: Path, results: dict[str, Result], tmp_path: Path
 ) -> None:
     result = results[name] = run(folder / f"{name}_test.py", tmp_path)
-    listed = [each for each in differences() if each.file == name]
-    known = {test for test in result.failed if any(each.covers(test) for each in listed)}
+    listed = [difference for difference in differences() if difference.file == name]
+    known = {
+        test for test in result.failed if any(difference.covers(test) for difference in listed)
+    }
     assert result.passed
     assert result.failed <= known, sorted(result.failed - known)
     unused = [
         pattern
-        for each in listed
-        for pattern in each.tests
+        for difference in listed
+        for pattern in difference.tests
         if not any(_matches(pattern, test) for test in result.failed)
     ]
     assert not unused, f"these pass, or are no more: {unused}"
@@ -125,14 +127,14 @@ def run(file: Path, folder: Path) -> Result:
     words = ["--rootdir", str(file.parent), f"--junitxml={report}", "-q", str(file)]
     if expression := NOT_RUN.get(file.stem.removesuffix("_test")):
         words += ["-k", f"not ({expression})"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "pytest", *words],
         cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert report.exists(), done.stdout + done.stderr
+    assert report.exists(), completed.stdout + completed.stderr
     result = Result()
     for case in ElementTree.parse(report).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -164,13 +166,15 @@ def document(results: dict[str, Result]) -> str:
         )
     for kind, title in KINDS.items():
         text += f"\n## {title[0].upper()}{title[1:]}\n\n"
-        for each in listed:
-            if each.kind == kind:
-                failed = sum(each.covers(test) for test in results[each.file].failed)
-                text += f"- {each.file}_test.py, {failed}: {each.reason}\n"
+        for difference in listed:
+            if difference.kind == kind:
+                failed = sum(difference.covers(test) for test in results[difference.file].failed)
+                text += f"- {difference.file}_test.py, {failed}: {difference.reason}\n"
     return text
 
 
 def count(name: str, kind: str, result: Result, listed: list[Difference]) -> int:
-    chosen = [each for each in listed if each.file == name and each.kind == kind]
-    return sum(any(each.covers(test) for each in chosen) for test in result.failed)
+    chosen = [
+        difference for difference in listed if difference.file == name and difference.kind == kind
+    ]
+    return sum(any(difference.covers(test) for difference in chosen) for test in result.failed)

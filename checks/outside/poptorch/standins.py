@@ -28,8 +28,8 @@ class LAMB(optim.LAMB):
     """A class that tests extend; ours is a function that makes such an optimizer."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
-        made = make_lamb(params, **settings)
-        self.__dict__.update(vars(made))
+        optimizer = make_lamb(params, **settings)
+        self.__dict__.update(vars(optimizer))
 
 
 make_lamb = poptorch.optim.LAMB

@@ -49,7 +49,7 @@ def corpus(short_text: None) -> ablation.LetterCorpus:
 
 
 @pytest.fixture(scope="module")
-def found(short_text: None) -> ablation.AblationResult:
+def result(short_text: None) -> ablation.AblationResult:
     return ablation.measure(SMALL)
 
 
@@ -61,18 +61,20 @@ def sequences(batch: PretrainingBatch) -> list[tuple[list[int], list[tuple[int, 
     for owner, at, word in zip(owners, batch.masked_at, batch.masked_ids, strict=True):
         guessed[owner].append((int(at) - starts[owner], int(word)))
     ids = packed.split(packed.ids)
-    return sorted((one.tolist(), guessed[at]) for one, at in zip(ids, packed.places, strict=True))
+    return sorted(
+        (tokens.tolist(), guessed[at]) for tokens, at in zip(ids, packed.places, strict=True)
+    )
 
 
 def test_every_way_learns_from_the_same(corpus: ablation.LetterCorpus) -> None:
-    every = [list(ablation.training_batches(way, 0, corpus, SMALL)) for way in WAYS]
-    for unpacked, *others in zip(*every, strict=True):
+    batches = [list(ablation.training_batches(way, 0, corpus, SMALL)) for way in WAYS]
+    for unpacked, *others in zip(*batches, strict=True):
         assert unpacked.packed.capacity == 16 and len(unpacked.masked_at) > 5
-        for other in others:
-            assert other.packed.capacity == 48 and len(other.packed.ids) == 2 * 48
-            assert sequences(other) == sequences(unpacked)
+        for packed in others:
+            assert packed.packed.capacity == 48 and len(packed.packed.ids) == 2 * 48
+            assert sequences(packed) == sequences(unpacked)
     other_seed = next(ablation.training_batches(PACKED, 1, corpus, SMALL))
-    assert sequences(other_seed) != sequences(every[1][0])
+    assert sequences(other_seed) != sequences(batches[1][0])
 
 
 def test_a_second_pass_has_other_masks(corpus: ablation.LetterCorpus) -> None:
@@ -87,9 +89,9 @@ def test_what_is_held_out_was_never_learned(corpus: ablation.LetterCorpus) -> No
     assert judged.packed.capacity == 16 and judged.sequences > 20
     restored = judged.packed.ids.clone()
     restored[judged.masked_at] = judged.masked_ids
-    held = {tuple(each.tolist()) for each in judged.packed.split(restored)}
+    held = {tuple(sequence.tolist()) for sequence in judged.packed.split(restored)}
     assert len(held) == judged.sequences and held.isdisjoint(map(tuple, corpus.train))
-    lengths = {len(each) for each in corpus.train}
+    lengths = {len(sequence) for sequence in corpus.train}
     assert min(lengths) == ablation.SHORTEST and max(lengths) == 16
 
 
@@ -121,49 +123,51 @@ def gradient(way: str, corpus: ablation.LetterCorpus) -> Tensor:
     ablation.OBJECTIVE.loss(seen, next(ablation.training_batches(way, 0, corpus, SMALL)))[
         0
     ].backward()
-    every = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return torch.cat([every[name].flatten() for name in sorted(every)])
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return torch.cat([gradients[name].flatten() for name in sorted(gradients)])
 
 
 def test_gradients_tell_right_from_wrong(corpus: ablation.LetterCorpus) -> None:
     unpacked, packed, *wrong = (gradient(way, corpus) for way in WAYS)
     assert float((packed - unpacked).norm() / unpacked.norm()) < 1e-10
-    assert all(float((each - unpacked).norm() / unpacked.norm()) > 1e-3 for each in wrong)
+    assert all(float((gradient - unpacked).norm() / unpacked.norm()) > 1e-3 for gradient in wrong)
 
 
-def test_runs_side_by_side(found: ablation.AblationResult) -> None:
-    ran = [(run.way, run.seed) for run in found.runs]
+def test_runs_side_by_side(result: ablation.AblationResult) -> None:
+    ran = [(run.way, run.seed) for run in result.runs]
     assert ran == [(UNPACKED, 0), (UNPACKED, 1), (PACKED, 0), (NO_MASK, 0), (NO_RESET, 0)]
-    for run in found.runs:
+    for run in result.runs:
         assert [step for step, _ in run.training] == [1, 2, 3]
         assert [step for step, _ in run.held_out] == [2, 3]
-    assert max(map(abs, ablation.loss_gaps(found, found.run(PACKED)))) < 1e-5
-    assert all(max(map(abs, ablation.loss_gaps(found, found.run(way)))) > 1e-5 for way in MISTAKES)
-    first, second = (found.run(UNPACKED, seed).held_out for seed in (0, 1))
+    assert max(map(abs, ablation.loss_gaps(result, result.run(PACKED)))) < 1e-5
+    assert all(
+        max(map(abs, ablation.loss_gaps(result, result.run(way)))) > 1e-5 for way in MISTAKES
+    )
+    first, second = (result.run(UNPACKED, seed).held_out for seed in (0, 1))
     gaps = [abs(a - b) for (_, a), (_, b) in zip(first, second, strict=True)]
-    assert ablation.seed_spreads(found) == pytest.approx(gaps) and min(gaps) > 1e-5
+    assert ablation.seed_spreads(result) == pytest.approx(gaps) and min(gaps) > 1e-5
 
 
-def test_what_is_shown(found: ablation.AblationResult) -> None:
-    shown = ablation.table(found)
-    assert [row[0].strip() for row in shown.rows] == [run.way for run in found.runs]
+def test_what_is_shown(result: ablation.AblationResult) -> None:
+    shown = ablation.table(result)
+    assert [row[0].strip() for row in shown.rows] == [run.way for run in result.runs]
     assert [row[-1].strip() for row in shown.rows[:2]] == ["-", "-"]
-    told = ablation.describe(SMALL, found)
-    assert f"2 unpacked seeds are {ablation.seed_spreads(found)[-1]:.4f} apart" in told["noise"]
-    assert "2 rows of 48" in told["batches"]
+    facts = ablation.describe(SMALL, result)
+    assert f"2 unpacked seeds are {ablation.seed_spreads(result)[-1]:.4f} apart" in facts["noise"]
+    assert "2 rows of 48" in facts["batches"]
     for of in ("held_out", "training"):
-        assert list(ablation.curves(found, of)) == list(WAYS)
-    assert ablation.curves(found)[PACKED] == found.run(PACKED).held_out
+        assert list(ablation.curves(result, of)) == list(WAYS)
+    assert ablation.curves(result)[PACKED] == result.run(PACKED).held_out
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"steps": 0}, "at least 1"),
         ({"max_length": 49}, "from 8 to the 48 tokens of a row"),
         ({"max_length": 7}, "a sequence is 7 tokens"),
     ],
 )
-def test_refusals(wrong: dict[str, int], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_refusals(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         ablation.measure(replace(SMALL, **wrong))

@@ -22,15 +22,15 @@ def test_everything_in_one_run(
     monkeypatch.setattr(docstrings, "read", partial(docstrings.read, folder))
     note, plot = tmp_path / "note.md", tmp_path / "a.png"
     small = ("--steps", 2, "--rows", 2, "--capacity", 32, "--seeds", 1, "--evaluate-every", 1)
-    said = cli("bench", "ablation", *small, "--note", note, "--plot", plot, "--json")
-    assert said.code == 0, said.err
-    ways = [run["way"] for run in said.document["runs"]]
+    result = cli("bench", "ablation", *small, "--note", note, "--plot", plot, "--json")
+    assert result.code == 0, result.err
+    ways = [run["way"] for run in result.document["runs"]]
     assert ways == ["unpacked", "packed", "packed, no mask", "packed, no position reset"]
-    assert len(said.document["spread"]) == 2 and "no position reset" in said.out
+    assert len(result.document["spread"]) == 2 and "no position reset" in result.out
     text = note.read_text("utf-8")
     assert "| packed, no mask | 0 |" in text and "- noise: 1 unpacked seeds" in text
     for drawn in (plot, tmp_path / "a-training.png"):
-        assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.name in said.err
+        assert drawn.read_bytes().startswith(b"\x89PNG") and drawn.name in result.err
 
 
 def test_its_flags_are_its_setup() -> None:
@@ -38,5 +38,7 @@ def test_its_flags_are_its_setup() -> None:
 
 
 def test_a_mistake_is_one_line(cli: Callable) -> None:
-    said = cli("bench", "ablation", "--max-length", 200)
-    assert said.code == 2 and "the 128 tokens of a row" in said.err and said.err.count("\n") == 1
+    result = cli("bench", "ablation", "--max-length", 200)
+    assert (
+        result.code == 2 and "the 128 tokens of a row" in result.err and result.err.count("\n") == 1
+    )

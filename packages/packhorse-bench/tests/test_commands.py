@@ -14,52 +14,55 @@ import pytest
 def test_encode_with_a_model(cli, tiny, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     note, plot = tmp_path / "note.md", tmp_path / "a.png"
-    said = cli(
+    result = cli(
         *("bench", "encode", "-m", tiny("embed"), "--peers", "transformers", "--count", 12),
         *("--workload", "squad", "--max-length", 40, "--repeats", 1, "-bs", 4),
         *("--note", note, "--plot", plot, "--json"),
     )
-    assert said.code == 0
-    found = said.document
-    engines = [(row["engine"], row["order"]) for row in found["rows"]]
+    assert result.code == 0
+    document = result.document
+    engines = [(row["engine"], row["order"]) for row in document["rows"]]
     assert engines == [
         (engine, order)
         for engine in ("packhorse", "transformers")
         for order in ("arrival", "sorted")
     ]
-    assert all(row["cosine_min"] > 0.9999 for row in found["rows"])
-    assert found["date"] == date.today().isoformat() and "squad: 12 sequences" in found["workload"]
-    assert "x hf sorted" in said.err
+    assert all(row["cosine_min"] > 0.9999 for row in document["rows"])
+    assert (
+        document["date"] == date.today().isoformat()
+        and "squad: 12 sequences" in document["workload"]
+    )
+    assert "x hf sorted" in result.err
     text = note.read_text("utf-8")
-    assert found["date"] in text and "| transformers | fp32 | sorted |" in text
+    assert document["date"] in text and "| transformers | fp32 | sorted |" in text
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_encode_with_random_weights_and_a_histogram(cli, tmp_path: Path) -> None:
     path = tmp_path / "counts.csv"
     path.write_text("5,3\n30,1\n900,1\n")
-    said = cli(
+    result = cli(
         *("bench", "encode", "--config", "tiny", "--histogram", path, "--max-length", 32),
         *("--count", 8, "--peers", "none", "--repeats", 1, "--json"),
     )
-    assert said.code == 0
-    assert [row["engine"] for row in said.document["rows"]] == ["packhorse"] * 2
-    assert said.document["model"] == "random weights, tiny"
-    assert "(5 to 32)" in said.document["workload"]
+    assert result.code == 0
+    assert [row["engine"] for row in result.document["rows"]] == ["packhorse"] * 2
+    assert result.document["model"] == "random weights, tiny"
+    assert "(5 to 32)" in result.document["workload"]
 
 
 def test_packing_of_a_mix(cli, tmp_path: Path) -> None:
-    said = cli(
+    result = cli(
         *("bench", "packing", "--workload", "normal", "--count", 2000, "--depths", "2, 0"),
         *("--algorithms", "optimum,lpfhp", "--plot", tmp_path / "a.svg", "--json"),
     )
-    assert said.code == 0
-    rows = said.document["rows"]
+    assert result.code == 0
+    rows = result.document["rows"]
     assert [(row["max_per_pack"], row["algorithm"]) for row in rows] == [
         *((2, "optimum"), (2, "lpfhp"), (None, "optimum"), (None, "lpfhp"))
     ]
     assert all(row["packs"] >= row["lower_bound"] for row in rows)
-    assert "unlimited" in said.err and (tmp_path / "a.svg").exists()
+    assert "unlimited" in result.err and (tmp_path / "a.svg").exists()
 
 
 def test_a_note_holds_the_command(tmp_path: Path) -> None:
@@ -96,11 +99,11 @@ def test_a_note_holds_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
-    said = cli("bench", *arguments)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("bench", *arguments)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1
 
 
 def test_help_says_what_there_is(cli) -> None:
-    said = cli("bench", "--help")
-    assert said.code == 0 and "encode" in said.out and "packing" in said.out
+    result = cli("bench", "--help")
+    assert result.code == 0 and "encode" in result.out and "packing" in result.out

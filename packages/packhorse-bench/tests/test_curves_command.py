@@ -10,31 +10,36 @@ import pytest
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    found = []
+    folders = []
     for name, last in (("one", 1.0), ("two", 1.5)):
         (tmp_path / name).mkdir()
         lines = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": last}]
         log = tmp_path / name / "log.jsonl"
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        found.append(tmp_path / name)
-    return found
+        folders.append(tmp_path / name)
+    return folders
 
 
 def test_table_json_and_figure(cli, runs: list[Path], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "a.png"
-    said = cli("bench", "curves", runs[0], runs[1] / "log.jsonl", "--plot", plot, "--json")
-    assert said.code == 0, said.err
-    one, two = said.document["runs"]
-    assert (one["run"], two["run"]) == ("one", "two")
-    assert (two["steps"], two["last"], two["apart"], two["apart_most"]) == (2, 1.5, 0.25, 0.5)
-    assert "at most" in said.err and "0.2500" in said.err
+    result = cli("bench", "curves", runs[0], runs[1] / "log.jsonl", "--plot", plot, "--json")
+    assert result.code == 0, result.err
+    first, second = result.document["runs"]
+    assert (first["run"], second["run"]) == ("one", "two")
+    assert (second["steps"], second["last"], second["apart"], second["apart_most"]) == (
+        2,
+        1.5,
+        0.25,
+        0.5,
+    )
+    assert "at most" in result.err and "0.2500" in result.err
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_named_twice_goes_by_its_path(cli, runs: list[Path]) -> None:
-    said = cli("bench", "curves", runs[0], runs[0] / "log.jsonl", "--json")
-    assert [run["run"] for run in said.document["runs"]] == [
+    result = cli("bench", "curves", runs[0], runs[0] / "log.jsonl", "--json")
+    assert [run["run"] for run in result.document["runs"]] == [
         str(runs[0]),
         str(runs[0] / "log.jsonl"),
     ]
@@ -49,6 +54,6 @@ def test_a_run_named_twice_goes_by_its_path(cli, runs: list[Path]) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
-    said = cli("bench", "curves", *arguments)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("bench", "curves", *arguments)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1

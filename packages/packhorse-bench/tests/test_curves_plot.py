@@ -39,7 +39,7 @@ def test_what_is_no_log(text: str | None, match: str, tmp_path: Path) -> None:
         curves_plot.read(path)
 
 
-def test_an_average_is_of_neighbours() -> None:
+def test_an_average_is_of_neighbors() -> None:
     curve = [(0, 0.0), (1, 3.0), (2, 6.0), (3, 9.0)]
     assert curves_plot.averaged(curve, 1) == curve
     assert curves_plot.averaged(curve, 3) == [(0, 1.5), (1, 3.0), (2, 6.0), (3, 7.5)]
@@ -50,10 +50,10 @@ def test_an_average_is_of_neighbours() -> None:
 
 def test_curves_are_held_against_the_first() -> None:
     first = [(1, 5.0), (2, 4.0), (3, 3.0)]
-    found = curves_plot.endings(
+    endings = curves_plot.endings(
         {"a": first, "b": [(2, 4.5), (3, 2.0), (4, 1.0)], "c": [(9, 1.0)], "d": first[:2]}
     )
-    a, b, c, d = found
+    a, b, c, d = endings
     assert (a.apart, a.apart_most, a.last) == (0, 0, 3.0)
     assert (b.steps, b.last, b.apart, b.apart_most) == (3, 1.0, -0.25, -1.0)
     assert (c.apart, c.apart_most) == (None, None) and d.apart == 0

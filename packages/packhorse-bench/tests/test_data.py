@@ -47,39 +47,39 @@ def setup(vocabulary: Path, tmp_path: Path) -> data.DataSetup:
 
 
 def test_every_method_makes_rows_of_the_same_text(setup: data.DataSetup) -> None:
-    told: list[tuple[int, int]] = []
-    found = data.measure(setup, lambda *at: told.append(at))
-    assert told == [(i, 3) for i in range(1, 4)]
-    assert found.documents == 80 and found.sentences == 400 and found.loading > 0
-    assert found.cleaning is not None and found.cleaning > 0
-    ours, lists, reference = found.rows
-    assert [row.method for row in found.rows] == list(data.METHODS)
+    progress: list[tuple[int, int]] = []
+    comparison = data.measure(setup, lambda *at: progress.append(at))
+    assert progress == [(i, 3) for i in range(1, 4)]
+    assert comparison.documents == 80 and comparison.sentences == 400 and comparison.loading > 0
+    assert comparison.cleaning is not None and comparison.cleaning > 0
+    ours, lists, reference = comparison.rows
+    assert [row.method for row in comparison.rows] == list(data.METHODS)
     assert lists.sequences == reference.sequences and lists.rows == reference.rows
-    for row in found.rows:
+    for row in comparison.rows:
         assert row.problem is None and row.rows <= row.sequences
         steps = row.tokenise_seconds + row.examples_seconds + row.packing_seconds
         assert row.seconds == pytest.approx(steps) and row.planning_seconds > 0
-        assert row.megabytes_per_second == pytest.approx(found.bytes / row.seconds / 1e6)
+        assert row.megabytes_per_second == pytest.approx(comparison.bytes / row.seconds / 1e6)
         assert row.tokens == pytest.approx(ours.tokens, rel=0.2)
     assert reference.over_reference == lists.over_lists == 1
     assert ours.over_lists == pytest.approx(lists.seconds / ours.seconds)
     assert ours.over_reference == pytest.approx(reference.seconds / ours.seconds)
-    shown = data.table(found.rows)
+    shown = data.table(comparison.rows)
     assert [cells[0] for cells in shown.rows] == list(data.METHODS)
-    about = data.describe(setup, found)
-    assert "80 documents" in about["workload"] and "MB/s" in about["clean-up"]
+    facts = data.describe(setup, comparison)
+    assert "80 documents" in facts["workload"] and "MB/s" in facts["clean-up"]
 
 
 def test_docstrings_where_no_source_is_named(
     vocabulary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = partial(docstrings.read, Path(asyncio.__file__).parent)
-    monkeypatch.setattr(docstrings, "read", some)
-    found = data.measure(data.DataSetup(str(vocabulary), **SMALL, methods=(data.OURS,)))
-    (row,) = found.rows
-    assert found.cleaning is None and found.documents > 10
+    read_one_package = partial(docstrings.read, Path(asyncio.__file__).parent)
+    monkeypatch.setattr(docstrings, "read", read_one_package)
+    comparison = data.measure(data.DataSetup(str(vocabulary), **SMALL, methods=(data.OURS,)))
+    (row,) = comparison.rows
+    assert comparison.cleaning is None and comparison.documents > 10
     assert row.sequences > 100 and row.over_lists is None and row.over_reference is None
-    assert "docstrings" in data.describe(data.DataSetup(""), found)["workload"]
+    assert "docstrings" in data.describe(data.DataSetup(""), comparison)["workload"]
 
 
 def test_two_processes_share_the_documents(setup: data.DataSetup) -> None:
@@ -99,16 +99,16 @@ def test_what_a_method_cannot_do_is_a_row(setup: data.DataSetup, tmp_path: Path)
         f'{{"pad_token": {pad}, "unk_token": {unk}, "cls_token": {cls}, "sep_token": {sep}, '
         f'"mask_token": {mask}}}'
     )
-    found = data.measure(replace(setup, tokenizer=str(roberta)))
-    assert [row.problem is None for row in found.rows] == [True, False, False]
-    assert any("special tokens" in problem for problem in report.problems(found.rows))
+    comparison = data.measure(replace(setup, tokenizer=str(roberta)))
+    assert [row.problem is None for row in comparison.rows] == [True, False, False]
+    assert any("special tokens" in problem for problem in report.problems(comparison.rows))
 
 
 def test_taking_sequences_in_another_order() -> None:
     masks = Masks(np.array([1, 0, 2]), np.array([7, 8, 9]), np.array([1, 0, 2]))
     lengths, labels = np.array([2, 1, 3], np.uint16), np.array([True, False, True])
-    made = Sequences(np.arange(10, 16), lengths, lengths, labels, masks)
-    taken = data._taken(made, np.array([2, 0, 1]))
+    examples = Sequences(np.arange(10, 16), lengths, lengths, labels, masks)
+    taken = data._taken(examples, np.array([2, 0, 1]))
     assert taken.ids.tolist() == [13, 14, 15, 10, 11, 12]
     assert taken.lengths.tolist() == [3, 2, 1] and taken.random_next.tolist() == [True, True, False]
     assert taken.masked is not None and taken.masked.counts.tolist() == [2, 1, 0]

@@ -17,13 +17,13 @@ def test_three_methods_and_what_surrounds_them(
 ) -> None:
     note, plot = tmp_path / "note.md", tmp_path / "plot.svg"
     flags = f"--tokenizer {vocab} --megabytes 0.02 --repeats 1 --workers 1 --duplicates 2"
-    kept = ["--note", str(note), "--plot", str(plot), "--json"]
-    assert main(["bench", "data", *flags.split(), *kept]) == 0
-    found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    rows = {row["method"]: row for row in found["rows"]}
+    files = ["--note", str(note), "--plot", str(plot), "--json"]
+    assert main(["bench", "data", *flags.split(), *files]) == 0
+    document = json.loads(capfd.readouterr().out.splitlines()[-1])
+    rows = {row["method"]: row for row in document["rows"]}
     assert set(rows) == {"packhorse", "lists", "reference"}
     assert not any(row["problem"] for row in rows.values())
-    assert rows["packhorse"]["over_reference"] > 0 and found["loading_tokens_per_second"] > 0
+    assert rows["packhorse"]["over_reference"] > 0 and document["loading_tokens_per_second"] > 0
     assert "| packhorse |" in note.read_text("utf-8") and plot.stat().st_size
 
 

@@ -16,15 +16,15 @@ LENGTHS = workloads.draw("normal", 20, longest=48)
 
 
 def request_for(**changes) -> encode.EncodeRequest:
-    given = {"lengths": LENGTHS, "model": "", "config": "tiny", "repeats": 2, "batch_size": 4}
-    return encode.EncodeRequest(**(given | {"peers": (), "budget": 256} | changes))
+    defaults = {"lengths": LENGTHS, "model": "", "config": "tiny", "repeats": 2, "batch_size": 4}
+    return encode.EncodeRequest(**(defaults | {"peers": (), "budget": 256} | changes))
 
 
 def test_rows_of_ours_and_a_peer() -> None:
     pytest.importorskip("transformers")
-    told = []
-    asked = request_for(dtypes=("fp32", "bf16"), peers=("transformers",))
-    measured = encode.measure(asked, lambda *at: told.append(at))
+    progress = []
+    request = request_for(dtypes=("fp32", "bf16"), peers=("transformers",))
+    measured = encode.measure(request, lambda *at: progress.append(at))
     rows = measured.rows
     assert measured.lengths.tolist() == LENGTHS.tolist()
     keys = [(row.engine, row.dtype, row.order) for row in rows]
@@ -34,7 +34,7 @@ def test_rows_of_ours_and_a_peer() -> None:
         for engine in ("packhorse", "transformers")
         for order in ("arrival", "sorted")
     ]
-    assert told == [(i, 20) for i in range(1, 21)]  # four engines opened, eight trials twice
+    assert progress == [(i, 20) for i in range(1, 21)]  # four engines opened, eight trials twice
     by_key = dict(zip(keys, rows, strict=True))
     for row in rows:
         base = by_key["transformers", row.dtype, "sorted"]
@@ -93,7 +93,7 @@ def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"batch_size": 0}, "--batch-size 0"),
         ({"repeats": 0}, "--repeats 0"),
@@ -103,15 +103,15 @@ def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:
         ({"lengths": np.array([600])}, "--max-length 512"),
     ],
 )
-def test_mistakes(changes: dict, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_mistakes(changes: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         encode.measure(request_for(**changes))
 
 
 def test_random_models_are_seeded(tmp_path: Path, tiny_folder: Path) -> None:
     again = random_model.write("tiny", tmp_path / "again")
-    other = random_model.write("tiny", tmp_path / "other", seed=1)
-    weights = [(f / "model.safetensors").read_bytes() for f in (tiny_folder, again, other)]
+    second_model = random_model.write("tiny", tmp_path / "other", seed=1)
+    weights = [(f / "model.safetensors").read_bytes() for f in (tiny_folder, again, second_model)]
     assert weights[0] == weights[1] != weights[2]
 
 
@@ -119,8 +119,8 @@ def test_random_models_are_seeded(tmp_path: Path, tiny_folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's, about torch.jit
 def test_compiled_peers() -> None:
     pytest.importorskip("transformers")
-    asked = request_for(peers=("transformers",), compile_peers=True, repeats=1)
-    rows = {(row.engine, row.order): row for row in encode.measure(asked).rows}
+    request = request_for(peers=("transformers",), compile_peers=True, repeats=1)
+    rows = {(row.engine, row.order): row for row in encode.measure(request).rows}
     for order in ("fixed", "sorted"):
         row = rows["transformers compiled", order]
         assert row.problem is None and row.cosine_min > 0.99999

@@ -60,18 +60,18 @@ def test_the_names_are_those_of_poprt_and_ours() -> None:
 
 
 def test_all_lanes_run_the_same_model(opened: tuple[list[ModeLane], Encoder]) -> None:
-    found, encoder = opened
-    assert {lane.kernel for lane in found} == {encoder.kernel}
+    mode_lanes, encoder = opened
+    assert {lane.kernel for lane in mode_lanes} == {encoder.kernel}
 
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_all_agree_with_the_original(mode: PackingMode, passes: dict[str, Pass]) -> None:
-    original, done = passes["Original"].vectors, passes[mode.name]
-    assert done.vectors.shape == original.shape == (COUNT, 64)
-    assert np.abs(done.vectors - original).max() < CLOSE
+    original, mode_pass = passes["Original"].vectors, passes[mode.name]
+    assert mode_pass.vectors.shape == original.shape == (COUNT, 64)
+    assert np.abs(mode_pass.vectors - original).max() < CLOSE
     # Answers in another order would show: no two requests are that close.
-    assert np.abs(np.roll(done.vectors, 1, 0) - original).max(1).min() > 100 * CLOSE
-    assert done.seconds > 0 and (done.packing is None) == mode.online
+    assert np.abs(np.roll(mode_pass.vectors, 1, 0) - original).max(1).min() > 100 * CLOSE
+    assert mode_pass.seconds > 0 and (mode_pass.packing is None) == mode.online
 
 
 class Leaking:
@@ -92,8 +92,8 @@ def test_a_kernel_that_leaks_would_show(stage: ModesStage, passes: dict[str, Pas
     leaking = lanes.open_model(stage)
     bert = leaking.meter.backend.model.bert
     bert.use(Leaking(bert.kernel))
-    done = lanes._lane(PackingMode("Leaking", "ragged"), stage, leaking).run(REQUESTS)
-    assert np.abs(done.vectors - passes["Original"].vectors).max() > 100 * CLOSE
+    leaking_pass = lanes._lane(PackingMode("Leaking", "ragged"), stage, leaking).run(REQUESTS)
+    assert np.abs(leaking_pass.vectors - passes["Original"].vectors).max() > 100 * CLOSE
 
 
 def test_what_offline_modes_compute(passes: dict[str, Pass]) -> None:
@@ -181,10 +181,10 @@ def test_a_padded_peer(
     pytest.importorskip("transformers")
     lane = lanes.open_peer("transformers", stage, opened[1], tmp_path)
     assert lane.name == "Original (transformers)" and lane.runner is None
-    done = lane.run(REQUESTS)
-    assert np.abs(done.vectors - opened[0][0].run(REQUESTS).vectors).max() < CLOSE
+    peer_pass = lane.run(REQUESTS)
+    assert np.abs(peer_pass.vectors - opened[0][0].run(REQUESTS).vectors).max() < CLOSE
     widest = [LENGTHS[i : i + ROWS] for i in range(0, COUNT, ROWS)]
-    assert done.computed == sum(len(batch) * batch.max() for batch in widest)
+    assert peer_pass.computed == sum(len(batch) * batch.max() for batch in widest)
 
 
 def test_tokens_of_padded_batches(opened: tuple[list[ModeLane], Encoder]) -> None:

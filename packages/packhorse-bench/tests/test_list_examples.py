@@ -47,16 +47,16 @@ def test_word_pieces_of_a_real_text(shared_data: Path) -> None:
 def test_examples_and_rows() -> None:
     documents = [[[f"{d}.{s}.{t}" for t in range(7)] for s in range(9)] for d in range(4)]
     recipe = Recipe(max_length=32, duplicates=2, max_predictions=3)
-    every = [token for document in documents for sentence in document for token in sentence]
-    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *every])}
-    made = list_examples.make(documents, vocabulary, recipe, seed=0)
-    assert {example.random_next for example in made} == {True, False}
-    for example in made:
+    tokens = [token for document in documents for sentence in document for token in sentence]
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *tokens])}
+    examples = list_examples.make(documents, vocabulary, recipe, seed=0)
+    assert {example.random_next for example in examples} == {True, False}
+    for example in examples:
         assert example.tokens[0] == "[CLS]" and example.tokens.count("[SEP]") >= 2
         assert len(example.types) == len(example.tokens) <= 32
         assert len(example.masked_at) == min(3, max(1, round(len(example.tokens) * 0.15)))
-    first, second = made[:2]
-    (row,) = list_examples.lay(made, [[0, 1]], vocabulary, capacity=70)
+    first, second = examples[:2]
+    (row,) = list_examples.lay(examples, [[0, 1]], vocabulary, capacity=70)
     here, there = len(first.tokens), len(second.tokens)
     assert row.ids[:here] == [vocabulary[token] for token in first.tokens]
     assert row.members == [1] * here + [2] * there + [0] * (70 - here - there)

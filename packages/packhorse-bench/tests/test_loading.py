@@ -41,28 +41,28 @@ def test_large_is_as_large_as_bert_large() -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     prefix, shapes = loading.write(tmp_path, TINY)
-    found = tf1.read(prefix).tensors
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
-    assert 0.01 < found["bert/embeddings/word_embeddings"].std() < 0.03
+    tensors = tf1.read(prefix).tensors
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+    assert 0.01 < tensors["bert/embeddings/word_embeddings"].std() < 0.03
 
 
 def test_every_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
-    told = []
-    found = loading.compare(
+    progress = []
+    comparison = loading.compare(
         "tiny",
         repeats=1,
         folder=tmp_path,
-        progress=lambda *at: told.append(at),
+        progress=lambda *at: progress.append(at),
         engines=("packhorse",),
     )
-    assert told == [(1, 2), (2, 2)] and not any(tmp_path.iterdir())
-    plain, ours = found.rows
+    assert progress == [(1, 2), (2, 2)] and not any(tmp_path.iterdir())
+    plain, ours = comparison.rows
     assert (plain.engine, plain.over_plain, plain.best_over_plain) == ("plain read", 1, 1)
     assert ours.engine == "packhorse" and ours.problem is None
     assert ours.over_plain == pytest.approx(ours.seconds / plain.seconds)
-    assert ours.gigabytes_per_second == pytest.approx(found.bytes / ours.seconds / 1e9)
+    assert ours.gigabytes_per_second == pytest.approx(comparison.bytes / ours.seconds / 1e9)
     assert ours.memory is None or ours.memory < 64 << 20  # what was imported does not count
-    shown = loading.table(found)
+    shown = loading.table(comparison)
     assert len(shown.rows) == 2 and len(shown.columns) == len(shown.rows[0])
 
 
@@ -76,9 +76,9 @@ def test_tensorflow_beside_ours(tmp_path: Path) -> None:
 
 def test_what_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    found = loading.compare("tiny", repeats=1, folder=tmp_path, engines=("tensorflow",))
-    assert report.problems(found.rows) == ["tensorflow: tensorflow is not installed"]
-    assert [row[0].strip() for row in loading.table(found).rows] == ["plain read"]
+    comparison = loading.compare("tiny", repeats=1, folder=tmp_path, engines=("tensorflow",))
+    assert report.problems(comparison.rows) == ["tensorflow: tensorflow is not installed"]
+    assert [row[0].strip() for row in loading.table(comparison).rows] == ["plain read"]
 
 
 @pytest.mark.parametrize(

@@ -48,15 +48,15 @@ def test_other_workloads_fit_the_rows() -> None:
 
 
 def test_all_modes_in_one_run() -> None:
-    told = []
-    found = modes.measure(small(), lambda *at: told.append(at))
-    assert [row.name for row in found.rows] == [mode.name for mode in lanes.MODES]
-    assert told == [(i, 21) for i in range(1, 22)]  # eight modes twice, five under load
-    assert found.dtype == "fp32" and found.device.type == "cpu"
-    original, real = found.rows[0], int(found.lengths.sum())
+    progress = []
+    comparison = modes.measure(small(), lambda *at: progress.append(at))
+    assert [row.name for row in comparison.rows] == [mode.name for mode in lanes.MODES]
+    assert progress == [(i, 21) for i in range(1, 22)]  # eight modes twice, five under load
+    assert comparison.dtype == "fp32" and comparison.device.type == "cpu"
+    original, real = comparison.rows[0], int(comparison.lengths.sum())
     assert original.best_ratio_to_padded == original.ratio_to_padded == 1
     assert original.fill == real / (10 * 4 * 48) and original.largest_difference == 0
-    for row in found.rows:
+    for row in comparison.rows:
         assert (row.problem is None and 0 < row.largest_difference < 1e-5) or row.kernel
         assert row.ratio_to_padded == pytest.approx(row.throughput / original.throughput)
         assert row.throughput <= row.best_throughput * (1 + 1e-9)
@@ -69,14 +69,14 @@ def test_all_modes_in_one_run() -> None:
 
 
 def check_latencies(row: ModeRow) -> None:
-    found = asdict(row)
+    figures = asdict(row)
     names = [f"{loop}p{n}_ms" for loop in ("", "open_") for n in (50, 90, 99)]
-    values = [found[name] for name in names]
+    values = [figures[name] for name in names]
     if row.name not in ONLINE:
         assert {*values, row.open_rate, row.batch_ms} == {None}
         return
     assert sorted(values[:3]) == values[:3] and sorted(values[3:]) == values[3:]
-    assert min(values) > 0 and found["batch_ms"] > 0
+    assert min(values) > 0 and figures["batch_ms"] > 0
     assert row.open_rate == pytest.approx(0.7 * row.throughput)
 
 
@@ -88,8 +88,8 @@ def test_a_rate_of_ones_own_and_no_load() -> None:
 
 
 def lane(name: str, *passes: tuple[float, float | None, int], vectors=((0.0, 1.0),)) -> ModeLane:
-    made = [Pass(np.array(vectors), s, tokens, packing) for s, packing, tokens in passes]
-    return ModeLane(name, "native", lambda requests: made[0], passes=made)
+    results = [Pass(np.array(vectors), s, tokens, packing) for s, packing, tokens in passes]
+    return ModeLane(name, "native", lambda requests: results[0], passes=results)
 
 
 def test_figures_are_those_of_the_rounds() -> None:
@@ -97,7 +97,7 @@ def test_figures_are_those_of_the_rounds() -> None:
     padded = lane("Original", (8.0, 1.0, 400), (4.0, 2.0, 400), (5.0, 3.0, 400))
     packed = lane("Packed", (2.0, None, 250), (4.0, None, 200), (3.0, None, 200))
     packed.passes[0].vectors[0, 1] = 0.75
-    rows = [modes._row(one, padded, ModesSetup(), lengths) for one in (padded, packed)]
+    rows = [modes._row(lane_row, padded, ModesSetup(), lengths) for lane_row in (padded, packed)]
     assert asdict(rows[0]) == asdict(
         ModeRow("Original", "native", 0.8, 1.0, 1.0, 1.0, 4 / 8, 500_000.0, 0.5)
     )
@@ -109,13 +109,13 @@ def test_figures_are_those_of_the_rounds() -> None:
 def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
     """With graphs all that will be measured runs once before, and a batch of every size."""
     stage = ModesStage(tiny_folder, torch.device("cpu"), "fp32", rows=2, capacity=16, timeout=0.001)
-    (one,), _ = lanes.open_modes(stage, lanes.MODES[-1:])
-    seen, runner = [], one.runner
+    (ragged,), _ = lanes.open_modes(stage, lanes.MODES[-1:])
+    seen, runner = [], ragged.runner
     assert runner is not None
 
     def counted(requests: Sequence[np.ndarray]) -> Pass:
         seen.append(len(requests))
-        return one.run(requests)
+        return ragged.run(requests)
 
     def waited_for(count: int) -> PackRunner:
         seen.append("runner")
@@ -133,12 +133,12 @@ def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
 def test_a_packed_onnx_graph_is_a_lane_like_the_others() -> None:
     """In fp32 its vectors are ours; in another format it says why it is not there."""
     pytest.importorskip("onnxruntime")
-    found = modes.measure(small(rows=2, requests=12, peers=("packed-onnx",)))
-    row = found.rows[-1]
+    comparison = modes.measure(small(rows=2, requests=12, peers=("packed-onnx",)))
+    row = comparison.rows[-1]
     assert (row.name, row.problem) == (lanes.PACKED_ONNX, None)
     assert row.largest_difference < 1e-5 and row.p99_ms is not None and 0 < row.fill <= 1
-    other = modes.measure(small(rows=2, requests=12, dtype="bf16", peers=("packed-onnx",)))
-    assert "fp32 alone" in str(other.rows[-1].problem)
+    in_bf16 = modes.measure(small(rows=2, requests=12, dtype="bf16", peers=("packed-onnx",)))
+    assert "fp32 alone" in str(in_bf16.rows[-1].problem)
 
 
 def test_what_a_peer_raises_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_what_a_peer_raises_is_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(setting: padded.PeerSetting, dtype: str) -> padded.PeerEngine:
         raise ModuleNotFoundError("No module named 'x'", name="x")
 
-    made = {"a": explode, "b": unserved, "c": missing}
-    monkeypatch.setattr(peers, "PEERS", made)
+    failing = {"a": explode, "b": unserved, "c": missing}
+    monkeypatch.setattr(peers, "PEERS", failing)
     rows = modes.measure(small(repeats=1, load_repeats=0, requests=8, peers=("a", "b", "c"))).rows
     assert report.problems(rows) == [
         "Original (a): RuntimeError: the boiler burst",

@@ -17,24 +17,24 @@ KEYS = {
 
 def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     note, plot, table = (tmp_path / name for name in ("note.md", "a.png", "a.csv"))
-    said = cli(
+    result = cli(
         *("bench", "modes", "-m", tiny("embed"), "--device", "cpu", "--rows", 2, "--capacity", 32),
         *("--requests", 12, "--repeats", 1, "--peers", "none", "--workload", "squad"),
         *("--note", note, "--plot", plot, "--csv", table, "--json"),
     )
-    assert said.code == 0, said.err
-    found = said.document
-    assert [set(mode) for mode in found["modes"]] == [KEYS] * 8
-    by_name = {mode["name"]: mode for mode in found["modes"]}
+    assert result.code == 0, result.err
+    document = result.document
+    assert [set(mode) for mode in document["modes"]] == [KEYS] * 8
+    by_name = {mode["name"]: mode for mode in document["modes"]}
     assert by_name["Original"]["ratio_to_padded"] == 1
     assert by_name["Pack Online Ragged"]["fill"] == 1
     assert by_name["Pack Online Ragged"]["p99_ms"] > 0
     assert by_name["Pack Offline Ragged"]["p99_ms"] is None
-    assert max(mode["largest_difference"] for mode in found["modes"]) < 1e-5
-    assert "squad: 12 requests" in found["workload"] and found["dtype"] == "fp32"
-    assert "2 x 32 tokens" in found["batches"] and "7 clients" in found["batches"]
-    assert "x padded" in said.err and "Pack Online AttentionMask(first_fit)" in said.err
-    assert f"| {found['modes'][0]['name']} |" in note.read_text("utf-8")
+    assert max(mode["largest_difference"] for mode in document["modes"]) < 1e-5
+    assert "squad: 12 requests" in document["workload"] and document["dtype"] == "fp32"
+    assert "2 x 32 tokens" in document["batches"] and "7 clients" in document["batches"]
+    assert "x padded" in result.err and "Pack Online AttentionMask(first_fit)" in result.err
+    assert f"| {document['modes'][0]['name']} |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         lines = list(csv.DictReader(file))
@@ -42,16 +42,16 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
 
 
 def test_random_weights_and_no_load(cli) -> None:
-    said = cli(
+    result = cli(
         *("bench", "modes", "--config", "tiny", "--device", "cpu", "--dtype", "bf16", "--rows", 2),
         *("--capacity", 16, "--requests", 6, "--repeats", 1, "--load-repeats", 0),
         *("--peers", "onnxruntime", "--json"),
     )
-    assert said.code == 0, said.err
-    assert said.document["model"] == "random weights, tiny" and said.document["dtype"] == "bf16"
-    *ours, peer = said.document["modes"]
+    assert result.code == 0, result.err
+    assert result.document["model"] == "random weights, tiny" and result.document["dtype"] == "bf16"
+    *ours, peer = result.document["modes"]
     assert all(mode["p50_ms"] is None and mode["problem"] is None for mode in ours)
-    assert peer["problem"] and "Original (onnxruntime)" in said.err
+    assert peer["problem"] and "Original (onnxruntime)" in result.err
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,6 @@ def test_random_weights_and_no_load(cli) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
-    said = cli("bench", "modes", "--config", "tiny", *arguments)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("bench", "modes", "--config", "tiny", *arguments)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1

@@ -69,8 +69,8 @@ def test_waste(tmp_path: Path) -> None:
     assert "padded to 64" in words(tmp_path / "a.svg")
 
 
-@pytest.mark.parametrize(("name", "said"), [("a.gif", "ends in"), ("none/a.png", "no folder")])
-def test_refused_before_the_long_part(name: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=said):
+@pytest.mark.parametrize(("name", "message"), [("a.gif", "ends in"), ("none/a.png", "no folder")])
+def test_refused_before_the_long_part(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
         plots.check(tmp_path / name)
     plots.check(None)

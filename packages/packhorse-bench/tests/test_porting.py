@@ -9,11 +9,11 @@ from packhorse_bench import porting
 
 
 def test_rows_tell_speed_and_that_the_numbers_agree():
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     setup = porting.PortSetup(batch=2, iterations=2, steps=4, repeats=2, device="cpu")
-    rows = porting.measure(setup, lambda done, total: told.append((done, total)))
+    rows = porting.measure(setup, lambda count, total: progress.append((count, total)))
     assert [row.way for row in rows] == ["plain loop", "port", "port, traced"]
-    assert told == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
     plain, *ours = rows
     assert plain.over_plain is None and plain.largest_difference is None
     for row in ours:

@@ -30,7 +30,7 @@ def names(kind: type) -> set[str]:
 def test_everything_in_one_run(cli, texts: Path, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     note, plot, table = (tmp_path / name for name in ("note.md", "a.png", "a.csv"))
-    said = cli(
+    result = cli(
         *("bench", "serve", *SMALL, "--texts", texts, "--peers", "infinity"),
         *(
             "--infinity",
@@ -44,31 +44,31 @@ def test_everything_in_one_run(cli, texts: Path, tmp_path: Path) -> None:
             "--json",
         ),
     )
-    assert said.code == 0, said.err
-    found = said.document
-    ours, infinity = found["rows"]
+    assert result.code == 0, result.err
+    document = result.document
+    ours, infinity = document["rows"]
     assert set(ours) == names(ServeRow) and ours["problem"] is None
     assert ours["cosine_min"] > 0.99999 and ours["most_rate"] > 0 and ours["of_runner"] > 0
-    assert "make peers" in infinity["problem"] and "make peers" in said.err
-    assert {point["purpose"] for point in found["points"]} >= {"most", "search", "confirm"}
-    assert found["runner"]["alone"] > 0 and "36 texts of a file" in found["workload"]
+    assert "make peers" in infinity["problem"] and "make peers" in result.err
+    assert {point["purpose"] for point in document["points"]} >= {"most", "search", "confirm"}
+    assert document["runner"]["alone"] > 0 and "36 texts of a file" in document["workload"]
     assert "| packhorse |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == len(found["points"]) and set(lines[0]) == names(Point)
+    assert len(lines) == len(document["points"]) and set(lines[0]) == names(Point)
 
 
 @pytest.mark.slow
 def test_against_sentence_transformers(cli, texts: Path) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("fastapi")
-    said = cli(
+    result = cli(
         *("bench", "serve", *SMALL, "--texts", texts, "--peers", "sentence-transformers"),
         *("--limit-ms", 5000, "--json"),
     )
-    assert said.code == 0, said.err
-    ours, peer = said.document["rows"]
+    assert result.code == 0, result.err
+    ours, peer = result.document["rows"]
     assert peer["problem"] is None and min(ours["cosine_min"], peer["cosine_min"]) > 0.99999
     assert ours["held_rate"] > 0 and peer["over_peer"] == 1
 
@@ -84,6 +84,6 @@ def test_against_sentence_transformers(cli, texts: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
-    said = cli("bench", "serve", "--config", "tiny", *arguments)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("bench", "serve", "--config", "tiny", *arguments)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1

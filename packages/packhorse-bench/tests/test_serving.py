@@ -49,23 +49,23 @@ def test_the_table_has_a_line_a_server_and_a_column_a_rate() -> None:
 
 
 def test_what_was_measured_is_said_in_words() -> None:
-    about = serving_report.describe(SETUP, comparison())
-    assert "6 to 250" in about["workload"] and "docstrings" in about["workload"]
-    assert about["PackRunner.run"].startswith("11,000 tokens/s alone, 10,800 beside")
+    facts = serving_report.describe(SETUP, comparison())
+    assert "6 to 250" in facts["workload"] and "docstrings" in facts["workload"]
+    assert facts["PackRunner.run"].startswith("11,000 tokens/s alone, 10,800 beside")
 
 
 def test_remarks_tell_what_is_missing_and_what_failed() -> None:
     refused = point("packhorse", "search", 900.0, math.inf, errors="3 429")
-    said = serving_report.remarks(SETUP, comparison(refused))
-    assert said[0].startswith("infinity: it is not installed")
-    assert any(line.startswith("packhorse: errors in 1 of 5 trials (3 429") for line in said)
-    assert not any("bottleneck" in line for line in said)
+    remarks = serving_report.remarks(SETUP, comparison(refused))
+    assert remarks[0].startswith("infinity: it is not installed")
+    assert any(line.startswith("packhorse: errors in 1 of 5 trials (3 429") for line in remarks)
+    assert not any("bottleneck" in line for line in remarks)
 
 
 @pytest.mark.parametrize("busy", [{"generator_share": 0.9}, {"generator_late_ms": 80.0}])
 def test_a_generator_in_the_way_is_told(busy: dict[str, float]) -> None:
-    said = serving_report.remarks(SETUP, comparison(point("packhorse", "sweep", 10, 90, **busy)))
-    assert said[-1].startswith("warning: the generator was the bottleneck")
+    remarks = serving_report.remarks(SETUP, comparison(point("packhorse", "sweep", 10, 90, **busy)))
+    assert remarks[-1].startswith("warning: the generator was the bottleneck")
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
@@ -85,9 +85,9 @@ def test_a_curve_joins_what_held_and_leaves_out_what_did_not() -> None:
 def test_texts_are_short_ones_in_an_order_of_the_seed(tiny_folder: Path) -> None:
     encoder = load(tiny_folder, device="cpu")
     texts = tuple(" ".join(["w1"] * count) for count in (1, 3, 4, 10, 100, 248, 249, 300))
-    found, tokens = serving._texts(ServingSetup("", texts=texts), encoder)
+    chosen, tokens = serving._texts(ServingSetup("", texts=texts), encoder)
     assert sorted(tokens) == [6, 12, 102, 250]  # with two special ones
-    assert [len(text.split()) + 2 for text in found] == tokens
+    assert [len(text.split()) + 2 for text in chosen] == tokens
     again = serving._texts(ServingSetup("", texts=texts, seed=1, count=3), encoder)[1]
     assert len(again) == 3 and again != tokens[:3]
     with pytest.raises(InputError, match="no text has 6 to 250 tokens"):

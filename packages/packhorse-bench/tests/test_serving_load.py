@@ -49,13 +49,13 @@ class Stub:
                 self.seen, self.inside = self.seen + 1, self.inside + 1
                 self.most = max(self.most, self.inside)
                 try:
-                    said = await self.answer(self.seen)
+                    response = await self.answer(self.seen)
                 finally:
                     self.inside -= 1
-                if not said:
+                if not response:
                     break
-                writer.write(said)
-                if b"connection: close" in said.lower():
+                writer.write(response)
+                if b"connection: close" in response.lower():
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -79,10 +79,10 @@ def load(answer: Answer, rate: float, seconds: float, **more: float) -> tuple[Lo
     return asyncio.run(run())
 
 
-def after(seconds: float, said: bytes = OK) -> Answer:
+def after(seconds: float, response: bytes = OK) -> Answer:
     async def answer(number: int) -> bytes:
         await asyncio.sleep(seconds)
-        return said
+        return response
 
     return answer
 
@@ -169,9 +169,9 @@ def test_a_request_that_met_a_closing_connection_is_sent_again_but_once() -> Non
     assert report.errors == {LOST: report.asked} and stub.seen == 2 * report.asked
 
 
-@pytest.mark.parametrize("said", [b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nhello"])
-def test_what_is_no_answer_fails(said: bytes) -> None:
-    report, _ = load(after(0, said), 50, 0.2)
+@pytest.mark.parametrize("response", [b"hello\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\nhello"])
+def test_what_is_no_answer_fails(response: bytes) -> None:
+    report, _ = load(after(0, response), 50, 0.2)
     assert report.errors == {NOT_HTTP: report.asked} and report.answered == 0
 
 
@@ -222,14 +222,14 @@ def test_a_closed_loop_keeps_every_connection_busy_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "told"),
+    ("head", "expected"),
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 12", ("200", 12, False)),
         (b"HTTP/1.1 503\r\ncontent-length:0\r\nConnection: Close", ("503", 0, True)),
     ],
 )
-def test_heads(head: bytes, told: tuple[str, int, bool]) -> None:
-    assert parse_head(head) == told
+def test_heads(head: bytes, expected: tuple[str, int, bool]) -> None:
+    assert parse_head(head) == expected
 
 
 @pytest.fixture(scope="module")

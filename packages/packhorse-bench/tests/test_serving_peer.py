@@ -45,8 +45,8 @@ def serve(work: object) -> object:
 def test_requests_of_many_are_encoded_together_and_answered_in_order() -> None:
     async def work(batcher: Batcher, batches: list[int]) -> None:
         texts = [["x" * n, "y"] for n in range(1, 13)]
-        found = await asyncio.gather(*(batcher.vectors(pair) for pair in texts))
-        assert [[v[0] for v in pair] for pair in found] == [[n, 1] for n in range(1, 13)]
+        vectors = await asyncio.gather(*(batcher.vectors(pair) for pair in texts))
+        assert [[v[0] for v in pair] for pair in vectors] == [[n, 1] for n in range(1, 13)]
         assert max(batches) <= 8 and sum(batches) == 24 and len(batches) <= 6
 
     serve(work)
@@ -77,9 +77,9 @@ def test_it_speaks_as_openai_does() -> None:
         ):
             assert (await client.get("/health")).status_code == 200
             body = {"model": "m", "input": ["one", "three"]}
-            found = (await client.post("/v1/embeddings", json=body)).json()
-            assert [row["embedding"] for row in found["data"]] == [[3, 1], [5, 1]]
-            one = (await client.post("/v1/embeddings", json={"input": "one"})).json()
-            assert [row["index"] for row in one["data"]] == [0]
+            document = (await client.post("/v1/embeddings", json=body)).json()
+            assert [row["embedding"] for row in document["data"]] == [[3, 1], [5, 1]]
+            single = (await client.post("/v1/embeddings", json={"input": "one"})).json()
+            assert [row["index"] for row in single["data"]] == [0]
 
     asyncio.run(run())

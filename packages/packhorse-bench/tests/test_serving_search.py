@@ -13,11 +13,11 @@ LIMIT = 0.5
 
 def report(p99_ms: float, **more: object) -> LoadReport:
     figures = {"p50_ms": 1, "p90_ms": 1, "p99_ms": p99_ms, "worst_ms": p99_ms}
-    made = {"asked": 9, "answered": 9, "seconds": 1, "tokens": 9, "share": 0.1, "late_ms": 0}
-    return LoadReport(**{**figures, **made, **more})  # type: ignore[arg-type]
+    counts = {"asked": 9, "answered": 9, "seconds": 1, "tokens": 9, "share": 0.1, "late_ms": 0}
+    return LoadReport(**{**figures, **counts, **more})  # type: ignore[arg-type]
 
 
-class Made:
+class FakeServer:
     """A server that holds any rate up to `holds`, in short trials a little more."""
 
     def __init__(self, holds: float, generous: float = 1.0, hiccups: tuple[int, ...] = ()) -> None:
@@ -30,34 +30,34 @@ class Made:
         fails = trial.rate > most or len(self.trials) in self.hiccups
         return report(900 if fails else 100)
 
-    def found(self, capacity: float, effort: Effort = Effort()) -> float:  # noqa: B008
+    def search_rate(self, capacity: float, effort: Effort = Effort()) -> float:  # noqa: B008
         return take_turns({"it": highest(capacity, LIMIT, effort)}, self)["it"]
 
 
 @pytest.mark.parametrize("capacity", [20.0, 70.0, 100.0, 150.0, 280.0])
 def test_finds_the_rate_from_below(capacity: float) -> None:
-    found = Made(90).found(capacity, Effort(rounds=7))
-    assert 0.95 * 90 <= found <= 90
+    rate = FakeServer(90).search_rate(capacity, Effort(rounds=7))
+    assert 0.95 * 90 <= rate <= 90
 
 
 def test_long_trials_correct_what_short_ones_promised() -> None:
-    made = Made(90, generous=1.15)
-    found = made.found(100)
-    assert 0.9 * 90 <= found <= 90
-    assert [t.purpose for t in made.trials][-3:] == ["confirm"] * 3
-    assert all(t.seconds == Effort().long for t in made.trials if t.purpose == "confirm")
+    server = FakeServer(90, generous=1.15)
+    rate = server.search_rate(100)
+    assert 0.9 * 90 <= rate <= 90
+    assert [t.purpose for t in server.trials][-3:] == ["confirm"] * 3
+    assert all(t.seconds == Effort().long for t in server.trials if t.purpose == "confirm")
 
 
 def test_one_hiccup_does_not_cost_half_of_the_range() -> None:
-    usual = Made(90).found(100)
+    usual = FakeServer(90).search_rate(100)
     for number in range(1, 14):
-        assert Made(90, hiccups=(number,)).found(100) == pytest.approx(usual, rel=0.06)
+        assert FakeServer(90, hiccups=(number,)).search_rate(100) == pytest.approx(usual, rel=0.06)
     # Control: two in a row are believed.
-    assert Made(90, hiccups=(3, 4)).found(100) < 0.8 * usual
+    assert FakeServer(90, hiccups=(3, 4)).search_rate(100) < 0.8 * usual
 
 
 def test_nothing_holds() -> None:
-    assert Made(0).found(100) == 0.0
+    assert FakeServer(0).search_rate(100) == 0.0
 
 
 def test_errors_and_cut_trials_do_not_hold() -> None:
@@ -75,9 +75,9 @@ def test_servers_take_turns_and_one_that_is_gone_leaves() -> None:
         return None if name == "b" and turn == 2 else report(100 if trial.rate < 80 else 900)
 
     effort = Effort(rounds=2, repeats=1)
-    found = take_turns({name: highest(100, LIMIT, effort) for name in "abc"}, run)
+    rates = take_turns({name: highest(100, LIMIT, effort) for name in "abc"}, run)
     assert order[:9] == [(name, turn) for turn in range(3) for name in "abc"]
-    assert order[9:11] == [("a", 3), ("c", 3)] and set(found) == {"a", "c"}
+    assert order[9:11] == [("a", 3), ("c", 3)] and set(rates) == {"a", "c"}
 
 
 def test_rates_of_the_sweep() -> None:

@@ -43,8 +43,8 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 @pytest.fixture
 def stubborn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "STOP_SECONDS", 0.3)
-    made = lambda place, port: [sys.executable, "-S", "-c", STUBBORN, str(port)]  # noqa: E731
-    monkeypatch.setitem(servers.SERVERS, "stubborn", made)
+    command = lambda place, port: [sys.executable, "-S", "-c", STUBBORN, str(port)]  # noqa: E731
+    monkeypatch.setitem(servers.SERVERS, "stubborn", command)
 
 
 def is_alive(pid: int) -> bool:
@@ -126,6 +126,6 @@ def test_no_key_and_no_setting_of_another_server(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PACKHORSE_API_KEY", "secret")
     monkeypatch.setenv("PACKHORSE_SERVE_PORT", "1")
     monkeypatch.setenv("PACKHORSE_CACHE", "here")
-    found = servers._environment(3)
-    assert found["OMP_NUM_THREADS"] == "3" and found["PACKHORSE_CACHE"] == "here"
-    assert not {"PACKHORSE_API_KEY", "PACKHORSE_SERVE_PORT"} & set(found)
+    variables = servers._environment(3)
+    assert variables["OMP_NUM_THREADS"] == "3" and variables["PACKHORSE_CACHE"] == "here"
+    assert not {"PACKHORSE_API_KEY", "PACKHORSE_SERVE_PORT"} & set(variables)

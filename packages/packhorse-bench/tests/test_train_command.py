@@ -17,17 +17,17 @@ SMALL = ("--device", "cpu", "--batch", 4, "--steps", 1, "--repeats", 1)
 def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     note, plot, table = (tmp_path / name for name in ("note.md", "a.png", "a.csv"))
-    said = cli(
+    result = cli(
         *("bench", "train", "-m", tiny("embed"), "--max-length", 32, "--peers", "padded", *SMALL),
         *("--note", note, "--plot", plot, "--csv", table, "--json"),
     )
-    assert said.code == 0, said.err
-    found = said.document
-    ours, padded = found["rows"]
+    assert result.code == 0, result.err
+    document = result.document
+    ours, padded = document["rows"]
     assert set(ours) == set(padded) == KEYS and ours["fill"] == 1 > padded["fill"]
     assert ours["loss"] == pytest.approx(padded["loss"], abs=1e-5)
-    assert "pretraining, like Wikipedia" in found["workload"] and found["dtype"] == "fp32"
-    assert "x padded" in said.err and "transformers, padded to 32" in said.err
+    assert "pretraining, like Wikipedia" in document["workload"] and document["dtype"] == "fp32"
+    assert "x padded" in result.err and "transformers, padded to 32" in result.err
     assert "| packhorse, packed |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
@@ -36,15 +36,15 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
 
 
 def test_fine_tuning_alone(cli) -> None:
-    said = cli(
+    result = cli(
         *("bench", "train", "--config", "tiny", "--task", "classify", "--peers", "none", *SMALL),
         "--json",
     )
-    assert said.code == 0, said.err
-    (row,) = said.document["rows"]
+    assert result.code == 0, result.err
+    (row,) = result.document["rows"]
     assert row["over_padded"] is None and row["tokens_per_second"] > 0
-    assert "fine-tuning, like SST-2" in said.document["workload"]
-    assert said.document["learning"] == "AdamW, dropout 0.1"
+    assert "fine-tuning, like SST-2" in result.document["workload"]
+    assert result.document["learning"] == "AdamW, dropout 0.1"
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_fine_tuning_alone(cli) -> None:
     ],
 )
 def test_mistakes_are_one_line(cli, arguments: list[str], part: str) -> None:
-    said = cli("bench", "train", "--config", "tiny", *arguments)
-    assert said.code == 2 and part in said.err
-    assert said.err.startswith("packhorse: ") and said.err.count("\n") == 1
+    result = cli("bench", "train", "--config", "tiny", *arguments)
+    assert result.code == 2 and part in result.err
+    assert result.err.startswith("packhorse: ") and result.err.count("\n") == 1

@@ -79,20 +79,22 @@ def test_pretraining_steps_hold_every_row_once() -> None:
     assert len(steps) == 4 and {len(step.batches) for step in steps} == {fed.parts}
     assert fed.shape.tokens <= 1024 < 2 * fed.shape.tokens
     assert all(batch.tokens <= fed.shape.tokens for step in steps for batch in step.batches)
-    found = [e for step in steps for batch in step.batches for e in training_sets.examples(batch)]
-    assert fed.batch * 4 == len(found) and 0 <= len(lengths) - len(found) < 20
+    all_examples = [
+        e for step in steps for batch in step.batches for e in training_sets.examples(batch)
+    ]
+    assert fed.batch * 4 == len(all_examples) and 0 <= len(lengths) - len(all_examples) < 20
     spare = np.bincount(lengths, minlength=129) - np.bincount(
-        [len(e.ids) for e in found], minlength=129
+        [len(e.ids) for e in all_examples], minlength=129
     )
     assert spare.min() >= 0
-    guessed = np.mean([(e.words != IGNORED).mean() for e in found])
-    assert 0.13 < guessed < 0.18 and {e.label for e in found} == {0, 1}
-    for example in found:
+    guessed = np.mean([(e.words != IGNORED).mean() for e in all_examples])
+    assert 0.13 < guessed < 0.18 and {e.label for e in all_examples} == {0, 1}
+    for example in all_examples:
         assert example.ids[0] == 101 and example.ids[-1] == 102 and example.words is not None
         assert example.ids[np.flatnonzero(example.types == 0)[-1]] == 102
         assert not np.isin(example.words, (101, 102)).any() and (example.words != IGNORED).any()
-    hidden = sum(int((e.ids == 103).sum()) for e in found)
-    assert 0.7 < hidden / sum(int((e.words != IGNORED).sum()) for e in found) < 0.9
+    hidden = sum(int((e.ids == 103).sum()) for e in all_examples)
+    assert 0.7 < hidden / sum(int((e.words != IGNORED).sum()) for e in all_examples) < 0.9
 
 
 def test_too_little_for_a_step_is_said() -> None:
@@ -105,9 +107,11 @@ def test_classification_gives_each_sequence_a_label() -> None:
     lengths = training_sets.draw_lengths("classify", 12, 128, seed=5)
     fed = training_sets.classification(lengths, 2048, settings, 4096)
     step = next(fed.steps(None))
-    found = [e for batch in step.batches for e in training_sets.examples(batch)]
-    assert len(found) == 6 and all(e.words is None and not e.types.any() for e in found)
-    assert {len(e.ids) for e in found} <= set(lengths.tolist())
+    all_examples = [e for batch in step.batches for e in training_sets.examples(batch)]
+    assert len(all_examples) == 6 and all(
+        e.words is None and not e.types.any() for e in all_examples
+    )
+    assert {len(e.ids) for e in all_examples} <= set(lengths.tolist())
 
 
 def example(length: int, words: bool = True) -> TrainingExample:
@@ -147,9 +151,11 @@ def test_batches_of_one_size_and_sorted(tmp_path: Path) -> None:
     assert 0 <= have - len(lengths) < sum(map(len, plain))
 
 
-def per_sequence(module: Any, q: Any, k: Any, v: Any, mask: Any, **told: Any) -> tuple[Any, None]:
+def per_sequence(
+    module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any
+) -> tuple[Any, None]:
     """What flash attention does with the boundaries that it is given."""
-    bounds = told["cu_seq_lens_q"].tolist()
+    bounds = options["cu_seq_lens_q"].tolist()
     pieces = [
         scaled_dot_product_attention(*(x[:, :, begin:end] for x in (q, k, v)))
         for begin, end in pairwise(bounds)
@@ -175,10 +181,10 @@ def test_every_way_learns_the_same(task: str, tmp_path: Path) -> None:
     for lane in others:
         assert lane.loss == pytest.approx(first.loss, abs=1e-5)
         assert lane.sequences == first.sequences and lane.work.tokens == first.work.tokens
-        found = [float(lane.step(lane.steps[0])) for _ in range(4)]
-        assert found == pytest.approx(curve, abs=1e-4), lane.name
-    other = staged(tmp_path / "b", task=task, steps=1, batch=6, seed=1)
-    strange = training_lanes.padded(replace(stage, folder=other.folder))
+        losses = [float(lane.step(lane.steps[0])) for _ in range(4)]
+        assert losses == pytest.approx(curve, abs=1e-4), lane.name
+    second_stage = staged(tmp_path / "b", task=task, steps=1, batch=6, seed=1)
+    strange = training_lanes.padded(replace(stage, folder=second_stage.folder))
     assert abs(strange.loss - first.loss) > 1e-3
 
 
@@ -187,8 +193,8 @@ def test_float8_is_measured_as_it_trains(float8_anywhere: None, tmp_path: Path) 
     lanes = [training_lanes.ours(stage) for stage in (half, eighth)]
     losses = [float(lane.step(lane.steps[0])) for lane in lanes]
     assert 0 < abs(losses[0] - losses[1]) < 0.1
-    found = training.describe(small(), training._comparison((), eighth))
-    assert found["dtype"].startswith("float8 products, else bf16")
+    facts = training.describe(small(), training._comparison((), eighth))
+    assert facts["dtype"].startswith("float8 products, else bf16")
 
 
 def test_parts_of_a_step_add_up(tmp_path: Path) -> None:
@@ -203,18 +209,20 @@ def test_parts_of_a_step_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_all_in_one_run(task: str) -> None:
     pytest.importorskip("transformers")
-    told = []
-    asked = ("padded", "grouped", "padding-free")
-    found = training.measure(small(task=task, peers=asked), lambda *at: told.append(at))
-    ours, padded, grouped, free = found.rows
-    assert [row.way for row in found.rows] == [
+    progress = []
+    names = ("padded", "grouped", "padding-free")
+    comparison = training.measure(small(task=task, peers=names), lambda *at: progress.append(at))
+    ours, padded, grouped, free = comparison.rows
+    assert [row.way for row in comparison.rows] == [
         "packhorse, packed",
         "transformers, padded to 48",
         "transformers, grouped by length",
         "transformers, padding-free",
     ]
     assert free.problem == "flash attention runs on CUDA, in bf16 or fp16"
-    assert told[:3] == [(1, 12), (2, 12), (3, 12)] and told[3:] == [(i, 10) for i in range(4, 11)]
+    assert progress[:3] == [(1, 12), (2, 12), (3, 12)] and progress[3:] == [
+        (i, 10) for i in range(4, 11)
+    ]
     assert ours.fill == 1 and padded.fill < grouped.fill < 1
     assert padded.best_over_padded == padded.over_padded == 1
     for row in (ours, padded, grouped):
@@ -223,9 +231,9 @@ def test_all_in_one_run(task: str) -> None:
         assert row.tokens_per_second > row.sequences_per_second > 0
         assert row.update_ms > 0 and row.step_ms > 0 and row.warm_up_seconds > 0
         assert row.mfu is None and row.memory is None
-    about = training.describe(small(task=task), found)
-    assert "2 steps a round" in about["batches"] and "random weights, tiny" in about["model"]
-    assert ("LAMB" in about["learning"]) == (task == "pretrain")
+    facts = training.describe(small(task=task), comparison)
+    assert "2 steps a round" in facts["batches"] and "random weights, tiny" in facts["model"]
+    assert ("LAMB" in facts["learning"]) == (task == "pretrain")
 
 
 @pytest.mark.slow

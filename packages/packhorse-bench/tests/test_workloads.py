@@ -48,11 +48,11 @@ def test_longest_stretches_the_mix() -> None:
 
 
 def test_sequences_have_exactly_these_lengths() -> None:
-    made = workloads.sequences(np.array([1, 2, 9]), 2000, ends=(7, 8))
-    assert [len(sequence) for sequence in made] == [1, 2, 9]
-    assert [s.ids[0] for s in made] == [7, 7, 7]
-    assert [s.ids[-1] for s in made] == [7, 8, 8]
-    assert all(1000 <= token < 2000 for token in made[2].ids[1:-1])
+    encodings = workloads.sequences(np.array([1, 2, 9]), 2000, ends=(7, 8))
+    assert [len(sequence) for sequence in encodings] == [1, 2, 9]
+    assert [s.ids[0] for s in encodings] == [7, 7, 7]
+    assert [s.ids[-1] for s in encodings] == [7, 8, 8]
+    assert all(1000 <= token < 2000 for token in encodings[2].ids[1:-1])
 
 
 @pytest.mark.parametrize(

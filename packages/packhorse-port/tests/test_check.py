@@ -20,13 +20,13 @@ SCRIPTS = Path(__file__).parent / "scripts"
 LIBRARY = Path(__file__).resolve().parents[2] / "packhorse" / "pyproject.toml"
 
 
-def found(text: str, folder: Path = SCRIPTS) -> list[Finding]:
+def findings(text: str, folder: Path = SCRIPTS) -> list[Finding]:
     return list(examine(text.encode(), folder / "script.py").findings)
 
 
-def told(text: str) -> list[tuple[int, str, str]]:
+def summary(text: str) -> list[tuple[int, str, str]]:
     """Without imports, which depend on what is installed."""
-    return [(f.line, f.kind, f.name) for f in found(text) if f.name not in ("poptorch", "torch")]
+    return [(f.line, f.kind, f.name) for f in findings(text) if f.name not in ("poptorch", "torch")]
 
 
 def test_the_courses_script_runs() -> None:
@@ -34,10 +34,12 @@ def test_the_courses_script_runs() -> None:
     report = examine(path.read_bytes(), path)
     by_name = {(item.line, item.name): item for item in report.findings}
     lines = path.read_text().splitlines()
-    where = {text: number for number, text in enumerate(lines, 1)}
-    assert by_name[where["import poptorch"], "poptorch"].kind == "emulated"
-    assert by_name[where["opts = poptorch.Options()"], "Options"].kind == "emulated"
-    detach = by_name[where["poptorch_model.detachFromDevice()"], "PoplarExecutor.detachFromDevice"]
+    line_of = {text: number for number, text in enumerate(lines, 1)}
+    assert by_name[line_of["import poptorch"], "poptorch"].kind == "emulated"
+    assert by_name[line_of["opts = poptorch.Options()"], "Options"].kind == "emulated"
+    detach = by_name[
+        line_of["poptorch_model.detachFromDevice()"], "PoplarExecutor.detachFromDevice"
+    ]
     assert detach.source == "poptorch_model.detachFromDevice()"
     assert report.document()["plain_lines"] == report.plain > 30
     assert {item.kind for item in report.findings} <= {"as is", "emulated", "fails"}
@@ -70,7 +72,7 @@ strategy.stage("b").ipu(0)
 
 
 def test_names_are_followed_through_chains_and_aliases() -> None:
-    assert told(CHAINED) == [
+    assert summary(CHAINED) == [
         (2, "emulated", "DataLoader"),
         (2, "emulated", "Options"),
         (3, "emulated", "optim.AdamW"),
@@ -111,7 +113,7 @@ def test_names_are_followed_through_chains_and_aliases() -> None:
     ],
 )
 def test_what_will_fail_says_what_to_do(line: str, name: str, part: str) -> None:
-    fails = [item for item in found(f"import poptorch\n{line}\n") if item.kind == "fails"]
+    fails = [item for item in findings(f"import poptorch\n{line}\n") if item.kind == "fails"]
     assert [(item.line, item.name) for item in fails] == [(2, name)]
     assert part in fails[0].meaning and fails[0].source == line
 
@@ -125,23 +127,23 @@ def test_what_will_fail_says_what_to_do(line: str, name: str, part: str) -> None
     ],
 )
 def test_the_version_is_there(lines: str, name: str) -> None:
-    assert told(f"import poptorch\n{lines}\n") == [(2, "emulated", name)]
+    assert summary(f"import poptorch\n{lines}\n") == [(2, "emulated", name)]
 
 
 def test_a_variable_with_two_meanings_is_not_accused() -> None:
     """`model` is the user's and PopTorch's in turn: what it lacks may be the user's own."""
     text = "import poptorch\nmodel = f()\nmodel.forwardPass()\n"
     text += "model = poptorch.inferenceModel(model)\n"
-    assert told(text) == [(4, "emulated", "inferenceModel")]
+    assert summary(text) == [(4, "emulated", "inferenceModel")]
     sure = "import poptorch\nopts = poptorch.Options()\nopts.forwardPass()\n"
-    assert (3, "fails", "Options.forwardPass") in told(sure)
+    assert (3, "fails", "Options.forwardPass") in summary(sure)
 
 
 def test_options_are_followed_out_of_functions_and_scalings_are_told() -> None:
     text = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n    return opts\n"
     text += "opts = f(3)\nopts._Popart.set('a', 1)\nopts.foo()\n"
     text += "o = poptorch.optim.SGD(p, lr=1, loss_scaling=8)\n"
-    assert told(text)[1:] == [
+    assert summary(text)[1:] == [
         (6, "ignored", "Options._Popart.set"),
         (7, "fails", "Options.foo"),
         (8, "ignored", "loss_scaling"),
@@ -151,15 +153,15 @@ def test_options_are_followed_out_of_functions_and_scalings_are_told() -> None:
 
 def test_an_import_that_may_fail_is_no_failure() -> None:
     text = "try:\n    import no_such_module_here\nexcept ImportError:\n    pass\n"
-    (finding,) = found(text)
+    (finding,) = findings(text)
     assert (finding.kind, finding.line) == ("as is", 2) and "expects" in finding.meaning
-    (finding,) = found(text.replace("ImportError", "KeyError"))
+    (finding,) = findings(text.replace("ImportError", "KeyError"))
     assert finding.kind == "fails"
 
 
 def test_files_beside_the_script_are_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").touch()
-    (finding,) = found("import mine\n", tmp_path)
+    (finding,) = findings("import mine\n", tmp_path)
     assert (finding.kind, finding.meaning) == ("as is", "a file of yours")
 
 
@@ -169,7 +171,7 @@ def test_missing_modules_are_told_with_their_extra(monkeypatch: pytest.MonkeyPat
         "import tqdm\nfrom sklearn.metrics import accuracy_score\nimport os\nimport torchvision\n"
     )
     text += "from tensorflow.python import ipu\nfrom torchvision import models, datasets\n"
-    kinds = {item.name: (item.kind, item.meaning) for item in found(text)}
+    kinds = {item.name: (item.kind, item.meaning) for item in findings(text)}
     assert kinds["tqdm"] == ("fails", "not installed: pip install 'packhorse[tutorials]'")
     assert "[tutorials]" in kinds["sklearn.metrics"][1]
     assert kinds["os"][0] == "as is" and kinds["torchvision"][0] == "emulated"
@@ -180,7 +182,7 @@ def test_missing_modules_are_told_with_their_extra(monkeypatch: pytest.MonkeyPat
 
 def test_an_installed_torchvision_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: object())
-    kinds = [item.kind for item in found("import torchvision\ntorchvision.models.resnet18()\n")]
+    kinds = [item.kind for item in findings("import torchvision\ntorchvision.models.resnet18()\n")]
     assert kinds == ["as is"]
 
 

@@ -61,8 +61,8 @@ def test_patch_replaces_a_file_only_where_asked(cli, script: Path, tmp_path: Pat
     out.write_text("mine")
     refused = cli("port", "--patch", out, script)
     assert refused.code == 2 and out.read_text() == "mine"
-    said = f"{out} is there already; choose another name, or pass --overwrite"
-    assert refused.err.splitlines() == [f"packhorse: {said}"]
+    message = f"{out} is there already; choose another name, or pass --overwrite"
+    assert refused.err.splitlines() == [f"packhorse: {message}"]
     assert cli("port", "--patch", out, script, "--overwrite").code == 0
     assert "mine" not in out.read_text()
     link.symlink_to(script)
@@ -94,7 +94,7 @@ def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "whose"),
+    ("words", "whose"),
     [
         ("port a.py --json", "port -- a.py --json"),
         ("port --quiet a.py --check", "port --quiet -- a.py --check"),
@@ -106,5 +106,5 @@ def test_wrong_use_is_one_line(cli, script: Path, tmp_path: Path) -> None:
         ("port --help", "port --help"),
     ],
 )
-def test_what_follows_the_script_is_the_scripts(given: str, whose: str) -> None:
-    assert prepare_tokens(given.split()) == whose.split()
+def test_what_follows_the_script_is_the_scripts(words: str, whose: str) -> None:
+    assert prepare_tokens(words.split()) == whose.split()

@@ -29,7 +29,7 @@ def trainer(model: nn.Module, opts: poptorch.Options | None = None) -> poptorch.
     return poptorch.trainingModel(model, opts, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def told(subject: str) -> list[str]:
+def logged_keys(subject: str) -> list[str]:
     """The keys of what the script was told about a subject."""
     return [notice.key for notice in notices.logged() if notice.key.startswith(subject)]
 
@@ -57,7 +57,7 @@ def test_a_plain_tensor_is_a_constant_and_the_script_is_told():
     counting = poptorch.inferenceModel(model)
     assert [counting().item() for _ in range(3)] == [1, 1, 1]
     assert model.i == 1
-    assert told("constant") == ["constant Counter.i"]
+    assert logged_keys("constant") == ["constant Counter.i"]
 
 
 def test_a_buffer_counts_and_is_copied_to_the_host_when_asked():
@@ -140,7 +140,7 @@ def test_python_state_is_followed_or_a_trace_is_refused(steps):
     running = poptorch.inferenceModel(model, as_asked(steps))
     for _ in range(4):
         assert torch.equal(running(x), second(x).detach())
-    assert told("steps") == ["steps Remembers"] * (steps == "traced")
+    assert logged_keys("steps") == ["steps Remembers"] * (steps == "traced")
 
 
 # "Model wrapping functions": the mode is that of the wrapping
@@ -190,9 +190,9 @@ def test_a_mode_that_is_set_between_wrapping_and_the_first_call():
     assert torch.equal(inference(x), x)
     model.train()
     assert torch.equal(inference(x), x)
-    assert not told("inference")
+    assert not logged_keys("inference")
     assert not torch.equal(poptorch.inferenceModel(nn.Dropout(0.5))(x), x)
-    assert told("inference") == ["inference in train mode"]
+    assert logged_keys("inference") == ["inference in train mode"]
 
 
 # "poptorch.PoplarExecutor": when weights are copied

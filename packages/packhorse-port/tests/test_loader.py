@@ -212,7 +212,7 @@ def test_an_error_of_the_data_arrives(mode: DataLoaderMode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "drop_last", "worker_size", "kept"),
+    ("mode", "drop_last", "worker_size", "expected"),
     [
         (DataLoaderMode.Async, True, None, 16),  # two workers of 11 and 10: each drops a remainder
         (DataLoaderMode.AsyncRebatched, True, None, 16),
@@ -220,7 +220,7 @@ def test_an_error_of_the_data_arrives(mode: DataLoaderMode) -> None:
         (DataLoaderMode.AsyncRebatched, False, 3, 21),
     ],
 )
-def test_iterable_data_sets(mode, drop_last: bool, worker_size, kept: int) -> None:
+def test_iterable_data_sets(mode, drop_last: bool, worker_size, expected: int) -> None:
     def nothing(_: int) -> None: ...
 
     with DataLoader(
@@ -228,7 +228,7 @@ def test_iterable_data_sets(mode, drop_last: bool, worker_size, kept: int) -> No
         rebatched_worker_size=worker_size, worker_init_fn=nothing,
     ) as loader:  # fmt: skip
         batches = list(loader)
-    assert sum(len(batch) for batch in batches) == kept
+    assert sum(len(batch) for batch in batches) == expected
     assert all(len(batch) == 8 for batch in batches[:2]) and len(set(elements([batches]))) == 8
     if mode == DataLoaderMode.AsyncRebatched:
         assert len(loader) == len(batches)
@@ -396,9 +396,9 @@ def test_rows_of_tensors_come_as_torch_gives_them(shuffle: bool) -> None:
     packhorse_result = list(DataLoader(options, data, batch_size=2, shuffle=shuffle))
     after = torch.rand(1)
     torch.manual_seed(3)
-    theirs = list(torch.utils.data.DataLoader(data, 4, shuffle, drop_last=True))
+    expected = list(torch.utils.data.DataLoader(data, 4, shuffle, drop_last=True))
     assert torch.equal(after, torch.rand(1)), "the generator is left as torch's loader leaves it"
-    assert len(packhorse_result) == len(theirs) == 2
-    for ported, another in zip(packhorse_result, theirs, strict=True):
+    assert len(packhorse_result) == len(expected) == 2
+    for ported, another in zip(packhorse_result, expected, strict=True):
         assert type(ported) is type(another)
         assert all(torch.equal(a, b) for a, b in zip(ported, another, strict=True))

@@ -26,7 +26,7 @@ GROUPS = {
 }
 
 
-def own(kind: type) -> set[str]:
+def poptorch_names(kind: type) -> set[str]:
     """Methods and properties with PopTorch's way of writing: a capital inside, or a property."""
     return {
         name
@@ -60,10 +60,10 @@ def test_what_fails_says_what_to_do(name: str) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_settings_are_told_as_they_are(group: str) -> None:
     kind = GROUPS[group]
-    methods = own(kind) - {"fromDict"} - {item.rpartition(".")[2] for item in GROUPS}
-    told = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == group}
-    assert methods <= told, f"add {methods - told} to packhorse_port.names"
-    for name in told:
+    methods = poptorch_names(kind) - {"fromDict"} - {item.rpartition(".")[2] for item in GROUPS}
+    listed = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == group}
+    assert methods <= listed, f"add {methods - listed} to packhorse_port.names"
+    for name in listed:
         method = inspect.getattr_static(kind, name, None)
         assert method is not None, f"{group} has no {name}"
         if group != "Options._Popart":
@@ -73,11 +73,13 @@ def test_settings_are_told_as_they_are(group: str) -> None:
 
 def test_methods_of_models_loaders_and_optimizers_are_told() -> None:
     for head, kind in (("PoplarExecutor", poptorch.PoplarExecutor), ("DataLoader", DataLoader)):
-        told = {name.partition(".")[2] for name in NAMES if name.startswith(f"{head}.")}
-        assert own(kind) <= told, f"add {own(kind) - told} to packhorse_port.names"
-        assert all(hasattr(kind, name) for name in told)
-    told = {name.partition(".")[2] for name in NAMES if name.startswith("optim.")}
-    assert all(hasattr(optim, name) for name in told)
+        listed = {name.partition(".")[2] for name in NAMES if name.startswith(f"{head}.")}
+        assert poptorch_names(kind) <= listed, (
+            f"add {poptorch_names(kind) - listed} to packhorse_port.names"
+        )
+        assert all(hasattr(kind, name) for name in listed)
+    listed = {name.partition(".")[2] for name in NAMES if name.startswith("optim.")}
+    assert all(hasattr(optim, name) for name in listed)
 
 
 def test_nearest_and_extras() -> None:

@@ -38,8 +38,8 @@ def train(make, steps: int = 6, clip: float = 0.0, scale: float = 1.0) -> list[t
     return [parameter.detach() for parameter in net.parameters()]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
@@ -131,8 +131,8 @@ def test_adamw_without_bias_correction() -> None:
 
     for foreach in (False, True):
         uncorrected = train(
-            lambda p, each=foreach: optim.AdamW(
-                p, lr=0.01, weight_decay=0.1, bias_correction=False, foreach=each
+            lambda p, by_foreach=foreach: optim.AdamW(
+                p, lr=0.01, weight_decay=0.1, bias_correction=False, foreach=by_foreach
             )
         )
         for single, second in zip(uncorrected, train(by_hand), strict=True):

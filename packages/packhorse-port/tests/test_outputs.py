@@ -30,9 +30,9 @@ class Learning(nn.Module):
         return x * 1, (x * self.w).mean()
 
 
-def call(mode: OutputMode, every=1, iterations=4, accumulation=1, replicas=1, training=False):
+def call(mode: OutputMode, period=1, iterations=4, accumulation=1, replicas=1, training=False):
     opts = poptorch.Options().deviceIterations(iterations).replicationFactor(replicas)
-    opts.outputMode(mode, every)
+    opts.outputMode(mode, period)
     opts.Training.gradientAccumulation(accumulation)
     x = torch.arange(2.0 * iterations * accumulation * replicas)
     if not training:

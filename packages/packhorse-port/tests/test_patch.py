@@ -272,12 +272,12 @@ def test_both_ways_train_alike(mode: DataLoaderMode, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "poptorch", packhorse_port)
     monkeypatch.setenv("PACKHORSE_DEVICE", "cpu")
     text = dedent(EPOCHS).replace("Async", mode.name)
-    packhorse_result, theirs = {"Net": Pair}, {"Net": Pair}
+    packhorse_result, translated_result = {"Net": Pair}, {"Net": Pair}
     exec(text, packhorse_result)
     completed = translate(text.encode(), "script.py")
     assert completed.untranslated == ()
-    exec(completed.text, theirs)
-    assert packhorse_result["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    exec(completed.text, translated_result)
+    assert packhorse_result["losses"] == pytest.approx(translated_result["losses"], rel=1e-5)
 
 
 def test_wrong_scripts_are_refused() -> None:
@@ -320,11 +320,11 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_call_is_steps_of_micro_batches(data, mean: bool) -> None:
     """3 iterations of 2 micro batches of 2 replicas each, against the loop written out."""
     torch.manual_seed(1)
-    packhorse_result, theirs = Net(), Net()
-    theirs.load_state_dict(packhorse_result.state_dict())
+    packhorse_result, reference = Net(), Net()
+    reference.load_state_dict(packhorse_result.state_dict())
     first, second = (
         torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-        for net in (packhorse_result, theirs)
+        for net in (packhorse_result, reference)
     )
     outputs, losses, word = plain.call_training(
         *(packhorse_result, *data), optimizer=first, iterations=3, accumulation=2, replicas=2,
@@ -335,27 +335,27 @@ def test_a_call_is_steps_of_micro_batches(data, mean: bool) -> None:
         second.zero_grad()
         for micro in range(4):
             part = slice(8 * step + 2 * micro, 8 * step + 2 * micro + 2)
-            _, loss, _ = theirs(data[0][part], y=data[1][part])
+            _, loss, _ = reference(data[0][part], y=data[1][part])
             (loss / 4 if mean else loss).backward()
             expected.append(loss.detach())
         second.step()
     assert torch.equal(losses, torch.stack(expected)) and word == "word"
     assert outputs["out"].shape == (24, 2) and not outputs["out"].requires_grad
-    assert all(map(torch.equal, packhorse_result.parameters(), theirs.parameters()))
+    assert all(map(torch.equal, packhorse_result.parameters(), reference.parameters()))
 
 
 @pytest.mark.parametrize(
-    ("outputs", "every", "expected"),
+    ("outputs", "period", "expected"),
     [("all", 1, range(12)), ("final", 1, [10, 11]), ("every", 3, [4, 5, 10, 11])],
 )
-def test_which_results_come_back(outputs: str, every: int, expected) -> None:
+def test_which_results_come_back(outputs: str, period: int, expected) -> None:
     """6 steps of 2 replicas, the number of each in its result."""
 
     def model(x):
         return x
 
     created = plain.call_inference(
-        model, torch.arange(12), iterations=6, replicas=2, outputs=outputs, every=every
+        model, torch.arange(12), iterations=6, replicas=2, outputs=outputs, every=period
     )
     assert created.tolist() == list(expected)
 

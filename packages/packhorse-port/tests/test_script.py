@@ -14,11 +14,11 @@ import pytest
 PORT = ("-m", "packhorse", "port")
 
 
-def python(*words: object, cwd: Path, given: str = "", **environment: str):
+def python(*words: object, cwd: Path, stdin: str = "", **environment: str):
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=cwd,
-        input=given,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=250,
@@ -60,8 +60,8 @@ def test_it_is_as_under_python(text: str, tmp_path: Path) -> None:
     write(tmp_path / "in", "x = 1\n", "sibling.py")
     script = write(tmp_path / "in", text).relative_to(tmp_path)
     words = (script, "--json", "-x", "--", "--quiet", "a b")
-    expected = python(*words, cwd=tmp_path, given="input")
-    packhorse_result = python(*PORT, *words, cwd=tmp_path, given="input")
+    expected = python(*words, cwd=tmp_path, stdin="input")
+    packhorse_result = python(*PORT, *words, cwd=tmp_path, stdin="input")
     assert packhorse_result.returncode == expected.returncode
     assert (packhorse_result.stdout, packhorse_result.stderr) == (expected.stdout, expected.stderr)
 
@@ -71,8 +71,8 @@ def test_other_scripts_are_as_under_python(word: str, tmp_path: Path) -> None:
     """None there, standard input, a folder with a `__main__`, and no name at all."""
     write(tmp_path / "package", "print(__file__, __name__)", "__main__.py")
     arguments = "import sys; print(sys.argv, __name__)"
-    expected = python(word, "a", cwd=tmp_path, given=arguments)
-    packhorse_result = python(*PORT, word, "a", cwd=tmp_path, given=arguments)
+    expected = python(word, "a", cwd=tmp_path, stdin=arguments)
+    packhorse_result = python(*PORT, word, "a", cwd=tmp_path, stdin=arguments)
     assert packhorse_result.returncode == expected.returncode
     assert (packhorse_result.stdout, packhorse_result.stderr) == (expected.stdout, expected.stderr)
 
@@ -138,7 +138,7 @@ if __name__ == "__main__":
 
 def test_processes_that_the_script_starts_import_poptorch(tmp_path: Path) -> None:
     completed = python(*PORT, write(tmp_path, WORKERS), cwd=tmp_path)
-    caught = [f"{how} [(2, 'All')]" for how in ("fork", "spawn", "forkserver")]
+    caught = [f"{method} [(2, 'All')]" for method in ("fork", "spawn", "forkserver")]
     assert sorted(completed.stdout.splitlines()) == sorted([*caught, "another"])
     assert completed.stderr.count("packhorse port:") == 1, (
         "the summary is the script's own process's"

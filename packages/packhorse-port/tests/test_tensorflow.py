@@ -79,8 +79,8 @@ def plain(batch: int, rate: float = 0.1, **fit: Any) -> tuple[list[np.ndarray], 
     return weights(model), history.history
 
 
-def far(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+def far(first: list[np.ndarray], second: list[np.ndarray]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("execution", [1, pytest.param(4, marks=pytest.mark.slow)])

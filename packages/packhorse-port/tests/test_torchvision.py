@@ -23,7 +23,7 @@ from packhorse_port.torchvision.transforms import functional
 
 Image = pytest.importorskip("PIL.Image")
 GRADIENT = np.arange(24, dtype=np.uint8).reshape(4, 6)  # rows of 6
-COLOUR = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
+COLOR = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_it_offers_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("make", [np.asarray, Image.fromarray])
-@pytest.mark.parametrize("array", [GRADIENT, COLOUR], ids=["grey", "colour"])
+@pytest.mark.parametrize("array", [GRADIENT, COLOR], ids=["gray", "color"])
 def test_to_tensor_is_a_fraction_of_255(array: np.ndarray, make) -> None:
     created = transforms.ToTensor()(make(array))
     expected = torch.from_numpy(array.reshape(4, 6, -1)).permute(2, 0, 1).float() / 255
@@ -162,12 +162,12 @@ def test_random_transforms_draw_as_torchvision_does() -> None:
         transforms.RandomCrop(12)(image)
 
 
-def test_grey_and_types() -> None:
-    colour = torch.rand(3, 2, 2)
-    grey = 0.2989 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2]
-    assert torch.equal(transforms.Grayscale()(colour), grey[None])
-    assert torch.equal(transforms.Grayscale(3)(colour), torch.stack([grey] * 3))
-    assert transforms.Grayscale(3)(Image.fromarray(COLOUR)).mode == "RGB"
+def test_gray_and_types() -> None:
+    color = torch.rand(3, 2, 2)
+    gray = 0.2989 * color[0] + 0.587 * color[1] + 0.114 * color[2]
+    assert torch.equal(transforms.Grayscale()(color), gray[None])
+    assert torch.equal(transforms.Grayscale(3)(color), torch.stack([gray] * 3))
+    assert transforms.Grayscale(3)(Image.fromarray(COLOR)).mode == "RGB"
     whole = torch.tensor([0, 1, 128, 255], dtype=torch.uint8)
     assert torch.equal(transforms.ConvertImageDtype(torch.float32)(whole), whole.float() / 255)
     back = transforms.ConvertImageDtype(torch.uint8)(torch.tensor([0.0, 0.5, 1.0]))
@@ -240,11 +240,11 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(quiet, directory=str(folder))
-    ) as behind:
-        thread = threading.Thread(target=behind.serve_forever, daemon=True)
+    ) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever, daemon=True)
         thread.start()
-        yield f"http://127.0.0.1:{behind.server_port}/", folder
-        behind.shutdown()
+        yield f"http://127.0.0.1:{http_server.server_port}/", folder
+        http_server.shutdown()
         thread.join()
 
 

@@ -39,7 +39,7 @@ CASES = {
 }
 
 
-class Made(NamedTuple):
+class FakeSequence(NamedTuple):
     ids: np.ndarray
     types: np.ndarray
 
@@ -87,19 +87,23 @@ def make_theirs(class_name: str, sizes: Sizes, dtype: torch.dtype) -> Any:
     return getattr(transformers, class_name)(config).to(dtype).eval()
 
 
-def open_here(theirs: Any, dtype: torch.dtype) -> Model:
+def open_here(reference: Any, dtype: torch.dtype) -> Model:
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
+        reference.save_pretrained(folder)
         return checkpoint.load(folder, dtype=dtype).model
 
 
-def make_sequences(sizes: Sizes) -> list[Made]:
+def make_sequences(sizes: Sizes) -> list[FakeSequence]:
     random = np.random.default_rng(sizes.seed)
     # Not token 0: transformers gives the padding word no gradient.
-    return [Made(random.integers(1, 50, n), random.integers(0, 2, n)) for n in sizes.lengths]
+    return [
+        FakeSequence(random.integers(1, 50, n), random.integers(0, 2, n)) for n in sizes.lengths
+    ]
 
 
-def run_padded(theirs: Any, sequences: list[Made], outputs: str | tuple[str, ...]) -> list[Any]:
+def run_padded(
+    reference: Any, sequences: list[FakeSequence], outputs: str | tuple[str, ...]
+) -> list[Any]:
     """One tensor a sequence, its padding cut off again where it has tokens."""
     longest = max(len(s.ids) for s in sequences)
     ids, types, mask = (torch.zeros(len(sequences), longest, dtype=torch.long) for _ in range(3))
@@ -107,22 +111,22 @@ def run_padded(theirs: Any, sequences: list[Made], outputs: str | tuple[str, ...
         n = len(sequence.ids)
         ids[row, :n], types[row, :n] = map(torch.from_numpy, sequence)
         mask[row, :n] = 1
-    found = theirs(input_ids=ids, token_type_ids=types, attention_mask=mask)
+    result = reference(input_ids=ids, token_type_ids=types, attention_mask=mask)
     if isinstance(outputs, tuple):
-        whole = torch.stack([getattr(found, name) for name in outputs], -1)
+        whole = torch.stack([getattr(result, name) for name in outputs], -1)
     else:
-        whole = getattr(found, outputs)
+        whole = getattr(result, outputs)
     per_token = whole.ndim == 3
     return [x[: len(s.ids)] if per_token else x for x, s in zip(whole, sequences, strict=True)]
 
 
-def run_packed(ours: Model, kernel: str, sequences: list[Made], head: str) -> list[Any]:
+def run_packed(model: Model, kernel: str, sequences: list[FakeSequence], head: str) -> list[Any]:
     chosen = attention.kernel(kernel)
-    ours.bert.use(chosen)
+    model.bert.use(chosen)
     packed = batches.lay(sequences, 512 if chosen.serves.rows else 0)
-    (found,) = ours(packed, head)
-    per_token = len(found) == len(packed.ids)
-    return list(packed.split(found) if per_token else packed.pick(found))
+    (output,) = model(packed, head)
+    per_token = len(output) == len(packed.ids)
+    return list(packed.split(output) if per_token else packed.pick(output))
 
 
 def gradients(module: torch.nn.Module, results: list[Any], seed: int) -> dict[str, torch.Tensor]:
@@ -136,11 +140,11 @@ def gradients(module: torch.nn.Module, results: list[Any], seed: int) -> dict[st
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def paired_gradients(ours: Model, mine: dict, yours: dict) -> Iterator[tuple[str, Any, Any]]:
+def paired_gradients(model: Model, actual: dict, yours: dict) -> Iterator[tuple[str, Any, Any]]:
     """Our gradients beside theirs, joined where ours are (queries, keys and values)."""
     bare = not any(name.startswith("bert.") for name in yours)
     table = names.table(names.BERT, tied=True)
-    for name, grad in mine.items():
+    for name, grad in actual.items():
         sources = names.sources(name, table)
         spelled = [source.removeprefix("bert.") if bare else source for source in sources]
         spelled = ["cls.predictions.bias" if "decoder.bias" in s else s for s in spelled]
@@ -149,36 +153,36 @@ def paired_gradients(ours: Model, mine: dict, yours: dict) -> Iterator[tuple[str
 
 def check(sizes: Sizes, case: str, dtype: torch.dtype, limit: float, backward: bool = True) -> None:
     class_name, head, outputs = CASES[case]
-    theirs = make_theirs(class_name, sizes, dtype)
-    ours = open_here(theirs, dtype)
+    reference = make_theirs(class_name, sizes, dtype)
+    model = open_here(reference, dtype)
     sequences = make_sequences(sizes)
-    expected = run_padded(theirs, sequences, outputs)
-    their_gradients = gradients(theirs, expected, sizes.seed)
+    expected = run_padded(reference, sequences, outputs)
+    their_gradients = gradients(reference, expected, sizes.seed)
     for kernel in KERNELS:
         serves = attention.kernel(kernel).serves
         if serves.refusal(CPU, dtype):
             continue
         learns = backward and serves.backward
         with torch.set_grad_enabled(learns):
-            found = run_packed(ours, kernel, sequences, head)
-        for a, b in zip(found, expected, strict=True):
+            actual = run_packed(model, kernel, sequences, head)
+        for a, b in zip(actual, expected, strict=True):
             assert_close(a, b, limit, f"{case} under {kernel}")
         if not learns:
             continue
-        mine = gradients(ours, found, sizes.seed)
-        assert mine, "no gradient at all"
-        largest = max(float(g.norm()) for g in mine.values())
-        for name, a, b in paired_gradients(ours, mine, their_gradients):
+        packed_gradients = gradients(model, actual, sizes.seed)
+        assert packed_gradients, "no gradient at all"
+        largest = max(float(g.norm()) for g in packed_gradients.values())
+        for name, a, b in paired_gradients(model, packed_gradients, their_gradients):
             # A key's bias has no gradient in theory and noise in practice: it is compared with
             # the size of the others.
             floor = 1e-3 * largest if name.endswith("qkv.bias") else 1e-6 * largest
             assert_close(a, b, limit, f"gradient of {name} under {kernel}", floor)
 
 
-def assert_close(a: Any, b: Any, limit: float, what: str, floor: float = 1e-6) -> None:
+def assert_close(a: Any, b: Any, limit: float, description: str, floor: float = 1e-6) -> None:
     a, b = a.detach(), b.detach()
     error = float((a - b).norm()) / max(float(b.norm()), floor)
-    assert error <= limit, f"{what}: relative difference {error:.2e}, allowed {limit:.0e}"
+    assert error <= limit, f"{description}: relative difference {error:.2e}, allowed {limit:.0e}"
 
 
 # No shrinking: an example is small enough to be read, and costs a second.
@@ -217,14 +221,14 @@ def test_many_random_models_equal_transformers(case: str, sizes: Sizes) -> None:
 
 def test_the_comparison_can_fail() -> None:
     """The control: the same model with one weight nudged is told apart."""
-    theirs = make_theirs("BertModel", ODD, torch.float64)
-    ours = open_here(theirs, torch.float64)
+    reference = make_theirs("BertModel", ODD, torch.float64)
+    model = open_here(reference, torch.float64)
     with torch.no_grad():
-        ours.bert.layers[0].down.bias[0] += 1e-6
-    expected = run_padded(theirs, make_sequences(ODD), "last_hidden_state")
-    found = run_packed(ours, "bucketed", make_sequences(ODD), "hidden")
+        model.bert.layers[0].down.bias[0] += 1e-6
+    expected = run_padded(reference, make_sequences(ODD), "last_hidden_state")
+    states = run_packed(model, "bucketed", make_sequences(ODD), "hidden")
     with pytest.raises(AssertionError, match="relative difference"):
-        assert_close(found[1], expected[1], 1e-10, "nudged")
+        assert_close(states[1], expected[1], 1e-10, "nudged")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -234,23 +238,25 @@ def test_minilm_equals_transformers(minilm, kernel: str, rng) -> None:
     if refusal := attention.kernel(kernel).serves.refusal(CPU, torch.float32):
         pytest.skip(refusal)
 
-    theirs = transformers.BertModel.from_pretrained(minilm, attn_implementation="eager").eval()
-    ours = checkpoint.load(minilm).model
-    sequences = [Made(rng.integers(1000, 30000, n), np.zeros(n, int)) for n in (5, 256, 17, 90)]
+    reference = transformers.BertModel.from_pretrained(minilm, attn_implementation="eager").eval()
+    model = checkpoint.load(minilm).model
+    sequences = [
+        FakeSequence(rng.integers(1000, 30000, n), np.zeros(n, int)) for n in (5, 256, 17, 90)
+    ]
     with torch.inference_mode():
-        states = run_padded(theirs, sequences, "last_hidden_state")
+        states = run_padded(reference, sequences, "last_hidden_state")
         vectors = torch.nn.functional.normalize(torch.stack([s.mean(0) for s in states]), dim=-1)
-        found = torch.stack(run_packed(ours, kernel, sequences, "embed"))
-    assert float((found - vectors).abs().max()) <= 1e-5
+        actual = torch.stack(run_packed(model, kernel, sequences, "embed"))
+    assert float((actual - vectors).abs().max()) <= 1e-5
 
 
 def test_packed_can_be_reused_under_every_kernel() -> None:
     """Plans come from the batch, never from what ran before."""
-    ours = open_here(make_theirs("BertModel", ODD, torch.float64), torch.float64)
+    model = open_here(make_theirs("BertModel", ODD, torch.float64), torch.float64)
     packed = Packed.build(make_sequences(ODD))
     outputs = []
     for kernel in ("reference", "bucketed", "repack", "reference"):
-        ours.bert.use(attention.kernel(kernel))
-        outputs.append(ours(packed, "hidden")[0])
-    for other in outputs[1:]:
-        torch.testing.assert_close(outputs[0], other, rtol=1e-10, atol=1e-10)
+        model.bert.use(attention.kernel(kernel))
+        outputs.append(model(packed, "hidden")[0])
+    for output in outputs[1:]:
+        torch.testing.assert_close(outputs[0], output, rtol=1e-10, atol=1e-10)

@@ -59,8 +59,8 @@ def test_the_last_source_wins_and_is_known(tmp_path: Path) -> None:
 def test_the_environment_has_every_type() -> None:
     variables = {"NAME": " x", "PORT": "7", "RATE": "1e-3", "OFFSET": "-1", "HOSTS": "a, b,"}
     variables |= {"SCALE": "0,5", "LEVEL": "high", "QUIET": "Off"}
-    found = resolve(Daemon, from_environment(variables, "")).settings
-    assert found == Daemon(" x", 7, 1e-3, -1.0, ("a", "b"), (0.0, 5.0), "high", False)
+    settings = resolve(Daemon, from_environment(variables, "")).settings
+    assert settings == Daemon(" x", 7, 1e-3, -1.0, ("a", "b"), (0.0, 5.0), "high", False)
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ def test_printed_settings_are_read_back(tmp_path: Path) -> None:
         "quiet",
     }
     assert "\n# level  " in to_toml(settings) and "# Host names." in to_toml(settings)
-    found = resolve(Daemon, from_toml(file)).settings
-    assert found == Daemon(settings.name, 1, 1e-20, hosts=("x", "y"), scale=(0.0, 5.0))
+    read_back = resolve(Daemon, from_toml(file)).settings
+    assert read_back == Daemon(settings.name, 1, 1e-20, hosts=("x", "y"), scale=(0.0, 5.0))

@@ -15,14 +15,14 @@ from packhorse.wire import BYTES, FIXED32, FIXED64, VARINT, Field
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
-def theirs(name: str) -> Any:
+def reference_message(name: str) -> Any:
     """A module of protobuf's own messages."""
     return pytest.importorskip(f"google.protobuf.{name}_pb2", reason="protobuf is not installed")
 
 
 @given(INT64)
 def test_numbers_as_protobuf_writes_them(number: int) -> None:
-    written = theirs("wrappers").Int64Value(value=number).SerializeToString()
+    written = reference_message("wrappers").Int64Value(value=number).SerializeToString()
     assert (wire.write_field(1, number) if number else b"") == written
     for field in wire.fields(written):
         assert field == (1, VARINT, number % (1 << 64), 1, len(written))
@@ -31,7 +31,7 @@ def test_numbers_as_protobuf_writes_them(number: int) -> None:
 
 @given(st.text(), st.lists(st.text()), st.lists(st.integers(0, (1 << 31) - 1)))
 def test_a_message_of_texts_and_numbers(name: str, texts: list[str], numbers: list[int]) -> None:
-    kind = theirs("descriptor").FileDescriptorProto
+    kind = reference_message("descriptor").FileDescriptorProto
     written = kind(name=name, dependency=texts, public_dependency=numbers).SerializeToString()
     actual = wire.write_field(1, name)
     actual += b"".join(wire.write_field(3, text) for text in texts)
@@ -44,13 +44,13 @@ def test_a_message_of_texts_and_numbers(name: str, texts: list[str], numbers: li
 
 
 def test_fixed_widths_and_packed_numbers() -> None:
-    single = theirs("wrappers").FloatValue(value=1.0).SerializeToString()
+    single = reference_message("wrappers").FloatValue(value=1.0).SerializeToString()
     (four,) = wire.fields(single)
-    (eight,) = wire.fields(theirs("wrappers").DoubleValue(value=1.0).SerializeToString())
+    (eight,) = wire.fields(reference_message("wrappers").DoubleValue(value=1.0).SerializeToString())
     assert four == Field(1, FIXED32, 0x3F800000, 1, 5)
     assert eight == Field(1, FIXED64, 0x3FF << 52, 1, 9)
     assert wire.write_fixed32(1, 0x3F800000) == single
-    place = theirs("descriptor").SourceCodeInfo.Location(path=[0, 1, 300, 70_000])
+    place = reference_message("descriptor").SourceCodeInfo.Location(path=[0, 1, 300, 70_000])
     packed = place.SerializeToString()
     (path,) = wire.fields(packed)
     assert list(wire.varints(packed, path.begin, path.end)) == [0, 1, 300, 70_000]

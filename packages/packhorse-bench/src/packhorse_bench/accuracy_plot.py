@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def draw(path: Path, results: Sequence[RunResult], target: float) -> None:
-    """A line a run, those that missed the target in grey."""
+    """A line a run, those that missed the target in gray."""
     figure = plots.new_figure(8, 4.2)
     axes = figure.subplots()
     for result in results:
         sequences, accuracies = (
             zip(*result.accuracies, strict=True) if result.accuracies else ((), ())
         )
-        colour = plots.OURS if result.reached else plots.GRAY
-        axes.plot(sequences, accuracies, "o-", markersize=3, linewidth=1.2, color=colour)
+        color = plots.OURS if result.reached else plots.GRAY
+        axes.plot(sequences, accuracies, "o-", markersize=3, linewidth=1.2, color=color)
     axes.axhline(target, color=plots.PADDING, linestyle="--")
     place = {"xytext": (4, 3), "textcoords": "offset points"}
     axes.annotate(f"target {target:g}", (0, target), xycoords=("axes fraction", "data"), **place)

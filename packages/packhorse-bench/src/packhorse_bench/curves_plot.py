@@ -3,7 +3,7 @@
     draw({"bf16": read(Path("runs/a")), "float8": read(Path("runs/b"))}, path, "title", "loss")
 
 A loss that is noted at every step is a cloud. Long curves are therefore drawn twice: as they are,
-pale, and averaged over their neighbours, bold; the average is what two runs are compared by. The
+pale, and averaged over their neighbors, bold; the average is what two runs are compared by. The
 first curve is the one that others are held against: it is drawn widest, below the others.
 """
 
@@ -18,7 +18,7 @@ from packhorse.errors import InputError
 from packhorse.reports import plots
 
 Curve = Sequence[tuple[float, float]]
-COLOURS = (plots.OURS, plots.PADDING, "#7a5c99", "#a33b3b", plots.OURS_LIGHT, plots.GRAY)
+COLORS = (plots.OURS, plots.PADDING, "#7a5c99", "#a33b3b", plots.OURS_LIGHT, plots.GRAY)
 LONG = 60  # points; from here on a curve is averaged
 WINDOW = 1 / 20  # of a curve, that an average is made of
 
@@ -45,12 +45,12 @@ def draw(curves: Mapping[str, Curve], path: Path, title: str, ylabel: str) -> No
     figure = plots.new_figure(8, 4.2)
     axes = figure.subplots()
     for place, (name, curve) in enumerate(curves.items()):
-        colour = COLOURS[place % len(COLOURS)]
+        color = COLORS[place % len(COLORS)]
         width = 1.5 if place else 3.0
         if len(curve) >= LONG:
-            axes.plot(*zip(*curve, strict=True), color=colour, alpha=0.25, linewidth=0.8)
+            axes.plot(*zip(*curve, strict=True), color=color, alpha=0.25, linewidth=0.8)
         x, y = zip(*smoothed(curve), strict=True) if curve else ((), ())
-        axes.plot(x, y, label=name, color=colour, linewidth=width, zorder=3 + place)
+        axes.plot(x, y, label=name, color=color, linewidth=width, zorder=3 + place)
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     axes.xaxis.set_major_formatter(plots.thousands)

@@ -85,15 +85,15 @@ def _mode_color(row: ModeRow) -> str:
 
 def _draw_waits(axes: Axes, rows: Sequence[ModeRow]) -> None:
     """A line from the median to the 99th percentile, a little apart for each loop."""
-    for name, colour, aside, spans in (
+    for name, color, aside, spans in (
         ("closed loop", plots.OURS, -0.15, [(row.p50_ms, row.p99_ms) for row in rows]),
         ("open loop", plots.PADDING, 0.15, [(row.open_p50_ms, row.open_p99_ms) for row in rows]),
     ):
         known = [(y + aside, a, b) for y, (a, b) in enumerate(spans) if a is not None]
         if known:
             y, low, high = zip(*known, strict=True)
-            axes.hlines(y, low, high, color=colour, linewidth=2.5, label=name)
-            axes.plot(low, y, "o", color=colour)
+            axes.hlines(y, low, high, color=color, linewidth=2.5, label=name)
+            axes.plot(low, y, "o", color=color)
     axes.set_xlim(left=0)
     axes.tick_params(left=False)
     axes.grid(axis="x", alpha=0.3)

@@ -14,7 +14,7 @@ from packhorse_bench.serving import BUSY_LATE, BUSY_SHARE, REFERENCE
 from packhorse_bench.serving_figures import Point, ServingComparison, ServingSetup
 from packhorse_bench.serving_servers import OURS
 
-COLOURS = {OURS: plots.OURS, REFERENCE: plots.PADDING}
+COLORS = {OURS: plots.OURS, REFERENCE: plots.PADDING}
 
 
 def describe(setup: ServingSetup, comparison: ServingComparison) -> dict[str, str]:
@@ -108,15 +108,15 @@ def draw(path: Path, setup: ServingSetup, comparison: ServingComparison, title: 
     axes = figure.subplots()
     top = 4 * setup.limit_ms
     for row in (row for row in comparison.rows if row.problem is None):
-        colour = COLOURS.get(row.server, plots.GRAY)
+        color = COLORS.get(row.server, plots.GRAY)
         held, failed = _curve(comparison.points, row.server)
         label = f"{row.server}: {row.held_rate:.0f}/s"
         rates = [rate for rate, _ in held]
         slowest = [p99 for _, p99 in held]
-        axes.plot(rates, slowest, "o-", color=colour, markersize=4, label=label)
-        axes.plot(failed, [top] * len(failed), "x", color=colour)
+        axes.plot(rates, slowest, "o-", color=color, markersize=4, label=label)
+        axes.plot(failed, [top] * len(failed), "x", color=color)
         if row.held_rate:
-            axes.axvline(row.held_rate, color=colour, linewidth=1, linestyle=":")
+            axes.axvline(row.held_rate, color=color, linewidth=1, linestyle=":")
     axes.axhline(setup.limit_ms, color="black", linewidth=1, linestyle="--")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(plots.thousands)

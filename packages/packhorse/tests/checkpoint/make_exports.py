@@ -2,7 +2,7 @@
 
 optimum and `transformers.onnx` need an older transformers than the tests do, so they get an
 environment of their own in FOLDER, which pip fills. What they write of tiny random models, and what
-ONNX Runtime's quantisers make of that, goes to `exports/` with the weights as safetensors
+ONNX Runtime's quantizers make of that, goes to `exports/` with the weights as safetensors
 (`KIND.safetensors`) to compare with, and README.md gets the versions that wrote them.
 """
 

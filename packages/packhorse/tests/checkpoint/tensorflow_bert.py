@@ -89,7 +89,7 @@ def build(
         outputs = {name: tf.identity(value, name) for name, value in result.items()}
         others = _slots(maker, slots, step)
         session = tf.compat.v1.Session(graph=graph)
-        _initialise(tf, session, maker.weights | others)
+        _initialize(tf, session, maker.weights | others)
     return Built(full, graph, session, inputs, outputs, maker.weights, others)
 
 
@@ -162,14 +162,14 @@ class _Maker:
     tf: ModuleType
     config: Config
     rng: np.random.Generator
-    given: dict[str, np.ndarray]
+    initial: dict[str, np.ndarray]
     resource: bool
     dtype: str
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
     def variable(self, name: str, *shape: int, around: float = 0.0, partitions: int = 1) -> Any:
         value = self.rng.normal(around, 0.2, shape).astype(self.dtype)
-        self.weights[name] = np.asarray(self.given.get(name, value), self.dtype).reshape(shape)
+        self.weights[name] = np.asarray(self.initial.get(name, value), self.dtype).reshape(shape)
         v1 = self.tf.compat.v1
         return v1.get_variable(
             name,
@@ -294,7 +294,7 @@ def _slots(maker: _Maker, kind: str | None, step: int | None) -> dict[str, np.nd
     return built
 
 
-def _initialise(tf: ModuleType, session: Any, values: Mapping[str, np.ndarray]) -> None:
+def _initialize(tf: ModuleType, session: Any, values: Mapping[str, np.ndarray]) -> None:
     """Each variable from its value, fed in place of the initializer's zeros."""
     variables = tf.compat.v1.global_variables()
     feeds = {}

@@ -603,7 +603,7 @@ def test_an_encoder_gives_the_same_vectors(
 @pytest.mark.parametrize(
     ("family", "ending"), [("Roberta", "ForMaskedLM"), ("Electra", "ForPreTraining")]
 )
-def test_results_do_not_depend_on_neighbours(
+def test_results_do_not_depend_on_neighbors(
     family: str, ending: str, transformers: ModuleType, tmp_path: Path
 ) -> None:
     model = make(transformers, family, ending, Sizes(lengths=(120,)))

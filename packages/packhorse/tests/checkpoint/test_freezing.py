@@ -64,8 +64,8 @@ def test_as_tensorflow_freezes(
     assert completed.nodes_before >= before and sorted(tmp_path.glob("*.pb")) == [target, reference]
     batch = tf_bert.batch(built.config)
     pairs = [tf_bert.run_frozen(tf, path, names, batch) for path in (reference, target)]
-    for item, second, name in zip(*pairs, names, strict=True):
-        assert item.tobytes() == second.tobytes(), name
+    for first, second, name in zip(*pairs, names, strict=True):
+        assert first.tobytes() == second.tobytes(), name
     values = [frozen.read(path).tensors for path in (reference, target)]
     assert values[0].keys() == values[1].keys()
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
@@ -75,13 +75,13 @@ def test_another_checkpoint_gives_other_outputs(
     tf: ModuleType, tf_bert: ModuleType, tmp_path: Path
 ) -> None:
     """The control of the test above: outputs do depend on the values that are folded in."""
-    item, two = (tf_bert.build(tf, {"num_hidden_layers": 1}, seed=seed) for seed in (0, 1))
-    prefixes = [tf_bert.save(tf, b, tmp_path / str(n) / "m") for n, b in enumerate((item, two))]
+    first, second = (tf_bert.build(tf, {"num_hidden_layers": 1}, seed=seed) for seed in (0, 1))
+    prefixes = [tf_bert.save(tf, b, tmp_path / str(n) / "m") for n, b in enumerate((first, second))]
     freeze(tmp_path / "0" / "m.meta", prefixes[1], ["pooled_output"], tmp_path / "mixed.pb")
-    batch = tf_bert.batch(item.config)
+    batch = tf_bert.batch(first.config)
     [result] = tf_bert.run_frozen(tf, tmp_path / "mixed.pb", ["pooled_output"], batch)
-    assert np.array_equal(result, tf_bert.run(tf, two, *batch)["pooled_output"])
-    assert not np.allclose(result, tf_bert.run(tf, item, *batch)["pooled_output"])
+    assert np.array_equal(result, tf_bert.run(tf, second, *batch)["pooled_output"])
+    assert not np.allclose(result, tf_bert.run(tf, first, *batch)["pooled_output"])
 
 
 class Case:
@@ -158,9 +158,9 @@ def test_loops_and_branches_of_tensorflow_1(
         branch = tf.compat.v1.cond(tf.reduce_sum(v) > 1.0, lambda: v + w, lambda: v - w)
         return tf.compat.v1.while_loop(lambda x: tf.reduce_sum(x) < 99.0, lambda x: x * w, [branch])
 
-    item = case(make)
-    assert {"Switch", "Enter"} <= {node.op for node in parse(tf, item.freeze()).node}
-    assert item.same()
+    first = case(make)
+    assert {"Switch", "Enter"} <= {node.op for node in parse(tf, first.freeze()).node}
+    assert first.same()
 
 
 def test_functions_come_along(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -170,9 +170,9 @@ def test_functions_come_along(case: Any, variable: Any, tf: ModuleType) -> None:
         data = tf.data.Dataset.range(5).map(lambda x: tf.cast(x, tf.float32) * 0.5).skip(3)
         return variable("v", [1, 2]) * tf.compat.v1.data.make_one_shot_iterator(data).get_next()
 
-    item = case(make)
-    assert parse(tf, item.freeze()).library.function
-    assert item.same()
+    first = case(make)
+    assert parse(tf, first.freeze()).library.function
+    assert first.same()
 
 
 def test_functions_that_nothing_calls_do_not(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -180,9 +180,9 @@ def test_functions_that_nothing_calls_do_not(case: Any, variable: Any, tf: Modul
         tf.compat.v1.data.make_one_shot_iterator(tf.data.Dataset.range(5)).get_next()
         return variable("v", [1, 2]) + 1.0
 
-    item = case(make)
-    assert item.graph.as_graph_def().library.function
-    assert not parse(tf, item.freeze()).library.function
+    first = case(make)
+    assert first.graph.as_graph_def().library.function
+    assert not parse(tf, first.freeze()).library.function
 
 
 def test_gathering_from_a_resource(case: Any, variable: Any, tf: ModuleType) -> None:
@@ -200,9 +200,9 @@ def test_the_step_is_a_variable_too(dtype: str, case: Any, variable: Any, tf: Mo
         step = tf.compat.v1.get_variable("global_step", initializer=np.array(7, dtype))
         return variable("v", [1, 2]) * tf.cast(step, tf.float32)
 
-    item = case(make)
-    assert item.same()
-    [step] = [node for node in parse(tf, item.freeze()).node if node.name == "global_step"]
+    first = case(make)
+    assert first.same()
+    [step] = [node for node in parse(tf, first.freeze()).node if node.name == "global_step"]
     value = tf.make_ndarray(step.attr["value"].tensor)
     assert (value.dtype, value) == (np.dtype(dtype), 7)
 
@@ -219,24 +219,24 @@ def test_so_is_the_state_of_an_optimizer(
             state = adam._get_beta_accumulators()[0] if kind == "power" else adam.get_slot(v, kind)
         return state + v
 
-    item = case(make)
-    assert item.same()
+    first = case(make)
+    assert first.same()
     assert np.array_equal(
-        item.run(parse(tf, item.freeze())), np.add([1, 2], 0.75 * (kind == "power"))
+        first.run(parse(tf, first.freeze())), np.add([1, 2], 0.75 * (kind == "power"))
     )
 
 
 @pytest.mark.parametrize("name", ["", "m.index", "m.data-00000-of-00001", "checkpoint"])
 def test_every_way_to_name_the_checkpoint(name: str, case: Any, variable: Any) -> None:
     """The graph beside it is found as well."""
-    item = case(lambda: variable("v", [1, 2]) + 1.0)
-    expected = item.freeze().read_bytes()
-    target = item.folder / "new.pb"
-    freeze(None, item.folder / name, [item.output], target)
+    first = case(lambda: variable("v", [1, 2]) + 1.0)
+    expected = first.freeze().read_bytes()
+    target = first.folder / "new.pb"
+    freeze(None, first.folder / name, [first.output], target)
     assert target.read_bytes() == expected
 
 
-def test_devices_and_neighbours(case: Any, variable: Any, tf: ModuleType) -> None:
+def test_devices_and_neighbors(case: Any, variable: Any, tf: ModuleType) -> None:
     def make() -> Any:
         with tf.device("/cpu:0"):
             v = variable("v", [1, 2])
@@ -244,12 +244,12 @@ def test_devices_and_neighbours(case: Any, variable: Any, tf: ModuleType) -> Non
             with tf.compat.v1.colocate_with(v), tf.compat.v1.colocate_with(gone):
                 return v + 1.0
 
-    item = case(make)
-    plain, cleared = (parse(tf, item.freeze(clear_devices=clear)) for clear in (False, True))
+    first = case(make)
+    plain, cleared = (parse(tf, first.freeze(clear_devices=clear)) for clear in (False, True))
     assert any(node.device for node in plain.node)
     assert not any(node.device for node in cleared.node)
     assert not any("_class" in node.attr for node in plain.node)
-    assert np.array_equal(item.run(plain), [2, 3]) and np.array_equal(item.run(cleared), [2, 3])
+    assert np.array_equal(first.run(plain), [2, 3]) and np.array_equal(first.run(cleared), [2, 3])
 
 
 def test_what_cannot_be_frozen(tmp_path: Path, tf: ModuleType, variable: Any) -> None:
@@ -281,9 +281,9 @@ def test_what_cannot_be_frozen(tmp_path: Path, tf: ModuleType, variable: Any) ->
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
-        item = Case(tf, folder, make)
+        first = Case(tf, folder, make)
         with pytest.raises(CheckpointError, match=message):
-            item.freeze()
+            first.freeze()
         assert not (folder / "ours.pb").exists()
 
 

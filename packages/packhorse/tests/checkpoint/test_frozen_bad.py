@@ -37,11 +37,11 @@ def shape(*sizes: int) -> bytes:
 
 
 def const(
-    name: str, dtype: int, *parts: bytes, said: int | None = None, more: bytes = b""
+    name: str, dtype: int, *parts: bytes, declared: int | None = None, more: bytes = b""
 ) -> bytes:
     """A Const whose tensor has these parts."""
     value = field(8, field(1, dtype) + b"".join(parts))
-    return node(name, "Const", more=more, dtype=field(6, said or dtype), value=value)
+    return node(name, "Const", more=more, dtype=field(6, declared or dtype), value=value)
 
 
 def floats(*values: float) -> bytes:
@@ -173,7 +173,10 @@ BAD: dict[str, tuple[bytes, str]] = {
         const("c", FLOAT, shape(1), more=field(5, field(1, "value") + field(2, field(8, b"")))),
         "two attributes 'value'",
     ),
-    "dtype that disagrees": (const("c", FLOAT, shape(1), said=HALF), "dtype 1, the node says 19"),
+    "dtype that disagrees": (
+        const("c", FLOAT, shape(1), declared=HALF),
+        "dtype 1, the node says 19",
+    ),
     "no dtype": (node("c", "Const", value=field(8, field(1, FLOAT))), "dtype 0 is not read"),
     "dtype beyond 32 bits": (const("c", (1 << 32) + 1, shape(1)), "dtype 4294967297 is not read"),
     "quantized": (const("c", QINT8, shape(4)), "'c': byte .* dtype 11 is not read"),

@@ -196,7 +196,7 @@ def test_a_mistyped_path_is_no_hub_id(
     assert set(requested) == {name, f"other/{file}"}
 
 
-def test_the_embedded_model_beside_a_folder_of_its_organisation(
+def test_the_embedded_model_beside_a_folder_of_its_organization(
     minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ ROBERTA = {
 WORDS, POSITIONS = (f"roberta.embeddings.{n}_embeddings.weight" for n in ("word", "position"))
 
 
-def made(**raw: Any) -> names.CanonicalCheckpoint:
+def roberta(**raw: Any) -> names.CanonicalCheckpoint:
     tensors = {
         WORDS: torch.randn(50, 8),
         POSITIONS: torch.randn(22, 8),
@@ -129,7 +129,7 @@ def made(**raw: Any) -> names.CanonicalCheckpoint:
 
 @pytest.mark.parametrize(("size", "variant"), [(64, "padded with zeros"), (40, "cropped")])
 def test_another_vocabulary(size: int, variant: str) -> None:
-    result = made()
+    result = roberta()
     before = dict(result.tensors)
     with pytest.warns(names.ResizeWarning) as warned:
         resized = names.resize(result, vocab_size=size)
@@ -151,7 +151,7 @@ def test_another_vocabulary(size: int, variant: str) -> None:
 
 def test_fewer_positions() -> None:
     """A count of those that can be used: the rows before the first stay."""
-    result = made()
+    result = roberta()
     table = result.tensors[POSITIONS]
     with pytest.warns(names.ResizeWarning, match=f"{POSITIONS}: cropped from 22 rows to 14"):
         result = names.resize(result, max_positions=12)
@@ -160,7 +160,7 @@ def test_fewer_positions() -> None:
 
 
 def test_more_positions_only_if_repeated() -> None:
-    result = made()
+    result = roberta()
     table = result.tensors[POSITIONS]
     with pytest.raises(InputError, match=f"{POSITIONS} holds 20 positions, not 45.*repeat_positi"):
         names.resize(result, max_positions=45, vocab_size=9)
@@ -173,7 +173,7 @@ def test_more_positions_only_if_repeated() -> None:
 
 
 def test_the_same_size_is_no_change(recwarn: pytest.WarningsRecorder) -> None:
-    result = made()
+    result = roberta()
     before = dict(result.tensors)
     same = names.resize(result, vocab_size=50, max_positions=20)
     assert same.raw == result.raw and all(same.tensors[n] is t for n, t in before.items())
@@ -183,11 +183,11 @@ def test_the_same_size_is_no_change(recwarn: pytest.WarningsRecorder) -> None:
 def test_sizes_that_are_none() -> None:
     for settings in ({"vocab_size": 0}, {"max_positions": -1}):
         with pytest.raises(InputError, match="must be at least 1"):
-            names.resize(made(), **settings)
+            names.resize(roberta(), **settings)
     for settings in ({"vocab_size": 10**12}, {"max_positions": 10**12}):
         with pytest.raises(CheckpointError, match="not a count"):
-            names.resize(made(), **settings, repeat_positions=True)
-    hollow = made(pad_token_id=20, max_position_embeddings=40)
+            names.resize(roberta(), **settings, repeat_positions=True)
+    hollow = roberta(pad_token_id=20, max_position_embeddings=40)
     hollow.tensors[POSITIONS] = torch.zeros(3, 8)  # fewer than there are before the first position
     assert (
         len(names.resize(hollow, max_positions=5).tensors[POSITIONS]) == 3

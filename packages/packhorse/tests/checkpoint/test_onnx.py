@@ -75,12 +75,12 @@ def test_floats(kind: str, raw: bool, tmp_path: Path) -> None:
     assert result.view(torch.uint8).numpy().tobytes() == numpy_helper.to_array(tensor).tobytes()
 
 
-QUANTISED = ("INT8", "UINT8", "INT16", "UINT16", "INT32")
+QUANTIZED = ("INT8", "UINT8", "INT16", "UINT16", "INT32")
 
 
 @pytest.mark.parametrize("raw", [True, False])
 @pytest.mark.parametrize("channels", [None, 0, 1, -1])
-@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_dequantized_as_onnx_does(
     kind: str, channels: int | None, raw: bool, tmp_path: Path, rng: np.random.Generator
 ) -> None:

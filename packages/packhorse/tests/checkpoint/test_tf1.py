@@ -205,14 +205,19 @@ def test_what_is_not_asked_for_is_not_read(tf: Any, tmp_path: Path) -> None:
 
 
 def test_slots_are_known_by_their_weights(tf: Any, tmp_path: Path) -> None:
-    item, two = np.ones(2, np.float32), np.ones(3, np.float32)
-    tensors: dict[str, Any] = {"a": item, "a/LAMB": item + 1, "a/LAMB_1": item + 2, "a/Adam": two}
+    pair, triple = np.ones(2, np.float32), np.ones(3, np.float32)
+    tensors: dict[str, Any] = {
+        "a": pair,
+        "a/LAMB": pair + 1,
+        "a/LAMB_1": pair + 2,
+        "a/Adam": triple,
+    }
     tensors |= {
-        "b/Momentum": item,
-        "Adam": item,
-        "c": two,
-        "c/Momentum": two + 1,
-        "global_step": two,
+        "b/Momentum": pair,
+        "Adam": pair,
+        "c": triple,
+        "c/Momentum": triple + 1,
+        "global_step": triple,
     }
     save(tf, tmp_path / "x", tensors)
     contents = tf1.read(tmp_path / "x", slots=True)
@@ -220,11 +225,11 @@ def test_slots_are_known_by_their_weights(tf: Any, tmp_path: Path) -> None:
     assert contents.tensors.keys() == {"a", "a/Adam", "b/Momentum", "Adam", "c", "global_step"}
     assert contents.step is None
     assert contents.slots["m"].keys() == {"a", "c"} and contents.slots["v"].keys() == {"a"}
-    assert same(contents.slots["m"]["a"], item + 1) and same(contents.slots["v"]["a"], item + 2)
+    assert same(contents.slots["m"]["a"], pair + 1) and same(contents.slots["v"]["a"], pair + 2)
     assert tf1.read(tmp_path / "x").notes == (
         "optimizer state left out: 1 LAMB, 1 LAMB_1, 1 Momentum",
     )
-    save(tf, tmp_path / "y", {"a": item, "a/Adam": item, "a/LAMB": item})
+    save(tf, tmp_path / "y", {"a": pair, "a/Adam": pair, "a/LAMB": pair})
     with pytest.raises(CheckpointError, match="'a' has slots of two optimizers"):
         tf1.read(tmp_path / "y", slots=True)
     assert tf1.read(tmp_path / "y").tensors.keys() == {"a"}

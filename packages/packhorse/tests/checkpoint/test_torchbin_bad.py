@@ -172,7 +172,7 @@ def saved(value: Callable[[], Any], protocol: int = 2) -> Callable[[], bytes]:
     def save() -> bytes:
         target = io.BytesIO()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that quantisation moves elsewhere
+            warnings.simplefilter("ignore")  # that quantization moves elsewhere
             torch.save(value(), target, pickle_protocol=protocol)
         return target.getvalue()
 

@@ -24,9 +24,9 @@ def _a_corner(minilm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_both_sides_agree_and_a_query_is_answered(cli, tmp_path: Path) -> None:
     plot = tmp_path / "demo.png"
-    said = cli("demo", "parse a mail message", *FEW, "--plot", plot, "--json")
-    assert said.code == 0
-    document = said.document
+    completed = cli("demo", "parse a mail message", *FEW, "--plot", plot, "--json")
+    assert completed.code == 0
+    document = completed.document
     assert [way["padding"] > 0 for way in document["ways"]] == [False, True, True]
     assert document["largest_difference"] < 1e-4 and document["smallest_cosine"] > 0.99999
     assert document["texts"] == 12 and document["searched"] == 40
@@ -35,7 +35,7 @@ def test_both_sides_agree_and_a_query_is_answered(cli, tmp_path: Path) -> None:
     assert answer["query"] == "parse a mail message"
     assert len(scores) == 5 and scores == sorted(scores, reverse=True)
     for part in ("packed", "padding", "The vectors agree", answer["results"][0]["name"]):
-        assert part in said.err
+        assert part in completed.err
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

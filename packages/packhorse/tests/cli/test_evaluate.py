@@ -149,8 +149,8 @@ def pairs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def labelled(tmp_path: Path) -> Path:
-    path = tmp_path / "labelled.tsv"
+def labeled(tmp_path: Path) -> Path:
+    path = tmp_path / "labeled.tsv"
     rows = [f"{a}\t{int(score > 2)}\n" for a, _, score in PAIRS]
     path.write_text("sentence\tlabel\n" + "".join(rows))
     return path
@@ -232,9 +232,9 @@ def test_retrieval_of_a_folder_and_of_squad(cli: Cli, tiny: Tiny, tmp_path: Path
     assert document["engines"][0]["metrics"]["map"] == 1 and sides(document) == ["packhorse"]
 
 
-def test_classification_by_head_or_by_vectors(cli: Cli, tiny: Tiny, labelled: Path) -> None:
+def test_classification_by_head_or_by_vectors(cli: Cli, tiny: Tiny, labeled: Path) -> None:
     flags = ("-m", tiny("classify"), "--json")
-    result = cli(*task("classification", labelled, *flags))
+    result = cli(*task("classification", labeled, *flags))
     assert result.code == 0, result.err
     document = result.document  # labels are numbers in the file and names in the model
     assert sides(document)[0] == "packhorse" and document["labels"] == 2
@@ -242,8 +242,8 @@ def test_classification_by_head_or_by_vectors(cli: Cli, tiny: Tiny, labelled: Pa
     if len(document["engines"]) > 1:
         assert sides(document)[1] == "transformers" and document["equal_to_four_digits"] is True
     pytest.importorskip("sklearn")
-    learned = ("-m", tiny("embed"), "--train", labelled, "--beside", "none", "--json")
-    document = cli(*task("classification", labelled, *learned)).document
+    learned = ("-m", tiny("embed"), "--train", labeled, "--beside", "none", "--json")
+    document = cli(*task("classification", labeled, *learned)).document
     assert document["train_rows"] == 4 and document["engines"][0]["metrics"]["accuracy"] >= 0.5
 
 
@@ -271,7 +271,7 @@ def test_a_library_nobody_asked_for_may_fail(
     assert missing.code == 2 and "packhorse[hf]" in missing.err
 
 
-def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labelled: Path, tmp_path: Path) -> None:
+def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labeled: Path, tmp_path: Path) -> None:
     empty, high = tmp_path / "empty.csv", tmp_path / "high.csv"
     empty.write_text("")
     high.write_text("a,b,5.5\n")
@@ -280,23 +280,23 @@ def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labelled: Path, tmp_
     for arguments, complaint in [
         (task("stsb", empty), "holds no rows"),
         (task("stsb", high), "5.5 is not within 0 to 5"),
-        (task("sts", labelled), "similarity needs pairs"),
+        (task("sts", labeled), "similarity needs pairs"),
         (task("sts", pairs, "--text", "left", "--text", "right"), "no column 'left'"),
         (task("sts", tmp_path / "none.csv"), "cannot be read"),
         (task("sts", pairs, "-m", span, *alone), "no 'embed' head"),
         (task("retrieval", pairs), "not JSON"),
         (task("retrieval", tmp_path), "corpus.jsonl cannot be read"),
-        (task("classification", labelled, "-m", embed, *alone), "pass --train FILE"),
-        (task("classification", labelled, "-m", span, *alone), "has no head that classifies"),
+        (task("classification", labeled, "-m", embed, *alone), "pass --train FILE"),
+        (task("classification", labeled, "-m", span, *alone), "has no head that classifies"),
         (task("classification", pairs, "-m", tiny("classify"), *alone), "is none of 'good', 'bad'"),
         (
-            task("classification", labelled, "-m", tiny("classify"), "--train", labelled),
+            task("classification", labeled, "-m", tiny("classify"), "--train", labeled),
             "leave --train out",
         ),
         (
             task(
                 "classification",
-                labelled,
+                labeled,
                 "-m",
                 tiny("classify"),
                 "--beside",
@@ -309,7 +309,7 @@ def test_what_is_refused(cli: Cli, tiny: Tiny, pairs: Path, labelled: Path, tmp_
         (
             task(
                 "classification",
-                *(labelled, "-m", tiny("classify"), "--beside", "sentence-transformers"),
+                *(labeled, "-m", tiny("classify"), "--beside", "sentence-transformers"),
             ),
             "no 'classify' head to compare with",
         ),

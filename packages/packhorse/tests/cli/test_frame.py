@@ -85,13 +85,13 @@ def test_commands_are_cheap_to_import() -> None:
     modules = [place.split(":")[0] for place, _ in frame.COMMANDS.values()]
     heavy = "{'torch', 'numpy', 'pyarrow', 'rich'} & {*sys.modules}"
     code = f"import sys, {', '.join(modules)}\nprint(*{heavy})"
-    done = python("-c", code)
-    assert (done.returncode, done.stdout.strip()) == (0, "")
+    completed = python("-c", code)
+    assert (completed.returncode, completed.stdout.strip()) == (0, "")
 
 
 def test_module_and_version() -> None:
-    done = python("-m", "packhorse", "--version")
-    assert (done.returncode, done.stdout.strip()) == (0, packhorse.__version__)
+    completed = python("-m", "packhorse", "--version")
+    assert (completed.returncode, completed.stdout.strip()) == (0, packhorse.__version__)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +185,8 @@ def test_a_closed_pipe_is_quiet() -> None:
 
 def test_a_terminal_without_the_characters() -> None:
     code = "from packhorse.cli import main, console\nmain(['--version']); print(chr(0x2026))"
-    done = python("-X", "utf8=0", "-c", code, env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
-    assert (done.returncode, done.stdout.split()[-1]) == (0, r"\u2026")
+    completed = python("-X", "utf8=0", "-c", code, env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert (completed.returncode, completed.stdout.split()[-1]) == (0, r"\u2026")
 
 
 # What they print ------------------------------------------------------------------------------

@@ -196,9 +196,11 @@ def test_it_imports_neither_torch_nor_numpy() -> None:
         "import sys\nfrom packhorse.cli import main\n"
         f"code = main(['monitor'])\nprint('heavy:', *{heavy})\nsys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split() == ["heavy:"]
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1].split() == ["heavy:"]
 
 
 # What long work says of itself

@@ -16,10 +16,10 @@ from packhorse.settings import setting_fields
 
 def test_every_setting_is_a_flag(capsys) -> None:
     assert main(["serve", "--help"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name in setting_fields(ServeSettings):
-        assert f"--{name.replace('_', '-')}" in told
-    assert "--keys" not in told and "--no-" not in told
+        assert f"--{name.replace('_', '-')}" in output
+    assert "--keys" not in output and "--no-" not in output
 
 
 def test_settings_are_shown_and_keys_are_not(capsys, monkeypatch) -> None:
@@ -62,7 +62,7 @@ def test_keys_leave_the_environment_once_read(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--host", "0.0.0.0"], "--insecure"),
         (["--port", "99999"], "65535"),
@@ -70,10 +70,10 @@ def test_keys_leave_the_environment_once_read(monkeypatch) -> None:
         (["--config", "/nowhere.toml"], "cannot be read"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], told: str, capsys) -> None:
+def test_mistakes_are_one_line(words: list[str], message: str, capsys) -> None:
     assert main(["serve", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and told in lines[0]
+    assert len(lines) == 1 and message in lines[0]
 
 
 def test_help_imports_neither_torch_nor_a_web_framework() -> None:

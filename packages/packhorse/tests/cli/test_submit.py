@@ -65,21 +65,21 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_runs_from_texts_to_accepted_logs(cli, recipe: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
     command = ("submit", "--config", recipe, "--runs", 2, "--start-seed", 7, "--out", out, "--json")
-    said = cli(*command)
-    assert said.code == 0, said.err
-    runs = said.document["runs"]
+    result = cli(*command)
+    assert result.code == 0, result.err
+    runs = result.document["runs"]
     assert [run["seed"] for run in runs] == [7, 8]
     assert all(run["reached"] and run["problems"] == [] for run in runs)
     assert all(run["accuracies"][-1][1] >= 0.3 for run in runs)
     assert (
-        "mean time of all" in said.err and said.err.count("accepted") == 4
+        "mean time of all" in result.err and result.err.count("accepted") == 4
     )  # told, and in the table
     assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     for number in (0, 1):
         log = out / "bert" / f"result_{number}.txt"
         checker = ("mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "1.0.0")
-        asked = [sys.executable, "-m", *checker, "--log_output", os.devnull, str(log)]
-        assert subprocess.run(asked, capture_output=True).returncode == 0
+        command_line = [sys.executable, "-m", *checker, "--log_output", os.devnull, str(log)]
+        assert subprocess.run(command_line, capture_output=True).returncode == 0
         assert (out / "runs" / f"run_{number}" / "model" / "model.safetensors").is_file()
 
     logs = {path: path.read_bytes() for path in (out / "bert").iterdir()}
@@ -90,10 +90,10 @@ def test_two_runs_from_texts_to_accepted_logs(cli, recipe: Path, tmp_path: Path)
 
 def test_what_missed_the_target_cannot_be_submitted(cli, recipe: Path, tmp_path: Path) -> None:
     flags = ("--runs", 1, "--out", tmp_path / "results", "--max-sequences", 160, "--target", 0.99)
-    said = cli("submit", "--config", recipe, *flags)
-    assert said.code == 5 and "aborted" in said.out and "accepted" in said.out
-    assert "none, too many missed the target" in said.out
-    assert "cannot be submitted: see runs 0" in said.err
+    result = cli("submit", "--config", recipe, *flags)
+    assert result.code == 5 and "aborted" in result.out and "accepted" in result.out
+    assert "none, too many missed the target" in result.out
+    assert "cannot be submitted: see runs 0" in result.err
 
 
 def test_sigterm_keeps_what_is_done(cli, recipe: Path, tmp_path: Path) -> None:
@@ -107,13 +107,13 @@ def test_sigterm_keeps_what_is_done(cli, recipe: Path, tmp_path: Path) -> None:
 
     thread = threading.Thread(target=when_it_learns, daemon=True)
     thread.start()
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli(*command)
     thread.join()
-    assert left.value.code == 143
+    assert exit_info.value.code == 143
     assert "run_start" in (out / "bert" / "result_0.txt").read_text()
-    said = cli(*command)
-    assert said.code == 5 and "accepted" in said.out
+    result = cli(*command)
+    assert result.code == 5 and "accepted" in result.out
 
 
 def test_a_look_ahead_and_the_settings(cli, recipe: Path, tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_a_preset_is_submitted_from_here(
     preset |= {"input_files": ["data"], "on_the_spot_validation_files": ["held"]}
     (tmp_path / "preset.json").write_text(json.dumps(preset))
     monkeypatch.chdir(tmp_path)
-    found = cli("submit", "--config", "preset.json", "--print-config", "--json").document
-    assert (found["out"], found["platform"], found["layers"]) == ("results", "", 2)
+    hashes = cli("submit", "--config", "preset.json", "--print-config", "--json").document
+    assert (hashes["out"], hashes["platform"], hashes["layers"]) == ("results", "", 2)
     flags = ("--out", "mine", "--platform", "a laptop")
-    found = cli("submit", "--config", "preset.json", *flags, "--print-config", "--json").document
-    assert (found["out"], found["platform"]) == ("mine", "a laptop")
+    hashes = cli("submit", "--config", "preset.json", *flags, "--print-config", "--json").document
+    assert (hashes["out"], hashes["platform"]) == ("mine", "a laptop")
 
 
 def test_a_pod_is_a_recipe_of_the_package(
@@ -177,8 +177,8 @@ def test_mistakes_are_told_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = cli("submit", *(recipe if flag == "RECIPE" else flag for flag in flags))
-    assert said.code == 2 and message in said.err
+    result = cli("submit", *(recipe if flag == "RECIPE" else flag for flag in flags))
+    assert result.code == 2 and message in result.err
     assert not list(tmp_path.iterdir())
 
 
@@ -186,12 +186,12 @@ def test_mistakes_are_told_before_anything_runs(
 def test_two_ranks_count_and_evaluate_as_one(cli, recipe: Path, tmp_path: Path) -> None:
     alone = cli("submit", "--config", recipe, "--runs", 2, "--out", tmp_path / "one", "--json")
     flags = ("--runs", 2, "--out", tmp_path / "two", "--nproc", 2, "--org", "Two Cores Ltd.")
-    said = cli("submit", "--config", recipe, *flags, "--json")
-    assert (alone.code, said.code) == (0, 0), said.err
-    pairs = zip(alone.document["runs"], said.document["runs"], strict=True)
-    for one, two in pairs:
-        assert two["problems"] == [] and one["sequences"] == two["sequences"]
-        assert [n for n, _ in one["accuracies"]] == [n for n, _ in two["accuracies"]]
+    result = cli("submit", "--config", recipe, *flags, "--json")
+    assert (alone.code, result.code) == (0, 0), result.err
+    pairs = zip(alone.document["runs"], result.document["runs"], strict=True)
+    for first, second in pairs:
+        assert second["problems"] == [] and first["sequences"] == second["sequences"]
+        assert [n for n, _ in first["accuracies"]] == [n for n, _ in second["accuracies"]]
     log = (tmp_path / "two" / "bert" / "result_1.txt").read_text()
     assert "Two Cores Ltd." in log and log.count("run_stop") == 1
 
@@ -205,15 +205,15 @@ def test_the_mini_recipe_reaches_its_target_on_real_text(
 
     sources = sorted((shared_data / "wiki").glob("mlperf_wiki_*"))
     chunks = chunking.chunks(files.find(sources, None, None))
-    found = [document.text_md5 for chunk in chunks for document in documents.read(chunk)[0]]
-    (tmp_path / "eval.md5").write_text("\n".join(found[::10]) + "\n")
+    hashes = [document.text_md5 for chunk in chunks for document in documents.read(chunk)[0]]
+    (tmp_path / "eval.md5").write_text("\n".join(hashes[::10]) + "\n")
     flags = ("--max-length", 128, "--max-predictions", 20, "--eval-count", 500, "--workers", 1)
     named = ("--tokenizer", shared_data / "vocab" / "bert-base-uncased-vocab.txt")
     held_out = ("--eval-hashes", tmp_path / "eval.md5")
     built = cli("data", "build", *sources, tmp_path / "corpus", *named, *held_out, *flags)
     assert built.code == 0, built.err
     recipe = ("--config", "mini", "--train", tmp_path / "corpus")
-    said = cli("submit", *recipe, "--runs", 3, "--out", tmp_path / "results", "--json")
-    assert said.code == 0, said.err
-    assert all(run["reached"] and run["problems"] == [] for run in said.document["runs"])
-    assert said.document["score_seconds"] > 0
+    result = cli("submit", *recipe, "--runs", 3, "--out", tmp_path / "results", "--json")
+    assert result.code == 0, result.err
+    assert all(run["reached"] and run["problems"] == [] for run in result.document["runs"])
+    assert result.document["score_seconds"] > 0

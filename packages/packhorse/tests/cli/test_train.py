@@ -37,9 +37,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sentences = [f"the {w} carries {v} to the market ." for w in words[1:3] for v in words[3:8]]
     documents = ["\n".join(sentences[i % 7 :] + sentences[: i % 5]) for i in range(30)]
     (home / "part-00000-of-00001").write_text("\n\n".join(documents) + "\n")
-    told = ("--tokenizer", str(home / "vocab.txt"), "--max-length", "48", "--workers", "1")
+    flags = ("--tokenizer", str(home / "vocab.txt"), "--max-length", "48", "--workers", "1")
     source, out = str(home / "part-00000-of-00001"), str(home / "out")
-    assert main(["data", "build", source, out, *told, "--format", "sentences"]) == 0
+    assert main(["data", "build", source, out, *flags, "--format", "sentences"]) == 0
     return home / "out"
 
 
@@ -50,34 +50,40 @@ def test_settings_are_shown_and_come_from_everywhere(
     monkeypatch.setenv("PACKHORSE_TRAIN_STEPS", "4")
     monkeypatch.setenv("PACKHORSE_TRAIN_SEED", "4")
     file = tmp_path / "a.toml"
-    said = cli("train", "--config", file, "--seed", "5", "--no-next-sentence", "--print-config")
-    lines = [line.partition("  #")[0].rstrip() for line in said.out.splitlines()]
+    result = cli("train", "--config", file, "--seed", "5", "--no-next-sentence", "--print-config")
+    lines = [line.partition("  #")[0].rstrip() for line in result.out.splitlines()]
     assert {"batch = 3", "steps = 4", "seed = 5", "next_sentence = false"} <= set(lines)
-    said = cli("train", "--config", file, "--text", "a", "--text", "b", "--print-config", "--json")
-    assert said.document["text"] == ["a", "b"] and said.document["steps"] == 4
+    result = cli(
+        "train", "--config", file, "--text", "a", "--text", "b", "--print-config", "--json"
+    )
+    assert result.document["text"] == ["a", "b"] and result.document["steps"] == 4
 
 
 def test_a_flag_of_several_takes_all_that_follow(cli: Callable) -> None:
-    told = ("--clamp", "1", "3", "--text", "a", "b", "--scale", "-1", "1", "--steps", "4")
-    found = cli("train", *told, "--print-config", "--json").document
-    assert (found["clamp"], found["text"], found["scale"]) == ([1.0, 3.0], ["a", "b"], [-1.0, 1.0])
-    assert found["steps"] == 4
-    said = cli("train", "--clamp", "3", "1", "--print-config")
-    assert said.code == 2 and "clamp is (3.0, 1.0); give two numbers, the minimum" in said.err
+    flags = ("--clamp", "1", "3", "--text", "a", "b", "--scale", "-1", "1", "--steps", "4")
+    settings = cli("train", *flags, "--print-config", "--json").document
+    assert (settings["clamp"], settings["text"], settings["scale"]) == (
+        [1.0, 3.0],
+        ["a", "b"],
+        [-1.0, 1.0],
+    )
+    assert settings["steps"] == 4
+    result = cli("train", "--clamp", "3", "1", "--print-config")
+    assert result.code == 2 and "clamp is (3.0, 1.0); give two numbers, the minimum" in result.err
 
 
 def test_a_preset_is_shown_as_toml(cli: Callable, tmp_path: Path) -> None:
     preset = {"num_layers": 3, "optimizer": "LAMB", "layers_per_ipu": [3], "batch_size": 2}
     (tmp_path / "mini.json").write_text(json.dumps(preset))
-    said = cli("train", "--config", tmp_path / "mini.json", "--print-config")
-    assert said.code == 0 and "layers = 3" in said.out and 'optimizer = "lamb"' in said.out
-    assert said.err.count("layers_per_ipu") == 1
+    result = cli("train", "--config", tmp_path / "mini.json", "--print-config")
+    assert result.code == 0 and "layers = 3" in result.out and 'optimizer = "lamb"' in result.out
+    assert result.err.count("layers_per_ipu") == 1
 
 
 def test_the_recipes_are_listed(cli: Callable) -> None:
-    said = cli("train", "--list", "--json")
-    assert said.code == 0 and set(said.document) == set(recipes.names())
-    assert "laptop" in said.document["mini"]
+    result = cli("train", "--list", "--json")
+    assert result.code == 0 and set(result.document) == set(recipes.names())
+    assert "laptop" in result.document["mini"]
     plain = cli("train", "--list").out
     assert all(name in plain for name in recipes.names())
     shown = " ".join(cli("train", "--help").out.replace("│", " ").split())
@@ -85,7 +91,7 @@ def test_the_recipes_are_listed(cli: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--learning-rat", "1"), "--learning-rat"),
         (("--batch", "few"), "batch"),
@@ -97,9 +103,9 @@ def test_the_recipes_are_listed(cli: Callable) -> None:
         (("--train", "nowhere", "--nproc", "2", "--timeout=inf"), "timeout is inf s; it must be"),
     ],
 )
-def test_mistakes_are_one_line(cli: Callable, flags: tuple[str, ...], told: str) -> None:
-    said = cli("train", *flags)
-    assert said.code == 2 and told in said.err and said.err.count("\n") == 1
+def test_mistakes_are_one_line(cli: Callable, flags: tuple[str, ...], message: str) -> None:
+    result = cli("train", *flags)
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1
 
 
 def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_path: Path) -> None:
@@ -107,19 +113,21 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
     run += ("--micro-tokens", "96", "--out", tmp_path / "run", "--log-every", "2", "--json")
     ahead = cli(*run, "--dry-run")
     assert ahead.code == 0 and not (tmp_path / "run").exists()
-    told = ahead.document
-    assert told["hours"] > 0 and "trial" in told["rate"] and "trial" in ahead.out
-    assert told["accumulation"] * told["micro_batch"] == pytest.approx(told["global_batch"])
-    said = cli(*run)
-    assert said.code == 0, said.err
-    assert said.document["step"] == told["steps"]
-    assert said.document["sequences"] == pytest.approx(told["sequences"], rel=0.1)
-    assert "tok/s" not in said.err, "with --json no progress is shown"
-    assert said.document["settings"]["batch"] == 12
+    estimate = ahead.document
+    assert estimate["hours"] > 0 and "trial" in estimate["rate"] and "trial" in ahead.out
+    assert estimate["accumulation"] * estimate["micro_batch"] == pytest.approx(
+        estimate["global_batch"]
+    )
+    result = cli(*run)
+    assert result.code == 0, result.err
+    assert result.document["step"] == estimate["steps"]
+    assert result.document["sequences"] == pytest.approx(estimate["sequences"], rel=0.1)
+    assert "tok/s" not in result.err, "with --json no progress is shown"
+    assert result.document["settings"]["batch"] == 12
     assert "earlier run" in cli(*run, "--dry-run").document["rate"]
     again = cli(*run)
-    assert again.document["step"] == told["steps"] and "nothing is left to train" in again.err
-    filled = cli("run", "the [MASK] carries sacks", "--model", said.document["model"])
+    assert again.document["step"] == estimate["steps"] and "nothing is left to train" in again.err
+    filled = cli("run", "the [MASK] carries sacks", "--model", result.document["model"])
     assert filled.code == 0, filled.err
     _refuses_other_settings(cli, run, tmp_path / "run")
 
@@ -127,9 +135,9 @@ def test_a_look_ahead_and_the_run_it_speaks_of(cli: Callable, corpus: Path, tmp_
 def _refuses_other_settings(cli: Callable, run: tuple[Any, ...], folder: Path) -> None:
     """For it is finished; made longer, it goes on."""
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    said = cli(*run, "--learning-rate", "0.5")
-    assert said.code == 2 and "Traceback" not in said.err
-    last = said.err.splitlines()[-1]
+    result = cli(*run, "--learning-rate", "0.5")
+    assert result.code == 2 and "Traceback" not in result.err
+    last = result.err.splitlines()[-1]
     assert "is finished" in last and "learning_rate is now 0.5; it was 0.0001" in last
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     at = run.index("--epochs") + 1
@@ -142,9 +150,9 @@ def _refuses_other_settings(cli: Callable, run: tuple[Any, ...], folder: Path) -
 def test_a_model_that_is_missing_is_missed(
     look: tuple[str, ...], cli: Callable, corpus: Path, tmp_path: Path
 ) -> None:
-    given = ("--model", "tf-checkpoints/model.ckpt-28252", "--train", corpus, "--steps", "9")
-    said = cli("train", *given, *SIZES, "--out", tmp_path / "run", *look)
-    assert said.code == 2 and "MLCommons" in said.err  # where the file comes from
+    flags = ("--model", "tf-checkpoints/model.ckpt-28252", "--train", corpus, "--steps", "9")
+    result = cli("train", *flags, *SIZES, "--out", tmp_path / "run", *look)
+    assert result.code == 2 and "MLCommons" in result.err  # where the file comes from
 
 
 def test_a_target_without_held_out_data_names_the_command_that_makes_some(
@@ -152,19 +160,19 @@ def test_a_target_without_held_out_data_names_the_command_that_makes_some(
 ) -> None:
     run = ("train", "--train", corpus, *SIZES, "--steps", "2", "--target", "0.01")
     run += ("--out", tmp_path / "run")
-    said = cli(*run)
-    assert said.code == 2
-    command = said.err.split("`")[1].split()
+    result = cli(*run)
+    assert result.code == 2
+    command = result.err.split("`")[1].split()
     assert command[:3] == ["packhorse", "data", "build"]
     # With texts to hold out, it is a command, and what it makes is what was missing.
     source = corpus.parent / "part-00000-of-00001"
     command = [str(source) if word == "HELD_OUT_TEXTS" else word for word in command[1:]]
-    made = tmp_path / "held-out"
-    command[command.index(f"{corpus}-eval")] = str(made)
+    held_out = tmp_path / "held-out"
+    command[command.index(f"{corpus}-eval")] = str(held_out)
     assert cli(*command, "--format", "sentences", "--workers", "1").code == 0
-    assert f"set eval to {corpus}-eval/train" in said.err
+    assert f"set eval to {corpus}-eval/train" in result.err
     monkeypatch.setattr(progress, "PAUSE", 0.0)
-    trained = cli(*run, "--eval", made / "train", "--log-every", "1")
+    trained = cli(*run, "--eval", held_out / "train", "--log-every", "1")
     assert trained.code == 0
     lines = trained.err.splitlines()
     steps = [line for line in lines if line.startswith("training: ")]
@@ -175,9 +183,9 @@ def test_a_target_without_held_out_data_names_the_command_that_makes_some(
     assert "mlm_accuracy" in evaluation and lines.index(evaluation) > lines.index(steps[2])
 
 
-def _said(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What the monitor is told by it."""
-    return next((each.figures for each in status.read() if each.pid == process.pid), {})
+def _published(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """The figures that the process publishes for the monitor."""
+    return next((entry.figures for entry in status.read() if entry.pid == process.pid), {})
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -192,12 +200,16 @@ def test_a_signal_ends_behind_the_step(
     )
     log = tmp_path / "log.jsonl"
     deadline = time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") > 3 and _said(process).get("done")):
+    while not (
+        log.exists() and log.read_bytes().count(b"\n") > 3 and _published(process).get("done")
+    ):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
-    said = _said(process)
-    assert 0 < said["done"] < said["total"] == 100000 and said["does"].startswith("training, loss")
-    assert said["tokens_per_second"] > said["sequences_per_second"] > 0 < said["fill"] <= 1
+    figures = _published(process)
+    assert 0 < figures["done"] < figures["total"] == 100000 and figures["does"].startswith(
+        "training, loss"
+    )
+    assert figures["tokens_per_second"] > figures["sequences_per_second"] > 0 < figures["fill"] <= 1
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code, error
@@ -205,9 +217,9 @@ def test_a_signal_ends_behind_the_step(
     step = int(saved.name[5:])
     assert f"stopped after step {step:,}".encode() in error
     assert log.read_bytes().count(b"\n") == step and not (tmp_path / "model").exists()
-    said = cli(*run, "--steps", step + 2, "--json")
-    assert said.code == 0 and said.document["step"] == step + 2
-    assert f"resuming after step {step}" in said.err and "steps is now" in said.err
+    result = cli(*run, "--steps", step + 2, "--json")
+    assert result.code == 0 and result.document["step"] == step + 2
+    assert f"resuming after step {step}" in result.err and "steps is now" in result.err
 
 
 def test_a_loss_that_is_no_number_has_its_own_code(
@@ -215,12 +227,16 @@ def test_a_loss_that_is_no_number_has_its_own_code(
 ) -> None:
     run = ("train", "--train", corpus, *SIZES, "--steps", "30", "--out", tmp_path)
     run += ("--learning-rate", "1e30", "--optimizer", "adamw", "--clip", "0")
-    said = cli(*run, "--json")
-    assert said.code == 3 and "step " in said.err and "rows " in said.err
-    told = said.document
-    assert (told["exit_code"], told["checkpoint"], told["out"]) == (3, None, str(tmp_path))
-    assert told["error"] in said.err and f"step {told['step']}: " in told["error"]
-    assert told["settings"]["learning_rate"] == 1e30
+    result = cli(*run, "--json")
+    assert result.code == 3 and "step " in result.err and "rows " in result.err
+    document = result.document
+    assert (document["exit_code"], document["checkpoint"], document["out"]) == (
+        3,
+        None,
+        str(tmp_path),
+    )
+    assert document["error"] in result.err and f"step {document['step']}: " in document["error"]
+    assert document["settings"]["learning_rate"] == 1e30
     assert cli(*run).out == ""  # nothing that was not asked for
 
 

@@ -15,7 +15,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def told(pid: int) -> str:
+def command_line(pid: int) -> str:
     """Its command line."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text()

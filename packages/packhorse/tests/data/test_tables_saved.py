@@ -92,10 +92,10 @@ def test_a_split_is_a_folder_and_the_only_one_is_meant(home: Path) -> None:
 def test_splits_in_memory(datasets: Any, table: Any) -> None:
     assert texts(datasets.DatasetDict(train=table)) == TEXTS
     assert as_texts(datasets.DatasetDict(train=table)) == TEXTS
-    two = datasets.DatasetDict(train=table, test=table)
+    splits = datasets.DatasetDict(train=table, test=table)
     for read in (texts, as_texts):
         with pytest.raises(InputError, match="splits, not rows; pass one of them: train, test"):
-            read(two)
+            read(splits)
 
 
 def test_what_is_given_for_a_list(table: Any) -> None:

@@ -35,8 +35,10 @@ def read(data: bytes) -> None:
     if result.keys() != want.keys():
         raise AssertionError("the library reads other tensors")
     for name, tensor in want.items():
-        item, two = (t.contiguous().view(-1).view(torch.uint8) for t in (result[name], tensor))
-        if result[name].shape != tensor.shape or not torch.equal(item, two):
+        actual, expected = (
+            t.contiguous().view(-1).view(torch.uint8) for t in (result[name], tensor)
+        )
+        if result[name].shape != tensor.shape or not torch.equal(actual, expected):
             raise AssertionError(f"the library reads another {name!r}")
 
 

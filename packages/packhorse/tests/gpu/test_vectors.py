@@ -26,7 +26,7 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
-class Made:
+class FakeSequence:
     """A made-up sequence, with a prompt that is not pooled."""
 
     ids: np.ndarray
@@ -46,7 +46,7 @@ def _full_precision():
 def make_packed(prompt: int) -> Packed:
     random = np.random.default_rng(0)
     ids = [random.integers(0, 97, length) for length in LENGTHS]
-    return Packed.build([Made(x, x * 0, prompt) for x in ids])
+    return Packed.build([FakeSequence(x, x * 0, prompt) for x in ids])
 
 
 def make(make_model, dtype: torch.dtype, activation: str = "PReLU") -> Model:
@@ -97,7 +97,7 @@ def test_every_activation(make_model, activation: str) -> None:
 def test_invariant_vectors_are_the_same_alone(make_model, dtype) -> None:
     runs = backend(make(make_model, dtype), CUDA, fixed=512)
     random = np.random.default_rng(0)
-    built = [Made(x, x * 0, 3) for x in (random.integers(0, 97, n) for n in LENGTHS)]
+    built = [FakeSequence(x, x * 0, 3) for x in (random.integers(0, 97, n) for n in LENGTHS)]
     (together,) = runs(Packed.build(built), ["embed"])
     alone = torch.cat([runs(Packed.build([sequence]), ["embed"])[0] for sequence in built])
     assert torch.equal(together, alone)

@@ -78,7 +78,7 @@ def sequences() -> list[dict[str, list[int]]]:
 
     rng = np.random.default_rng(0)
     ids = [rng.integers(5, WORDS, length).tolist() for length in LENGTHS]
-    return [{"input_ids": each, "attention_mask": [1] * len(each)} for each in ids]
+    return [{"input_ids": sequence, "attention_mask": [1] * len(sequence)} for sequence in ids]
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ Batch = dict[str, Any]
 FLAT = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-5) -> bool:
-    return bool((found - wanted).norm() <= limit * wanted.norm())
+def close(actual: torch.Tensor, expected: torch.Tensor, limit: float = 1e-5) -> bool:
+    return bool((actual - expected).norm() <= limit * expected.norm())
 
 
 def on_the_left(padded: Batch) -> Batch:
@@ -46,40 +46,40 @@ def flat(make, padded: Batch) -> Batch:
 @pytest.mark.parametrize("family", AFTER_PADDING)
 @torch.no_grad()
 def test_every_family_answers_as_over_its_own_attention(make, padded: Batch, family: str) -> None:
-    theirs, ours = make(family), make(family)
-    collator = hf.PackedCollator(lambda features: padded, ours)
-    assert ours.config._attn_implementation == "packhorse"
+    eager, packed = make(family), make(family)
+    collator = hf.PackedCollator(lambda features: padded, packed)
+    assert packed.config._attn_implementation == "packhorse"
     odd = [] if family == "modernbert" else [with_a_hole(padded)]
     for batch in (padded, on_the_left(padded), *odd):
         real = batch["attention_mask"].bool()
-        assert close(ours(**batch)[0][real], theirs(**batch)[0][real])
+        assert close(packed(**batch)[0][real], eager(**batch)[0][real])
     full = {"input_ids": padded["input_ids"].clamp(5)}
-    assert close(ours(**full)[0], theirs(**full)[0])
+    assert close(packed(**full)[0], eager(**full)[0])
 
-    real, wanted, batch = padded["attention_mask"].bool(), theirs(**padded), collator([])
-    found = ours(**batch, output_hidden_states=True)
-    assert found[0].shape == wanted[0].shape and not found[0][~real].any()
-    assert close(found[0][real], wanted[0][real])
-    assert found.hidden_states[0].shape == wanted[0].shape
-    if wanted.get("pooler_output") is not None:
-        assert close(found.pooler_output, wanted.pooler_output)
+    real, expected, batch = padded["attention_mask"].bool(), eager(**padded), collator([])
+    actual = packed(**batch, output_hidden_states=True)
+    assert actual[0].shape == expected[0].shape and not actual[0][~real].any()
+    assert close(actual[0][real], expected[0][real])
+    assert actual.hidden_states[0].shape == expected[0].shape
+    if expected.get("pooler_output") is not None:
+        assert close(actual.pooler_output, expected.pooler_output)
 
     untold = {name: x for name, x in batch.items() if name not in FLAT}
-    assert torch.equal(ours(**untold)[0], found[0])  # position ids tell the same boundaries
-    assert not close(theirs(**untold)[0][0], wanted[0][real], 1e-3)  # as one sequence
+    assert torch.equal(packed(**untold)[0], actual[0])  # position ids tell the same boundaries
+    assert not close(eager(**untold)[0][0], expected[0][real], 1e-3)  # as one sequence
 
 
 @torch.no_grad()
 def test_a_family_that_mixes_tokens_elsewhere_needs_to_stay_outside(
     make, padded: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs, ours = make("mobilebert"), make("mobilebert")
+    eager, packed = make("mobilebert"), make("mobilebert")
     with pytest.raises(InputError, match="'mobilebert' cannot be replaced; Packhorse supports"):
-        hf.packed(ours)
+        hf.packed(packed)
     monkeypatch.setitem(AFTER_PADDING, "mobilebert", False)
     real = padded["attention_mask"].bool()
-    found = ours(**hf.PackedCollator(lambda features: padded, ours)([]))
-    assert not close(found[0][real], theirs(**padded)[0][real], 1e-3)  # a convolution over tokens
+    actual = packed(**hf.PackedCollator(lambda features: padded, packed)([]))
+    assert not close(actual[0][real], eager(**padded)[0][real], 1e-3)  # a convolution over tokens
 
 
 def test_a_batch_is_planned_once(make, flat: Batch, padded: Batch, monkeypatch) -> None:
@@ -103,10 +103,10 @@ def test_boundaries_changed_in_place_are_seen(make, padded: Batch, flat: Batch) 
     assert not close(model(**flat).pooler_output, before, 1e-3)
     with torch.inference_mode():  # where changes are not counted
         bounds = flat["cu_seq_lens_q"].clone()
-        told = {**flat, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        changed = model(**told).pooler_output
+        arguments = {**flat, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        changed = model(**arguments).pooler_output
         bounds[1] += 1
-        assert close(model(**told).pooler_output, before)
+        assert close(model(**arguments).pooler_output, before)
         assert not close(changed, before, 1e-3)
 
 
@@ -123,13 +123,13 @@ def padded_mask(batch: Batch) -> torch.Tensor | float:
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_gradients_padded_flat_and_checkpointed(make, padded: Batch, family: str) -> None:
-    wanted = gradients(make(family, attention="eager").train(), padded)
+    expected = gradients(make(family, attention="eager").train(), padded)
     model = make(family).train()
     batch = hf.PackedCollator(lambda features: padded, model)([])
-    assert close(gradients(model, padded), wanted)
-    assert close(gradients(model, batch), wanted)
+    assert close(gradients(model, padded), expected)
+    assert close(gradients(model, batch), expected)
     model.gradient_checkpointing_enable()
-    assert close(gradients(model, batch), wanted)
+    assert close(gradients(model, batch), expected)
 
 
 @pytest.mark.slow
@@ -137,8 +137,8 @@ def test_gradients_padded_flat_and_checkpointed(make, padded: Batch, family: str
 def test_a_traced_model_calls_our_attention(make, padded: Batch) -> None:
     model = make("bert").train()
     batch = hf.PackedCollator(lambda features: padded, model)([])
-    wanted = gradients(model, batch)
-    assert close(gradients(torch.compile(model, backend="eager"), batch), wanted)
+    expected = gradients(model, batch)
+    assert close(gradients(torch.compile(model, backend="eager"), batch), expected)
 
 
 def test_attention_dropout_and_autocast(make, flat: Batch) -> None:
@@ -199,14 +199,14 @@ def test_attention_that_is_no_encoders_is_refused(make, padded: Batch, flat: Bat
 def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch) -> None:
     model = hf.packed(make("bert"))
     bounds = flat.pop("cu_seq_lens_q")
-    for wrong, said in [
+    for wrong, message in [
         (bounds[:-1], "is for 66 tokens, but the batch has 96"),
         (bounds + 1, "begin at 0"),
         (bounds.flip(0), "begin at 0"),
         (bounds.float(), "a flat tensor of integers"),
         (bounds[None], "a flat tensor of integers"),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             model(**{**flat, "cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
     with pytest.raises(InputError, match="differ: cross attention"):
         model(**{**flat, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1})
@@ -218,11 +218,11 @@ def test_boundaries_that_do_not_fit_are_refused(make, padded: Batch, flat: Batch
 
 def test_models_whose_attention_cannot_be_replaced(make, padded: Batch) -> None:
     hf.register()
-    said = "attention of 'mpnet' cannot be replaced; Packhorse supports albert, bert"
+    message = "attention of 'mpnet' cannot be replaced; Packhorse supports albert, bert"
     model = make("mpnet", attention="packhorse")
-    with pytest.raises(InputError, match=said):  # else its own code would misread our mask
+    with pytest.raises(InputError, match=message):  # else its own code would misread our mask
         model(**padded)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         hf.packed(model)
     with pytest.raises(InputError, match="Linear is not a model of transformers"):
         hf.packed(torch.nn.Linear(2, 2))  # pyright: ignore[reportArgumentType]

@@ -35,22 +35,22 @@ def _little_to_collect() -> Iterator[None]:
 def label_tokens(sequences: Features) -> Features:
     """One label in five is no one's concern."""
     return [
-        {**each, "labels": [IGNORED if i % 5 == 1 else i % 3 for i in each["input_ids"]]}
-        for each in sequences
+        {**sequence, "labels": [IGNORED if i % 5 == 1 else i % 3 for i in sequence["input_ids"]]}
+        for sequence in sequences
     ]
 
 
 def mark_spans(sequences: Features) -> Features:
-    lengths = [len(each["input_ids"]) for each in sequences]
+    lengths = [len(sequence["input_ids"]) for sequence in sequences]
     spans = [(n // 3, n - 1) for n in lengths]
     return [
-        {**each, "start_positions": a, "end_positions": b}
-        for each, (a, b) in zip(sequences, spans, strict=True)
+        {**sequence, "start_positions": a, "end_positions": b}
+        for sequence, (a, b) in zip(sequences, spans, strict=True)
     ]
 
 
 def number(sequences: Features, labels: Sequence[Any]) -> Features:
-    return [{**each, "labels": x} for each, x in zip(sequences, labels, strict=True)]
+    return [{**sequence, "labels": x} for sequence, x in zip(sequences, labels, strict=True)]
 
 
 # By task: the auto class, its labels, what changes in the configuration.
@@ -113,8 +113,8 @@ def trainer(
         use_cpu=True,
         dataloader_pin_memory=False,
     )
-    given = {"train_dataset": data, "data_collator": collator, **more}
-    return transformers.Trainer(model, arguments, **given)
+    options = {"train_dataset": data, "data_collator": collator, **more}
+    return transformers.Trainer(model, arguments, **options)
 
 
 def step(
@@ -126,8 +126,8 @@ def step(
     return torch.cat([gradient.flatten() for gradient in watch.gradients])
 
 
-def off_by(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def off_by(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,11 +136,11 @@ def test_a_step_has_the_padded_gradient(
     make, tokenizer, sequences: Features, tmp_path: Path, family: str, task: str
 ) -> None:
     data = TASKS[task][1](sequences)
-    theirs = make_task(make, family, task)
-    wanted = step(theirs, inner_collator(tokenizer, task), data, tmp_path, batch=6)
-    ours = make_task(make, family, task)
-    collator = hf.PackedCollator(inner_collator(tokenizer, task), ours)
-    assert off_by(step(ours, collator, data, tmp_path, batch=6), wanted) < 1e-5
+    eager = make_task(make, family, task)
+    expected = step(eager, inner_collator(tokenizer, task), data, tmp_path, batch=6)
+    packed = make_task(make, family, task)
+    collator = hf.PackedCollator(inner_collator(tokenizer, task), packed)
+    assert off_by(step(packed, collator, data, tmp_path, batch=6), expected) < 1e-5
 
 
 @pytest.mark.parametrize("task", ["classify", "words", "tokens"])
@@ -148,10 +148,10 @@ def test_accumulated_steps_are_averaged_as_padded_ones(
     make, tokenizer, sequences: Features, tmp_path: Path, task: str
 ) -> None:
     data = TASKS[task][1](sequences)
-    theirs, ours = (make_task(make, "bert", task) for _ in range(2))
-    wanted = step(theirs, inner_collator(tokenizer, task), data, tmp_path, batch=2, steps=3)
-    collator = hf.PackedCollator(inner_collator(tokenizer, task), ours)
-    assert off_by(step(ours, collator, data, tmp_path, batch=2, steps=3), wanted) < 1e-5
+    eager, packed = (make_task(make, "bert", task) for _ in range(2))
+    expected = step(eager, inner_collator(tokenizer, task), data, tmp_path, batch=2, steps=3)
+    collator = hf.PackedCollator(inner_collator(tokenizer, task), packed)
+    assert off_by(step(packed, collator, data, tmp_path, batch=2, steps=3), expected) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,32 +160,32 @@ def test_a_span_competes_within_its_own_sequence(
 ) -> None:
     data, inner = mark_spans(sequences), inner_collator(tokenizer, "spans")
     # One sequence a batch has no padding, so transformers' own loss is that of the sequences.
-    wanted = step(make_task(make, family, "spans"), inner, data, tmp_path, batch=1, steps=6)
-    ours = make_task(make, family, "spans")
-    found = step(ours, hf.PackedCollator(inner, ours), data, tmp_path, batch=6)
-    assert off_by(found, wanted) < 1e-5
+    expected = step(make_task(make, family, "spans"), inner, data, tmp_path, batch=1, steps=6)
+    packed = make_task(make, family, "spans")
+    actual = step(packed, hf.PackedCollator(inner, packed), data, tmp_path, batch=6)
+    assert off_by(actual, expected) < 1e-5
     padded = step(make_task(make, family, "spans"), inner, data, tmp_path, batch=6)
-    assert off_by(padded, wanted) > 1e-3  # there, padding takes part
+    assert off_by(padded, expected) > 1e-3  # there, padding takes part
 
 
 def test_a_span_outside_its_sequence_is_ignored(make, tokenizer, sequences: Features) -> None:
     model = make_task(make, "bert", "spans")
     collator = hf.PackedCollator(tokenizer, model)
     data = mark_spans(sequences)
-    wanted = model(**collator(data[1:])).loss
+    expected = model(**collator(data[1:])).loss
     data[0]["start_positions"] = data[0]["end_positions"] = 20  # it has 5 tokens
-    assert torch.allclose(model(**collator(data)).loss, wanted)
+    assert torch.allclose(model(**collator(data)).loss, expected)
 
 
 def test_controls_have_another_gradient(
     make, tokenizer, sequences: Features, tmp_path: Path
 ) -> None:
-    theirs = make_task(make, "roberta", "words")
-    wanted = step(theirs, inner_collator(tokenizer, "words"), sequences, tmp_path, batch=6)
+    eager = make_task(make, "roberta", "words")
+    expected = step(eager, inner_collator(tokenizer, "words"), sequences, tmp_path, batch=6)
 
     def broken(*, drop: Sequence[str] = (), shift: int = 0, merge: bool = False) -> float:
-        ours = make_task(make, "roberta", "words")
-        collator = hf.PackedCollator(inner_collator(tokenizer, "words"), ours)
+        packed = make_task(make, "roberta", "words")
+        collator = hf.PackedCollator(inner_collator(tokenizer, "words"), packed)
 
         def collate(features: Features) -> dict[str, Any]:
             batch = {k: v for k, v in collator(features).items() if k not in drop}
@@ -194,7 +194,7 @@ def test_controls_have_another_gradient(
                 batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
             return {**batch, "position_ids": batch["position_ids"] - shift}
 
-        return off_by(step(ours, collate, sequences, tmp_path, batch=6), wanted)
+        return off_by(step(packed, collate, sequences, tmp_path, batch=6), expected)
 
     assert broken() < 1e-5
     assert broken(drop=["cu_seq_lens_q", "cu_seq_lens_k"]) < 1e-5  # position ids tell the same
@@ -207,30 +207,35 @@ def test_predictions_come_in_the_shapes_of_padded_ones(
 ) -> None:
     for task in ("classify", "tokens"):
         data = TASKS[task][1](sequences)
-        theirs, ours = (make_task(make, "bert", task) for _ in range(2))
+        eager, packed = (make_task(make, "bert", task) for _ in range(2))
         inner = inner_collator(tokenizer, task)
-        wanted = trainer(theirs, inner, data, tmp_path, 4, 1).predict(data)
-        found = trainer(ours, hf.PackedCollator(inner, ours), data, tmp_path, 4, 1).predict(data)
-        real = wanted.label_ids != IGNORED
-        assert found.predictions.shape == wanted.predictions.shape
-        assert abs(found.predictions[real] - wanted.predictions[real]).max() < 1e-5
-        assert (found.label_ids == wanted.label_ids).all()
-        assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], rel=1e-5)
+        expected = trainer(eager, inner, data, tmp_path, 4, 1).predict(data)
+        actual = trainer(packed, hf.PackedCollator(inner, packed), data, tmp_path, 4, 1).predict(
+            data
+        )
+        real = expected.label_ids != IGNORED
+        assert actual.predictions.shape == expected.predictions.shape
+        assert abs(actual.predictions[real] - expected.predictions[real]).max() < 1e-5
+        assert (actual.label_ids == expected.label_ids).all()
+        assert actual.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
 
 
 def test_pretraining_heads_stay_flat_and_pool_every_sequence(
     make, tokenizer, sequences: Features
 ) -> None:
     data = [
-        {**each, "next_sentence_label": i % 2} for i, each in enumerate(label_tokens(sequences))
+        {**features, "next_sentence_label": i % 2}
+        for i, features in enumerate(label_tokens(sequences))
     ]
-    theirs, ours = (make("bert", "AutoModelForPreTraining") for _ in range(2))
+    eager, packed = (make("bert", "AutoModelForPreTraining") for _ in range(2))
     inner = transformers.DataCollatorForTokenClassification(tokenizer)
-    batch = hf.PackedCollator(inner, ours)(data)
-    wanted, found = theirs(**inner(data)), ours(**batch)
-    assert torch.allclose(found.loss, wanted.loss, rtol=1e-5)
-    assert found.prediction_logits.shape[:2] == batch["labels"].shape == (1, 96)
-    assert torch.allclose(found.seq_relationship_logits, wanted.seq_relationship_logits, atol=1e-5)
+    batch = hf.PackedCollator(inner, packed)(data)
+    expected, actual = eager(**inner(data)), packed(**batch)
+    assert torch.allclose(actual.loss, expected.loss, rtol=1e-5)
+    assert actual.prediction_logits.shape[:2] == batch["labels"].shape == (1, 96)
+    assert torch.allclose(
+        actual.seq_relationship_logits, expected.seq_relationship_logits, atol=1e-5
+    )
 
 
 def test_what_a_batch_holds(make, tokenizer, sequences: Features) -> None:
@@ -243,11 +248,13 @@ def test_what_a_batch_holds(make, tokenizer, sequences: Features) -> None:
     assert batch["cu_seq_lens_q"].tolist() == [0, 5, 22, 25]
     assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == 17
     assert batch["labels"].shape == (3, 17) and batch["token_type_ids"].shape == (1, 25)
-    other = pickle.loads(pickle.dumps(tokenizer))
-    other.padding_side = "left"
-    inner = transformers.DataCollatorForTokenClassification(other, pad_to_multiple_of=16)
-    left = hf.PackedCollator(inner, model)(data)
-    assert all(torch.equal(torch.as_tensor(left[k]), torch.as_tensor(batch[k])) for k in batch)
+    left_tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    left_tokenizer.padding_side = "left"
+    inner = transformers.DataCollatorForTokenClassification(left_tokenizer, pad_to_multiple_of=16)
+    left_padded = hf.PackedCollator(inner, model)(data)
+    assert all(
+        torch.equal(torch.as_tensor(left_padded[k]), torch.as_tensor(batch[k])) for k in batch
+    )
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
@@ -264,17 +271,17 @@ def test_laid_end_to_end_it_is_what_padding_and_taking_it_out_gives(
     make, tokenizer, sequences: Features, task: str, family: str, form: str
 ) -> None:
     model, data = make_task(make, family, task), TASKS[task][1](sequences)
-    wanted = hf.PackedCollator(inner_collator(tokenizer, task), model)(data)
+    expected = hf.PackedCollator(inner_collator(tokenizer, task), model)(data)
     collator = hf.PackedCollator(tokenizer, model)
-    shaped = [{name: FORMS[form](values) for name, values in each.items()} for each in data]
-    padded = [filled(each, task, 40, tokenizer.pad_token_id) for each in data]
-    for given in (shaped, padded):
-        found = collator(given)
-        assert found.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(values)), name
-    other = collator([padded[1], padded[0], *padded[2:]])  # control: another order
-    assert not torch.equal(other["input_ids"], wanted["input_ids"])
+    shaped = [{name: FORMS[form](values) for name, values in features.items()} for features in data]
+    padded = [filled(features, task, 40, tokenizer.pad_token_id) for features in data]
+    for inputs in (shaped, padded):
+        actual = collator(inputs)
+        assert actual.keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(torch.as_tensor(actual[name]), torch.as_tensor(values)), name
+    reordered = collator([padded[1], padded[0], *padded[2:]])  # control: another order
+    assert not torch.equal(reordered["input_ids"], expected["input_ids"])
 
 
 def filled(features: dict[str, Any], task: str, width: int, padding: int) -> dict[str, Any]:
@@ -298,12 +305,12 @@ def test_what_a_collator_refuses(make, tokenizer, sequences: Features) -> None:
         "input_ids": torch.ones(2, 3).long(),
         "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]]),
     }
-    for inner, said in [
+    for inner, message in [
         (lambda features: {"input_ids": empty["input_ids"]}, "no attention_mask"),
         (lambda features: dict(empty), "sequence 1 has no tokens"),
         (lambda features: {**empty, "attention_mask": torch.ones(2)}, "one row per sequence"),
     ]:
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             hf.PackedCollator(inner, model)(sequences)
     with pytest.raises(InputError, match="sequence 0 has no tokens"):
         hf.PackedCollator(tokenizer, model)([{"input_ids": [], "labels": 0}])

@@ -20,18 +20,18 @@ def test_half_precision_is_close_to_the_cpu(make, padded: dict[str, Any], family
     model = make(family, **sizes)
     collator = hf.PackedCollator(lambda features: padded, model)
     model.to("cuda", torch.bfloat16)
-    real, wanted = padded["attention_mask"].bool(), truth(**padded)[0]
-    wanted[real].square().mean().backward()
+    real, expected = padded["attention_mask"].bool(), truth(**padded)[0]
+    expected[real].square().mean().backward()
     slope = truth.get_input_embeddings().weight.grad
     flat = collator([])
     untold = {k: v for k, v in flat.items() if not k.startswith("cu_seq_lens")}  # by position ids
     for batch in (padded, untold, flat):
         there = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         model.zero_grad()
-        found = model(**there)[0]
-        found[real.cuda()].square().mean().backward()
+        actual = model(**there)[0]
+        actual[real.cuda()].square().mean().backward()
         grad = model.get_input_embeddings().weight.grad
-        assert (found.cpu().float() - wanted)[real].norm() < 0.03 * wanted[real].norm()
+        assert (actual.cpu().float() - expected)[real].norm() < 0.03 * expected[real].norm()
         assert (grad.cpu().float() - slope).norm() < 0.1 * slope.norm()
     if family != "modernbert":
         cache = getattr(there["cu_seq_lens_q"], LAYOUT_ATTRIBUTE)[1].cache

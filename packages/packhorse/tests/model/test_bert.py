@@ -41,13 +41,13 @@ def test_positions_after_padding_where_rows_or_buckets_are_filled_up() -> None:
     """Fillers have positions of their own and change nobody else's."""
     expected = [loop(ids, 0) for ids in SEQUENCES]
     whole = make_packed()
-    for packed in (whole.pad(32, 16), Packed.rows(made(), [[0, 1], [2, 3]], 9)):
+    for packed in (whole.pad(32, 16), Packed.rows(fake_sequences(), [[0, 1], [2, 3]], 9)):
         result = positions_after_padding(packed, 1)
         assert [piece.tolist() for piece in packed.split(result)] == expected
         assert int(result.max()) <= packed.max_seqlen
 
 
-def made() -> list[SyntheticSequence]:
+def fake_sequences() -> list[SyntheticSequence]:
     return [SyntheticSequence(np.array(ids), np.zeros(len(ids), int)) for ids in SEQUENCES]
 
 

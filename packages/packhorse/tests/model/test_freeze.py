@@ -146,9 +146,9 @@ def test_bf16_without_hardware_is_the_exact_product_rounded(layer, bias, no_bf16
     assert ((y.double() - truth).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("how", ["freeze", "widen"])
-def test_a_model_in_bf16_without_hardware_stays_bf16(how: str, no_bf16: None, rng) -> None:
-    if how == "freeze" and not can_freeze(torch.bfloat16):
+@pytest.mark.parametrize("dtype_source", ["freeze", "widen"])
+def test_a_model_in_bf16_without_hardware_stays_bf16(dtype_source: str, no_bf16: None, rng) -> None:
+    if dtype_source == "freeze" and not can_freeze(torch.bfloat16):
         pytest.skip("this torch has no oneDNN operators")
     config = BertConfig(60, 48, 2, 4, 80)
     bert = Bert(config, attention.kernel("bucketed")).bfloat16().eval()
@@ -158,7 +158,7 @@ def test_a_model_in_bf16_without_hardware_stays_bf16(how: str, no_bf16: None, rn
     with torch.inference_mode():
         exact = deepcopy(bert).double()(packed)
         before = bert(packed)
-        getattr(freezing, how)(bert)
+        getattr(freezing, dtype_source)(bert)
         after = bert(packed)
     assert after.dtype == bert.embed.words.weight.dtype == torch.bfloat16
     assert not any(isinstance(m, torch.nn.Linear) for m in bert.layers.modules())

@@ -18,7 +18,7 @@ PROMPTS = (1, 0, 4, 5)  # the last sequence is nothing but its prompt
 
 
 @dataclass(frozen=True)
-class Made:
+class FakeSequence:
     """A made-up sequence, with a prompt that is not pooled."""
 
     ids: np.ndarray
@@ -48,7 +48,7 @@ def by_loop(mode: str, states: Tensor, prompt: int) -> Tensor:
 
 def make_packed(prompts: tuple[int, ...], spare: int = 0) -> Packed:
     zeros = [np.zeros(length, int) for length in LENGTHS]
-    packed = Packed.build([Made(x, x, n) for x, n in zip(zeros, prompts, strict=True)])
+    packed = Packed.build([FakeSequence(x, x, n) for x, n in zip(zeros, prompts, strict=True)])
     return packed.pad(len(packed.ids) + spare, 16) if spare else packed
 
 

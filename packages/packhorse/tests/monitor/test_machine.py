@@ -24,18 +24,18 @@ def files(root: Path, **texts: str) -> Path:
 def test_what_linux_tells(tmp_path: Path) -> None:
     cores = CORE.format(0, 2500.5, "avx512_bf16 amx_tile") + CORE.format(1, 800, "avx512_vnni")
     proc = files(tmp_path / "proc", cpuinfo=cores, meminfo=MEMORY)
-    found = cpu(proc, tmp_path)
-    assert (found.device, found.name, found.clock) == ("cpu", "A CPU", 2500.5)
-    assert found.features == ("avx2", "avx512", "bf16", "amx"), "the first core's"
-    assert (found.memory_used, found.memory_total) == (3 << 30, 4 << 30)
-    assert found.cores and found.load is not None
-    assert found.temperature is found.utilisation is found.power is None
+    device = cpu(proc, tmp_path)
+    assert (device.device, device.name, device.clock) == ("cpu", "A CPU", 2500.5)
+    assert device.features == ("avx2", "avx512", "bf16", "amx"), "the first core's"
+    assert (device.memory_used, device.memory_total) == (3 << 30, 4 << 30)
+    assert device.cores and device.load is not None
+    assert device.temperature is device.utilisation is device.power is None
 
 
 def test_an_arm_processor(tmp_path: Path) -> None:
     proc = files(tmp_path, cpuinfo="processor : 0\nFeatures : fp asimd sve bf16\n", meminfo=MEMORY)
-    found = cpu(proc, tmp_path)
-    assert found.features == ("bf16", "sve") and found.name and found.clock is None
+    device = cpu(proc, tmp_path)
+    assert device.features == ("bf16", "sve") and device.name and device.clock is None
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_only_a_sensor_of_the_cpu(
 
 def test_files_that_hold_nonsense(tmp_path: Path) -> None:
     for text in ("", ":\n::", "MemTotal: many kB\nMemAvailable:", "\x00\xff"):
-        found = cpu(files(tmp_path, cpuinfo=text, meminfo=text), tmp_path)
-        assert found.memory_total is found.clock is None and found.features == ()
+        device = cpu(files(tmp_path, cpuinfo=text, meminfo=text), tmp_path)
+        assert device.memory_total is device.clock is None and device.features == ()
 
 
 def test_without_the_files_psutil_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     psutil = pytest.importorskip("psutil")
-    found = cpu(tmp_path, tmp_path)
-    assert found.memory_total == psutil.virtual_memory().total and found.cores
+    device = cpu(tmp_path, tmp_path)
+    assert device.memory_total == psutil.virtual_memory().total and device.cores
     monkeypatch.setitem(sys.modules, "psutil", None)
-    found = cpu(tmp_path, tmp_path)
-    assert found.memory_total is None and found.cores and found.name
+    device = cpu(tmp_path, tmp_path)
+    assert device.memory_total is None and device.cores and device.name

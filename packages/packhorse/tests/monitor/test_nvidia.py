@@ -41,16 +41,16 @@ class Library:
         self.gpus, self.calls = gpus, []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*about: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             self.calls.append(name)
             if self.gpus is None:
                 raise Refused(name)
             if name == "nvmlDeviceGetCount":
                 return len(self.gpus)
             if name == "nvmlDeviceGetHandleByIndex":
-                return self._known(self.gpus[about[0]])
+                return self._known(self.gpus[arguments[0]])
             if name.startswith("nvmlDeviceGet"):
-                return self._known(about[0].get(name.removeprefix("nvmlDeviceGet")))
+                return self._known(arguments[0].get(name.removeprefix("nvmlDeviceGet")))
             return None
 
         return call
@@ -74,9 +74,9 @@ def test_everything_a_gpu_tells() -> None:
 @pytest.mark.parametrize("refused", WHOLE)
 def test_what_is_refused_leaves_the_rest(refused: str) -> None:
     (whole,) = nvidia.devices(Library([WHOLE]))
-    (found,) = nvidia.devices(Library([{k: v for k, v in WHOLE.items() if k != refused}]))
+    (partial_device,) = nvidia.devices(Library([{k: v for k, v in WHOLE.items() if k != refused}]))
     names = ("name", "utilisation", "memory_total", "clock", "temperature", "power", "bus", "pids")
-    differ = [name for name in names if getattr(found, name) != getattr(whole, name)]
+    differ = [name for name in names if getattr(partial_device, name) != getattr(whole, name)]
     assert len(differ) == 1
 
 
@@ -96,11 +96,11 @@ def test_a_library_that_raises_at_every_call(
 
 
 def test_it_is_opened_and_closed_once() -> None:
-    made = Library([WHOLE])
-    with pytest.raises(KeyError), nvidia.opened(made) as (library, _):
-        assert library is made and made.calls == ["nvmlInit"]
+    fake = Library([WHOLE])
+    with pytest.raises(KeyError), nvidia.opened(fake) as (library, _):
+        assert library is fake and fake.calls == ["nvmlInit"]
         raise KeyError
-    assert made.calls == ["nvmlInit", "nvmlShutdown"]
+    assert fake.calls == ["nvmlInit", "nvmlShutdown"]
 
 
 def test_a_driver_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +119,8 @@ def test_a_driver_without_its_library(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_real_bindings_have_what_is_asked() -> None:
     """The double above answers whatever it is asked; the names must be NVML's own."""
     pynvml = pytest.importorskip("pynvml")
-    made = Library([WHOLE])
-    with nvidia.opened(made):
-        nvidia.devices(made)
+    fake = Library([WHOLE])
+    with nvidia.opened(fake):
+        nvidia.devices(fake)
     constants = ("NVML_CLOCK_SM", "NVML_TEMPERATURE_GPU", "NVMLError")
-    assert [name for name in (*made.calls, *constants) if not hasattr(pynvml, name)] == []
+    assert [name for name in (*fake.calls, *constants) if not hasattr(pynvml, name)] == []

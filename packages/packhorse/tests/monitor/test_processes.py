@@ -50,7 +50,7 @@ class Machine:
         return None if pid in self.gone else self.known.get(pid)
 
 
-def say(pid: int, **figures: Any) -> PublishedStatus:
+def published(pid: int, **figures: Any) -> PublishedStatus:
     return PublishedStatus(pid, "runner-1", time.time(), figures)
 
 
@@ -83,7 +83,7 @@ def test_speakers_and_silent_ones_are_joined() -> None:
             7: ProcessFacts(("packhorse", "monitor", "--watch"), "ann", 1, 80.0),
         }
     )
-    said = say(
+    entry = published(
         5,
         model="minilm",
         device="cuda:0",
@@ -92,12 +92,22 @@ def test_speakers_and_silent_ones_are_joined() -> None:
         fill=0.97,
         waiting_requests=3,
     )
-    other, mine = find_processes(machine, [said], [])
-    assert (other.pid, other.user, other.command, other.does) == (6, "bob", "packhorse train", None)
-    assert (mine.command, mine.user, mine.seconds) == ("python mine.py", "ann", 50.0)
-    assert (mine.sequences_per_second, mine.tokens_per_second) == (12.5, 900)
-    assert (mine.fill, mine.queue, mine.device, mine.does) == (0.97, 3, "cuda:0", "minilm")
-    assert mine.figures == said.figures and mine.silent is not None and mine.silent < 5
+    silent, speaking = find_processes(machine, [entry], [])
+    assert (silent.pid, silent.user, silent.command, silent.does) == (
+        6,
+        "bob",
+        "packhorse train",
+        None,
+    )
+    assert (speaking.command, speaking.user, speaking.seconds) == ("python mine.py", "ann", 50.0)
+    assert (speaking.sequences_per_second, speaking.tokens_per_second) == (12.5, 900)
+    assert (speaking.fill, speaking.queue, speaking.device, speaking.does) == (
+        0.97,
+        3,
+        "cuda:0",
+        "minilm",
+    )
+    assert speaking.figures == entry.figures and speaking.silent is not None and speaking.silent < 5
 
 
 def test_one_process_may_speak_of_several_things() -> None:
@@ -112,7 +122,7 @@ def test_one_that_ends_between_two_looks_is_left_out() -> None:
     machine = Machine(
         {5: ProcessFacts(("packhorse", "run")), 6: ProcessFacts(("packhorse", "run"))}, gone=(5, 6)
     )
-    assert find_processes(machine, [say(6)], []) == []
+    assert find_processes(machine, [published(6)], []) == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,7 @@ def test_one_that_ends_between_two_looks_is_left_out() -> None:
     ],
 )
 def test_what_it_does_in_a_few_words(figures: dict[str, Any], does: str | None) -> None:
-    (line,) = find_processes(Machine({5: ProcessFacts()}), [say(5, **figures)], [])
+    (line,) = find_processes(Machine({5: ProcessFacts()}), [published(5, **figures)], [])
     if "documents_per_second" in figures:
         assert line.does in ("reading, 25%, 1,234 documents/s", "reading, 25%, 1,235 documents/s")
     else:
@@ -135,16 +145,18 @@ def test_what_it_does_in_a_few_words(figures: dict[str, Any], does: str | None) 
 
 @pytest.mark.parametrize("wrong", ["12", None, True, [1], float("nan"), float("inf"), 10**400])
 def test_a_figure_of_the_wrong_kind_is_none(wrong: Any) -> None:
-    said = say(5, fill=wrong, queue=wrong, sequences_per_second=wrong, device=wrong, does=wrong)
-    (line,) = find_processes(Machine({5: ProcessFacts()}), [said], [])
+    entry = published(
+        5, fill=wrong, queue=wrong, sequences_per_second=wrong, device=wrong, does=wrong
+    )
+    (line,) = find_processes(Machine({5: ProcessFacts()}), [entry], [])
     assert line.fill is line.queue is line.sequences_per_second is None
     assert line.device == line.does == (wrong if isinstance(wrong, str) else None)
 
 
 def test_a_clock_that_is_wrong_is_no_error() -> None:
     for at, known in [(float("-inf"), False), (time.time() + 99, True), (-1e300, False)]:
-        said = [PublishedStatus(5, "x", at, {})]
-        (line,) = find_processes(Machine({5: ProcessFacts()}), said, [])
+        entries = [PublishedStatus(5, "x", at, {})]
+        (line,) = find_processes(Machine({5: ProcessFacts()}), entries, [])
         assert (line.silent is not None) == known
 
 
@@ -160,8 +172,8 @@ def test_which_of_ours_use_a_gpu() -> None:
     first, second = find_processes(machine, [], gpus)
     assert (first.device, first.gpu_memory) == ("gpu 0, gpu 1, gpu 2", 17)
     assert (second.device, second.gpu_memory) == (None, None)
-    (said, _) = find_processes(machine, [say(5, device="cuda:1")], gpus[2:])
-    assert (said.device, said.gpu_memory) == ("cuda:1", None)
+    (process, _) = find_processes(machine, [published(5, device="cuda:1")], gpus[2:])
+    assert (process.device, process.gpu_memory) == ("cuda:1", None)
 
 
 # The system itself
@@ -170,16 +182,16 @@ def test_which_of_ours_use_a_gpu() -> None:
 @needs_proc
 def test_this_process_in_files_and_by_psutil_is_the_same() -> None:
     psutil = pytest.importorskip("psutil")
-    files, other = (
-        each.facts(os.getpid()) for each in (ProcSystem(Path("/proc")), PsutilSystem(psutil))
+    from_files, from_psutil = (
+        system.facts(os.getpid()) for system in (ProcSystem(Path("/proc")), PsutilSystem(psutil))
     )
-    assert files and other and files.memory and other.memory
-    assert [*files.command] == [*other.command] and files.user == other.user
-    assert files.memory == pytest.approx(other.memory, rel=0.2)
-    assert files.seconds == pytest.approx(other.seconds, abs=2.0)
-    for each in (ProcSystem(Path("/proc")), PsutilSystem(psutil)):
-        assert os.getpid() in each.pids()
-        assert each.facts(1 << 22) is None and not each.command(1 << 22)
+    assert from_files and from_psutil and from_files.memory and from_psutil.memory
+    assert [*from_files.command] == [*from_psutil.command] and from_files.user == from_psutil.user
+    assert from_files.memory == pytest.approx(from_psutil.memory, rel=0.2)
+    assert from_files.seconds == pytest.approx(from_psutil.seconds, abs=2.0)
+    for system in (ProcSystem(Path("/proc")), PsutilSystem(psutil)):
+        assert os.getpid() in system.pids()
+        assert system.facts(1 << 22) is None and not system.command(1 << 22)
 
 
 def fake_proc(root: Path, pid: int, stat: str, command: bytes) -> Path:
@@ -205,14 +217,14 @@ def test_files_that_are_hard_to_read(tmp_path: Path) -> None:
 def test_without_rights_to_a_process_it_is_still_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*given: Any, **more: Any) -> str:
+    def refuse(*arguments: Any, **more: Any) -> str:
         raise PermissionError
 
     proc = fake_proc(tmp_path, 9, "", b"packhorse\0run\0")
     monkeypatch.setattr(Path, "read_text", refuse)
     facts = ProcSystem(proc).facts(9)
     assert facts == ProcessFacts()
-    (line,) = find_processes(Machine({9: ProcessFacts()}), [say(9, does="work")], [])
+    (line,) = find_processes(Machine({9: ProcessFacts()}), [published(9, does="work")], [])
     assert (line.pid, line.user, line.memory, line.does) == (9, None, None, "work")
 
 
@@ -234,9 +246,9 @@ def names(seen: Snapshot) -> list[str | None]:
 def test_stale_and_wrong_files_are_passed_over(home: Path) -> None:
     status.publish("good", {"does": "work"})
     (good,) = home.iterdir()
-    said = json.loads(good.read_text())
-    (home / "1.stale.json").write_text(json.dumps(said | {"pid": 1 << 22}))
-    (home / "2.reused.json").write_text(json.dumps(said | {"born": 1}))
+    entry = json.loads(good.read_text())
+    (home / "1.stale.json").write_text(json.dumps(entry | {"pid": 1 << 22}))
+    (home / "2.reused.json").write_text(json.dumps(entry | {"born": 1}))
     (home / "3.half.json").write_text(good.read_text()[:20])
     (home / "4.mad.json").write_text('{"pid": NaN}')
     seen = look(None)

@@ -31,7 +31,9 @@ MODES: tuple[Mode, ...] = ("positions", "mask", "repack")
 # Model, attention, exporter, opset; those of SOME in every run, the others in the slow ones.
 SOME = ["bert:eager", "bert:sdpa", "span:sdpa", "classify:eager", "roberta:sdpa"]
 SOME += ["distilbert:eager", "bert:eager:old:11", "bert:sdpa:dynamo"]
-EVERY = [f"{kind}:{how}" for kind in OUTPUTS for how in ("eager", "sdpa") if kind != "mpnet"]
+EVERY = [
+    f"{kind}:{attention}" for kind in OUTPUTS for attention in ("eager", "sdpa") if kind != "mpnet"
+]
 EVERY += [f"{name}:dynamo" for name in EVERY]
 EVERY += ["bert:eager:old:11", "bert:eager:old:13", "bert:sdpa:old:18", "bert:sdpa:dynamo:23"]
 EXPORTED = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in EVERY]

@@ -203,17 +203,29 @@ def test_limits(backends: Backends) -> None:
     assert backends("roberta:sdpa", "repack").max_length == 22
 
 
-def one(length: int, word: int = 7) -> Tokens:
+def repeated(length: int, word: int = 7) -> Tokens:
     return Tokens(np.full(length, word), np.zeros(length, np.int64))
 
 
 BAD: list[tuple[Mode, Any, Callable[[], Packed], Any, str]] = [
-    ("mask", None, lambda: Packed.build([one(3)]), KernelError, "laid in rows"),
-    ("mask", (2, 16), lambda: Packed.rows([one(3)], [[0]], 8), InputError, "rows of 8 tokens"),
-    ("repack", None, lambda: Packed.build([one(25)]), InputError, "has 25 tokens, the model 24"),
-    ("repack", (1, 8), lambda: Packed.build([one(9)]), InputError, "longer than the model's 8"),
-    ("positions", (1, 8), lambda: Packed.build([one(9)]), InputError, "9 tokens, a row 8"),
-    ("repack", None, lambda: Packed.build([one(2, WORDS)]), InputError, "token 60 is outside"),
+    ("mask", None, lambda: Packed.build([repeated(3)]), KernelError, "laid in rows"),
+    ("mask", (2, 16), lambda: Packed.rows([repeated(3)], [[0]], 8), InputError, "rows of 8 tokens"),
+    (
+        "repack",
+        None,
+        lambda: Packed.build([repeated(25)]),
+        InputError,
+        "has 25 tokens, the model 24",
+    ),
+    (
+        "repack",
+        (1, 8),
+        lambda: Packed.build([repeated(9)]),
+        InputError,
+        "longer than the model's 8",
+    ),
+    ("positions", (1, 8), lambda: Packed.build([repeated(9)]), InputError, "9 tokens, a row 8"),
+    ("repack", None, lambda: Packed.build([repeated(2, WORDS)]), InputError, "token 60 is outside"),
 ]
 
 
@@ -227,16 +239,16 @@ def test_batches_that_do_not_fit(
 
 def test_unknown_heads_are_refused(backends: Backends) -> None:
     with pytest.raises(CheckpointError, match=r"no 'span' head \(it has: .*hidden, pooled\)"):
-        backends("bert:sdpa", "repack")(Packed.build([one(3)]), ["span"])
+        backends("bert:sdpa", "repack")(Packed.build([repeated(3)]), ["span"])
 
 
 def test_without_a_mask_padding_is_refused(make: Callable[..., nn.Module], tmp_path: Path) -> None:
     path = export(make("bert", "eager"), tmp_path / "m.onnx", ("a", "b"), inputs=("input_ids",))
     onnxpack.pack(path, tmp_path / "positions.onnx", "positions")
     backend = onnxpack.load(tmp_path / "positions.onnx")
-    assert backend(Packed.build([one(3), one(3)]), ["a"])[0].shape == (6, 16)
+    assert backend(Packed.build([repeated(3), repeated(3)]), ["a"])[0].shape == (6, 16)
     with pytest.raises(InputError, match="takes no mask"):
-        backend(Packed.build([one(3), one(4)]), ["a"])
+        backend(Packed.build([repeated(3), repeated(4)]), ["a"])
     for mode in ("mask", "repack"):  # these bring their own
         assert onnxpack.pack(path, tmp_path / f"{mode}.onnx", mode).difference < 1e-5
 

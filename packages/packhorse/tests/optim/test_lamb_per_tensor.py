@@ -38,7 +38,7 @@ class Bert:
     weights: Tensors
     gradients: list[Tensors]
     folder: Path  # of the weights
-    ours: list[Tensors]  # the gradients
+    packhorse_lamb: list[Tensors]  # the gradients
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def _together(name: str) -> list[str]:
     return [name.replace(part, another) for another in JOINED] if part else [name]
 
 
-def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensors:
+def packhorse_lamb(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensors:
     """The same by our model and LAMB: what transformers reads of the result."""
     built = checkpoint.load(bert.folder)
     model = built.model.train()
@@ -154,7 +154,7 @@ def ours(bert: Bert, out: Path, *, half: bool = False, **options: Any) -> Tensor
     for group in optimizer.param_groups:
         group["foreach"] = options.get("foreach", True)
     named = dict(model.named_parameters())
-    for gradients in bert.ours:
+    for gradients in bert.our_gradients:
         for name, gradient in gradients.items():
             named[name].grad = gradient.clone()
         optimizer.step()
@@ -196,7 +196,7 @@ def test_each_tensor_of_transformers_moves_as_the_paper_says(
     bert: Bert, options: dict[str, Any], tmp_path: Path
 ) -> None:
     oracle = {key: options[key] for key in ("corrected", "adapt_excluded") if key in options}
-    result = ours(bert, tmp_path / "out", **options)
+    result = packhorse_lamb(bert, tmp_path / "out", **options)
     off, name = worst(bert, result, by_the_paper(bert, **oracle))
     assert off < EXACT, f"{name} is off by {off:.2g} of its movement"
     control, name = worst(bert, result, by_the_paper(bert, **oracle, joined=True))
@@ -205,6 +205,6 @@ def test_each_tensor_of_transformers_moves_as_the_paper_says(
 
 def test_without_split_qkv_the_three_have_one_ratio(bert: Bert, tmp_path: Path) -> None:
     """As Graphcore's POD64 was trained: the oracle's formula over the three as one tensor."""
-    result = ours(bert, tmp_path / "out", split_qkv=False)
+    result = packhorse_lamb(bert, tmp_path / "out", split_qkv=False)
     assert worst(bert, result, by_the_paper(bert, joined=True))[0] < EXACT
     assert worst(bert, result, by_the_paper(bert))[0] > 0.1

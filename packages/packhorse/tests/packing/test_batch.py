@@ -16,15 +16,15 @@ from packhorse.packing import plan
 from packhorse.packing.batch import Packed
 
 
-class Made(NamedTuple):
+class FakeSequence(NamedTuple):
     ids: np.ndarray
     types: np.ndarray
 
 
-def make(lengths: list[int]) -> list[Made]:
+def make(lengths: list[int]) -> list[FakeSequence]:
     counter = iter(range(1, 10**6))
     return [
-        Made(np.array([next(counter) for _ in range(n)]), np.full(n, i % 2))
+        FakeSequence(np.array([next(counter) for _ in range(n)]), np.full(n, i % 2))
         for i, n in enumerate(lengths)
     ]
 

@@ -48,7 +48,7 @@ def test_vectors_are_ours_with_every_prompt(name: str, encoder: Encoder, folder:
     steps: list[tuple[int, int]] = []
     vectors: dict[Any, np.ndarray] = {}
     for role in (None, "query", "document"):
-        vectors[role] = their_read(TEXTS, role, lambda *done: steps.append(done))
+        vectors[role] = their_read(TEXTS, role, lambda *counts: steps.append(counts))
         with pytest.warns(TruncationWarning):
             np.testing.assert_allclose(vectors[role], our_read(TEXTS, role), atol=2e-6)
     assert steps == [(2, 4), (4, 4)] * 3

@@ -40,7 +40,7 @@ def make_encoder(make_model, tmp_path_factory):
 
     folder: Path = tmp_path_factory.mktemp("vocabulary")
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY.split()))
-    tokenizer, cpu, made = Tokenizer.load(folder), torch.device("cpu"), {}
+    tokenizer, cpu, encoders = Tokenizer.load(folder), torch.device("cpu"), {}
 
     def build(kernel: str) -> Encoder:
         model = make_model(torch.float32, width=32, heads=2, positions=48)
@@ -65,9 +65,9 @@ def make_encoder(make_model, tmp_path_factory):
         )
 
     def make(task: str = "embed", kernel: str = "bucketed", before=None) -> Encoder:
-        if kernel not in made:
-            made[kernel] = build(kernel)
-        encoder = replace(made[kernel], labels=LABELS.get(task, LABELS["classify"]))
+        if kernel not in encoders:
+            encoders[kernel] = build(kernel)
+        encoder = replace(encoders[kernel], labels=LABELS.get(task, LABELS["classify"]))
         return (
             encoder if before is None else replace(encoder, backend=Around(encoder.backend, before))
         )

@@ -172,14 +172,14 @@ def test_what_is_cancelled_leaves_the_batch_that_was_packed() -> None:
 
 def test_one_cancelled_at_the_last_moment_does_not_run() -> None:
     queue, clock = admission(RAGGED)
-    gone, kept = queue.push(job(4)), queue.push(job(5))
+    gone, remaining = queue.push(job(4)), queue.push(job(5))
     gone._done_callbacks.clear()  # type: ignore[attr-defined]  # it was cancelled, but not told yet
     gone.cancel()
     clock.now += 1
     assert lengths(queue.next_batch(wait=True)) == [[5]]
     queue._done(gone)
     assert (queue.waiting_tokens, queue.waiting_requests, queue.cancelled) == (0, 0, 1)
-    assert list(queue.unanswered) == [kept]
+    assert list(queue.unanswered) == [remaining]
 
 
 def test_answered_by_someone_else_is_no_harm() -> None:
@@ -266,10 +266,10 @@ def test_stopping_while_a_request_is_answered() -> None:
     engine = threading.Thread(target=answer)
     engine.start()
     try:
-        left = queue.stop("closed", drain=False)
+        stopped = queue.stop("closed", drain=False)
     finally:
         engine.join(60)
-    assert [request.future for request in left] == waiting
+    assert [request.future for request in stopped] == waiting
     assert not queue.unanswered
     assert queue.waiting_requests == queue.waiting_tokens == 0 and not queue.queues
 
@@ -277,12 +277,12 @@ def test_stopping_while_a_request_is_answered() -> None:
 def test_a_request_that_leaves_with_the_queue_can_no_longer_be_cancelled() -> None:
     """It fails or it was cancelled: one of the two is counted, and the future says the same."""
     queue, _ = admission(RAGGED)
-    cancelled, kept = queue.push(job(3)), queue.push(job(4))
+    cancelled, remaining = queue.push(job(3)), queue.push(job(4))
     cancelled._done_callbacks.clear()  # type: ignore[attr-defined]  # it is told in a moment
     cancelled.cancel()
-    assert [request.future for request in queue.stop("closed", drain=False)] == [kept]
+    assert [request.future for request in queue.stop("closed", drain=False)] == [remaining]
     queue._done(cancelled)
-    assert not kept.cancel()
+    assert not remaining.cancel()
     assert queue.cancelled == 1 and queue.waiting_requests == 0
 
 
@@ -328,7 +328,7 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
     queue, clock = admission(shape, lookahead=lookahead)
     futures: list[Future] = []
     ran: list[Future] = []
-    wanted: dict[Future, int] = {}
+    lengths_of: dict[Future, int] = {}
 
     def take(idle: bool) -> None:
         with queue._changed:
@@ -345,7 +345,7 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
         if action == "push":
             future = queue.push(job(*argument))
             futures.append(future)
-            wanted[future] = len(argument)
+            lengths_of[future] = len(argument)
         elif action == "cancel" and futures:
             futures[argument % len(futures)].cancel()
         elif action == "take":
@@ -358,6 +358,6 @@ def test_whatever_happens_everyone_runs_once_or_was_cancelled(
         take(True)
     assert not queue.queues and queue.waiting_tokens == queue.waiting_requests == 0
     for future in futures:
-        assert ran.count(future) == (0 if future.cancelled() else wanted[future])
+        assert ran.count(future) == (0 if future.cancelled() else lengths_of[future])
     assert queue.admitted == len(futures)
     assert queue.cancelled == sum(future.cancelled() for future in futures)

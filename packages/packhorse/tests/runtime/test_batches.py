@@ -20,10 +20,10 @@ def test_everyone_is_in_the_batch_once_and_whole(mode: str, rng) -> None:
     lengths = rng.integers(1, 33, 100).tolist()
     seen: list[int] = []
     for indices, packs in shape.cut(lengths):
-        mine = sequences(*(lengths[i] for i in indices))
-        packed = shape.lay(mine, packs)
-        assert len(packed.ids) == sum(map(len, mine)) if mode == "ragged" else 4 * 32
-        for sequence, ids in zip(mine, packed.split(packed.ids), strict=True):
+        chosen = sequences(*(lengths[i] for i in indices))
+        packed = shape.lay(chosen, packs)
+        assert len(packed.ids) == sum(map(len, chosen)) if mode == "ragged" else 4 * 32
+        for sequence, ids in zip(chosen, packed.split(packed.ids), strict=True):
             assert ids.tolist() == sequence.ids.tolist()
         seen += indices
     assert seen == list(range(100))
@@ -36,8 +36,8 @@ def test_in_mask_no_sequence_crosses_a_row_and_in_repack_some_do() -> None:
         ((_, packs),) = shape.cut([5, 5, 5])
         packed = shape.lay(sequences(5, 5, 5), packs)
         starts, ends = packed.starts, packed.cu_seqlens[1:] - 1
-        own = list(packed.places)
-        crossing[mode] = bool((starts[own] // 8 != ends[own] // 8).any())
+        real = list(packed.places)
+        crossing[mode] = bool((starts[real] // 8 != ends[real] // 8).any())
         assert int(packed.cu_seqlens[-1]) == len(packed.ids) == 24
         assert packed.capacity == (8 if mode == "mask" else 0)
     assert crossing == {"mask": False, "repack": True}

@@ -23,18 +23,20 @@ def test_a_column_and_a_table_are_its_texts(make_encoder, table: Any) -> None:
     encoder = make_encoder()
     want = encoder.embed(TEXTS).tobytes()
     stream = table.to_iterable_dataset()
-    for given in (table["text"], table, stream, stream["text"], iter(TEXTS)):
-        assert encoder.embed(given).tobytes() == want, type(given)
+    for source in (table["text"], table, stream, stream["text"], iter(TEXTS)):
+        assert encoder.embed(source).tobytes() == want, type(source)
     assert encoder.embed(table.with_format("numpy")["text"]).tobytes() == want
-    for given in (table["text"], table, stream["text"]):
-        assert encoder.encode(given, prompt="").tobytes() == want, type(given)
+    for source in (table["text"], table, stream["text"]):
+        assert encoder.encode(source, prompt="").tobytes() == want, type(source)
 
 
 def test_every_task_takes_them(make_encoder, table: Any) -> None:
     encoder = make_encoder("classify")
     assert encoder.classify(table) == encoder.classify(TEXTS)
-    found, want = (encoder.tokenize(texts) for texts in (table["text"], TEXTS))
-    assert [one.ids.tolist() for one in found] == [one.ids.tolist() for one in want]
+    encodings, want = (encoder.tokenize(texts) for texts in (table["text"], TEXTS))
+    assert [encoding.ids.tolist() for encoding in encodings] == [
+        encoding.ids.tolist() for encoding in want
+    ]
     reranker = make_encoder("rerank")
     assert reranker.rerank("ann", table["text"]) == reranker.rerank("ann", TEXTS)
     assert reranker.rerank("ann", table) == reranker.rerank("ann", TEXTS)
@@ -58,16 +60,16 @@ class Frame:
 
 
 @pytest.mark.parametrize(
-    "given", [Frame(), {"text": TEXTS}, None, 7], ids=["frame", "map", "none", "number"]
+    "wrong", [Frame(), {"text": TEXTS}, None, 7], ids=["frame", "map", "none", "number"]
 )
-def test_what_is_no_list_of_texts_is_refused(make_encoder, given: Any) -> None:
+def test_what_is_no_list_of_texts_is_refused(make_encoder, wrong: Any) -> None:
     encoder = make_encoder()
-    said = r'pass one column of it: table\["…"\]|texts are a list of texts, not'
-    with pytest.raises(InputError, match=said):
-        encoder.embed(given)
+    message = r'pass one column of it: table\["…"\]|texts are a list of texts, not'
+    with pytest.raises(InputError, match=message):
+        encoder.embed(wrong)
     with packhorse.PackRunner(encoder, timeout=0) as runner:
-        with pytest.raises(InputError, match=said):
-            runner.run(given)
+        with pytest.raises(InputError, match=message):
+            runner.run(wrong)
         assert len(runner.run(iter(TEXTS))) == len(TEXTS)
     with pytest.raises(InputError, match=r"PackRunner\(packhorse.load\('name'\)\)"):
         packhorse.PackRunner("name")  # pyright: ignore[reportArgumentType]

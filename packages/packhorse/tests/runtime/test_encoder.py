@@ -65,10 +65,10 @@ def test_order_is_kept_and_batches_do_not_matter(minilm: Path, encoder: Encoder)
     small = packhorse.load(minilm, budget=64)
     seen: list[tuple[int, int]] = []
     a = encoder.embed(texts)
-    b = small.embed(texts, progress=lambda done, total: seen.append((done, total)))
+    b = small.embed(texts, progress=lambda count, total: seen.append((count, total)))
     assert np.abs(a - b).max() <= 1e-5
     assert seen[-1] == (60, 60) and len(seen) > 5
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert [count for count, _ in seen] == sorted(count for count, _ in seen)
     assert np.abs(encoder.embed(texts[7:8]) - a[7:8]).max() <= 1e-5
 
 
@@ -77,9 +77,9 @@ def test_every_kernel_gives_the_same_vectors(minilm: Path, encoder: Encoder, ker
     if refusal := attention_kernel(kernel).serves.refusal(torch.device("cpu"), torch.float32):
         pytest.skip(refusal)
     texts = ["short", "a somewhat longer text than that", "w " * 100, ""]
-    found = packhorse.load(minilm, kernel=kernel)
-    assert found.kernel == kernel
-    assert np.abs(found.embed(texts) - encoder.embed(texts)).max() <= 1e-5
+    loaded = packhorse.load(minilm, kernel=kernel)
+    assert loaded.kernel == kernel
+    assert np.abs(loaded.embed(texts) - encoder.embed(texts)).max() <= 1e-5
 
 
 def test_bf16_stays_close(minilm: Path, encoder: Encoder) -> None:
@@ -129,22 +129,22 @@ def test_a_missing_head_is_refused_by_name(encoder: Encoder) -> None:
 def test_classify_and_rerank(make) -> None:
     three = make("BertForSequenceClassification", num_labels=3)
     texts = ["the cat", ("the cat sat", "on a mat"), "a red hat ."]
-    found = three.classify(texts)
-    for one, text in zip(found, texts, strict=True):
-        assert sum(one.scores.values()) == pytest.approx(1)
-        assert one.label == max(one.scores, key=lambda k: one.scores[k])
-        assert three.classify([text])[0].score == pytest.approx(one.score, abs=1e-5)
+    results = three.classify(texts)
+    for result, text in zip(results, texts, strict=True):
+        assert sum(result.scores.values()) == pytest.approx(1)
+        assert result.label == max(result.scores, key=lambda k: result.scores[k])
+        assert three.classify([text])[0].score == pytest.approx(result.score, abs=1e-5)
     with pytest.raises(CheckpointError, match="needs a head with one output"):
         three.rerank("cat", ["the cat"])
 
-    one = make("BertForSequenceClassification", num_labels=1)
+    result = make("BertForSequenceClassification", num_labels=1)
     documents = ["the cat", "a red hat", "one mat saw a cat", "who ?"]
-    ranking = one.rerank("what cat", documents)
+    ranking = result.rerank("what cat", documents)
     scores = [r.score for r in ranking]
     assert scores == sorted(scores, reverse=True)
     assert sorted(r.index for r in ranking) == [0, 1, 2, 3]
     assert all(documents[r.index] == r.text for r in ranking)
-    assert one.rerank("what cat", documents, top_k=2) == ranking[:2]
+    assert result.rerank("what cat", documents, top_k=2) == ranking[:2]
 
 
 def test_answers_come_from_the_context(make) -> None:
@@ -166,11 +166,11 @@ def test_answers_come_from_the_context(make) -> None:
 
 def test_fill_puts_words_for_masks(make) -> None:
     model = make("BertForMaskedLM")
-    (one, two), (single,) = model.fill(["the [MASK] sat on a [MASK] .", "a [MASK]"], top_k=3)
-    assert len(one) == len(two) == len(single) == 3
-    assert one[0].text == f"the {one[0].word} sat on a [MASK] ."
-    assert two[0].text == f"the [MASK] sat on a {two[0].word} ."
-    assert one[0].score >= one[1].score
+    (first, second), (single,) = model.fill(["the [MASK] sat on a [MASK] .", "a [MASK]"], top_k=3)
+    assert len(first) == len(second) == len(single) == 3
+    assert first[0].text == f"the {first[0].word} sat on a [MASK] ."
+    assert second[0].text == f"the [MASK] sat on a {second[0].word} ."
+    assert first[0].score >= first[1].score
     with pytest.raises(InputError, match=r"text 1 has no \[MASK\] to fill"):
         model.fill(["a [MASK]", "the cat"])
 
@@ -223,10 +223,10 @@ def test_sts_benchmark(shared_data: Path, encoder: Encoder) -> None:
 
     text = (shared_data / "glue" / "stsb-en-dev.csv").read_text(encoding="utf-8")
     rows = list(csv.reader(text.splitlines()))
-    left = encoder.embed([row[0] for row in rows])
+    first_vectors = encoder.embed([row[0] for row in rows])
     right = encoder.embed([row[1] for row in rows])
-    found = spearmanr((left * right).sum(1), [float(row[2]) for row in rows])
-    assert found.statistic == pytest.approx(0.8672, abs=5e-4)
+    correlation = spearmanr((first_vectors * right).sum(1), [float(row[2]) for row in rows])
+    assert correlation.statistic == pytest.approx(0.8672, abs=5e-4)
 
 
 def test_a_tokenizer_outside_the_folder_is_not_read(minilm: Path, tmp_path: Path) -> None:

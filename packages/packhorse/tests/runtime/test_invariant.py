@@ -70,18 +70,18 @@ def differing(
     only: int | None = None,
 ) -> int:
     """Sequences that became something else among others than alone; some come as the only token."""
-    own = [*made_up(rng, 7), SyntheticSequence(np.array([3]), np.array([0]))]
-    alone = [rows_of(backend, [sequence], heads, only)[0] for sequence in own]
+    fixed = [*made_up(rng, 7), SyntheticSequence(np.array([3]), np.array([0]))]
+    alone = [rows_of(backend, [sequence], heads, only)[0] for sequence in fixed]
     wrong = 0
     for number in range(packs):
         others = made_up(rng, int(rng.integers(0, 60)))
         place = (0, len(others), len(others) // 2)[number % 3]  # first, last, in the middle
-        found = rows_of(backend, [*others[:place], *own, *others[place:]], heads, only)
-        mine = found[place : place + len(own)]
-        wrong += sum(a != b for a, b in zip(alone, mine, strict=True))
-        own_order = rng.permutation(len(own))
-        found = rows_of(backend, [own[i] for i in own_order], heads, only)
-        wrong += sum(found[at] != alone[i] for at, i in enumerate(own_order))
+        rows = rows_of(backend, [*others[:place], *fixed, *others[place:]], heads, only)
+        fixed_rows = rows[place : place + len(fixed)]
+        wrong += sum(a != b for a, b in zip(alone, fixed_rows, strict=True))
+        own_order = rng.permutation(len(fixed))
+        rows = rows_of(backend, [fixed[i] for i in own_order], heads, only)
+        wrong += sum(rows[at] != alone[i] for at, i in enumerate(own_order))
     return wrong
 
 
@@ -122,7 +122,7 @@ def test_so_do_heads_of_some_tokens(make_backend, rng) -> None:
 
 
 @pytest.mark.parametrize("fixed", [0, TOKENS])
-def test_neighbours_show_where_a_kernel_lays_them_together(make_backend, rng, fixed: int) -> None:
+def test_neighbors_show_where_a_kernel_lays_them_together(make_backend, rng, fixed: int) -> None:
     """A control, which fixed shapes do not heal."""
     assert differing(make_backend(kernel="bucketed", fixed=fixed), ["hidden"], rng) > 0
 
@@ -173,8 +173,8 @@ class Rarely(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.linear(x)
-        bits = found.view(torch.int16)
+        product = self.linear(x)
+        bits = product.view(torch.int16)
         chosen = (bits * 7919 + x[:, :1].view(torch.int16)) % 2048 == 0
         return torch.where(chosen & (len(x) < 130), bits ^ 1, bits).view(torch.bfloat16)
 
@@ -289,7 +289,7 @@ TASKS = {
 }
 
 
-def asked(task: str, rng: np.random.Generator, count: int) -> list[Any]:
+def inputs_for(task: str, rng: np.random.Generator, count: int) -> list[Any]:
     """Texts of many lengths for a task; some answers are looked for in several windows."""
     texts = [" ".join(rng.choice(TASKS[task], n)) for n in rng.integers(1, 40, count)]
     if task == "fill":
@@ -308,7 +308,7 @@ def test_every_task_one_by_one_and_through_a_runner(
     make_encoder, make_backend, quiet_runtime, rng, task: str
 ) -> None:
     encoder = replace(make_encoder(task), backend=make_backend(), kernel=FASTEST)
-    texts = asked(task, rng, 24)
+    texts = inputs_for(task, rng, 24)
     together = [bits(x) for x in encoder._finish(encoder.prepare(task, texts), None)]
     alone = [bits(encoder._finish(encoder.prepare(task, [t]), None)[0]) for t in texts]
     assert alone == together
@@ -333,9 +333,9 @@ def test_minilm_alone_and_among_others(minilm_encoder: Encoder, rng) -> None:
     texts = real_texts(rng, 60)
     vectors = minilm_encoder.embed(texts)
     for _ in range(6):
-        some = rng.permutation(len(texts))[: rng.integers(1, 30)]
-        found = minilm_encoder.embed([texts[i] for i in some])
-        assert found.tobytes() == vectors[some].tobytes()
+        chosen = rng.permutation(len(texts))[: rng.integers(1, 30)]
+        actual = minilm_encoder.embed([texts[i] for i in chosen])
+        assert actual.tobytes() == vectors[chosen].tobytes()
     for i in range(8):
         assert minilm_encoder.embed([texts[i]]).tobytes() == vectors[i].tobytes()
 
@@ -368,9 +368,10 @@ def test_a_kernel_that_lays_sequences_together_is_refused(minilm: Path) -> None:
 def test_where_the_fastest_would_the_reference_serves() -> None:
     assert attention.pick(CPU, torch.float16).name == "bucketed"
     for name in (None, "auto"):
-        found = invariant.pick(CPU, torch.float16, name=name, head_size=32)
+        picked = invariant.pick(CPU, torch.float16, name=name, head_size=32)
         assert (
-            found.name == "reference" and "bucketed is the fastest that serves, but" in found.reason
+            picked.name == "reference"
+            and "bucketed is the fastest that serves, but" in picked.reason
         )
 
 

@@ -40,16 +40,16 @@ worker.join()
 
 def grown(folder: Path, shapes: int, **environment: str) -> tuple[int, list[str]]:
     """Bytes that a process of its own grew by, and what its environment said in the end."""
-    kept = {name: value for name, value in os.environ.items() if name not in loading.PREPARED}
-    done = subprocess.run(
+    variables = {name: value for name, value in os.environ.items() if name not in loading.PREPARED}
+    completed = subprocess.run(
         [sys.executable, "-c", MANY_SHAPES, str(folder), str(shapes)],
-        env=kept | environment,
+        env=variables | environment,
         capture_output=True,
         text=True,
         timeout=280,
     )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
+    assert completed.returncode == 0, completed.stderr
+    figures = json.loads(completed.stdout)
     return figures["grown"], figures["said"]
 
 
@@ -67,8 +67,8 @@ linux = pytest.mark.skipif(
 
 @linux
 def test_memory_does_not_grow_with_the_number_of_shapes(folder: Path) -> None:
-    more, said = grown(folder, 400)
-    assert said == ["64", "64"]
+    more, output = grown(folder, 400)
+    assert output == ["64", "64"]
     assert more < 128 << 20, f"{more >> 20} MiB more after 300 shapes"
 
 
@@ -76,17 +76,17 @@ def test_memory_does_not_grow_with_the_number_of_shapes(folder: Path) -> None:
 @pytest.mark.slow
 def test_without_the_limits_it_would(folder: Path) -> None:
     """The control: a user's own word stands, and with torch's own limits memory grows."""
-    theirs = dict.fromkeys(loading.PREPARED, "1024")
-    more, said = grown(folder, 400, **theirs)
-    assert said == ["1024", "1024"]
+    user_variables = dict.fromkeys(loading.PREPARED, "1024")
+    more, output = grown(folder, 400, **user_variables)
+    assert output == ["1024", "1024"]
     assert more > 192 << 20, f"{more >> 20} MiB more after 300 shapes"
 
 
-@pytest.mark.parametrize("own", [None, "9"])
-def test_a_users_own_limit_stands(folder: Path, own: str | None, monkeypatch) -> None:
+@pytest.mark.parametrize("limit", [None, "9"])
+def test_a_users_own_limit_stands(folder: Path, limit: str | None, monkeypatch) -> None:
     for name in loading.PREPARED:
-        monkeypatch.setenv(name, own or "")
-        if own is None:
+        monkeypatch.setenv(name, limit or "")
+        if limit is None:
             monkeypatch.delenv(name)
     loading.load(folder)
-    assert [os.environ[name] for name in loading.PREPARED] == [own or "64"] * 2
+    assert [os.environ[name] for name in loading.PREPARED] == [limit or "64"] * 2

@@ -86,11 +86,11 @@ def tasks(mteb: ModuleType) -> list[Any]:
 
 def scores(mteb: ModuleType, model: Any, tasks: list[Any]) -> dict[str, dict[str, float]]:
     """All that the runner found, by task."""
-    found = mteb.evaluate(model, tasks, cache=None, show_progress_bar=False)
-    every = {task.task_name: task.scores["test"][0] for task in found.task_results}
+    results = mteb.evaluate(model, tasks, cache=None, show_progress_bar=False)
+    scores_by_task = {task.task_name: task.scores["test"][0] for task in results.task_results}
     return {
-        name: {key: value for key, value in said.items() if isinstance(value, float)}
-        for name, said in every.items()
+        name: {key: value for key, value in scores_of_task.items() if isinstance(value, float)}
+        for name, scores_of_task in scores_by_task.items()
     }
 
 
@@ -101,23 +101,29 @@ def test_scores_are_those_of_sentence_transformers(
     from sentence_transformers import SentenceTransformer
 
     model = replace(packhorse.load(minilm, device="cpu", dtype="fp32"), prompts=prompts)
-    ours = scores(mteb, model, tasks)
-    theirs = scores(mteb, SentenceTransformer(str(minilm), device="cpu", prompts=prompts), tasks)
-    assert list(ours) == ["LocalPairs", "LocalSearch"]
-    for name, values in theirs.items():
-        assert ours[name] == pytest.approx(values, abs=5e-5, nan_ok=True)
-    assert len(ours["LocalPairs"]) >= 8 and len(ours["LocalSearch"]) > 40
-    assert 0.2 < ours["LocalPairs"]["cosine_spearman"] < 1 > ours["LocalSearch"]["ndcg_at_10"] > 0.2
+    actual = scores(mteb, model, tasks)
+    expected = scores(mteb, SentenceTransformer(str(minilm), device="cpu", prompts=prompts), tasks)
+    assert list(actual) == ["LocalPairs", "LocalSearch"]
+    for name, values in expected.items():
+        assert actual[name] == pytest.approx(values, abs=5e-5, nan_ok=True)
+    assert len(actual["LocalPairs"]) >= 8 and len(actual["LocalSearch"]) > 40
+    assert (
+        0.2
+        < actual["LocalPairs"]["cosine_spearman"]
+        < 1
+        > actual["LocalSearch"]["ndcg_at_10"]
+        > 0.2
+    )
 
 
 def test_the_runner_sees_what_the_model_says(mteb: ModuleType, minilm: Path) -> None:
     model = packhorse.load(minilm, device="cpu", dtype="bf16")
-    told = model.mteb_model_meta
+    meta = model.mteb_model_meta
     assert isinstance(model, mteb.EncoderProtocol)
     assert not isinstance(model, mteb.CrossEncoderProtocol | mteb.SearchProtocol)
-    assert told.name == "local/model" and told.embed_dim == 384 and told.max_tokens == 256
-    assert told.similarity_fn_name.value == "cosine"
-    assert "bf16" in told.experiment_name  # results are kept apart by number format
+    assert meta.name == "local/model" and meta.embed_dim == 384 and meta.max_tokens == 256
+    assert meta.similarity_fn_name.value == "cosine"
+    assert "bf16" in meta.experiment_name  # results are kept apart by number format
     task = SimpleNamespace(name="Any", type="STS")
     vectors = model.encode([{"text": ["a", "b"]}], task_metadata=task, prompt_type=None)
     assert isinstance(vectors, np.ndarray) and vectors.shape == (2, 384)
@@ -131,8 +137,8 @@ def test_the_prompt_is_chosen_as_the_runner_chooses(minilm: Path) -> None:
 
     task: Any = SimpleNamespace(name="SciFact", type="Retrieval")
     names = ["SciFact-query", "SciFact", "Retrieval-document", "Retrieval", "query", "document"]
-    for left in range(len(names) + 1):
-        prompts = {name: name for name in names[left:]}
+    for count in range(len(names) + 1):
+        prompts = {name: name for name in names[count:]}
         for kind in (None, PromptType.query, PromptType.document):
-            theirs = get_prompt_name({"query": "", "document": ""} | prompts, task, kind)
-            assert _prompt_of_task(prompts, task, kind) == theirs
+            expected = get_prompt_name({"query": "", "document": ""} | prompts, task, kind)
+            assert _prompt_of_task(prompts, task, kind) == expected

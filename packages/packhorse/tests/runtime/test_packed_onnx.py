@@ -40,9 +40,9 @@ def test_the_same_vectors(packed: Path, minilm: Path, mode: str) -> None:
     )
 
 
-def test_vectors_before_they_are_normalised(packed: Path, minilm: Path) -> None:
-    graph, ours = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
-    raw = ours.embed(TEXTS, normalise=False)
+def test_vectors_before_they_are_normalized(packed: Path, minilm: Path) -> None:
+    graph, torch_encoder = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
+    raw = torch_encoder.embed(TEXTS, normalise=False)
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
     np.testing.assert_allclose(graph.embed(TEXTS, normalise=False), raw, rtol=0, atol=1e-4)
 
@@ -51,8 +51,8 @@ def test_vectors_before_they_are_normalised(packed: Path, minilm: Path) -> None:
 def test_behind_the_runner(packed: Path, mode: str) -> None:
     graph = packhorse.load(packed / f"{mode}.onnx")
     with packhorse.PackRunner(graph, capacity=64, rows=2, publish=False) as runner:
-        found = runner.run(TEXTS)
-    np.testing.assert_allclose(np.stack(found), graph.embed(TEXTS), rtol=0, atol=1e-5)
+        vectors = runner.run(TEXTS)
+    np.testing.assert_allclose(np.stack(vectors), graph.embed(TEXTS), rtol=0, atol=1e-5)
 
 
 def test_beside_a_gpu_without_its_provider_it_runs_on_the_cpu(

@@ -36,9 +36,9 @@ def run(*commands: tuple[object, ...]) -> tuple[list[int], str]:
     """The exit codes of the commands, one after the other in one process, and its errors."""
     words = json.dumps([[str(word) for word in command] for command in commands])
     command = [sys.executable, "-c", WITHOUT.format(extras=set(EXTRAS)), words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1]), completed.stderr
 
 
 @pytest.fixture(scope="module")

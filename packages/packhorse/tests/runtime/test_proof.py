@@ -28,7 +28,7 @@ def serves(kernel: str, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("kernel", ON_CPU)
-def test_no_result_depends_on_neighbours(make_model, kernel: str, dtype: torch.dtype) -> None:
+def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dtype) -> None:
     if not serves(kernel, dtype):
         pytest.skip(f"{kernel} does not serve {dtype} here")
     proofs = list(proof.prove(make_model(dtype), CPU, [kernel], packs=3))
@@ -78,22 +78,22 @@ def test_mask_without_containment_would_leak_nan(make_model, monkeypatch) -> Non
 
 
 def test_mask_contains_what_overflows() -> None:
-    """Numbers too large to multiply stay with their owner; neighbours are as without them."""
+    """Numbers too large to multiply stay with their owner; neighbors are as without them."""
     from packhorse.attention.mask import Mask
     from packhorse.packing.batch import Packed
 
-    made = [
+    fakes = [
         proof.SyntheticSequence(torch.zeros(n).long().numpy(), torch.zeros(n).long().numpy())
         for n in (3, 5)
     ]
-    packed = Packed.rows(made, [[0, 1]], capacity=8)
+    packed = Packed.rows(fakes, [[0, 1]], capacity=8)
     kernel = Mask()
     qkv = torch.randn(8, 3, 2, 4)
     clean = kernel(qkv, kernel.plan(packed))
     for tensor in qkv.unbind(1):
-        kept = tensor[1, 0, 0].item()
+        original = tensor[1, 0, 0].item()
         tensor[1, 0, 0] = 1e30
-        found = kernel(qkv, kernel.plan(packed))
-        assert found[:3].isnan().all()
-        assert torch.equal(found[3:], clean[3:])
-        tensor[1, 0, 0] = kept
+        output = kernel(qkv, kernel.plan(packed))
+        assert output[:3].isnan().all()
+        assert torch.equal(output[3:], clean[3:])
+        tensor[1, 0, 0] = original

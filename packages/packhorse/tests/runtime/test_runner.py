@@ -66,9 +66,9 @@ class Gate:
 
 @pytest.fixture
 def gate(make_encoder) -> Iterator[Gate]:
-    made = Gate(make_encoder)
-    yield made
-    made.opened.set()
+    new_gate = Gate(make_encoder)
+    yield new_gate
+    new_gate.opened.set()
 
 
 def held(gate: Gate, runner: PackRunner) -> Any:
@@ -135,8 +135,8 @@ def test_a_ranking_is_one_request_of_many_sequences(make_encoder, mode: str) -> 
     documents = [" ".join(TEXTS[i % 5] for i in range(n)) for n in range(1, 9)]
     with PackRunner(encoder, rows=1, timeout=0.001) as runner:
         expected = encoder.rerank("what cat", documents)
-        found = runner.submit("what cat", "rerank", documents=documents).result(PATIENCE)
-        assert alike(found, expected)
+        ranking = runner.submit("what cat", "rerank", documents=documents).result(PATIENCE)
+        assert alike(ranking, expected)
         assert runner.submit("what cat", "rerank", documents=[]).result(PATIENCE) == []
         assert runner.stats().batches > 3
 
@@ -160,8 +160,8 @@ def test_token_ids_are_taken_as_they_are(make_encoder) -> None:
     (encoding,) = encoder.tokenize(["the cat sat"])
     with PackRunner(encoder, timeout=0) as runner:
         expected = runner.submit("the cat sat").result(PATIENCE)
-        for given in (encoding, encoding.ids, encoding.ids.tolist(), tuple(encoding.ids.tolist())):
-            assert alike(runner.submit(given).result(PATIENCE), expected)
+        for tokens in (encoding, encoding.ids, encoding.ids.tolist(), tuple(encoding.ids.tolist())):
+            assert alike(runner.submit(tokens).result(PATIENCE), expected)
         assert alike(list(encoder.embed(["the cat sat", encoding.ids])), [expected] * 2)
         for bad, message in [
             ([1] * 49, "there are 49 token ids; the model takes 1 to 48"),
@@ -181,11 +181,11 @@ def test_token_ids_are_taken_as_they_are(make_encoder) -> None:
 def test_prompts_go_before_texts_alone(make_encoder) -> None:
     encoder = replace(make_encoder(), default_prompt="query")
     with PackRunner(encoder, timeout=0) as runner:
-        asked = runner.submit("the cat").result(PATIENCE)
-        assert alike(asked, runner.submit("the cat", prompt="query").result(PATIENCE))
+        prompted = runner.submit("the cat").result(PATIENCE)
+        assert alike(prompted, runner.submit("the cat", prompt="query").result(PATIENCE))
         plain = PackRunner(make_encoder(), timeout=0)
-        assert alike(asked, plain.submit("who saw the cat").result(PATIENCE))
-        assert not alike(asked, plain.submit("the cat").result(PATIENCE))
+        assert alike(prompted, plain.submit("who saw the cat").result(PATIENCE))
+        assert not alike(prompted, plain.submit("the cat").result(PATIENCE))
         plain.close()
         runner.submit([5, 6]).result(PATIENCE)
         with pytest.raises(InputError, match="not before pairs or token ids"):
@@ -219,7 +219,7 @@ def test_what_cannot_be_asked_is_refused_at_once(make_encoder) -> None:
             ({"text": 5}, InputError, "neither a string nor a pair"),
             ({"text": "\ud800"}, InputError, "not Unicode"),
             ({"task": "fill"}, InputError, "no .MASK. to fill"),
-            ({"colour": "red"}, TypeError, "colour"),
+            ({"color": "red"}, TypeError, "color"),
         ]:
             with pytest.raises(kind, match=message):
                 runner.submit(**({"text": "the cat"} | options))
@@ -316,9 +316,9 @@ def test_warming_runs_a_batch_of_every_size(make_encoder, mode: str, sizes: list
 def test_answers_are_not_kept(make_encoder) -> None:
     with PackRunner(make_encoder(), timeout=0) as runner:
         future = runner.submit("the cat", "hidden")
-        kept = [weakref.ref(future), weakref.ref(future.result(PATIENCE).states)]
+        references = [weakref.ref(future), weakref.ref(future.result(PATIENCE).states)]
         del future
-        assert settled(lambda: all(ref() is None for ref in kept))
+        assert settled(lambda: all(ref() is None for ref in references))
 
 
 def test_what_is_cancelled_costs_nothing(gate: Gate) -> None:
@@ -345,13 +345,13 @@ def test_beyond_the_allowance_overloaded_at_once(gate: Gate) -> None:
     with pytest.raises(Overloaded), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Encoder, "prepare", None)  # not even tokenized
         runner.submit("the cat")
-    many: list[Any] = []
-    patient = threading.Thread(target=lambda: many.extend(runner.run(["the cat"] * 9)))
+    answers: list[Any] = []
+    patient = threading.Thread(target=lambda: answers.extend(runner.run(["the cat"] * 9)))
     patient.start()
     assert settled(lambda: runner.stats().waiting_requests == 3)
     gate.opened.set()
     patient.join(PATIENCE)
-    assert len(many) == 9
+    assert len(answers) == 9
     runner.run(["the cat"] * 5)
     stats = runner.stats()
     assert stats.refused == 3
@@ -439,15 +439,15 @@ def test_errors_do_not_keep_the_batch_alive(make_encoder) -> None:
     plain = make_encoder()
     encoder = make_encoder(before=poisoned_by("poison", ValueError("no"), plain.tokenizer))
     with PackRunner(encoder, timeout=0.05) as runner:
-        neighbour, bad = runner.submit("the cat"), runner.submit("poison")
-        neighbour.result(PATIENCE)
+        neighbor, bad = runner.submit("the cat"), runner.submit("poison")
+        neighbor.result(PATIENCE)
         error = bad.exception(PATIENCE)
-        kept = [
+        tracebacks = [
             link
             for link in (error, error and error.__cause__)
             if link is not None and link.__traceback__ is not None
         ]
-        assert error is not None and kept == []
+        assert error is not None and tracebacks == []
 
 
 def test_callbacks_cannot_harm_the_engine(gate: Gate, caplog) -> None:
@@ -455,13 +455,13 @@ def test_callbacks_cannot_harm_the_engine(gate: Gate, caplog) -> None:
         raise Panic("from a callback")
 
     with PackRunner(gate.encoder, timeout=0) as runner:
-        mine = held(gate, runner)
+        running = held(gate, runner)
         raising, closing = runner.submit("the cat"), runner.submit("the cat")
-        mine.set_result("answered by someone else")
+        running.set_result("answered by someone else")
         raising.add_done_callback(careless)
         closing.add_done_callback(lambda future: runner.close())
         gate.opened.set()
-        assert mine.result() == "answered by someone else"
+        assert running.result() == "answered by someone else"
         assert raising.result(PATIENCE).shape == closing.result(PATIENCE).shape == (96,)
     assert "a callback of a future raised" in caplog.text
 
@@ -475,7 +475,7 @@ def test_a_dead_engine_leaves_no_one_waiting(
     running = held(gate, runner)
     waiting = [runner.submit([6] * 30) for _ in range(5)]
 
-    def die(*given: Any) -> Any:
+    def die(*arguments: Any) -> Any:
         raise error
 
     if place == "loop":
@@ -532,7 +532,7 @@ def test_a_lost_device_ends_the_engine(make_encoder, monkeypatch, caplog) -> Non
     plain = make_encoder()
     encoder = make_encoder(before=poisoned_by("poison", RuntimeError("assert"), plain.tokenizer))
 
-    def lost(*given: Any, **how: Any) -> Any:
+    def lost(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError("device-side assert triggered")
 
     with PackRunner(encoder, timeout=0.05) as runner:
@@ -562,8 +562,8 @@ def test_an_error_that_comes_late_is_isolated_too(make_encoder) -> None:
         futures = [runner.submit(text) for text in [*TEXTS, "poison"]]
         with pytest.raises(RequestFailed, match="some time ago"):
             futures.pop().result(PATIENCE)
-        found = [future.result(PATIENCE) for future in futures]
-        assert alike(found, list(plain.embed(TEXTS)))
+        vectors = [future.result(PATIENCE) for future in futures]
+        assert alike(vectors, list(plain.embed(TEXTS)))
 
 
 # How it ends
@@ -675,11 +675,11 @@ SCRIPT = """
 def test_a_fork_and_an_exit_without_close_do_not_hang(last: str) -> None:
     code = textwrap.dedent(SCRIPT).replace("{last}", last)
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert "child: a runner cannot be used after a fork" in done.stdout
-    assert done.stdout.count("[1.0, 1.0, 1.0, 1.0]") == 2
-    assert done.stderr == ""
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert completed.returncode == 0, completed.stderr
+    assert "child: a runner cannot be used after a fork" in completed.stdout
+    assert completed.stdout.count("[1.0, 1.0, 1.0, 1.0]") == 2
+    assert completed.stderr == ""
     assert status.read() == []
 
 
@@ -723,9 +723,9 @@ def test_cancelling_the_await_cancels_the_request(gate: Gate) -> None:
 def test_tokenizing_does_not_hold_up_the_loop(make_encoder, monkeypatch) -> None:
     plain, release = Encoder.prepare, threading.Event()
 
-    def slow(*given: Any, **options: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         assert release.wait(PATIENCE)
-        return plain(*given, **options)
+        return plain(*arguments, **options)
 
     monkeypatch.setattr(Encoder, "prepare", slow)
 
@@ -747,10 +747,10 @@ def test_a_place_is_kept_until_the_tokenizing_thread_ends(make_encoder, monkeypa
     """Who gives up while it is tokenized leaves a thread behind: that must stay bounded."""
     plain, begun, release = Encoder.prepare, threading.Semaphore(0), threading.Event()
 
-    def slow(*given: Any, **options: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         begun.release()
         assert release.wait(PATIENCE)
-        return plain(*given, **options)
+        return plain(*arguments, **options)
 
     monkeypatch.setattr(Encoder, "prepare", slow)
 
@@ -796,8 +796,8 @@ def test_figures_add_up_and_are_published(gate: Gate) -> None:
     gate.opened.set()
     runner = PackRunner(gate.encoder, rows=2, timeout=0.001)
     assert settled(lambda: len(status.read()) == 1)
-    (said,) = status.read()
-    assert said.figures["model"] == "tiny" and said.figures["waiting_requests"] == 0
+    (entry,) = status.read()
+    assert entry.figures["model"] == "tiny" and entry.figures["waiting_requests"] == 0
     runner.run(TEXTS * 3)
     runner.close()
     stats = runner.stats()
@@ -823,8 +823,8 @@ def test_an_answer_knows_its_company(make_encoder) -> None:
         jobs = runner.prepare([[6] * 20, [7] * 30, [8] * 40], "embed")
         runner.reserve(jobs)
         futures = [runner.admit(job) for job in jobs]
-        found = np.stack([future.result(PATIENCE) for future in futures])
-        assert np.array_equal(found, runner.encoder.embed([[6] * 20, [7] * 30, [8] * 40]))
+        vectors = np.stack([future.result(PATIENCE) for future in futures])
+        assert np.array_equal(vectors, runner.encoder.embed([[6] * 20, [7] * 30, [8] * 40]))
         (ran,) = runner.recent()
         assert all(future.ran is ran for future in futures)
         assert (ran.rows, ran.tokens, ran.sequences, ran.fill) == (((20, 30, 40),), 90, 3, 1.0)

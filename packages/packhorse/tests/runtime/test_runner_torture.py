@@ -36,8 +36,8 @@ slow = pytest.mark.slow
 def texts(count: int) -> list[str]:
     """Different texts of 1 to 40 words."""
     chance, words = random.Random(0), WORDS.split()
-    found = {" ".join(chance.choices(words, k=1 + n % 40)): None for n in range(3 * count)}
-    return list(found)[:count]
+    unique = {" ".join(chance.choices(words, k=1 + n % 40)): None for n in range(3 * count)}
+    return list(unique)[:count]
 
 
 class Questions:
@@ -137,8 +137,8 @@ def test_somebody_elses_answer_would_be_noticed(make_encoder, questions: Questio
     with PackRunner(make_encoder(), timeout=0.05) as runner:
         reply = runner._engine._reply
         runner._engine._reply = lambda pieces, rows, ran: reply(pieces, rows[::-1], ran)
-        found = runner.run(questions.texts[:8])
-    assert not any(questions.check(i, answer) for i, answer in enumerate(found))
+        answers = runner.run(questions.texts[:8])
+    assert not any(questions.check(i, answer) for i, answer in enumerate(answers))
 
 
 @pytest.mark.parametrize(("good", "bad"), [(600, 12), pytest.param(10_000, 100, marks=slow)])
@@ -157,12 +157,12 @@ def test_poison_among_the_good(make_encoder, questions: Questions, good: int, ba
     inner = encoder.backend.backend  # type: ignore[attr-defined]
 
     def unsound(packed: Any, heads: Any, at: Any = None) -> Any:
-        (found,) = inner(packed, heads, at)
-        found = found.clone()
+        (vectors,) = inner(packed, heads, at)
+        vectors = vectors.clone()
         for place, ids in enumerate(packed.split(packed.ids)):
             if (ids == nans).any():
-                found[packed.places[place]] = math.inf
-        return [found]
+                vectors[packed.places[place]] = math.inf
+        return [vectors]
 
     encoder.backend.backend = unsound  # type: ignore[attr-defined]
     order = [-1 - i for i in range(bad)] + [i % len(questions.texts) for i in range(good)]
@@ -171,8 +171,8 @@ def test_poison_among_the_good(make_encoder, questions: Questions, good: int, ba
     with PackRunner(encoder, rows=4, timeout=0.002) as runner:
         for begin in range(0, len(order), 500):
             part = order[begin : begin + 500]
-            asked = [questions.texts[i] if i >= 0 else words[i % 3] for i in part]
-            futures = [patiently(runner, text) for text in asked]
+            part_texts = [questions.texts[i] if i >= 0 else words[i % 3] for i in part]
+            futures = [patiently(runner, text) for text in part_texts]
             for index, future in zip(part, futures, strict=True):
                 if index >= 0:
                     assert questions.check(index, future.result(PATIENCE))
@@ -319,11 +319,11 @@ def test_closing_without_draining_while_others_are_answered(
     options = {"rows": 2, "max_sequences": 2, "timeout": 0.0, "publish": True}
     for number in range(rounds):
         runner = PackRunner(encoder, max_waiting_requests=4096, **options)
-        told: list[Future[Any]] = []
+        finished: list[Future[Any]] = []
         futures: list[Future[Any]] = []
         for _ in range(200):
             futures.append(runner.submit([7]))
-            futures[-1].add_done_callback(told.append)
+            futures[-1].add_done_callback(finished.append)
         begin = threading.Barrier(3)
 
         def closer(runner: PackRunner = runner, begin: threading.Barrier = begin) -> None:
@@ -346,7 +346,7 @@ def test_closing_without_draining_while_others_are_answered(
         )
         at_once(3, lambda i, work=work: work[i]())
         assert not any(thread.is_alive() for thread in runner._engine.threads)
-        assert sorted(map(id, told)) == sorted(map(id, futures)), "each is told once"
+        assert sorted(map(id, finished)) == sorted(map(id, futures)), "each is told once"
         failed = [f for f in futures if not f.cancelled() and f.exception() is not None]
         assert all(isinstance(future.exception(), RunnerStopped) for future in failed)
         stats = runner.stats()

@@ -86,12 +86,12 @@ def build(st: ModuleType, bert: Path, tmp_path_factory: pytest.TempPathFactory) 
     ) -> tuple[Any, Path]:
         torch.manual_seed(5)
         pooled = modules.Pooling(WIDTH, pooling_mode=pooling, include_prompt=include_prompt)
-        every = [transformer, pooled, *parts(modules)]
-        for weight in (w for part in every[1:] for w in part.parameters()):
+        all_modules = [transformer, pooled, *parts(modules)]
+        for weight in (w for part in all_modules[1:] for w in part.parameters()):
             nn.init.normal_(weight, std=0.3)
         folder = tmp_path_factory.mktemp("model")
-        made = st.SentenceTransformer(modules=every, device="cpu", **settings)
-        made.save(str(folder), create_model_card=False)
+        model = st.SentenceTransformer(modules=all_modules, device="cpu", **settings)
+        model.save(str(folder), create_model_card=False)
         if old:
             _as_release_two(folder)
         return st.SentenceTransformer(str(folder), device="cpu"), folder
@@ -110,8 +110,8 @@ def _as_release_two(folder: Path) -> None:
     modes = now["pooling_mode"]
     modes = [modes] if isinstance(modes, str) else modes
     flags = {f"pooling_mode_{name}": mode in modes for name, mode in OLD_FLAGS.items()}
-    kept = {"include_prompt": now["include_prompt"], "word_embedding_dimension": WIDTH}
-    path.write_text(json.dumps(kept | flags))
+    config = {"include_prompt": now["include_prompt"], "word_embedding_dimension": WIDTH}
+    path.write_text(json.dumps(config | flags))
 
 
 OLD_FLAGS = {
@@ -124,15 +124,15 @@ OLD_FLAGS = {
 }
 
 
-def theirs(model: Any, **options: Any) -> np.ndarray:
+def reference_vectors(model: Any, **options: Any) -> np.ndarray:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Softmax without a dimension
         return model.encode(TEXTS, show_progress_bar=False, **options)
 
 
-def far(found: np.ndarray, wanted: np.ndarray) -> float:
-    assert found.shape == wanted.shape
-    return float(np.abs(found - wanted).max())
+def far(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return float(np.abs(actual - expected).max())
 
 
 def one_dense(activation: str) -> Callable[[ModuleType], Parts]:
@@ -154,9 +154,9 @@ def test_every_activation_of_torch_is_there() -> None:
 def test_dense_with_every_activation(activation: str, build: Build) -> None:
     model, folder = build(parts=one_dense(activation))
     encoder = packhorse.load(folder, device="cpu")
-    wanted = theirs(model)
-    assert encoder.width == wanted.shape[1] == (3 if activation == "GLU" else 6)
-    assert far(encoder.embed(TEXTS), wanted) <= 1e-5
+    expected = reference_vectors(model)
+    assert encoder.width == expected.shape[1] == (3 if activation == "GLU" else 6)
+    assert far(encoder.embed(TEXTS), expected) <= 1e-5
 
 
 def several(modules: ModuleType) -> Parts:
@@ -176,26 +176,26 @@ def several(modules: ModuleType) -> Parts:
 @pytest.mark.parametrize("old", [False, True])
 def test_several_modules_in_every_format_and_back(old: bool, build: Build, tmp_path: Path) -> None:
     model, folder = build(("cls", "lasttoken"), several, old=old)
-    wanted = theirs(model)
+    expected = reference_vectors(model)
     encoder = packhorse.load(folder, device="cpu")
     assert encoder.width == 9
-    assert far(encoder.embed(TEXTS), wanted) <= 1e-5
+    assert far(encoder.embed(TEXTS), expected) <= 1e-5
     alone = np.concatenate([encoder.embed([text]) for text in TEXTS])
-    assert far(alone, wanted) <= 1e-5
-    unnormalised = encoder.embed(TEXTS, normalise=False)
-    assert far(unnormalised / np.linalg.norm(unnormalised, axis=1)[:, None], wanted) <= 1e-5
-    assert far(packhorse.load(folder, device="cpu", dtype="bf16").embed(TEXTS), wanted) <= 0.05
+    assert far(alone, expected) <= 1e-5
+    unnormalized = encoder.embed(TEXTS, normalise=False)
+    assert far(unnormalized / np.linalg.norm(unnormalized, axis=1)[:, None], expected) <= 1e-5
+    assert far(packhorse.load(folder, device="cpu", dtype="bf16").embed(TEXTS), expected) <= 0.05
     fixed = packhorse.load(folder, device="cpu", invariant=True, budget=64)
-    assert far(fixed.embed(TEXTS), wanted) <= 1e-5
+    assert far(fixed.embed(TEXTS), expected) <= 1e-5
     singly = np.concatenate([fixed.embed([text]) for text in TEXTS])
     assert np.array_equal(fixed.embed(TEXTS), singly)
     with packhorse.PackRunner(encoder) as runner:
         answers = [runner.submit(text) for text in TEXTS]
-        assert far(np.stack([answer.result(60) for answer in answers]), wanted) <= 1e-5
+        assert far(np.stack([answer.result(60) for answer in answers]), expected) <= 1e-5
     checkpoint.write(tmp_path / "ours", checkpoint.load(folder))
     again = type(model)(str(tmp_path / "ours"), device="cpu")
-    assert far(theirs(again), wanted) <= 1e-6
-    assert far(packhorse.load(tmp_path / "ours", device="cpu").embed(TEXTS), wanted) <= 1e-5
+    assert far(reference_vectors(again), expected) <= 1e-6
+    assert far(packhorse.load(tmp_path / "ours", device="cpu").embed(TEXTS), expected) <= 1e-5
 
 
 MODES: list[Any] = [*POOLINGS, ("lasttoken", "mean", "cls"), POOLINGS]
@@ -216,36 +216,36 @@ def test_every_pooling_with_and_without_its_prompt(
     model, folder = build(mode, include_prompt=include_prompt, **settings)
     encoder = packhorse.load(folder, device="cpu")
     for name in ("query", "document", "other", None):
-        wanted = theirs(model, prompt_name=name)
-        assert far(encoder.embed(TEXTS, prompt=name), wanted) <= 1e-5
-        assert far(encoder.encode(TEXTS, prompt_name=name), wanted) <= 1e-5
-    other = theirs(model, prompt="home home home")
-    assert far(encoder.encode(TEXTS, prompt="home home home"), other) <= 1e-5
+        expected = reference_vectors(model, prompt_name=name)
+        assert far(encoder.embed(TEXTS, prompt=name), expected) <= 1e-5
+        assert far(encoder.encode(TEXTS, prompt_name=name), expected) <= 1e-5
+    with_other_prompt = reference_vectors(model, prompt="home home home")
+    assert far(encoder.encode(TEXTS, prompt="home home home"), with_other_prompt) <= 1e-5
     alone = np.concatenate([encoder.embed([text]) for text in TEXTS])
-    assert far(alone, theirs(model)) <= 1e-5
+    assert far(alone, reference_vectors(model)) <= 1e-5
 
 
 def test_prompts_that_are_not_pooled_on_every_path(build: Build, tmp_path: Path) -> None:
     settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
     model, folder = build(POOLINGS, include_prompt=False, old=True, **settings)
-    wanted = theirs(model)
+    expected = reference_vectors(model)
     model.set_pooling_include_prompt(True)
-    assert far(theirs(model), wanted) > 1e-3  # a prompt that is pooled would show
+    assert far(reference_vectors(model), expected) > 1e-3  # a prompt that is pooled would show
     encoder = packhorse.load(folder, device="cpu")
     fixed = packhorse.load(folder, device="cpu", invariant=True, budget=64)
-    assert far(fixed.embed(TEXTS), wanted) <= 1e-5
+    assert far(fixed.embed(TEXTS), expected) <= 1e-5
     singly = np.concatenate([fixed.embed([text]) for text in TEXTS])
     assert np.array_equal(fixed.embed(TEXTS), singly)
     rows = packhorse.load(folder, device="cpu", kernel="mask", budget=64)
-    assert rows.capacity and far(rows.embed(TEXTS), wanted) <= 1e-5
+    assert rows.capacity and far(rows.embed(TEXTS), expected) <= 1e-5
     with packhorse.PackRunner(encoder) as runner:
         answers = [runner.submit(text) for text in TEXTS]
-        assert far(np.stack([answer.result(60) for answer in answers]), wanted) <= 1e-5
+        assert far(np.stack([answer.result(60) for answer in answers]), expected) <= 1e-5
     with pytest.raises(InputError, match="cut at its beginning, but there stands the prompt"):
         encoder.embed([TEXTS[1] * 3], long="truncate_left")
     checkpoint.write(tmp_path / "ours", checkpoint.load(folder))
     again = type(model)(str(tmp_path / "ours"), device="cpu")
-    assert far(theirs(again), wanted) <= 1e-6
+    assert far(reference_vectors(again), expected) <= 1e-6
 
 
 def test_over_http(build: Build) -> None:
@@ -270,8 +270,10 @@ def test_over_http(build: Build) -> None:
     try:
         for name in (None, "other"):
             fields = {} if name is None else {"prompt_name": name}
-            wanted = theirs(model, prompt_name=name)[[TEXTS.index(text) for text in FULL]]
-            assert far(asyncio.run(ask(**fields)), wanted) <= 1e-5
+            expected = reference_vectors(model, prompt_name=name)[
+                [TEXTS.index(text) for text in FULL]
+            ]
+            assert far(asyncio.run(ask(**fields)), expected) <= 1e-5
     finally:
         hosts.close(drain=False)
 
@@ -284,4 +286,4 @@ def test_compiled_buckets(build: Build) -> None:
     settings = {"prompts": PROMPTS, "default_prompt_name": "query"}
     model, folder = build(("max", "weightedmean"), several, include_prompt=False, **settings)
     encoder = packhorse.load(folder, device="cpu", graphs=True)
-    assert far(encoder.embed(TEXTS), theirs(model)) <= 1e-5
+    assert far(encoder.embed(TEXTS), reference_vectors(model)) <= 1e-5

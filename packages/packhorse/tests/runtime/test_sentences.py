@@ -38,17 +38,17 @@ def st() -> ModuleType:
 @pytest.fixture(scope="module")
 def both(minilm: Path, st: ModuleType, tmp_path_factory: Any) -> Callable[..., tuple[Encoder, Any]]:
     """The model opened here and there, after its settings were changed; each is opened once."""
-    made: dict[str, tuple[Encoder, Any]] = {}
+    models: dict[str, tuple[Encoder, Any]] = {}
     folder = tmp_path_factory.mktemp("model") / "mini"
     shutil.copytree(minilm, folder)
 
     def build(**settings: Any) -> tuple[Encoder, Any]:
-        if (key := json.dumps(settings)) not in made:
+        if (key := json.dumps(settings)) not in models:
             (folder / "config_sentence_transformers.json").write_text(key)
-            theirs = st.SentenceTransformer(str(folder), device="cpu")
-            made[key] = packhorse.load(folder, device="cpu", dtype="fp32"), theirs
-        ours, theirs = made[key]
-        return replace(ours, warned=set()), theirs
+            library_model = st.SentenceTransformer(str(folder), device="cpu")
+            models[key] = packhorse.load(folder, device="cpu", dtype="fp32"), library_model
+        encoder, library_model = models[key]
+        return replace(encoder, warned=set()), library_model
 
     return build
 
@@ -58,13 +58,13 @@ def plain(both: Callable[..., tuple[Encoder, Any]]) -> tuple[Encoder, Any]:
     return both()
 
 
-def far(ours: Any, theirs: Any) -> float:
+def far(actual: Any, expected: Any) -> float:
     """The largest difference, of arrays or tensors of one kind and shape."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, list):
-        return max(map(far, ours, theirs))
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
-    return float(abs(ours - theirs).max())
+    assert type(actual) is type(expected)
+    if isinstance(actual, list):
+        return max(map(far, actual, expected))
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    return float(abs(actual - expected).max())
 
 
 @pytest.mark.parametrize(
@@ -83,15 +83,17 @@ def far(ours: Any, theirs: Any) -> float:
     ids=str,
 )
 def test_vectors_are_theirs(plain: tuple[Encoder, Any], options: dict[str, Any]) -> None:
-    ours, theirs = plain
-    assert far(ours.encode(TEXTS, **options), theirs.encode(TEXTS, **options)) <= CLOSE
-    assert far(ours.encode(TEXTS[0], **options), theirs.encode(TEXTS[0], **options)) <= CLOSE
+    encoder, library_model = plain
+    assert far(encoder.encode(TEXTS, **options), library_model.encode(TEXTS, **options)) <= CLOSE
+    assert (
+        far(encoder.encode(TEXTS[0], **options), library_model.encode(TEXTS[0], **options)) <= CLOSE
+    )
 
 
 def test_long_texts_are_cut_as_there(plain: tuple[Encoder, Any]) -> None:
-    ours, theirs = plain
+    encoder, library_model = plain
     text = "one two three " * 90
-    assert far(ours.encode([text, "a"]), theirs.encode([text, "a"])) <= CLOSE
+    assert far(encoder.encode([text, "a"]), library_model.encode([text, "a"])) <= CLOSE
 
 
 @pytest.mark.parametrize("kind", [tuple, np.array, iter])
@@ -101,38 +103,43 @@ def test_other_lists_of_texts(plain: tuple[Encoder, Any], kind: Callable[..., An
 
 @pytest.mark.parametrize("precision", ["binary", "ubinary"])
 def test_bits(plain: tuple[Encoder, Any], precision: Any) -> None:
-    ours, theirs = (model.encode(TEXTS, precision=precision) for model in plain)
-    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape == (len(TEXTS), 48)
+    actual, expected = (model.encode(TEXTS, precision=precision) for model in plain)
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape == (len(TEXTS), 48)
     shift = 128 if precision == "binary" else 0
-    bits = [np.unpackbits((each.astype(int) + shift).astype(np.uint8)) for each in (ours, theirs)]
+    bits = [
+        np.unpackbits((vectors.astype(int) + shift).astype(np.uint8))
+        for vectors in (actual, expected)
+    ]
     unclear = abs(plain[0].encode(TEXTS)).ravel() < CLOSE  # the sign of nearly nothing
     assert ((bits[0] == bits[1]) | unclear).all() and unclear.mean() < 0.01
 
 
 def test_nothing_in_nothing_out(plain: tuple[Encoder, Any]) -> None:
-    ours, theirs = plain
-    assert len(ours.encode([])) == len(theirs.encode([])) == 0
-    assert ours.encode([], truncate_dim=8).shape == (0, 8)  # theirs has no second dimension
-    assert ours.encode([], convert_to_tensor=True).shape == (0, 384)
-    assert ours.encode([], convert_to_numpy=False) == []
-    assert ours.encode([], output_value="token_embeddings") == []
+    encoder, library_model = plain
+    assert len(encoder.encode([])) == len(library_model.encode([])) == 0
+    assert encoder.encode([], truncate_dim=8).shape == (0, 8)  # theirs has no second dimension
+    assert encoder.encode([], convert_to_tensor=True).shape == (0, 384)
+    assert encoder.encode([], convert_to_numpy=False) == []
+    assert encoder.encode([], output_value="token_embeddings") == []
 
 
 def test_options_have_their_names_order_and_defaults(st: ModuleType) -> None:
     def shape(method: Callable[..., Any]) -> list[tuple[str, Any]]:
-        every = inspect.signature(method).parameters.values()
+        parameters = inspect.signature(method).parameters.values()
         return [
-            (each.name, each.default) for each in every if each.kind == each.POSITIONAL_OR_KEYWORD
+            (parameter.name, parameter.default)
+            for parameter in parameters
+            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
         ]
 
-    ours, theirs = shape(Encoder.encode), shape(st.SentenceTransformer.encode)
-    assert theirs[1] == ("inputs", inspect.Parameter.empty)
-    assert ours[2:] == theirs[2:] and ours[1][0] == "inputs"
+    actual, expected = shape(Encoder.encode), shape(st.SentenceTransformer.encode)
+    assert expected[1] == ("inputs", inspect.Parameter.empty)
+    assert actual[2:] == expected[2:] and actual[1][0] == "inputs"
 
 
 @pytest.mark.parametrize("default", [None, "passage"])
 def test_prompts(both: Callable[..., tuple[Encoder, Any]], default: str | None) -> None:
-    ours, theirs = both(prompts=PROMPTS, default_prompt_name=default)
+    encoder, library_model = both(prompts=PROMPTS, default_prompt_name=default)
     calls: list[tuple[str, dict[str, Any]]] = [
         ("encode", {}),
         ("encode", {"prompt": ""}),
@@ -147,23 +154,25 @@ def test_prompts(both: Callable[..., tuple[Encoder, Any]], default: str | None) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PromptWarning)
         for method, options in calls:
-            found = [getattr(model, method)(TEXTS, **options) for model in (ours, theirs)]
-            assert far(*found) <= CLOSE, (method, options)
-        bare = ours.encode(TEXTS, prompt="")
-        assert far(ours.encode_query(TEXTS), bare) > 0.01  # a prompt that is lost would be seen
+            results = [
+                getattr(model, method)(TEXTS, **options) for model in (encoder, library_model)
+            ]
+            assert far(*results) <= CLOSE, (method, options)
+        bare = encoder.encode(TEXTS, prompt="")
+        assert far(encoder.encode_query(TEXTS), bare) > 0.01  # a prompt that is lost would be seen
 
 
 def test_who_has_prompts_says_so_once(both: Callable[..., tuple[Encoder, Any]]) -> None:
-    ours, _ = both(prompts=PROMPTS)
+    encoder, _ = both(prompts=PROMPTS)
     with pytest.warns(PromptWarning, match=r"mini has prompts \(query, passage\)") as seen:
-        ours.encode(["a"])
-    assert [each.filename for each in seen] == [__file__]
+        encoder.encode(["a"])
+    assert [warning.filename for warning in seen] == [__file__]
     with pytest.warns(PromptWarning, match="no prompt 'document'.*prompt_name='passage'") as seen:
-        ours.encode_document(["a"])
-    assert [each.filename for each in seen] == [__file__]
-    ours.encode(["a"])  # warnings are errors here: this one and those that follow are silent
-    ours.encode_document(["a"])
-    again = replace(ours, warned=set())
+        encoder.encode_document(["a"])
+    assert [warning.filename for warning in seen] == [__file__]
+    encoder.encode(["a"])  # warnings are errors here: this one and those that follow are silent
+    encoder.encode_document(["a"])
+    again = replace(encoder, warned=set())
     again.encode_query("a")
     again.encode("a", prompt="")
     again.encode("a", prompt_name="passage")
@@ -173,7 +182,7 @@ def test_who_has_prompts_says_so_once(both: Callable[..., tuple[Encoder, Any]]) 
 
 
 def test_refusals(plain: tuple[Encoder, Any], both: Callable[..., tuple[Encoder, Any]]) -> None:
-    ours, _ = plain
+    encoder, _ = plain
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"prompt_name": "nope"}, "has no prompt 'nope'; it has: query, document$"),
         ({"batch_size": 0}, "batch_size is 0"),
@@ -190,37 +199,42 @@ def test_refusals(plain: tuple[Encoder, Any], both: Callable[..., tuple[Encoder,
     ]
     for options, message in wrong:
         with pytest.raises(InputError, match=message):
-            ours.encode(**{"inputs": ["a"], **options})
+            encoder.encode(**{"inputs": ["a"], **options})
     with pytest.raises(InputError, match="it has: query, document, passage"):
         both(prompts=PROMPTS)[0].encode("a", prompt_name="title")
     with pytest.raises(TypeError, match="processing_kwargs"):
-        ours.encode("a", processing_kwargs={})  # pyright: ignore[reportCallIssue]
+        encoder.encode("a", processing_kwargs={})  # pyright: ignore[reportCallIssue]
     with pytest.raises(CheckpointError, match="no 'embed' head"):
-        replace(ours, heads=()).encode("a")
+        replace(encoder, heads=()).encode("a")
 
 
 @pytest.mark.parametrize("name", SIMILARITIES)
 def test_similarity(plain: tuple[Encoder, Any], rng: np.random.Generator, name: Any) -> None:
-    ours, theirs = replace(plain[0], similarity_fn_name=name), plain[1]
+    encoder, library_model = replace(plain[0], similarity_fn_name=name), plain[1]
     a, b = rng.normal(size=(2, 5, 16)).astype(np.float32)
     b[0] = 0
-    theirs.similarity_fn_name = name
+    library_model.similarity_fn_name = name
     pairs: list[tuple[Any, Any]] = [(a, b), (a[1], b[1]), (torch.tensor(a), b), (list(a), list(b))]
-    for one, other in pairs:
-        assert far(ours.similarity(one, other), theirs.similarity(one, other)) <= CLOSE
-        found = ours.similarity_pairwise(one, other), theirs.similarity_pairwise(one, other)
-        assert far(*found) <= CLOSE
+    for first, second in pairs:
+        assert (
+            far(encoder.similarity(first, second), library_model.similarity(first, second)) <= CLOSE
+        )
+        scores = (
+            encoder.similarity_pairwise(first, second),
+            library_model.similarity_pairwise(first, second),
+        )
+        assert far(*scores) <= CLOSE
 
 
 def test_what_else_callers_ask_for(plain: tuple[Encoder, Any]) -> None:
-    ours, theirs = plain
-    assert ours.similarity_fn_name == "cosine"
-    assert ours.max_seq_length == theirs.max_seq_length == 256
-    assert ours.get_embedding_dimension() == theirs.get_embedding_dimension() == 384
-    short = replace(ours, truncate_dim=64)
+    encoder, library_model = plain
+    assert encoder.similarity_fn_name == "cosine"
+    assert encoder.max_seq_length == library_model.max_seq_length == 256
+    assert encoder.get_embedding_dimension() == library_model.get_embedding_dimension() == 384
+    short = replace(encoder, truncate_dim=64)
     assert short.get_sentence_embedding_dimension() == short.encode("a").size == 64
     with pytest.raises(InputError, match="similarity_fn_name is 'maxsim'; use one of cosine"):
-        replace(ours, similarity_fn_name="maxsim").similarity(np.ones(1), np.ones(1))
+        replace(encoder, similarity_fn_name="maxsim").similarity(np.ones(1), np.ones(1))
 
 
 def test_progress_is_shown_to_who_asks(
@@ -230,8 +244,8 @@ def test_progress_is_shown_to_who_asks(
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(progress, "PAUSE", 0.0)
     plain[0].encode(TEXTS, show_progress_bar=True)
-    said = capfd.readouterr()
-    assert said.out == "" and "Encoding" in said.err and "100%" in said.err
+    captured = capfd.readouterr()
+    assert captured.out == "" and "Encoding" in captured.err and "100%" in captured.err
 
 
 def test_without_mteb_there_is_nothing_for_it(
@@ -244,8 +258,11 @@ def test_without_mteb_there_is_nothing_for_it(
 def test_a_folder_says_how_its_vectors_are_compared(
     both: Callable[..., tuple[Encoder, Any]],
 ) -> None:
-    ours, theirs = both(similarity_fn_name="dot", truncate_dim=32)
-    assert (ours.similarity_fn_name, ours.truncate_dim) == ("dot", 32)
-    assert far(ours.encode(TEXTS), theirs.encode(TEXTS)) <= CLOSE
-    vectors = ours.encode(TEXTS)
-    assert far(ours.similarity(vectors, vectors), theirs.similarity(vectors, vectors)) <= CLOSE
+    encoder, library_model = both(similarity_fn_name="dot", truncate_dim=32)
+    assert (encoder.similarity_fn_name, encoder.truncate_dim) == ("dot", 32)
+    assert far(encoder.encode(TEXTS), library_model.encode(TEXTS)) <= CLOSE
+    vectors = encoder.encode(TEXTS)
+    assert (
+        far(encoder.similarity(vectors, vectors), library_model.similarity(vectors, vectors))
+        <= CLOSE
+    )

@@ -68,7 +68,7 @@ def test_a_task_needs_its_head(tiny: Encoder) -> None:
 def chunks(encoder: Encoder, text: str) -> list[tuple[str, int]]:
     """The parts of the text that fit, and their tokens."""
     windows = encoder.tokenizer.windows([text], encoder.max_length)[0]
-    offsets = [each.offsets[each.spans[0]] for each in windows]
+    offsets = [window.offsets[window.spans[0]] for window in windows]
     return [(text[part[0][0] : part[-1][1]], len(part)) for part in offsets]
 
 
@@ -96,10 +96,10 @@ def test_chunks_are_averaged_by_their_tokens(tiny: Encoder) -> None:
     weights = [size for _, size in parts]
     raw = tiny.embed([text for text, _ in parts])
     mean = np.average(raw, axis=0, weights=weights)
-    found = tiny.embed([LONG, SHORT], long="chunk")
-    assert np.allclose(found[0], mean / np.linalg.norm(mean), atol=1e-6)
-    assert not np.allclose(found[0], raw.mean(0) / np.linalg.norm(raw.mean(0)), atol=1e-6)
-    assert np.allclose(found[1], tiny.embed([SHORT])[0], atol=1e-6)
+    vectors = tiny.embed([LONG, SHORT], long="chunk")
+    assert np.allclose(vectors[0], mean / np.linalg.norm(mean), atol=1e-6)
+    assert not np.allclose(vectors[0], raw.mean(0) / np.linalg.norm(raw.mean(0)), atol=1e-6)
+    assert np.allclose(vectors[1], tiny.embed([SHORT])[0], atol=1e-6)
     plain = tiny.embed([LONG], long="chunk", normalise=False)[0]
     raw = tiny.embed([text for text, _ in parts], normalise=False)
     assert np.allclose(plain, np.average(raw, axis=0, weights=weights), atol=1e-5)
@@ -111,14 +111,14 @@ def test_scores_names_and_words_of_chunks(tiny: Encoder, make_encoder) -> None:
     mean = np.average(
         [[row[label] for label in tiny.labels] for row in logits], 0, [n for _, n in parts]
     )
-    found = tiny.classify([LONG], long="chunk")[0].scores
+    scores = tiny.classify([LONG], long="chunk")[0].scores
     power = np.exp(mean - mean.max())
-    assert np.allclose([found[label] for label in tiny.labels], power / power.sum(), atol=1e-6)
+    assert np.allclose([scores[label] for label in tiny.labels], power / power.sum(), atol=1e-6)
 
     tagger = make_encoder("label")
     entities = tagger.label([LONG], long="chunk")[0]
-    assert all(LONG[each.start : each.end] == each.text for each in entities)
-    assert len(entities) == sum(len(each) for each in tagger.label([text for text, _ in parts]))
+    assert all(LONG[item.start : item.end] == item.text for item in entities)
+    assert len(entities) == sum(len(item) for item in tagger.label([text for text, _ in parts]))
     masked = LONG + "the [MASK]"
     ((word,),) = tiny.fill([masked], top_k=1, long="chunk")[0]
     assert (
@@ -135,7 +135,7 @@ def test_pairs_and_states_have_no_chunks(tiny: Encoder) -> None:
         tiny.hidden([LONG], long="chunk")
 
 
-def test_vectors_as_they_are_before_they_are_normalised(tiny: Encoder) -> None:
+def test_vectors_as_they_are_before_they_are_normalized(tiny: Encoder) -> None:
     raw = tiny.embed([LONG, SHORT], normalise=False, long="truncate")
     unit = tiny.embed([LONG, SHORT], long="truncate")
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
@@ -145,7 +145,7 @@ def test_vectors_as_they_are_before_they_are_normalised(tiny: Encoder) -> None:
         replace(tiny, embedder=None).embed([SHORT], normalise=False)
 
 
-def test_a_model_that_does_not_normalise_can_be_told_to(tiny: Encoder, make_encoder) -> None:
+def test_a_model_that_does_not_normalize_can_be_told_to(tiny: Encoder, make_encoder) -> None:
     head = tiny.embedder
     assert head is not None
     head.normalise = False
@@ -160,10 +160,10 @@ def test_a_model_that_does_not_normalise_can_be_told_to(tiny: Encoder, make_enco
 
 def test_words_among_targets(tiny: Encoder) -> None:
     text = "the [MASK] carries"
-    every = {each.word: each.score for each in tiny.fill([text], top_k=100)[0][0]}
-    found = tiny.fill([text], targets=["cat", "mule", "cat"])[0][0]
-    assert {each.word: each.score for each in found} == {w: every[w] for w in ("cat", "mule")}
-    assert found[0].score >= found[1].score
+    score_of = {item.word: item.score for item in tiny.fill([text], top_k=100)[0][0]}
+    words = tiny.fill([text], targets=["cat", "mule", "cat"])[0][0]
+    assert {item.word: item.score for item in words} == {w: score_of[w] for w in ("cat", "mule")}
+    assert words[0].score >= words[1].score
     for targets, says in [([], "empty"), (["cat", " "], "no token")]:
         with pytest.raises(InputError, match=says):
             tiny.fill([text], targets=targets)
@@ -172,15 +172,15 @@ def test_words_among_targets(tiny: Encoder) -> None:
 def test_tokens_for_themselves(make_encoder) -> None:
     tagger = make_encoder("label")
     tokens = tagger.label(["the cat sat"], join=False)[0]
-    assert {each.label for each in tokens} <= set(tagger.labels) - {"O"}
-    assert [each.text for each in tokens] == [
-        w for w in ["the", "cat", "sat"] if w in {each.text for each in tokens}
+    assert {item.label for item in tokens} <= set(tagger.labels) - {"O"}
+    assert [item.text for item in tokens] == [
+        w for w in ["the", "cat", "sat"] if w in {item.text for item in tokens}
     ]
 
 
 def test_a_prompt_before_states(tiny: Encoder) -> None:
-    (found,) = tiny.hidden(["the cat"], prompt="query")
-    assert np.allclose(found.states, tiny.hidden(["who saw the cat"])[0].states, atol=1e-6)
+    (states,) = tiny.hidden(["the cat"], prompt="query")
+    assert np.allclose(states.states, tiny.hidden(["who saw the cat"])[0].states, atol=1e-6)
     assert len(tiny.hidden(["the cat"])[0].states) == 4
 
 
@@ -188,5 +188,5 @@ def test_the_runner_takes_the_same_options(tiny: Encoder, quiet_runtime) -> None
     with PackRunner(tiny, timeout=0) as runner:
         for options in ({"long": "chunk"}, {"long": "truncate_left"}, {"normalise": False}):
             text = SHORT if "normalise" in options else LONG
-            found = runner.submit(text, **options).result(30)
-            assert np.allclose(found, tiny.embed([text], **options)[0], atol=1e-5)
+            answer = runner.submit(text, **options).result(30)
+            assert np.allclose(answer, tiny.embed([text], **options)[0], atol=1e-5)

@@ -84,7 +84,7 @@ def test_what_servers_read_differently_is_refused(port, request_bytes) -> None:
     assert send(port, request_bytes + NEXT) == [400]
 
 
-def many(count: int) -> bytes:
+def pipelined(count: int) -> bytes:
     return b"".join(b"X-%d: y\r\n" % number for number in range(count))
 
 
@@ -93,7 +93,7 @@ def kilobytes(count: int) -> bytes:
 
 
 TOO_MUCH = {
-    "headers": (GET + many(100) + b"\r\n", 431),
+    "headers": (GET + pipelined(100) + b"\r\n", 431),
     "bytes of headers": (GET + kilobytes(16) + b"\r\n", 431),
     "one header": (GET + b"X: %b\r\n\r\n" % (b"y" * 8192), 431),
     "a header without end": (GET + b"X: " + MEGABYTE, 431),
@@ -101,7 +101,7 @@ TOO_MUCH = {
     "headers without end": (GET + b"a:\r\n" * 250_000, 431),
     "a target": (b"GET /%b HTTP/1.1\r\n\r\n" % (b"x" * 8192), 414),
     "a target without end": (b"GET /" + MEGABYTE, 414),
-    "trailers": (CHUNKED + CHUNK + b"0\r\n" + many(100) + b"\r\n", 431),
+    "trailers": (CHUNKED + CHUNK + b"0\r\n" + pipelined(100) + b"\r\n", 431),
     "bytes of trailers": (CHUNKED + CHUNK + b"0\r\n" + kilobytes(16) + b"\r\n", 431),
     "a trailer without end": (CHUNKED + CHUNK + b"0\r\nX: " + MEGABYTE, 431),
     "trailers without end": (CHUNKED + CHUNK + b"0\r\n" + b"a:\r\n" * 250_000, 431),
@@ -122,14 +122,14 @@ def test_more_than_the_bounds_is_refused(port, request_bytes, status) -> None:
 @pytest.mark.parametrize("part", [1, 100, 5000])
 def test_bounds_do_not_depend_on_how_bytes_arrive(port, part) -> None:
     """Exactly the limit, in parts of any size, and one header more."""
-    most = GET + kilobytes(15) + many(83) + b"\r\n"
-    for request_bytes, answers in [(most, ([200],)), (GET + many(100) + b"\r\n", ([431], []))]:
+    most = GET + kilobytes(15) + pipelined(83) + b"\r\n"
+    for request_bytes, answers in [(most, ([200],)), (GET + pipelined(100) + b"\r\n", ([431], []))]:
         parts = [request_bytes[at : at + part] for at in range(0, len(request_bytes), part)]
         assert send(port, *parts, count=1) in answers
 
 
 WITHIN = {
-    "99 headers": (GET + many(99) + b"\r\n", [200]),
+    "99 headers": (GET + pipelined(99) + b"\r\n", [200]),
     "a header of 8 KiB": (GET + b"X: %b\r\n\r\n" % (b"y" * 8187), [200]),
     "extensions and trailers": (
         CHUNKED + CHUNK.replace(b"\r\n", b";a=b\r\n", 1) + b"0\r\nX: y\r\n\r\n" + NEXT,

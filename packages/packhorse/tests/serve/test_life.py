@@ -207,8 +207,8 @@ def test_more_connections_than_allowed_are_closed_at_once(busy) -> None:
     assert closed_within(sockets[-20:], 0.8) >= 20
     assert time.monotonic() - begun < 0.9
     assert closed_within(sockets, 5.0) == 300
-    for each in sockets:
-        each.close()
+    for connection in sockets:
+        connection.close()
     assert httpx.get(f"{busy.url}/health").status_code == 200
 
 

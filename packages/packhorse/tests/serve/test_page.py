@@ -374,8 +374,8 @@ def test_theme_follows_the_system_until_it_is_chosen(visit, scheme) -> None:
 
 
 def brightness(page: Any) -> str:
-    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    return "light" if sum(map(int, re.findall(r"\d+", colour)[:3])) > 3 * 128 else "dark"
+    color = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return "light" if sum(map(int, re.findall(r"\d+", color)[:3])) > 3 * 128 else "dark"
 
 
 def test_a_narrow_screen_does_not_scroll_sideways(visit) -> None:

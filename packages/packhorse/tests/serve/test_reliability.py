@@ -47,9 +47,9 @@ def apart(served: Any, packs: int) -> tuple[float, float]:
     chance = random.Random(0)
     subject = "the cat saw one red hat"
 
-    async def beside(client: Any, neighbour: str) -> np.ndarray | None:
+    async def beside(client: Any, neighbor: str) -> np.ndarray | None:
         """Return the answer in a pack of two; None if the two did not run in one pack."""
-        response = await client.post("/embed", json={"inputs": [subject, neighbour]})
+        response = await client.post("/embed", json={"inputs": [subject, neighbor]})
         met = ";neighbours=1;" in response.headers["x-packhorse-pack"]
         return np.array(response.json()[0], np.float32) if met else None
 
@@ -71,7 +71,7 @@ def apart(served: Any, packs: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("packs", [12, pytest.param(1000, marks=slow)])
-def test_an_answer_does_not_depend_on_its_neighbours(serving, packs: int) -> None:
+def test_an_answer_does_not_depend_on_its_neighbors(serving, packs: int) -> None:
     served = serving(batch_wait_ms=2.0)
     any_pack, one_token = apart(served, packs)
     assert any_pack <= 1e-5

@@ -25,8 +25,8 @@ def test_later_goes_before_earlier(tmp_path: Path) -> None:
 
 
 def test_kinds_of_the_environment() -> None:
-    said = {"INSECURE": "yes", "MODEL": "a=x, b", "IDLE_SECONDS": "1.5", "DTYPE": "bf16"}
-    settings = resolve(None, {PREFIX + name: value for name, value in said.items()})
+    variables = {"INSECURE": "yes", "MODEL": "a=x, b", "IDLE_SECONDS": "1.5", "DTYPE": "bf16"}
+    settings = resolve(None, {PREFIX + name: value for name, value in variables.items()})
     assert settings.insecure is True
     assert settings.model == ("a=x", "b")
     assert settings.idle_seconds == 1.5
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back(flags: dict, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ({"max_bodies": 1}, "max_body_bytes"),
         ({"port": "80"}, "a whole number"),
@@ -65,8 +65,8 @@ def test_what_is_written_is_read_back(flags: dict, tmp_path: Path) -> None:
         ({"host": "0.0.0.0"}, "--insecure"),
     ],
 )
-def test_refused(flags: dict, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_refused(flags: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         resolve(flags=flags)
 
 
@@ -138,10 +138,10 @@ def test_others_need_a_key_or_a_word(host: str) -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    told = LIMITS.read_text("utf-8")
+    text = LIMITS.read_text("utf-8")
     for name in setting_fields(ServeSettings):
         begin = f"| `--{name.replace('_', '-')}` | `{PREFIX}{name.upper()}` |"
-        assert begin in told, f"{name} has no line in docs/limits.md"
+        assert begin in text, f"{name} has no line in docs/limits.md"
 
 
 def test_the_documented_defaults_are_true() -> None:
@@ -150,6 +150,6 @@ def test_the_documented_defaults_are_true() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         if cells[0].startswith("`--"):
             rows[cells[0].strip("`").removeprefix("--").replace("-", "_")] = cells[2]
-    for each in fields(ServeSettings):
-        if isinstance(each.default, int | float) and not isinstance(each.default, bool):
-            assert float(rows[each.name].replace(",", "")) == each.default, each.name
+    for setting in fields(ServeSettings):
+        if isinstance(setting.default, int | float) and not isinstance(setting.default, bool):
+            assert float(rows[setting.name].replace(",", "")) == setting.default, setting.name

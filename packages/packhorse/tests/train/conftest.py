@@ -47,8 +47,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     bert = Bert(config, attention.kernel("reference"))
     model = Model(bert, {"pooled": Pooler(config), "embed": Embed(("mean",), normalise=True)})
-    made = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "tiny", CAPACITY)
-    return checkpoint.write(home / "model", made)
+    tiny_checkpoint = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "tiny", CAPACITY)
+    return checkpoint.write(home / "model", tiny_checkpoint)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def settings(corpus: Path) -> Callable[..., Any]:
         "device": "cpu",
         "compile": "off",
     }
-    return lambda **said: TrainSettings(**{**usual, **said})
+    return lambda **options: TrainSettings(**{**usual, **options})
 
 
 def write_vocabulary(folder: Path) -> None:
@@ -89,10 +89,12 @@ def write_rows(folder: Path, rows: int, seed: int) -> None:
     ids, lengths, first = [], [], []
     for _ in range(2 * rows):
         half = 5 + 29 * int(rng.integers(2))
-        one, other = (rng.integers(half, half + 29, rng.integers(3, 10)) for _ in range(2))
-        ids.append(np.concatenate([[2], one, [3], other, [3]]))
+        first_segment, second_segment = (
+            rng.integers(half, half + 29, rng.integers(3, 10)) for _ in range(2)
+        )
+        ids.append(np.concatenate([[2], first_segment, [3], second_segment, [3]]))
         lengths.append(len(ids[-1]))
-        first.append(len(one) + 2)
+        first.append(len(first_segment) + 2)
     packed = Rows(
         np.concatenate(ids).astype(np.uint16),
         np.array(lengths, np.uint16),

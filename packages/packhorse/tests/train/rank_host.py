@@ -55,50 +55,52 @@ PLACES = {  # where a rank can be struck
 }
 
 
-def _strike(at: str, number: int, how: str) -> None:
+def _strike(at: str, number: int, kind: str) -> None:
     owner, name = PLACES[at]
     real, calls = getattr(owner, name), count(1)
 
     def struck(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == number:
-            if how == "fail":
+            if kind == "fail":
                 raise OSError(28, "No space left on device")
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
         return real(*args, **kwargs)
 
     setattr(owner, name, struck)
 
 
 def _wish(stop: dict[str, int] | None, rank: int) -> Callable[[], int]:
-    asked = count()
+    calls = count()
     if stop is None or stop["rank"] != rank:
         return lambda: 0
-    return lambda: signal.SIGTERM if next(asked) >= stop["after"] else 0
+    return lambda: signal.SIGTERM if next(calls) >= stop["after"] else 0
 
 
-def _train(told: dict[str, Any]) -> dict[str, Any]:
+def _train(request: dict[str, Any]) -> dict[str, Any]:
     """What one rank does, and what it saw."""
-    settings, notes = TrainSettings(**told["settings"]), []
-    with joined("cpu", told.get("timeout", 20.0)) as ranks:
+    settings, notes = TrainSettings(**request["settings"]), []
+    with joined("cpu", request.get("timeout", 20.0)) as ranks:
         job = assemble(settings, ranks.rank, ranks.world)
-        if dtype := told.get("dtype"):
+        if dtype := request.get("dtype"):
             job.model.to(getattr(torch, dtype))
-        if told.get("unlike") and ranks.rank:
+        if request.get("unlike") and ranks.rank:
             for parameter in job.model.parameters():
                 parameter.data += 1.0
-        wish = _wish(told.get("stop"), ranks.rank)
-        outcome = train(job, Path(told["out"]), stop_signal=wish, report=notes.append, ranks=ranks)
+        wish = _wish(request.get("stop"), ranks.rank)
+        outcome = train(
+            job, Path(request["out"]), stop_signal=wish, report=notes.append, ranks=ranks
+        )
     weights = [float(p.detach().double().sum()) for p in job.model.parameters()]
     return {"outcome": asdict(outcome) | {"model": None}, "notes": notes, "weights": weights}
 
 
-def _spoil(told: dict[str, Any], rank: int) -> None:
-    strike: dict[str, Any] = told.get("strike") or {}
+def _spoil(request: dict[str, Any], rank: int) -> None:
+    strike: dict[str, Any] = request.get("strike") or {}
     if strike.get("rank") == rank:
         _strike(strike["at"], strike["number"], strike["how"])
-    if told.get("forget"):
+    if request.get("forget"):
         checkpoints.restore_rng = lambda *states: []
-    if told.get("apart"):
+    if request.get("apart"):
         dist.add_in_buckets = lambda gradients, add: None
 
 
@@ -106,14 +108,14 @@ def _never(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("a rank unpickles what another one sent")
 
 
-def _rank(told: dict[str, Any], rank: int, store: Path, out: Path) -> int:
-    place = {"RANK": rank, "WORLD_SIZE": told["world"], STORE: store}
+def _rank(request: dict[str, Any], rank: int, store: Path, out: Path) -> int:
+    place = {"RANK": rank, "WORLD_SIZE": request["world"], STORE: store}
     place["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.load = distributed_c10d._unpickler = _never  # both of torch's ways
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
-        _spoil(told, rank)
-        out.write_text(json.dumps(_train(told)))
+        _spoil(request, rank)
+        out.write_text(json.dumps(_train(request)))
     except PackhorseError as error:
         out.write_text(json.dumps({"error": [type(error).__name__, str(error)]}))
         return error.exit_code
@@ -123,19 +125,19 @@ def _rank(told: dict[str, Any], rank: int, store: Path, out: Path) -> int:
     return 0
 
 
-def _run(told: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _run(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fork the ranks and wait for them."""
     store = Path(tempfile.mkdtemp(dir=folder)) / "store"
-    files = [folder / f"{rank}.json" for rank in range(told["world"])]
+    files = [folder / f"{rank}.json" for rank in range(request["world"])]
     children: dict[int, int] = {}
     for rank, file in enumerate(files):
         file.unlink(missing_ok=True)
         if not (child := os.fork()):
-            os._exit(_rank(told, rank, store, file))
+            os._exit(_rank(request, rank, store, file))
         children[child] = rank
-    codes = _codes(children, hangs=(told.get("strike") or {}).get("how") == "hang")
-    said = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    return {"codes": [codes[rank] for rank in sorted(codes)], "said": said}
+    codes = _codes(children, hangs=(request.get("strike") or {}).get("how") == "hang")
+    reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return {"codes": [codes[rank] for rank in sorted(codes)], "reports": reports}
 
 
 def _codes(children: dict[int, int], hangs: bool) -> dict[int, int | None]:

@@ -54,8 +54,10 @@ def test_it_is_both_divergences_as_torch_has_them(problem: str) -> None:
     batch = batch_of(problem, [0, 1, 2, 3, 4])
     first, second = (weights[::2] for weights in model.weights.detach())
     errors = sum(ERRORS[problem](logits, batch.targets) for logits in (first, second)) / 2
-    one, other = KINDS[problem](first), KINDS[problem](second)
-    apart = (kl_divergence(one, other).sum() + kl_divergence(other, one).sum()) / 2
+    first_kind, second_kind = KINDS[problem](first), KINDS[problem](second)
+    apart = (
+        kl_divergence(first_kind, second_kind).sum() + kl_divergence(second_kind, first_kind).sum()
+    ) / 2
     loss, _ = Classify(problem, agreement=1.5).loss(model, batch)
     assert loss.item() == pytest.approx(float(errors + 1.5 * apart) / batch.targets.numel())
     alone, _ = Classify(problem).loss(model, batch)  # control: one answer
@@ -81,16 +83,16 @@ def test_a_step_in_parts_has_the_gradient_of_one(problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("options", "message"),
     [
         ({"task": "answer"}, "it is for the task classify, not answer"),
         ({"task": "classify", "dropout": 0.0}, "two passes without dropout are the same"),
         ({"task": "classify", "agreement": -1.0}, "it must be a number, 0 or more"),
     ],
 )
-def test_where_it_makes_no_sense_it_is_refused(said: dict[str, Any], told: str) -> None:
-    with pytest.raises(InputError, match=f"agreement is .*{told}"):
-        TrainSettings(**{"agreement": 1.0, **said})
+def test_where_it_makes_no_sense_it_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"agreement is .*{message}"):
+        TrainSettings(**{"agreement": 1.0, **options})
 
 
 def test_two_passes_are_planned_for() -> None:

@@ -44,7 +44,7 @@ def _one_thread() -> Any:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Path:
+def two_steps(tmp_path: Path) -> Path:
     """A folder with the checkpoints of steps 1 and 2."""
     run = make(seed=1)
     for step in (1, 2):
@@ -61,14 +61,14 @@ def test_going_on_is_as_never_having_stopped(options: dict[str, Any], tmp_path: 
     train(run, 2)
     want = everything(run)
     for seed, alike in {None: True, 5: False}.items():  # the control draws other numbers
-        other = make(seed=2, **options)
-        assert checkpoints.restore(path, other.model, other.optimizer).step == 3
+        resumed = make(seed=2, **options)
+        assert checkpoints.restore(path, resumed.model, resumed.optimizer).step == 3
         if seed is not None:
             torch.manual_seed(seed)
-        train(other, 2)
-        found = everything(other)
-        assert same(found, want) is alike
-        assert all(found[name].dtype == want[name].dtype for name in want)
+        train(resumed, 2)
+        state = everything(resumed)
+        assert same(state, want) is alike
+        assert all(state[name].dtype == want[name].dtype for name in want)
 
 
 def test_progress_comes_back(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_progress_comes_back(tmp_path: Path) -> None:
         tmp_path, run.of, run.optimizer, progress, [checkpoints.capture_rng(CPU)]
     )
     assert path.name == "step-00000012"
-    found = checkpoints.newest(tmp_path)
-    assert found == checkpoints.read(path)
-    assert found and found.progress == progress and found.world == 1 and not found.notes
+    newest = checkpoints.newest(tmp_path)
+    assert newest == checkpoints.read(path)
+    assert newest and newest.progress == progress and newest.world == 1 and not newest.notes
 
 
 SMALL: dict[str, Any] = {"activation": "gelu", "max_positions": 12}
@@ -118,9 +118,8 @@ def test_a_checkpoint_is_a_model_folder(
     shape: dict[str, Any], raw: dict[str, Any], heads: tuple[str, ...], tmp_path: Path
 ) -> None:
     config = BertConfig(30, 8, 2, 2, 12, **SMALL, **shape)
-    vectors = SentenceLayout(
-        tmp_path, tmp_path, ("mean",), (SentenceLayer("Dense", "2_Dense", 8, 4, True, "Tanh"),)
-    )
+    dense = SentenceLayer("Dense", "2_Dense", 8, 4, True, "Tanh")
+    vectors = SentenceLayout(tmp_path, tmp_path, ("mean",), layers=(dense,))
     tied = raw.get("tie_word_embeddings", True)
 
     def filled(seed: int) -> checkpoint.Checkpoint:
@@ -143,11 +142,12 @@ def test_a_checkpoint_is_a_model_folder(
         tmp_path / "run", of, optimizer, RunProgress(0), [checkpoints.capture_rng(CPU)]
     )
     want = of.model.state_dict()
+    assert heads or any(name.startswith("heads.embed.stages.0.") for name in want)
     opened = checkpoint.load(path).model.state_dict()
     assert all(opened[name].equal(tensor) for name, tensor in want.items())
-    other = filled(2).model
-    checkpoints.restore(path, other)
-    assert same(dict(other.state_dict()), dict(want))
+    restored = filled(2).model
+    checkpoints.restore(path, restored)
+    assert same(dict(restored.state_dict()), dict(want))
 
 
 def test_nothing_is_pickled_and_the_vocabulary_is_there(tmp_path: Path) -> None:
@@ -166,33 +166,33 @@ def test_nothing_is_pickled_and_the_vocabulary_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, checkpoints.STATE])
-@pytest.mark.parametrize("how", ["flip", "cut", "empty", "missing"])
-def test_damage_is_found_and_passed_over(name: str, how: str, two: Path) -> None:
-    file = two / "step-00000002" / name
+@pytest.mark.parametrize("kind", ["flip", "cut", "empty", "missing"])
+def test_damage_is_found_and_passed_over(name: str, kind: str, two_steps: Path) -> None:
+    file = two_steps / "step-00000002" / name
     data = file.read_bytes()
     places = (
-        [0, len(data) // 3, len(data) - 2, len(data) - 1] if how == "flip" else [len(data) // 2]
+        [0, len(data) // 3, len(data) - 2, len(data) - 1] if kind == "flip" else [len(data) // 2]
     )
     for place in places:
-        if how == "flip":
+        if kind == "flip":
             file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        elif how == "missing":
+        elif kind == "missing":
             file.unlink()
         else:
-            file.write_bytes(data[: place if how == "cut" else 0])
+            file.write_bytes(data[: place if kind == "cut" else 0])
         with pytest.raises(CheckpointError, match=r"damaged|there is no"):
             checkpoints.read(file.parent)
-        found = checkpoints.newest(two)
-        assert found and found.step == 1
-        assert found.notes[0].startswith("skipped: ") and name in found.notes[0]
-        assert found.notes[1] == f"resuming from {two / 'step-00000001'}"
+        newest = checkpoints.newest(two_steps)
+        assert newest and newest.step == 1
+        assert newest.notes[0].startswith("skipped: ") and name in newest.notes[0]
+        assert newest.notes[1] == f"resuming from {two_steps / 'step-00000001'}"
     file.write_bytes(data)
-    found = checkpoints.newest(two)
-    assert found and found.step == 2 and not found.notes
+    newest = checkpoints.newest(two_steps)
+    assert newest and newest.step == 2 and not newest.notes
 
 
-def test_every_byte_of_the_manifest_counts(two: Path) -> None:
-    file = two / "step-00000002" / checkpoints.STATE
+def test_every_byte_of_the_manifest_counts(two_steps: Path) -> None:
+    file = two_steps / "step-00000002" / checkpoints.STATE
     data = file.read_bytes()
     for place in [*range(30), *range(30, len(data), 37)]:
         for change in (1, 0x20, 0x80):
@@ -201,30 +201,30 @@ def test_every_byte_of_the_manifest_counts(two: Path) -> None:
                 checkpoints.read_state(file.parent)
 
 
-def test_no_checkpoint_and_none_that_is_whole(two: Path, tmp_path: Path) -> None:
+def test_no_checkpoint_and_none_that_is_whole(two_steps: Path, tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path / "nowhere") is None
     (tmp_path / "empty").mkdir()
     assert checkpoints.newest(tmp_path / "empty") is None
-    for _, path in checkpoints.list_checkpoints(two):
+    for _, path in checkpoints.list_checkpoints(two_steps):
         (path / checkpoints.STATE).unlink()
     with pytest.raises(
         CheckpointError, match=r"no checkpoint is complete .*step-00000002.*00000001"
     ):
-        checkpoints.newest(two)
+        checkpoints.newest(two_steps)
 
 
 def test_a_newer_format_is_refused_not_passed_over(
-    two: Path, monkeypatch: pytest.MonkeyPatch
+    two_steps: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoints, "FORMAT", 2)
-    save(make(seed=1), two, 3)
+    save(make(seed=1), two_steps, 3)
     monkeypatch.undo()
     with pytest.raises(InputError, match=r"has format 2, written by .* reads format 1: update"):
-        checkpoints.newest(two)
+        checkpoints.newest(two_steps)
 
 
-def test_what_does_not_fit_changes_nothing(two: Path) -> None:
-    path = two / "step-00000002"
+def test_what_does_not_fit_changes_nothing(two_steps: Path) -> None:
+    path = two_steps / "step-00000002"
 
     def refuses(run: tiny_run.Run, error: type[Exception], match: str) -> None:
         before = everything(run)
@@ -232,8 +232,10 @@ def test_what_does_not_fit_changes_nothing(two: Path) -> None:
             checkpoints.restore(path, run.model, run.optimizer)
         assert same(everything(run), before)
 
-    said = r"another model: bert.embed.words.weight is \[40, 16\] in the checkpoint and \[40, 8\]"
-    refuses(make(seed=3, width=8), CheckpointError, said)
+    message = (
+        r"another model: bert.embed.words.weight is \[40, 16\] in the checkpoint and \[40, 8\]"
+    )
+    refuses(make(seed=3, width=8), CheckpointError, message)
     refuses(make(seed=3, kind=torch.optim.AdamW), InputError, "state of LAMB, not of AdamW")
     frozen = make(seed=3)
     frozen.model.bert.embed.words.weight.requires_grad_(False)
@@ -243,10 +245,10 @@ def test_what_does_not_fit_changes_nothing(two: Path) -> None:
         checkpoints.restore(path, make(seed=3).model, make(seed=3).optimizer)
 
 
-def test_options_are_todays_and_the_change_is_told(two: Path) -> None:
+def test_options_are_todays_and_the_change_is_told(two_steps: Path) -> None:
     run = make(seed=3, betas=(0.5, 0.75))
-    found = checkpoints.restore(checkpoints.newest(two) or "", run.model, run.optimizer)
-    assert found.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
+    restored = checkpoints.restore(checkpoints.newest(two_steps) or "", run.model, run.optimizer)
+    assert restored.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
     assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 3
 
 
@@ -259,13 +261,13 @@ def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_told(tmp_path: Pat
         del group["stacked"]
     path = save(old, tmp_path, 1)
     new = make(seed=2)
-    found = checkpoints.restore(path, new.model, new.optimizer)
-    assert found.notes == (
+    restored = checkpoints.restore(path, new.model, new.optimizer)
+    assert restored.notes == (
         "LAMB has 3 trust ratios for query, key and value now, and had 1; split_qkv = false "
         "continues as before",
     )
-    for mine, theirs in zip(new.model.parameters(), old.model.parameters(), strict=True):
-        assert same(new.optimizer.state[mine], old.optimizer.state[theirs])
+    for new_weight, old_weight in zip(new.model.parameters(), old.model.parameters(), strict=True):
+        assert same(new.optimizer.state[new_weight], old.optimizer.state[old_weight])
 
 
 def steps(run: Path) -> list[int]:
@@ -292,19 +294,19 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         save(run, tmp_path, 9, keep=0)
 
 
-def test_a_run_wound_back_goes_on_from_there(two: Path) -> None:
+def test_a_run_wound_back_goes_on_from_there(two_steps: Path) -> None:
     run = make(seed=1)
     for step in (3, 4):
-        save(run, two, step, keep=9)
-    (two / "step-00000004" / checkpoints.STATE).write_bytes(b"torn")
+        save(run, two_steps, step, keep=9)
+    (two_steps / "step-00000004" / checkpoints.STATE).write_bytes(b"torn")
     train(run, 1)
-    save(run, two, 2, keep=1)  # again, and otherwise
-    assert steps(two) == [2, 4], "what cannot be read is not ours to delete"
-    other = make(seed=2)
-    checkpoints.restore(checkpoints.newest(two) or "", other.model, other.optimizer)
-    assert same(everything(other), everything(run))
-    save(run, two, 4, keep=1)
-    assert steps(two) == [4] and not (checkpoints.newest(two) or pytest.fail()).notes
+    save(run, two_steps, 2, keep=1)  # again, and otherwise
+    assert steps(two_steps) == [2, 4], "what cannot be read is not ours to delete"
+    resumed = make(seed=2)
+    checkpoints.restore(checkpoints.newest(two_steps) or "", resumed.model, resumed.optimizer)
+    assert same(everything(resumed), everything(run))
+    save(run, two_steps, 4, keep=1)
+    assert steps(two_steps) == [4] and not (checkpoints.newest(two_steps) or pytest.fail()).notes
 
 
 def test_one_run_a_folder(tmp_path: Path) -> None:
@@ -325,30 +327,30 @@ def test_one_run_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_litter_is_swept_and_a_replacement_takes_its_place(two: Path) -> None:
+def test_litter_is_swept_and_a_replacement_takes_its_place(two_steps: Path) -> None:
     run = make(seed=7)
-    save(run, two / "elsewhere", 2)
-    (two / "elsewhere" / "step-00000002").rename(two / "step-00000002.new")
-    shutil.copytree(two / "step-00000001", two / ".step-00000001.0a1b2c3d.old")
-    (two / "..step-00000003.00112233.partial.44556677.partial").mkdir()
-    (two / ".mine").mkdir()
-    (two / "step-notes").mkdir()
-    found = checkpoints.newest(two)
-    assert found and found.path.name == "step-00000002.new", "the newer of the two"
-    with checkpoints.claim(two):
-        left = sorted(path.name for path in two.iterdir())
-        assert left == [
+    save(run, two_steps / "elsewhere", 2)
+    (two_steps / "elsewhere" / "step-00000002").rename(two_steps / "step-00000002.new")
+    shutil.copytree(two_steps / "step-00000001", two_steps / ".step-00000001.0a1b2c3d.old")
+    (two_steps / "..step-00000003.00112233.partial.44556677.partial").mkdir()
+    (two_steps / ".mine").mkdir()
+    (two_steps / "step-notes").mkdir()
+    newest = checkpoints.newest(two_steps)
+    assert newest and newest.path.name == "step-00000002.new", "the newer of the two"
+    with checkpoints.claim(two_steps):
+        names = sorted(path.name for path in two_steps.iterdir())
+        assert names == [
             *(".mine", "elsewhere", "lock", "step-00000001", "step-00000002", "step-notes")
         ]
-    other = make(seed=8)
-    checkpoints.restore(two / "step-00000002", other.model)
-    assert same(dict(other.model.state_dict()), dict(run.model.state_dict()))
+    resumed = make(seed=8)
+    checkpoints.restore(two_steps / "step-00000002", resumed.model)
+    assert same(dict(resumed.model.state_dict()), dict(run.model.state_dict()))
 
 
-def test_weights_alone_leave_random_numbers_alone(two: Path) -> None:
+def test_weights_alone_leave_random_numbers_alone(two_steps: Path) -> None:
     run = make(seed=3)
     before = torch.get_rng_state()
-    checkpoints.restore(two / "step-00000002", run.model)
+    checkpoints.restore(two_steps / "step-00000002", run.model)
     assert torch.get_rng_state().equal(before)
 
 
@@ -367,10 +369,10 @@ def test_ranks_that_were_not_there_draw_numbers_of_their_own() -> None:
         torch.set_rng_state(states[rank]["cpu"])
         want.append(float(torch.rand(())))
     assert [drawn(rank, 2) for rank in (0, 1)] == [(want[0], []), (want[1], [])]
-    found = [drawn(rank, 4) for rank in (0, 1, 2, 3)]
-    assert found == [drawn(rank, 4) for rank in (0, 1, 2, 3)]
-    assert len({number for number, _ in found}) == 4 and found[0][0] == want[0]
-    assert all("ranks: 2 when it was written, 4 now" in notes[0] for _, notes in found)
+    numbers = [drawn(rank, 4) for rank in (0, 1, 2, 3)]
+    assert numbers == [drawn(rank, 4) for rank in (0, 1, 2, 3)]
+    assert len({number for number, _ in numbers}) == 4 and numbers[0][0] == want[0]
+    assert all("ranks: 2 when it was written, 4 now" in notes[0] for _, notes in numbers)
 
 
 # Killed, or the disk full: `tiny_run` as a program. A save makes some 25 calls, at the 24th or so
@@ -382,7 +384,7 @@ QUICK = [
     ("new", "limit", [100, 4_000, 20_000, 1 << 20]),
 ]
 ALL = [
-    *((scene, how, None) for scene in ("new", "again", "back") for how in ("kill", "full")),
+    *((scene, kind, None) for scene in ("new", "again", "back") for kind in ("kill", "full")),
     ("new", "limit", [*range(0, 70_000, 1_500), 1 << 20]),
 ]
 ALLOWED = {"new": {"old 2", "new"}, "again": {"old 2", "new"}, "back": {"old 2", "old 1", "new"}}
@@ -397,8 +399,8 @@ def program(folder: Path, jobs: list[Any], *more: str) -> dict[str, Any]:
         command = [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"]
         subprocess.run(command, check=True)
         environment["LD_PRELOAD"] = str(library)
-    given = [folder, json.dumps(jobs if compiler else []), *more]
-    command = [sys.executable, tiny_run.__file__, *map(str, given)]
+    arguments = [folder, json.dumps(jobs if compiler else []), *more]
+    command = [sys.executable, tiny_run.__file__, *map(str, arguments)]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert result.returncode == 0
     return json.loads(result.stdout)
@@ -409,28 +411,28 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return program(tmp_path_factory.mktemp("outcomes"), QUICK, "ranks")
 
 
-def check(outcomes: dict[str, Any], scene: str, how: str) -> None:
+def check(outcomes: dict[str, Any], scene: str, kind: str) -> None:
     """Whole, of an allowed step, nothing left over; and strikes came, and then came no more."""
-    if f"{scene} {how}" not in outcomes:
+    if f"{scene} {kind}" not in outcomes:
         pytest.skip("there is no C compiler, or no LD_PRELOAD")
-    found = outcomes[f"{scene} {how}"]
-    for each in found:
-        assert len(each["is"]) == 1 and each["is"][0] in ALLOWED[scene], each
+    strikes = outcomes[f"{scene} {kind}"]
+    for strike in strikes:
+        assert len(strike["is"]) == 1 and strike["is"][0] in ALLOWED[scene], strike
         assert all(
-            name == "lock" or checkpoints.FOLDER_NAME.fullmatch(name) for name in each["left"]
-        ), each
-        assert each["code"] in (0, -9 if how == "kill" else SAID), each
-        assert each["code"] or each["is"] == ["new"], each
-        assert how == "kill" or not each["code"] or each["is"] == ["old 2"], each
-    assert found[0]["is"] == ["old 2"] and found[0]["code"] and not found[-1]["code"]
-    assert sum(each["code"] != 0 for each in found) > len(found) / 2
+            name == "lock" or checkpoints.FOLDER_NAME.fullmatch(name) for name in strike["left"]
+        ), strike
+        assert strike["code"] in (0, -9 if kind == "kill" else SAID), strike
+        assert strike["code"] or strike["is"] == ["new"], strike
+        assert kind == "kill" or not strike["code"] or strike["is"] == ["old 2"], strike
+    assert strikes[0]["is"] == ["old 2"] and strikes[0]["code"] and not strikes[-1]["code"]
+    assert sum(strike["code"] != 0 for strike in strikes) > len(strikes) / 2
 
 
-@pytest.mark.parametrize(("scene", "how"), [job[:2] for job in QUICK if job[0] != "careless"])
+@pytest.mark.parametrize(("scene", "kind"), [job[:2] for job in QUICK if job[0] != "careless"])
 def test_struck_anywhere_the_old_or_the_new_is_there(
-    scene: str, how: str, outcomes: dict[str, Any]
+    scene: str, kind: str, outcomes: dict[str, Any]
 ) -> None:
-    check(outcomes, scene, how)
+    check(outcomes, scene, kind)
 
 
 def test_deleting_before_renaming_would_be_caught(outcomes: dict[str, Any]) -> None:
@@ -443,16 +445,16 @@ def test_deleting_before_renaming_would_be_caught(outcomes: dict[str, Any]) -> N
 
 @pytest.mark.slow
 def test_struck_at_every_call(tmp_path: Path) -> None:
-    found = program(tmp_path, ALL)
-    for scene, how, _ in ALL:
-        check(found, scene, how)
+    results = program(tmp_path, ALL)
+    for scene, kind, _ in ALL:
+        check(results, scene, kind)
 
 
 def test_two_ranks_go_on_and_one_alone(outcomes: dict[str, Any]) -> None:
-    found = outcomes["ranks"]
-    assert found["codes"] == [0, 0]
-    assert found["same"] == [[True, False]] * 2, "as never stopped; the control draws otherwise"
-    assert found["alone"] and found["names"] > 100, "sharded state is whole in the file"
-    assert found["notes"] == [
+    report = outcomes["ranks"]
+    assert report["codes"] == [0, 0]
+    assert report["same"] == [[True, False]] * 2, "as never stopped; the control draws otherwise"
+    assert report["alone"] and report["names"] > 100, "sharded state is whole in the file"
+    assert report["notes"] == [
         "ranks: 2 when it was written, 1 now; random numbers differ from here on"
     ]

@@ -17,8 +17,8 @@ from packhorse.train.job import open_inputs
 Make = Callable[..., Any]
 
 
-def sound(found: SpeedTrial) -> bool:
-    return all(0 < rate < math.inf for rate in (found.operations, found.parameters))
+def sound(trial: SpeedTrial) -> bool:
+    return all(0 < rate < math.inf for rate in (trial.operations, trial.parameters))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -29,9 +29,9 @@ def test_pretraining_is_tried(precision: str, settings: Make) -> None:
 def test_fine_tuning_is_tried(settings: Make, tiny: Path, tmp_path: Path) -> None:
     table = tmp_path / "train.tsv"
     table.write_text("sentence\tlabel\n" + "good horse\t1\nbad mule cart\t0\n" * 4)
-    found = {"task": "classify", "model": str(tiny), "train": str(table)}
+    options = {"task": "classify", "model": str(tiny), "train": str(table)}
     assert sound(
-        measure_speed(open_inputs(settings(**found, layers=0, hidden_size=0, heads=0, batch=4)))
+        measure_speed(open_inputs(settings(**options, layers=0, hidden_size=0, heads=0, batch=4)))
     )
 
 
@@ -43,8 +43,8 @@ def test_hours_follow_from_work_and_parameters(
         "packhorse.train.estimate.measure_speed", lambda ground: SpeedTrial(1e6, math.inf)
     )
 
-    def hours(**said: Any) -> float:
-        return estimate(settings(**said), tmp_path).hours
+    def hours(**options: Any) -> float:
+        return estimate(settings(**options), tmp_path).hours
 
     assert hours(steps=12) == pytest.approx(2 * hours(steps=6))
     assert hours(batch=32, steps=6) == pytest.approx(2 * hours(batch=16, steps=6))

@@ -28,8 +28,8 @@ Make = Callable[..., Any]
 
 
 def test_a_step_is_the_same_however_it_is_cut(settings: Make) -> None:
-    def seen(**said: Any) -> list[list[int]]:
-        feed = assemble(settings(batch=14, **said)).feed
+    def seen(**options: Any) -> list[list[int]]:
+        feed = assemble(settings(batch=14, **options)).feed
         parts = [[b.packed.ids for b in step.batches] for step in islice(feed.steps(None), 8)]
         return [sorted(torch.cat(part).tolist()) for part in parts]
 
@@ -42,9 +42,9 @@ def test_a_step_goes_on_behind_its_cursor(settings: Make) -> None:
     stream = list(islice(fed.steps(None), 9))  # more than an epoch of 40 rows
     for i in (1, 5, 7):
         again = next(fed.steps(stream[i - 1].after))
-        for ours, theirs in zip(again.batches, stream[i].batches, strict=True):
-            assert torch.equal(ours.packed.ids, theirs.packed.ids)
-            assert torch.equal(ours.masked_at, theirs.masked_at)
+        for actual, expected in zip(again.batches, stream[i].batches, strict=True):
+            assert torch.equal(actual.packed.ids, expected.packed.ids)
+            assert torch.equal(actual.masked_at, expected.masked_at)
     assert fed.parts == 4 and fed.epoch == 40 / 7 and fed.batch == 14.0
     assert stream[0].sequences == 14
 
@@ -63,8 +63,8 @@ def test_masks_are_as_the_data_says_but_for_what_is_set(settings: Make, corpus: 
     built = Recipe(mask_probability=0.4, max_predictions=3, whole_words=True)
     data.manifest = replace(data.manifest, masking=built)
     assert feed.masking(settings(), data) == built
-    for said in ({"mask_probability": 0.2}, {"max_predictions": 9}, {"whole_words": False}):
-        assert feed.masking(settings(**said), data) == replace(built, **said)
+    for options in ({"mask_probability": 0.2}, {"max_predictions": 9}, {"whole_words": False}):
+        assert feed.masking(settings(**options), data) == replace(built, **options)
     layout = replace(data.manifest.layout, static_masks=True)
     data.manifest = replace(data.manifest, layout=layout)
     assert feed.masking(settings(whole_words=True), data) is None
@@ -100,16 +100,16 @@ def write_single(pairs: Path, folder: Path) -> None:
 def test_one_shape_changes_nothing(settings: Make) -> None:
     """As a compiled model is fed; uncompiled, so that it runs here."""
     plain = settings(dropout=0.0, batch=13, micro_tokens=200)
-    found = []
+    rows = []
     for compiled in (False, True):
         job = replace(assemble(plain), compiled=compiled)
         job.model.double()
         set_rates(job, 0)
-        done = train_step(job, next(job.feed.steps(None)), RankGroup())
-        found.append([p.grad for p in job.model.parameters() if p.grad is not None])
-        assert (done.work.fill == 1.0) is not compiled
-    for one, other in zip(*found, strict=True):
-        assert float((one - other).norm()) <= 1e-10 * float(one.norm()) + 1e-15
+        report = train_step(job, next(job.feed.steps(None)), RankGroup())
+        rows.append([p.grad for p in job.model.parameters() if p.grad is not None])
+        assert (report.work.fill == 1.0) is not compiled
+    for first, second in zip(*rows, strict=True):
+        assert float((first - second).norm()) <= 1e-10 * float(first.norm()) + 1e-15
 
 
 def test_shapes_are_few(settings: Make) -> None:
@@ -126,9 +126,9 @@ def test_shapes_are_few(settings: Make) -> None:
 def test_shapes_of_examples_are_few(apart: bool, parts: int, settings: Make) -> None:
     """Slots and the longest sequence are the same for all batches; tokens are buckets."""
     train, held_out = (examples(count, apart, seed) for seed, count in enumerate((400, 90)))
-    told = settings(batch=24, train="a table")
-    tokens = sum(len(s.ids) for each in train.examples for s in each.sequences) * 24 / 400
-    fed = feed.examples(train, held_out, told, micro_tokens=int(tokens / parts) + 1)
+    options = settings(batch=24, train="a table")
+    tokens = sum(len(s.ids) for example in train.examples for s in example.sequences) * 24 / 400
+    fed = feed.examples(train, held_out, options, micro_tokens=int(tokens / parts) + 1)
     assert fed.parts == parts and fed.evaluate_on is not None
     batches = [batch for step in islice(fed.steps(None), 40) for batch in step.batches]
     for met, shape in ((batches, fed.shape), (list(fed.evaluate_on())[:-1], fed.eval_shape)):
@@ -151,8 +151,10 @@ def examples(count: int, apart: bool, seed: int) -> targets.TrainingTask:
         length = 60 if rng.random() < 0.01 else int(rng.integers(3, 20))
         return SimpleNamespace(ids=rng.integers(5, 60, length), types=np.zeros(length, int))
 
-    made = [targets.TaskExample(tuple(one() for _ in range(1 + apart)), 0.5) for _ in range(count)]
-    return targets.TrainingTask(made, "similarity" if apart else "regression")
+    examples = [
+        targets.TaskExample(tuple(one() for _ in range(1 + apart)), 0.5) for _ in range(count)
+    ]
+    return targets.TrainingTask(examples, "similarity" if apart else "regression")
 
 
 def test_a_kernel_that_cannot_be_compiled_says_so(settings: Make) -> None:
@@ -162,8 +164,8 @@ def test_a_kernel_that_cannot_be_compiled_says_so(settings: Make) -> None:
 
 def test_data_is_found_by_either_folder(settings: Make, corpus: Path) -> None:
     whole, part = settings(), settings(train=str(corpus / "train"))
-    for each in (whole, part):
-        fed = assemble(each).feed
+    for options in (whole, part):
+        fed = assemble(options).feed
         assert fed.evaluate_on is not None and fed.epoch == 5.0
     vocabulary = assemble(part).checkpoint.vocabulary
     assert vocabulary == corpus / "tokenizer"
@@ -172,15 +174,15 @@ def test_data_is_found_by_either_folder(settings: Make, corpus: Path) -> None:
 
 
 def test_the_pace() -> None:
-    told = TrainSettings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
-    pace = StepSchedule(told, batch=10, epoch=10.5)
+    options = TrainSettings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
+    pace = StepSchedule(options, batch=10, epoch=10.5)
     assert (pace.limit, pace.steps) == (21, 21)
     assert [pace.rate(step) for step in (0, 10, 20, 30, 40)] == [0.0, 0.5, 1.0, 0.5, 0.0]
-    ends = replace(told, steps=50, max_sequences=95)
+    ends = replace(options, steps=50, max_sequences=95)
     assert (StepSchedule(ends, 10, 10.5).limit, StepSchedule(ends, 10, 10.5).steps) == (21, 10)
-    only = replace(told, epochs=0.0, max_sequences=95)
+    only = replace(options, epochs=0.0, max_sequences=95)
     assert (StepSchedule(only, 10, 10.5).limit, StepSchedule(only, 10, 10.5).steps) == (0, 10)
-    moving = replace(told, beta1=0.6, beta1_end=0.4, beta1_steps=10, beta2=0.9)
+    moving = replace(options, beta1=0.6, beta1_end=0.4, beta1_steps=10, beta2=0.9)
     betas = [StepSchedule(moving, 10, 10.5).betas(step)[0] for step in (0, 5, 10, 99)]
     assert betas == pytest.approx([0.6, 0.5, 0.4, 0.4])
     assert StepSchedule(moving, 10, 10.5, power=2.0).betas(10) == pytest.approx((0.16, 0.81))
@@ -196,23 +198,23 @@ def test_the_packing_rule(settings: Make) -> None:
 def test_what_a_step_costs(settings: Make) -> None:
     job = assemble(settings(batch=8))
     step = next(job.feed.steps(None))
-    done = cost.work(step.batches)
+    work = cost.work(step.batches)
     lengths = step.batches[0].packed.lengths.tolist()
-    assert (done.tokens, done.squares) == (sum(lengths), sum(n * n for n in lengths))
-    assert done.masked == len(step.batches[0].masked_at) and done.fill == 1.0
-    assert cost.work(step.batches, tokens_each=1000).fill == done.tokens / 1000
+    assert (work.tokens, work.squares) == (sum(lengths), sum(n * n for n in lengths))
+    assert work.masked == len(step.batches[0].masked_at) and work.fill == 1.0
+    assert cost.work(step.batches, tokens_each=1000).fill == work.tokens / 1000
     linear = sum(p.numel() for n, p in job.model.bert.layers.named_parameters() if p.ndim == 2)
-    alone = cost.StepWork(tokens=done.tokens)
-    assert cost.operations(job.checkpoint.config, alone) == 6 * linear * done.tokens
-    assert cost.operations(job.checkpoint.config, done) > 6 * linear * done.tokens
+    alone = cost.StepWork(tokens=work.tokens)
+    assert cost.operations(job.checkpoint.config, alone) == 6 * linear * work.tokens
+    assert cost.operations(job.checkpoint.config, work) > 6 * linear * work.tokens
     assert cost.peak(torch.device("cpu")) is None
     assert cost.micro_tokens(job.checkpoint.config, torch.device("cpu"), half=True) == 8192
 
 
 def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
-    found = estimate(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
-    assert (found.steps, found.accumulation, found.global_batch) == (15, 4, 16.0)
-    assert found.hours > 0 and found.precision == "fp32" and "trial" in found.rate
+    outlook = estimate(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
+    assert (outlook.steps, outlook.accumulation, outlook.global_batch) == (15, 4, 16.0)
+    assert outlook.hours > 0 and outlook.precision == "fp32" and "trial" in outlook.rate
     speed = '{"step": 1, "sequences_per_second": 2.0, "devices": 1}\n'
     (tmp_path / "speed.jsonl").write_text(speed)
     (tmp_path / "settings.toml").write_text(settings(steps=3).toml())

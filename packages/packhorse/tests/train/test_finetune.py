@@ -25,12 +25,12 @@ def tune(tiny: Path, tmp_path: Path) -> Tune:
     """Fine-tune the tiny model on a table of this name, which is also evaluated on."""
     from packhorse.train.settings import TrainSettings
 
-    def run(table: str, content: str, **said: Any) -> RunOutcome:
+    def run(table: str, content: str, **options: Any) -> RunOutcome:
         path = tmp_path / table
         path.write_text(content)
         usual = {"model": str(tiny), "train": str(path), "eval": str(path), "device": "cpu"}
         usual |= {"steps": 60, "batch": 16, "learning_rate": 3e-3, "dropout": 0.0, "warmup": 0.1}
-        return train(assemble(TrainSettings(**{**usual, **said})), tmp_path / "run")
+        return train(assemble(TrainSettings(**{**usual, **options})), tmp_path / "run")
 
     return run
 
@@ -38,12 +38,12 @@ def tune(tiny: Path, tmp_path: Path) -> Tune:
 def phrases(number: int = 48) -> list[tuple[str, str, str]]:
     """Texts, labels and scores that follow from one word."""
     rng = np.random.default_rng(0)
-    made = []
+    rows = []
     for i in range(number):
         words = GOOD if i % 2 else BAD
         text = f"{rng.choice(THINGS)} {rng.choice(words)} {rng.choice(THINGS)}"
-        made.append((text, "pos" if i % 2 else "neg", f"{1.0 if i % 2 else 0.0}"))
-    return made
+        rows.append((text, "pos" if i % 2 else "neg", f"{1.0 if i % 2 else 0.0}"))
+    return rows
 
 
 def table(*columns: str, rows: list[tuple[str, ...]]) -> str:
@@ -59,15 +59,17 @@ def test_one_label_and_transformers_agrees(tune: Tune, tmp_path: Path) -> None:
     config = json.loads((outcome.model / "config.json").read_text())
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["id2label"] == {"0": "neg", "1": "pos"}
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(outcome.model).eval()
+    reference = transformers.AutoModelForSequenceClassification.from_pretrained(
+        outcome.model
+    ).eval()
     words = transformers.AutoTokenizer.from_pretrained(outcome.model)
     encoder = packhorse.load(outcome.model, device="cpu", dtype="fp32")
     texts = ["good horse", "mule bad cart road"]
-    for text, ours in zip(texts, encoder.classify(texts), strict=True):
+    for text, result in zip(texts, encoder.classify(texts), strict=True):
         with torch.no_grad():
-            scores = theirs(**words(text, return_tensors="pt")).logits.softmax(-1)[0]
-        assert ours.label == theirs.config.id2label[int(scores.argmax())]
-        assert abs(ours.score - float(scores.max())) < 1e-5
+            scores = reference(**words(text, return_tensors="pt")).logits.softmax(-1)[0]
+        assert result.label == reference.config.id2label[int(scores.argmax())]
+        assert abs(result.score - float(scores.max())) < 1e-5
 
 
 def test_several_labels(tune: Tune) -> None:
@@ -75,8 +77,8 @@ def test_several_labels(tune: Tune) -> None:
         (text, ",".join([label, "horse"] if "horse" in text else [label]))
         for text, label, _ in phrases()
     ]
-    told = {"task": "classify", "separator": ",", "problem": "multi_label", "steps": 150}
-    outcome = tune("train.tsv", table("text", "labels", rows=rows), **told)
+    options = {"task": "classify", "separator": ",", "problem": "multi_label", "steps": 150}
+    outcome = tune("train.tsv", table("text", "labels", rows=rows), **options)
     assert outcome.evaluation["f1"] > 0.95
 
 
@@ -89,23 +91,23 @@ def test_a_score(tune: Tune) -> None:
 
 
 def pairs() -> list[tuple[str, str, str]]:
-    made = phrases()
-    again = [made[i] for i in np.random.default_rng(1).permutation(len(made))]
+    rows = phrases()
+    again = [rows[i] for i in np.random.default_rng(1).permutation(len(rows))]
     return [
-        (one[0], two[0], "5.0" if one[1] == two[1] else "0.0")
-        for one, two in zip(made, again, strict=True)
+        (first[0], second[0], "5.0" if first[1] == second[1] else "0.0")
+        for first, second in zip(rows, again, strict=True)
     ]
 
 
 def test_likeness_of_pairs(tune: Tune, tiny: Path) -> None:
     rows = [*pairs(), ("good horse", "fine horse", "5.0"), ("good mule", "bad mule", "0.0")]
-    told = {"task": "similarity", "scale": (0.0, 5.0), "steps": 40}
-    outcome = tune("train.tsv", table("sentence1", "sentence2", "score", rows=rows), **told)
+    options = {"task": "similarity", "scale": (0.0, 5.0), "steps": 40}
+    outcome = tune("train.tsv", table("sentence1", "sentence2", "score", rows=rows), **options)
     assert outcome.evaluation["spearman"] > 0.8
     assert outcome.model is not None
     encoder = packhorse.load(outcome.model, device="cpu", dtype="fp32")
-    one, like, unlike = encoder.embed(["nice cart", "fine cart", "ugly cart"])
-    assert one @ like > 0.7 > one @ unlike
+    anchor, like, unlike = encoder.embed(["nice cart", "fine cart", "ugly cart"])
+    assert anchor @ like > 0.7 > anchor @ unlike
     before, after = (weights(path)["pooler.dense.weight"] for path in (tiny, outcome.model))
     assert torch.equal(before, after)  # kept, for transformers' sake, and not trained
 
@@ -117,19 +119,19 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_pairs_without_scores(tune: Tune) -> None:
-    rows = [(f"{w} {thing}", f"{thing} {w}") for w in (*GOOD, *BAD) for thing in THINGS]
-    told = {"task": "contrastive", "text": ("one", "other"), "batch": 9, "steps": 80}
-    outcome = tune("train.tsv", table("one", "other", rows=rows), **told)
+    rows = [(f"{w} {noun}", f"{noun} {w}") for w in (*GOOD, *BAD) for noun in THINGS]
+    options = {"task": "contrastive", "text": ("one", "other"), "batch": 9, "steps": 80}
+    outcome = tune("train.tsv", table("one", "other", rows=rows), **options)
     assert outcome.evaluation["accuracy"] > 0.8
 
 
 def test_answers(tune: Tune) -> None:
     questions = []
-    for i, (thing, word) in enumerate((t, w) for t in THINGS for w in (*GOOD, *BAD)):
-        context = f"road {thing} {word} cart"
+    for i, (noun, word) in enumerate((t, w) for t in THINGS for w in (*GOOD, *BAD)):
+        context = f"road {noun} {word} cart"
         gold = {"text": word, "answer_start": context.index(word)}
-        asked = {"id": str(i), "question": "road", "answers": [gold]}
-        questions.append({"context": context, "qas": [asked]})
+        question = {"id": str(i), "question": "road", "answers": [gold]}
+        questions.append({"context": context, "qas": [question]})
     squad = {"version": "1.1", "data": [{"title": "t", "paragraphs": questions}]}
     outcome = tune("train.json", json.dumps(squad), task="answer", steps=80)
     assert outcome.evaluation["exact_match"] > 90
@@ -149,8 +151,8 @@ def test_a_classifier_keeps_its_labels_or_gets_a_new_head(
     def begun(labels: list[str]) -> tuple[torch.Tensor, tuple[str, ...], tuple[str, ...]]:
         from packhorse.train.settings import TrainSettings
 
-        told = [(text, label) for (text, *_), label in zip(phrases(), labels, strict=True)]
-        (tmp_path / "other.tsv").write_text(table("sentence", "label", rows=told))
+        labeled = [(text, label) for (text, *_), label in zip(phrases(), labels, strict=True)]
+        (tmp_path / "other.tsv").write_text(table("sentence", "label", rows=labeled))
         data = str(tmp_path / "other.tsv")
         usual = {"task": "classify", "steps": 1, "device": "cpu"}
         job = assemble(TrainSettings(model=str(first.model), train=data, **usual))
@@ -167,14 +169,14 @@ def test_a_classifier_keeps_its_labels_or_gets_a_new_head(
 def test_what_does_not_fit_is_refused(tune: Tune) -> None:
     rows = [(text, label) for text, label, _ in phrases()]
     text = table("sentence", "label", rows=rows)
-    for said, told in (
+    for options, message in (
         ({"max_length": 4096}, "takes 48 tokens"),
         ({"layers": 7}, "layers is set to 7, but model has 2"),
         ({"eval": "nowhere.tsv"}, "nowhere.tsv"),
         ({"task": "similarity"}, "score|number"),
         ({"target": 0.5, "eval": ""}, "set eval"),
     ):
-        with pytest.raises(InputError, match=told):
-            tune("train.tsv", text, **{"task": "classify", **said})
+        with pytest.raises(InputError, match=message):
+            tune("train.tsv", text, **{"task": "classify", **options})
     with pytest.raises(CheckpointError, match="nowhere"):
         tune("train.tsv", text, task="classify", model="./nowhere/at-all")

@@ -27,22 +27,25 @@ def datasets() -> Any:
 
 
 def _told(task: TrainingTask) -> list[Any]:
-    return [(each.target, [list(one.ids) for one in each.sequences]) for each in task.examples]
+    return [
+        (example.target, [list(sequence.ids) for sequence in example.sequences])
+        for example in task.examples
+    ]
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_same_examples(datasets: Any, tiny: Path, tmp_path: Path, task: str) -> None:
-    columns, found = TASKS[task], checkpoint.load(tiny)
+    columns, source = TASKS[task], checkpoint.load(tiny)
     rows = [dict(zip(columns, cells, strict=True)) for cells in zip(*columns.values(), strict=True)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     table = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "saved")
     text = ("first", "second") if task == "contrastive" else ()
-    kept: dict[str, Any] = {"task": task, "model": str(tiny), "text": text, "steps": 1}
-    file = feed.read_task(TrainSettings(train=str(tmp_path / "a.jsonl"), **kept), found)
+    options: dict[str, Any] = {"task": task, "model": str(tiny), "text": text, "steps": 1}
+    file = feed.read_task(TrainSettings(train=str(tmp_path / "a.jsonl"), **options), source)
     named = {"train": str(tmp_path / "saved/train"), "eval": str(tmp_path / "saved/test")}
-    folder = feed.read_task(TrainSettings(**named, **kept), found)
+    folder = feed.read_task(TrainSettings(**named, **options), source)
     assert _told(folder.train) == _told(file.train)
     assert folder.eval is not None and len(folder.eval.examples) < len(folder.train.examples)
     with pytest.raises(InputError, match="holds splits; name one of them"):
-        feed.read_task(TrainSettings(train=str(tmp_path / "saved"), **kept), found)
+        feed.read_task(TrainSettings(train=str(tmp_path / "saved"), **options), source)

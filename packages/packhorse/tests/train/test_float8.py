@@ -44,17 +44,19 @@ def test_it_learns_as_bf16_does_and_goes_on_to_the_bit(
     half, small = (settings(**TOLD, precision=name) for name in ("bf16", "float8"))
     job = assemble(small)
     assert products(job) == 8 and not [note for note in job.notes if "float8" in note]
-    done = {name: train(assemble(s), tmp_path / name) for name, s in (("a", half), ("b", small))}
-    _, found = endings({name: read(tmp_path / name) for name in done})
+    outcomes = {
+        name: train(assemble(s), tmp_path / name) for name, s in (("a", half), ("b", small))
+    }
+    _, ending = endings({name: read(tmp_path / name) for name in outcomes})
     begun = read(tmp_path / "a")[0][1]
-    assert found.steps == 24 and found.last < begun - 0.03
-    assert found.apart_most is not None and 0 < abs(found.apart_most) < 0.02
-    asked = iter([0] * 8 + [15])
-    train(assemble(small), tmp_path / "c", stop_signal=lambda: next(asked))
+    assert ending.steps == 24 and ending.last < begun - 0.03
+    assert ending.apart_most is not None and 0 < abs(ending.apart_most) < 0.02
+    signals = iter([0] * 8 + [15])
+    train(assemble(small), tmp_path / "c", stop_signal=lambda: next(signals))
     train(assemble(small), tmp_path / "c")
     for name in ("log.jsonl", "model/model.safetensors"):
         assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
-    written = [checkpoint.load(tmp_path / name / "model").model for name in done]
+    written = [checkpoint.load(tmp_path / name / "model").model for name in outcomes]
     states = [model.state_dict() for model in written]
     assert [list(state) for state in states] == [list(states[0])] * 2
     assert {tensor.dtype for tensor in states[1].values()} == {torch.float32}
@@ -72,8 +74,8 @@ def test_on_a_gpu_it_learns_as_bf16_does_and_waits_for_nothing(
     there = {**TOLD, "device": "cuda", "compile": compiled, "next_sentence": False}
     for name in ("bf16", "float8"):
         train(assemble(settings(**there, precision=name)), tmp_path / name)
-    _, found = endings({name: read(tmp_path / name) for name in ("bf16", "float8")})
-    assert found.apart_most is not None and 0 < abs(found.apart_most) < 0.05
+    _, ending = endings({name: read(tmp_path / name) for name in ("bf16", "float8")})
+    assert ending.apart_most is not None and 0 < abs(ending.apart_most) < 0.05
     job = assemble(settings(**there, precision="float8"))
     steps = job.feed.steps(None)
     for _ in range(3):  # what is compiled or allocated for the first time may wait
@@ -81,10 +83,10 @@ def test_on_a_gpu_it_learns_as_bf16_does_and_waits_for_nothing(
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = train_step(job, next(steps), RankGroup())
+        report = train_step(job, next(steps), RankGroup())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert bool(done.row.isfinite().all())
+    assert bool(report.row.isfinite().all())
 
 
 def test_an_evaluation_is_that_of_bf16(settings: Make, float8_anywhere: None) -> None:

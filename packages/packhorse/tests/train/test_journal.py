@@ -79,9 +79,9 @@ def test_tensorboard_takes_steps_back(tmp_path: Path) -> None:
     again.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(tmp_path / "tensorboard"))
-    found.Reload()
-    values = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    values = [(event.step, event.value) for event in accumulator.Scalars("train/loss")]
     assert values == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 

@@ -31,17 +31,19 @@ Make = Callable[..., Any]
 
 def stopping_after(steps: int) -> Callable[[], int]:
     """A wish to stop that comes when so many steps are done in this process."""
-    asked = count()
-    return lambda: signal.SIGTERM if next(asked) >= steps else 0
+    calls = count()
+    return lambda: signal.SIGTERM if next(calls) >= steps else 0
 
 
 def files(run: Path) -> dict[str, bytes]:
     """What must be equal of two runs; state.json has the name of its own folder in it."""
     (last,) = [path for step, path in state_folders(run) if step == 20]
-    kept = {name: (last / name).read_bytes() for name in ("model.safetensors", "rng.safetensors")}
-    kept["optimizer"] = (last / "optimizer.safetensors").read_bytes()
-    kept["result"] = (run / "model" / "model.safetensors").read_bytes()
-    return kept | {"log": (run / "log.jsonl").read_bytes()}
+    contents = {
+        name: (last / name).read_bytes() for name in ("model.safetensors", "rng.safetensors")
+    }
+    contents["optimizer"] = (last / "optimizer.safetensors").read_bytes()
+    contents["result"] = (run / "model" / "model.safetensors").read_bytes()
+    return contents | {"log": (run / "log.jsonl").read_bytes()}
 
 
 def state_folders(run: Path) -> list[tuple[int, Path]]:
@@ -135,8 +137,8 @@ def gradients(job: TrainingJob, ranks: RankGroup | None = None) -> list[Tensor]:
     return [p.grad.clone() for p in job.model.parameters() if p.grad is not None]
 
 
-def apart(one: list[Tensor], other: list[Tensor]) -> float:
-    pairs = zip(one, other, strict=True)
+def apart(first: list[Tensor], second: list[Tensor]) -> float:
+    pairs = zip(first, second, strict=True)
     return max(float((a - b).norm() / a.norm().clamp(min=1e-12)) for a, b in pairs)
 
 
@@ -145,8 +147,8 @@ def test_parts_change_nothing(settings: Make) -> None:
     cut = replace(plain, micro_tokens=100)
     whole, parts = assemble(plain), assemble(cut)
     assert (whole.feed.parts, parts.feed.parts) == (1, 4)
-    one = gradients(whole)
-    assert apart(one, gradients(parts)) < 1e-10
+    expected = gradients(whole)
+    assert apart(expected, gradients(parts)) < 1e-10
 
     class Mean:
         """The mistake: every part is averaged by itself."""
@@ -159,34 +161,34 @@ def test_parts_change_nothing(settings: Make) -> None:
             return loss / 4, stats
 
     wrong = replace(assemble(cut), objective=Mean())
-    assert apart(one, gradients(wrong)) > 1e-3
+    assert apart(expected, gradients(wrong)) > 1e-3
 
 
 def test_ranks_change_nothing(settings: Make) -> None:
     plain = settings(dropout=0.0, batch=13)
-    one = gradients(assemble(plain))
+    expected = gradients(assemble(plain))
     barrier, shared = threading.Barrier(2), {}
 
-    def add(rank: int, mine: Tensor) -> Tensor:
-        shared[rank] = mine.clone()
+    def add(rank: int, tensor: Tensor) -> Tensor:
+        shared[rank] = tensor.clone()
         barrier.wait(60)
         total = shared[0] + shared[1]
         barrier.wait(60)
         return total
 
-    found: dict[int, list[Tensor]] = {}
+    by_rank: dict[int, list[Tensor]] = {}
 
     def work(rank: int) -> None:
         job = assemble(plain, rank=rank, world=2)
-        found[rank] = gradients(job, RankGroup(rank, 2, lambda mine: add(rank, mine)))
+        by_rank[rank] = gradients(job, RankGroup(rank, 2, lambda tensor: add(rank, tensor)))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert apart(found[0], found[1]) == 0.0
-    assert apart(one, found[0]) < 1e-10
+    assert apart(by_rank[0], by_rank[1]) == 0.0
+    assert apart(expected, by_rank[0]) < 1e-10
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,8 @@ def test_every_step_has_its_line(settings: Make, tmp_path: Path) -> None:
 
 def test_evaluations_by_sequences(settings: Make, tmp_path: Path) -> None:
     train(assemble(settings(steps=10, eval_every_sequences=50)), tmp_path)
-    found = [line["sequences"] for line in log(tmp_path) if "evaluation" in line]
-    assert found == [64, 112, 160]  # the first multiple of 16 at or behind 50, 100, 150
+    evaluated_at = [line["sequences"] for line in log(tmp_path) if "evaluation" in line]
+    assert evaluated_at == [64, 112, 160]  # the first multiple of 16 at or behind 50, 100, 150
 
 
 def test_it_ends_at_its_target(settings: Make, tmp_path: Path) -> None:
@@ -300,9 +302,9 @@ def test_the_best_is_kept_and_written(settings: Make, tmp_path: Path) -> None:
     assert best != 9, "the rate was meant to be too high to get better"
     assert [step for step, _ in state_folders(tmp_path)] == [best, 9]
     assert outcome.best == values[best]
-    kept, last = (tmp_path / f"step-{step:08}" for step in (best, 9))
-    assert torch.equal(read_weights(tmp_path / "model")[WORDS], read_weights(kept)[WORDS])
-    assert not torch.equal(read_weights(kept)[WORDS], read_weights(last)[WORDS])
+    best_folder, last = (tmp_path / f"step-{step:08}" for step in (best, 9))
+    assert torch.equal(read_weights(tmp_path / "model")[WORDS], read_weights(best_folder)[WORDS])
+    assert not torch.equal(read_weights(best_folder)[WORDS], read_weights(last)[WORDS])
 
 
 def test_resume_says_what_it_does(settings: Make, tmp_path: Path) -> None:
@@ -310,12 +312,12 @@ def test_resume_says_what_it_does(settings: Make, tmp_path: Path) -> None:
     train(assemble(plain), tmp_path / "run", stop_signal=stopping_after(5))
     last = tmp_path / "run" / "step-00000005" / "optimizer.safetensors"
     last.write_bytes(last.read_bytes()[:-1])
-    said: list[str] = []
+    notes: list[str] = []
     changed = replace(plain, weight_decay=0.5)
-    train(assemble(changed), tmp_path / "run", report=said.append)
-    told = "\n".join(said)
-    assert "skipped" in told and "resuming after step 4" in told
-    assert "weight_decay is now 0.5; it was 0.01" in told
+    train(assemble(changed), tmp_path / "run", report=notes.append)
+    text = "\n".join(notes)
+    assert "skipped" in text and "resuming after step 4" in text
+    assert "weight_decay is now 0.5; it was 0.01" in text
     with pytest.raises(InputError, match="holds a run that has reached step 6"):
         train(assemble(plain), tmp_path / "run", resume="never")
     elsewhere = train(
@@ -334,9 +336,11 @@ def test_other_data_is_refused_with_what_to_do(
     held_out = settings(steps=5, train=str(corpus / "eval"), eval=str(corpus / "eval"))
     with pytest.raises(InputError, match=r"step-00000003 learned from other data") as caught:
         train(assemble(held_out), run)
-    told = str(caught.value)
-    assert f"train is now '{corpus / 'eval'}'; it was '{moved}'" in told and "cursor" not in told
-    assert f"--model {run / 'step-00000003'} and another --out" in told
+    message = str(caught.value)
+    assert (
+        f"train is now '{corpus / 'eval'}'; it was '{moved}'" in message and "cursor" not in message
+    )
+    assert f"--model {run / 'step-00000003'} and another --out" in message
     shutil.rmtree(moved / "train")
     shutil.copytree(corpus / "eval", moved / "train")
     with pytest.raises(InputError, match=f"the content of {moved} has changed since"):
@@ -358,16 +362,16 @@ def test_another_run_is_never_overwritten(settings: Make, tmp_path: Path) -> Non
     (tmp_path / "three" / "log.jsonl").write_text('{"step": 1, "of": "a run that saved nothing"}\n')
     train(assemble(short), tmp_path / "three", resume=named)
     assert [line["step"] for line in log(tmp_path / "three") if "loss" in line] == [2]
-    own = str(tmp_path / "two" / "step-00000002")  # which may be wound back
-    assert train(assemble(long), tmp_path / "two", resume=own).step == 4
+    first_checkpoint = str(tmp_path / "two" / "step-00000002")  # which may be wound back
+    assert train(assemble(long), tmp_path / "two", resume=first_checkpoint).step == 4
     assert all(path.read_bytes() == before[path] for path in before if path.name == "log.jsonl")
 
 
 def test_a_checkpoint_that_is_not_there_is_named_so(settings: Make, tmp_path: Path) -> None:
     plain = settings(steps=4, save_every=2)
     train(assemble(plain), tmp_path)
-    said = r"step-00000012 does not exist; in .* there is step-00000002, step-00000004$"
-    with pytest.raises(InputError, match=said):
+    message = r"step-00000012 does not exist; in .* there is step-00000002, step-00000004$"
+    with pytest.raises(InputError, match=message):
         train(assemble(plain), tmp_path, resume=str(tmp_path / "step-00000012"))
     with pytest.raises(InputError, match=r"there is no checkpoint$"):
         train(assemble(plain), tmp_path / "new", resume=str(tmp_path / "none" / "step-00000012"))
@@ -375,13 +379,13 @@ def test_a_checkpoint_that_is_not_there_is_named_so(settings: Make, tmp_path: Pa
 
 
 def test_another_seed_or_optimizer_is_refused_first(settings: Make, tmp_path: Path) -> None:
-    plain, said = settings(steps=4, seed=42), []
+    plain, notes = settings(steps=4, seed=42), []
     train(assemble(plain), tmp_path, stop_signal=stopping_after(2))
     with pytest.raises(InputError, match=r"the seed is 7, .* use --seed 42 or another --out"):
-        train(assemble(replace(plain, seed=7)), tmp_path, report=said.append)
+        train(assemble(replace(plain, seed=7)), tmp_path, report=notes.append)
     with pytest.raises(InputError, match=r"state of LAMB, not of LAMB without .*AdamW"):
-        train(assemble(replace(plain, optimizer="adamw")), tmp_path, report=said.append)
-    assert not said and train(assemble(plain), tmp_path).step == 4
+        train(assemble(replace(plain, optimizer="adamw")), tmp_path, report=notes.append)
+    assert not notes and train(assemble(plain), tmp_path).step == 4
 
 
 def test_two_runs_in_one_folder_are_refused(settings: Make, tmp_path: Path) -> None:
@@ -393,7 +397,7 @@ def test_figures_reach_the_watcher(settings: Make, tmp_path: Path) -> None:
     shown: list[Any] = []
     job = assemble(settings(steps=4, log_every=2, eval_every=4))
     train(job, tmp_path, watch=shown.append)
-    assert [each.step for each in shown] == [2, 4, 4]
+    assert [entry.step for entry in shown] == [2, 4, 4]
     assert shown[0].sequences_per_second > 0 and shown[0].fill == 1.0
     assert shown[-1].evaluation.keys() >= {"mlm_accuracy", "loss"}
 
@@ -407,7 +411,7 @@ def test_figures_reach_tensorboard(settings: Make, tmp_path: Path) -> None:
 
 
 def test_what_a_run_lacks_is_told_before_it_begins(settings: Make, corpus: Path) -> None:
-    for wrong, told in (
+    for wrong, message in (
         ({"steps": 0}, "nothing ends this run"),
         ({"train": ""}, "names no data"),
         ({"train": str(corpus / "train"), "eval": str(corpus / "nowhere")}, "nowhere"),
@@ -417,7 +421,7 @@ def test_what_a_run_lacks_is_told_before_it_begins(settings: Make, corpus: Path)
         ({"task": "classify"}, "set model"),
         ({"averages": True}, "from a model"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             assemble(settings(**wrong))
 
 

@@ -23,8 +23,8 @@ Make = Callable[..., Any]
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 def test_no_step_waits_for_the_device(compiled: str, settings: Make) -> None:
-    told = {"device": "cuda", "precision": "bf16", "next_sentence": False, "compile": compiled}
-    job = assemble(settings(**told))
+    options = {"device": "cuda", "precision": "bf16", "next_sentence": False, "compile": compiled}
+    job = assemble(settings(**options))
     steps = job.feed.steps(None)
     for number in range(3):  # what is compiled or allocated for the first time may wait
         set_rates(job, number)
@@ -32,24 +32,24 @@ def test_no_step_waits_for_the_device(compiled: str, settings: Make) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        done = [train_step(job, next(steps), RankGroup()) for _ in range(3)]
+        reports = [train_step(job, next(steps), RankGroup()) for _ in range(3)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(bool(step.row.isfinite().all()) for step in done)
+    assert all(bool(step.row.isfinite().all()) for step in reports)
 
 
 def test_it_learns_what_the_cpu_learns(settings: Make, tmp_path: Path) -> None:
-    told = {"dropout": 0.0, "steps": 12, "eval_every": 12, "learning_rate": 3e-3}
-    here = train(assemble(settings(**told)), tmp_path / "cpu").evaluation["loss"]
-    there = settings(**told, device="cuda", precision="bf16", compile="auto")
+    options = {"dropout": 0.0, "steps": 12, "eval_every": 12, "learning_rate": 3e-3}
+    here = train(assemble(settings(**options)), tmp_path / "cpu").evaluation["loss"]
+    there = settings(**options, device="cuda", precision="bf16", compile="auto")
     assert abs(train(assemble(there), tmp_path / "cuda").evaluation["loss"] - here) < 0.05
 
 
 def test_it_goes_on_to_the_bit(settings: Make, tmp_path: Path) -> None:
-    told = settings(device="cuda", precision="bf16", kernel="reference", steps=8, eval_every=3)
-    train(assemble(told), tmp_path / "whole")
-    asked = iter([0, 0, 0, 15])
-    train(assemble(told), tmp_path / "stopped", stop_signal=lambda: next(asked))
-    train(assemble(told), tmp_path / "stopped")
+    options = settings(device="cuda", precision="bf16", kernel="reference", steps=8, eval_every=3)
+    train(assemble(options), tmp_path / "whole")
+    signals = iter([0, 0, 0, 15])
+    train(assemble(options), tmp_path / "stopped", stop_signal=lambda: next(signals))
+    train(assemble(options), tmp_path / "stopped")
     whole, stopped = (tmp_path / run / "log.jsonl" for run in ("whole", "stopped"))
     assert whole.read_bytes() == stopped.read_bytes()

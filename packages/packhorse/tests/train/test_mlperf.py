@@ -60,10 +60,10 @@ def test_a_closed_log_at_the_target_is_accepted_and_one_below_it_refused(
     good = written(tmp_path / "result_0.txt", job, (0.49, 0.6, 0.721))
     assert checker_problems(good.path) == [] and order_problems(good.events, CLOSED) == []
     low = written(tmp_path / "result_1.txt", job, (0.49, 0.6, 0.71))
-    (theirs,) = checker_problems(low.path)
-    assert "0.720" in theirs
-    (ours,) = order_problems(low.events, CLOSED)
-    assert "success at 0.71" in ours
+    (checker_problem,) = checker_problems(low.path)
+    assert "0.720" in checker_problem
+    (order_problem,) = order_problems(low.events, CLOSED)
+    assert "success at 0.71" in order_problem
     aborted = written(tmp_path / "result_2.txt", job, (0.49, 0.6, 0.71), reached=False)
     assert checker_problems(aborted.path) and order_problems(aborted.events, CLOSED) == []
     assert check(aborted.path, CLOSED) == checker_problems(aborted.path)
@@ -73,11 +73,15 @@ def test_every_key_in_its_order_with_what_the_run_is_like(job: Any, tmp_path: Pa
     events = written(tmp_path / "result_0.txt", job, (0.5, 0.73)).events
     keys = [event.key for event in events if not event.key.startswith(mlperf.OWN_PREFIX)]
     assert keys == [*mlperf.HEADER, *mlperf.BLOCK * 2, *mlperf.END]
-    said = {event.key: event.value for event in events}
-    assert (said["seed"], said["global_batch_size"], said["max_sequence_length"]) == (42, 3072, 48)
-    assert (said["opt_base_learning_rate"], said["opt_epsilon"]) == (0.01, 1e-6)
-    assert (said["eval_samples"], said["train_samples"]) == (10_000, 350_523)
-    assert said["opt_learning_rate_training_steps"] == job.schedule.steps
+    values = {event.key: event.value for event in events}
+    assert (values["seed"], values["global_batch_size"], values["max_sequence_length"]) == (
+        42,
+        3072,
+        48,
+    )
+    assert (values["opt_base_learning_rate"], values["opt_epsilon"]) == (0.01, 1e-6)
+    assert (values["eval_samples"], values["train_samples"]) == (10_000, 350_523)
+    assert values["opt_learning_rate_training_steps"] == job.schedule.steps
     stop = events[-1].metadata
     assert stop["status"] == "success" and stop["file"] == "packhorse/train/mlperf.py"
     line = json.loads((tmp_path / "result_0.txt").read_text().splitlines()[-1][len(TOKEN) :])
@@ -87,17 +91,17 @@ def test_every_key_in_its_order_with_what_the_run_is_like(job: Any, tmp_path: Pa
 def test_rows_are_told_as_sequences(settings: Make, tmp_path: Path) -> None:
     rows = settings(batch=10, packing_keeps="batch", beta1=0.9, beta2=0.99)  # two sequences a row
     events = written(tmp_path / "log.txt", assemble(rows), (0.73,)).events
-    said = {event.key: event.value for event in events}
-    assert said["global_batch_size"] == 20
-    assert said["opt_lamb_beta_1"] == pytest.approx(0.81)
-    assert said["opt_lamb_beta_2"] == pytest.approx(0.9801)
+    values = {event.key: event.value for event in events}
+    assert values["global_batch_size"] == 20
+    assert values["opt_lamb_beta_1"] == pytest.approx(0.81)
+    assert values["opt_lamb_beta_2"] == pytest.approx(0.9801)
 
 
 @pytest.mark.parametrize(
-    ("batch", "every"), [(64, 150_000), (2048, 150_000), (3072, 175_000), (4608, 200_000)]
+    ("batch", "interval"), [(64, 150_000), (2048, 150_000), (3072, 175_000), (4608, 200_000)]
 )
-def test_the_interval_of_evaluations(batch: int, every: int) -> None:
-    assert closed_rules(batch) == LogRules(0.720, every, 10_000)
+def test_the_interval_of_evaluations(batch: int, interval: int) -> None:
+    assert closed_rules(batch) == LogRules(0.720, interval, 10_000)
 
 
 def test_blocks_have_the_times_at_which_they_were(job: Any, tmp_path: Path) -> None:
@@ -122,22 +126,22 @@ def test_blocks_have_the_times_at_which_they_were(job: Any, tmp_path: Path) -> N
 def rewritten(events: list[LogEvent], key: str, number: int = -1, **changes: Any) -> list[LogEvent]:
     """The events with one of them changed; metadata is added to."""
     places = [place for place, event in enumerate(events) if event.key == key]
-    old, found = events[places[number]], list(events)
+    old, changed = events[places[number]], list(events)
     metadata = {**old.metadata, **changes.pop("metadata", {})}
     value, time_ms = changes.get("value", old.value), changes.get("time_ms", old.time_ms)
-    found[places[number]] = LogEvent(old.key, value, time_ms, metadata)
-    return found
+    changed[places[number]] = LogEvent(old.key, value, time_ms, metadata)
+    return changed
 
 
 def without(events: list[LogEvent], key: str) -> list[LogEvent]:
     return [event for event in events if event.key != key]
 
 
-def swapped(events: list[LogEvent], one: str, other: str) -> list[LogEvent]:
+def swapped(events: list[LogEvent], first_key: str, second_key: str) -> list[LogEvent]:
     names = [event.key for event in events]
-    first, second, found = names.index(one), names.index(other), list(events)
-    found[first], found[second] = found[second], found[first]
-    return found
+    first, second, changed = names.index(first_key), names.index(second_key), list(events)
+    changed[first], changed[second] = changed[second], changed[first]
+    return changed
 
 
 def at(sequences: int) -> dict[str, int]:
@@ -185,7 +189,7 @@ def test_what_is_out_of_order_is_named(name: str, job: Any, tmp_path: Path) -> N
     events = written(tmp_path / "log.txt", job, (0.49, 0.6, 0.721)).events
     assert order_problems(events, CLOSED) == []
     change, complaint = BROKEN[name]
-    assert any(complaint in found for found in order_problems(change(events), CLOSED))
+    assert any(complaint in problem for problem in order_problems(change(events), CLOSED))
 
 
 def test_mlperfs_checker_lets_pass_what_ours_does_not(job: Any, tmp_path: Path) -> None:

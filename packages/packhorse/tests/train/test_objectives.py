@@ -114,26 +114,26 @@ def make_batch(objective: Objective, chosen: Sequence[Sample], packed: Packed) -
         return loader.PretrainingBatch(packed, at, words, labels, len(chosen), tokens, {})
     if isinstance(objective, SpanEnds):
         spans = [np.add(sample.span, start) for start, sample in zip(starts, chosen, strict=True)]
-        wanted = torch.from_numpy(np.array(spans).reshape(-1, 2))
+        expected = torch.from_numpy(np.array(spans).reshape(-1, 2))
     elif isinstance(objective, Classify) and objective.problem == "multi_label":
-        wanted = torch.zeros(len(chosen), 3)
-        for row, sample in zip(wanted, chosen, strict=True):
+        expected = torch.zeros(len(chosen), 3)
+        for row, sample in zip(expected, chosen, strict=True):
             row[list(sample.flags)] = 1
     elif isinstance(objective, Classify) and objective.problem == "single_label":
-        wanted = torch.tensor([sample.label for sample in chosen])
+        expected = torch.tensor([sample.label for sample in chosen])
     else:
         paired = isinstance(objective, Similarity | Contrastive)
-        wanted = torch.tensor([sample.score for sample in chosen][:: 2 if paired else 1])
-    numbers = tuple(range(len(wanted)))
-    return targets.TaskBatch(packed, wanted, numbers, len(wanted), tokens, {})
+        expected = torch.tensor([sample.score for sample in chosen][:: 2 if paired else 1])
+    numbers = tuple(range(len(expected)))
+    return targets.TaskBatch(packed, expected, numbers, len(expected), tokens, {})
 
 
 # The losses written out: from (sample, outputs of the sequence alone) pairs to a step's loss.
 Alone = list[tuple[Sample, list[Tensor]]]
 
 
-def nll(logits: Tensor, wanted: Any) -> Tensor:
-    return -logits.log_softmax(-1)[..., wanted]
+def nll(logits: Tensor, targets: Any) -> Tensor:
+    return -logits.log_softmax(-1)[..., targets]
 
 
 def words_of(sample: Sample, logits: Tensor) -> list[Tensor]:
@@ -151,8 +151,8 @@ def by_token(runs: Alone) -> Tensor:
 
 
 def by_sequence(runs: Alone) -> Tensor:
-    each = [words_of(sample, logits) for sample, (logits, _) in runs]
-    words = mean(mean(found) for found in each if found)
+    by_sample = [words_of(sample, logits) for sample, (logits, _) in runs]
+    words = mean(mean(losses) for losses in by_sample if losses)
     return words + mean(nll(follows[0], sample.label) for sample, (_, follows) in runs)
 
 
@@ -261,7 +261,7 @@ def packed_step(
 ) -> tuple[float, dict[str, Tensor]]:
     """A step of one or more batches, as the loop does it."""
     chosen = [[samples[i] for i in group] for group in groups]
-    batches = [make_batch(objective, each, layout(each)) for each in chosen]
+    batches = [make_batch(objective, part, layout(part)) for part in chosen]
     totals = torch.stack([objective.weigh(batch) for batch in batches]).sum(0)
     losses = [objective.loss(model, batch, totals)[0] for batch in batches]
     return sum(loss.item() for loss in losses), gradients(model, *losses)
@@ -295,8 +295,8 @@ def test_packed_gradients_are_unpacked_gradients(case, dtype, samples, model_for
             for name, layout in LAYOUTS.items():
                 if chosen.serves.rows and name != "rows":
                     continue
-                found, grads = packed_step(objective, model, samples, groups, layout)
-                assert found == pytest.approx(loss, rel=LIMITS[dtype])
+                packed_loss, grads = packed_step(objective, model, samples, groups, layout)
+                assert packed_loss == pytest.approx(loss, rel=LIMITS[dtype])
                 assert difference(grads, truth) <= LIMITS[dtype], (kernel, name, groups)
 
 
@@ -337,7 +337,7 @@ def test_what_is_broken_on_purpose_is_seen(case: str, samples, model_for) -> Non
     assert difference(means, truth) > 1e-2, "the mean of the batches' means"
     model.bert.use(Loose())
     _, loose = packed_step(objective, model, samples, PARTS, ragged)
-    assert difference(loose, truth) > 1e-2, "neighbours that see each other"
+    assert difference(loose, truth) > 1e-2, "neighbors that see each other"
 
 
 def test_averages_differ(samples, model_for) -> None:
@@ -383,21 +383,21 @@ def padded(name: str, samples: list[Sample]) -> dict[str, Tensor]:
     """The arguments of a forward pass of theirs."""
     size = (len(samples), max(len(sample.ids) for sample in samples))
     keys = ("input_ids", "token_type_ids", "attention_mask")
-    given = {key: torch.zeros(size, dtype=torch.int64) for key in keys}
+    tensors = {key: torch.zeros(size, dtype=torch.int64) for key in keys}
     words = torch.full(size, -100)
     for i, sample in enumerate(samples):
         values = (sample.ids, sample.types, np.ones_like(sample.ids))
         for key, value in zip(keys, values, strict=True):
-            given[key][i, : len(value)] = torch.from_numpy(value)
+            tensors[key][i, : len(value)] = torch.from_numpy(value)
         words[i, sample.masked] = torch.from_numpy(sample.words)
-    wanted = make_batch(CLASSES[name], samples, ragged(samples))
+    expected = make_batch(CLASSES[name], samples, ragged(samples))
     if name == "BertForPreTraining":
-        return {**given, "labels": words, "next_sentence_label": wanted.next_labels}
+        return {**tensors, "labels": words, "next_sentence_label": expected.next_labels}
     if name == "BertForQuestionAnswering":
         start, end = torch.tensor([sample.span for sample in samples]).unbind(1)
-        return {**given, "start_positions": start, "end_positions": end}
+        return {**tensors, "start_positions": start, "end_positions": end}
     floats = name != "single_label_classification"
-    return {**given, "labels": wanted.targets.double() if floats else wanted.targets}
+    return {**tensors, "labels": expected.targets.double() if floats else expected.targets}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -406,19 +406,22 @@ def test_gradients_are_those_of_transformers(name: str, samples) -> None:
     samples = [replace(sample, ids=sample.ids.clip(1)) for sample in samples]
     if name == "BertForQuestionAnswering":  # it gives padding a chance to be an answer
         samples = [sample for sample in samples if len(sample.ids) == 24] * 2
-    theirs, objective = make_theirs(name), CLASSES[name]
+    reference, objective = make_theirs(name), CLASSES[name]
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        ours = checkpoint.load(folder, dtype=torch.float64).model
-    loss = theirs(**padded(name, samples)).loss
+        reference.save_pretrained(folder)
+        model = checkpoint.load(folder, dtype=torch.float64).model
+    loss = reference(**padded(name, samples)).loss
     loss.backward()
     for layout in (ragged, rows):
         batch = make_batch(objective, samples, layout(samples))
-        found, _ = objective.loss(ours, batch)
-        assert found.item() == pytest.approx(loss.item(), rel=1e-10)
-        mine, yours = gradients(ours, found), {n: p.grad for n, p in theirs.named_parameters()}
+        packed_loss, _ = objective.loss(model, batch)
+        assert packed_loss.item() == pytest.approx(loss.item(), rel=1e-10)
+        actual, yours = (
+            gradients(model, packed_loss),
+            {n: p.grad for n, p in reference.named_parameters()},
+        )
         table = names.table(names.BERT, tied=True)
-        for key, grad in mine.items():
+        for key, grad in actual.items():
             sources = names.sources(key, table)
             bias = "cls.predictions.bias"
             spelled = [bias if "decoder.bias" in source else source for source in sources]
@@ -461,11 +464,11 @@ def test_figures_of_pretraining_add_up(samples, model_for) -> None:
     for groups in (GROUPS, PARTS, [[i] for i in range(6)]):
         for layout in LAYOUTS.values():
             chosen = [[samples[i] for i in group] for group in groups]
-            batches = [make_batch(objective, each, layout(each)) for each in chosen]
-            found = objective.evaluate(model, batches)
-            assert found["loss"] == pytest.approx(found["mlm_loss"] + found["nsp_loss"])
+            batches = [make_batch(objective, part, layout(part)) for part in chosen]
+            figures = objective.evaluate(model, batches)
+            assert figures["loss"] == pytest.approx(figures["mlm_loss"] + figures["nsp_loss"])
             for name, value in expected.items():
-                assert found[name] == pytest.approx(value, rel=1e-9), name
+                assert figures[name] == pytest.approx(value, rel=1e-9), name
             stats = objective.loss(model, batches[0])[1]
             assert stats.sequences == len(chosen[0])
             assert stats.tokens == sum(len(sample.ids) for sample in chosen[0])
@@ -478,8 +481,8 @@ def test_a_model_that_knows_every_word_is_right(samples, model_for) -> None:
 
     objective = Pretrain(next_sentence=False)
     batch = make_batch(objective, samples, ragged(samples))
-    found = objective.evaluate(Knows(), [batch])
-    assert found["mlm_accuracy"] == found["mlm_sequence_accuracy"] == 1
+    figures = objective.evaluate(Knows(), [batch])
+    assert figures["mlm_accuracy"] == figures["mlm_sequence_accuracy"] == 1
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -519,7 +522,7 @@ class Says(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("problem", "logits", "wanted", "expected"),
+    ("problem", "logits", "labels", "expected"),
     [
         (
             "single_label",
@@ -541,13 +544,13 @@ class Says(torch.nn.Module):
         ),
     ],
 )
-def test_measures_of_glue(problem, logits, wanted, expected, samples) -> None:
+def test_measures_of_glue(problem, logits, labels, expected, samples) -> None:
     objective = Classify(problem)
-    batch = targets.TaskBatch(ragged(samples[:3]), torch.tensor(wanted), (0, 1, 2), 3, 0, {})
-    found = objective.evaluate(Says(*logits), [batch])
-    assert found["sequences"] == 3
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    assert ("f1" in found) == (problem != "regression")
+    batch = targets.TaskBatch(ragged(samples[:3]), torch.tensor(labels), (0, 1, 2), 3, 0, {})
+    figures = objective.evaluate(Says(*logits), [batch])
+    assert figures["sequences"] == 3
+    assert {name: figures[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert ("f1" in figures) == (problem != "regression")
 
 
 @pytest.mark.parametrize("case", ["single label", "similarity", "contrastive", "span"])
@@ -564,8 +567,8 @@ def test_a_rank_without_examples_adds_nothing(case: str, samples, model_for) -> 
     assert objective.weigh(batch).tolist() == [0]
     loss, stats = objective.loss(model, batch, torch.tensor([4]))
     assert loss.item() == 0 and stats.sequences == 0
-    found = gradients(model, loss)
-    assert found and not any(grad.any() for grad in found.values())
+    actual = gradients(model, loss)
+    assert actual and not any(grad.any() for grad in actual.values())
     assert set(stats.means().values()) == {0.0}
 
 
@@ -660,23 +663,26 @@ def scored(tokenizer: Tokenizer, count: int, first: str, last: str, **sizes: int
 @pytest.mark.parametrize("sizes", [{}, {"max_length": 12, "stride": 2}])
 def test_answers_are_scored_as_squad_scores_them(tokenizer, sizes) -> None:
     """Also where a context takes several windows, which come in any order."""
-    found = scored(tokenizer, 2, "old", "fox", **sizes)
-    assert found == {"exact_match": 100, "f1": 100, "questions": 2}
-    found = scored(tokenizer, 2, "fox", "fox", **sizes)
-    assert found == {"exact_match": 50, "f1": pytest.approx(250 / 3), "questions": 2}
+    figures = scored(tokenizer, 2, "old", "fox", **sizes)
+    assert figures == {"exact_match": 100, "f1": 100, "questions": 2}
+    figures = scored(tokenizer, 2, "fox", "fox", **sizes)
+    assert figures == {"exact_match": 50, "f1": pytest.approx(250 / 3), "questions": 2}
     assert scored(tokenizer, 2, "red", "apple", **sizes)["f1"] == 0
 
 
 def test_no_answer_is_an_answer_where_a_question_has_none(tokenizer) -> None:
-    found = scored(tokenizer, 3, "fox", "fox")
-    assert (found["exact_match"], found["has_answer_exact_match"]) == (pytest.approx(100 / 3), 50)
-    assert found["no_answer_exact_match"] == 0
+    figures = scored(tokenizer, 3, "fox", "fox")
+    assert (figures["exact_match"], figures["has_answer_exact_match"]) == (
+        pytest.approx(100 / 3),
+        50,
+    )
+    assert figures["no_answer_exact_match"] == 0
     silent = scored(tokenizer, 3, "a", "did")
     assert (silent["has_answer_f1"], silent["no_answer_f1"]) == (0, 100)
 
 
 def test_windows_left_out_are_missed(tokenizer) -> None:
-    every = squad_evaluation(QUESTIONS, tokenizer)
-    some = list(targets.TaskLoader(every.task(), examples=1, epochs=1))[:2]
+    evaluation = squad_evaluation(QUESTIONS, tokenizer)
+    batches = list(targets.TaskLoader(evaluation.task(), examples=1, epochs=1))[:2]
     with pytest.raises(InputError, match="2 of 3 windows were given"):
-        SpanEnds(every).evaluate(Finds("old", "fox"), some)
+        SpanEnds(evaluation).evaluate(Finds("old", "fox"), batches)

@@ -27,14 +27,14 @@ Make = Callable[..., Any]
 CONFIG = BertConfig(64, 32, 2, 2, 64, max_positions=48)
 
 
-def made(begun: Any, *heads: str, labels: tuple[str, ...] = (), **said: Any) -> Any:
+def prepared(begun: Any, *heads: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
     kernel = attention.kernel("reference")
-    return prepare(TrainSettings(**said), begun, heads, kernel, LabelSet(labels))
+    return prepare(TrainSettings(**options), begun, heads, kernel, LabelSet(labels))
 
 
 def test_a_new_model_is_drawn_as_bert_was() -> None:
-    found, new = made(CONFIG, "mlm", "nsp")
-    named = dict(found.model.named_parameters())
+    source, new = prepared(CONFIG, "mlm", "nsp")
+    named = dict(source.model.named_parameters())
     assert sorted(new) == sorted(named)
     words = named["bert.embed.words.weight"]
     drawn = words.detach()
@@ -42,8 +42,8 @@ def test_a_new_model_is_drawn_as_bert_was() -> None:
     assert torch.equal(named["bert.layers.0.norm.weight"], torch.ones(32))
     assert torch.equal(named["heads.mlm.norm.weight"], torch.ones(32))
     assert not named["bert.layers.0.down.bias"].any()
-    every = dict(found.model.named_parameters(remove_duplicate=False))
-    assert every["heads.mlm.decoder.weight"] is words  # tied
+    parameters = dict(source.model.named_parameters(remove_duplicate=False))
+    assert parameters["heads.mlm.decoder.weight"] is words  # tied
 
 
 def test_draws_are_normal_up_to_two_deviations() -> None:
@@ -53,10 +53,10 @@ def test_draws_are_normal_up_to_two_deviations() -> None:
     assert float(drawn.abs().max()) <= 1.0 and abs(float(drawn.mean())) < 4e-3
     # A normal number cut off at two deviations has 0.8796 of the deviation.
     assert float(drawn.std()) == pytest.approx(0.8796 * 0.5, rel=5e-3)
-    theirs = torch.nn.init.trunc_normal_(torch.empty(shape), 0.0, 0.5, -1.0, 1.0)
+    reference = torch.nn.init.trunc_normal_(torch.empty(shape), 0.0, 0.5, -1.0, 1.0)
     shares = torch.linspace(0.01, 0.99, 30)
-    ours, known = (torch.quantile(x.flatten(), shares) for x in (drawn, theirs))
-    assert torch.allclose(ours, known, atol=8e-3)
+    actual, known = (torch.quantile(x.flatten(), shares) for x in (drawn, reference))
+    assert torch.allclose(actual, known, atol=8e-3)
     clamped = torch.empty(shape).normal_(0.0, 0.5, generator=generator).clamp(-1.0, 1.0)
     piled = torch.quantile(clamped.flatten(), shares)  # the control: what is beyond, at the ends
     assert not torch.allclose(piled, known, atol=8e-3)
@@ -66,7 +66,7 @@ def test_draws_are_normal_up_to_two_deviations() -> None:
 
 def test_draws_follow_the_seed() -> None:
     def words(seed: int) -> torch.Tensor:
-        return made(CONFIG, "mlm", seed=seed)[0].model.bert.embed.words.weight
+        return prepared(CONFIG, "mlm", seed=seed)[0].model.bert.embed.words.weight
 
     assert torch.equal(words(1), words(1))
     assert not torch.equal(words(1), words(2))
@@ -74,17 +74,17 @@ def test_draws_follow_the_seed() -> None:
 
 def test_weights_are_taken_over_and_dropout_is_set(tiny: Path) -> None:
     begun = checkpoint.load(tiny)
-    found, new = made(begun, "classify", labels=("a", "b", "c"), dropout=0.3)
+    source, new = prepared(begun, "classify", labels=("a", "b", "c"), dropout=0.3)
     assert new == ["heads.classify.dense.weight", "heads.classify.dense.bias"]
-    theirs, ours = dict(begun.model.named_parameters()), dict(found.model.named_parameters())
-    pooler = ours["heads.classify.pooler.dense.weight"]
-    assert torch.equal(pooler, theirs["heads.pooled.dense.weight"])
+    before, after = dict(begun.model.named_parameters()), dict(source.model.named_parameters())
+    pooler = after["heads.classify.pooler.dense.weight"]
+    assert torch.equal(pooler, before["heads.pooled.dense.weight"])
     assert torch.equal(
-        ours["bert.layers.1.up.dense.weight"], theirs["bert.layers.1.up.dense.weight"]
+        after["bert.layers.1.up.dense.weight"], before["bert.layers.1.up.dense.weight"]
     )
-    rates = {m.p for m in found.model.modules() if isinstance(m, torch.nn.Dropout)}
-    assert rates == {0.3} and found.config.dropout == 0.3
-    assert found.labels == ("a", "b", "c")
+    rates = {m.p for m in source.model.modules() if isinstance(m, torch.nn.Dropout)}
+    assert rates == {0.3} and source.config.dropout == 0.3
+    assert source.labels == ("a", "b", "c")
 
 
 def test_sizes_must_be_set_and_agree(tiny: Path) -> None:
@@ -96,48 +96,48 @@ def test_sizes_must_be_set_and_agree(tiny: Path) -> None:
         new_config(TrainSettings(layers=2, hidden_size=8, heads=2), 10, 16).intermediate_size == 32
     )
     with pytest.raises(InputError, match="hidden_size is set to 8, but model has 32"):
-        made(checkpoint.load(tiny), "mlm", hidden_size=8)
+        prepared(checkpoint.load(tiny), "mlm", hidden_size=8)
 
 
 def test_adamw_is_torchs() -> None:
     torch.manual_seed(0)
-    ours, theirs = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-    theirs.load_state_dict(ours.state_dict())
+    model_here, reference = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    reference.load_state_dict(model_here.state_dict())
     settings = TrainSettings(optimizer="adamw", learning_rate=0.01, weight_decay=0.1, epsilon=1e-8)
-    one = optimizer_for(settings, ours, half=False)
+    optimizer_here = optimizer_for(settings, model_here, half=False)
     groups = [
-        {"params": [theirs.weight], "weight_decay": 0.1},
-        {"params": [theirs.bias], "weight_decay": 0.0},
+        {"params": [reference.weight], "weight_decay": 0.1},
+        {"params": [reference.bias], "weight_decay": 0.0},
     ]
-    other = torch.optim.AdamW(groups, lr=0.01, eps=1e-8)
+    reference_optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-8)
     for _ in range(10):
         x = torch.randn(4, 8)
-        for model, optimizer in ((ours, one), (theirs, other)):
+        for model, optimizer in ((model_here, optimizer_here), (reference, reference_optimizer)):
             optimizer.zero_grad()
             (model(x) ** 2).sum().backward()
             optimizer.step()
-    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
-    assert torch.allclose(ours.bias, theirs.bias, atol=1e-6)
-    lamb = optimizer_for(replace(settings, optimizer="lamb"), ours, half=False)
+    assert torch.allclose(model_here.weight, reference.weight, atol=1e-6)
+    assert torch.allclose(model_here.bias, reference.bias, atol=1e-6)
+    lamb = optimizer_for(replace(settings, optimizer="lamb"), model_here, half=False)
     assert [group["adapt"] for group in lamb.param_groups] == [True, False]
 
 
 def test_bf16_moves_weights_that_it_keeps_in_fp32() -> None:
-    found, _ = made(CONFIG, "mlm", "nsp")
-    before = {n: p.detach().clone() for n, p in found.model.named_parameters()}
+    source, _ = prepared(CONFIG, "mlm", "nsp")
+    before = {n: p.detach().clone() for n, p in source.model.named_parameters()}
     settings = TrainSettings(optimizer="lamb", learning_rate=1e-5, weight_decay=0.0)
-    optimizer = optimizer_for(settings, found.model, half=True)
-    assert {p.dtype for p in found.model.parameters()} == {torch.bfloat16}
-    full = dict(in_fp32(found, optimizer).model.named_parameters())
+    optimizer = optimizer_for(settings, source.model, half=True)
+    assert {p.dtype for p in source.model.parameters()} == {torch.bfloat16}
+    full = dict(in_fp32(source, optimizer).model.named_parameters())
     assert all(torch.equal(full[name], before[name]) for name in before)  # nothing was rounded
-    weight = found.model.bert.layers[0].get_parameter("down.weight")
+    weight = source.model.bert.layers[0].get_parameter("down.weight")
     for _ in range(3):
         (weight.float() * 1e-3).sum().backward()
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     rounded = weight.detach().clone()
     for _ in range(20):
         optimizer.step()
-    moved = dict(in_fp32(found, optimizer).model.named_parameters())["bert.layers.0.down.weight"]
+    moved = dict(in_fp32(source, optimizer).model.named_parameters())["bert.layers.0.down.weight"]
     assert not torch.equal(moved, before["bert.layers.0.down.weight"])
     assert torch.equal(moved.bfloat16(), weight) and int((rounded != weight).sum()) < weight.numel()
-    assert in_fp32(found, optimizer).model.heads["mlm"].decoder.weight.dtype == torch.float32
+    assert in_fp32(source, optimizer).model.heads["mlm"].decoder.weight.dtype == torch.float32

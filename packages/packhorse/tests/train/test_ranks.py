@@ -43,10 +43,10 @@ def ask(host: subprocess.Popen[str], settings: Make, tmp_path: Path) -> Ask:
     """Train on so many ranks; how they ended and what they said."""
     from dataclasses import asdict
 
-    def asked(world: int, out: str, of: dict[str, Any], **told: Any) -> dict[str, Any]:
+    def asked(world: int, out: str, of: dict[str, Any], **options: Any) -> dict[str, Any]:
         line = {"world": world, "out": str(tmp_path / out), "settings": asdict(settings(**of))}
         assert host.stdin is not None and host.stdout is not None
-        host.stdin.write(json.dumps({**line, **told}) + "\n")
+        host.stdin.write(json.dumps({**line, **options}) + "\n")
         host.stdin.flush()
         return json.loads(host.stdout.readline())
 
@@ -72,26 +72,28 @@ def log(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
 
 
-def kept(run: Path, step: int = STEPS) -> dict[str, bytes]:
+def contents_of(run: Path, step: int = STEPS) -> dict[str, bytes]:
     """What must be equal of two runs."""
     names = ("model.safetensors", "rng.safetensors", "optimizer.safetensors")
-    found = {name: (run / f"step-{step:08}" / name).read_bytes() for name in names}
+    contents = {name: (run / f"step-{step:08}" / name).read_bytes() for name in names}
     result = (run / "model" / "model.safetensors").read_bytes()
-    return {**found, "result": result, "log": (run / "log.jsonl").read_bytes()}
+    return {**contents, "result": result, "log": (run / "log.jsonl").read_bytes()}
 
 
-def furthest(ours: Path, theirs: Path, names: tuple[str, ...] = ("loss", "gradient_norm")) -> float:
+def furthest(
+    first_run: Path, second_run: Path, names: tuple[str, ...] = ("loss", "gradient_norm")
+) -> float:
     """The largest relative difference of what two runs logged, step by step."""
-    pairs = list(zip(log(ours), log(theirs), strict=True))
+    pairs = list(zip(log(first_run), log(second_run), strict=True))
     assert all(
-        one["step"] == other["step"] and one["sequences"] == other["sequences"]
-        for one, other in pairs
+        first["step"] == second["step"] and first["sequences"] == second["sequences"]
+        for first, second in pairs
     )
     return max(
-        abs(one[name] / other[name] - 1)
-        for one, other in pairs
+        abs(first[name] / second[name] - 1)
+        for first, second in pairs
         for name in names
-        if "evaluation" not in one
+        if "evaluation" not in first
     )
 
 
@@ -116,9 +118,9 @@ def test_without_the_gradients_of_others_it_is_another_run(ask: Ask, tmp_path: P
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
 def test_more_ranks(ask: Ask, tmp_path: Path, world: int, optimizer: str) -> None:
     of = {**UNEVEN, "batch": 20, "optimizer": optimizer, "average": "sequence"}
-    said = [ask(each, str(each), of, dtype="float64")["said"] for each in (1, world)]
+    reports = [ask(count, str(count), of, dtype="float64")["reports"] for count in (1, world)]
     assert furthest(tmp_path / "1", tmp_path / str(world)) < 1e-10
-    assert len({tuple(each["weights"]) for each in said[1]}) == 1, "ranks have grown apart"
+    assert len({tuple(report["weights"]) for report in reports[1]}) == 1, "ranks have grown apart"
 
 
 def test_a_task_is_learned_and_measured_together(ask: Ask, tiny: Path, tmp_path: Path) -> None:
@@ -143,17 +145,17 @@ def test_two_ranks_stop_and_go_on_to_the_bit(ask: Ask, twenty: dict, tmp_path: P
     whole = ask(2, "whole", twenty)
     assert whole["codes"] == [0, 0]
     for rank, after in ((1, 3), (0, 2)):  # the second time from there on
-        told = ask(2, "stopped", twenty, stop={"rank": rank, "after": after})
-        assert [each["outcome"]["signal"] for each in told["said"]] == [signal.SIGTERM] * 2
+        answer = ask(2, "stopped", twenty, stop={"rank": rank, "after": after})
+        assert [report["outcome"]["signal"] for report in answer["reports"]] == [signal.SIGTERM] * 2
     shutil.copytree(tmp_path / "stopped", tmp_path / "forgetful")
     assert ask(2, "stopped", twenty)["codes"] == [0, 0]
-    assert kept(tmp_path / "stopped") == kept(tmp_path / "whole")
+    assert contents_of(tmp_path / "stopped") == contents_of(tmp_path / "whole")
     # The result is the optimizer's fp32, of both ranks' tensors; and all draw numbers of their own.
     result = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     weights = [tensor for name, tensor in result.items() if name.endswith("dense.weight")]
-    assert all(not torch.equal(each, each.bfloat16().float()) for each in weights)
+    assert all(not torch.equal(weight, weight.bfloat16().float()) for weight in weights)
     ask(2, "forgetful", twenty, forget=True)
-    different, same = kept(tmp_path / "forgetful"), kept(tmp_path / "whole")
+    different, same = contents_of(tmp_path / "forgetful"), contents_of(tmp_path / "whole")
     assert all(different[name] != same[name] for name in ("model.safetensors", "result", "log"))
 
 
@@ -163,10 +165,10 @@ def test_stopped_at_every_step(ask: Ask, twenty: dict, tmp_path: Path, precision
     of = {**twenty, "steps": 20, "precision": precision}
     ask(2, "whole", of)
     for step in range(1, 20):
-        told = ask(2, "stopped", of, stop={"rank": step % 2, "after": 1})
-        assert told["said"][0]["outcome"]["step"] == step
+        answer = ask(2, "stopped", of, stop={"rank": step % 2, "after": 1})
+        assert answer["reports"][0]["outcome"]["step"] == step
     ask(2, "stopped", of)
-    assert kept(tmp_path / "stopped", 20) == kept(tmp_path / "whole", 20)
+    assert contents_of(tmp_path / "stopped", 20) == contents_of(tmp_path / "whole", 20)
 
 
 @pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 3, 2), marks=pytest.mark.slow)])
@@ -174,8 +176,8 @@ def test_another_number_of_ranks_goes_on(ask: Ask, tmp_path: Path, worlds: tuple
     ask(1, "whole", UNEVEN)
     for world in worlds[:-1]:
         ask(world, "changed", UNEVEN, stop={"rank": 0, "after": 3})
-    said = ask(worlds[-1], "changed", UNEVEN)["said"][0]
-    assert f"ranks: {worlds[-2]} when it was written, {worlds[-1]} now" in said["notes"][0]
+    report = ask(worlds[-1], "changed", UNEVEN)["reports"][0]
+    assert f"ranks: {worlds[-2]} when it was written, {worlds[-1]} now" in report["notes"][0]
     assert furthest(tmp_path / "whole", tmp_path / "changed") < 1e-5
 
 
@@ -192,39 +194,39 @@ def test_a_killed_rank_ends_all_and_the_run_goes_on(
     ask: Ask, twenty: dict, tmp_path: Path, rank: int, at: str, number: int
 ) -> None:
     of = {**twenty, "steps": 6}
-    told = ask(2, "struck", of, strike={"rank": rank, "at": at, "number": number, "how": "kill"})
-    assert [told["codes"][rank], told["codes"][1 - rank]] == [KILLED, LOST]
-    kind, why = told["said"][1 - rank]["error"]
-    assert kind == "RankLost" and "another rank has ended" in why
+    answer = ask(2, "struck", of, strike={"rank": rank, "at": at, "number": number, "how": "kill"})
+    assert [answer["codes"][rank], answer["codes"][1 - rank]] == [KILLED, LOST]
+    kind, reason = answer["reports"][1 - rank]["error"]
+    assert kind == "RankLost" and "another rank has ended" in reason
     assert [path.name for path in (tmp_path / "struck").glob("step-*")], "struck too early"
     assert ask(2, "struck", of)["codes"] == [0, 0]
     ask(2, "whole", of)
-    assert kept(tmp_path / "struck", 6) == kept(tmp_path / "whole", 6)
+    assert contents_of(tmp_path / "struck", 6) == contents_of(tmp_path / "whole", 6)
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up(ask: Ask, twenty: dict) -> None:
     strike = {"rank": 1, "at": "add", "number": 21, "how": "hang"}
-    told = ask(2, "hanging", twenty, strike=strike, timeout=3.0)
-    assert told["codes"] == [LOST, None]
-    assert "Timed out" in told["said"][0]["error"][1]
+    answer = ask(2, "hanging", twenty, strike=strike, timeout=3.0)
+    assert answer["codes"] == [LOST, None]
+    assert "Timed out" in answer["reports"][0]["error"][1]
 
 
 def test_a_full_disk_is_told_to_all_and_nothing_is_lost(ask: Ask, twenty: dict, tmp_path) -> None:
-    told = ask(2, "full", twenty, strike={"rank": 0, "at": "write", "number": 4, "how": "fail"})
-    assert told["codes"] == [INPUT, INPUT]
-    (kind, why), (other, same) = (each["error"] for each in told["said"])
-    assert kind == other == "CheckpointError" and "No space left" in why
-    assert same == f"rank 0: {why}"
-    found = checkpoints.newest(tmp_path / "full")
-    assert found is not None and found.step == 2 and found.world == 2
+    answer = ask(2, "full", twenty, strike={"rank": 0, "at": "write", "number": 4, "how": "fail"})
+    assert answer["codes"] == [INPUT, INPUT]
+    (kind, reason), (second_kind, same) = (report["error"] for report in answer["reports"])
+    assert kind == second_kind == "CheckpointError" and "No space left" in reason
+    assert same == f"rank 0: {reason}"
+    newest = checkpoints.newest(tmp_path / "full")
+    assert newest is not None and newest.step == 2 and newest.world == 2
 
 
 def test_a_folder_that_is_in_use_is_refused_by_all(ask: Ask, twenty: dict, tmp_path: Path) -> None:
     with checkpoints.claim(tmp_path / "used"):
-        told = ask(2, "used", twenty)
-    assert told["codes"] == [INPUT, INPUT]
-    assert all("another process" in each["error"][1] for each in told["said"])
+        answer = ask(2, "used", twenty)
+    assert answer["codes"] == [INPUT, INPUT]
+    assert all("another process" in report["error"][1] for report in answer["reports"])
 
 
 def command(settings: Any, out: Path, *more: str) -> list[str]:
@@ -238,21 +240,25 @@ def test_one_command_starts_the_ranks(settings: Make, tmp_path: Path) -> None:
     of = settings(**{**UNEVEN, "steps": 99, "learning_rate": 0.5})
     out = tmp_path / "run"
     # The file's word is not the last: the environment's goes before it, and the flag's before both.
-    said = {**ENVIRONMENT, "PACKHORSE_TRAIN_STEPS": "50", "PACKHORSE_TRAIN_LEARNING_RATE": "0.01"}
-    told = subprocess.run(
+    variables = {
+        **ENVIRONMENT,
+        "PACKHORSE_TRAIN_STEPS": "50",
+        "PACKHORSE_TRAIN_LEARNING_RATE": "0.01",
+    }
+    completed = subprocess.run(
         command(of, out, "--nproc", "2", "--steps", "3", "--json"),
-        env=said,
+        env=variables,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert told.returncode == 0, told.stderr
-    document = json.loads(told.stdout)
+    assert completed.returncode == 0, completed.stderr
+    document = json.loads(completed.stdout)
     assert (document["step"], document["settings"]["learning_rate"]) == (3, 0.01)
-    assert told.stderr.count(str(out / "model")) == 1  # the table's
-    assert told.stderr.count("2 ranks") == 1
-    found = checkpoints.newest(out)
-    assert found is not None and found.world == 2
+    assert completed.stderr.count(str(out / "model")) == 1  # the table's
+    assert completed.stderr.count("2 ranks") == 1
+    newest = checkpoints.newest(out)
+    assert newest is not None and newest.world == 2
 
 
 @pytest.mark.slow

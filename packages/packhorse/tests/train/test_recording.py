@@ -38,14 +38,14 @@ def optimizer() -> LAMB:
 
 def test_a_graph_of_full_rows_does_not_serve_rows_with_gaps(optimizer: LAMB) -> None:
     """Every tensor has the same shape; which results are the caller's is another matter."""
-    full, gaps, other = padded(8, 8, 8, 8), padded(8, 5, 8, 3), padded(3, 8, 8, 5)
-    assert len({recording._key(batch, optimizer)[0] for batch in (full, gaps, other)}) == 1
-    places = [batch.packed.places for batch in (full, gaps, other)]
+    full, gaps, other_gaps = padded(8, 8, 8, 8), padded(8, 5, 8, 3), padded(3, 8, 8, 5)
+    assert len({recording._key(batch, optimizer)[0] for batch in (full, gaps, other_gaps)}) == 1
+    places = [batch.packed.places for batch in (full, gaps, other_gaps)]
     assert places == [(0, 1, 2, 3), (0, 1, 3, 4), (0, 2, 3, 4)]
     # What a graph of the first would take for the results of the second.
     slots = torch.arange(len(full.packed))
     assert not torch.equal(full.packed.pick(slots), gaps.packed.pick(slots))
-    keys = {recording._key(batch, optimizer) for batch in (full, gaps, other)}
+    keys = {recording._key(batch, optimizer) for batch in (full, gaps, other_gaps)}
     assert len(keys) == 3
     assert recording._key(padded(8, 8, 8, 8), optimizer) in keys, "or nothing would be replayed"
 

@@ -25,7 +25,7 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random encoder whose heads are wide enough for the fastest kernel, and labelled texts."""
+    """A random encoder whose heads are wide enough for the fastest kernel, and labeled texts."""
     from packhorse import attention, checkpoint
     from packhorse.model.bert import Bert
     from packhorse.model.config import BertConfig
@@ -39,8 +39,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = BertConfig(64, 64, 2, 2, 128, max_positions=48)
     torch.manual_seed(0)
     model = Model(Bert(config, attention.kernel("reference")), {"pooled": Pooler(config)})
-    made = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "wide", 48)
-    checkpoint.write(home / "model", made)
+    wide_checkpoint = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "wide", 48)
+    checkpoint.write(home / "model", wide_checkpoint)
     chance = random.Random(0)
     rows = [
         " ".join(f"w{chance.randrange(59)}" for _ in range(chance.randint(1, 30)))
@@ -51,10 +51,18 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def job(wide: Path, **said: Any) -> TrainingJob:
-    told = {"task": "classify", "model": str(wide / "model"), "train": str(wide / "train.tsv")}
-    told |= {"batch": 16, "steps": STEPS, "device": "cuda", "precision": "bf16", "save_every": 0}
-    return assemble(TrainSettings(**{**told, "learning_rate": 1e-3, "compile": "on", **said}))
+def job(wide: Path, **options: Any) -> TrainingJob:
+    defaults = {"task": "classify", "model": str(wide / "model"), "train": str(wide / "train.tsv")}
+    defaults |= {
+        "batch": 16,
+        "steps": STEPS,
+        "device": "cuda",
+        "precision": "bf16",
+        "save_every": 0,
+    }
+    return assemble(
+        TrainSettings(**{**defaults, "learning_rate": 1e-3, "compile": "on", **options})
+    )
 
 
 def learned(job: TrainingJob) -> list[list[float]]:
@@ -74,8 +82,10 @@ def test_a_recorded_step_is_the_step(wide: Path, optimizer: str, monkeypatch) ->
     monkeypatch.setattr(recording, "WARMUP_STEPS", STEPS)
     plain = job(wide, optimizer=optimizer)
     assert learned(plain) == rows and not plain.recorder.recorded
-    for mine, theirs in zip(graphs.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    for graph_weight, plain_weight in zip(
+        graphs.model.parameters(), plain.model.parameters(), strict=True
+    ):
+        assert torch.equal(graph_weight, plain_weight)
     ages = {int(state["step"]) for state in graphs.optimizer.state.values()}
     assert ages == {STEPS}
 
@@ -90,20 +100,20 @@ def test_a_graph_of_full_rows_serves_no_others(wide: Path, monkeypatch) -> None:
             text = " ".join(f"w{chance.randrange(59)}" for _ in range(words))
             lines.append(f"{text}\t{number % 2}")
         (wide / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(lines) + "\n")
-    told = {"layout": "padded", "max_length": 48}
+    options = {"layout": "padded", "max_length": 48}
 
     def rows() -> tuple[TrainingJob, list[list[float]]]:
         full, gaps = (
-            job(wide, train=str(wide / f"{name}.tsv"), **told) for name in ("full", "gaps")
+            job(wide, train=str(wide / f"{name}.tsv"), **options) for name in ("full", "gaps")
         )
         torch.manual_seed(1)
         first, second = full.feed.steps(None), gaps.feed.steps(None)
         steps = [next(feed) for feed in [first] * 5 + [second] * 5 + [first] * 2]
-        found = []
+        reports = []
         for number, step in enumerate(steps):
             set_rates(full, number)
-            found.append(train_step(full, step, RankGroup()).row)
-        return full, [row.tolist() for row in found]
+            reports.append(train_step(full, step, RankGroup()).row)
+        return full, [row.tolist() for row in reports]
 
     graphs, by_graph = rows()
     assert graphs.recorder.recorded and not graphs.recorder.refused
@@ -117,8 +127,8 @@ def test_a_graph_of_full_rows_serves_no_others(wide: Path, monkeypatch) -> None:
 
 def test_the_rate_that_is_set_is_followed(wide: Path) -> None:
     """The control: with another schedule the weights are others, and with none they stay."""
-    kept = [job(wide, schedule=schedule) for schedule in ("linear", "constant")]
-    assert learned(kept[0]) != learned(kept[1])
+    jobs = [job(wide, schedule=schedule) for schedule in ("linear", "constant")]
+    assert learned(jobs[0]) != learned(jobs[1])
     still = job(wide, learning_rate=0.0, weight_decay=0.0)
     before = [p.detach().clone() for p in still.model.parameters()]
     learned(still)
@@ -128,8 +138,8 @@ def test_the_rate_that_is_set_is_followed(wide: Path) -> None:
 
 def test_a_run_goes_on_to_the_bit(wide: Path, tmp_path: Path) -> None:
     train(job(wide), tmp_path / "whole")
-    asked = iter([0] * 13 + [15])
-    train(job(wide), tmp_path / "stopped", stop_signal=lambda: next(asked))
+    signals = iter([0] * 13 + [15])
+    train(job(wide), tmp_path / "stopped", stop_signal=lambda: next(signals))
     train(job(wide), tmp_path / "stopped")
     whole, stopped = (_steps(tmp_path / run) for run in ("whole", "stopped"))
     assert whole == stopped

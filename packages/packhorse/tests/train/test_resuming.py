@@ -23,8 +23,8 @@ Make = Callable[..., Any]
 
 def stopping_after(steps: int) -> Callable[[], int]:
     """A wish to stop that comes when so many steps are done in this process."""
-    asked = count()
-    return lambda: signal.SIGTERM if next(asked) >= steps else 0
+    calls = count()
+    return lambda: signal.SIGTERM if next(calls) >= steps else 0
 
 
 def record(run: Path) -> dict[str, tuple[bytes, int]]:
@@ -45,13 +45,13 @@ def finished(settings: Make, tmp_path: Path) -> Path:
 def test_a_finished_run_refuses_other_settings(settings: Make, finished: Path) -> None:
     before = record(finished)
     assert {"settings.toml", "log.jsonl", "model/model.safetensors"} <= before.keys()
-    other = settings(steps=3, eval_every=2, learning_rate=0.5, weight_decay=0.25)
+    changed_settings = settings(steps=3, eval_every=2, learning_rate=0.5, weight_decay=0.25)
     with pytest.raises(InputError, match="is finished, at step 3, and nothing is left") as caught:
-        train(assemble(other), finished)
-    told = str(caught.value)
-    assert "learning_rate is now 0.5; it was 0.01" in told
-    assert "weight_decay is now 0.25; it was 0.01" in told
-    assert "batch" not in told and "\n" not in told
+        train(assemble(changed_settings), finished)
+    message = str(caught.value)
+    assert "learning_rate is now 0.5; it was 0.01" in message
+    assert "weight_decay is now 0.25; it was 0.01" in message
+    assert "batch" not in message and "\n" not in message
     for shorter in ({"steps": 2}, {"steps": 0, "max_sequences": 20}):
         with pytest.raises(InputError, match=r"steps is now \d; it was 3"):
             train(assemble(settings(eval_every=2, **shorter)), finished)
@@ -96,8 +96,8 @@ def test_a_run_made_longer_is_the_run_that_was_so_long(settings: Make, tmp_path:
 def test_an_unfinished_run_goes_on_with_other_settings(settings: Make, tmp_path: Path) -> None:
     train(assemble(settings(steps=4)), tmp_path, stop_signal=stopping_after(2))
     notes: list[str] = []
-    other = settings(steps=4, weight_decay=0.5)
-    assert train(assemble(other), tmp_path, report=notes.append).step == 4
+    changed_settings = settings(steps=4, weight_decay=0.5)
+    assert train(assemble(changed_settings), tmp_path, report=notes.append).step == 4
     assert any("weight_decay is now 0.5; it was 0.01" in note for note in notes)
     assert "weight_decay = 0.5" in (tmp_path / "settings.toml").read_text()
 
@@ -106,8 +106,8 @@ def test_a_start_that_learns_nothing_writes_no_settings(settings: Make, tmp_path
     """Stopped before its first step: what is there was learned with the settings before."""
     train(assemble(settings(steps=4)), tmp_path, stop_signal=stopping_after(2))
     before = record(tmp_path)
-    other = settings(steps=4, weight_decay=0.5)
-    assert train(assemble(other), tmp_path, stop_signal=stopping_after(0)).signal
+    changed_settings = settings(steps=4, weight_decay=0.5)
+    assert train(assemble(changed_settings), tmp_path, stop_signal=stopping_after(0)).signal
     after = record(tmp_path)
     assert after["settings.toml"] == before["settings.toml"]
     assert {name: text for name, (text, _) in after.items()} == {
@@ -162,9 +162,9 @@ def test_task_data_that_changed_is_noticed(
     tiny: Path, tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     """Every text keeps its length, so that nothing but the content tells."""
-    told = {"task": "classify", "model": str(tiny), "batch": 4, "steps": 4, "device": "cpu"}
+    options = {"task": "classify", "model": str(tiny), "batch": 4, "steps": 4, "device": "cpu"}
     data, run = table(tmp_path / "data.tsv"), tmp_path / "run"
-    plain = TrainSettings(**told, train=str(data), compile="off")
+    plain = TrainSettings(**options, train=str(data), compile="off")
     train(assemble(plain), run, stop_signal=stopping_after(2))
     before = record(run)
     table(data, **changed)

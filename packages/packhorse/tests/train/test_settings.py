@@ -97,10 +97,10 @@ PRESETS = {
 LOCAL = {"out", "platform", "train", "eval", "epochs", "save_every"}
 
 
-def preset(folder: Path, **said: Any) -> Path:
+def preset(folder: Path, **changes: Any) -> Path:
     path = folder / "preset.json"
-    kept = {name: value for name, value in {**PRESET, **said}.items() if value is not ...}
-    path.write_text(json.dumps(kept))
+    values = {name: value for name, value in {**PRESET, **changes}.items() if value is not ...}
+    path.write_text(json.dumps(values))
     return path
 
 
@@ -113,20 +113,26 @@ def toml(folder: Path, text: str) -> Path:
 def test_the_later_goes_before_the_earlier(tmp_path: Path) -> None:
     file = toml(tmp_path, "batch = 2\nsteps = 2\nseed = 2\nclip = 2\n")
     environment = {f"{PREFIX}STEPS": "3", f"{PREFIX}SEED": "3", "HOME": "/"}
-    found = resolve(file, environment, {"seed": 4}).settings
-    assert (found.log_every, found.batch, found.steps, found.seed) == (10, 2, 3, 4)
-    assert found.clip == 2.0 and isinstance(found.clip, float)
+    settings = resolve(file, environment, {"seed": 4}).settings
+    assert (settings.log_every, settings.batch, settings.steps, settings.seed) == (10, 2, 3, 4)
+    assert settings.clip == 2.0 and isinstance(settings.clip, float)
 
 
 def test_the_environment_speaks_every_kind() -> None:
-    said = {"TEXT": "a, b", "SCALE": "0,5", "NEXT_SENTENCE": "no", "TASK": "classify", "BATCH": "7"}
-    found = resolve(None, {PREFIX + name: text for name, text in said.items()}).settings
-    assert (found.text, found.scale) == (("a", "b"), (0.0, 5.0))
-    assert (found.next_sentence, found.task, found.batch) == (False, "classify", 7)
+    variables = {
+        "TEXT": "a, b",
+        "SCALE": "0,5",
+        "NEXT_SENTENCE": "no",
+        "TASK": "classify",
+        "BATCH": "7",
+    }
+    settings = resolve(None, {PREFIX + name: text for name, text in variables.items()}).settings
+    assert (settings.text, settings.scale) == (("a", "b"), (0.0, 5.0))
+    assert (settings.next_sentence, settings.task, settings.batch) == (False, "classify", 7)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("learning_rat = 1", "no setting 'learning_rat'; did you mean 'learning_rate'"),
         ("batch = 1.5", "batch is 1.5; it must be a whole number"),
@@ -143,8 +149,8 @@ def test_the_environment_speaks_every_kind() -> None:
         ("scale = [5, 0]", "the minimum and the larger maximum"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(text: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=told):
+def test_what_is_wrong_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
         resolve(toml(tmp_path, text))
 
 
@@ -153,8 +159,8 @@ def test_what_is_wrong_elsewhere_is_named(tmp_path: Path) -> None:
         resolve(None, {f"{PREFIX}BATHC": "1"})
     with pytest.raises(InputError, match="PACKHORSE_TRAIN_BATCH: batch is 'many'"):
         resolve(None, {f"{PREFIX}BATCH": "many"})
-    with pytest.raises(InputError, match="--colour"):
-        resolve(None, {}, {"colour": 1})
+    with pytest.raises(InputError, match="--color"):
+        resolve(None, {}, {"color": 1})
     with pytest.raises(InputError, match=r"no file .*nowhere.toml"):
         resolve(tmp_path / "nowhere.toml")
 
@@ -163,12 +169,12 @@ def test_what_is_shown_is_what_is_read(tmp_path: Path) -> None:
     odd = TrainSettings(
         out='a "b" \\ \n\x7fé', text=("x", "y"), scale=(0.0, 5.0), learning_rate=1e-20
     )
-    shown = {each.name for each in fields(TrainSettings)}
+    shown = {field.name for field in fields(TrainSettings)}
     assert tomllib.loads(odd.toml()).keys() == shown - {"next_sentence", "whole_words", "gelu"}
     assert "\n# next_sentence  " in odd.toml()  # what only the data knows
-    said = replace(odd, next_sentence=False, whole_words=True, gelu="tanh")
-    assert tomllib.loads(said.toml()).keys() == shown
-    assert resolve(toml(tmp_path, said.toml())).settings == said
+    complete = replace(odd, next_sentence=False, whole_words=True, gelu="tanh")
+    assert tomllib.loads(complete.toml()).keys() == shown
+    assert resolve(toml(tmp_path, complete.toml())).settings == complete
     assert resolve(toml(tmp_path, odd.toml())).settings == odd
 
 
@@ -179,9 +185,9 @@ def test_no_torch_is_needed() -> None:
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_every_recipe_is_sound(name: str) -> None:
-    found = resolve(Path(name)).settings
-    assert found.steps or found.epochs or found.max_sequences
-    assert found.train and (found.model or found.layers)
+    settings = resolve(Path(name)).settings
+    assert settings.steps or settings.epochs or settings.max_sequences
+    assert settings.train and (settings.model or settings.layers)
     assert len(recipes.summary(name)) > 20
 
 
@@ -220,48 +226,52 @@ def test_a_recipe_that_is_not_there_names_those_that_are(config: str, message: s
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_our_recipe_of_its_name(name: str, tmp_path: Path) -> None:
     resolved = resolve(preset(tmp_path, **PRESETS[name]))
-    found, notes = resolved.settings, resolved.notes
-    ours = asdict(resolve(Path(name)).settings)
-    theirs = asdict(found)
+    settings, notes = resolved.settings, resolved.notes
+    recipe = asdict(resolve(Path(name)).settings)
+    from_preset = asdict(settings)
     if name == "pod16-open":  # its logs say twice what its preset says
-        assert (theirs.pop("batch"), ours.pop("batch")) == (1536, 3072)
-        assert theirs.pop("eval_every_sequences") == 150_000
-    differing = {key for key in theirs if key not in LOCAL and theirs[key] != ours[key]}
-    assert differing <= {"end"} and abs(theirs["end"] - ours["end"]) < 1e-11
+        assert (from_preset.pop("batch"), recipe.pop("batch")) == (1536, 3072)
+        assert from_preset.pop("eval_every_sequences") == 150_000
+    differing = {key for key in from_preset if key not in LOCAL and from_preset[key] != recipe[key]}
+    assert differing <= {"end"} and abs(from_preset["end"] - recipe["end"]) < 1e-11
     assert "layers_per_ipu" in notes[0] and "engine_cache" in notes[0]
     assert "split_qkv" not in notes[0]
     one_ratio = ["split_qkv is off" in note for note in notes[1:]]
     assert one_ratio == ([] if name.startswith("pod16") else [True])
-    assert found.train == "data/jan2020_three_seq_per_pack_with_duplications"
+    assert settings.train == "data/jan2020_three_seq_per_pack_with_duplications"
 
 
 def test_a_preset_shown_as_toml_is_the_same(tmp_path: Path) -> None:
-    found = resolve(preset(tmp_path)).settings
-    assert resolve(toml(tmp_path, found.toml())).settings == found
+    settings = resolve(preset(tmp_path)).settings
+    assert resolve(toml(tmp_path, settings.toml())).settings == settings
 
 
 def test_what_a_preset_says_of_losses_and_optimizers(tmp_path: Path) -> None:
     by_token = {"loss_averaging_basis": "pertoken", "accuracy_averaging_basis": "pertoken"}
-    found = resolve(preset(tmp_path, **by_token, gradient_clipping_norm=1.0)).settings
-    assert (found.average, found.measure, found.clip) == ("token", "mlm_accuracy", 1.0)
-    told = {"optimizer": "ADAM", "popart_dtype": "FLOAT", "no_attn_dropout": False}
-    found = resolve(preset(tmp_path, **told, dropout_prob=0.2)).settings
-    assert (found.optimizer, found.precision, found.attention_dropout) == ("adamw", "fp32", 0.2)
+    settings = resolve(preset(tmp_path, **by_token, gradient_clipping_norm=1.0)).settings
+    assert (settings.average, settings.measure, settings.clip) == ("token", "mlm_accuracy", 1.0)
+    options = {"optimizer": "ADAM", "popart_dtype": "FLOAT", "no_attn_dropout": False}
+    settings = resolve(preset(tmp_path, **options, dropout_prob=0.2)).settings
+    assert (settings.optimizer, settings.precision, settings.attention_dropout) == (
+        "adamw",
+        "fp32",
+        0.2,
+    )
     whole = {"global_batch_size": 1536, "gradient_accumulation_factor": ...}
     assert resolve(preset(tmp_path, **whole)).settings.batch == 3072
     at = {"on_the_spot_validation_triggers": [1000, 2000, 3000]}
     assert resolve(preset(tmp_path, **at)).settings.eval_every_sequences == 1000
     squad = {"task": "SQUAD", "sequence_length": 384, "on_the_spot_validation_files": []}
-    found = resolve(preset(tmp_path, **squad)).settings
-    assert (found.task, found.max_length, found.target) == ("answer", 384, 0.0)
+    settings = resolve(preset(tmp_path, **squad)).settings
+    assert (settings.task, settings.max_length, settings.target) == ("answer", 384, 0.0)
 
 
 def test_split_qkv_is_what_the_preset_says_and_off_where_it_does_not(tmp_path: Path) -> None:
     """As in Graphcore's program, whose BertConfig has it False; our own default is MLPerf's."""
-    for said, split in (({}, True), ({"split_qkv": False}, False), ({"split_qkv": ...}, False)):
-        found = resolve(preset(tmp_path, **said))
-        assert found.settings.split_qkv is split
-        assert ("set split_qkv to true" in " ".join(found.notes)) is not split
+    for changes, split in (({}, True), ({"split_qkv": False}, False), ({"split_qkv": ...}, False)):
+        resolved = resolve(preset(tmp_path, **changes))
+        assert resolved.settings.split_qkv is split
+        assert ("set split_qkv to true" in " ".join(resolved.notes)) is not split
     again = resolve(preset(tmp_path, split_qkv=False), {}, {"split_qkv": True})
     assert again.settings.split_qkv and TrainSettings().split_qkv
     adam = resolve(preset(tmp_path, split_qkv=False, optimizer="ADAM"))
@@ -269,7 +279,7 @@ def test_split_qkv_is_what_the_preset_says_and_off_where_it_does_not(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("changes", "message"),
     [
         ({"split_qkv": "yes"}, "split_qkv is 'yes'; it must be true or false"),
         ({"num_layer": 3}, "no key 'num_layer' in a preset; did you mean 'num_layers'"),
@@ -286,16 +296,16 @@ def test_split_qkv_is_what_the_preset_says_and_off_where_it_does_not(tmp_path: P
     ],
 )
 def test_what_is_wrong_in_a_preset_is_named(
-    said: dict[str, Any], told: str, tmp_path: Path
+    changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=told):
-        resolve(preset(tmp_path, **said))
+    with pytest.raises(InputError, match=message):
+        resolve(preset(tmp_path, **changes))
 
 
 def test_a_preset_must_be_an_object(tmp_path: Path) -> None:
-    for text, told in (("[]", "an object"), ("{", "is not JSON")):
+    for text, message in (("[]", "an object"), ("{", "is not JSON")):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             resolve(tmp_path / "bad.json")
 
 

@@ -58,9 +58,9 @@ def by_hand(values: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]
     def get(name: str) -> np.ndarray:
         return values[f"{name}{suffix}"]
 
-    own = "bert/encoder/layer_1/attention/self"
-    parts = [get(f"{own}/{part}/kernel").T for part in ("query", "key", "value")]
-    biases = [get(f"{own}/{part}/bias") for part in ("query", "key", "value")]
+    attention_scope = "bert/encoder/layer_1/attention/self"
+    parts = [get(f"{attention_scope}/{part}/kernel").T for part in ("query", "key", "value")]
+    biases = [get(f"{attention_scope}/{part}/bias") for part in ("query", "key", "value")]
     return {
         "bert.embed.words.weight": get("bert/embeddings/word_embeddings"),
         "bert.layers.1.attention.qkv.weight": np.concatenate(parts),
@@ -76,11 +76,11 @@ def by_hand(values: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]
 def test_averages_go_the_way_of_their_weights(written: tuple[Any, Path]) -> None:
     built, prefix = written
     assert prefix.name == f"model.ckpt-{STEP}"
-    found = load_model(prefix)
-    assert found.step == STEP and set(found.checkpoint.model.heads) >= {"mlm", "nsp"}
-    parameters = dict(found.checkpoint.model.named_parameters())
+    start = load_model(prefix)
+    assert start.step == STEP and set(start.checkpoint.model.heads) >= {"mlm", "nsp"}
+    parameters = dict(start.checkpoint.model.named_parameters())
     for kind, suffix in {"m": "/LAMB", "v": "/LAMB_1"}.items():
-        slots = found.slots[kind]
+        slots = start.slots[kind]
         assert slots.keys() == parameters.keys()
         assert all(slots[name].shape == parameters[name].shape for name in parameters)
         for name, want in by_hand(built.others, suffix).items():
@@ -97,10 +97,10 @@ def test_every_average_lands_where_its_weight_does(
     tensors = {**built.weights, "global_step": np.asarray(STEP, np.int64)}
     for name, value in built.weights.items():
         tensors |= {f"{name}/LAMB": value, f"{name}/LAMB_1": -value}
-    found = load_model(_saved(tmp_path / "model.ckpt-1", prefix, tensors), gelu="erf")
-    parameters = dict(found.checkpoint.model.named_parameters())
-    assert all(found.slots["m"][name].equal(tensor) for name, tensor in parameters.items())
-    assert all(found.slots["v"][name].equal(-tensor) for name, tensor in parameters.items())
+    start = load_model(_saved(tmp_path / "model.ckpt-1", prefix, tensors), gelu="erf")
+    parameters = dict(start.checkpoint.model.named_parameters())
+    assert all(start.slots["m"][name].equal(tensor) for name, tensor in parameters.items())
+    assert all(start.slots["v"][name].equal(-tensor) for name, tensor in parameters.items())
 
 
 def _saved(to: Path, like: Path, tensors: dict[str, np.ndarray]) -> Path:
@@ -111,10 +111,10 @@ def _saved(to: Path, like: Path, tensors: dict[str, np.ndarray]) -> Path:
     return to
 
 
-def one_step(found: StartingModel) -> tuple[LAMB, torch.Tensor]:
-    model = found.checkpoint.model
+def one_step(start: StartingModel) -> tuple[LAMB, torch.Tensor]:
+    model = start.checkpoint.model
     optimizer = LAMB(parameter_groups(model, 0.01), betas=(0.5, 0.5), bias_correction=False)
-    load_slots(optimizer, model.named_parameters(), found.slots, found.step or 0)
+    load_slots(optimizer, model.named_parameters(), start.slots, start.step or 0)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -133,11 +133,11 @@ def test_query_key_and_value_go_on_each_by_its_own_ratio(written: tuple[Any, Pat
     """TensorFlow's variables and averages in float64, one variable at a time, against our step."""
     built, prefix = written
     variables = built.weights | built.others
-    found = load_model(prefix)
-    one_step(found)
-    moved = found.checkpoint.model.get_parameter("bert.layers.1.attention.qkv.weight").detach()
-    ours = moved.double().numpy().reshape(3, 16, 16)
-    for part, weight in zip(("query", "key", "value"), ours, strict=True):
+    start = load_model(prefix)
+    one_step(start)
+    moved = start.checkpoint.model.get_parameter("bert.layers.1.attention.qkv.weight").detach()
+    actual = moved.double().numpy().reshape(3, 16, 16)
+    for part, weight in zip(("query", "key", "value"), actual, strict=True):
         name = f"bert/encoder/layer_1/attention/self/{part}/kernel"
         w, m, v = (np.float64(variables[f"{name}{slot}"]) for slot in ("", "/LAMB", "/LAMB_1"))
         direction = 0.5 * m / (np.sqrt(0.5 * v) + 1e-6) + 0.01 * w
@@ -149,40 +149,40 @@ def test_query_key_and_value_go_on_each_by_its_own_ratio(written: tuple[Any, Pat
 def test_a_padded_vocabulary_has_averages_of_zero(written: tuple[Any, Path]) -> None:
     _, prefix = written
     with pytest.warns(UserWarning, match="padded with zeros from 40 rows to 48"):
-        found = load_model(prefix, vocab_size=48)
-    _, m = one_step(found)
+        start = load_model(prefix, vocab_size=48)
+    _, m = one_step(start)
     assert m.shape == (48, 16) and not m[40:].any() and m[:40].all()
-    assert found.slots["v"]["heads.mlm.decoder.bias"].shape == (48,)
+    assert start.slots["v"]["heads.mlm.decoder.bias"].shape == (48,)
 
 
 def test_slots_are_left_out_where_asked(written: tuple[Any, Path]) -> None:
-    found = load_model(written[1], slots=False)
-    assert found.slots == {} and found.step == STEP
-    assert any("optimizer state left out" in note for note in found.checkpoint.notes)
+    start = load_model(written[1], slots=False)
+    assert start.slots == {} and start.step == STEP
+    assert any("optimizer state left out" in note for note in start.checkpoint.notes)
 
 
 def test_a_checkpoint_without_all_averages_is_refused(
     written: tuple[Any, Path], tmp_path: Path
 ) -> None:
     built, prefix = written
-    some = dict(built.weights | built.others)
-    del some["bert/encoder/layer_0/attention/self/key/kernel/LAMB_1"]
-    found = load_model(_saved(tmp_path / "model.ckpt-2", prefix, some), gelu="erf")
+    tensors_left = dict(built.weights | built.others)
+    del tensors_left["bert/encoder/layer_0/attention/self/key/kernel/LAMB_1"]
+    start = load_model(_saved(tmp_path / "model.ckpt-2", prefix, tensors_left), gelu="erf")
     with pytest.raises(InputError, match=r"'v' .* bert.layers.0.attention.qkv.weight"):
-        one_step(found)
+        one_step(start)
 
 
 def test_other_formats_have_no_averages(minilm: Path) -> None:
-    found = load_model(minilm)
-    assert found.slots == {} and found.step is None and "embed" in found.checkpoint.model.heads
+    start = load_model(minilm)
+    assert start.slots == {} and start.step is None and "embed" in start.checkpoint.model.heads
 
 
 def test_what_is_not_there_is_told_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"28252 .* MLCommons' .*language_model/tensorflow"):
         load_model(tmp_path / "bs64k_32k_ckpt" / "model.ckpt-28252")
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as caught:
         load_model(tmp_path / "my-model")
-    assert "MLPerf" not in str(told.value)
+    assert "MLPerf" not in str(caught.value)
 
 
 def test_a_recipe_can_set_the_gelu(written: tuple[Any, Path], tmp_path: Path) -> None:

@@ -43,40 +43,40 @@ def plan(settings: Make, corpus: Path, tmp_path: Path) -> Callable[..., Submissi
     """Runs of 12 steps, with dropout, and an evaluation every third step on enough to tell."""
 
     def make(
-        runs: int = 2, out: str = "results", start_seed: int = 42, **said: Any
+        runs: int = 2, out: str = "results", start_seed: int = 42, **options: Any
     ) -> SubmissionPlan:
         usual = {"steps": 0, "max_sequences": 192, "eval_every_sequences": 48, "target": NEVER}
         usual |= {"division": "open", "log_every": 4, "save_every": 5, "warmup": 2}
         usual |= {"eval": str(corpus / "train"), "learning_rate": 0.05, "mask_probability": 0.4}
-        made = completed(settings(**{**usual, **said}))
-        return SubmissionPlan(tmp_path / out, made, WHO, runs, start_seed)
+        completed_settings = completed(settings(**{**usual, **options}))
+        return SubmissionPlan(tmp_path / out, completed_settings, WHO, runs, start_seed)
 
     return make
 
 
 def stopping_after(steps: int) -> Callable[[], int]:
-    asked = count()
-    return lambda: signal.SIGTERM if next(asked) >= steps else 0
+    calls = count()
+    return lambda: signal.SIGTERM if next(calls) >= steps else 0
 
 
 def test_each_run_is_a_plain_run_with_the_next_seed(plan: Make, tmp_path: Path) -> None:
-    made = plan()
-    first, second = carry_out(made)
+    submission_plan = plan()
+    first, second = carry_out(submission_plan)
     assert (first.seed, second.seed) == (42, 43) and first.accuracies != second.accuracies
     assert first.problems == second.problems == ()
     assert first.paused == 0 and first.compiled == 0
     assert [n // 48 for n, _ in first.accuracies] == [1, 2, 3, 4]
-    plain = train(assemble(replace(made.settings, seed=43)), tmp_path / "plain")
+    plain = train(assemble(replace(submission_plan.settings, seed=43)), tmp_path / "plain")
     assert plain.sequences == second.sequences == second.accuracies[-1][0]
     for name in ("log.jsonl", "model/model.safetensors"):
-        ours, theirs = made.folder(1) / name, tmp_path / "plain" / name
-        assert ours.read_bytes() == theirs.read_bytes()
-    assert not list(made.folder(1).glob("step-*"))  # a finished run needs none
+        actual, expected = submission_plan.folder(1) / name, tmp_path / "plain" / name
+        assert actual.read_bytes() == expected.read_bytes()
+    assert not list(submission_plan.folder(1).glob("step-*"))  # a finished run needs none
 
 
 def test_the_target_ends_a_run_and_the_log_says_so(plan: Make) -> None:
-    made = plan(1)
-    (never,) = carry_out(made)
+    submission_plan = plan(1)
+    (never,) = carry_out(submission_plan)
     assert not never.reached and len(never.accuracies) == 4 and never.problems == ()
     second = sorted(accuracy for _, accuracy in never.accuracies[:2])[-1]
     (reached,) = carry_out(plan(1, "again", target=second))
@@ -89,28 +89,28 @@ def test_the_target_ends_a_run_and_the_log_says_so(plan: Make) -> None:
 @pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_again_and_again_it_ends_with_the_same_logs(plan: Make, steps: int) -> None:
     whole = list(carry_out(plan()))
-    made, stops, first = plan(out="stopped"), 0, None
+    submission_plan, stops, first = plan(out="stopped"), 0, None
     while True:
         try:
-            found = list(carry_out(made, stop_signal=stopping_after(steps)))
+            results = list(carry_out(submission_plan, stop_signal=stopping_after(steps)))
             break
         except SubmissionInterrupted as stopped:
             stops += 1
             assert stopped.signal == signal.SIGTERM
-        log = made.log(0).read_bytes()
+        log = submission_plan.log(0).read_bytes()
         assert first is None or log == first  # once finished, it is never touched again
         first = log if b"run_stop" in log else None
     assert stops >= 2 * (12 // steps)
-    for ours, theirs in zip(found, whole, strict=True):
-        assert ours.problems == () and ours.paused > 0
-        assert (ours.accuracies, ours.sequences) == (theirs.accuracies, theirs.sequences)
-        assert ours.seconds >= ours.paused - 0.1
+    for actual, expected in zip(results, whole, strict=True):
+        assert actual.problems == () and actual.paused > 0
+        assert (actual.accuracies, actual.sequences) == (expected.accuracies, expected.sequences)
+        assert actual.seconds >= actual.paused - 0.1
 
 
 def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     """The log is written before the checkpoint: a crash between them leaves it ahead."""
     (whole,) = carry_out(plan(1))
-    made = plan(1, "crashed", save_every=5)
+    submission_plan = plan(1, "crashed", save_every=5)
     evaluations = count(1)
 
     def crash(run: int, shown: RunStatus) -> None:
@@ -120,34 +120,34 @@ def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     cuts = []
     while True:
         try:
-            (found,) = carry_out(made, watch=crash)
+            (result,) = carry_out(submission_plan, watch=crash)
             break
         except RuntimeError:
-            events = mlperf.read(made.log(0))
+            events = mlperf.read(submission_plan.log(0))
             cuts.append([e.metadata["epoch_num"] for e in events if e.key == "eval_accuracy"])
-    assert len(cuts) == 3 and found.problems == ()
-    assert found.accuracies == whole.accuracies
+    assert len(cuts) == 3 and result.problems == ()
+    assert result.accuracies == whole.accuracies
     known = {n for n, _ in whole.accuracies}
     assert all(set(cut) <= known for cut in cuts)
 
 
 def test_a_log_that_is_gone_means_that_run_again(plan: Make) -> None:
-    made = plan(1)
-    (before,) = carry_out(made)
-    marker = made.folder(0) / "marker"
+    submission_plan = plan(1)
+    (before,) = carry_out(submission_plan)
+    marker = submission_plan.folder(0) / "marker"
     marker.touch()
-    made.log(0).unlink()
-    (after,) = carry_out(made)
+    submission_plan.log(0).unlink()
+    (after,) = carry_out(submission_plan)
     assert after.accuracies == before.accuracies and not marker.exists()
 
 
 def test_more_runs_are_added_and_the_finished_ones_stay(plan: Make) -> None:
-    made = plan(1)
-    list(carry_out(made))
-    log = made.log(0).read_bytes()
+    submission_plan = plan(1)
+    list(carry_out(submission_plan))
+    log = submission_plan.log(0).read_bytes()
     notes: list[str] = []
     assert len(list(carry_out(plan(2), report=notes.append))) == 2
-    assert made.log(0).read_bytes() == log
+    assert submission_plan.log(0).read_bytes() == log
     assert [note for note in notes if note.startswith("run ")] == ["run 1 of 2: seed 43"]
 
 
@@ -164,16 +164,16 @@ def test_a_folder_holds_one_submission(plan: Make) -> None:
     list(carry_out(plan(1)))
     before = everything(plan(1).out)
     list(carry_out(plan(1, log_every=7)))  # decides no figure, and what is finished stays
-    for name, other in (
+    for name, changes in (
         ("learning_rate 0.05, now 0.02", {"learning_rate": 0.02}),
         ("start_seed 42, now 7", {"start_seed": 7}),
     ):
         with pytest.raises(InputError, match=f"holds a submission with {name}. Continue with"):
-            list(carry_out(plan(1, **other)))
+            list(carry_out(plan(1, **changes)))
     assert everything(plan(1).out) == before
-    other = replace(plan(1), entry=replace(WHO, status="cloud"))
+    changes = replace(plan(1), entry=replace(WHO, status="cloud"))
     with pytest.raises(InputError, match="holds a submission with status 'onprem'"):
-        list(carry_out(other))
+        list(carry_out(changes))
     (plan(1).out / "submission.json").write_text("{")
     with pytest.raises(InputError, match="move it away"):
         list(carry_out(plan(1)))
@@ -190,11 +190,11 @@ def test_two_at_once_are_refused(plan: Make) -> None:
 def test_a_run_that_diverges_missed_the_target_and_the_next_goes_on(
     plan: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def lost(job: Any, *where: Any, **how: Any) -> Any:
+    def lost(job: Any, *arguments: Any, **options: Any) -> Any:
         if job.settings.seed == 42:
             word = next(iter(job.model.parameters()))
             word.data.fill_(math.nan)
-        return train(job, *where, **how)
+        return train(job, *arguments, **options)
 
     monkeypatch.setattr(submission, "train", lost)
     notes: list[str] = []
@@ -205,18 +205,27 @@ def test_a_run_that_diverges_missed_the_target_and_the_next_goes_on(
 
 
 def test_what_the_recipe_leaves_open_is_mlperfs(settings: Make) -> None:
-    made = completed(settings(division="open", batch=3072, eval_every=0))
-    assert (made.target, made.eval_every_sequences) == (0.720, 175_000)
-    assert made.measure == "mlm_accuracy"
-    own = completed(settings(division="open", target=0.3, eval_every=5))
-    assert (own.target, own.eval_every_sequences, own.eval_every) == (0.3, 0, 5)
+    completed_settings = completed(settings(division="open", batch=3072, eval_every=0))
+    assert (completed_settings.target, completed_settings.eval_every_sequences) == (0.720, 175_000)
+    assert completed_settings.measure == "mlm_accuracy"
+    completed_settings = completed(settings(division="open", target=0.3, eval_every=5))
+    assert (
+        completed_settings.target,
+        completed_settings.eval_every_sequences,
+        completed_settings.eval_every,
+    ) == (0.3, 0, 5)
 
 
 def test_the_closed_division_fixes_what_it_fixes(settings: Make, corpus: Path) -> None:
     with pytest.raises(InputError) as refused:
         completed(settings(division="closed", target=0.7, optimizer="adamw", batch=3072))
-    for said in ("lamb (here adamw)", "target 0.72 (here 0.7)", "10000 (here 8)", "512 (here 48)"):
-        assert said in str(refused.value)
+    for requirement in (
+        "lamb (here adamw)",
+        "target 0.72 (here 0.7)",
+        "10000 (here 8)",
+        "512 (here 48)",
+    ):
+        assert requirement in str(refused.value)
     assert "eval_every_sequences" not in str(refused.value)  # filled in as it must be
     for wrong in ({"task": "classify"}, {"division": "half"}, {"measure": "mlm_loss"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
@@ -228,20 +237,23 @@ def test_a_closed_run_that_falls_short_is_logged_and_refused(
 ) -> None:
     monkeypatch.setattr(mlperf, "CLOSED_SAMPLES", 80)
     monkeypatch.setattr(mlperf, "CLOSED_LENGTH", 48)
-    made = plan(1, division="closed", target=0.0, eval_every_sequences=0)
-    assert (made.settings.target, made.settings.eval_every_sequences) == (0.72, 150_000)
-    made = replace(made, entry=replace(WHO, division="closed"))
-    (found,) = carry_out(made)
-    assert not found.reached and len(found.accuracies) == 1
-    (refusal,) = found.problems
+    submission_plan = plan(1, division="closed", target=0.0, eval_every_sequences=0)
+    assert (submission_plan.settings.target, submission_plan.settings.eval_every_sequences) == (
+        0.72,
+        150_000,
+    )
+    submission_plan = replace(submission_plan, entry=replace(WHO, division="closed"))
+    (result,) = carry_out(submission_plan)
+    assert not result.reached and len(result.accuracies) == 1
+    (refusal,) = result.problems
     assert refusal.startswith("MLPerf's checker") and "0.720" in refusal
 
 
 def timed(*minutes: float) -> list[RunResult]:
     """Results of so many minutes; below 0: the target was missed."""
     return [
-        RunResult(i, i, each > 0, 60 * abs(each), 0.0, 1, (), 0, ())
-        for i, each in enumerate(minutes)
+        RunResult(i, i, minute > 0, 60 * abs(minute), 0.0, 1, (), 0, ())
+        for i, minute in enumerate(minutes)
     ]
 
 
@@ -256,11 +268,13 @@ def test_the_score_is_the_mean_without_best_and_worst() -> None:
 def test_made_up_batches_have_the_shape_of_real_ones(settings: Make) -> None:
     job = assemble(settings(micro_tokens=192, dropout=0.0))
     real = next(iter(job.feed.steps(None))).batches[0]
-    made = estimate.synthetic_batch(len(real.packed.ids), 48)
-    loss, stats = job.objective.loss(job.model, made)
+    synthetic = estimate.synthetic_batch(len(real.packed.ids), 48)
+    loss, stats = job.objective.loss(job.model, synthetic)
     assert math.isfinite(loss.item()) and stats.tokens == real.tokens
-    assert made.packed.lengths.tolist()[:-1] == [48] * (len(made.packed) - 1)
-    assert made.packed.positions.max() < 48 and len(made.next_labels) == len(made.packed)
+    assert synthetic.packed.lengths.tolist()[:-1] == [48] * (len(synthetic.packed) - 1)
+    assert synthetic.packed.positions.max() < 48 and len(synthetic.next_labels) == len(
+        synthetic.packed
+    )
     held_out = job.feed.evaluate_on
     assert held_out is not None
     tokens = [len(batch.packed.ids) for batch in held_out()]
@@ -270,10 +284,10 @@ def test_made_up_batches_have_the_shape_of_real_ones(settings: Make) -> None:
 
 
 def test_what_the_disk_refuses_is_told(plan: Make) -> None:
-    made = plan(1)
-    made.out.write_text("in the way")
+    submission_plan = plan(1)
+    submission_plan.out.write_text("in the way")
     with pytest.raises(Exception, match="cannot be written"):
-        list(carry_out(made))
+        list(carry_out(submission_plan))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing is compiled")
@@ -282,12 +296,14 @@ def test_from_the_second_run_on_nothing_is_compiled(
 ) -> None:
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     before = executable.cache_misses()
-    made = plan(3, device="cuda", compile="on", precision="bf16")
-    runs = carry_out(made)
+    submission_plan = plan(3, device="cuda", compile="on", precision="bf16")
+    runs = carry_out(submission_plan)
     first = next(runs)
     assert first.compiled == executable.cache_misses() - before > 0
-    told = [event for event in mlperf.read(made.log(0)) if event.key == mlperf.COMPILED]
-    assert [event.value for event in told] == [first.compiled]
+    compiled = [
+        event for event in mlperf.read(submission_plan.log(0)) if event.key == mlperf.COMPILED
+    ]
+    assert [event.value for event in compiled] == [first.compiled]
     assert [result.compiled for result in runs] == [0, 0]
 
 
@@ -296,15 +312,15 @@ def test_from_the_second_run_on_nothing_is_compiled(
 @pytest.mark.parametrize("save_every", [1, 2, 3, 5, 0])
 def test_crashes_anywhere(plan: Make, evaluation: int, save_every: int) -> None:
     (whole,) = carry_out(plan(1))
-    made, seen = plan(1, "crashed", save_every=save_every), count(1)
+    submission_plan, seen = plan(1, "crashed", save_every=save_every), count(1)
 
     def crash(run: int, shown: RunStatus) -> None:
         if shown.evaluation and next(seen) == evaluation:
             raise RuntimeError("power cut")
 
     with pytest.raises(RuntimeError):
-        list(carry_out(made, watch=crash))
-    shutil.copytree(made.out, made.out.with_name("kept"))
-    (found,) = carry_out(made, watch=crash)
-    assert found.accuracies == whole.accuracies and found.problems == ()
-    assert json.loads((made.out / "submission.json").read_text())["start_seed"] == 42
+        list(carry_out(submission_plan, watch=crash))
+    shutil.copytree(submission_plan.out, submission_plan.out.with_name("kept"))
+    (result,) = carry_out(submission_plan, watch=crash)
+    assert result.accuracies == whole.accuracies and result.problems == ()
+    assert json.loads((submission_plan.out / "submission.json").read_text())["start_seed"] == 42

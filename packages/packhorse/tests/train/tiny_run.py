@@ -93,16 +93,19 @@ def save(run: Run, folder: Path, step: int, **options: Any) -> Path:
 
 def everything(run: Run) -> dict[str, Tensor]:
     """Weights, optimizer state and the next random number."""
-    found = dict(run.model.state_dict())
+    tensors = dict(run.model.state_dict())
     for number, kinds in run.optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{kind}": tensor for kind, tensor in kinds.items()}
-    return {name: tensor.clone() for name, tensor in found.items()} | {"rng": torch.get_rng_state()}
+        tensors |= {f"{number}.{kind}": tensor for kind, tensor in kinds.items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()} | {
+        "rng": torch.get_rng_state()
+    }
 
 
-def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     """To the bit."""
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == theirs[name].dtype and ours[name].equal(theirs[name]) for name in ours
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and first[name].equal(second[name])
+        for name in first
     )
 
 
@@ -110,9 +113,9 @@ def restored(folder: Path) -> dict[str, Tensor]:
     """All that a new process has which goes on from this folder."""
     run = make(seed=99)
     with checkpoints.claim(folder):
-        found = checkpoints.newest(folder)
-    assert found is not None
-    checkpoints.restore(found, run.model, run.optimizer)
+        newest = checkpoints.newest(folder)
+    assert newest is not None
+    checkpoints.restore(newest, run.model, run.optimizer)
     return everything(run)
 
 
@@ -134,7 +137,7 @@ class Sweep:
         self.wanted["new"] = everything(run)
         self.run = run
 
-    def strike(self, how: str, number: int, faults: Any) -> dict[str, Any]:
+    def strike(self, kind: str, number: int, faults: Any) -> dict[str, Any]:
         """Save in a child that is struck at this call, or may write no more; then look."""
         place = self.folder / "run"
         shutil.rmtree(place, ignore_errors=True)
@@ -142,16 +145,16 @@ class Sweep:
         child = os.fork()
         if not child:
             torch.set_rng_state(self.wanted["new"]["rng"])
-            if how == "limit":
+            if kind == "limit":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
             else:
-                faults.faults_arm({"kill": KILL, "full": FULL}[how], number)
+                faults.faults_arm({"kill": KILL, "full": FULL}[kind], number)
             os._exit(self._save(place))
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        found = restored(place)
-        named = [name for name, want in self.wanted.items() if same(found, want)]
-        left = sorted(path.name for path in place.iterdir())
-        return {"how": how, "number": number, "code": code, "is": named, "left": left}
+        state = restored(place)
+        named = [name for name, want in self.wanted.items() if same(state, want)]
+        names = sorted(path.name for path in place.iterdir())
+        return {"how": kind, "number": number, "code": code, "is": named, "left": names}
 
     def _save(self, place: Path) -> int:
         if self.careless:
@@ -173,12 +176,12 @@ def _careless(draft: Path, run: Path, step: int) -> None:
 def sweep(library: str | None, folder: Path, jobs: list[Any]) -> dict[str, Any]:
     """For each scene and way to be struck, the outcomes at these numbers; or at all calls."""
     faults, outcomes = ctypes.CDLL(library), {}
-    for scene, how, numbers in jobs:
-        struck = Sweep(folder / scene / how, scene)
-        outcomes[f"{scene} {how}"] = found = []
+    for scene, kind, numbers in jobs:
+        struck = Sweep(folder / scene / kind, scene)
+        outcomes[f"{scene} {kind}"] = strikes = []
         for number in range(10_000) if numbers is None else numbers:
-            found.append(struck.strike(how, number, faults))
-            if numbers is None and found[-1]["code"] == 0:
+            strikes.append(struck.strike(kind, number, faults))
+            if numbers is None and strikes[-1]["code"] == 0:
                 break
     return outcomes
 
@@ -199,23 +202,23 @@ def ranks(folder: Path) -> dict[str, Any]:
             os._exit(0)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     run = make(seed=98)
-    found = checkpoints.restore(checkpoints.newest(folder / "run"), run.model, run.optimizer)
+    restored_run = checkpoints.restore(checkpoints.newest(folder / "run"), run.model, run.optimizer)
     first = read_tensors(folder, "0.safetensors")
     alone = {name: tensor for name, tensor in everything(run).items() if name != "rng"}
     return {
         "codes": codes,
         "alone": all(alone[name].equal(first[f"at 2 {name}"]) for name in alone),
         "names": len(alone),
-        "notes": found.notes,
+        "notes": restored_run.notes,
         "same": [_went_on(read_tensors(folder, f"{rank}.safetensors")) for rank in range(2)],
     }
 
 
-def _went_on(found: dict[str, Tensor]) -> list[bool]:
-    names = [name.removeprefix("went ") for name in found if name.startswith("went ")]
-    alike = [found[f"went {name}"].equal(found[f"resumed {name}"]) for name in names]
-    other = [found[f"went {name}"].equal(found[f"anew {name}"]) for name in names]
-    return [len(names) > 20 and all(alike), all(other)]
+def _went_on(tensors: dict[str, Tensor]) -> list[bool]:
+    names = [name.removeprefix("went ") for name in tensors if name.startswith("went ")]
+    alike = [tensors[f"went {name}"].equal(tensors[f"resumed {name}"]) for name in names]
+    anew = [tensors[f"went {name}"].equal(tensors[f"anew {name}"]) for name in names]
+    return [len(names) > 20 and all(alike), all(anew)]
 
 
 def _rank(folder: Path, rank: int) -> None:
@@ -231,24 +234,24 @@ def _rank(folder: Path, rank: int) -> None:
     optimizer_state.consolidate(run.optimizer)
     rng: list[Any] = [None, None]
     distributed.all_gather_object(rng, checkpoints.capture_rng(CPU))
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     if rank == 0:
-        found |= {f"at 2 {name}": tensor for name, tensor in everything(run).items()}
+        tensors |= {f"at 2 {name}": tensor for name, tensor in everything(run).items()}
         checkpoints.save(folder / "run", run.of, run.optimizer, checkpoints.RunProgress(2), rng)
     distributed.barrier()
     together(run, 2)
-    found |= {f"went {name}": t.clone() for name, t in run.model.state_dict().items()}
+    tensors |= {f"went {name}": t.clone() for name, t in run.model.state_dict().items()}
     for name, seed in {"resumed": None, "anew": 7}.items():
-        other = make(seed=5, kind=sharded)
-        told = checkpoints.restore(
-            folder / "run/step-00000002", other.model, other.optimizer, rank=rank, world=2
+        resumed = make(seed=5, kind=sharded)
+        progress = checkpoints.restore(
+            folder / "run/step-00000002", resumed.model, resumed.optimizer, rank=rank, world=2
         )
-        assert told.notes == () and told.world == 2
+        assert progress.notes == () and progress.world == 2
         if seed is not None:
             torch.manual_seed(seed + rank)
-        together(other, 2)
-        found |= {f"{name} {key}": t.clone() for key, t in other.model.state_dict().items()}
-    save_file(found, folder / f"{rank}.safetensors")
+        together(resumed, 2)
+        tensors |= {f"{name} {key}": t.clone() for key, t in resumed.model.state_dict().items()}
+    save_file(tensors, folder / f"{rank}.safetensors")
     distributed.destroy_process_group()
 
 

@@ -31,7 +31,7 @@ from packhorse.errors import InputError, MissingExtra
 
 from .. import corpora
 from ..corpora import tree, write_source
-from ..processes import alive, family, listening, told
+from ..processes import alive, command_line, family, listening
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("no ray: pip install 'packhorse[cluster]'", allow_module_level=True)
@@ -201,10 +201,10 @@ def test_a_node_is_admitted_only_where_all_is_the_same(tmp_path: Path) -> None:
 def test_the_same_bytes_and_not_a_word_of_ray(nodes: Nodes, home: Path, tmp_path: Path) -> None:
     """From another folder than the nodes', with relative paths."""
     paths = ["source", "../out", "--tokenizer", "vocab.txt"]
-    told = [*command(home, tmp_path, nodes.address)[:5], *paths]
+    words = [*command(home, tmp_path, nodes.address)[:5], *paths]
     shutil.copytree(home, tmp_path / "here")
-    told += [*FLAGS, "eval.md5", "--engine", "ray", "--ray-address", nodes.address]
-    message = subprocess.run(told, cwd=tmp_path / "here", capture_output=True, text=True)
+    words += [*FLAGS, "eval.md5", "--engine", "ray", "--ray-address", nodes.address]
+    message = subprocess.run(words, cwd=tmp_path / "here", capture_output=True, text=True)
     assert message.returncode == 0, message.stderr
     assert all(OURS.fullmatch(line) for line in message.stderr.splitlines()), message.stderr
     assert "no plan is fuller" in message.stdout
@@ -353,7 +353,9 @@ def test_a_killed_driver_goes_on(alone: bool, nodes: Nodes, home: Path, tmp_path
     with subprocess.Popen(command(home, out, address), stdout=null, stderr=null) as process:
         _until(lambda: len([*out.glob(".build/*/part-*.arrow")]) > 3)
         processes = family(process.pid)
-        logs = {home for pid in processes for home in re.findall(r"/tmp/ray-\w+", told(pid))}
+        logs = {
+            home for pid in processes for home in re.findall(r"/tmp/ray-\w+", command_line(pid))
+        }
         if alone:
             assert len(processes) > 4 and len(listening(processes)) > 4
             assert {*listening(processes)} == {"127.0.0.1"}

@@ -282,8 +282,8 @@ def test_a_lone_document_has_only_what_follows() -> None:
         assert first and second and first[-1] < second[0]
     lost = make(corpus(1, fixed(1), fixed(1)), Recipe(), SPECIALS, (0,))
     assert not len(lost.lengths)
-    two = segments(make(corpus(1, fixed(1), fixed(2)), Recipe(), SPECIALS, (0,)))
-    assert two == [([FIRST], [FIRST + 1], False)]
+    pairs = segments(make(corpus(1, fixed(1), fixed(2)), Recipe(), SPECIALS, (0,)))
+    assert pairs == [([FIRST], [FIRST + 1], False)]
 
 
 def test_no_documents() -> None:
@@ -366,7 +366,7 @@ def test_types_are_narrow() -> None:
     assert long.lengths.dtype == np.uint32 and long.random_next.dtype == bool
 
 
-def test_tokenise_leaves_out_what_is_empty(tmp_path: Path) -> None:
+def test_tokenize_leaves_out_what_is_empty(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "##b"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))

@@ -220,7 +220,7 @@ def test_words_are_taken_in_order_while_they_fit(words, dice) -> None:
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_a_sequence_does_not_depend_on_its_neighbours(whole_words: bool) -> None:
+def test_a_sequence_does_not_depend_on_its_neighbors(whole_words: bool) -> None:
     ids, lengths = sequences([5, 90, 33, 512, 7, 60])
     keys = keys_of(7, np.arange(6))
     recipe = Recipe(whole_words=whole_words)

@@ -88,9 +88,9 @@ def test_what_is_written_is_read(tmp_path: Path, layout: RowLayout) -> None:
 
 def test_a_dataset_travels_as_its_folder(folder: Path) -> None:
     dataset = shards.open_dataset(folder)
-    travelling = pickle.dumps(dataset)
-    assert len(travelling) < 4000 < sum(shard.bytes for shard in dataset.manifest.shards)
-    assert same(pickle.loads(travelling).take([7, 80]), dataset.take([7, 80]))
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 4000 < sum(shard.bytes for shard in dataset.manifest.shards)
+    assert same(pickle.loads(pickled).take([7, 80]), dataset.take([7, 80]))
 
 
 def test_rows_are_views_of_the_file(folder: Path) -> None:
@@ -441,7 +441,7 @@ def test_a_shard_of_other_making_is_refused(folder: Path) -> None:
     table = stored(folder)
     lists = table.column("lengths")
     cases = {
-        "colour": table.append_column("colour", lists),
+        "color": table.append_column("color", lists),
         "columns": table.drop_columns(["first"]),
         "int64": table.set_column(0, "ids", table.column("ids").cast(pa.list_(pa.int64()))),
         "rows, sequences and tokens": table.slice(1),
@@ -456,7 +456,7 @@ def test_a_shard_of_other_making_is_refused(folder: Path) -> None:
 
 
 def test_columns_that_disagree_are_found(folder: Path) -> None:
-    """Labels moved from one row to its neighbour: all sums are right, the rows are not."""
+    """Labels moved from one row to its neighbor: all sums are right, the rows are not."""
     table = stored(folder)
     labels = table.column("random_next").to_pylist()
     first = next(i for i, row in enumerate(labels) if len(row) > 1)

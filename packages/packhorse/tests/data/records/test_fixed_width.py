@@ -16,7 +16,7 @@ from packhorse.errors import InputError
 WIDTH, MASKS, MOST, VOCAB = 40, 7, 3, 100
 
 
-def where(record: int) -> str:
+def record_name(record: int) -> str:
     return f"record {record}"
 
 
@@ -54,14 +54,14 @@ def test_every_form_gives_the_same_sequences(
 ) -> None:
     rows, counts = forms[form]
     assert next(name for name, (key, _) in fixed_width.FORMS.items() if key in rows[0]) == form
-    result = fixed_width.unpack(columns(rows, form), VOCAB, where)
+    result = fixed_width.unpack(columns(rows, form), VOCAB, record_name)
     assert record_files.as_drawn(result.sequences) == sequences
     assert np.diff(result.offsets).tolist() == counts
     assert result.records.tolist() == np.repeat(np.arange(len(rows)), counts).tolist()
     assert result.sequences.ids.dtype == result.sequences.lengths.dtype == np.uint16
     specials = fixed_width.guess(result, VOCAB)
     assert (specials.cls, specials.sep, specials.mask) == (2, 3, 4)
-    fixed_width.check_specials(result, specials, where)
+    fixed_width.check_specials(result, specials, record_name)
     assert len(Rows.of(result.sequences, result.offsets)) == len(rows)
 
 
@@ -69,7 +69,7 @@ def test_rows_without_a_sequence_are_counted(forms: dict, record_files: ModuleTy
     """Graphcore's packer fills rows with padding sequences, and now and then with nothing else."""
     rows, counts = forms["packed"]
     empty = {name: [0] * len(values) for name, values in rows[0].items()}
-    result = fixed_width.unpack(columns([empty, *rows, empty], "packed"), VOCAB, where)
+    result = fixed_width.unpack(columns([empty, *rows, empty], "packed"), VOCAB, record_name)
     assert result.empty == 2
     assert np.diff(result.offsets).tolist() == counts
     alone, _ = forms["unpacked"]
@@ -77,7 +77,7 @@ def test_rows_without_a_sequence_are_counted(forms: dict, record_files: ModuleTy
     alone[2]["segment_ids"] = [0] * WIDTH
     alone[2]["masked_lm_weights"] = [0] * MASKS
     with pytest.raises(InputError, match="record 2: its input_mask is 0 throughout"):
-        fixed_width.unpack(columns(alone, "unpacked"), VOCAB, where)
+        fixed_width.unpack(columns(alone, "unpacked"), VOCAB, record_name)
 
 
 def test_masks_may_come_in_any_order(
@@ -86,7 +86,9 @@ def test_masks_may_come_in_any_order(
     result = columns(forms["packed"][0], "packed")
     for role in ("masked_at", "masked_ids", "masked_owner"):
         result[role] = result[role][:, ::-1]
-    assert record_files.as_drawn(fixed_width.unpack(result, VOCAB, where).sequences) == sequences
+    assert (
+        record_files.as_drawn(fixed_width.unpack(result, VOCAB, record_name).sequences) == sequences
+    )
 
 
 Change = Callable[[dict[str, np.ndarray]], None]
@@ -174,38 +176,40 @@ def test_what_contradicts_itself_is_refused(forms: dict, name: str) -> None:
     result = columns(forms[form][0], form)
     harm(result)
     with pytest.raises(InputError, match=rf"record 5: .*({message})"):
-        fixed_width.unpack(result, VOCAB, where)
+        fixed_width.unpack(result, VOCAB, record_name)
 
 
 def test_widths_must_agree(forms: dict) -> None:
     result = columns(forms["packed"][0], "packed")
     with pytest.raises(InputError, match=r"one width: .*'types': 39"):
-        fixed_width.unpack(result | {"types": result["types"][:, 1:]}, VOCAB, where)
+        fixed_width.unpack(result | {"types": result["types"][:, 1:]}, VOCAB, record_name)
     with pytest.raises(InputError, match="one width"):
-        fixed_width.unpack(result | {"masked_at": result["masked_at"][:, 1:]}, VOCAB, where)
+        fixed_width.unpack(result | {"masked_at": result["masked_at"][:, 1:]}, VOCAB, record_name)
     with pytest.raises(InputError, match="one width"):
         fixed_width.unpack(
-            result | {role: result[role][:, :0] for role in fixed_width.MASK_ROLES}, VOCAB, where
+            result | {role: result[role][:, :0] for role in fixed_width.MASK_ROLES},
+            VOCAB,
+            record_name,
         )
 
 
 def test_special_tokens_are_checked(forms: dict) -> None:
     result = columns(forms["unpacked"][0], "unpacked")
-    specials = fixed_width.guess(fixed_width.unpack(result, VOCAB, where), VOCAB)
+    specials = fixed_width.guess(fixed_width.unpack(result, VOCAB, record_name), VOCAB)
     for place, message in ((0, r"begin with \[CLS\] \(2\)"), (-1, r"end with \[SEP\] \(3\)")):
         harmed = result | {"ids": result["ids"].copy()}
         length = result["owner"][7].sum()
         harmed["ids"][7, place % length] = 50
-        unpacked = fixed_width.unpack(harmed, VOCAB, where)
+        unpacked = fixed_width.unpack(harmed, VOCAB, record_name)
         with pytest.raises(InputError, match=f"record 7: .*{message}"):
-            fixed_width.check_specials(unpacked, specials, where)
+            fixed_width.check_specials(unpacked, specials, record_name)
 
 
 def test_without_masks_the_mask_token_is_not_guessed(forms: dict) -> None:
     result = columns(forms["unpacked"][0], "unpacked")
     result["masked_owner"][:] = 0
     with pytest.raises(InputError, match="pass --tokenizer"):
-        fixed_width.guess(fixed_width.unpack(result, VOCAB, where), VOCAB)
+        fixed_width.guess(fixed_width.unpack(result, VOCAB, record_name), VOCAB)
 
 
 def test_the_real_file(shared_data: Path) -> None:

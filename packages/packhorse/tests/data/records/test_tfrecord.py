@@ -32,7 +32,7 @@ def reference(tf: ModuleType) -> Callable[..., list[bytes] | None]:
     return read
 
 
-def ours(path: Path) -> list[bytes]:
+def read_records(path: Path) -> list[bytes]:
     return [record for _, record in tfrecord.read(path)]
 
 
@@ -43,7 +43,7 @@ def test_what_tensorflow_wrote(tf: ModuleType, compression: str, tmp_path: Path)
         for record in RECORDS:
             writer.write(record)
     assert tfrecord.sniff(path)
-    assert ours(path) == RECORDS
+    assert read_records(path) == RECORDS
     offsets = [offset for offset, _ in tfrecord.read(path)]
     assert offsets == np.cumsum([0, *(len(r) + 16 for r in RECORDS)])[:-1].tolist()
 
@@ -52,7 +52,7 @@ def test_what_is_written_by_hand(record_files: ModuleType, reference, tmp_path: 
     """The tests' own writer is used everywhere, so it must write what TensorFlow reads."""
     for name, compression in (("none", ""), ("gzip", "GZIP"), ("zlib", "ZLIB")):
         path = record_files.write(tmp_path / name, RECORDS, name)
-        assert reference(path, compression) == ours(path) == RECORDS
+        assert reference(path, compression) == read_records(path) == RECORDS
 
 
 @pytest.mark.parametrize("size", [0x8B1F, 376, 0x9C78])
@@ -62,14 +62,14 @@ def test_a_length_that_looks_like_compression(
     path = record_files.write(tmp_path / "plain", [bytes(size)])
     assert path.read_bytes()[:2] in (b"\x1f\x8b", b"\x78\x01", b"\x78\x9c")
     assert tfrecord.sniff(path)
-    assert ours(path) == [bytes(size)]
+    assert read_records(path) == [bytes(size)]
 
 
 def test_gzip_in_members(record_files: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "members.gz"
     parts = [gzip.compress(record_files.frame(record)) for record in RECORDS]
     path.write_bytes(b"".join(parts) + gzip.compress(b""))
-    assert ours(path) == RECORDS
+    assert read_records(path) == RECORDS
 
 
 def test_runs_are_cut_by_count_and_by_bytes(
@@ -119,7 +119,7 @@ def test_damage_is_named(
     path = tmp_path / "damaged"
     path.write_bytes(record_files.COMPRESSIONS[compression](content))
     with pytest.raises(InputError, match=message) as error:
-        ours(path)
+        read_records(path)
     assert str(path) in str(error.value)
     assert "record" in message
 
@@ -133,18 +133,18 @@ def test_a_damaged_stream(
     whole = path.read_bytes()
     path.write_bytes(whole[:at])
     with pytest.raises(InputError, match="cut"):
-        ours(path)
+        read_records(path)
     path.write_bytes(whole + b"trailing")
     with pytest.raises(InputError, match=r"record 2 \(byte 1132\): the compressed data is damaged"):
-        ours(path)
+        read_records(path)
     flipped = bytearray(whole)
     flipped[at] ^= 0x40
     path.write_bytes(flipped)
     if (compression, at) == ("gzip", 5):  # the time in gzip's header, which means nothing
-        assert len(ours(path)) == 2
+        assert len(read_records(path)) == 2
     else:
         with pytest.raises(InputError, match="stream"):
-            ours(path)
+            read_records(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"ab", b"\x1f\x8b", b"\x78\x9c\x00\x00", b"text" * 9])
@@ -169,7 +169,7 @@ def test_memory_stays_flat(record_files: ModuleType, tmp_path: Path) -> None:
     try:
         assert sum(len(data) for _, data in tfrecord.read(path)) == 64 << 20
         with pytest.raises(InputError, match="ends after 0"):
-            ours(liar)
+            read_records(liar)
         assert tracemalloc.get_traced_memory()[1] < 12 << 20
     finally:
         tracemalloc.stop()
@@ -187,7 +187,7 @@ def test_mutated_files_are_read_as_tensorflow_does_or_refused(
             content[at : at + int(rng.integers(0, 3))] = rng.bytes(int(rng.integers(0, 3)))
         path.write_bytes(content)
         try:
-            result = ours(path)
+            result = read_records(path)
         except InputError:
             continue
         assert result == reference(path)

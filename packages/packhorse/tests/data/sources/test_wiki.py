@@ -69,8 +69,8 @@ def test_a_page_is_its_title_and_text() -> None:
     assert wiki.page(page("a &amp; &lt;b&gt; &amp;nbsp; é", "T &amp; U")) == Page(
         "T & U", "a & <b> &nbsp; é"
     )
-    two = b"<page><title>A</title><ns>0</ns><revision><text>old</text></revision>"
-    assert wiki.page(two + b"<revision><text>new</text></revision></page>").wikitext == "new"
+    revisions = b"<page><title>A</title><ns>0</ns><revision><text>old</text></revision>"
+    assert wiki.page(revisions + b"<revision><text>new</text></revision></page>").wikitext == "new"
     assert wiki.page(page().replace(b"<text>Text.</text>", b"<text deleted='deleted' />")) == Page(
         "A", ""
     )

@@ -261,7 +261,7 @@ def test_bad_options(tmp_path: Path) -> None:
     (tmp_path / "gap.jsonl").write_text('{"text": "x", "label": 1}\n\n')
     with pytest.raises(InputError, match=r"gap\.jsonl, line 2: an empty line"):
         read_labeled(tmp_path / "gap.jsonl")
-    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tunlabelled\n")
+    (tmp_path / "test.tsv").write_text("index\tsentence\n0\tunlabeled\n")
     with pytest.raises(InputError, match="test set that has none: 'index', 'sentence'"):
         read_labeled(tmp_path / "test.tsv")
 

@@ -49,7 +49,7 @@ def ask(id: str, *golds: str) -> SquadQuestion:
         ("ÀTHE É", "àthe é"),  # a letter beyond ASCII is part of a word
     ],
 )
-def test_normalisation(text: str, normal: str) -> None:
+def test_normalization(text: str, normal: str) -> None:
     assert normalize_answer(text) == normal
 
 
@@ -70,7 +70,7 @@ def test_marks_by_hand(prediction: str, golds: list[str], expected: tuple[float,
         assert mark(prediction, golds, v2) == pytest.approx(expected)
 
 
-def test_golds_that_normalise_to_nothing() -> None:
+def test_golds_that_normalize_to_nothing() -> None:
     assert mark("the", ["."], v2=False) == (1, 0)  # so says v1.1's script
     assert mark("the", [".", "x"], v2=True) == (0, 0)
     assert mark("x", [".", "x"], v2=True) == mark("x", [".", "x"], v2=False) == (1, 1)

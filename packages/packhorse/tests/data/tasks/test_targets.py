@@ -25,8 +25,8 @@ from packhorse.data.tasks.targets import (
     TaskLoader,
     TrainingTask,
     contrastive_task,
+    labeled_task,
 )
-from packhorse.data.tasks.targets import labeled_task as labelled
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
@@ -72,10 +72,10 @@ def test_labels_follow_their_sequences() -> None:
 
 
 def test_every_kind_of_target() -> None:
-    def targets(problem: Any, *given: Any, labels: int = 0, sequences: int = 1) -> torch.Tensor:
-        examples = [TaskExample((sequence(4),) * sequences, item) for item in given]
+    def targets(problem: Any, *values: Any, labels: int = 0, sequences: int = 1) -> torch.Tensor:
+        examples = [TaskExample((sequence(4),) * sequences, item) for item in values]
         task = TrainingTask(examples, problem, tuple(map(str, range(labels))))
-        (batch,) = TaskLoader(task, examples=len(given), shuffle=False, epochs=1)
+        (batch,) = TaskLoader(task, examples=len(values), shuffle=False, epochs=1)
         return batch.targets
 
     several = targets("multi_label", (0, 2), (), labels=3)
@@ -109,7 +109,7 @@ def test_ends_of_spans_are_tokens_of_the_flat_batch() -> None:
 def test_a_pair_stays_together(tokenizer: Tokenizer) -> None:
     texts: list[Any] = [(f"w{i}", f"w{i} w{i + 1}") for i in range(30)]
     scored = LabeledTexts(texts, [i / 30 for i in range(30)], ("score",), "regression")
-    task = labelled(scored, tokenizer, apart=True)
+    task = labeled_task(scored, tokenizer, apart=True)
     assert task.problem == "similarity" and len(task.examples[0].sequences) == 2
     for rank in range(2):
         for batch in TaskLoader(task, examples=7, epochs=1, rank=rank, world=2):
@@ -126,11 +126,11 @@ def test_a_pair_stays_together(tokenizer: Tokenizer) -> None:
         (replace(scored, texts=["alone"] * 30), "text 0 is not a pair"),
     ):
         with pytest.raises(InputError, match=message):
-            labelled(wrong, tokenizer, apart=True)
+            labeled_task(wrong, tokenizer, apart=True)
 
 
 def test_a_pair_in_one_sequence(tokenizer: Tokenizer) -> None:
-    task = labelled(
+    task = labeled_task(
         LabeledTexts([("w1", "w2"), ("w3", "w4 w5")], [1, 0], ("a", "b"), "single_label"), tokenizer
     )
     (batch,) = TaskLoader(task, examples=2, shuffle=False, epochs=1)
@@ -144,7 +144,7 @@ def test_a_pair_in_one_sequence(tokenizer: Tokenizer) -> None:
 
 def test_what_is_cut_is_counted(tokenizer: Tokenizer) -> None:
     texts: list[Any] = ["w1", "w1 w2 w3 w4", "w1 w2 w3"]
-    task = labelled(LabeledTexts(texts, [0, 1, 0], ("a", "b"), "single_label"), tokenizer, 4)
+    task = labeled_task(LabeledTexts(texts, [0, 1, 0], ("a", "b"), "single_label"), tokenizer, 4)
     assert task.truncated == 2 and max(len(e.sequences[0].ids) for e in task.examples) == 4
 
 
@@ -239,7 +239,7 @@ def test_a_cursor_may_go_on_with_other_ranks_and_sizes() -> None:
     assert sum(rest, ()) == stream[12:24]
 
 
-def relabelled(task: TrainingTask) -> TrainingTask:
+def relabeled(task: TrainingTask) -> TrainingTask:
     """The same sequences, one with another target."""
     first = replace(task.examples[0], target=29)
     return replace(task, examples=[first, *task.examples[1:]])
@@ -253,7 +253,7 @@ def test_bad_cursors() -> None:
         ({"seed": 4}, "another seed .3, now 4"),
         ({"shuffle": False}, "another shuffle"),
         ({"task": numbered(30, seed=1)}, "another set"),
-        ({"task": relabelled(task)}, "another set"),
+        ({"task": relabeled(task)}, "another set"),
         ({"cursor": {**cursor, "example": 30}}, "at example 30 of 30"),
         ({"cursor": {**cursor, "batch": -1}}, "not a cursor"),
         ({"cursor": {**cursor, "epoch": "1"}}, "not a cursor"),
@@ -351,7 +351,7 @@ def test_glue_from_file_to_batches(shared_data: Path) -> None:
         *(("msr-para-val.tsv", False), ("stsb-en-dev.csv", True)),
     ):
         result = read_labeled(glue / name)
-        task = labelled(result, tokenizer, 128, apart=apart)
+        task = labeled_task(result, tokenizer, 128, apart=apart)
         batches = list(TaskLoader(task, examples=32, epochs=1))
         fields = {n: t for b in batches for n, t in zip(b.numbers, b.targets.tolist(), strict=True)}
         assert [fields[i] for i in range(len(result.texts))] == pytest.approx(result.targets)

@@ -97,8 +97,8 @@ class Tampered:
     tokenizer: Any
     change: Callable[[list[Encoding]], list[Encoding]]
 
-    def windows(self, *asked: Any) -> list[list[Encoding]]:
-        return [self.change(group) for group in self.tokenizer.windows(*asked)]
+    def windows(self, *arguments: Any) -> list[list[Encoding]]:
+        return [self.change(group) for group in self.tokenizer.windows(*arguments)]
 
 
 def test_who_knows_the_answers_gets_them_all_right(
@@ -120,22 +120,26 @@ def test_who_knows_the_answers_gets_them_all_right(
 
     def exact(change: Callable[[list[Encoding]], list[Encoding]]) -> float:
         changed: Any = Tampered(knows.tokenizer, change)
-        found = ask(replace(knows, tokenizer=changed), questions, **WINDOWS)
-        return judge(questions, found, None).score["all"].exact_match
+        replies = ask(replace(knows, tokenizer=changed), questions, **WINDOWS)
+        return judge(questions, replies, None).score["all"].exact_match
 
     # The controls: offsets that are one off, a window that is lost, windows in the wrong place.
     assert exact(list) == 100
-    assert exact(lambda group: [replace(each, offsets=each.offsets + 1) for each in group]) < 50
+    assert (
+        exact(lambda group: [replace(window, offsets=window.offsets + 1) for window in group]) < 50
+    )
     assert exact(lambda group: group[:1]) < 90
-    assert exact(lambda group: [replace(each, start=0) for each in group]) < 90
+    assert exact(lambda group: [replace(window, start=0) for window in group]) < 90
 
 
 @pytest.mark.slow
 def test_the_oracle_on_every_question(shared_data: Path, minilm_encoder: Encoder) -> None:
     """All but one answer of the development set ("four", of "fourth") are made of whole tokens."""
-    every = list(read_squad(shared_data / "squad" / "dev-v1.1.json.zip"))
+    all_questions = list(read_squad(shared_data / "squad" / "dev-v1.1.json.zip"))
     # Some are asked twice, with other answers: an oracle that sees only tokens cannot know which.
-    questions = list({("".join(q.question.lower().split()), q.context): q for q in every}.values())
+    questions = list(
+        {("".join(q.question.lower().split()), q.context): q for q in all_questions}.values()
+    )
     assert len(questions) > 10_500
     knows, _, _ = knowing(minilm_encoder, questions, 384, 128)
     replies = ask(knows, questions, max_length=384, stride=128, max_answer_tokens=40)
@@ -164,8 +168,8 @@ def test_questions_without_an_answer(minilm_encoder: Encoder) -> None:
         assert best.score == 100 and replies[0].null <= best.threshold < replies[1].null
     refusing = judge([can, cannot], replies, no_answer=-math.inf, top_k=2)
     assert refusing.score["all"].exact_match == 50 and refusing.within.exact_match == 100
-    asked: dict[str, Any] = {"max_length": 64, "stride": 20, "no_answer": 0.0}
-    ((none,),) = knows.answer([(cannot.question, context)], **asked)
+    options: dict[str, Any] = {"max_length": 64, "stride": 20, "no_answer": 0.0}
+    ((none,),) = knows.answer([(cannot.question, context)], **options)
     assert none.text == ""
 
 
@@ -212,7 +216,7 @@ def best_by_loops(
 ) -> tuple[dict[tuple[int, int], float], float]:
     """Every span's best logits over transformers' own windows, and the null score."""
     model, tokenizer, _ = random_bert
-    made = tokenizer(
+    windows = tokenizer(
         question,
         context,
         max_length=max_length,
@@ -223,19 +227,19 @@ def best_by_loops(
     )
     worth: dict[tuple[int, int], float] = {}
     nulls = []
-    for w in range(len(made["input_ids"])):
+    for w in range(len(windows["input_ids"])):
         with torch.no_grad():
             out = model(
-                torch.tensor([made["input_ids"][w]]),
-                token_type_ids=torch.tensor([made["token_type_ids"][w]]),
+                torch.tensor([windows["input_ids"][w]]),
+                token_type_ids=torch.tensor([windows["token_type_ids"][w]]),
             )
         starts, ends = out.start_logits[0].tolist(), out.end_logits[0].tolist()
         nulls.append(starts[0] + ends[0])
-        inside = [i for i, text in enumerate(made.sequence_ids(w)) if text == 1]
+        inside = [i for i, text in enumerate(windows.sequence_ids(w)) if text == 1]
         for i in inside:
             for j in inside:
                 if i <= j < i + longest:
-                    place = made["offset_mapping"][w][i][0], made["offset_mapping"][w][j][1]
+                    place = windows["offset_mapping"][w][i][0], windows["offset_mapping"][w][j][1]
                     worth[place] = max(worth.get(place, -math.inf), starts[i] + ends[j])
     return worth, min(nulls)
 
@@ -248,9 +252,9 @@ def test_spans_scores_and_null_are_those_of_transformers(
     rng = np.random.default_rng(max_length)
     contexts = [" ".join(rng.choice(WORDS.split()[5:18], n)) for n in (1, 7, 30, 90)]
     pairs = [("who saw one cat ?", context) for context in contexts]
-    how: dict[str, Any] = {"max_length": max_length, "stride": stride, "max_answer_tokens": 6}
-    found = encoder.answer(pairs, top_k=20, no_answer=-math.inf, **how)
-    for (question, context), (none, *spans) in zip(pairs, found, strict=True):
+    options: dict[str, Any] = {"max_length": max_length, "stride": stride, "max_answer_tokens": 6}
+    answers = encoder.answer(pairs, top_k=20, no_answer=-math.inf, **options)
+    for (question, context), (none, *spans) in zip(pairs, answers, strict=True):
         worth, null = best_by_loops(random_bert, question, context, max_length, stride, 6)
         order = sorted(worth, key=lambda place: -worth[place])[:19]
         assert [(a.start, a.end) for a in spans] == order
@@ -261,7 +265,7 @@ def test_spans_scores_and_null_are_those_of_transformers(
         assert none.score == pytest.approx(math.exp(null) / total, rel=1e-3)
         best = max(worth.values())
         for threshold, refused in [(null - best - 0.01, True), (null - best + 0.01, False)]:
-            ((first,),) = encoder.answer([(question, context)], no_answer=threshold, **how)
+            ((first,),) = encoder.answer([(question, context)], no_answer=threshold, **options)
             assert (first.text == "") == refused
 
 

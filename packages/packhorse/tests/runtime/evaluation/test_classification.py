@@ -26,25 +26,25 @@ def says(rows: np.ndarray) -> Read:
     return read
 
 
-def labelled(targets: Sequence[Any], labels: int, problem: Any = "single_label") -> LabeledTexts:
+def labeled(targets: Sequence[Any], labels: int, problem: Any = "single_label") -> LabeledTexts:
     names = tuple(map(str, range(labels)))
     return LabeledTexts([str(i) for i in range(len(targets))], list(targets), names, problem)
 
 
 def test_a_head_of_two_labels() -> None:
     logits = np.array([[2, 1], [0, 1], [0, 3], [1, 0]], np.float32)
-    found = judge(says(logits), labelled([0, 1, 0, 0], 2))
-    assert found["accuracy"] == 3 / 4 and found["f1"] == pytest.approx(2 / 3)
-    assert found["matthews"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
+    scores = judge(says(logits), labeled([0, 1, 0, 0], 2))
+    assert scores["accuracy"] == 3 / 4 and scores["f1"] == pytest.approx(2 / 3)
+    assert scores["matthews"] == pytest.approx((1 * 2 - 1 * 0) / np.sqrt(2 * 1 * 3 * 2))
 
 
 def test_heads_of_other_kinds() -> None:
     logits = np.array([[2, 1, 0], [0, 1, 3], [0, 3, 1]], np.float32)
-    found = judge(says(logits), labelled([0, 1, 1], 3))
-    assert list(found) == ["accuracy", "f1_macro", "matthews"]
-    several = judge(says(logits - 1.5), labelled([(0,), (2,), (0, 1)], 3, "multi_label"))
+    figures = judge(says(logits), labeled([0, 1, 1], 3))
+    assert list(figures) == ["accuracy", "f1_macro", "matthews"]
+    several = judge(says(logits - 1.5), labeled([(0,), (2,), (0, 1)], 3, "multi_label"))
     assert several == {"accuracy": pytest.approx(2 / 3), "f1": pytest.approx(6 / 7)}
-    scores = judge(says(logits[:, :1]), labelled([5.0, 1.0, 1.0], 1, "regression"))
+    scores = judge(says(logits[:, :1]), labeled([5.0, 1.0, 1.0], 1, "regression"))
     assert scores == {"pearson": pytest.approx(1), "spearman": pytest.approx(1)}
 
 
@@ -60,9 +60,9 @@ def test_the_probe_learns_what_is_there(rng: np.random.Generator) -> None:
     pytest.importorskip("sklearn")
     truth = rng.integers(0, 3, size=120)
     apart = np.eye(3, dtype=np.float32)[truth] + rng.normal(scale=0.1, size=(120, 3))
-    rows = labelled(truth.tolist(), 3)
-    found = probe(says(apart.astype(np.float32)), rows, rows)
-    assert found["accuracy"] > 0.95 and found["f1_macro"] > 0.95
+    rows = labeled(truth.tolist(), 3)
+    scores = probe(says(apart.astype(np.float32)), rows, rows)
+    assert scores["accuracy"] > 0.95 and scores["f1_macro"] > 0.95
     nothing = probe(says(rng.normal(size=(120, 3)).astype(np.float32)), rows, rows)
     assert nothing["accuracy"] < 0.6
     with pytest.raises(InputError, match="pairs of texts have no vectors"):
@@ -71,7 +71,7 @@ def test_the_probe_learns_what_is_there(rng: np.random.Generator) -> None:
 
 def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.linear_model", None)
-    rows = labelled([0, 1], 2)
+    rows = labeled([0, 1], 2)
     with pytest.raises(MissingExtra, match=r"scikit-learn .*packhorse\[tutorials\]"):
         probe(says(np.eye(2)), rows, rows)
 
@@ -80,8 +80,8 @@ def test_draws_have_eight_of_each(rng: np.random.Generator) -> None:
     labels = rng.integers(0, 3, size=200)
     drawn = draws(labels)
     assert len(drawn) == 10 and drawn[0].tolist() != drawn[1].tolist()
-    for some in drawn:
-        assert np.bincount(labels[some]).tolist() == [8, 8, 8] and len(set(some.tolist())) == 24
+    for chosen in drawn:
+        assert np.bincount(labels[chosen]).tolist() == [8, 8, 8] and len(set(chosen.tolist())) == 24
     assert len(draws(np.array([0, 1, 1]))[0]) == 3  # all there are, where there are fewer
 
 
@@ -96,6 +96,6 @@ def test_draws_are_those_of_mteb(rng: np.random.Generator) -> None:
     class Theirs:
         seed, samples_per_label, label_column_name = 42, 8, "label"
 
-    for number, some in enumerate(draws(labels)):
+    for number, drawn in enumerate(draws(labels)):
         _, order, chosen = task._undersample_data(Theirs, rows, number, order)
-        assert chosen == some.tolist()
+        assert chosen == drawn.tolist()

@@ -23,7 +23,7 @@ def test_as_scipy_has_them(rng: np.random.Generator) -> None:
         calls.append(role)
         return np.stack([vectors[text] for text in texts])
 
-    found = judge(read, pairs, scores)
+    figures = judge(read, pairs, scores)
     a, b = (np.stack([vectors[pair[side]] for pair in pairs]).astype(float) for side in (0, 1))
     alike = {
         "cosine": (a * b).sum(1) / np.sqrt((a**2).sum(1) * (b**2).sum(1)),
@@ -32,13 +32,13 @@ def test_as_scipy_has_them(rng: np.random.Generator) -> None:
         "manhattan": -np.abs(a - b).sum(1),
     }
     for name, values in alike.items():
-        assert found[f"{name}_spearman"] == pytest.approx(stats.spearmanr(values, scores)[0])
-        assert found[f"{name}_pearson"] == pytest.approx(stats.pearsonr(values, scores)[0])
+        assert figures[f"{name}_spearman"] == pytest.approx(stats.spearmanr(values, scores)[0])
+        assert figures[f"{name}_pearson"] == pytest.approx(stats.pearsonr(values, scores)[0])
     assert calls == [None]  # all texts at once, so that they can be sorted by length
     turned = judge(read, pairs, scores[::-1])
-    assert turned != pytest.approx(found)
+    assert turned != pytest.approx(figures)
 
 
 def test_single_texts_are_refused() -> None:
     with pytest.raises(InputError, match="similarity needs pairs"):
-        judge(lambda *given, **how: np.zeros((1, 1)), ["alone", ("a", "b")], [1.0, 2.0])
+        judge(lambda *texts, **options: np.zeros((1, 1)), ["alone", ("a", "b")], [1.0, 2.0])

@@ -37,7 +37,7 @@ def test_embed_takes_token_ids_as_they_are(post, server):
     assert post("/embed", {"inputs": [101] * 600, "truncate": True})[0] == 413
 
 
-def test_embed_normalises_unless_told_not_to(post, server):
+def test_embed_normalizes_unless_told_not_to(post, server):
     encoder = server.encoder("tiny")
     raw = encoder.embed(["the cat"], normalise=False)
     assert not close(np.linalg.norm(raw), 1)
