@@ -61,11 +61,11 @@ def figures(block: str) -> list[str]:
     prose = "\n".join(line for line in lines if not line.startswith("|"))
     matches = FIGURE.findall(re.sub(r"\]\([^)]*\)|`[^`]*`", "]", prose))
     linked = LINK.search(block) is not None
-    found = [with_unit or precise for with_unit, precise in matches if with_unit or linked]
+    claimed = [with_unit or precise for with_unit, precise in matches if with_unit or linked]
     # Numbers of other tables are versions, sizes or the like: measurements are aligned right.
     if not linked and "---:" not in block:
-        return found
-    return found + [number for row in rows for number in _cells(row)]
+        return claimed
+    return claimed + [number for row in rows for number in _cells(row)]
 
 
 def _cells(row: str) -> list[str]:
@@ -118,7 +118,7 @@ def test_the_pages_that_claim_most_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("It is 1.25 times as fast.", "1.25: no note"),
         ("It is 1.26 times as fast ([note](docs/benchmarks/a.md)).", "1.26: not in"),
@@ -128,11 +128,11 @@ def test_the_pages_that_claim_most_are_read() -> None:
         ),
     ],
 )
-def test_a_false_figure_is_seen(text: str, said: str, tmp_path: Path) -> None:
+def test_a_false_figure_is_seen(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "docs/benchmarks").mkdir(parents=True)
     (tmp_path / "docs/benchmarks/a.md").write_text("| x | 1.2478 | 50.2 | 220,432 |")
     (complaint,) = unproved(text, tmp_path)
-    assert said in complaint
+    assert message in complaint
     right = (
         text.replace("1.26", "1.25")
         .replace("51", "50")
@@ -142,14 +142,14 @@ def test_a_false_figure_is_seen(text: str, said: str, tmp_path: Path) -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    found = []
+    listed = []
     for page in [*documents(), *notes()]:
         for block in blocks(page):
             for line in block.commands if block.language in ("", "sh") else ():
                 command = re.sub(r"\s#.*|[;|>].*", "", line).strip()
                 if command.startswith("packhorse ") and "…" not in command and "[" not in command:
-                    found.append((page.name, command))
-    return found
+                    listed.append((page.name, command))
+    return listed
 
 
 @pytest.mark.parametrize(("place", "command"), commands())

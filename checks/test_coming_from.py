@@ -72,8 +72,8 @@ class Line:
     def words(self) -> list[str]:
         """As a shell would divide it, with what makes it small."""
         # What is small breaks the rules of the closed division, which are checked first.
-        found = shlex.split(self.text.replace("division=closed", "division=open"))
-        return [path for word in found for path in sorted(glob.glob(word)) or [word]] + self._more()
+        words = shlex.split(self.text.replace("division=closed", "division=open"))
+        return [path for word in words for path in sorted(glob.glob(word)) or [word]] + self._more()
 
     def _more(self) -> list[str]:
         command = self.text.partition("packhorse ")[2]
@@ -85,7 +85,7 @@ class Line:
 
 def read(document: str) -> list[Line]:
     """The lines of all tables, each with the system that its row or its heading names."""
-    found, heading, system = [], "", ""
+    lines, heading, system = [], "", ""
     for row in document.splitlines():
         if row.startswith("## "):
             heading = system = row.removeprefix("## From ").strip()
@@ -96,8 +96,8 @@ def read(document: str) -> list[Line]:
             system = cells.pop(0) or system
         _, now, _ = cells
         for text in re.findall(r"`([^`]+)`", now):
-            found.append(Line(system, text, "†" in now))
-    return found
+            lines.append(Line(system, text, "†" in now))
+    return lines
 
 
 LINES = read(DOCUMENT)
@@ -129,9 +129,9 @@ def prepare_mlperf() -> None:
     import numpy as np
 
     files, rng = stand_ins.load_test_module("data/record_files.py"), np.random.default_rng(0)
-    made = [files.draw(rng, 64, 20) for _ in range(12)]
+    rows = [files.draw(rng, 64, 20) for _ in range(12)]
     Path("tf_examples").mkdir()
-    records = (files.example(files.unpacked(one, 64, 9)) for one in made)
+    records = (files.example(files.unpacked(row, 64, 9)) for row in rows)
     files.write(Path("tf_examples/part-00000"), records)
     preset = {
         "num_layers": 2,
@@ -184,11 +184,11 @@ def prepare_tensorflow(tf: ModuleType) -> None:
 
 def swap_nodes(tf: ModuleType, path: Path, *names: str) -> None:
     """Two nodes of a graph get each other's name."""
-    other = dict(zip(names, reversed(names), strict=True))
+    swapped = dict(zip(names, reversed(names), strict=True))
     meta = tf.compat.v1.MetaGraphDef.FromString(path.read_bytes())
     for node in meta.graph_def.node:
-        node.name = other.get(node.name, node.name)
-        node.input[:] = [other.get(name, name) for name in node.input]
+        node.name = swapped.get(node.name, node.name)
+        node.input[:] = [swapped.get(name, name) for name in node.input]
     path.write_bytes(meta.SerializeToString())
 
 
@@ -232,8 +232,8 @@ class Runner:
             if "--watch" in words:
                 patch.setattr(time, "sleep", interrupt)
             code = main(words)
-        said = self.capfd.readouterr()
-        assert code == 0, f"{line.text}\n{said.err}"
+        captured = self.capfd.readouterr()
+        assert code == 0, f"{line.text}\n{captured.err}"
 
     def _watch(self, line: Line, words: list[str]) -> None:
         assert words[:3] == ["watch", "-n", "2"]
@@ -252,16 +252,16 @@ class Runner:
         _, address, *flags = words
         body = flags[flags.index("-d") + 1].encode() if "-d" in flags else None
         url = address.replace("127.0.0.1:8080", self.url)
-        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=30) as answer:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as answer:
             assert answer.status == 200 and json.loads(answer.read())
 
     def _pytest(self, line: Line, words: list[str]) -> None:
         self._process(line, ["pytest", str(REPOSITORY / words[1]), *words[2:], "-q"])
 
     def _process(self, line: Line, words: list[str]) -> None:
-        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
-        assert done.returncode == 0, f"{line.text}\n{done.stdout}\n{done.stderr}"
+        completed = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+        assert completed.returncode == 0, f"{line.text}\n{completed.stdout}\n{completed.stderr}"
 
 
 @pytest.fixture
@@ -275,8 +275,8 @@ def server() -> Iterator[Callable[[list[str]], str]]:
         command = [sys.executable, "-m", "packhorse", *words, "--json"]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout
-        told = json.loads(started[-1].stdout.readline())
-        return f"http://{told['host']}:{told['port']}"
+        document = json.loads(started[-1].stdout.readline())
+        return f"http://{document['host']}:{document['port']}"
 
     yield start
     for process in started:

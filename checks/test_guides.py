@@ -14,10 +14,10 @@ GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "pack-your-own-model.md"
 
 def blocks(text: str) -> list[str]:
     """The blocks of Python, at the lines where they stand, for tracebacks."""
-    found = []
+    scripts = []
     for block in re.finditer(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        found.append("\n" * text.count("\n", 0, block.start(1)) + block[1])
-    return found
+        scripts.append("\n" * text.count("\n", 0, block.start(1)) + block[1])
+    return scripts
 
 
 def test_every_block_runs(capsys: pytest.CaptureFixture[str]) -> None:

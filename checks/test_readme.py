@@ -37,9 +37,9 @@ def test_the_picture_is_drawn_from_the_notes() -> None:
 
 def test_blocks_say_what_they_need_in_known_words() -> None:
     """`make wheel` runs the blocks of these documents that need nothing."""
-    found = [block for document in documents() for block in blocks(document)]
-    assert {block.needs for block in found} <= {"", *NEEDS}
-    assert sum(block.language in ("sh", "python") and not block.needs for block in found) >= 15
+    all_blocks = [block for document in documents() for block in blocks(document)]
+    assert {block.needs for block in all_blocks} <= {"", *NEEDS}
+    assert sum(block.language in ("sh", "python") and not block.needs for block in all_blocks) >= 15
 
 
 def test_marks_are_read(tmp_path: Path) -> None:

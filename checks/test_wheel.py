@@ -82,13 +82,13 @@ def test_files_that_are_not_python_are_in_it(wheels: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_the_page_of_the_package_index(name: str, wheels: dict[str, Path]) -> None:
-    said = metadata(wheels[name])
-    links = dict(line.split(", ", 1) for line in said.get_all("Project-URL", []))
+    fields = metadata(wheels[name])
+    links = dict(line.split(", ", 1) for line in fields.get_all("Project-URL", []))
     assert links.keys() >= {"Homepage", "Source", "Documentation", "Changelog", "Issues"}
     assert links["Source"] == ADDRESS and links["Issues"] == f"{ADDRESS}/issues"
     assert all(link.startswith("https://") for link in links.values())
-    assert said["License-Expression"] == "Apache-2.0"
-    description = str(said.get_payload())
+    assert fields["License-Expression"] == "Apache-2.0"
+    description = str(fields.get_payload())
     assert description.startswith(f"# {'Packhorse' if name == 'packhorse' else name}")
     assert relative_links(description) == []
 
@@ -97,11 +97,11 @@ def test_the_page_of_the_package_index(name: str, wheels: dict[str, Path]) -> No
 def test_the_extras_are_those_of_the_project(name: str, wheels: dict[str, Path]) -> None:
     file = REPOSITORY / "packages" / name / "pyproject.toml"
     project = tomllib.loads(file.read_text("utf-8"))["project"]
-    said = metadata(wheels[name])
-    extras = set(said.get_all("Provides-Extra", []))
+    fields = metadata(wheels[name])
+    extras = set(fields.get_all("Provides-Extra", []))
     assert extras == set(project.get("optional-dependencies", {}))
     # Nobody else's torch is replaced: a lower bound and nothing more.
-    torch = [line for line in said.get_all("Requires-Dist", []) if line.startswith("torch")]
+    torch = [line for line in fields.get_all("Requires-Dist", []) if line.startswith("torch")]
     assert torch == (["torch>=2.11"] if name == "packhorse" else [])
 
 

@@ -62,9 +62,9 @@ class Environment:
 
     def require(self, line: str, scratch: Path) -> str:
         """The output of a line that must succeed."""
-        done = self.shell(line, scratch)
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        completed = self.shell(line, scratch)
+        assert completed.returncode == 0, f"{line}\n{completed.stdout}\n{completed.stderr}"
+        return completed.stdout
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +77,9 @@ def home() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def wheels() -> list[Path]:
     """The wheels that `make wheel` built."""
-    found = sorted((REPOSITORY / "dist").glob("*.whl"))
-    assert len(found) == 3, "run `make wheel`, which builds the wheels into dist/ first"
-    return found
+    wheels = sorted((REPOSITORY / "dist").glob("*.whl"))
+    assert len(wheels) == 3, "run `make wheel`, which builds the wheels into dist/ first"
+    return wheels
 
 
 @pytest.fixture(scope="session")

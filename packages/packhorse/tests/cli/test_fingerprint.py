@@ -162,15 +162,15 @@ def test_inspect_and_verify(cli: Cli, model: Path, tmp_path: Path) -> None:
     parts = {k: v for k, v in encoder.fingerprint_parts().parts.items() if k != "dtype"}
     assert document["fingerprint_parts"] == parts
 
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    settings = json.loads((other / "config_sentence_transformers.json").read_text())
+    second_folder = tmp_path / "other"
+    shutil.copytree(model, second_folder)
+    settings = json.loads((second_folder / "config_sentence_transformers.json").read_text())
     settings["default_prompt_name"] = "query"
-    (other / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    (second_folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     same = cli("verify", model, model, "--json")
     assert same.document["fingerprints"] == [encoder.fingerprint] * 2
     assert same.document["fingerprint_differs_in"] == []
-    result = cli("verify", model, other)
+    result = cli("verify", model, second_folder)
     assert result.code == 0
     assert "their fingerprints differ in: prompt" in result.err
 

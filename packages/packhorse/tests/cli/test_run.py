@@ -117,8 +117,8 @@ def test_the_old_spellings(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
         *("run", "--graphs", "--batch-size", 3, "--iterations=2", "--max-length", 8),
         *("--checkpoint", model, "--perf", "--json"),
     )
-    kept = ("tokens", "sequences", "batch_size", "iterations", "graphs", "model")
-    assert [old.document[k] for k in kept] == [new.document[k] for k in kept]
+    fields = ("tokens", "sequences", "batch_size", "iterations", "graphs", "model")
+    assert [old.document[k] for k in fields] == [new.document[k] for k in fields]
     assert old.document["tokens"] == 8 * 3 * 2
     assert len(compiled) == 2 * 2, "two runs, two layers each"
     assert cli("run", "--batch_size", "2", "--max_length", "-1", "-m", model).code == 0
@@ -347,10 +347,10 @@ def launch(*arguments: object) -> subprocess.Popen[bytes]:
 
 def kill_after(process: subprocess.Popen[bytes], state: Path, rows: int, delay: float) -> int:
     """Kill it once so many rows are vouched for, and some milliseconds later; how many then are."""
-    done, deadline = 0, time.monotonic() + 60
-    while done < rows and process.poll() is None and time.monotonic() < deadline:
+    written, deadline = 0, time.monotonic() + 60
+    while written < rows and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
-        done = json.loads(state.read_text())["rows"] if state.exists() else 0
+        written = json.loads(state.read_text())["rows"] if state.exists() else 0
     time.sleep(delay)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
@@ -366,19 +366,23 @@ def test_a_killed_process_is_continued(suffix: str, cli: Cli, tiny: Tiny, tmp_pa
     texts.write_text("\n".join(lines) + "\n")
     out, state = tmp_path / f"killed{suffix}", tmp_path / f"killed{suffix}.partial.json"
     command = ["run", "--input", texts, "--task", "embed", "-m", tiny("embed"), "--chunk", "8"]
-    kept = [0]
+    confirmed = [0]
     for more in (40, 120):
         process = launch(*command, "--out", out)
-        kept.append(kill_after(process, state, kept[-1] + more, draw.uniform(0, 0.02)))
+        confirmed.append(kill_after(process, state, confirmed[-1] + more, draw.uniform(0, 0.02)))
         assert not out.exists()
-    assert all(later > earlier for earlier, later in pairwise(kept)) and kept[-1] < len(lines)
+    assert all(later > earlier for earlier, later in pairwise(confirmed)) and confirmed[-1] < len(
+        lines
+    )
     continued = cli(*command, "--out", out, "--json").document
-    assert continued["resumed_after"] == kept[-1] and continued["rows"] == len(lines)
+    assert continued["resumed_after"] == confirmed[-1] and continued["rows"] == len(lines)
     whole = tmp_path / f"whole{suffix}"
     assert cli(*command, "--out", whole).code == 0
     assert out.read_bytes() == whole.read_bytes()
-    beside = [] if suffix == ".parquet" else [Path(f"{path}.meta.json") for path in (out, whole)]
-    assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole, *beside])
+    metadata_files = (
+        [] if suffix == ".parquet" else [Path(f"{path}.meta.json") for path in (out, whole)]
+    )
+    assert sorted(tmp_path.iterdir()) == sorted([texts, out, whole, *metadata_files])
 
 
 def test_what_is_not_continued(cli: Cli, tiny: Tiny, several: Path, tmp_path: Path) -> None:
@@ -454,20 +458,20 @@ def test_texts_are_written_as_they_come(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever feeds it sees results on disk one chunk behind: nothing is collected first."""
-    out, behind = tmp_path / "v.jsonl", []
+    out, backlog = tmp_path / "v.jsonl", []
 
     def feed() -> Iterator[bytes]:
         for number in range(40):
             partial = Path(f"{out}.partial")
             written = partial.read_bytes().count(b"\n") if partial.exists() else 0
-            behind.append(number - written)
+            backlog.append(number - written)
             yield b"hello horse\n"
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=feed()))
     result = cli(
         *("run", "--input", "-", "--task", "embed", "-m", tiny("embed"), "--chunk", 5, "--out", out)
     )
-    assert result.code == 0 and max(behind) < 2 * 5
+    assert result.code == 0 and max(backlog) < 2 * 5
 
 
 @pytest.mark.slow
@@ -483,11 +487,11 @@ def test_memory_stays_flat(tiny: Tiny, tmp_path: Path) -> None:
         texts.write_text("the horse carries sacks to market\n" * count)
         command = ["run", "--task", "embed", "-m", tiny("embed"), "--chunk", 500, "--input", texts]
         command += ["--out", tmp_path / f"{count}.jsonl"]
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-c", peak, *map(str, command)], capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        peaks.append(int(done.stdout.splitlines()[-1]) / 1024)
+        assert completed.returncode == 0, completed.stderr
+        peaks.append(int(completed.stdout.splitlines()[-1]) / 1024)
     assert peaks[1] - peaks[0] < 12, f"MB at the peak: {peaks}; all rows at once take over 30"
 
 

@@ -38,9 +38,9 @@ def flatten(sequences: Features) -> Any:
     return flatten
 
 
-def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert found.shape == wanted.shape
-    return float((found - wanted).detach().norm() / wanted.detach().norm())
+def far(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    return float((actual - expected).detach().norm() / expected.detach().norm())
 
 
 def gradient(model: Any, outputs: torch.Tensor) -> torch.Tensor:
@@ -51,8 +51,8 @@ def gradient(model: Any, outputs: torch.Tensor) -> torch.Tensor:
 
 def alone(model: Any, sequences: Features) -> torch.Tensor:
     """[T, E] of each sequence run by itself, numbered by the model."""
-    each = [torch.tensor([sequence["input_ids"]]) for sequence in sequences]
-    return torch.cat([model(input_ids=ids)[0][0] for ids in each])
+    batches = [torch.tensor([sequence["input_ids"]]) for sequence in sequences]
+    return torch.cat([model(input_ids=ids)[0][0] for ids in batches])
 
 
 @pytest.mark.parametrize("family", AFTER_PADDING)
@@ -60,78 +60,78 @@ def test_every_family_answers_as_each_text_alone(
     make, sequences: Features, flatten, family: str
 ) -> None:
     hf.register()
-    theirs, ours = make(family, attention="eager"), make(family, attention="packhorse")
-    wanted = alone(theirs, sequences)
-    slope = gradient(theirs, wanted)
+    eager, packed = make(family, attention="eager"), make(family, attention="packhorse")
+    expected = alone(eager, sequences)
+    slope = gradient(eager, expected)
     for options in ({}, {"return_flash_attn_kwargs": True}):
         batch = flatten(first_position(family), **options)
         assert ("cu_seq_lens_q" in batch) == bool(options)
-        found = ours(**batch)[0][0]
-        assert far(found, wanted) <= 1e-5
-        assert far(gradient(ours, found), slope) <= 1e-5
+        actual = packed(**batch)[0][0]
+        assert far(actual, expected) <= 1e-5
+        assert far(gradient(packed, actual), slope) <= 1e-5
     # Without the boundaries, which is what a plain attention sees, texts are mixed.
-    mixed = theirs(**flatten(first_position(family)))[0][0]
-    assert far(mixed, wanted) > 1e-3
+    mixed = eager(**flatten(first_position(family)))[0][0]
+    assert far(mixed, expected) > 1e-3
 
 
 def test_positions_from_zero_stay_what_the_collator_made_them(
     make, sequences: Features, flatten
 ) -> None:
     """RoBERTa counts from after its padding id; a batch that does not is kept as it is."""
-    theirs, ours = make("roberta", attention="eager"), hf.packed(make("roberta"))
-    each = [torch.tensor([sequence["input_ids"]]) for sequence in sequences]
-    numbered = [(ids, torch.arange(ids.shape[1])[None]) for ids in each]
-    wanted = [theirs(input_ids=ids, position_ids=places)[0][0] for ids, places in numbered]
-    rows = ours(**flatten())[0]  # a prepared model lays its answers in rows
-    for row, states in zip(rows, wanted, strict=True):
+    eager, packed = make("roberta", attention="eager"), hf.packed(make("roberta"))
+    batches = [torch.tensor([sequence["input_ids"]]) for sequence in sequences]
+    numbered = [(ids, torch.arange(ids.shape[1])[None]) for ids in batches]
+    expected = [eager(input_ids=ids, position_ids=places)[0][0] for ids, places in numbered]
+    rows = packed(**flatten())[0]  # a prepared model lays its answers in rows
+    for row, states in zip(rows, expected, strict=True):
         assert far(row[: len(states)], states) <= 1e-5
 
 
 def test_positions_are_seen_however_they_are_passed(make, sequences: Features, flatten) -> None:
     hf.register()
-    wanted, batch = alone(make("bert", attention="eager"), sequences), flatten()
+    expected, batch = alone(make("bert", attention="eager"), sequences), flatten()
     ids, positions = batch["input_ids"], batch["position_ids"]
     changed = make("bert")
     changed.set_attn_implementation("packhorse")
     for model in (changed, copy.deepcopy(changed), pickle.loads(pickle.dumps(changed))):
-        assert far(model(ids, None, None, positions)[0][0], wanted) <= 1e-5
-        assert far(model(ids, torch.ones_like(ids), position_ids=positions)[0][0], wanted) <= 1e-5
+        assert far(model(ids, None, None, positions)[0][0], expected) <= 1e-5
+        assert far(model(ids, torch.ones_like(ids), position_ids=positions)[0][0], expected) <= 1e-5
         assert [type(hook) for hook in model._forward_pre_hooks.values()] == [AddBoundaries]
     changed.set_attn_implementation("sdpa")
-    assert far(changed(ids, position_ids=positions)[0][0], wanted) > 1e-3
+    assert far(changed(ids, position_ids=positions)[0][0], expected) > 1e-3
 
 
 def test_a_head_tells_its_encoder(make, sequences: Features, flatten) -> None:
     hf.register()
-    theirs = make("bert", "AutoModelForMaskedLM", attention="eager")
-    ours = make("bert", "AutoModelForMaskedLM", attention="packhorse")
-    wanted, batch = alone(theirs, sequences), flatten()
-    assert far(ours(**batch).logits[0], wanted) <= 1e-5
+    eager = make("bert", "AutoModelForMaskedLM", attention="eager")
+    packed = make("bert", "AutoModelForMaskedLM", attention="packhorse")
+    states, batch = alone(eager, sequences), flatten()
+    assert far(packed(**batch).logits[0], states) <= 1e-5
     labels = batch["input_ids"]
-    expected = torch.nn.functional.cross_entropy(wanted, labels[0])
-    assert torch.allclose(ours(**batch, labels=labels).loss, expected, atol=1e-5)
+    expected = torch.nn.functional.cross_entropy(states, labels[0])
+    assert torch.allclose(packed(**batch, labels=labels).loss, expected, atol=1e-5)
 
 
 def test_rows_without_a_mask_are_a_sequence_each(make, sequences: Features) -> None:
     hf.register()
-    theirs, ours = make("bert", attention="eager"), make("bert", attention="packhorse")
+    eager, packed = make("bert", attention="eager"), make("bert", attention="packhorse")
     ids = torch.tensor(
         [sequence["input_ids"] for sequence in sequences if len(sequence["input_ids"]) == 30]
     )
     for positions in (None, torch.arange(30)[None], torch.arange(3, 33).expand(2, -1)):
         batch = {"input_ids": ids, "position_ids": positions}
-        assert far(ours(**batch)[0], theirs(**batch)[0]) <= 1e-5
+        assert far(packed(**batch)[0], eager(**batch)[0]) <= 1e-5
 
 
 def test_padded_rows_may_be_numbered_in_every_way(make, padded: Batch) -> None:
     hf.register()
-    theirs, ours = make("roberta", attention="eager"), make("roberta", attention="packhorse")
+    eager, packed = make("roberta", attention="eager"), make("roberta", attention="packhorse")
     mask = padded["attention_mask"]
     by_model = mask.cumsum(1) * mask + 1  # padding stays at its id
     for positions in (by_model, torch.arange(2, 2 + mask.shape[1])[None]):
         batch = {**padded, "position_ids": positions}
         real = mask.bool()
-        assert far(ours(**batch)[0][real], theirs(**batch)[0][real]) <= 1e-5
+        assert far(packed(**batch)[0][real], eager(**batch)[0][real]) <= 1e-5
 
 
 REFUSED: dict[str, tuple[str, Batch, str]] = {
@@ -185,15 +185,15 @@ def test_boundaries_of_positions() -> None:
         ([[2, 3, 2, 3, 4]], [0, 2, 5]),
         ([[0, 0, 0]], [0, 1, 2, 3]),
     ]:
-        found = boundaries_of_positions(torch.tensor(positions))
-        assert (None if found is None else found.tolist()) == bounds
-        assert found is None or found.dtype == torch.int32
+        actual = boundaries_of_positions(torch.tensor(positions))
+        assert (None if actual is None else actual.tolist()) == bounds
+        assert actual is None or actual.dtype == torch.int32
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
 def test_a_traced_model_is_told_too(make, sequences: Features, flatten) -> None:
     hf.register()
-    wanted = alone(make("bert", attention="eager"), sequences)
+    expected = alone(make("bert", attention="eager"), sequences)
     traced = torch.compile(make("bert", attention="packhorse"), backend="eager")
-    assert far(traced(**flatten())[0][0], wanted) <= 1e-5
+    assert far(traced(**flatten())[0][0], expected) <= 1e-5

@@ -75,7 +75,7 @@ def test_a_plan_of_plain_ids_is_laid_in_rows() -> None:
     assert [piece.tolist() for piece in packed.split(packed.ids)] == sequences
 
 
-def shapes_of(sequences: list[Made]) -> dict[str, Packed]:
+def shapes_of(sequences: list[FakeSequence]) -> dict[str, Packed]:
     """The same sequences ragged, in a bucket, and in rows whose order is not the caller's."""
     packed = Packed.build(sequences)
     backwards = [[index] for index in reversed(range(len(sequences)))]
@@ -184,7 +184,10 @@ def test_split_at_some_tokens() -> None:
         (lambda: Packed.build(torch.ones(2, 3).long()), r"shape \[2, 3\] may hold padding"),
         (lambda: Packed.build(np.ones((2, 3), int)), "may hold padding"),
         (lambda: Packed.build([SimpleNamespace(ids=[1])]), "has ids but no types"),
-        (lambda: Packed.build([Made(np.ones(3, int), np.ones(2, int))]), "3 ids but 2 types"),
+        (
+            lambda: Packed.build([FakeSequence(np.ones(3, int), np.ones(2, int))]),
+            "3 ids but 2 types",
+        ),
         (lambda: Packed.build([[1, 2]]).join([[1, 2], [3]]), "2 pieces for 1 sequences"),
         (lambda: Packed.build([[1, 2], [3]]).join([[1, 2], [3, 4]]), "piece 1 has 2 values"),
         (lambda: Packed.build([[1]]).join([3]), "piece 0 has 0 values"),

@@ -52,8 +52,8 @@ def test_packs_are_batches(workers: int) -> None:
 def test_ids_alone_need_no_collator() -> None:
     sequences = [example["ids"] for example in EXAMPLES]
     packs = plan(lengths=LENGTHS, capacity=48)
-    other = assign(packs.plan, LENGTHS, seed=1)
-    for epoch in (packs, other):
+    reassigned = assign(packs.plan, LENGTHS, seed=1)
+    for epoch in (packs, reassigned):
         loader = DataLoader(
             sequences,
             batch_sampler=epoch,

@@ -262,8 +262,8 @@ def test_prompts(folder: Path) -> None:
     model = packhorse.load(folder, device="cpu")
     assert model.fingerprint == str(model.fingerprint_parts(prompt_name="query"))
     assert model.fingerprint == str(model.fingerprint_parts(prompt="search: "))
-    other = model.fingerprint_parts(prompt_name="document")
-    assert model.fingerprint_parts().differences(other) == ["prompt"]
+    document_parts = model.fingerprint_parts(prompt_name="document")
+    assert model.fingerprint_parts().differences(document_parts) == ["prompt"]
     assert model.fingerprint_parts(prompt="").prompt == ""
     assert model.fingerprint_parts(max_length=9).max_length == 9
     assert replace(model, default_prompt=None).fingerprint == str(
