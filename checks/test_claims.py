@@ -15,6 +15,7 @@ from math import floor, log10
 from pathlib import Path
 
 import pytest
+from cyclopts import CycloptsError, MissingArgumentError
 
 from packhorse.cli import _app
 from packhorse_port.command import prepare_tokens
@@ -159,6 +160,33 @@ def test_commands_still_parse(place: str, command: str) -> None:
     _app(None).parse_args(tokens, print_error=False, exit_on_error=False)
 
 
+def refused(text: str) -> list[str]:
+    """Commands in the sentences and tables of a page that the command line does not know.
+
+    A sentence may leave arguments out, as `packhorse onnx pack` does; what is there must be right.
+    """
+    wrong = []
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for command in re.findall(r"`(packhorse [^`…\[]+)`", prose):
+        tokens = shlex.split(re.sub(r"[;|>].*", "", command))[1:]
+        tokens = prepare_tokens(tokens) if tokens[0] == "port" else tokens
+        try:
+            _app(None).parse_args(tokens, print_error=False, exit_on_error=False)
+        except MissingArgumentError:
+            continue
+        except CycloptsError as error:
+            wrong.append(f"{command}: {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_commands_in_sentences_still_parse(page: Path) -> None:
+    assert refused(page.read_text("utf-8")) == []
+
+
 def test_a_vanished_flag_is_seen() -> None:
+    assert (
+        "--no-such-flag" in refused("Say `packhorse pack --no-such-flag` or `packhorse freeze`.")[0]
+    )
     with pytest.raises(Exception, match="no-such-flag"):
         _app(None).parse_args(["pack", "--no-such-flag"], print_error=False, exit_on_error=False)

@@ -85,8 +85,9 @@ def wheels() -> list[Path]:
 @pytest.fixture(scope="session")
 def variables(home: Path, wheels: list[Path], hub: str) -> dict[str, str]:
     """The environment variables of all commands, without those of the clone's own environment."""
+    dist = REPOSITORY / "dist"
     constraints = home / "constraints.txt"
-    lines = [f"{path.name.split('-')[0]} @ {path.as_uri()}" for path in wheels]
+    lines = ["==".join(path.name.split("-")[:2]) for path in wheels]
     pins = (REPOSITORY / "constraints.txt").read_text("utf-8")
     constraints.write_text("\n".join([pins, *lines]) + "\n")
     with socket.socket() as free:
@@ -98,6 +99,7 @@ def variables(home: Path, wheels: list[Path], hub: str) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(REMOVED)}
     return inherited | {
         "PIP_CONSTRAINT": str(constraints),
+        "PIP_FIND_LINKS": f"{dist.as_uri()} {os.environ.get('PIP_FIND_LINKS', '')}",
         "PIP_NO_COMPILE": "1",
         "PIP_NO_INPUT": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -33,10 +34,16 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("extra", CALLS)
 def test_an_extra_brings_what_it_is_for(
-    extra: str, environment: Environment, tmp_path: Path
+    extra: str, environment: Environment, wheels: list[Path], tmp_path: Path
 ) -> None:
     environment.require(f"pip install 'packhorse[{extra}]'", tmp_path)
     environment.require("pip check", tmp_path)
+    with ZipFile(wheels[0]) as archive:
+        (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
+        built = archive.read(record).decode().splitlines()
+    installed = (environment.packages / record).read_text("utf-8").splitlines()
+    sources = [line for line in built if line.startswith("packhorse/")]
+    assert set(sources) <= set(installed), "pip took another packhorse than the one in dist/"
     write_files(tmp_path)
     (tmp_path / "script.py").write_text("import poptorch\n")
     *before, last = CALLS[extra].split("; ")
