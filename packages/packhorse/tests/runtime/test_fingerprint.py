@@ -173,6 +173,8 @@ def test_dtype_device_and_preparation(folder: Path, tmp_path: Path) -> None:
     assert first == parts_of(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert first == parts_of(folder, kernel="reference")
     assert first == parts_of(folder, invariant=True)
+    on_host, elsewhere = (checkpoint.load(folder, device=device) for device in ("cpu", "meta"))
+    assert fingerprint.digests(on_host) == fingerprint.digests(elsewhere)
     narrow = parts_of(folder, dtype="bf16")
     assert first.differences(narrow) == ["dtype"]
     assert str(first) != str(narrow)
