@@ -255,6 +255,12 @@ def test_a_snapshot_of_the_hub(folder: Path, tmp_path: Path, monkeypatch: Any) -
     assert model.fingerprint_parts() == first
 
 
+def test_every_model_has_the_prompts_of_queries_and_documents(folder: Path) -> None:
+    """As in `encode_query` and `encode_document`: empty if the model has none of that name."""
+    model = packhorse.load(folder, device="cpu")
+    assert str(model.fingerprint_parts(prompt_name="query")) == model.fingerprint
+
+
 def test_prompts(folder: Path) -> None:
     edit(
         folder / "config_sentence_transformers.json",

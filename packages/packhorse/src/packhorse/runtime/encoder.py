@@ -10,7 +10,7 @@ was written for sentence-transformers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn, Protocol
 
@@ -105,14 +105,15 @@ class Encoder:
         """Return the parts of the fingerprint; `str` of them is the fingerprint.
 
         `prompt_name`, `prompt` (a text; "" for none) and `max_length` are those that texts are
-        encoded with; by default the model's own.
+        encoded with, as for `encode`; by default the model's own.
         """
         if not self.digests:
             raise InputError(
                 f"{self.name} was not opened by packhorse.load, so its weights have no fingerprint"
             )
         if prompt is None:
-            prompt = tasks.prompt_text(self, prompt_name) or ""
+            known = replace(self, prompts={**sentences.BUILT_IN_PROMPTS, **self.prompts})
+            prompt = tasks.prompt_text(known, prompt_name) or ""
         return fingerprint.make(
             **self.digests,
             tokenizer=self.tokenizer,
