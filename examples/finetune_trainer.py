@@ -27,7 +27,7 @@ from transformers import (
     set_seed,
 )
 
-from packhorse.checkpoint.hub import resolve
+from packhorse.checkpoint import resolve
 from packhorse.hf import PackedCollator
 
 WARM_UP = 3  # steps that are not timed

@@ -15,7 +15,7 @@ import numpy as np
 from docstrings import docstrings
 
 import packhorse
-from packhorse.packing.histogram import histogram_of
+from packhorse.packing import histogram_of
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--texts", type=Path, help="a file with one text a line")
