@@ -4,6 +4,18 @@ A message says what is wrong and what to do next. The CLI prints it as one line 
 `exit_code` of the class; the HTTP server maps classes to statuses. Bugs stay ordinary exceptions.
 """
 
+__all__ = [
+    "CheckpointError",
+    "InputError",
+    "KernelError",
+    "MissingExtra",
+    "Overloaded",
+    "PackhorseError",
+    "RankLost",
+    "RequestFailed",
+    "RunnerStopped",
+]
+
 
 class PackhorseError(Exception):
     """Base of all errors that are part of the interface."""

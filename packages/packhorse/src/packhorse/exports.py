@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-# Module, old name, new name. They warn since 0.2 and go with 0.3.
+# Old names of 0.1, by module. They warn since 0.2 and go with 0.3, as does `renamed_attribute`.
 RENAMED: dict[str, dict[str, str]] = {
     "packhorse.checkpoint": {"Report": "LoadReport"},
     "packhorse.data.packed.shards": {"open": "open_dataset"},
@@ -66,3 +66,19 @@ def renamed(module: str, name: str) -> Any:
         stacklevel=3,
     )
     return getattr(import_module(module), new_name)
+
+
+def renamed_attribute(name: str, new_name: str) -> property:
+    """Return a property under an attribute's or method's old name, which warns."""
+
+    def read(instance: object) -> Any:
+        """Old name of another attribute."""
+        warnings.warn(
+            f"{type(instance).__name__}.{name} is now called {new_name}; "
+            "the old name goes with 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(instance, new_name)
+
+    return property(read)

@@ -42,9 +42,9 @@ def test_the_same_vectors(packed: Path, minilm: Path, mode: str) -> None:
 
 def test_vectors_before_they_are_normalized(packed: Path, minilm: Path) -> None:
     graph, torch_encoder = packhorse.load(packed / "mask.onnx"), packhorse.load(minilm)
-    raw = torch_encoder.embed(TEXTS, normalise=False)
+    raw = torch_encoder.embed(TEXTS, normalize=False)
     assert not np.allclose(np.linalg.norm(raw, axis=1), 1)
-    np.testing.assert_allclose(graph.embed(TEXTS, normalise=False), raw, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(graph.embed(TEXTS, normalize=False), raw, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["mask", "repack"])

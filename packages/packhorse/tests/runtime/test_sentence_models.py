@@ -182,7 +182,7 @@ def test_several_modules_in_every_format_and_back(old: bool, build: Build, tmp_p
     assert far(encoder.embed(TEXTS), expected) <= 1e-5
     alone = np.concatenate([encoder.embed([text]) for text in TEXTS])
     assert far(alone, expected) <= 1e-5
-    unnormalized = encoder.embed(TEXTS, normalise=False)
+    unnormalized = encoder.embed(TEXTS, normalize=False)
     assert far(unnormalized / np.linalg.norm(unnormalized, axis=1)[:, None], expected) <= 1e-5
     assert far(packhorse.load(folder, device="cpu", dtype="bf16").embed(TEXTS), expected) <= 0.05
     fixed = packhorse.load(folder, device="cpu", invariant=True, budget=64)

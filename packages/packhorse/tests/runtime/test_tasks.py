@@ -100,8 +100,8 @@ def test_chunks_are_averaged_by_their_tokens(tiny: Encoder) -> None:
     assert np.allclose(vectors[0], mean / np.linalg.norm(mean), atol=1e-6)
     assert not np.allclose(vectors[0], raw.mean(0) / np.linalg.norm(raw.mean(0)), atol=1e-6)
     assert np.allclose(vectors[1], tiny.embed([SHORT])[0], atol=1e-6)
-    plain = tiny.embed([LONG], long="chunk", normalise=False)[0]
-    raw = tiny.embed([text for text, _ in parts], normalise=False)
+    plain = tiny.embed([LONG], long="chunk", normalize=False)[0]
+    raw = tiny.embed([text for text, _ in parts], normalize=False)
     assert np.allclose(plain, np.average(raw, axis=0, weights=weights), atol=1e-5)
 
 
@@ -136,13 +136,13 @@ def test_pairs_and_states_have_no_chunks(tiny: Encoder) -> None:
 
 
 def test_vectors_as_they_are_before_they_are_normalized(tiny: Encoder) -> None:
-    raw = tiny.embed([LONG, SHORT], normalise=False, long="truncate")
+    raw = tiny.embed([LONG, SHORT], normalize=False, long="truncate")
     unit = tiny.embed([LONG, SHORT], long="truncate")
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
     assert not np.allclose(lengths, 1) and np.allclose(raw / lengths, unit, atol=1e-6)
-    assert np.allclose(tiny.embed([SHORT], normalise=True), unit[1:], atol=1e-6)
+    assert np.allclose(tiny.embed([SHORT], normalize=True), unit[1:], atol=1e-6)
     with pytest.raises(CheckpointError, match="computes its vectors itself"):
-        replace(tiny, embedder=None).embed([SHORT], normalise=False)
+        replace(tiny, embedder=None).embed([SHORT], normalize=False)
 
 
 def test_a_model_that_does_not_normalize_can_be_told_to(tiny: Encoder, make_encoder) -> None:
@@ -152,8 +152,8 @@ def test_a_model_that_does_not_normalize_can_be_told_to(tiny: Encoder, make_enco
     try:
         raw = tiny.embed([SHORT])
         assert not np.allclose(np.linalg.norm(raw), 1)
-        assert np.array_equal(raw, tiny.embed([SHORT], normalise=False))
-        assert np.allclose(tiny.embed([SHORT], normalise=True), raw / np.linalg.norm(raw))
+        assert np.array_equal(raw, tiny.embed([SHORT], normalize=False))
+        assert np.allclose(tiny.embed([SHORT], normalize=True), raw / np.linalg.norm(raw))
     finally:
         head.normalise = True
 
@@ -186,7 +186,7 @@ def test_a_prompt_before_states(tiny: Encoder) -> None:
 
 def test_the_runner_takes_the_same_options(tiny: Encoder, quiet_runtime) -> None:
     with PackRunner(tiny, timeout=0) as runner:
-        for options in ({"long": "chunk"}, {"long": "truncate_left"}, {"normalise": False}):
-            text = SHORT if "normalise" in options else LONG
+        for options in ({"long": "chunk"}, {"long": "truncate_left"}, {"normalize": False}):
+            text = SHORT if "normalize" in options else LONG
             answer = runner.submit(text, **options).result(30)
             assert np.allclose(answer, tiny.embed([text], **options)[0], atol=1e-5)

@@ -98,7 +98,9 @@ class Kernel(Protocol):
     """Attention that never looks across a boundary of `cu_seqlens`."""
 
     @property
-    def serves(self) -> KernelSupport: ...
+    def serves(self) -> KernelSupport:
+        """What the kernel supports."""
+        ...
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
@@ -113,7 +115,6 @@ class Kernel(Protocol):
         ...
 
 
-# Fastest first: `pick` takes the first one that can run (for training see `_by_speed`).
 KERNELS = {
     "fused": "Fused",
     "varlen": "Varlen",
@@ -123,6 +124,7 @@ KERNELS = {
     "mask": "Mask",
     "reference": "Reference",
 }
+"""The kernels by name, fastest first, with their classes; `pick` takes the first that can run."""
 
 
 @dataclass(frozen=True, slots=True)

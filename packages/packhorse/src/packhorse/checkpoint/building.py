@@ -29,6 +29,7 @@ from packhorse.checkpoint.names import CanonicalCheckpoint
 from packhorse.checkpoint.names.families import modules_of
 from packhorse.device import dtype_name
 from packhorse.errors import CheckpointError, InputError
+from packhorse.exports import renamed_attribute
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import (
@@ -187,6 +188,9 @@ class LoadReport:
             *_counted("with NaN or infinity", nonfinite),
             *_counted(f"beyond the range of {limit}", overflowed),
         ]
+
+    misfits = renamed_attribute("misfits", "mismatches")
+    blemishes = renamed_attribute("blemishes", "bad_values")
 
     def unused_notes(self) -> tuple[str, ...]:
         """A note that lists tensors without use, except tables of the numbers from 0."""

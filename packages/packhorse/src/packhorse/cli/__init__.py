@@ -8,6 +8,8 @@ see the traceback.
 Other packages add commands by entry points of the group `packhorse.commands`: the name is that of
 the command, the value "module:function" or "module:app". A module that must see the command line
 before it is parsed has a function `prepare_tokens(tokens)`, which returns the tokens to parse.
+
+Internal: the commands, their flags and that group are public, these modules are not.
 """
 
 import io

@@ -9,6 +9,8 @@ be read (no driver, no permission, a process that has just ended) is omitted or 
 error: a monitor is used when something is wrong. `notes` say what is missing and why.
 
 `machine` reads the CPU, `nvidia` the GPUs, `processes` the processes; `history` draws past values.
+
+Internal: the command `packhorse monitor` is public, these modules are not.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `pack` writes the new model; `load` opens it as the backend of an Encoder. Both need the extra
 `onnx`, which is imported only when one of them is called.
+
+Internal: `packhorse onnx pack` is public, and `packhorse.load`, which opens what it writes.
 """
 
 from __future__ import annotations

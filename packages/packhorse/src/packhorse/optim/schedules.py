@@ -63,3 +63,4 @@ SCHEDULES: dict[str, Callable[..., float]] = {
     "linear": linear,
     "polynomial": polynomial,
 }
+"""The schedules by name: functions of the step, for torch's `LambdaLR`."""

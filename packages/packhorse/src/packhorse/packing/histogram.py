@@ -46,14 +46,17 @@ class PackingPlan:
 
     @property
     def sequences(self) -> int:
+        """The number of sequences."""
         return sum(self.histogram)
 
     @property
     def tokens(self) -> int:
+        """The tokens of all sequences."""
         return sum(length * count for length, count in enumerate(self.histogram, start=1))
 
     @property
     def pack_count(self) -> int:
+        """The number of packs; equal ones count each."""
         return sum(count for _, count in self.packs)
 
     @property

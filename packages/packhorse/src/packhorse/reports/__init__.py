@@ -1,1 +1,4 @@
-"""What commands report: tables, plots and dated notes, and the padded encoders for comparison."""
+"""What commands report: tables, plots and dated notes, and the padded encoders for comparison.
+
+Internal: the commands that print them are public, these modules are not.
+"""

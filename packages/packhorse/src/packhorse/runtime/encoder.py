@@ -22,6 +22,7 @@ from packhorse import device
 from packhorse.checkpoint import fingerprint
 from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import InputError
+from packhorse.exports import renamed_attribute
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
@@ -72,13 +73,21 @@ class Encoder:
 
     # The interface of sentence-transformers, and what MTEB's runner needs besides.
     encode = sentences.encode
+    """Vectors of texts, with the options and results of sentence-transformers' `encode`."""
     encode_query = sentences.encode_query
+    """`encode` with the model's prompt for queries."""
     encode_document = sentences.encode_document
+    """`encode` with the model's prompt for documents."""
     similarity = sentences.similarity
+    """Scores of every vector with every other, by the model's similarity function."""
     similarity_pairwise = sentences.similarity_pairwise
+    """Scores of vectors pair by pair, by the model's similarity function."""
     get_embedding_dimension = sentences.embedding_dimension
+    """Numbers per vector."""
     get_sentence_embedding_dimension = sentences.embedding_dimension
     mteb_model_meta = property(sentences.mteb_model_meta)
+
+    why = renamed_attribute("why", "reason")
 
     @property
     def max_seq_length(self) -> int:
@@ -143,17 +152,25 @@ class Encoder:
         prompt: str | None = None,
         max_length: int | None = None,
         long: Long | None = None,
-        normalise: bool | None = None,
+        normalize: bool | None = None,
         progress: Progress | None = None,
+        normalise: bool | None = None,
     ) -> np.ndarray:
         """Return one vector per text, float32 [n, width].
 
         `prompt` names one of the model's prompts; without it the model's default goes before each
         text, if it has one. `long` says what to do with a text that is too long (see
-        `runtime.tasks`). Vectors are normalized if the model does that, unless `normalise` is set.
+        `runtime.tasks`). Vectors are normalized if the model does that, unless `normalize` is set.
+        `normalise` is its old name.
         """
         jobs = self.prepare(
-            "embed", texts, prompt=prompt, max_length=max_length, long=long, normalise=normalise
+            "embed",
+            texts,
+            prompt=prompt,
+            max_length=max_length,
+            long=long,
+            normalize=normalize,
+            normalise=normalise,
         )
         vectors = self._finish(jobs, progress)
         return np.stack(vectors) if vectors else np.empty((0, self.width), np.float32)

@@ -31,6 +31,7 @@ import numpy as np
 
 from packhorse.data.tables import as_texts
 from packhorse.errors import InputError, RunnerStopped
+from packhorse.exports import renamed_attribute
 from packhorse.runtime.admission import Admission, PackedFuture
 from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -137,6 +138,8 @@ class PackRunner:
         """Reserve room for jobs that are admitted one after another, or raise `Overloaded`."""
         self._check_process()
         self._admission.reserve(*_size(jobs))
+
+    promise = renamed_attribute("promise", "reserve")
 
     def admit(self, job: InferenceJob) -> PackedFuture:
         """Do the second half of `submit`, for a job that has room reserved.

@@ -234,14 +234,20 @@ def _embed(
     prompt: str | None = None,
     max_length: int | None = None,
     long: Long | None = None,
+    normalize: bool | None = None,
     normalise: bool | None = None,
 ) -> list[InferenceJob]:
-    if normalise is False and model.embedder is None:
+    if normalise is not None:
+        # From here up to the user's line: `prepare`, `Encoder.prepare`, the method that was called.
+        message = "normalise= is now called normalize=; the old name goes with 0.3"
+        warnings.warn(message, DeprecationWarning, stacklevel=5)
+        normalize = normalise if normalize is None else normalize
+    if normalize is False and model.embedder is None:
         raise CheckpointError(
             f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
-            "before normalization; leave out normalise=False"
+            "before normalization; leave out normalize=False"
         )
-    raw = normalise is False and model.embedder is not None and model.embedder.normalise
+    raw = normalize is False and model.embedder is not None and model.embedder.normalise
     heads = ("raw",) if raw else ("embed",)
     encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
     excluded = model.embedder is not None and not model.embedder.include_prompt
@@ -249,7 +255,7 @@ def _embed(
         length = _prompt_length(model.tokenizer, prefix, length_limit(model, max_length))
         encoded = [_without_prompt(sequences, length, long) for sequences in encoded]
     return [
-        InferenceJob(sequences, heads, partial(_vector, sequences, normalise))
+        InferenceJob(sequences, heads, partial(_vector, sequences, normalize))
         for sequences in encoded
     ]
 
@@ -274,14 +280,14 @@ def _without_prompt(
 
 
 def _vector(
-    sequences: Sequence[Encoding], normalise: bool | None, rows: Sequence[Row]
+    sequences: Sequence[Encoding], normalize: bool | None, rows: Sequence[Row]
 ) -> np.ndarray:
     vector = _average(rows, sequences)
-    if normalise is None and len(rows) > 1:
+    if normalize is None and len(rows) > 1:
         # An average of unit vectors is shorter than 1: normalize it if those of the chunks are.
         norms = [np.linalg.norm(row[0]) for row in rows]
-        normalise = np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE)
-    if not normalise:
+        normalize = np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE)
+    if not normalize:
         return vector
     return vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
 

@@ -265,7 +265,7 @@ def test_honored_by_openai(http, server) -> None:
     encoder = server.encoder("tiny")
     route = "/v1/embeddings"
     whole = encoder.embed(["the cat"])[0]
-    plain = encoder.embed(["the cat"], normalise=False)[0]
+    plain = encoder.embed(["the cat"], normalize=False)[0]
     assert abs(np.linalg.norm(plain) - 1) > 0.01
     for name in ("normalize", "normalized"):
         assert np.allclose(vector(ask(http, route, **{name: False})), plain, atol=1e-6)
@@ -324,7 +324,7 @@ def test_honored_by_the_rankings(http, server) -> None:
 def test_honored_by_hugging_face(http, server) -> None:
     encoder = server.encoder("tiny")
     path = "/pipeline/feature-extraction/tiny"
-    plain = encoder.embed(["the cat"], normalise=False)[0]
+    plain = encoder.embed(["the cat"], normalize=False)[0]
     for fields in ({"normalize": False}, {"parameters": {"normalize": False}}):
         assert np.allclose(ask(http, path, **fields).json(), plain, atol=1e-6)
     judged = http.post("/models/judge", json={"inputs": LONG})

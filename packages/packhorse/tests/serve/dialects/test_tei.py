@@ -39,7 +39,7 @@ def test_embed_takes_token_ids_as_they_are(post, server):
 
 def test_embed_normalizes_unless_told_not_to(post, server):
     encoder = server.encoder("tiny")
-    raw = encoder.embed(["the cat"], normalise=False)
+    raw = encoder.embed(["the cat"], normalize=False)
     assert not close(np.linalg.norm(raw), 1)
     body = {"inputs": "the cat", "model": "tiny"}
     assert close(post("/embed", body | {"normalize": False})[1], raw)

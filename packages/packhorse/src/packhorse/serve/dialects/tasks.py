@@ -88,7 +88,7 @@ async def embed(
             f"dimensions is {dimensions}; vectors of {model.name} have {width} dimensions"
         )
     result = await run_task(
-        request, model, "embed", texts, truncation, normalise=normalize, prompt=prompt
+        request, model, "embed", texts, truncation, normalize=normalize, prompt=prompt
     )
     if dimensions is None:
         return result
