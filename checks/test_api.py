@@ -45,6 +45,8 @@ ABOUT_THE_INSIDE = (
     "docs/extending.md",
     "docs/benchmarks/",
 )
+# Names with the same form that are no Python: the group of entry points, metadata of Parquet files.
+NO_PYTHON = {"packhorse.commands", "packhorse.fingerprint", "packhorse.fingerprint_parts"}
 
 FENCED = re.compile(r"^```(?:python|py)\n(.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"(?:^(?: {4}.*)?\n)+", re.M)
@@ -271,7 +273,7 @@ def names_on(path: Path) -> Iterator[str]:
     place = path.relative_to(REPOSITORY).as_posix()
     if path.suffix == ".md" and not place.startswith(ABOUT_THE_INSIDE):
         for code in INLINE.findall(path.read_text("utf-8")):
-            yield from CHAIN.findall(code)
+            yield from set(CHAIN.findall(code)) - NO_PYTHON
 
 
 @pytest.fixture(scope="module")
