@@ -29,8 +29,8 @@ from packhorse.train.submission import (
     SubmissionInterrupted,
     SubmissionPlan,
     carry_out,
-    completed,
     score,
+    with_mlperf_defaults,
 )
 
 Make = Callable[..., Any]
@@ -48,7 +48,7 @@ def plan(settings: Make, corpus: Path, tmp_path: Path) -> Callable[..., Submissi
         usual = {"steps": 0, "max_sequences": 192, "eval_every_sequences": 48, "target": NEVER}
         usual |= {"division": "open", "log_every": 4, "save_every": 5, "warmup": 2}
         usual |= {"eval": str(corpus / "train"), "learning_rate": 0.05, "mask_probability": 0.4}
-        completed_settings = completed(settings(**{**usual, **options}))
+        completed_settings = with_mlperf_defaults(settings(**{**usual, **options}))
         return SubmissionPlan(tmp_path / out, completed_settings, WHO, runs, start_seed)
 
     return make
@@ -205,10 +205,10 @@ def test_a_run_that_diverges_missed_the_target_and_the_next_goes_on(
 
 
 def test_what_the_recipe_leaves_open_is_mlperfs(settings: Make) -> None:
-    completed_settings = completed(settings(division="open", batch=3072, eval_every=0))
+    completed_settings = with_mlperf_defaults(settings(division="open", batch=3072, eval_every=0))
     assert (completed_settings.target, completed_settings.eval_every_sequences) == (0.720, 175_000)
     assert completed_settings.measure == "mlm_accuracy"
-    completed_settings = completed(settings(division="open", target=0.3, eval_every=5))
+    completed_settings = with_mlperf_defaults(settings(division="open", target=0.3, eval_every=5))
     assert (
         completed_settings.target,
         completed_settings.eval_every_sequences,
@@ -218,7 +218,7 @@ def test_what_the_recipe_leaves_open_is_mlperfs(settings: Make) -> None:
 
 def test_the_closed_division_fixes_what_it_fixes(settings: Make, corpus: Path) -> None:
     with pytest.raises(InputError) as refused:
-        completed(settings(division="closed", target=0.7, optimizer="adamw", batch=3072))
+        with_mlperf_defaults(settings(division="closed", target=0.7, optimizer="adamw", batch=3072))
     for requirement in (
         "lamb (here adamw)",
         "target 0.72 (here 0.7)",
@@ -229,7 +229,7 @@ def test_the_closed_division_fixes_what_it_fixes(settings: Make, corpus: Path) -
     assert "eval_every_sequences" not in str(refused.value)  # filled in as it must be
     for wrong in ({"task": "classify"}, {"division": "half"}, {"measure": "mlm_loss"}):
         with pytest.raises(InputError, match=next(iter(wrong))):
-            completed(settings(**wrong))
+            with_mlperf_defaults(settings(**wrong))
 
 
 def test_a_closed_run_that_falls_short_is_logged_and_refused(

@@ -1,4 +1,4 @@
-"""Sequences of similar length attend together, with as little padding as that needs.
+"""Attention over groups of sequences of similar length, each group padded to its longest.
 
 For CPUs, and for GPUs and dtypes that `varlen` does not serve. Sequences are grouped by length
 rounded up, gathered from the flat batch into `[n, L, H, D]`, attended, and scattered back. A group
@@ -100,7 +100,7 @@ def plan_groups(
 ) -> GroupedPlan:
     """Sort by length, group equal rounded lengths, and split groups with too many scores."""
     device = cu_seqlens.device
-    limit = CACHED_SCORES if device.type == "cpu" else 1 << 40
+    limit = CACHED_SCORES if device.type == "cpu" else 1 << 40  # in effect no limit
     spans = _spans(cu_seqlens)
     by_length = sorted(spans)
     groups: list[LengthGroup] = []

@@ -143,7 +143,7 @@ def _settings(file: Path, overrides: dict[str, Any]) -> TrainSettings:
 
     The folder and the platform in a preset are those of Graphcore's system, so they are ignored.
     """
-    from packhorse.train.submission import completed
+    from packhorse.train.submission import with_mlperf_defaults
 
     resolved = resolve(file, os.environ, overrides)
     settings = resolved.settings
@@ -154,7 +154,7 @@ def _settings(file: Path, overrides: dict[str, Any]) -> TrainSettings:
             settings = replace(settings, out="")
         if resolved.sources.get("platform") == str(file):
             settings = replace(settings, platform="")
-    return completed(replace(settings, out=settings.out or "results"))
+    return with_mlperf_defaults(replace(settings, out=settings.out or "results"))
 
 
 def _plan(

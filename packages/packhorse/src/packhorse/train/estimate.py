@@ -33,7 +33,6 @@ from packhorse.train.objectives import Pretrain
 from packhorse.train.preparing import optimizer_for, prepare
 from packhorse.train.settings import TrainSettings, resolve
 
-MASKED_SHARE = 0.15  # of tokens, approximately
 # Settings that make a run longer or shorter, but not faster or slower.
 LENGTH_SETTINGS = frozenset(
     {"out", "seed", "steps", "epochs", "max_sequences", "target", "keep", "write"}
@@ -96,7 +95,7 @@ def _sequences_per_second(inputs: RunInputs, out: Path) -> tuple[float, str]:
     place = inputs.place
     if earlier := _earlier_speed(inputs.settings, out, place.world):
         return earlier, f"as an earlier run in {out}"
-    masked = MASKED_SHARE * batches.tokens if inputs.problem == "pretrain" else 0.0
+    masked = cost.MASKED_SHARE * batches.tokens if inputs.problem == "pretrain" else 0.0
     work = cost.StepWork(batches.tokens, batches.squares, masked)
     operations = cost.operations(inputs.config, work) * inputs.settings.passes  # per sequence
     peak = cost.peak(place.device)

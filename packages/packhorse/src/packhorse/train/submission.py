@@ -67,7 +67,7 @@ class SubmissionInterrupted(PackhorseError):
 
 @dataclass(frozen=True, slots=True)
 class SubmissionPlan:
-    """What is to be run; `settings` as `completed` returns them."""
+    """What is to be run; `settings` as `with_mlperf_defaults` returns them."""
 
     out: Path
     settings: TrainSettings
@@ -106,7 +106,7 @@ class RunResult:
     problems: tuple[str, ...]  # none: the log is accepted
 
 
-def completed(settings: TrainSettings) -> TrainSettings:
+def with_mlperf_defaults(settings: TrainSettings) -> TrainSettings:
     """The settings with MLPerf's target and interval where the recipe has none, checked."""
     if settings.task != "pretrain":
         raise InputError(f"task is {settings.task!r}; MLPerf's BERT is submitted as pretrain")
@@ -159,7 +159,7 @@ def carry_out(
             if not ranks.on_rank_0(partial(_is_finished, plan, number)):
                 report(f"run {number} of {plan.runs}: seed {plan.start_seed + number}")
                 _run(plan, number, partial(watch, number), stop_signal, report, ranks)
-            results: list[RunResult] = []
+            results: list[RunResult] = []  # stays empty on other ranks
             ranks.on_rank_0(partial(_conclude, plan, number, results))
             yield from results
 
@@ -169,6 +169,7 @@ def _is_finished(plan: SubmissionPlan, number: int) -> bool:
 
 
 def _conclude(plan: SubmissionPlan, number: int, results: list[RunResult]) -> None:
+    """Delete the checkpoints of a finished run, and add its result to `results`."""
     for _, path in checkpoints.list_checkpoints(plan.folder(number)):
         checkpoints.discard(path)
     results.append(result(plan, number))
