@@ -70,8 +70,8 @@ def by_tokens(tokens: np.ndarray, parts: int) -> list[np.ndarray]:
     part_of_row = np.empty(len(tokens), np.int64)
     load = np.zeros(parts, np.int64)
     for begin in range(0, len(tokens), parts):
-        dealt = heaviest[begin : begin + parts]
-        lightest = np.argsort(load, kind="stable")[: len(dealt)]
-        part_of_row[dealt] = lightest
-        load[lightest] += tokens[dealt]
+        rows = heaviest[begin : begin + parts]
+        lightest = np.argsort(load, kind="stable")[: len(rows)]
+        part_of_row[rows] = lightest
+        load[lightest] += tokens[rows]
     return [np.flatnonzero(part_of_row == part) for part in range(parts)]

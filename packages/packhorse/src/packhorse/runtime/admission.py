@@ -242,7 +242,7 @@ class Admission:
         self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
         self.stopped: str | None = None  # the reason why nothing is admitted any more
         self.not_before = 0.0  # until then only full batches are due, see `linger`
-        self.expected = 0  # requests that end that earlier
+        self.expected = 0  # requests after whose arrival `not_before` ends early
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
         # callers wait for it. Otherwise they would compete with the engine for the interpreter,
         # which switches threads only every 5 ms: the engine would lose that much at every call of

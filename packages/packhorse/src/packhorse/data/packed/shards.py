@@ -61,6 +61,8 @@ def shard_name(number: int) -> str:
 def rows_per_shard(layout: RowLayout, shard_bytes: int = SHARD_BYTES) -> int:
     """How many rows, if nearly full, make a shard of about `shard_bytes`."""
     widths = {name: dtype.itemsize for name, dtype in dtypes_of(layout).items()}
+    # A full row: its tokens, an int32 offset per column, and two sequences. Static masks are at
+    # about a seventh of the tokens.
     row = layout.capacity * widths["ids"] + 4 * len(widths) + 2 * sum(widths.values())
     if layout.static_masks:
         row += layout.capacity * (widths["masked_positions"] + widths["masked_ids"]) // 7
