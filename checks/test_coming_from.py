@@ -353,7 +353,7 @@ def test_the_document_is_read_whole() -> None:
     ]
 
 
-def test_a_line_that_fails_is_told(runner: Runner) -> None:
+def test_a_line_that_fails_is_reported(runner: Runner) -> None:
     """The control: the runner must be able to fail, on every kind of line."""
     for text in (
         "packhorse run -m nowhere x",

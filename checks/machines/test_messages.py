@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model.write("tiny", tmp_path_factory.mktemp("messages") / "model")
 
 
-def test_a_lost_kernel_is_told_once_and_json_stays_json(model: Path) -> None:
+def test_a_lost_kernel_is_reported_once_and_json_stays_json(model: Path) -> None:
     """Three commands in one process: the warning comes once, on stderr, and names the remedy."""
     lane = LANE or "no-compiler"
     changed = {} if LANE else {"PATH": str(Path(sys.executable).parent), "CC": ""}

@@ -182,9 +182,9 @@ def test_pytorch_learns_what_the_plain_loop_learns(
     saved = torch.load(tmp_path / "classifier.pth")
     plain, plain_output = run(TORCH, "plain.py", "--epochs", 3)
     way_out = translate((TUTORIALS / TORCH / "solution.py").read_bytes(), "solution.py")
-    patched, patch_told = run(TORCH, "way_out.py", "--epochs", 3, text=way_out.text)
+    patched, patch_output = run(TORCH, "way_out.py", "--epochs", 3, text=way_out.text)
     assert not way_out.untranslated and "poptorch" not in patched
-    assert accuracy(output) > 75 and output == plain_output == patch_told
+    assert accuracy(output) > 75 and output == plain_output == patch_output
     weights = [namespace["model"].state_dict() for namespace in (plain, ported, patched)]
     assert all(state.keys() == saved.keys() for state in weights)
     for name, weight in saved.items():

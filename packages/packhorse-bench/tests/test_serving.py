@@ -48,7 +48,7 @@ def test_the_table_has_a_line_a_server_and_a_column_a_rate() -> None:
     assert peer[6] == "fails" and peer[4] == "50/200" and "91%" in ours
 
 
-def test_what_was_measured_is_said_in_words() -> None:
+def test_what_was_measured_is_reported_in_words() -> None:
     facts = serving_report.describe(SETUP, comparison())
     assert "6 to 250" in facts["workload"] and "docstrings" in facts["workload"]
     assert facts["PackRunner.run"].startswith("11,000 tokens/s alone, 10,800 beside")
@@ -63,7 +63,7 @@ def test_remarks_tell_what_is_missing_and_what_failed() -> None:
 
 
 @pytest.mark.parametrize("busy", [{"generator_share": 0.9}, {"generator_late_ms": 80.0}])
-def test_a_generator_in_the_way_is_told(busy: dict[str, float]) -> None:
+def test_a_generator_in_the_way_is_reported(busy: dict[str, float]) -> None:
     remarks = serving_report.remarks(SETUP, comparison(point("packhorse", "sweep", 10, 90, **busy)))
     assert remarks[-1].startswith("warning: the generator was the bottleneck")
 
@@ -106,7 +106,7 @@ def test_texts_are_short_ones_in_an_order_of_the_seed(tiny_folder: Path) -> None
         (ServingSetup("m", peers=("keras",)), "unknown peer 'keras'"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(setup: ServingSetup, part: str) -> None:
+def test_mistakes_are_reported_before_anything_starts(setup: ServingSetup, part: str) -> None:
     with pytest.raises(InputError, match=part):
         serving.measure(setup)
 

@@ -204,7 +204,7 @@ def test_a_hopeless_rate_is_given_up_early() -> None:
     assert report.p99_ms == math.inf and report.seconds < 20
 
 
-def test_nobody_listens() -> None:
+def test_a_port_that_refuses_connections() -> None:
     async def run() -> LoadReport:
         server = await Stub(after(0)).start()
         port = server.sockets[0].getsockname()[1]
@@ -262,7 +262,7 @@ def test_the_generator_has_a_process_of_its_own(stub_port: int, tmp_path: Path) 
     assert process.poll() is not None
 
 
-def test_a_generator_that_died_is_told(tmp_path: Path) -> None:
+def test_a_generator_that_died_is_reported(tmp_path: Path) -> None:
     with Generator(["one"], [3], tmp_path) as generator:
         generator._process.kill()
         generator._process.wait()

@@ -56,7 +56,7 @@ def test_one_hiccup_does_not_cost_half_of_the_range() -> None:
     assert FakeServer(90, hiccups=(3, 4)).search_rate(100) < 0.8 * usual
 
 
-def test_nothing_holds() -> None:
+def test_the_rate_is_0_if_no_trial_holds() -> None:
     assert FakeServer(0).search_rate(100) == 0.0
 
 

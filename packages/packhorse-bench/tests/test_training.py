@@ -97,7 +97,7 @@ def test_pretraining_steps_hold_every_row_once() -> None:
     assert 0.7 < hidden / sum(int((e.words != IGNORED).sum()) for e in all_examples) < 0.9
 
 
-def test_too_little_for_a_step_is_said() -> None:
+def test_too_little_for_a_step_is_reported() -> None:
     with pytest.raises(InputError, match="too few for 4 steps"):
         training_sets.pretraining(np.full(4, 8), 2048, 64, steps=4, micro_tokens=64, seed=0)
 

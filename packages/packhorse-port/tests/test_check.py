@@ -139,7 +139,7 @@ def test_a_variable_with_two_meanings_is_not_accused() -> None:
     assert (3, "fails", "Options.forwardPass") in summary(sure)
 
 
-def test_options_are_followed_out_of_functions_and_scalings_are_told() -> None:
+def test_options_are_followed_out_of_functions_and_scalings_are_reported() -> None:
     text = "import poptorch\ndef f(n):\n    opts = poptorch.Options()\n    return opts\n"
     text += "opts = f(3)\nopts._Popart.set('a', 1)\nopts.foo()\n"
     text += "o = poptorch.optim.SGD(p, lr=1, loss_scaling=8)\n"
@@ -165,7 +165,7 @@ def test_files_beside_the_script_are_its_own(tmp_path: Path) -> None:
     assert (finding.kind, finding.meaning) == ("as is", "a file of yours")
 
 
-def test_missing_modules_are_told_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_modules_are_reported_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None)
     text = (
         "import tqdm\nfrom sklearn.metrics import accuracy_score\nimport os\nimport torchvision\n"

@@ -178,7 +178,7 @@ def test_a_loader_nobody_else_holds_is_read_to_the_end(read) -> None:
     assert seen == list(range(64))
 
 
-def test_two_loops_over_one_loader_are_told() -> None:
+def test_two_loops_over_one_loader_are_reported() -> None:
     with DataLoader(None, data(8), 2, mode=DataLoaderMode.Async) as loader:
         first = iter(loader)
         next(first)
@@ -314,7 +314,7 @@ def test_a_distributed_loader_reads_its_share() -> None:
         DataLoader(opts, data(15), 5)
 
 
-def test_worker_counts_are_capped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_counts_are_capped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_core_count", lambda: 2)
     loader = DataLoader(None, data(8), 2, num_workers=20)
     assert loader.num_workers == 2 and loader.persistent_workers
@@ -331,7 +331,7 @@ def test_the_options_are_fixed_by_a_loader() -> None:
         opts.deviceIterations(4)
 
 
-def test_a_last_batch_that_is_too_small_is_said() -> None:
+def test_a_last_batch_that_is_too_small_is_reported() -> None:
     DataLoader(options(4, 2), data(100), 3, drop_last=False)
     assert "100 elements are not divisible by the 24" in notices.logged()[0].text
     assert "deviceIterations 4 x replicationFactor 2" in notices.logged()[0].text

@@ -97,7 +97,7 @@ def test_outside_a_model_nothing_is_marked():
         poptorch.identity_loss(torch.ones(2), reduction="most")
 
 
-def test_within_one_it_says_so():
+def test_is_running_on_ipu_is_true_inside_a_model():
     class Asking(nn.Module):
         def forward(self, x):
             return x + poptorch.isRunningOnIpu()

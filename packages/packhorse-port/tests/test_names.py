@@ -35,11 +35,11 @@ def poptorch_names(kind: type) -> set[str]:
     }
 
 
-def test_no_name_is_told_twice() -> None:
+def test_no_name_is_reported_twice() -> None:
     assert len(NAMES) == len(EMULATED) + len(IGNORED) + len(FAILS)
 
 
-def test_every_public_name_is_told() -> None:
+def test_every_public_name_is_reported() -> None:
     enumerations = {name for name in vars(enums) if inspect.isclass(getattr(enums, name))}
     untold = set(poptorch.__all__) - NAMES.keys() - enumerations
     assert not untold, "add them to packhorse_port.names"
@@ -58,7 +58,7 @@ def test_what_fails_says_what_to_do(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_settings_are_told_as_they_are(group: str) -> None:
+def test_settings_are_reported_as_they_are(group: str) -> None:
     kind = GROUPS[group]
     methods = poptorch_names(kind) - {"fromDict"} - {item.rpartition(".")[2] for item in GROUPS}
     listed = {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == group}
@@ -71,7 +71,7 @@ def test_settings_are_told_as_they_are(group: str) -> None:
             assert (f"{group}.{name}" in IGNORED) == without
 
 
-def test_methods_of_models_loaders_and_optimizers_are_told() -> None:
+def test_methods_of_models_loaders_and_optimizers_are_reported() -> None:
     for head, kind in (("PoplarExecutor", poptorch.PoplarExecutor), ("DataLoader", DataLoader)):
         listed = {name.partition(".")[2] for name in NAMES if name.startswith(f"{head}.")}
         assert poptorch_names(kind) <= listed, (
@@ -103,7 +103,7 @@ def test_nearest_and_extras() -> None:
         ("poptorch.Options().loadFromFile('nowhere')", "cannot read nowhere"),
     ],
 )
-def test_a_mistake_is_told_with_its_line(line: str, part: str) -> None:
+def test_a_mistake_is_reported_with_its_line(line: str, part: str) -> None:
     code = compile(f"\n\n{line}\n", "script.py", "exec")
     with pytest.raises(
         (AttributeError, ImportError, PackhorseError), match=re.escape(part)

@@ -30,7 +30,7 @@ def test_once_per_key(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 3
 
 
-def test_quieter_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_notice_below_the_log_level_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         notices.log_once("a", "a detail", level=logging.INFO)
     assert not caplog.records and notices.logged()
@@ -43,7 +43,7 @@ def test_the_line_is_the_scripts(tmp_path) -> None:
     assert notices.logged()[0].line == "train.py:4"
 
 
-def test_threads_say_it_once() -> None:
+def test_a_notice_of_many_threads_is_logged_once() -> None:
     threads = [
         threading.Thread(target=notices.log_once, args=("same", f"text {i}")) for i in range(8)
     ]

@@ -156,7 +156,7 @@ def test_wrong_values_say_what_is_right(call, words: str) -> None:
         call(Options())
 
 
-def test_without_meaning_is_said_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_meaning_is_reported_once_with_its_line(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         Options().autoRoundNumIPUs(True).Precision.enableStochasticRounding(True)
     first = line() - 1
@@ -252,7 +252,7 @@ def test_the_cache_of_the_environment(environ: dict[str, str], path: str | None)
     assert cache_from_environment(environ) == path
 
 
-def test_the_call_has_the_last_word_on_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_overrides_the_cache_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POPTORCH_CACHE_DIR", "/a")
     assert Options().cache_path == "/a"
     assert Options().enableExecutableCaching("/c").cache_path == "/c"

@@ -197,7 +197,7 @@ def test_options_that_change_later_count_from_there() -> None:
         ("print(f'{poptorch.__version__:>9}')", "__version__: inside an f-string"),
     ],
 )
-def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> None:
+def test_what_cannot_be_translated_is_marked_and_reported(line: str, part: str) -> None:
     text = (
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
@@ -221,7 +221,7 @@ def test_what_cannot_be_translated_is_marked_and_told(line: str, part: str) -> N
         ),
     ],
 )
-def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None:
+def test_all_that_is_left_of_a_line_is_reported(line: str, parts: list[str]) -> None:
     text = (
         "import poptorch\nopts = poptorch.Options()\nmodel = poptorch.inferenceModel(net, opts)\n"
     )
@@ -242,7 +242,7 @@ def test_all_that_is_left_of_a_line_is_told(line: str, parts: list[str]) -> None
         "AsynchronousDataAccessor(x, early_preload=True)",
     ],
 )
-def test_an_order_that_is_drawn_early_is_told(call: str) -> None:
+def test_an_order_that_is_drawn_early_is_reported(call: str) -> None:
     completed = translate(f"import poptorch\nd = poptorch.{call}\n".encode(), "script.py")
     ((number, reason),) = completed.untranslated
     assert number == 2 and "early_preload" in reason and "poptorch." not in completed.text
@@ -372,7 +372,7 @@ def test_sums_and_scalars() -> None:
     assert named.tolist() == [0 + 4 + 8, 1 + 5 + 9, 2 + 6 + 10, 3 + 7 + 11]
 
 
-def test_wrong_batches_and_losses_are_told(data) -> None:
+def test_wrong_batches_and_losses_are_reported(data) -> None:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="24 cannot be divided by 5"):

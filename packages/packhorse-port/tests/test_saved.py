@@ -131,7 +131,7 @@ def test_nothing_to_save_yet():
         trained(calls=0).save("never")
 
 
-def test_what_is_no_saved_executor_is_said(tmp_path):
+def test_what_is_no_saved_executor_is_reported(tmp_path):
     with pytest.raises(CheckpointError, match="there is no"):
         poptorch.load(tmp_path / "absent")
     (tmp_path / "pickled").write_bytes(b"\x80\x04cos\nsystem\n.")

@@ -195,7 +195,7 @@ def test_the_summary_as_json_leaves_stdout_alone(tmp_path: Path) -> None:
     assert [notice["key"] for notice in actual["notices"]] == ["stochastic"]
 
 
-def test_a_missing_import_is_told_with_its_extra(tmp_path: Path) -> None:
+def test_a_missing_import_is_reported_with_its_extra(tmp_path: Path) -> None:
     # A stub that fails as a missing package does, for those who have scikit-learn.
     text = "raise ModuleNotFoundError(\"No module named 'sklearn'\", name='sklearn')"
     completed = python(*PORT, write(tmp_path, text), cwd=tmp_path)

@@ -39,7 +39,7 @@ def test_the_course_configures_so_many_ipus() -> None:
     assert ipus() == 1 and not notices.logged()
 
 
-def test_settings_without_meaning_are_said_once() -> None:
+def test_settings_without_meaning_are_reported_once() -> None:
     settings = IPUConfig()
     settings.floating_point_behaviour.esr = True
     settings.floating_point_behaviour.esr = config.StochasticRoundingBehaviour.ON

@@ -52,7 +52,7 @@ def test_without_an_accelerator_it_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     ("environment", "message"),
     [("gpu", "unknown device 'gpu'"), ("cuda:1", "cuda:1 does not exist"), ("xpu", "cuda and the")],
 )
-def test_a_wrong_environment_is_told(
+def test_a_wrong_environment_is_reported(
     environment: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACKHORSE_DEVICE", environment)

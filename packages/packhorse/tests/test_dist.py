@@ -18,7 +18,7 @@ from packhorse.errors import InputError, RankLost
 from packhorse.launcher import LAUNCHER
 
 
-def test_what_is_told_comes_back_as_it_was() -> None:
+def test_sent_values_arrive_unchanged() -> None:
     whole = torch.arange(6.0).reshape(2, 3)
     value = {
         "tensors": [whole, whole.T, whole[0], torch.tensor(3), torch.zeros(0, 2), whole.bfloat16()],
@@ -38,7 +38,7 @@ def test_what_is_told_comes_back_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, [Path()], b"bytes"])
-def test_nothing_else_is_told(value: Any) -> None:
+def test_other_values_cannot_be_sent(value: Any) -> None:
     with pytest.raises(TypeError, match="cannot be sent"):
         encode(value)
 
@@ -68,7 +68,7 @@ def test_alone_everything_is_what_it_is() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_the_environment_says_who_one_is() -> None:
+def test_a_rank_reads_its_place_from_the_environment() -> None:
     few = {"RANK": "1", "WORLD_SIZE": "4"}
     assert team_from_environment(few) == Team(1, 4, 1, 4)
     assert team_from_environment(few | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}) == Team(

@@ -52,7 +52,7 @@ def script(tmp_path: Path) -> Any:
     return written
 
 
-def test_ranks_meet_tell_each_other_and_part(
+def test_ranks_join_exchange_values_and_leave(
     script: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = script("""

@@ -193,7 +193,7 @@ def test_what_cannot_be_pretended_is_refused(machine_name, value, message, monke
 
 
 @on_x86
-def test_too_late_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_late_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "avx512")
     for key in CPU_LEVELS["avx512"].switches:
         monkeypatch.setenv(key, "")

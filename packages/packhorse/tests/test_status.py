@@ -36,7 +36,7 @@ def speak(code: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_said_read_and_withdrawn() -> None:
+def test_a_status_is_published_read_and_withdrawn() -> None:
     assert status.read() == []
     status.publish("runner-1", {"requests": 1, "model": "ŧiny"})
     status.publish("runner-2", {})
@@ -168,12 +168,12 @@ def test_a_reader_never_sees_half_of_it() -> None:
     writer.join()
 
 
-def said_last() -> dict[str, object]:
+def last_published() -> dict[str, object]:
     (published,) = status.read()
     return published.figures
 
 
-def test_one_who_speaks_writes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_is_written_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as one likes, a word a second; how fast it goes is told from what is counted."""
     clock = iter([100.0, 100.5, 102.0])
     with status.publishing("work", {"does": "reading"}) as report:
@@ -181,15 +181,19 @@ def test_one_who_speaks_writes_now_and_then(monkeypatch: pytest.MonkeyPatch) -> 
         now = SimpleNamespace(monotonic=lambda: next(clock), time=time.time)
         monkeypatch.setattr(status, "time", now)
         report({"documents": 10, "loss": float("nan")})
-        assert said_last() == {"does": "reading", "documents": 10, "loss": None}
+        assert last_published() == {"does": "reading", "documents": 10, "loss": None}
         report({"documents": 11})
-        assert said_last()["documents"] == 10, "too soon"
+        assert last_published()["documents"] == 10, "too soon"
         report({"documents": 30, "does": "writing"})
-        assert said_last() == {"does": "writing", "documents": 30, "documents_per_second": 10.0}
+        assert last_published() == {
+            "does": "writing",
+            "documents": 30,
+            "documents_per_second": 10.0,
+        }
     assert status.read() == []
 
 
-def test_work_goes_on_where_nobody_can_look(
+def test_work_continues_if_its_status_cannot_be_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

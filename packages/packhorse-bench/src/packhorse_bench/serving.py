@@ -66,7 +66,7 @@ RATES = (0.5, 0.9)  # of the rate that the slowest server holds, and of the rate
 REFERENCE = PEERS[0]  # whose rate is 1 in the table
 
 Progress = Callable[[int, int], None]  # seconds of load so far, and in total
-Say = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
 @dataclass
@@ -106,12 +106,12 @@ class ServingStage:
 
 
 def measure(
-    setup: ServingSetup, progress: Progress | None = None, report_line: Say | None = None
+    setup: ServingSetup, progress: Progress | None = None, report_line: ReportLine | None = None
 ) -> ServingComparison:
     """Start the servers, measure them in turns, stop them."""
     _check(setup)
     started = time.monotonic()
-    tell = report_line or (lambda line: None)
+    report = report_line or (lambda line: None)
     device = devices.choose_device(setup.device)
     threads = setup.threads or cores()
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
@@ -140,11 +140,11 @@ def measure(
                     pooling=pooling[0] if onnx else "mean",
                 )
                 _start(stage, place, running, Path(scratch))
-                tell(f"serving: {', '.join(stage.alive()) or 'nobody'}")
+                report(f"serving: {', '.join(stage.alive()) or 'nobody'}")
                 alone, during_load = _most(stage)
                 held = _search(stage)
                 for name, rate in held.items():
-                    tell(f"{name} holds {rate:.1f} requests a second")
+                    report(f"{name} holds {rate:.1f} requests a second")
                 _sweep(stage, held)
     return ServingComparison(
         rows=_rows(stage, held, during_load),

@@ -113,23 +113,23 @@ def measure(setup: TrainingSetup, progress: Progress | None = None) -> TrainingC
     device = devices.choose_device(setup.device)
     names = _peers(setup, device)
     before = _allocated(device)
-    tell: Progress = progress or (lambda done, total: None)
+    advance: Progress = progress or (lambda done, total: None)
     openings = 1 + len(names)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
         stage = open_stage(setup, device, Path(scratch))
         trials = [_begin(partial(training_lanes.ours, stage), device, before)]
         failures = []
         for done, name in enumerate(names, 1):
-            tell(done, openings * (1 + setup.repeats))  # until it is known what runs
+            advance(done, openings * (1 + setup.repeats))  # until it is known what runs
             outcome = _attempt(name, stage, device)
             trials += [outcome] if isinstance(outcome, TrainingTrial) else []
             failures += [outcome] if isinstance(outcome, TrainRow) else []
     turns = trials * setup.repeats
-    tell(openings, openings + len(turns))
+    advance(openings, openings + len(turns))
     with modes._settled_heap():
         for done, trial in enumerate(turns, openings + 1):
             _turn(trial, device)
-            tell(done, openings + len(turns))
+            advance(done, openings + len(turns))
     return _comparison((*_rows(trials, stage.job), *failures), stage)
 
 

@@ -128,7 +128,7 @@ def test_half_precision_stays_close() -> None:
         assert float((result.float() - wide).abs().max()) < 0.05, kernel
 
 
-def test_those_that_do_not_know_it_say_so() -> None:
+def test_kernels_without_windows_or_biases_refuse_them() -> None:
     fused, varlen = attention.kernel("fused"), attention.kernel("varlen")
     assert fused.serves.refusal(CUDA, torch.bfloat16, windows=True) == kernels.NO_WINDOW
     assert varlen.serves.refusal(CUDA, torch.bfloat16, biases=True) == kernels.NO_BIAS

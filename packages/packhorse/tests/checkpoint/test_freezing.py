@@ -388,7 +388,7 @@ def test_damaged_graphs(saved: Path, tf: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("part", [0.001, 0.2, 0.9, 0.9999])
-def test_a_truncated_graph_is_told_by_a_byte(part: float, saved: Path) -> None:
+def test_a_truncated_graph_is_reported_by_a_byte(part: float, saved: Path) -> None:
     good = saved.with_name("model.ckpt.meta").read_bytes()
     bad = saved.with_name("bad.meta")
     bad.write_bytes(good[: int(len(good) * part)])

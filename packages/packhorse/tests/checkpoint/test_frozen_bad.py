@@ -205,11 +205,11 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     content, message = BAD[case]
     path = tmp_path / "frozen.pb"
     path.write_bytes(content)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=message) as caught:
         frozen.read(path)
     assert str(path) in str(caught.value)
-    assert time.monotonic() - start < 10  # not a speed claim: none may hang
+    assert time.process_time() - start < 10  # not a speed claim: none may loop on and on
 
 
 def test_memory_stays_bounded(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_mutations(examples: int, agrees: Callable[[bytes], bool]) -> None:
     run()
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_told(
+def test_a_file_that_is_cut_while_it_is_read_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mapped into memory, its bytes would be gone: a bus error, which ends the process."""

@@ -83,7 +83,7 @@ def difference(loaded: Checkpoint, reference: SimpleNamespace) -> float:
 
 @pytest.mark.parametrize("location", ["meta", "frozen"])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_graph_says_which(form: str, location: str, model: Callable) -> None:
+def test_the_form_of_gelu_is_read_from_the_graph(form: str, location: str, model: Callable) -> None:
     reference = model(form)
     path = getattr(reference, location)
     loaded = checkpoint.load(path)
@@ -168,7 +168,7 @@ def test_inspection_prints_it_and_why(model: Callable, bare: Callable) -> None:
         assert "transformers reads it so" in inspect(bare("erf").parent).gelu_reason
 
 
-def test_a_damaged_graph_is_told(bare: Callable, model: Callable) -> None:
+def test_a_damaged_graph_is_reported(bare: Callable, model: Callable) -> None:
     prefix = bare("tanh")
     whole = (model("tanh").folder / "model.ckpt.meta").read_bytes()
     prefix.with_name("model.ckpt.meta").write_bytes(whole[: len(whole) // 2])

@@ -48,7 +48,7 @@ def save(tf: ModuleType, tf_bert: ModuleType, weights: dict, tmp_path: Path) -> 
     return save
 
 
-def test_training_state_is_skipped_and_told(save: Callable, weights: dict) -> None:
+def test_training_state_is_skipped_and_reported(save: Callable, weights: dict) -> None:
     loaded = checkpoint.load(save(STATE))
     message = (
         "training state skipped: good_steps, loss_scale, loss_scale_optimizer/current_loss_scale"

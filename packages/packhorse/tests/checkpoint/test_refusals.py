@@ -119,7 +119,7 @@ def test_weights_of_other_programs(name: str, tmp_path: Path) -> None:
         assert line.format(file=tmp_path / name, folder=tmp_path) in message
 
 
-def test_they_are_known_by_their_bytes(tmp_path: Path) -> None:
+def test_foreign_files_are_recognized_by_their_bytes(tmp_path: Path) -> None:
     """By another name they are the same; by their name alone they are nothing."""
     for name, (write, _) in FOREIGN.items():
         if name != "flax_model.msgpack":
@@ -164,7 +164,7 @@ def test_an_object_checkpoint_of_tensorflow_2(tf: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"# Read me\n", b"%PDF-1.7\n", bytes(range(256))])
-def test_what_is_not_known(content: bytes, tmp_path: Path) -> None:
+def test_unknown_bytes_are_refused_with_the_known_formats(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "thing.dat"
     path.write_bytes(content)
     message = refused(path)

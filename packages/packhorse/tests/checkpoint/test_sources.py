@@ -72,7 +72,7 @@ def test_the_configuration_and_the_vocabulary_may_lie_above(trained: Path, tmp_p
     assert packhorse.load(inner / trained.name).embed(["abc"]).shape == (1, 32)
 
 
-def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path) -> None:
+def test_without_a_configuration_sizes_come_from_shapes(trained: Path, tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
     for path in trained.parent.glob(f"{trained.name}*"):
@@ -110,12 +110,14 @@ def test_without_a_configuration_the_shapes_speak(trained: Path, tmp_path: Path)
         ({"config": {"model_type": "gpt2"}}, "gpt2.*bert"),
     ],
 )
-def test_what_is_given_is_checked(trained: Path, options: dict[str, Any], complaint: str) -> None:
+def test_options_of_load_are_checked(
+    trained: Path, options: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises((InputError, CheckpointError), match=complaint):
         packhorse.load(trained, **options)
 
 
-def test_heads_may_be_said_twice(trained: Path) -> None:
+def test_heads_may_be_passed_beside_a_configuration(trained: Path) -> None:
     assert checkpoint.load(trained, heads=4).config == checkpoint.load(trained).config
     without = {key: value for key, value in CONFIG.items() if key != "num_attention_heads"}
     assert checkpoint.load(trained, config=without, heads=8).config.heads == 8

@@ -84,7 +84,7 @@ def test_several_blocks() -> None:
     assert len(content) > 3 * sstable.BLOCK and read(content) == pairs
 
 
-def test_it_is_told_by_its_end(tmp_path: Path) -> None:
+def test_a_table_is_recognized_by_its_last_bytes(tmp_path: Path) -> None:
     for content, want in ((GOOD, True), (GOOD[:-1], False), (b"", False), (sstable.MAGIC, False)):
         (tmp_path / "x").write_bytes(content)
         with (tmp_path / "x").open("rb") as file:
@@ -187,10 +187,10 @@ BAD: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_tables(case: str) -> None:
     content, message = BAD[case]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=message):
         read(content)
-    assert time.monotonic() - start < 10  # not a speed claim: none may hang
+    assert time.process_time() - start < 10  # not a speed claim: none may loop on and on
 
 
 def test_truncations_and_flips_are_all_found() -> None:

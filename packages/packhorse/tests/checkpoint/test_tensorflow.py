@@ -305,7 +305,7 @@ def files_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_paths_are_told_at_once(case: str, files_of_a_user: None) -> None:
+def test_wrong_paths_are_reported_at_once(case: str, files_of_a_user: None) -> None:
     options, expected = WRONG[case]
     message = complaint(*(options.get(name) for name in ("config", "chkpt", "frozen")))
     assert bool(message) == (case not in RUN[1:]) and "\n" not in message

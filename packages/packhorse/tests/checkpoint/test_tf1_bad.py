@@ -265,11 +265,11 @@ def test_the_good_one(tf: Any, tmp_path: Path) -> None:
 def test_bad_bundles(case: str, tmp_path: Path) -> None:
     bundle, message = BAD[case]
     prefix = bundle.write(tmp_path)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=message) as caught:
         tf1.read(prefix)
     assert str(tmp_path) in str(caught.value)
-    assert time.monotonic() - start < 10  # not a speed claim: none may hang
+    assert time.process_time() - start < 10  # not a speed claim: none may loop on and on
 
 
 @pytest.mark.parametrize("code", [7, 20, 21])

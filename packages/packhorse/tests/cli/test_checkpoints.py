@@ -77,7 +77,7 @@ def test_a_vocabulary_given_apart_keeps_its_settings(cli, tiny, tmp_path: Path) 
 
 
 @pytest.mark.filterwarnings("always::UserWarning")
-def test_a_table_smaller_than_the_vocabulary_is_told(cli, tiny, tmp_path: Path) -> None:
+def test_a_table_smaller_than_the_vocabulary_is_reported(cli, tiny, tmp_path: Path) -> None:
     converted = cli("convert", tiny("embed"), tmp_path / "crop", "--vocab-size", "40")
     assert converted.code == 0 and "cannot be used with texts" in converted.err
 

@@ -59,7 +59,7 @@ def test_once_as_json(cli: Cli) -> None:
     assert result.document["devices"][0]["device"] == "cpu"
 
 
-def test_nothing_runs(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_monitor_without_processes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.monitor.processes.ProcSystem.pids", lambda self: [])
     assert command.NO_PROCESS in cli("monitor").out
 

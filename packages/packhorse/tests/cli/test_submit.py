@@ -168,7 +168,7 @@ def test_a_pod_is_a_recipe_of_the_package(
         (("--config", "RECIPE", "--traget", 1), "--traget"),
     ],
 )
-def test_mistakes_are_told_before_anything_runs(
+def test_mistakes_are_reported_before_anything_runs(
     flags: tuple[object, ...],
     message: str,
     cli,

@@ -169,7 +169,7 @@ def test_names_outside_the_folder_are_refused(home: Path, tmp_path: Path) -> Non
         arrow_files(folder)
 
 
-def test_any_other_folder_is_told(tmp_path: Path) -> None:
+def test_any_other_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="from a folder that datasets did not save; use one of"):
         texts(tmp_path)
 

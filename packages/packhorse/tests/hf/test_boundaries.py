@@ -192,7 +192,7 @@ def test_boundaries_of_positions() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in tracing
-def test_a_traced_model_is_told_too(make, sequences: Features, flatten) -> None:
+def test_a_traced_model_is_reported_too(make, sequences: Features, flatten) -> None:
     hf.register()
     expected = alone(make("bert", attention="eager"), sequences)
     traced = torch.compile(make("bert", attention="packhorse"), backend="eager")

@@ -21,7 +21,7 @@ def files(root: Path, **texts: str) -> Path:
     return root
 
 
-def test_what_linux_tells(tmp_path: Path) -> None:
+def test_cpu_facts_from_linux(tmp_path: Path) -> None:
     cores = CORE.format(0, 2500.5, "avx512_bf16 amx_tile") + CORE.format(1, 800, "avx512_vnni")
     proc = files(tmp_path / "proc", cpuinfo=cores, meminfo=MEMORY)
     device = cpu(proc, tmp_path)

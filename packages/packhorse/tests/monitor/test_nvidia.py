@@ -61,7 +61,7 @@ class Library:
         return answer
 
 
-def test_everything_a_gpu_tells() -> None:
+def test_all_facts_of_a_gpu() -> None:
     first, second = nvidia.devices(Library([WHOLE, WHOLE | {"Name": b"Old NVIDIA"}]))
     assert (first.device, first.name, second.device) == ("gpu 0", "NVIDIA Test", "gpu 1")
     assert (first.utilisation, first.memory_used, first.memory_total) == (0.87, 3 << 30, 80 << 30)

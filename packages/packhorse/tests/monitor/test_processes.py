@@ -74,7 +74,7 @@ def test_a_command_line_of_ours(line: str, typed: str) -> None:
     assert " ".join(packhorse_command(line.split())) == typed
 
 
-def test_speakers_and_silent_ones_are_joined() -> None:
+def test_processes_with_and_without_a_status_are_listed() -> None:
     machine = Machine(
         {
             1: ProcessFacts(("/sbin/init",), "root", 1, 999.0),
@@ -110,7 +110,7 @@ def test_speakers_and_silent_ones_are_joined() -> None:
     assert speaking.figures == entry.figures and speaking.silent is not None and speaking.silent < 5
 
 
-def test_one_process_may_speak_of_several_things() -> None:
+def test_one_process_may_publish_several_statuses() -> None:
     words = [PublishedStatus(5, name, time.time(), {"does": name}) for name in ("b", "a")]
     assert [line.does for line in find_processes(Machine({5: ProcessFacts()}), words, [])] == [
         "a",
@@ -160,7 +160,7 @@ def test_a_clock_that_is_wrong_is_no_error() -> None:
         assert (line.silent is not None) == known
 
 
-def test_which_of_ours_use_a_gpu() -> None:
+def test_which_processes_use_a_gpu() -> None:
     machine = Machine(
         {5: ProcessFacts(("packhorse", "run")), 6: ProcessFacts(("packhorse", "pack"))}
     )

@@ -335,7 +335,7 @@ def test_rows_can_be_fixed(exported: Exported, tmp_path: Path) -> None:
     assert outputs == {"logits": ["sequences", 3]}
 
 
-def test_what_was_found_is_told(exported: Exported, tmp_path: Path) -> None:
+def test_what_was_found_is_reported(exported: Exported, tmp_path: Path) -> None:
     report = onnxpack.pack(exported("bert:eager"), tmp_path / "packed.onnx", "repack")
     reported = [(result.what, result.done) for result in report.findings]
     assert [label for label, _ in reported] == [
@@ -389,7 +389,7 @@ def test_outputs_of_a_third_kind_must_be_stated(
         onnxpack.pack(path, tmp_path / "packed.onnx", "mask", outputs={"more": "token"} | stated)
 
 
-def test_a_stated_output_is_taken_at_its_word(
+def test_an_output_kind_that_is_passed_is_used(
     make: Callable, sequences: list[Tokens], tmp_path: Path
 ) -> None:
     """[batch, tokens × width] shows neither; what is stated is compared as everything is."""

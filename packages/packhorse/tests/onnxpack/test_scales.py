@@ -184,7 +184,7 @@ def test_what_is_not_known_is_refused(
     assert not (tmp_path / "packed.onnx").exists()
 
 
-def test_a_large_difference_is_told(tmp_path: Path) -> None:
+def test_a_large_difference_is_reported(tmp_path: Path) -> None:
     """Static int8: as written the graphs agree, fused the original differs from itself."""
     path = EXPORTS / "optimum-bert-mlm-qdq.onnx"
     report = onnxpack.pack(path, tmp_path / "packed.onnx", "mask")

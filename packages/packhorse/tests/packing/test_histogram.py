@@ -178,7 +178,7 @@ def test_histogram_may_be_named():
         (lambda: histogram_of([3, 9], 8), "1 of 2 sequences are longer"),
     ],
 )
-def test_a_mistake_is_told(call, words):
+def test_a_mistake_is_reported(call, words):
     with pytest.raises(InputError, match=words):
         call()
 

@@ -109,7 +109,7 @@ def test_hidden_states_and_pooled_output(encoder: Encoder) -> None:
     assert np.abs(encoder.hidden(["Hi"])[0].states - second.states).max() <= 1e-5
 
 
-def test_nothing_in_nothing_out(encoder: Encoder) -> None:
+def test_no_texts_give_no_vectors(encoder: Encoder) -> None:
     assert encoder.embed([]).shape == (0, 384)
     assert encoder.hidden([]) == []
 

@@ -205,7 +205,7 @@ def test_long_texts_are_cut_as_the_encoder_cuts_them(make_encoder) -> None:
             runner.submit(LONG, max_length=20)
 
 
-def test_nothing_in_nothing_out(make_encoder) -> None:
+def test_no_texts_give_no_vectors(make_encoder) -> None:
     with PackRunner(make_encoder()) as runner:
         assert runner.run([]) == []
 
@@ -817,7 +817,7 @@ def test_fill_counts_what_rows_leave_empty(make_encoder) -> None:
         assert runner.stats().fill == pytest.approx(24 * 4 / (4 * 48))
 
 
-def test_an_answer_knows_its_company(make_encoder) -> None:
+def test_an_answer_knows_its_batch(make_encoder) -> None:
     with PackRunner(make_encoder(), timeout=0.05) as runner:
         assert (runner.recent(), runner.rate(), runner.idle_seconds()) == ([], 0.0, math.inf)
         jobs = runner.prepare([[6] * 20, [7] * 30, [8] * 40], "embed")
@@ -834,7 +834,7 @@ def test_an_answer_knows_its_company(make_encoder) -> None:
         assert (runner.waiting_tokens, runner.max_waiting_tokens) == (0, 8 * runner.shape.tokens)
 
 
-def test_company_counts_what_rows_leave_empty(make_encoder) -> None:
+def test_recent_batches_count_unfilled_tokens(make_encoder) -> None:
     with PackRunner(make_encoder(kernel="mask"), rows=2, timeout=0.05) as runner:
         runner.run([[6] * 24] * 3)
         (ran,) = runner.recent()
@@ -873,7 +873,7 @@ def test_no_more_can_be_promised_than_may_wait(make_encoder) -> None:
         runner.release(jobs[10:20])
 
 
-def test_nobody_prepares_where_nobody_gets_in(gate) -> None:
+def test_a_full_queue_refuses_before_tokenizing(gate) -> None:
     with PackRunner(gate.encoder, max_waiting_requests=1, timeout=0) as runner:
         held(gate, runner)
         runner.submit("the cat")
@@ -882,7 +882,7 @@ def test_nobody_prepares_where_nobody_gets_in(gate) -> None:
         gate.opened.set()
 
 
-def test_a_runner_need_not_be_seen(make_encoder, tmp_path, monkeypatch) -> None:
+def test_a_runner_may_not_publish_its_status(make_encoder, tmp_path, monkeypatch) -> None:
     with PackRunner(make_encoder(), publish=False) as runner:
         runner.run(TEXTS)
         assert status.read() == [] and len(runner._engine.threads) == 1

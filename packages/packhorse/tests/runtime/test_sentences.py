@@ -114,7 +114,7 @@ def test_bits(plain: tuple[Encoder, Any], precision: Any) -> None:
     assert ((bits[0] == bits[1]) | unclear).all() and unclear.mean() < 0.01
 
 
-def test_nothing_in_nothing_out(plain: tuple[Encoder, Any]) -> None:
+def test_no_texts_give_no_vectors(plain: tuple[Encoder, Any]) -> None:
     encoder, library_model = plain
     assert len(encoder.encode([])) == len(library_model.encode([])) == 0
     assert encoder.encode([], truncate_dim=8).shape == (0, 8)  # theirs has no second dimension
@@ -162,7 +162,7 @@ def test_prompts(both: Callable[..., tuple[Encoder, Any]], default: str | None) 
         assert far(encoder.encode_query(TEXTS), bare) > 0.01  # a prompt that is lost would be seen
 
 
-def test_who_has_prompts_says_so_once(both: Callable[..., tuple[Encoder, Any]]) -> None:
+def test_an_unused_prompt_is_warned_about_once(both: Callable[..., tuple[Encoder, Any]]) -> None:
     encoder, _ = both(prompts=PROMPTS)
     with pytest.warns(PromptWarning, match=r"mini has prompts \(query, passage\)") as seen:
         encoder.encode(["a"])
@@ -248,7 +248,7 @@ def test_progress_is_shown_to_who_asks(
     assert captured.out == "" and "Encoding" in captured.err and "100%" in captured.err
 
 
-def test_without_mteb_there_is_nothing_for_it(
+def test_without_mteb_there_is_no_model_meta(
     plain: tuple[Encoder, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "mteb.models.model_meta", None)

@@ -47,7 +47,7 @@ def limited(serving):
     return serving(max_batch_inputs=4, max_input_characters=80, max_input_tokens=12)
 
 
-def test_the_header_tells_the_company(served) -> None:
+def test_the_header_has_fill_and_neighbors_of_the_pack(served) -> None:
     response = served.post("/embed", {"inputs": ["the cat", "a mat", "one hat"]})
     pack = dict(part.split("=") for part in response.headers["x-packhorse-pack"].split(";"))
     assert pack["fill"] == "1.000"

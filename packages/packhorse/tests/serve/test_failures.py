@@ -53,7 +53,7 @@ def test_what_is_wrong_is_named(served, path: str, body: Any, expected: str) -> 
         (b'{"input": "a", "dimensions": "5"}', 422, "dimensions"),
     ],
 )
-def test_openai_is_told_the_parameter(served, content: bytes, status: int, param: Any) -> None:
+def test_openai_errors_name_the_parameter(served, content: bytes, status: int, param: Any) -> None:
     headers = {"content-type": "application/json"}
     answer = served.post("/v1/embeddings", content=content, headers=headers)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)

@@ -158,7 +158,7 @@ def test_headers(served, headers: dict[str, str], status: int) -> None:
         (json.dumps({"inputs": "cat " * 50_001}).encode(), 413),
     ],
 )
-def test_bodies_that_make_no_sense_are_told_so(served, body: bytes, status: Any) -> None:
+def test_senseless_bodies_are_refused(served, body: bytes, status: Any) -> None:
     response = served.post("/embed", content=body, headers=JSON)
     assert response.status_code in (status if isinstance(status, tuple) else (status,)), (
         response.text

@@ -239,7 +239,7 @@ def test_who_leaves_is_asked_for_no_more(served: Served) -> None:
     assert "packhorse_dropped_total 1.0" in far.get("/metrics").text
 
 
-def test_ready_is_what_a_replica_says(serving) -> None:
+def test_ready_follows_the_replica(serving) -> None:
     replica = serving(ready_seconds=0.0)
     assert front(replica).get("/ready").status_code == 200
     replica.models.close()

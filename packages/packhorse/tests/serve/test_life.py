@@ -150,7 +150,7 @@ def test_slow_clients_are_closed_while_good_ones_are_served(busy) -> None:
         connection.close()
 
 
-def test_a_slow_body_is_told_408(busy) -> None:
+def test_a_slow_body_gets_408(busy) -> None:
     with connect(busy) as slow:
         slow.sendall(HEADERS + b"Content-Length: 9\r\n\r\n{")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")

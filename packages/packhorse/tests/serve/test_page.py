@@ -519,7 +519,7 @@ def test_a_busy_server_says_how_long_to_wait(visit, watched, site) -> None:
     assert place.locator(".wrong").is_hidden()
 
 
-def test_refusals_are_told_in_words(visit, watched, site) -> None:
+def test_refusals_are_reported_in_words(visit, watched, site) -> None:
     page = visit("#answer")
     watched.expected = "413|ERR_CONNECTION"
     place = page.locator("#answer")
@@ -559,12 +559,12 @@ def test_a_key_that_was_changed_is_asked_for_and_forgotten(visit, opened, watche
 # Without a browser; not by asyncio.run, because playwright's loop may run in this thread
 
 
-def test_the_engine_is_told_as_it_is(opened) -> None:
-    told_of = opened(("tiny", "ranker"))
-    runner = told_of.models.find("tiny").runner
+def test_the_engine_route_shows_the_models(opened) -> None:
+    server = opened(("tiny", "ranker"))
+    runner = server.models.find("tiny").runner
     runner.run([[6] * 5, [7] * 40, [8] * 20], "hidden")
     runner.run([[6] * 30], "hidden")
-    first, second = httpx.get(f"{told_of.url}/engine").json()["models"]
+    first, second = httpx.get(f"{server.url}/engine").json()["models"]
     assert (first["name"], second["name"]) == ("tiny", "ranker")
     assert (first["mask"], first["mode"], first["row_tokens"]) == ("[MASK]", "ragged", 4 * 48)
     assert (
@@ -573,11 +573,11 @@ def test_the_engine_is_told_as_it_is(opened) -> None:
     assert first["tokens_per_second"] == pytest.approx(95 / 5)
     assert (first["fill"], first["alive"], first["waiting_inputs"]) == (1.0, True, 0)
     assert (second["batches"], second["tokens_per_second"], second["fill"]) == ([], 0.0, 0.0)
-    engines = httpx.get(f"{told_of.url}/engine?batches=1").json()["models"]
+    engines = httpx.get(f"{server.url}/engine?batches=1").json()["models"]
     (last,) = engines[0]["batches"]
     assert (last["rows"], last["tokens"], last["fill"]) == ([[30]], 30, 1.0)
     assert 0 <= last["seconds_ago"] < 60 and last["ms"] > 0
-    assert httpx.get(f"{told_of.url}/engine?batches=65").status_code == 422
+    assert httpx.get(f"{server.url}/engine?batches=65").status_code == 422
 
 
 def test_the_page_is_closed_like_every_route(opened) -> None:

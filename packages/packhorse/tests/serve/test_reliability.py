@@ -199,7 +199,7 @@ def test_what_raises_fails_alone(
     ("clients", "requests"),
     [(16, 6), pytest.param(64, 1000, marks=[slow, pytest.mark.timeout(1800)])],
 )
-def test_everyone_gets_his_own_answer(serving, tiny, clients: int, requests: int) -> None:
+def test_every_client_gets_its_own_answer(serving, tiny, clients: int, requests: int) -> None:
     """A fifth of the clients leaves before its answer is ready."""
     served = serving(max_queue_tokens=1 << 20, max_queue_inputs=1 << 16)
     texts = list(dict.fromkeys(phrase(random.Random(seed)) for seed in range(400)))[:100]
@@ -524,7 +524,9 @@ def test_the_page_of_figures_costs_little(served) -> None:
 
 
 @pytest.mark.parametrize(("words", "warns"), [((), False), (("--host", "0.0.0.0"), True)])
-def test_serving_everyone_is_said_aloud(monkeypatch, capsys, words: Any, warns: bool) -> None:
+def test_serving_all_hosts_without_a_key_warns(
+    monkeypatch, capsys, words: Any, warns: bool
+) -> None:
     from packhorse.cli import main
     from packhorse.serve import life
 

@@ -130,7 +130,7 @@ def test_local_addresses_need_no_key(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "203.0.113.9", "example.org"])
-def test_others_need_a_key_or_a_word(host: str) -> None:
+def test_other_hosts_need_a_key_or_insecure(host: str) -> None:
     with pytest.raises(InputError, match="PACKHORSE_API_KEY"):
         resolve(flags={"host": host})
     assert resolve(flags={"host": host, "insecure": True}).insecure

@@ -96,7 +96,7 @@ def test_a_spelled_special_token_is_text(pair: tuple[tk.Tokenizer, BulkTokenizer
     assert VOCABULARY.index("[SEP]") in library.encode("a [SEP] b").ids  # as it would be otherwise
 
 
-def test_forgetting_changes_nothing(tmp_path: Path) -> None:
+def test_a_small_cache_of_words_changes_nothing(tmp_path: Path) -> None:
     tokenizer = saved(word_piece(), tmp_path)
     forgetful, keeping = BulkTokenizer(tokenizer, max_cached_words=3), BulkTokenizer(tokenizer)
     for text in TEXTS * 2:

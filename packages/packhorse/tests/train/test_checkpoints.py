@@ -245,14 +245,14 @@ def test_what_does_not_fit_changes_nothing(two_steps: Path) -> None:
         checkpoints.restore(path, make(seed=3).model, make(seed=3).optimizer)
 
 
-def test_options_are_todays_and_the_change_is_told(two_steps: Path) -> None:
+def test_options_are_todays_and_the_change_is_reported(two_steps: Path) -> None:
     run = make(seed=3, betas=(0.5, 0.75))
     restored = checkpoints.restore(checkpoints.newest(two_steps) or "", run.model, run.optimizer)
     assert restored.notes == ("betas is [0.5, 0.75] now, and was [0.9, 0.999]",)
     assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.75)] * 3
 
 
-def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_told(tmp_path: Path) -> None:
+def test_a_run_from_before_the_ratio_was_split_goes_on_and_is_reported(tmp_path: Path) -> None:
     """Its state has two groups, and none of them says `stacked`."""
     old = make(seed=1)
     old.optimizer = LAMB(parameter_groups(old.model, 0.01, unstack=False), lr=0.05)
@@ -327,7 +327,7 @@ def test_one_run_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def test_litter_is_swept_and_a_replacement_takes_its_place(two_steps: Path) -> None:
+def test_leftovers_are_removed_and_a_replacement_is_used(two_steps: Path) -> None:
     run = make(seed=7)
     save(run, two_steps / "elsewhere", 2)
     (two_steps / "elsewhere" / "step-00000002").rename(two_steps / "step-00000002.new")

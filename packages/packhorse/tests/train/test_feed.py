@@ -173,7 +173,7 @@ def test_data_is_found_by_either_folder(settings: Make, corpus: Path) -> None:
         assemble(settings(train=str(corpus / "tokenizer")))
 
 
-def test_the_pace() -> None:
+def test_the_step_schedule() -> None:
     options = TrainSettings(batch=10, epochs=2.0, learning_rate=1.0, warmup=0.5, decay_steps=40)
     pace = StepSchedule(options, batch=10, epoch=10.5)
     assert (pace.limit, pace.steps) == (21, 21)
@@ -211,7 +211,7 @@ def test_what_a_step_costs(settings: Make) -> None:
     assert cost.micro_tokens(job.checkpoint.config, torch.device("cpu"), half=True) == 8192
 
 
-def test_an_outlook_is_of_the_run(settings: Make, tmp_path: Path) -> None:
+def test_an_estimate_matches_its_settings(settings: Make, tmp_path: Path) -> None:
     outlook = estimate(settings(steps=0, epochs=3.0, micro_tokens=100), tmp_path)
     assert (outlook.steps, outlook.accumulation, outlook.global_batch) == (15, 4, 16.0)
     assert outlook.hours > 0 and outlook.precision == "fp32" and "trial" in outlook.rate

@@ -99,7 +99,7 @@ def pairs() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_likeness_of_pairs(tune: Tune, tiny: Path) -> None:
+def test_fine_tuning_on_similar_pairs(tune: Tune, tiny: Path) -> None:
     rows = [*pairs(), ("good horse", "fine horse", "5.0"), ("good mule", "bad mule", "0.0")]
     options = {"task": "similarity", "scale": (0.0, 5.0), "steps": 40}
     outcome = tune("train.tsv", table("sentence1", "sentence2", "score", rows=rows), **options)

@@ -98,7 +98,7 @@ def test_an_evaluation_is_that_of_bf16(settings: Make, float8_anywhere: None) ->
     assert measured[0] == measured[1] and products(jobs[1]) == 8
 
 
-def test_what_does_not_fit_is_said_once(
+def test_what_does_not_fit_is_reported_once(
     settings: Make, float8_anywhere: None, tmp_path: Path
 ) -> None:
     odd = settings(precision="float8", hidden_size=24, intermediate_size=32)

@@ -86,7 +86,7 @@ def test_tensorboard_takes_steps_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "speed.jsonl").symlink_to("/dev/full")
     journal = Journal(tmp_path)
     with pytest.raises(InputError, match="cannot be written: No space left"):

@@ -269,7 +269,7 @@ def test_it_ends_at_its_target(settings: Make, tmp_path: Path) -> None:
         assert (outcome.step, outcome.reached) == (8, False)
 
 
-def test_a_log_that_was_lost_is_told(settings: Make, tmp_path: Path) -> None:
+def test_a_log_that_was_lost_is_reported(settings: Make, tmp_path: Path) -> None:
     train(assemble(settings(steps=2)), tmp_path)
     notes: list[str] = []
     train(assemble(settings(steps=3)), tmp_path, report=notes.append)
@@ -410,7 +410,7 @@ def test_figures_reach_tensorboard(settings: Make, tmp_path: Path) -> None:
     assert b"train/mlm_accuracy" in events and b"evaluation/loss" in events
 
 
-def test_what_a_run_lacks_is_told_before_it_begins(settings: Make, corpus: Path) -> None:
+def test_what_a_run_lacks_is_reported_before_it_begins(settings: Make, corpus: Path) -> None:
     for wrong, message in (
         ({"steps": 0}, "nothing ends this run"),
         ({"train": ""}, "names no data"),

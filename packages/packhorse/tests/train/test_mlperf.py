@@ -88,7 +88,7 @@ def test_every_key_in_its_order_with_what_the_run_is_like(job: Any, tmp_path: Pa
     assert line["event_type"] == "INTERVAL_END" and line["namespace"] == ""
 
 
-def test_rows_are_told_as_sequences(settings: Make, tmp_path: Path) -> None:
+def test_rows_are_reported_as_sequences(settings: Make, tmp_path: Path) -> None:
     rows = settings(batch=10, packing_keeps="batch", beta1=0.9, beta2=0.99)  # two sequences a row
     events = written(tmp_path / "log.txt", assemble(rows), (0.73,)).events
     values = {event.key: event.value for event in events}

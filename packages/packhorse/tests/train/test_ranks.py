@@ -98,7 +98,9 @@ def furthest(
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-10)])
-def test_the_world_changes_nothing(ask: Ask, tmp_path: Path, dtype: str, bound: float) -> None:
+def test_the_number_of_ranks_changes_nothing(
+    ask: Ask, tmp_path: Path, dtype: str, bound: float
+) -> None:
     for world in (1, 2):
         assert ask(world, str(world), UNEVEN, dtype=dtype, unlike=True)["codes"] == [0] * world
     assert furthest(tmp_path / "1", tmp_path / "2") < bound

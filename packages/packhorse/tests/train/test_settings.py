@@ -118,7 +118,7 @@ def test_the_later_goes_before_the_earlier(tmp_path: Path) -> None:
     assert settings.clip == 2.0 and isinstance(settings.clip, float)
 
 
-def test_the_environment_speaks_every_kind() -> None:
+def test_settings_of_every_kind_from_the_environment() -> None:
     variables = {
         "TEXT": "a, b",
         "SCALE": "0,5",

@@ -177,7 +177,7 @@ def test_other_formats_have_no_averages(minilm: Path) -> None:
     assert start.slots == {} and start.step is None and "embed" in start.checkpoint.model.heads
 
 
-def test_what_is_not_there_is_told_with_its_source(tmp_path: Path) -> None:
+def test_what_is_not_there_is_reported_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"28252 .* MLCommons' .*language_model/tensorflow"):
         load_model(tmp_path / "bs64k_32k_ckpt" / "model.ckpt-28252")
     with pytest.raises(CheckpointError) as caught:

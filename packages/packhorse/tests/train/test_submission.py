@@ -283,7 +283,7 @@ def test_made_up_batches_have_the_shape_of_real_ones(settings: Make) -> None:
     assert all(p.grad is None for p in job.model.parameters())
 
 
-def test_what_the_disk_refuses_is_told(plan: Make) -> None:
+def test_what_the_disk_refuses_is_reported(plan: Make) -> None:
     submission_plan = plan(1)
     submission_plan.out.write_text("in the way")
     with pytest.raises(Exception, match="cannot be written"):

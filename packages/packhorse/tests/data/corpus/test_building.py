@@ -276,7 +276,7 @@ def test_what_is_done_is_not_done_again(stage: str, config: BuildOptions, whole:
     assert tree(config.out) == whole
 
 
-def test_what_is_there_is_told_at_once(config: BuildOptions) -> None:
+def test_what_is_there_is_reported_at_once(config: BuildOptions) -> None:
     """Before anything new is made, and as a share of all."""
     with pytest.raises(Stop):
         build(config, stop_after(4))

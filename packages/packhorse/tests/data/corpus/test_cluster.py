@@ -142,7 +142,9 @@ def test_no_address(address: str, tmp_path: Path, _variables: None) -> None:
         pass
 
 
-def test_nobody_there(home: Path, tmp_path: Path, _variables: None) -> None:
+def test_a_ray_address_that_refuses_connections(
+    home: Path, tmp_path: Path, _variables: None
+) -> None:
     with socket.socket() as mute:  # bound, never listening
         mute.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{mute.getsockname()[1]}"

@@ -79,7 +79,7 @@ def test_an_error_of_any_kind_comes_through() -> None:
         list(run(fail, [(n,) for n in range(8)]))
 
 
-def test_a_killed_worker_is_told() -> None:
+def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(InputError, match=r"died.*same command.*--workers"), local(2) as run:
         list(run(die, [(n,) for n in range(8)]))
 

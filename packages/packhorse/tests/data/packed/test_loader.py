@@ -405,7 +405,7 @@ def test_a_cursor_of_something_else_is_refused(dataset: Any) -> None:
         {"prefetch": -1},
     ],
 )
-def test_what_cannot_be_loaded_is_told_at_once(dataset: Any, wrong: dict[str, Any]) -> None:
+def test_what_cannot_be_loaded_is_reported_at_once(dataset: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         plain(dataset(20), **{"rows": 6} | wrong)
 

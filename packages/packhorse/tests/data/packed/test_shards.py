@@ -409,7 +409,7 @@ def test_a_shard_is_summed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(summed) == 2 * len(dataset.manifest.shards)
 
 
-def test_damage_done_while_loading_is_told(folder: Path) -> None:
+def test_damage_done_while_loading_is_reported(folder: Path) -> None:
     """Behind the checksum: what would shift sequences, or is no word, ends in our own error."""
     path = folder / shard_name(0)
     dataset = shards.open_dataset(folder)

@@ -82,7 +82,7 @@ def _marks(text: str) -> list[tuple[str, str]]:
     return [(seen, stood) for seen, _, stood in (word.partition("=") for word in words)]
 
 
-def test_damage_is_told_with_the_shard(built: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_with_the_shard(built: Path, tmp_path: Path) -> None:
     """Any byte of it, Arrow's frame included."""
     shutil.copytree(built / "train", tmp_path / "train")
     path = tmp_path / "train" / shards.shard_name(0)
@@ -95,7 +95,7 @@ def test_damage_is_told_with_the_shard(built: Path, tmp_path: Path) -> None:
     assert statistics.count("train", tmp_path / "train", top=3).manifest.rows
 
 
-def test_of_single_segments_no_label_is_told(built: Path, tmp_path: Path) -> None:
+def test_of_single_segments_no_label_is_reported(built: Path, tmp_path: Path) -> None:
     recipe = Recipe(max_length=64, next_sentence=False, mask_probability=0.5)
     home = built.parent
     build(BuildOptions((home / "source",), tmp_path / "out", home / "vocab.txt", recipe, workers=1))

@@ -97,7 +97,7 @@ def test_a_size_that_fits_neither(packed: Path) -> None:
     assert RecordSizes(40, 7, 3).record_bytes("packed") == 796
 
 
-def test_the_sizes_that_would_fit_are_told(
+def test_the_sizes_that_would_fit_are_reported(
     record_files: ModuleType, rng: np.random.Generator, tmp_path: Path
 ) -> None:
     sequences = [record_files.draw(rng, 128, VOCAB) for _ in range(7)]

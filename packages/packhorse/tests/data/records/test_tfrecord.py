@@ -148,7 +148,7 @@ def test_a_damaged_stream(
 
 
 @pytest.mark.parametrize("content", [b"", b"ab", b"\x1f\x8b", b"\x78\x9c\x00\x00", b"text" * 9])
-def test_what_is_none_is_told(content: bytes, tmp_path: Path) -> None:
+def test_other_files_are_not_taken_for_tfrecords(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "other"
     path.write_bytes(content)
     assert not tfrecord.sniff(path)

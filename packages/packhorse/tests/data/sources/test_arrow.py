@@ -97,7 +97,7 @@ def test_columns_that_will_not_do(tmp_path: Path, columns: dict, says: str) -> N
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_file_that_was_cut_is_told_at_once(tmp_path: Path, share: float) -> None:
+def test_a_file_that_was_cut_is_reported_at_once(tmp_path: Path, share: float) -> None:
     folder = save(tmp_path, TEXTS)
     last = folder / "data-00001-of-00002.arrow"
     last.write_bytes(last.read_bytes()[: int(last.stat().st_size * share)])

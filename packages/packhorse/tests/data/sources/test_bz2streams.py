@@ -105,7 +105,7 @@ def test_a_file_that_is_cut(tmp_path: Path, remaining: int) -> None:
     ]
 
 
-def test_what_is_no_bz2_between_and_behind_is_told(tmp_path: Path) -> None:
+def test_what_is_no_bz2_between_and_behind_is_reported(tmp_path: Path) -> None:
     whole = texts(2)
     packed = [bz2.compress(text) for text in whole]
     write(tmp_path / "a.bz2", [packed[0], b"rubbish" * 10, packed[1], b"\0" * 50])

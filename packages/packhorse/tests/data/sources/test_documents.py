@@ -123,7 +123,7 @@ DAMAGE = {
 @pytest.mark.parametrize("packing", ["plain", "one stream", "many streams"])
 @pytest.mark.parametrize("size", [1, 1500, 1 << 22])
 @pytest.mark.parametrize("cause", DAMAGE)
-def test_a_bad_page_is_told_and_costs_no_other(
+def test_a_bad_page_is_reported_and_costs_no_other(
     tmp_path: Path, cause: str, size: int, packing: str
 ) -> None:
     data, path = DAMAGE[cause], tmp_path / "a.xml"
@@ -142,7 +142,7 @@ def test_a_bad_page_is_told_and_costs_no_other(
 
 @pytest.mark.parametrize("size", [1, 1500, 1 << 22])
 @pytest.mark.parametrize("at", ["in a page", "between pages"])
-def test_a_dump_that_is_cut_is_told(tmp_path: Path, at: str, size: int) -> None:
+def test_a_dump_that_is_cut_is_reported(tmp_path: Path, at: str, size: int) -> None:
     whole = dump(PAGES[:20])
     data = whole[:-40] if at == "in a page" else whole.removesuffix(END)
     for name, written in (("a.xml", data), ("a.xml.bz2", bz2.compress(data))):
@@ -165,7 +165,7 @@ def test_a_damaged_stream_loses_its_pages_and_no_others(tmp_path: Path, size: in
     assert [f"to byte {place}" in bad.reason for bad in tally.bad] == [True]
 
 
-def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
+def test_a_packed_file_that_is_cut_is_reported(tmp_path: Path) -> None:
     packed = bz2.compress(b"One.\nTwo.\n\n") + bz2.compress(b"Three.\n" * 9)[:-20]
     (tmp_path / "part-0.bz2").write_bytes(packed)
     result, tally = read_all(tmp_path / "part-0.bz2")
@@ -173,7 +173,7 @@ def test_a_packed_file_that_is_cut_is_told(tmp_path: Path) -> None:
     assert [f"is cut at byte {len(packed)}" in bad.reason for bad in tally.bad] == [True]
 
 
-def test_streams_that_cut_pages_after_good_beginnings_are_told(tmp_path: Path) -> None:
+def test_streams_that_cut_pages_after_good_beginnings_are_reported(tmp_path: Path) -> None:
     streams = multistream(PAGES[:12])
     pages = b"".join(PAGES[12:])
     odd = [bz2.compress(pages[:1000]), bz2.compress(pages[1000:]), streams[-1]]
@@ -279,7 +279,7 @@ def test_bad_cells_of_parquet(tmp_path: Path) -> None:
     assert [(bad.place[-5:], bad.reason) for bad in tally.bad] == [("row 2", "not UTF-8 (byte 0)")]
 
 
-def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
+def test_a_damaged_page_of_parquet_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     rows = [f"Row number {i} is here." for i in range(3000)]
     parquet.write_table(pa.table({"text": rows}), path, row_group_size=1000, use_dictionary=False)
@@ -295,7 +295,7 @@ def test_a_damaged_page_of_parquet_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 1 << 22])
-def test_a_flipped_letter_of_parquet_is_told(tmp_path: Path, size: int) -> None:
+def test_a_flipped_letter_of_parquet_is_reported(tmp_path: Path, size: int) -> None:
     """By the page's checksum; the rows of the pages before and of the next group are kept."""
     path = tmp_path / "a.parquet"
     parquet.write_table(

@@ -67,7 +67,7 @@ UNBALANCED = {
 
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("wikitext", CASES)
-def test_what_stays(wikitext: str, fast: bool) -> None:
+def test_text_that_remains_of_markup(wikitext: str, fast: bool) -> None:
     assert wiki.paragraphs(wikitext, fast=fast) == CASES[wikitext]
 
 

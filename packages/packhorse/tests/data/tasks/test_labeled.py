@@ -161,7 +161,7 @@ def test_the_problem_and_the_numbers_follow_from_the_values(
     assert (result.labels, result.targets, result.problem) == (labels, targets, problem)
 
 
-def test_the_problem_may_be_told() -> None:
+def test_the_problem_may_be_passed() -> None:
     assert values(1, 2, problem="regression").targets == [1.0, 2.0]
     assert values(1.0, 2.0, problem="single_label").labels == ("1", "2")
     assert values("a|b", "b", separator="|").targets == [(0, 1), (1,)]

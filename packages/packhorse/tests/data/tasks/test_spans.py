@@ -77,7 +77,7 @@ def test_an_impossible_question_has_no_answer_anywhere(tokenizer: Tokenizer) -> 
     assert {e.sequences[0].ids[0] for e in task.examples} == {tokenizer.cls_id}
 
 
-def test_an_answer_inside_a_token_is_widened_and_told(tokenizer: Tokenizer) -> None:
+def test_an_answer_inside_a_token_is_widened_and_reported(tokenizer: Tokenizer) -> None:
     task, report = span_task([ask("mule", id="m")], tokenizer, 64)
     assert taught(task.examples[0], CONTEXT) == "mules" and report.widened == ("m",)
     # Another gold answer that is exact comes first.

@@ -101,9 +101,7 @@ class Tampered:
         return [self.change(group) for group in self.tokenizer.windows(*arguments)]
 
 
-def test_who_knows_the_answers_gets_them_all_right(
-    shared_data: Path, minilm_encoder: Encoder
-) -> None:
+def test_an_oracle_scores_100(shared_data: Path, minilm_encoder: Encoder) -> None:
     questions = list(read_squad(shared_data / "squad" / "dev-v1.1.json.zip"))[7::45]
     knows, oracle, groups = knowing(minilm_encoder, questions, 100, 36)
     assert len(questions) > 200 and max(map(len, groups)) > 3 and oracle.cut > 20

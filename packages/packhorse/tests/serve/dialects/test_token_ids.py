@@ -156,7 +156,7 @@ def test_the_table_decodes_as_tiktoken_does(tiktoken_cache, monkeypatch) -> None
         (f"cl100k={__file__}", "SHA-256"),
     ],
 )
-def test_a_table_that_is_not_there_is_told(setting, message, tmp_path, monkeypatch) -> None:
+def test_a_table_that_is_not_there_is_reported(setting, message, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     with pytest.raises(InputError, match=message):
         token_ids.load_table(setting)
