@@ -58,6 +58,7 @@ class Fused:
         compiles=True,
         compiles_backward=True,
         records=True,
+        one_at_a_time=True,
         obstacle=_obstacle,
     )
 

@@ -45,6 +45,9 @@ class KernelSupport:
     compiles_backward: bool = False  # and so does that of a training step's backward pass
     records: bool = False  # plans nothing on the host, so a CUDA graph can contain it
     dropout: bool = True  # can drop attention probabilities out
+    # A program or call reads one sequence, in blocks from its start, as `invariant` needs it. Other
+    # kernels put several sequences into one product, as wide as the longest of them.
+    one_at_a_time: bool = False
     windows: bool = False  # supports `AttentionScope.window`
     biases: bool = False  # supports `AttentionScope.bias`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks

@@ -85,6 +85,7 @@ class Native:
         head_sizes=range(1, WIDEST + 1),
         compiles=True,
         dropout=False,
+        one_at_a_time=True,
         windows=True,
         biases=True,
         obstacle=lambda device: obstacle(),

@@ -30,7 +30,7 @@ class ReferencePlan:
 class Reference:
     """One call per sequence."""
 
-    serves = KernelSupport(windows=True, biases=True)
+    serves = KernelSupport(one_at_a_time=True, windows=True, biases=True)
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE

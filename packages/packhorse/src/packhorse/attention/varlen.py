@@ -48,6 +48,7 @@ class Varlen:
         compiles=True,
         compiles_backward=True,
         records=True,
+        one_at_a_time=True,
         dropout=False,
         windows=True,
         obstacle=_obstacle,

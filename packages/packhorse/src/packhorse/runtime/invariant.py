@@ -37,9 +37,6 @@ from packhorse.model.heads import TOKEN_HEADS
 from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 
-# A program or call of these kernels reads one sequence, in blocks from its start. The others put
-# several sequences into one product, as wide as the longest of them.
-ONE_AT_A_TIME = ("fused", "varlen", "native", "reference")
 SMALLEST = 16  # tokens
 FILLER = 128  # tokens of a dummy sequence, at most
 ROWS = 64  # tokens or sequences that a head runs on at once
@@ -77,14 +74,15 @@ def pick(
 ) -> KernelChoice:
     """Return the named kernel, or the fastest, if it processes one sequence at a time."""
     choice = attention.pick(device, dtype, name=name, **needs)
-    if choice.name in ONE_AT_A_TIME:
+    if choice.kernel.serves.one_at_a_time:
         return choice
     if name is None or name == "auto":
         why = f"{choice.reason}, but it computes several sequences together, which is not invariant"
         return replace(attention.pick(device, dtype, name="reference", **needs), reason=why)
+    usable = [name for name in attention.KERNELS if attention.kernel(name).serves.one_at_a_time]
     raise KernelError(
         f"kernel {name!r} computes several sequences together, so that results depend on neighbors "
-        f"in their last digits; with invariant, use {' or '.join(ONE_AT_A_TIME)}"
+        f"in their last digits; with invariant, use {' or '.join(usable)}"
     )
 
 
