@@ -76,7 +76,9 @@ def export_complaints(name: str, source: str) -> list[str]:
                 declared |= dict(imported(statement))
         else:
             others = set(bound(node)) - MACHINERY
-            complaints += [f"{name}: {other} is no export; move it" for other in sorted(others)]
+            complaints += [
+                f"{name}: {unexported} is no export; move it" for unexported in sorted(others)
+            ]
     if declared != homes:
         differing = sorted({key for key, _ in declared.items() ^ homes.items()})
         complaints.append(f"{name}: imports and lazy_exports differ in {differing}")

@@ -52,7 +52,7 @@ def test_every_method_makes_rows_of_the_same_text(setup: data.DataSetup) -> None
     assert progress == [(i, 3) for i in range(1, 4)]
     assert comparison.documents == 80 and comparison.sentences == 400 and comparison.loading > 0
     assert comparison.cleaning is not None and comparison.cleaning > 0
-    ours, lists, reference = comparison.rows
+    packhorse_row, lists, reference = comparison.rows
     assert [row.method for row in comparison.rows] == list(data.METHODS)
     assert lists.sequences == reference.sequences and lists.rows == reference.rows
     for row in comparison.rows:
@@ -60,10 +60,10 @@ def test_every_method_makes_rows_of_the_same_text(setup: data.DataSetup) -> None
         steps = row.tokenise_seconds + row.examples_seconds + row.packing_seconds
         assert row.seconds == pytest.approx(steps) and row.planning_seconds > 0
         assert row.megabytes_per_second == pytest.approx(comparison.bytes / row.seconds / 1e6)
-        assert row.tokens == pytest.approx(ours.tokens, rel=0.2)
+        assert row.tokens == pytest.approx(packhorse_row.tokens, rel=0.2)
     assert reference.over_reference == lists.over_lists == 1
-    assert ours.over_lists == pytest.approx(lists.seconds / ours.seconds)
-    assert ours.over_reference == pytest.approx(reference.seconds / ours.seconds)
+    assert packhorse_row.over_lists == pytest.approx(lists.seconds / packhorse_row.seconds)
+    assert packhorse_row.over_reference == pytest.approx(reference.seconds / packhorse_row.seconds)
     shown = data.table(comparison.rows)
     assert [cells[0] for cells in shown.rows] == list(data.METHODS)
     facts = data.describe(setup, comparison)

@@ -56,12 +56,16 @@ def test_every_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
         engines=("packhorse",),
     )
     assert progress == [(1, 2), (2, 2)] and not any(tmp_path.iterdir())
-    plain, ours = comparison.rows
+    plain, packhorse_row = comparison.rows
     assert (plain.engine, plain.over_plain, plain.best_over_plain) == ("plain read", 1, 1)
-    assert ours.engine == "packhorse" and ours.problem is None
-    assert ours.over_plain == pytest.approx(ours.seconds / plain.seconds)
-    assert ours.gigabytes_per_second == pytest.approx(comparison.bytes / ours.seconds / 1e9)
-    assert ours.memory is None or ours.memory < 64 << 20  # what was imported does not count
+    assert packhorse_row.engine == "packhorse" and packhorse_row.problem is None
+    assert packhorse_row.over_plain == pytest.approx(packhorse_row.seconds / plain.seconds)
+    assert packhorse_row.gigabytes_per_second == pytest.approx(
+        comparison.bytes / packhorse_row.seconds / 1e9
+    )
+    assert (
+        packhorse_row.memory is None or packhorse_row.memory < 64 << 20
+    )  # what was imported does not count
     shown = loading.table(comparison)
     assert len(shown.rows) == 2 and len(shown.columns) == len(shown.rows[0])
 

@@ -49,8 +49,8 @@ def test_random_weights_and_no_load(cli) -> None:
     )
     assert result.code == 0, result.err
     assert result.document["model"] == "random weights, tiny" and result.document["dtype"] == "bf16"
-    *ours, peer = result.document["modes"]
-    assert all(mode["p50_ms"] is None and mode["problem"] is None for mode in ours)
+    *modes, peer = result.document["modes"]
+    assert all(mode["p50_ms"] is None and mode["problem"] is None for mode in modes)
     assert peer["problem"] and "Original (onnxruntime)" in result.err
 
 

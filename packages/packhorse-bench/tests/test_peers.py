@@ -74,12 +74,12 @@ def test_pooling_does_not_see_padding() -> None:
 
 
 def test_transformers_agrees_with_ours(setting: padded.PeerSetting, sequences: list) -> None:
-    ours = encode.packhorse_engine(setting.folder, "fp32", CPU).run(sequences, "sorted")
-    theirs = padded.transformers(setting, "fp32")
-    for order in theirs.orders:
-        assert np.abs(theirs.run(sequences, order) - ours).max() < 1e-5
+    expected = encode.packhorse_engine(setting.folder, "fp32", CPU).run(sequences, "sorted")
+    peer = padded.transformers(setting, "fp32")
+    for order in peer.orders:
+        assert np.abs(peer.run(sequences, order) - expected).max() < 1e-5
     wrong = workloads.sequences(np.array([len(s) for s in sequences]), 2048, ends=(2, 3), seed=9)
-    assert np.abs(theirs.run(wrong, "sorted") - ours).max() > 1e-2
+    assert np.abs(peer.run(wrong, "sorted") - expected).max() > 1e-2
 
 
 def test_unserved(setting: padded.PeerSetting) -> None:
@@ -96,9 +96,9 @@ TEXTS = ["A man eats.", "Someone eats a meal of bread and cheese.", "The stock m
 def test_texts_are_tokenized_inside(setting: padded.PeerSetting) -> None:
     """By ours and by a peer alike; sentence-transformers goes through its own `encode`."""
     pytest.importorskip("sentence_transformers")
-    ours = encode.packhorse_engine(setting.folder, "fp32", CPU)
-    expected = ours.run(TEXTS, "sorted")
-    assert np.abs(ours.run(TEXTS, "arrival") - expected).max() < 1e-6
+    packhorse_engine = encode.packhorse_engine(setting.folder, "fp32", CPU)
+    expected = packhorse_engine.run(TEXTS, "sorted")
+    assert np.abs(packhorse_engine.run(TEXTS, "arrival") - expected).max() < 1e-6
     sentences = peers.sentence_transformers(setting, "fp32")
     assert sentences.orders == ("sorted",)
     for engine in (padded.transformers(setting, "fp32"), sentences):
@@ -121,13 +121,13 @@ def test_onnxruntime_runs_a_graph_that_it_fused_itself(setting: padded.PeerSetti
 def test_every_peer_agrees(name: str, setting: padded.PeerSetting, sequences: list) -> None:
     pytest.importorskip(name.replace("-", "_"))
     sequences = TEXTS if name == "sentence-transformers" else sequences
-    ours = encode.packhorse_engine(setting.folder, "fp32", CPU).run(sequences, "sorted")
+    expected = encode.packhorse_engine(setting.folder, "fp32", CPU).run(sequences, "sorted")
     for dtype, least in (("fp32", 0.99999), ("int8", 0.99)):
         if dtype == "int8" and name not in ("onnxruntime", "ctranslate2"):
             continue
         engine = peers.PEERS[name](setting, dtype)
         for order in engine.orders:
-            assert (engine.run(sequences, order) * ours).sum(1).min() > least
+            assert (engine.run(sequences, order) * expected).sum(1).min() > least
 
 
 def test_hushed_ends(caplog: pytest.LogCaptureFixture) -> None:

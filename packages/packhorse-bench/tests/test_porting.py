@@ -14,9 +14,9 @@ def test_rows_tell_speed_and_that_the_numbers_agree():
     rows = porting.measure(setup, lambda count, total: progress.append((count, total)))
     assert [row.way for row in rows] == ["plain loop", "port", "port, traced"]
     assert progress == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    plain, *ours = rows
+    plain, *ports = rows
     assert plain.over_plain is None and plain.largest_difference is None
-    for row in ours:
+    for row in ports:
         assert row.largest_difference == 0  # to the bit
         assert row.over_plain == pytest.approx(plain.step_us / row.step_us)
         assert row.images_per_second == pytest.approx(2 / row.step_us * 1e6)

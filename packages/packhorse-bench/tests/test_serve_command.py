@@ -46,9 +46,13 @@ def test_everything_in_one_run(cli, texts: Path, tmp_path: Path) -> None:
     )
     assert result.code == 0, result.err
     document = result.document
-    ours, infinity = document["rows"]
-    assert set(ours) == names(ServeRow) and ours["problem"] is None
-    assert ours["cosine_min"] > 0.99999 and ours["most_rate"] > 0 and ours["of_runner"] > 0
+    packhorse_row, infinity = document["rows"]
+    assert set(packhorse_row) == names(ServeRow) and packhorse_row["problem"] is None
+    assert (
+        packhorse_row["cosine_min"] > 0.99999
+        and packhorse_row["most_rate"] > 0
+        and packhorse_row["of_runner"] > 0
+    )
     assert "make peers" in infinity["problem"] and "make peers" in result.err
     assert {point["purpose"] for point in document["points"]} >= {"most", "search", "confirm"}
     assert document["runner"]["alone"] > 0 and "36 texts of a file" in document["workload"]
@@ -68,9 +72,11 @@ def test_against_sentence_transformers(cli, texts: Path) -> None:
         *("--limit-ms", 5000, "--json"),
     )
     assert result.code == 0, result.err
-    ours, peer = result.document["rows"]
-    assert peer["problem"] is None and min(ours["cosine_min"], peer["cosine_min"]) > 0.99999
-    assert ours["held_rate"] > 0 and peer["over_peer"] == 1
+    packhorse_row, peer = result.document["rows"]
+    assert (
+        peer["problem"] is None and min(packhorse_row["cosine_min"], peer["cosine_min"]) > 0.99999
+    )
+    assert packhorse_row["held_rate"] > 0 and peer["over_peer"] == 1
 
 
 @pytest.mark.parametrize(

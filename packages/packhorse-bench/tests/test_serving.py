@@ -25,12 +25,16 @@ def point(server: str, purpose: str, rate: float, p99: float, **more: object) ->
 
 
 def comparison(*more: Point) -> ServingComparison:
-    ours, peer = "packhorse", "sentence-transformers"
-    points = [point(server, "sweep", rate, 200) for server in (ours, peer) for rate in (40.0, 72.0)]
-    points += [point(ours, "sweep", 180.0, 300), point(peer, "sweep", 180.0, math.inf)]
-    points += [point(ours, "confirm", 200.0, 450), point(peer, "confirm", 80.0, 480)]
+    first_server, peer = "packhorse", "sentence-transformers"
+    points = [
+        point(server, "sweep", rate, 200)
+        for server in (first_server, peer)
+        for rate in (40.0, 72.0)
+    ]
+    points += [point(first_server, "sweep", 180.0, 300), point(peer, "sweep", 180.0, math.inf)]
+    points += [point(first_server, "confirm", 200.0, 450), point(peer, "confirm", 80.0, 480)]
     rows = (
-        ServeRow(ours, 200.0, 2.5, 112.5, 450.0, 230.0, 9800.0, 0.91, 1.0, 0.1),
+        ServeRow(first_server, 200.0, 2.5, 112.5, 450.0, 230.0, 9800.0, 0.91, 1.0, 0.1),
         ServeRow(peer, 80.0, 1.0, 120.0, 480.0, 90.0, 3900.0, 0.36, 1.0, 0.1),
         ServeRow("infinity", problem="it is not installed; `make peers` …"),
     )
@@ -40,12 +44,15 @@ def comparison(*more: Point) -> ServingComparison:
 
 def test_the_table_has_a_line_a_server_and_a_column_a_rate() -> None:
     shown = serving_report.table(SETUP, comparison())
-    ours, peer = ([cell.strip() for cell in row] for row in shown.rows)
+    packhorse_cells, peer = ([cell.strip() for cell in row] for row in shown.rows)
     columns = [name.strip() for name in shown.columns]
     assert columns[1:3] == ["req/s within 500 ms", "x sentence-transformers"]
     assert columns[4:7] == ["at 40/s", "at 72/s", "at 180/s"]
-    assert ours[:4] == ["packhorse", "200.0", "2.50", "112/450"] and ours[6] == "75/300"
-    assert peer[6] == "fails" and peer[4] == "50/200" and "91%" in ours
+    assert (
+        packhorse_cells[:4] == ["packhorse", "200.0", "2.50", "112/450"]
+        and packhorse_cells[6] == "75/300"
+    )
+    assert peer[6] == "fails" and peer[4] == "50/200" and "91%" in packhorse_cells
 
 
 def test_what_was_measured_is_reported_in_words() -> None:

@@ -23,16 +23,16 @@ def test_everything_in_one_run(cli, tiny, tmp_path: Path) -> None:
     )
     assert result.code == 0, result.err
     document = result.document
-    ours, padded = document["rows"]
-    assert set(ours) == set(padded) == KEYS and ours["fill"] == 1 > padded["fill"]
-    assert ours["loss"] == pytest.approx(padded["loss"], abs=1e-5)
+    packhorse_row, padded = document["rows"]
+    assert set(packhorse_row) == set(padded) == KEYS and packhorse_row["fill"] == 1 > padded["fill"]
+    assert packhorse_row["loss"] == pytest.approx(padded["loss"], abs=1e-5)
     assert "pretraining, like Wikipedia" in document["workload"] and document["dtype"] == "fp32"
     assert "x padded" in result.err and "transformers, padded to 32" in result.err
     assert "| packhorse, packed |" in note.read_text("utf-8")
     assert plot.read_bytes().startswith(b"\x89PNG")
     with table.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["way"] for line in lines] == [ours["way"], padded["way"]]
+    assert [line["way"] for line in lines] == [packhorse_row["way"], padded["way"]]
 
 
 def test_fine_tuning_alone(cli) -> None:

@@ -212,7 +212,7 @@ def test_all_in_one_run(task: str) -> None:
     progress = []
     names = ("padded", "grouped", "padding-free")
     comparison = training.measure(small(task=task, peers=names), lambda *at: progress.append(at))
-    ours, padded, grouped, free = comparison.rows
+    packhorse_row, padded, grouped, free = comparison.rows
     assert [row.way for row in comparison.rows] == [
         "packhorse, packed",
         "transformers, padded to 48",
@@ -223,10 +223,10 @@ def test_all_in_one_run(task: str) -> None:
     assert progress[:3] == [(1, 12), (2, 12), (3, 12)] and progress[3:] == [
         (i, 10) for i in range(4, 11)
     ]
-    assert ours.fill == 1 and padded.fill < grouped.fill < 1
+    assert packhorse_row.fill == 1 and padded.fill < grouped.fill < 1
     assert padded.best_over_padded == padded.over_padded == 1
-    for row in (ours, padded, grouped):
-        assert row.loss == pytest.approx(ours.loss, abs=1e-5)
+    for row in (packhorse_row, padded, grouped):
+        assert row.loss == pytest.approx(packhorse_row.loss, abs=1e-5)
         assert row.sequences_per_second <= row.best_sequences_per_second
         assert row.tokens_per_second > row.sequences_per_second > 0
         assert row.update_ms > 0 and row.step_ms > 0 and row.warm_up_seconds > 0
@@ -283,15 +283,18 @@ def test_figures_are_those_of_the_rounds(tmp_path: Path) -> None:
         trial("transformers, padded to 48", [3.0, 2.0, 1.0], 10, []),
         trial("transformers, padded to 48, compiled", [8.0, 4.0, 5.0], 40, []),
     ]
-    ours, plain, compiled = training._rows(trials, stage.job)
-    assert (ours.best_sequences_per_second, ours.sequences_per_second) == (40, 20)
-    assert (ours.best_tokens_per_second, ours.tokens_per_second) == (400, 200)
-    assert (ours.best_over_padded, ours.over_padded) == (4, 2.5)  # the compiled one counts
+    packhorse_row, plain, compiled = training._rows(trials, stage.job)
+    assert (packhorse_row.best_sequences_per_second, packhorse_row.sequences_per_second) == (40, 20)
+    assert (packhorse_row.best_tokens_per_second, packhorse_row.tokens_per_second) == (400, 200)
+    assert (packhorse_row.best_over_padded, packhorse_row.over_padded) == (
+        4,
+        2.5,
+    )  # the compiled one counts
     assert (plain.over_padded, compiled.over_padded) == (0.625, 1)
-    assert ours.fill == 0.5 and ours.memory == 700 and plain.memory is None
-    assert (ours.step_ms, ours.update_ms, ours.loss) == (1000, 2, 7)
+    assert packhorse_row.fill == 0.5 and packhorse_row.memory == 700 and plain.memory is None
+    assert (packhorse_row.step_ms, packhorse_row.update_ms, packhorse_row.loss) == (1000, 2, 7)
     config = stage.job.checkpoint.config
-    assert ours.operations_per_second == cost.operations(config, trials[0].lane.work) / 2
+    assert packhorse_row.operations_per_second == cost.operations(config, trials[0].lane.work) / 2
 
 
 @pytest.mark.parametrize(

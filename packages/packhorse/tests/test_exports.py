@@ -97,8 +97,10 @@ def test_importing_rooms_loads_no_torch() -> None:
     rooms = ("attention", "checkpoint", "data", "hf", "optim", "packing", "runtime", "tokens")
     code = "".join(f"import packhorse.{room}; dir(packhorse.{room})\n" for room in rooms)
     code += "import sys; print(*{'torch', 'numpy', 'transformers'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == ""
 
 
 def test_a_room_limits_the_processor_before_torch_is_loaded() -> None:
@@ -107,11 +109,11 @@ def test_a_room_limits_the_processor_before_torch_is_loaded() -> None:
         "try:\n    from packhorse.packing import plan\n"
         "except InputError as error:\n    print(error)\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=True,
         env={"PACKHORSE_CPU": "abacus", "PYTHONPATH": str(Path(packhorse.__file__).parents[1])},
     )
-    assert "PACKHORSE_CPU is 'abacus'" in done.stdout
+    assert "PACKHORSE_CPU is 'abacus'" in completed.stdout
