@@ -38,7 +38,17 @@ LAYERS = (
     ("native",),
     ("executable", "dist", "optim", "status"),
     ("device", "exports"),
-    ("wire", "atomic", "settings", "launcher", "cache", "environment", "processor", "progress"),
+    (
+        "wire",
+        "atomic",
+        "json_types",
+        "settings",
+        "launcher",
+        "cache",
+        "environment",
+        "processor",
+        "progress",
+    ),
     ("errors",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -12,6 +12,10 @@ the limit on the size of a group. Elsewhere the fused kernel is used.
 Shapes: T tokens, n sequences of a group, L their padded length, H heads, D head width.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -153,7 +157,7 @@ def _visible(real: Tensor | None, window: Tensor | None) -> Tensor | None:
 
 def _spans(cu_seqlens: Tensor) -> list[tuple[int, int]]:
     """(length, start) of every sequence that has tokens."""
-    bounds = cu_seqlens.tolist()
+    bounds: list[int] = cu_seqlens.tolist()
     return [(end - start, start) for start, end in pairwise(bounds) if end > start]
 
 

@@ -4,6 +4,10 @@ Faster than torch's FlashAttention-2 at BERT's lengths, above all in the backwar
 bitwise reproducible. Triton comes with torch for CUDA on Linux; without it, `varlen` serves.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass

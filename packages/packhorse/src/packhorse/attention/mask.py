@@ -10,6 +10,10 @@ as its whole output, and its neighbors are computed as if it were zero.
 Shapes: T tokens, R rows, C capacity, S sequences, H heads, D head width.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -54,7 +58,7 @@ class Mask:
             raise KernelError("kernel 'mask' needs a batch in rows; build it with Packed.rows")
         numbers = torch.arange(len(packed), device=packed.ids.device)
         owner = numbers.repeat_interleave(packed.lengths.long(), output_size=len(packed.ids))
-        rows = owner.unflatten(0, (-1, packed.capacity))  # [R, C]
+        rows: Tensor = owner.unflatten(0, (-1, packed.capacity))  # [R, C]
         mask = (rows[:, :, None] == rows[:, None, :]).unsqueeze(1)  # [R, 1, C, C]
         # Two tokens of a sequence are as far apart in the row as in the sequence, so the matrices
         # for a sequence of length C hold for every sequence of the row.
@@ -88,4 +92,5 @@ def _poisoned(q: Tensor, k: Tensor, v: Tensor, plan: MaskPlan) -> Tensor:
 
 
 def _to_rows(x: Tensor, plan: MaskPlan) -> Tensor:
-    return x.unflatten(0, (len(plan.mask), -1)).transpose(1, 2)  # [R, H, C, D]
+    rows: Tensor = x.unflatten(0, (len(plan.mask), -1))
+    return rows.transpose(1, 2)  # [R, H, C, D]

@@ -8,6 +8,9 @@ machine, and there is no backward pass.
 Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

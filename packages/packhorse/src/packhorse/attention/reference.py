@@ -5,6 +5,10 @@ Isolation is obvious, because no call ever gets two sequences. Runs wherever tor
 Shapes: H heads, L tokens of a sequence, D head width.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,7 +40,7 @@ class Reference:
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
     ) -> ReferencePlan:
         """Copy the lengths to the host and build one mask per length."""
-        lengths = packed.lengths.tolist()
+        lengths: list[int] = packed.lengths.tolist()
         masks = {length: _mask(scope, length, packed.ids.device) for length in set(lengths)}
         return ReferencePlan(lengths, masks, dropout)
 

@@ -21,6 +21,11 @@ denominator (FlashAttention-2, Dao 2023, algorithms 1 and 2).
 Shapes: T tokens, S sequences, H heads, D head width.
 """
 
+# Functions that Triton compiles cannot be typed: their arguments are pointers and tiles of its own.
+# pyright: reportUnknownParameterType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUntypedFunctionDecorator=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

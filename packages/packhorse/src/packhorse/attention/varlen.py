@@ -21,7 +21,7 @@ from packhorse.packing.batch import Packed
 
 def _obstacle(device: torch.device) -> str | None:
     try:
-        from torch.nn.attention import varlen  # noqa: F401  (does it exist at all?)
+        from torch.nn.attention import varlen  # noqa: F401  # pyright: ignore[reportUnusedImport]  (does it exist?)
     except ImportError:
         return f"torch {torch.__version__} has no varlen attention"
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):

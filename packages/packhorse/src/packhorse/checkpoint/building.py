@@ -126,7 +126,7 @@ def drop_ignored(tensors: dict[str, Tensor], patterns: Sequence[str]) -> Ignored
 
 def check_encoder(ignored: Ignored, checkpoint: CanonicalCheckpoint) -> None:
     """Raise if a weight of the encoder was ignored."""
-    patterns = []
+    patterns: list[str] = []
     for entry in checkpoint.family.tensors.values():
         for module in modules_of(entry):
             for kind in ("weight", "bias"):
@@ -155,14 +155,20 @@ def ignored_notes(ignored: Ignored) -> tuple[str, ...]:
 class LoadReport:
     """How the tensors of a file compare with those of the model, by their names in the file."""
 
-    missing: dict[str, Shape] = field(default_factory=dict)
-    misshaped: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)  # expected, in file
+    missing: dict[str, Shape] = field(default_factory=dict[str, Shape])
+    misshaped: dict[str, tuple[Shape, Shape]] = field(  # expected, in file
+        default_factory=dict[str, tuple[Shape, Shape]]
+    )
     unknown: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()  # not used, and without effect on any result
-    nonfinite: dict[str, int] = field(default_factory=dict)  # number of such values
-    overflowed: dict[str, int] = field(default_factory=dict)  # finite only in the file's dtype
+    nonfinite: dict[str, int] = field(default_factory=dict[str, int])  # number of such values
+    overflowed: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # finite only in the file's dtype
     # By our name, of its values as float32: one checksum per tensor of the file that it is made of.
-    checksums: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    checksums: dict[str, tuple[str, ...]] = field(
+        default_factory=dict[str, tuple[str, ...]], compare=False
+    )
 
     def mismatches(self) -> list[str]:
         """One line per reason why the tensors do not fit the model."""

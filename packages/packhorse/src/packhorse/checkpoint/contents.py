@@ -22,8 +22,10 @@ class Contents:
     tensors: dict[str, Tensor]  # by foreign name, as stored: TensorFlow's kernels are [in, out]
     config: dict[str, Any] | None = None  # None: the format has none
     # Optimizer state by kind ("m", "v"), under the name of the weight it belongs to.
-    slots: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    left_out: dict[str, int] = field(default_factory=dict)  # slots not read, by the file's kinds
+    slots: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, dict[str, Tensor]])
+    left_out: dict[str, int] = field(
+        default_factory=dict[str, int]
+    )  # slots not read, by the file's kinds
     step: int | None = None  # of training
     notes: tuple[str, ...] = ()  # for the user: what was dequantized, renamed or left out
     gelu: frozenset[str] = frozenset()  # forms in its graph, if there is one: "erf", "tanh"

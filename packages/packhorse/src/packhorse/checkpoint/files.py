@@ -15,12 +15,13 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from packhorse.errors import CheckpointError, InputError
+from packhorse.json_types import is_object
 
 JSON_LIMIT = 4 << 20  # bytes; the largest index of a real model is under 1 MiB
 
@@ -94,7 +95,7 @@ def read_object(folder: Path, name: str, *, optional: bool = False) -> dict[str,
     if optional and not exists(folder, name):
         return {}
     document = read_json(folder, name)
-    if not isinstance(document, dict):
+    if not is_object(document):
         raise CheckpointError(f"{folder / name} holds no JSON object")
     return document
 
@@ -105,7 +106,7 @@ def write_json(folder: Path, name: str, value: Any) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(folder: Path, *, overwrite: bool) -> Generator[Path]:
     """Yield a draft folder, which becomes `folder` if the block succeeds and is deleted otherwise.
 
     An old folder is moved aside before it is deleted: whenever the process is killed, a folder

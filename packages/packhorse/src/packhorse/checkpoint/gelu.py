@@ -124,7 +124,7 @@ def forms_in_meta(prefix: Path) -> tuple[frozenset[str], tuple[str, ...]]:
 
 def forms_in_nodes(data: memoryview, nodes: dict[str, GraphNode], file: BinaryIO) -> frozenset[str]:
     """The forms ("erf", "tanh") that these nodes of `file` compute; empty if none does."""
-    forms = set()
+    forms: set[str] = set()
     is_coefficient: dict[str, bool] = {}  # by constant: a graph's layers may share one
     for node in nodes.values():
         if node.op in ("Erf", "Erfc"):

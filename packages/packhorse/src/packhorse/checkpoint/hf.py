@@ -19,6 +19,7 @@ from packhorse.checkpoint import files, torchbin
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.safetensors import HEADER_LIMIT, TENSOR_LIMIT, read_tensors
 from packhorse.errors import CheckpointError
+from packhorse.json_types import is_object
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -151,8 +152,7 @@ def _read_index(folder: Path, kind: _WeightFormat) -> tuple[dict[str, str], list
     """The shard of every tensor (`weight_map`), and the shards."""
     shard_of = files.read_object(folder, kind.index).get("weight_map")
     path = folder / kind.index
-    is_mapping = isinstance(shard_of, dict)
-    if not is_mapping or not all(isinstance(shard, str) for shard in shard_of.values()):
+    if not is_object(shard_of) or not all(isinstance(shard, str) for shard in shard_of.values()):
         raise CheckpointError(f"{path}: weight_map does not map tensors to files")
     shards = sorted(set(shard_of.values()))
     if len(shard_of) > TENSOR_LIMIT or len(shards) > SHARD_LIMIT:
@@ -198,7 +198,9 @@ def _divide(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one safetensors file with the metadata that transformers expects."""
-    from safetensors.torch import save_file
+    from safetensors.torch import (
+        save_file,  # pyright: ignore[reportUnknownVariableType]  (PathLike without its parameter)
+    )
 
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, path, metadata={"format": "pt"})

@@ -146,7 +146,10 @@ def _sha256(path: Path, size: int, modified: int) -> str:
 
 
 def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import (
+        constants,
+        snapshot_download,  # pyright: ignore[reportUnknownVariableType]  (has untyped parameters)
+    )
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -203,7 +206,9 @@ def _cached(repository: str, revision: str | None, patterns: list[str]) -> Path 
     The cache alone does not show that: another program may have downloaded only some files, for
     example without those that name the pooling.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import (
+        snapshot_download,  # pyright: ignore[reportUnknownVariableType]  (has untyped parameters)
+    )
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     if revision is not None and not COMMIT.fullmatch(revision):

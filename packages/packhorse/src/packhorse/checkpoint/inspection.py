@@ -138,7 +138,7 @@ def _fingerprints(checkpoint: Checkpoint) -> dict[str, Fingerprint]:
 
 
 def _common_parts(fingerprints: Iterable[Fingerprint]) -> dict[str, Any]:
-    parts = next((fingerprint.parts for fingerprint in fingerprints), {})
+    parts = next((fingerprint.parts for fingerprint in fingerprints), dict[str, Any]())
     return {name: value for name, value in parts.items() if name != "dtype"}
 
 
@@ -148,7 +148,7 @@ def _file_config(config: BertConfig) -> dict[str, Any]:
 
 
 def _tensors(tensors: Mapping[str, Tensor], progress: Progress) -> tuple[TensorFacts, ...]:
-    facts = []
+    facts: list[TensorFacts] = []
     for number, (name, tensor) in enumerate(tensors.items(), 1):
         finite = tensor.isfinite().sum() if tensor.is_floating_point() else tensor.numel()
         facts.append(

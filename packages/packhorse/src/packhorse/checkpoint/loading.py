@@ -38,13 +38,15 @@ class Checkpoint:
     max_length: int
     labels: tuple[str, ...] = ()
     problem: str = "single_label"  # or multi_label, regression
-    prompts: dict[str, str] = field(default_factory=dict)
+    prompts: dict[str, str] = field(default_factory=dict[str, str])
     default_prompt: str | None = None
     format: str = "safetensors"
     notes: tuple[str, ...] = ()  # what its reader changed or left out
     report: LoadReport = field(default_factory=LoadReport, repr=False)
     gelu: Gelu = field(default_factory=Gelu)
-    raw: dict[str, Any] = field(default_factory=dict, repr=False)  # the configuration as read
+    raw: dict[str, Any] = field(
+        default_factory=dict[str, Any], repr=False
+    )  # the configuration as read
     layout: SentenceLayout | None = field(default=None, repr=False)
 
 

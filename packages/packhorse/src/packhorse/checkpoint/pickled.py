@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -70,11 +70,11 @@ class _Machine:
     next: int = 0  # offset of the byte to read next
     operation: int = 0  # offset of the current operation
     frame_end: int = 0
-    stack: list[Any] = field(default_factory=list)
-    marks: list[int] = field(default_factory=list)
-    memo: list[Any] = field(default_factory=list)
-    storages: dict[str, Storage] = field(default_factory=dict)
-    views: list[View] = field(default_factory=list)
+    stack: list[Any] = field(default_factory=list[Any])
+    marks: list[int] = field(default_factory=list[int])
+    memo: list[Any] = field(default_factory=list[Any])
+    storages: dict[str, Storage] = field(default_factory=dict[str, Storage])
+    views: list[View] = field(default_factory=list[View])
 
     def take(self, count: int) -> bytes:
         """The next bytes of the pickle."""
@@ -126,9 +126,18 @@ def brief(text: str) -> str:
     return repr(text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + "…")
 
 
+def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
+    return type(value) is tuple
+
+
 def _describe(value: Any) -> str:
     """The kind of a value for a message; the value itself may be huge."""
-    kinds = {Pairs: "a dictionary", View: "a tensor", _Function: "a name", _StorageType: "a name"}
+    kinds: dict[type[Any], str] = {
+        Pairs: "a dictionary",
+        View: "a tensor",
+        _Function: "a name",
+        _StorageType: "a name",
+    }
     return kinds.get(type(value), f"a {type(value).__name__.lower()}")
 
 
@@ -273,7 +282,7 @@ def _stack_global(machine: _Machine, _: None) -> None:
 
 def _reduce(machine: _Machine, _: None) -> None:
     function, arguments = machine.pop(2)
-    if type(function) is not _Function or type(arguments) is not tuple:
+    if type(function) is not _Function or not _is_tuple(arguments):
         raise CheckpointError(f"{_describe(function)} is called with {_describe(arguments)}")
     machine.stack.append(function.call(machine, arguments))
 
@@ -289,7 +298,7 @@ def _build(machine: _Machine, _: None) -> None:
 def _storage(machine: _Machine, _: None) -> None:
     """A persistent id: ("storage", type, key, device, number of elements)."""
     [fields] = machine.pop(1)
-    if type(fields) is not tuple or [type(f) for f in fields] != [str, _StorageType, str, str, int]:
+    if not _is_tuple(fields) or [type(f) for f in fields] != [str, _StorageType, str, str, int]:
         raise CheckpointError("it describes no storage")
     tag, kind, key, _device, count = fields
     # The key becomes a part of a record's name, `data/KEY`.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from packhorse.checkpoint import files
 from packhorse.errors import CheckpointError
+from packhorse.json_types import is_list, is_object
 
 HEADER_LIMIT = 4 << 20  # bytes; a header of ten thousand tensors has 1 MB
 RANK_LIMIT = 8  # dimensions in `shape`
@@ -112,11 +113,13 @@ def _parse_header(text: bytes) -> list[_HeaderEntry]:
     if not text.startswith(b"{"):
         raise CheckpointError("the header is no JSON object")
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        header: dict[str, Any] = json.loads(
+            text.decode("utf-8"), object_pairs_hook=_without_duplicates
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the header is not valid JSON: {error}") from error
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+    if not is_object(metadata) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError("the header's __metadata__ does not map names to texts")
     entries = [_parse_entry(name, fields) for name, fields in header.items()]
     return sorted(entries, key=lambda entry: (entry.begin, entry.end))
@@ -131,7 +134,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_entry(name: str, fields: Any) -> _HeaderEntry:
-    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data_offsets"}:
+    if not is_object(fields) or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{name!r} is not described by dtype, shape and data_offsets")
     dtype = fields["dtype"]
     shape = fields["shape"]
@@ -156,7 +159,7 @@ def _parse_entry(name: str, fields: Any) -> _HeaderEntry:
 
 def _are_counts(values: Any) -> bool:
     # `type(...) is int`, because JSON's true and false are bools, which are ints to isinstance.
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    return is_list(values) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
 def _read_tensor(file: BinaryIO, start: int, entry: _HeaderEntry) -> Tensor:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from packhorse.checkpoint import files, hf
 from packhorse.errors import CheckpointError
+from packhorse.json_types import is_list, is_object
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed
 from packhorse.model.pooling import POOLINGS
@@ -106,8 +107,8 @@ class SentenceLayout:
     include_prompt: bool = True
     layers: tuple[SentenceLayer, ...] = ()
     normalize: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-    transformer_settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict[str, Any])
+    transformer_settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def max_length(self) -> Any:
@@ -164,9 +165,9 @@ def read(folder: Path) -> SentenceLayout | None:
 def _read_modules(folder: Path) -> list[tuple[str, str]]:
     """Kind and folder of each module."""
     document = files.read_json(folder, MODULES)
-    modules = []
-    for module in document if isinstance(document, list) else [document]:
-        fields = module if isinstance(module, dict) else {"type": "", "path": ""}
+    modules: list[tuple[str, str]] = []
+    for module in document if is_list(document) else [document]:
+        fields = module if is_object(module) else {"type": "", "path": ""}
         kind = fields.get("type")
         package, _, name = str(kind).rpartition(".")
         if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
@@ -181,10 +182,10 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
 def _read_pooling(folder: Path, path: str) -> tuple[tuple[str, ...], bool]:
     """The modes, and whether the tokens of a prompt are pooled."""
     raw = files.read_object(files.inside(folder, path), "config.json")
-    modes = raw.get("pooling_mode")
-    if modes is None:
+    named: Any = raw.get("pooling_mode")
+    modes: list[Any] = named if is_list(named) else [named]
+    if named is None:
         modes = [mode for flag, mode in POOLING_FLAGS.items() if raw.get(flag)] or ["mean"]
-    modes = modes if isinstance(modes, list) else [modes]
     for mode in modes:
         if not isinstance(mode, str) or mode not in POOLINGS:
             raise CheckpointError(
@@ -271,10 +272,9 @@ def _check_lowercasing(layout: SentenceLayout) -> None:
 
 def prompts(settings: Mapping[str, Any]) -> tuple[dict[str, str], str | None]:
     """The prompts to put before a text by name, and the name of the default one."""
-    texts = settings.get("prompts") or {}
+    texts: Any = settings.get("prompts") or dict[str, str]()
     default = settings.get("default_prompt_name")
-    is_mapping = isinstance(texts, dict)
-    if not is_mapping or not all(isinstance(text, str | None) for text in texts.values()):
+    if not is_object(texts) or not all(isinstance(text, str | None) for text in texts.values()):
         raise CheckpointError(f"{SETTINGS}: prompts do not map names to texts")
     texts = {name: text or "" for name, text in texts.items()}
     if default is not None and default not in list(texts):
@@ -348,7 +348,11 @@ def write(
 
 
 def _kind_of(stage: nn.Module) -> str:
-    kinds = {Dense: "Dense", VectorNorm: "LayerNorm", nn.Dropout: "Dropout"}
+    kinds: dict[type[nn.Module], str] = {
+        Dense: "Dense",
+        VectorNorm: "LayerNorm",
+        nn.Dropout: "Dropout",
+    }
     return kinds.get(type(stage), "Normalize")
 
 
@@ -370,7 +374,8 @@ def _write_layer(folder: Path, stage: nn.Module) -> None:
         settings = {
             "in_features": stage.inputs,
             "out_features": stage.outputs,
-            "bias": stage.linear.bias is not None,
+            # torch declares a bias that is always there.
+            "bias": stage.linear.bias is not None,  # pyright: ignore[reportUnnecessaryComparison]
             "activation_function": f"{package}.{stage.activation_name}",
         }
         if stage.adds_input:

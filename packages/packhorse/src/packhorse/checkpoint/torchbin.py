@@ -129,7 +129,7 @@ def _read_directory(file: BinaryIO) -> dict[str, _Record]:
     """All records by name."""
     start, size, count = _find_directory(file)
     directory = _at(file, start, size)
-    records = []
+    records: list[_Record] = []
     offset = 0
     for _ in range(count):
         entry, length = _parse_record(directory, offset, start + offset)
@@ -223,7 +223,7 @@ def _from_zip64(extra: bytes, at: int, *numbers: int) -> list[int]:
         kind, length = struct.unpack_from("<2H", extra, offset)
         field = extra[offset + 4 : offset + 4 + length] if kind == ZIP64 else b""
         offset += 4 + length
-    values = []
+    values: list[int] = []
     for number in numbers:
         if number != LARGE:
             values.append(number)

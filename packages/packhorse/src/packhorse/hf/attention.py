@@ -15,6 +15,10 @@ layers) run on the kernels that support them. The encoders of transformers use t
 Shapes: B rows, L columns, H heads, D head width, T tokens.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -14,6 +14,9 @@ would number the padded batch. Boundaries have the names that transformers uses.
 Shapes: T tokens, S sequences, L columns of a padded batch.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

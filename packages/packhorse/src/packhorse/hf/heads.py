@@ -14,6 +14,10 @@ And hidden states are zero in padding.
 Shapes: T tokens, S sequences, L the longest, E hidden width.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -60,7 +64,8 @@ def packed(model: AModel) -> AModel:
     _check(model)
     head = head_of(model)
     model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+    # transformers has no public name for it.
+    if model.config._attn_implementation != NAME:  # pyright: ignore[reportPrivateUsage]
         raise InputError(unknown_family(model.config.model_type))
     _hook(model.base_model, _in_rows if head.rows else _pooled)
     if _class_ending(model) == "ForQuestionAnswering":
@@ -110,7 +115,8 @@ def _check(model: Any) -> None:
 
 
 def _hook(module: nn.Module, hook: Any) -> None:
-    if hook not in module._forward_hooks.values():
+    # torch has no public list of hooks.
+    if hook not in module._forward_hooks.values():  # pyright: ignore[reportPrivateUsage]
         module.register_forward_hook(hook, with_kwargs=True)
 
 

@@ -19,6 +19,10 @@ let tokens of one text see another, and nobody would notice.
 Shapes: T tokens, S sequences, B rows, L columns of a padded batch.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import inspect
@@ -131,7 +135,7 @@ def _read(bounds: Tensor) -> SequenceLayout:
             f"{BOUNDARIES} must be a flat tensor of integers, not of shape {list(bounds.shape)} "
             f"and {bounds.dtype}"
         )
-    ends = bounds.tolist()
+    ends: list[int] = bounds.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
     if not lengths or ends[0] or min(lengths) < 0:
         raise InputError(f"{BOUNDARIES} must begin at 0, never fall and have at least two numbers")
@@ -154,7 +158,8 @@ def add_boundary_hooks(model: Any) -> None:
         if isinstance(part, PreTrainedModel):
             hook = AddBoundaries(tuple(inspect.signature(part.forward).parameters))
             # Equal hooks compare equal, being dataclasses: a second call adds none.
-            if hook not in part._forward_pre_hooks.values():
+            # torch has no public list of hooks.
+            if hook not in part._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 part.register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -25,6 +25,12 @@ group option `age`, which is absent otherwise.
 
 m and v (and `master`, if enabled) are fp32 for half-precision parameters, fp64 for fp64.
 """
+
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+# Its functions over lists of tensors, which its own optimizers use, have private names only.
+# pyright: reportPrivateUsage=false
 # pyright: reportPrivateImportUsage=false
 # torch's own optimizers are built from these functions, which have no public names.
 

@@ -17,6 +17,10 @@ only one code path. `places` tells which of the S sequences are the caller's.
 Shapes: T tokens, S sequences (dummies included), N sequences of the caller, L tokens of one.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -255,7 +259,7 @@ class Packed:
         `per_token` is [T, …], or [n, …] if it holds only the n tokens `at` (ascending indices).
         """
         bounds = self.cu_seqlens if at is None else torch.searchsorted(at, self.cu_seqlens)
-        ends = bounds.tolist()
+        ends: list[int] = bounds.tolist()
         return [per_token[ends[place] : ends[place + 1]] for place in self.places]
 
     def pick(self, per_sequence: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import (
+    default_collate,  # pyright: ignore[reportUnknownVariableType]  (takes a bare list)
+)
 
 from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
@@ -45,7 +47,7 @@ class SequenceCollator:
             self._check(example, examples[0], index)
         columns = {name: [example[name] for example in examples] for name in examples[0]}
         packed = Packed.build(columns.pop(self.ids))
-        fields = {}
+        fields: dict[str, Any] = {}
         for name, values in columns.items():
             try:
                 fields[name] = packed.join(values) if name in self.per_token else _stack(values)
@@ -55,7 +57,7 @@ class SequenceCollator:
         return packed, fields
 
     def _check(self, example: Any, first: Mapping[str, Any], index: int) -> None:
-        if not isinstance(example, Mapping):
+        if not _is_mapping(example):
             raise InputError(
                 f"example {index} is a {type(example).__name__}, not a dictionary; for examples of"
                 " token ids alone use collate_fn=Packed.build"
@@ -64,6 +66,10 @@ class SequenceCollator:
             if name not in example:
                 fields = ", ".join(map(repr, example))
                 raise InputError(f"example {index} has no field {name!r}; it has {fields}")
+
+
+def _is_mapping(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping)
 
 
 def _stack(values: list[Any]) -> Tensor | Any:

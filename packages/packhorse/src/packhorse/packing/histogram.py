@@ -209,7 +209,7 @@ def assign(plan: PackingPlan, lengths: Sequence[int] | np.ndarray, seed: int = 0
     kind = rng.permutation(np.repeat(np.arange(len(sizes)), [count for _, count in plan.packs]))
     offsets = np.concatenate([[0], np.cumsum(sizes[kind])])
     # The length that each place asks for, pack after pack: [sequences].
-    within_pack = np.arange(offsets[-1]) - np.repeat(offsets[:-1], sizes[kind])
+    within_pack = np.arange(int(offsets[-1])) - np.repeat(offsets[:-1], sizes[kind])
     pack_lengths = np.concatenate([pack for pack, _ in plan.packs])
     first = np.cumsum(sizes) - sizes  # where each kind begins in `pack_lengths`
     places = pack_lengths[np.repeat(first[kind], sizes[kind]) + within_pack]

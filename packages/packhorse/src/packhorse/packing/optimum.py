@@ -30,6 +30,10 @@ sums that are compared go through `exact_dot`: a BLAS dot product rounds differe
 processors.
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import math
@@ -214,7 +218,7 @@ def solve(slots: Columns, demand: np.ndarray) -> tuple[np.ndarray, np.ndarray] |
     lengths, strategies = slots.shape
     # Column i moves one slot of length i to the next shorter length.
     hand_down = eye_array(lengths, lengths - 1, k=-1) - eye_array(lengths, lengths - 1)
-    solution = linprog(
+    solution: Any = linprog(
         np.concatenate([np.ones(strategies), np.zeros(lengths - 1)]),
         A_ub=-hstack([slots, hand_down], format="csc"),
         b_ub=-demand,

@@ -12,6 +12,10 @@ are as published, for comparison; `optimum` is the one to use.
   columns at a time: the same minimum as with all at once, five times faster.
 """
 
+# scipy has no types.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
@@ -126,7 +130,7 @@ def fill(
     """
     remaining = dict(present(histogram))
     waiting = list(remaining)  # lengths that still have sequences, ascending
-    packs = []
+    packs: list[Pack] = []
     for slots, uses in strategies:
         while uses and (content := pack_content(slots, waiting, remaining, shorter)):
             # As many packs of this content as the remaining sequences allow.
@@ -167,7 +171,7 @@ def nnlshp(histogram: np.ndarray, capacity: int, depth: int) -> list[Pack]:
     column = np.repeat(np.arange(len(strategies)), [len(slots) for slots in strategies])
     row = np.concatenate(strategies) - 1
     shape = (capacity, len(strategies))
-    slots = coo_array((np.ones(len(row)), (row, column)), shape=shape).tocsc()
+    slots: Any = coo_array((np.ones(len(row)), (row, column)), shape=shape).tocsc()
     weight = np.where(np.arange(capacity) < SHORT_LENGTH, SHORT_WEIGHT, 1.0)
     uses = least_squares((slots * weight[:, None]).tocsc(), weight * histogram)
     uses = np.rint(uses).astype(np.int64)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -255,7 +255,7 @@ class Admission:
         self._room = threading.Condition(self._lock)  # patient requests wait here
 
     @contextmanager
-    def check_capacity(self) -> Iterator[None]:
+    def check_capacity(self) -> Generator[None]:
         """Raise `Overloaded` if nothing would be admitted; count a request while it is tokenized.
 
         So the requests that are being tokenized, which are not admitted yet, are bounded as well.

@@ -68,8 +68,8 @@ class Encoder:
     similarity_fn_name: str = "cosine"
     truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
     # Of weights and configuration; empty if the encoder was not opened by `load`.
-    digests: dict[str, str] = field(default_factory=dict, repr=False)
-    warned: set[str] = field(default_factory=set, repr=False, compare=False)  # see `sentences`
+    digests: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    warned: set[str] = field(default_factory=set[str], repr=False, compare=False)  # see `sentences`
 
     # The interface of sentence-transformers, and what MTEB's runner needs besides.
     encode = sentences.encode

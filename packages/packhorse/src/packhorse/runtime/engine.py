@@ -36,7 +36,7 @@ from concurrent.futures import InvalidStateError
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -334,7 +334,7 @@ def _chain(error: BaseException) -> list[BaseException]:
         chain[id(link)] = link
         pending += [link.__cause__, link.__context__]
         if isinstance(link, BaseExceptionGroup):
-            pending += link.exceptions
+            pending += cast("BaseExceptionGroup[BaseException]", link).exceptions
     return list(chain.values())
 
 

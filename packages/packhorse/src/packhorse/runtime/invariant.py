@@ -17,6 +17,10 @@ tokens per batch; another number of threads is tried like a size, and refused if
 Shapes: T tokens, S sequences, E hidden width.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -241,7 +245,7 @@ class FixedShapes:
 
 def _parts(packed: Packed, limit: int) -> Iterator[Packed]:
     """Yield the batch as one flat part, or cut between sequences if it exceeds `limit` tokens."""
-    ends = packed.cu_seqlens.tolist()
+    ends: list[int] = packed.cu_seqlens.tolist()
     first = 0
     for last in range(1, len(ends)):
         if last + 1 == len(ends) or ends[last + 1] - ends[first] > limit:
@@ -267,7 +271,9 @@ def _first_layers(bert: Bert) -> Bert:
     A shallow copy, because the model itself may be running in another thread.
     """
     short = copy(bert)
-    modules = {**bert._modules, "layers": bert.layers[:LAYERS]}
+    # torch has no public name for modules that may be None.
+    children = bert._modules  # pyright: ignore[reportPrivateUsage]
+    modules = {**children, "layers": bert.layers[:LAYERS]}
     short.__dict__ |= {"_modules": modules, "local": bert.local[:LAYERS]}
     return short
 

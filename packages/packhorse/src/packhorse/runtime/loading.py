@@ -180,7 +180,7 @@ def _trial(encoder: Encoder, rounds: int = 3) -> tuple[float, np.ndarray]:
     encodings = encoder.tokenizer.encode(SAMPLE * 8, encoder.max_length)
     head = "embed" if "embed" in encoder.heads else "hidden"
     rows = [row for (row,) in encoder.run(encodings, head)]
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
         encoder.run(encodings, head)

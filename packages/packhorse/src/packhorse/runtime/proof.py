@@ -8,7 +8,7 @@ cross the boundaries. The tests use it on small models, `packhorse prove` on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,7 +174,7 @@ class Prover:
         )
 
     @contextmanager
-    def _nan_token(self) -> Iterator[int]:
+    def _nan_token(self) -> Generator[int]:
         """Embed the vocabulary's last token as NaN; no synthetic sequence contains it."""
         token = self.config.vocab_size - 1
 

@@ -177,7 +177,8 @@ class PackRunner:
         """Return all answers, in order; wait for room instead of raising `Overloaded`."""
         self._check_process()
         texts = as_texts(texts)
-        texts = texts if isinstance(texts, Sequence) else list(texts)
+        if not isinstance(texts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+            texts = list(texts)  # users pass any iterable
         futures: list[Future[Any]] = []
         try:
             # In chunks, so that the engine runs the first while the rest is tokenized.

@@ -10,10 +10,14 @@ The functions are methods of `Encoder`, which takes them over as they are. This 
 encoder only by the protocol `SentenceModel`.
 """
 
+# torch leaves some of its functions untyped (from_numpy, tolist, split …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -167,8 +171,8 @@ def encode_document(
 def similarity(self: SentenceModel, embeddings1: Vectors, embeddings2: Vectors) -> Tensor:
     """Return the model's similarity of all first to all second vectors, [n1, n2]."""
     first, second = _comparable(self.similarity_fn_name, embeddings1, embeddings2)
-    first = torch.atleast_2d(first)
-    second = torch.atleast_2d(second)
+    first: Tensor = torch.atleast_2d(first)
+    second: Tensor = torch.atleast_2d(second)
     if power := DISTANCES.get(self.similarity_fn_name):
         return -torch.cdist(first, second, p=power)
     return first @ second.T
@@ -298,7 +302,7 @@ def _warn_once(model: SentenceModel, message: str) -> None:
 
 
 @contextmanager
-def _progress_bar(shown: bool) -> Iterator[Progress | None]:
+def _progress_bar(shown: bool) -> Generator[Progress | None]:
     """Show progress on stderr, if it is to be shown."""
     if not shown:
         yield None

@@ -16,6 +16,7 @@ A special token that is spelled out in the text is text: a corpus must not be ab
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from itertools import compress, count
 from typing import TYPE_CHECKING, Any, final
 
@@ -42,9 +43,8 @@ class BulkTokenizer:
     """A tokenizer with a cache of words. Not to be shared between threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_cached_words: int = MAX_CACHED_WORDS) -> None:
-        from tokenizers import Tokenizer as Library
 
-        self._library = Library.from_str(tokenizer._library.to_str())
+        self._library = tokenizer.copy_library()
         self._library.encode_special_tokens = True
         self._model = self._library.model
         self._vocabulary = self._library.get_vocab(with_added_tokens=False)
@@ -130,7 +130,7 @@ class _TokenCache:
     def __init__(self, tokenize: Callable[[list[str]], FlatTokens], dtype: type) -> None:
         self._tokenize = tokenize
         self._numbers: dict[str, int] = {}  # of a string, in order of arrival
-        self._tokens = np.zeros(0, dtype)  # of all strings, concatenated
+        self._tokens: np.ndarray = np.zeros(0, dtype)  # of all strings, concatenated
         self._begins = np.zeros(1, np.int64)  # of string i, and the end
 
     def __len__(self) -> int:
@@ -173,7 +173,8 @@ def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
 
 def _arrow() -> Any:
     try:
-        import pyarrow.compute
+        arrow = import_module("pyarrow")
+        import_module("pyarrow.compute")  # which pyarrow itself does not import
     except ImportError as error:
         raise MissingExtra("pyarrow", "data") from error
-    return pyarrow
+    return arrow

@@ -9,12 +9,13 @@ Follows BERT's WordPiece (Devlin et al. 2018) and the `tokenizer.json` format of
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.errors import CheckpointError, PackhorseError
+from packhorse.json_types import is_object
 
 if TYPE_CHECKING:
     # The class of the `tokenizers` library. Ours, which is built around it, has the same name; so
@@ -37,7 +38,7 @@ MAX_FILE_BYTES = 1 << 27  # the largest vocabularies in use are a quarter of thi
 
 
 @contextmanager
-def wrap_errors(kind: type[PackhorseError], problem: str) -> Iterator[None]:
+def wrap_errors(kind: type[PackhorseError], problem: str) -> Generator[None]:
     """Raise errors of the library as `kind`; its Rust panics are not even an `Exception`."""
     try:
         yield
@@ -95,7 +96,7 @@ def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
     text = read_text(path)
     with wrap_errors(CheckpointError, f"{path}: not JSON"):
         parsed = json.loads(text, object_pairs_hook=check)
-    if not isinstance(parsed, dict):
+    if not is_object(parsed):
         raise CheckpointError(f"{path}: holds a {type(parsed).__name__}, not a JSON object")
     return text, parsed
 
@@ -103,7 +104,7 @@ def parse_object(path: Path) -> tuple[str, dict[str, Any]]:
 def spellings(role: str, config: dict[str, Any]) -> tuple[str, ...]:
     """The possible spellings of a special token; that of the configuration, if any, is first."""
     value = config.get(f"{role}_token")
-    value = value.get("content") if isinstance(value, dict) else value
+    value = value.get("content") if is_object(value) else value
     return (value, *SPELLINGS[role]) if isinstance(value, str) else SPELLINGS[role]
 
 
@@ -138,9 +139,9 @@ def is_cased(path: Path) -> bool:
 def wordpiece_vocabulary(path: Path) -> list[str]:
     """A WordPiece `tokenizer.json` as the lines of a `vocab.txt`; empty if it is not WordPiece."""
     model = parse_object(path)[1].get("model")
-    if not isinstance(model, dict) or model.get("type") != "WordPiece":
+    if not is_object(model) or model.get("type") != "WordPiece":
         return []
-    numbered = {number: word for word, number in model["vocab"].items()}
+    numbered: dict[int, str] = {number: word for word, number in model["vocab"].items()}
     return [numbered[n] for n in range(len(numbered))] if max(numbered) < len(numbered) else []
 
 
@@ -162,7 +163,7 @@ def _from_vocabulary(path: Path, config: dict[str, Any]) -> "Library":
     )
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
     library.decoder = tokenizers.decoders.WordPiece()
-    library.add_special_tokens(special)
+    library.add_special_tokens(special)  # pyright: ignore[reportUnknownMemberType]  (a bare list)
     return library
 
 

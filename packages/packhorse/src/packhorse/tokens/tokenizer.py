@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, final, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final, get_args
 
 import numpy as np
 
 from packhorse.errors import CheckpointError, InputError
+from packhorse.json_types import is_object
 from packhorse.tokens.files import (
     find_tokenizer_file,
     open_library,
@@ -142,6 +143,10 @@ class Tokenizer:
             max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
         digest = _digest(rules, templates)
         return cls(size, max_length, *ids, digest=digest, _library=library, _templates=templates)
+
+    def copy_library(self) -> "Library":
+        """A tokenizer of the `tokenizers` library with these rules, which may be changed."""
+        return type(self._library).from_str(self._library.to_str())
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
@@ -297,13 +302,18 @@ def _checked(texts: Sequence[Text]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for i, text in enumerate(texts):
         row = (text,) if isinstance(text, str) else text
-        pair = isinstance(row, tuple | list) and len(row) == 2
-        if not (isinstance(text, str) or (pair and all(isinstance(part, str) for part in row))):
+        if not (isinstance(text, str) or _is_pair(row)):
             raise InputError(f"text {i} is neither a string nor a pair of strings: {text!r:.80}")
         if any(map(SURROGATE.search, row)):
             raise InputError(f"text {i} is not Unicode: it has half of a surrogate pair; remove it")
         rows.append(tuple(row))
     return rows
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether a user's input is two strings, whatever its type says."""
+    parts = cast("Sequence[object]", value) if isinstance(value, tuple | list) else ()
+    return len(parts) == 2 and all(isinstance(part, str) for part in parts)
 
 
 def _cut(text: str, limit: int, chars: int) -> _Cut:
@@ -380,7 +390,7 @@ def _digest(rules: dict[str, Any], templates: tuple[_Template, _Template]) -> st
     """
     decisive = {name: rules.get(name) for name in ("model", "normalizer", "pre_tokenizer")}
     vocabulary = rules["model"].get("vocab")
-    if isinstance(vocabulary, dict):
+    if is_object(vocabulary):
         # In the order of ids: sorting the keys of 30,000 words takes ten times as long.
         words = sorted(vocabulary, key=vocabulary.__getitem__)
         ids = sorted(vocabulary.values())

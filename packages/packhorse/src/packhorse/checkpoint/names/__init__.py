@@ -309,7 +309,7 @@ def resize(
         raw[keys["max_positions"]] = max_positions + before.position_offset
     result = replace(checkpoint, raw=raw)
     config(result)  # refuses sizes beyond BertConfig's bounds before anything is allocated
-    changes = []
+    changes: list[str] = []
     if max_positions is not None and "bert.embed.positions" not in checkpoint.family.tensors:
         _check_rotary(before.max_positions, max_positions)
     elif max_positions is not None:  # before the words, which are never refused
@@ -333,7 +333,7 @@ def _check_rotary(trained: int, size: int) -> None:
 
 
 def _resize_words(checkpoint: CanonicalCheckpoint, size: int) -> list[str]:
-    changes = []
+    changes: list[str] = []
     tables = ("bert.embed.words.weight", "heads.mlm.decoder.weight", "heads.mlm.decoder.bias")
     for name in (source(key, checkpoint.family) for key in tables):
         tensor = checkpoint.tensors.get(name)

@@ -18,6 +18,7 @@ from packhorse.checkpoint.names.families import (
     family_of,
 )
 from packhorse.errors import CheckpointError
+from packhorse.json_types import is_list
 from packhorse.model.config import BertConfig
 
 # Key of the configuration → a tensor's name after any prefix, and the axis of that size.
@@ -45,7 +46,12 @@ def understand(raw: Mapping[str, Any]) -> BertConfig:
     for name in ("norm_eps", "dropout"):
         if name in configured and type(configured[name]) not in (int, float):
             raise CheckpointError(f"config: {keys[name]} {configured[name]!r} is not a number")
-    values = {"activation": "gelu", **family.defaults, **configured, **family.settings(raw)}
+    values: dict[str, Any] = {
+        "activation": "gelu",
+        **family.defaults,
+        **configured,
+        **family.settings(raw),
+    }
     for name in ACTIVATION_FIELDS & keys.keys() & values.keys():
         values[name] = _activation(keys[name], values[name])
     if family.heads_by_class:
@@ -77,8 +83,8 @@ def _positions_after_padding(raw: Mapping[str, Any], family: Family, rows: Any) 
 def architectures(raw: Mapping[str, Any], family: Family) -> list[str]:
     """The classes that a configuration names; raises unless all of them run here."""
     known = family.architectures
-    named = raw.get("architectures") or []
-    classes = named if isinstance(named, list) else [named]
+    named: Any = raw.get("architectures", [])
+    classes = (named if is_list(named) else [named]) if named else []
     for name in classes:
         if not isinstance(name, str) or name not in known:
             raise CheckpointError(
@@ -90,9 +96,10 @@ def architectures(raw: Mapping[str, Any], family: Family) -> list[str]:
 
 def named_labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
     """The labels that a configuration names; empty if it names none."""
-    named = raw.get("id2label") or {}
+    named: Any = raw.get("id2label")
     try:
-        numbered = sorted((int(number), str(label)) for number, label in named.items())
+        items = named.items() if named else ()
+        numbered = sorted((int(number), str(label)) for number, label in items)
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError("config: id2label does not map numbers to names") from error
     if [number for number, _ in numbered] != list(range(len(numbered))):

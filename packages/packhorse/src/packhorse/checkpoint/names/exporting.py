@@ -85,7 +85,7 @@ def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
 
 def _export_tensors(state: Mapping[str, Tensor], family: Family, tied: bool) -> dict[str, Tensor]:
     templates = table(family, tied)
-    result = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         parts = sources(name, templates)
         result.update(zip(parts, tensor.chunk(len(parts)), strict=True))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packhorse.errors import CheckpointError
+from packhorse.json_types import is_list, is_object
 
 Entry = str | tuple[str, ...]  # one foreign module, or several to concatenate
 Table = Mapping[str, Entry]  # our module → foreign modules
@@ -35,7 +36,7 @@ class Family:
     architectures: dict[str, tuple[str, ...]]  # class of transformers → the heads it must have
     harmless: re.Pattern[str]  # tensors that may be present, are not used and change no result
     # Fields of BertConfig that differ from BERT's and that no key of the configuration gives.
-    defaults: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict[str, Any])
     second_bias: str | None = None  # another name for the bias of the word scores
     after_padding: bool = False  # positions are numbered from `pad_token_id` + 1
     padding: int | None = None  # the padding id, where the family's code ignores the configured one
@@ -318,11 +319,11 @@ def _modernbert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _local_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     layers = _count(raw, "num_hidden_layers", 0, 1000)
-    kinds = raw.get("layer_types")
+    kinds: Any = raw.get("layer_types")
     if kinds is None:
         interval = _count(raw, "global_attn_every_n_layers", 3, 1000)
         return tuple(number for number in range(layers) if number % interval)
-    if not isinstance(kinds, list) or len(kinds) != layers:
+    if not is_list(kinds) or len(kinds) != layers:
         raise CheckpointError(f"config: layer_types does not name the kind of {layers} layers")
     for kind in kinds:
         if not isinstance(kind, str) or kind not in LAYER_TYPES:
@@ -334,9 +335,9 @@ def _local_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _rotary_base(raw: Mapping[str, Any], kind: str) -> float:
     """The base of the rotary angles of one kind of layer; scaled angles are refused."""
-    tables = raw.get("rope_parameters") or {}
-    table = (tables.get(kind) if isinstance(tables, dict) else tables) or {}
-    scaled = raw.get("rope_scaling") or not isinstance(table, dict) or set(table) - ROPE_KEYS
+    tables: Any = raw.get("rope_parameters") or {}
+    table: Any = (tables.get(kind) if is_object(tables) else tables) or {}
+    scaled = raw.get("rope_scaling") or not is_object(table) or set(table) - ROPE_KEYS
     if scaled or {table.get("rope_type"), table.get("type")} - {None, "default"}:
         setting = raw.get("rope_scaling") or table
         raise CheckpointError(f"config: rotary positions of {setting!r} are not supported")

@@ -60,7 +60,7 @@ def from_tensorflow(
 
 def to_tensorflow(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names of TensorFlow's variables, kernels as transposed views."""
-    result = {}
+    result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         variable, transposed = variable_name(name)
         result[variable] = tensor.T if transposed else tensor

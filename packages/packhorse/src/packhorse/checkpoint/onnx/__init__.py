@@ -73,7 +73,7 @@ def sniff(path: Path) -> bool:
     """Does a file begin like a ModelProto: with its ir_version, and with a graph in field 7?"""
     if not path.is_file():
         return False
-    numbers = []
+    numbers: list[int] = []
     try:
         with files.open_file(path.parent, path.name) as file:
             head = file.read(PAGE)

@@ -110,7 +110,7 @@ class MessageFile:
         return self.size
 
     def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, slice):
+        if not isinstance(key, int):
             return self.bytes(key.start, min(key.stop, self.size))
         if not self.page_begin <= key < self.page_begin + len(self.page):
             self.page_begin = key - key % PAGE

@@ -174,7 +174,7 @@ def _reached(nodes: dict[str, GraphNode], names: Iterable[str]) -> set[str]:
 
 def _variables(nodes: dict[str, GraphNode]) -> dict[str, str]:
     """Node → variable, for the variables themselves and the nodes that pass their handle on."""
-    receivers = defaultdict(list)
+    receivers: defaultdict[str, list[str]] = defaultdict(list)
     for node in nodes.values():
         for reference in node.inputs if node.op in CARRIERS else ():
             if not reference.startswith("^"):
@@ -201,8 +201,8 @@ def _entries(
     # SaverDef.restore_op_name
     field = graphdef.single(data, (saver.begin, saver.end), {3}).get(3) if saver else None
     restore = wire.text(data, field) if field else ""
-    entries = {}
-    texts = {}
+    entries: dict[str, tuple[str, str]] = {}
+    texts: dict[str, list[list[str]]] = {}
     for name in _reached(nodes, [restore]) if restore in nodes else ():
         node = nodes[name]
         if node.op not in ("Assign", "AssignVariableOp") or len(node.inputs) < 2:

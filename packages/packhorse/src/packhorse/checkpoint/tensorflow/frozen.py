@@ -185,7 +185,7 @@ def _find(
 
 def _constants(data: memoryview, nodes: Iterable[GraphNode]) -> dict[str, StoredConstant]:
     """The constants of floating point with at least one dimension, by name."""
-    constants = {}
+    constants: dict[str, StoredConstant] = {}
     for node in nodes:
         if node.op != "Const":
             continue

@@ -190,7 +190,7 @@ def nodes(data: wire.Buffer, begin: int, end: int) -> dict[str, GraphNode]:
 
 def _node(data: wire.Buffer, message: wire.Field) -> GraphNode:
     name = op = ""
-    inputs = []
+    inputs: list[str] = []
     for field in wire.fields(data, message.begin, message.end):
         if field.number == 1:
             name = wire.text(data, field)
@@ -290,7 +290,7 @@ def stored(data: wire.Buffer, attribute: Span, node_dtype: int) -> StoredConstan
 
 def shape(data: wire.Buffer, field: wire.Field | None) -> tuple[int, ...]:
     """The sizes in a TensorShapeProto; raises if one is unknown (-1)."""
-    sizes = []
+    sizes: list[int] = []
     for inner in wire.fields(data, field.begin, field.end) if field else ():
         if inner.number == 3 and inner.value:  # unknown_rank
             raise CheckpointError(f"byte {inner.begin}: a tensor of unknown rank")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -234,7 +234,7 @@ def _read_data(
     folder = prefix.parent
     numbers = sorted({part.shard for entry in entries for part in entry.ranges})
     with ExitStack() as stack:
-        shards = {}
+        shards: dict[int, _Shard] = {}
         for number in numbers:
             name = f"{prefix.name}.data-{number:05}-of-{count:05}"
             file = stack.enter_context(files.open_file(folder, name))
@@ -244,7 +244,7 @@ def _read_data(
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Generator[None]:
     """Put the path of the file that is read before its errors."""
     try:
         yield
@@ -345,7 +345,7 @@ def _fill(job: _ReadJob) -> None:
             )
 
 
-def _chunks(memory: np.ndarray) -> Iterator[np.ndarray]:
+def _chunks(memory: np.ndarray) -> Generator[np.ndarray]:
     """Parts of [rows, bytes] in the order of the bytes in the file."""
     rows, width = memory.shape
     step = max(1, CHUNK // max(1, width))

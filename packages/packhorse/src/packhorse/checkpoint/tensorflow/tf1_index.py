@@ -126,10 +126,14 @@ class _BundleEntry:
 class SortedEntries:
     """The entries of an index by their use."""
 
-    weights: dict[str, TensorEntry] = default(default_factory=dict)  # by the names users know
-    slots: dict[str, dict[str, TensorEntry]] = default(default_factory=dict)
-    notes: list[str] = default(default_factory=list)
-    left_out: Counter[str] = default(default_factory=Counter)  # slots that are not read
+    weights: dict[str, TensorEntry] = default(
+        default_factory=dict[str, TensorEntry]
+    )  # by the names users know
+    slots: dict[str, dict[str, TensorEntry]] = default(
+        default_factory=dict[str, dict[str, TensorEntry]]
+    )
+    notes: list[str] = default(default_factory=list[str])
+    left_out: Counter[str] = default(default_factory=Counter[str])  # slots that are not read
 
 
 def read(file: BinaryIO) -> tuple[int, list[TensorEntry]]:
@@ -294,7 +298,7 @@ def _join_slices(name: str, entry: _BundleEntry, slices: dict[bytes, _BundleEntr
     axis = min(cut, default=0)
     dtype = DTYPES.get(entry.code)
     step = math.prod(shape[axis + 1 :]) * (dtype.itemsize if dtype else 0)  # bytes per index
-    ranges = []
+    ranges: list[ByteRange] = []
     covered = 0
     for starts, sizes, part in sorted(parts, key=lambda part: (part[0][axis], part[1][axis])):
         if part is None or part.slices or part.code != entry.code or part.shape != sizes:

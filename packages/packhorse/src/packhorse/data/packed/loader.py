@@ -15,6 +15,9 @@ used are not skipped when training resumes.
 Shapes: T tokens, S sequences, R rows, M masked tokens.
 """
 
+# torch leaves from_numpy untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections import deque
@@ -203,7 +206,7 @@ def batch_of(rows: Rows, capacity: int, cursor: dict[str, Any]) -> PretrainingBa
     lengths = rows.lengths.astype(np.int64)
     begins = rows.bounds()
     starts = cumulative(lengths)
-    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    positions = np.arange(int(starts[-1])) - np.repeat(starts[:-1], lengths)
     types = positions >= np.repeat(rows.first, lengths)
     masked_at = masked_ids = np.zeros(0, np.int64)
     if rows.masked_positions is not None and rows.masked_ids is not None:
@@ -238,7 +241,7 @@ def batch_of(rows: Rows, capacity: int, cursor: dict[str, Any]) -> PretrainingBa
 def _slots_in_rows(bounds: np.ndarray, capacity: int) -> np.ndarray:
     """[T] the slot of each token if every row has `capacity` slots."""
     shifts = capacity * np.arange(len(bounds) - 1) - bounds[:-1]
-    return np.arange(bounds[-1]) + np.repeat(shifts, np.diff(bounds))
+    return np.arange(int(bounds[-1])) + np.repeat(shifts, np.diff(bounds))
 
 
 def _spread(values: np.ndarray, slots: np.ndarray, size: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from packhorse.atomic import new_file
 from packhorse.data.packed.masking import Recipe, Specials
 from packhorse.data.packed.packs import RowLayout
 from packhorse.errors import InputError
+from packhorse.json_types import is_list, is_object
 
 FORMAT = 2  # 1 had no masking and did not state whether there are second segments
 NAME = "manifest.json"
@@ -137,7 +138,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _json(value: Any) -> str:
     """The value on one line; a list of objects with one line per object."""
-    if isinstance(value, list) and value and isinstance(value[0], dict):
+    if is_list(value) and value and is_object(value[0]):
         return "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
     return json.dumps(value)
 
@@ -159,7 +160,7 @@ def _read_json(folder: Path, path: Path) -> dict[str, Any]:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is damaged: {error}; {AGAIN}") from error
-    if not isinstance(fields, dict):
+    if not is_object(fields):
         raise InputError(f"{path} is not a manifest of packed rows; {AGAIN}")
     return fields
 

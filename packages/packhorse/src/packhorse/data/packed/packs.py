@@ -173,4 +173,4 @@ def cumulative(counts: np.ndarray | Sequence[int]) -> np.ndarray:
 def index_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """start, start+1 … for each start, as many as its size, one run after the other."""
     begins = cumulative(sizes)
-    return np.repeat(starts - begins[:-1], sizes) + np.arange(begins[-1])
+    return np.repeat(starts - begins[:-1], sizes) + np.arange(int(begins[-1]))

@@ -125,7 +125,8 @@ def _strategies(lengths: np.ndarray, bounds: np.ndarray) -> Iterator[Strategy]:
         starts = bounds[:-1][depths == depth]
         in_row = np.sort(lengths[starts[:, None] + np.arange(depth)], axis=1)[:, ::-1]
         strategies, counts = np.unique(in_row, axis=0, return_counts=True)
-        yield from zip(map(tuple, strategies.tolist()), counts.tolist(), strict=True)
+        for strategy, count in zip(strategies.tolist(), counts.tolist(), strict=True):
+            yield tuple(strategy), count
 
 
 def _masked(row: Rows, manifest: Manifest, rng: np.random.Generator) -> tuple[np.ndarray, Masks]:

@@ -55,7 +55,7 @@ def probe(
         )
     _regression()  # raise for a missing package before the long part
     drawn = draws(np.asarray(train.targets))
-    used = sorted(set(np.concatenate(drawn).tolist()))
+    used: list[int] = sorted(set(np.concatenate(drawn).tolist()))
     vectors = read([train.texts[i] for i in used] + rows.texts, progress=progress)
     train_vectors = vectors[: len(used)]
     test_vectors = vectors[len(used) :]
@@ -108,7 +108,9 @@ def _predictions(examples: np.ndarray, labels: np.ndarray, vectors: np.ndarray) 
 
 def _regression() -> type:
     try:
-        from sklearn.linear_model import LogisticRegression
+        from sklearn.linear_model import (  # pyright: ignore[reportMissingTypeStubs]
+            LogisticRegression,
+        )
     except ImportError as error:
         raise MissingExtra("scikit-learn", "tutorials") from error
     return LogisticRegression
