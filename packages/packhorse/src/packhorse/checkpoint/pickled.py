@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 
@@ -132,13 +132,14 @@ def _is_tuple(value: Any) -> TypeGuard[tuple[Any, ...]]:
 
 def _describe(value: Any) -> str:
     """The kind of a value for a message; the value itself may be huge."""
-    kinds: dict[type[Any], str] = {
+    kinds: dict[type[object], str] = {
         Pairs: "a dictionary",
         View: "a tensor",
         _Function: "a name",
         _StorageType: "a name",
     }
-    return kinds.get(type(value), f"a {type(value).__name__.lower()}")
+    kind = cast("type[object]", type(value))
+    return kinds.get(kind, f"a {kind.__name__.lower()}")
 
 
 def read(data: bytes) -> tuple[Any, list[View]]:
