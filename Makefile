@@ -1,6 +1,8 @@
 # make demo        text encoded by a real BERT, packed and padded, side by side
 # make test        what a change should see (pytest without the slow sweeps)
+# make coverage    make test under coverage.py; writes docs/coverage.md
 # make check       ruff, formatting, pyright
+# make check-newest   pyright for the newest Python, whichever runs here
 # make wheel       the three wheels, in dist/; each extra and the documents' commands, from them
 # make docs        the documentation as a site, in site/; a broken link fails
 # make test-slow   the sweeps and soaks
@@ -54,7 +56,7 @@ PORT = -e packages/packhorse-port
 BENCH = -e packages/packhorse-bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check wheel docs test-slow test-machines test-outside fuzz peers lock clean
+.PHONY: help demo test coverage check-newest check wheel docs test-slow test-machines test-outside fuzz peers lock clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -64,6 +66,12 @@ demo: .venv/.demo
 
 test: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow and not outside and not wheel" -n $(WORKERS) --dist loadfile $(ARGS)
+
+coverage: .venv/.dev
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -m "not slow and not outside" -n $(WORKERS) --dist loadfile $(ARGS) || failed=1; \
+	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o .coverage.json && \
+	$(BIN)/python docs/coverage_table.py .coverage.json && exit $${failed:-0}
 
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
@@ -87,6 +95,9 @@ wheel: .venv/.dev
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist packages/*
 	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python -m pytest -m wheel checks/installed -rP $(ARGS)
 
+check-newest: .venv/.dev
+	$(BIN)/pyright --pythonversion 3.14
+
 docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict $(ARGS)
 
@@ -97,8 +108,8 @@ fuzz: .venv/.fuzz
 peers: .venv/.peers .venv-infinity/.made
 
 .venv/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-	  { echo "Packhorse needs Python 3.11 to 3.13 and $(PYTHON) is not; try: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+	  { echo "Packhorse needs Python 3.11 to 3.14 and $(PYTHON) is not; try: make PYTHON=python3.12 …" >&2; exit 1; }
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.demo: $(SOURCES) | .venv/bin/python

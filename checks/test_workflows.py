@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,20 @@ def test_make_targets_exist(workflow: Path) -> None:
 def test_every_lane_of_a_machine_is_run() -> None:
     ci = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
     assert ci["jobs"]["machines"]["strategy"]["matrix"]["lane"] == list(LANES)
+
+
+def test_every_python_is_tested() -> None:
+    ci = yaml.safe_load((REPOSITORY / ".github" / "workflows" / "ci.yml").read_text())
+    tested = ci["jobs"]["test"]["strategy"]["matrix"]["python"]
+    for file in (REPOSITORY / "packages").glob("*/pyproject.toml"):
+        project = tomllib.loads(file.read_text("utf-8"))["project"]
+        prefix = "Programming Language :: Python :: "
+        named = [word.removeprefix(prefix) for word in project["classifiers"] if prefix in word]
+        assert named == tested
+        beyond = f"3.{int(tested[-1].partition('.')[2]) + 1}"
+        assert project["requires-python"] == f">={tested[0]},<{beyond}"
+    bounds = re.findall(r"\(3, (\d+)\)", (REPOSITORY / "Makefile").read_text())
+    assert bounds == [word.partition(".")[2] for word in (tested[0], tested[-1])]
 
 
 def test_the_release_reads_the_version_where_it_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -403,9 +404,10 @@ def test_xla_keeps_what_it_compiles_where_the_flags_say(
 
 
 def test_without_tensorflow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
     monkeypatch.delitem(sys.modules, "tensorflow.python.ipu")
     monkeypatch.setitem(sys.modules, "tensorflow.python", None)
     with pytest.raises(MissingExtra, match=r"packhorse\[tensorflow\]"):
+        room.install()
+    monkeypatch.setattr(room, "LAST_PYTHON", (3, 10))
+    with pytest.raises(InputError, match=r"up to Python 3\.10 only; this is .* with Python 3\.10"):
         room.install()

@@ -7,12 +7,16 @@ import re
 import struct
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
+pytestmark = pytest.mark.skipif(
+    find_spec("tensorflow") is None, reason="tensorflow-cpu is not installed"
+)
 VARIANTS = ("keras_faster", "keras_replicated", "keras_pipelining")
 
 

@@ -151,7 +151,9 @@ def test_a_graph_that_is_dropped_has_ended(monkeypatch) -> None:
 def test_a_bucket_runs_while_another_thread_compiles(
     rng, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torch's mark of a compilation under way is the process's, not the thread's (up to 2.12)."""
+    """torch's mark of a compilation under way is the process's, not the thread's (up to 2.13)."""
+    if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
+        pytest.skip("this torch marks a compilation for its thread only")
     monkeypatch.setenv("PACKHORSE_CACHE", str(tmp_path / "cache"))
     bert = make_bert()
     backend = TorchBackend(Model(bert, {}), CPU, graphs=True)

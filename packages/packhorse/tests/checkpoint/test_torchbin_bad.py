@@ -520,12 +520,13 @@ def test_bad_files(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
-    path.write_bytes(torch_file(state(tensor((25_000,), count=25_000)), bytes(100_000)))
+    # More than Python has read ahead: 128 KiB from 3.14 on.
+    path.write_bytes(torch_file(state(tensor((250_000,), count=250_000)), bytes(1_000_000)))
     with path.open("rb") as file:
         record = torchbin._read_directory(file)["data/0"]
-        path.write_bytes(path.read_bytes()[: record.start + 30_000])
+        path.write_bytes(path.read_bytes()[: record.start + 300_000])
         with pytest.raises(CheckpointError, match="'x/data/0' ends before its last byte"):
-            torchbin._read_storage(file, record, pickled.Storage("0", FLOATS.dtype, 25_000))
+            torchbin._read_storage(file, record, pickled.Storage("0", FLOATS.dtype, 250_000))
 
 
 def test_more_bytes_than_memory() -> None:

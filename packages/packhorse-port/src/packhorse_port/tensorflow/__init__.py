@@ -17,6 +17,7 @@ keep Keras's behavior.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -30,6 +31,7 @@ from packhorse_port.tensorflow.names import FAILS, NAMES
 HOMES = {"ipu": "tensorflow.python.ipu", "keras.ipu": "tensorflow.keras.ipu"}
 KERAS = ("keras", "tensorflow.keras", "keras._tf_keras.keras")
 XLA_FLAGS = "TF_XLA_FLAGS"
+LAST_PYTHON = (3, 13)  # that the extra `tensorflow` installs it for
 
 
 def install() -> None:
@@ -39,6 +41,13 @@ def install() -> None:
     try:
         import tensorflow.python as python
     except ImportError as error:
+        if sys.version_info[:2] > LAST_PYTHON:
+            last = ".".join(map(str, LAST_PYTHON))
+            raise InputError(
+                "TensorFlow is not installed, and packhorse[tensorflow] has it up to Python "
+                f"{last} only; this is Python {platform.python_version()}. "
+                f"Run the script with Python {last}"
+            ) from error
         raise MissingExtra("tensorflow-cpu", "tensorflow") from error
     _set_xla_cache()
     # `tf.keras`, `import tensorflow.keras` and `import keras` are three modules of one Keras.
