@@ -38,7 +38,7 @@ class Bert:
     weights: Tensors
     gradients: list[Tensors]
     folder: Path  # of the weights
-    packhorse_lamb: list[Tensors]  # the gradients
+    packhorse_gradients: list[Tensors]
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def packhorse_lamb(bert: Bert, out: Path, *, half: bool = False, **options: Any)
     for group in optimizer.param_groups:
         group["foreach"] = options.get("foreach", True)
     named = dict(model.named_parameters())
-    for gradients in bert.our_gradients:
+    for gradients in bert.packhorse_gradients:
         for name, gradient in gradients.items():
             named[name].grad = gradient.clone()
         optimizer.step()
