@@ -11,12 +11,12 @@ from ..machines.test_extras import EXTRAS, WORKS_WITHOUT, write_files
 from .conftest import Environment
 
 pytestmark = [pytest.mark.wheel, pytest.mark.timeout(1800)]
-# A call that works with the extra alone, where what fails without it (`machines.test_extras`) does
-# not end by itself or needs more.
+# Extras that are for a command of another one.
+BESIDE = {"cluster": "data", "tensorflow": "port"}
+# What fails without the extra (`machines.test_extras`), unless that does not end by itself.
 CALLS = {name: call for name, (_, call) in (EXTRAS | WORKS_WITHOUT).items()}
 CALLS |= {
     "serve": "from packhorse.serve.app import create",
-    "tensorflow": "import tensorflow",
     "all": CALLS["data"],
     "port": 'main(["port", "--check", "script.py"])',
     "bench": 'main(["bench", "packing", "--help"])',
@@ -36,7 +36,8 @@ if __name__ == "__main__":
 def test_an_extra_brings_what_it_is_for(
     extra: str, environment: Environment, wheels: list[Path], tmp_path: Path
 ) -> None:
-    environment.require(f"pip install 'packhorse[{extra}]'", tmp_path)
+    extras = ",".join([extra, BESIDE[extra]] if extra in BESIDE else [extra])
+    environment.require(f"pip install 'packhorse[{extras}]'", tmp_path)
     environment.require("pip check", tmp_path)
     with ZipFile(wheels[0]) as archive:
         (record,) = (name for name in archive.namelist() if name.endswith("/RECORD"))
