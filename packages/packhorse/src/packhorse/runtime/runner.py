@@ -155,6 +155,15 @@ class PackRunner:
         """Give back the room of jobs that were reserved and will not be admitted."""
         self._admission.release(*_size(jobs))
 
+    def wait_for_engine(self) -> None:
+        """Wait while the engine prepares a batch for an accelerator or replies to one.
+
+        A thread that submits a lot would otherwise take the interpreter from the engine each time
+        that torch lets go of it.
+        """
+        with self._admission.engine_busy:
+            pass
+
     async def asubmit(self, text: TaskInput, task: str = "embed", **options: Any) -> Any:
         """`submit` for asyncio; cancelling the awaiting task cancels the request."""
         self._check_process()

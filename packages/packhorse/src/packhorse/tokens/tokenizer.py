@@ -148,6 +148,23 @@ class Tokenizer:
         """A tokenizer of the `tokenizers` library with these rules, which may be changed."""
         return type(self._library).from_str(self._library.to_str())
 
+    def to_json(self) -> str:
+        """Return all of it as text, from which `from_json` makes the same tokenizer elsewhere."""
+        special_ids = (self.cls_id, self.sep_id, self.pad_id, self.mask_id)
+        fields = (self.vocab_size, self.max_length, *special_ids, self.digest)
+        return json.dumps([*fields, self._library.to_str()])
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        """Make a tokenizer from the text of `to_json`."""
+        from tokenizers import Tokenizer as Library
+
+        *fields, source = json.loads(text)
+        library = Library.from_str(source)
+        path = Path("tokenizer.json")  # for messages; the text was written by a tokenizer of ours
+        templates = _template(library, path, pair=False), _template(library, path, pair=True)
+        return cls(*fields, _library=library, _templates=templates)
+
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
     ) -> list[Encoding]:

@@ -1,0 +1,147 @@
+"""What a front knows about a model that an engine runs: everything but its weights.
+
+An engine describes its models as JSON; a front makes an `Encoder` of each that tokenizes, refuses
+bad input and turns rows of numbers into answers exactly as the engine's own would, and cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from packhorse import device as devices
+from packhorse.packing.batch import Packed
+from packhorse.runtime.batches import PER_TOKEN, PackedShape
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.tasks import from_ids
+from packhorse.serve.hosting import ServedModel
+from packhorse.tokens import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderDescription:
+    """The properties of the head that makes vectors; stands in for it in a front."""
+
+    pooling: tuple[str, ...]
+    normalise: bool
+    include_prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model of an engine; all fields are JSON values."""
+
+    name: str
+    source: str
+    opened: float
+    tokenizer: str  # `Tokenizer.to_json`
+    heads: tuple[str, ...]
+    labels: tuple[str, ...]
+    problem: str
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+    max_length: int
+    width: int
+    device: str
+    dtype: str
+    kernel: str
+    reason: str
+    embedder: Mapping[str, Any] | None
+    similarity: str
+    shape: Mapping[str, Any]  # of a batch, fields of `PackedShape`
+    max_waiting_requests: int
+    max_waiting_tokens: int
+    # By head: the shape of its output per token or per sequence, found by running it once.
+    outputs: Mapping[str, Sequence[int]]
+
+    def encoder(self) -> Encoder:
+        """Return an encoder that prepares and finishes jobs but cannot run them."""
+        embedder = None
+        if self.embedder is not None:
+            embedder = EmbedderDescription(
+                tuple(self.embedder["pooling"]),
+                self.embedder["normalise"],
+                self.embedder["include_prompt"],
+            )
+        return Encoder(
+            name=self.name,
+            tokenizer=Tokenizer.from_json(self.tokenizer),
+            backend=_NoBackend(),
+            heads=tuple(self.heads),
+            width=self.width,
+            labels=tuple(self.labels),
+            problem=self.problem,
+            prompts=dict(self.prompts),
+            default_prompt=self.default_prompt,
+            max_length=self.max_length,
+            device=torch.device(self.device),
+            dtype=devices.parse_dtype(self.dtype),
+            kernel=self.kernel,
+            reason=self.reason,
+            embedder=cast(Any, embedder),
+            similarity_fn_name=self.similarity,
+        )
+
+    def output_size(self, head: str, tokens: int, sequences: int) -> int:
+        """Return how many numbers the head gives for a request."""
+        rows = tokens if head in PER_TOKEN else sequences
+        return rows * prod(self.outputs[head])
+
+
+class _NoBackend:
+    """The backend of a front's encoder."""
+
+    def __call__(
+        self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
+    ) -> NoReturn:
+        raise RuntimeError("this process has no model; requests are run by an engine process")
+
+
+def describe(model: ServedModel) -> ModelDescription:
+    """Describe a model that is open in this process."""
+    encoder = model.encoder
+    runner = model.runner
+    embedder = encoder.embedder
+    return ModelDescription(
+        name=model.name,
+        source=model.source,
+        opened=model.opened,
+        tokenizer=encoder.tokenizer.to_json(),
+        heads=encoder.heads,
+        labels=encoder.labels,
+        problem=encoder.problem,
+        prompts=encoder.prompts,
+        default_prompt=encoder.default_prompt,
+        max_length=encoder.max_length,
+        width=encoder.width,
+        device=str(encoder.device),
+        dtype=devices.dtype_name(encoder.dtype),
+        kernel=encoder.kernel,
+        reason=encoder.reason,
+        embedder=None
+        if embedder is None
+        else asdict(
+            EmbedderDescription(embedder.pooling, embedder.normalise, embedder.include_prompt)
+        ),
+        similarity=encoder.similarity_fn_name,
+        shape=asdict(runner.shape),
+        max_waiting_requests=runner.max_waiting_requests,
+        max_waiting_tokens=runner.max_waiting_tokens,
+        outputs=_outputs(encoder, runner.shape),
+    )
+
+
+def _outputs(encoder: Encoder, shape: PackedShape) -> dict[str, list[int]]:
+    heads = ["hidden", *encoder.heads]
+    if encoder.embedder is not None:
+        heads.append("raw")  # vectors before normalization
+    sequence = from_ids([0], 1, 1)
+    packed = shape.lay([sequence], [[0]])
+    return {
+        head: list(encoder.launch(packed, (head,)).wait().outputs[0].shape[1:]) for head in heads
+    }

@@ -1,0 +1,321 @@
+"""An engine process: opens the models, runs the requests of all fronts, and replies.
+
+The main thread reads the sockets of all links and submits; the runner's thread computes, writes the
+results into the request's block and sends the reply. Every `Run` gets exactly one reply, a
+cancelled one too: only then does its front use the block again.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from packhorse.errors import PackhorseError, RequestFailed
+from packhorse.runtime.tasks import InferenceJob
+from packhorse.serve import hosting, logs
+from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.metrics import Metrics, families_to_json
+from packhorse.serve.page import describe_engine
+from packhorse.serve.processes.arena import Arena
+from packhorse.serve.processes.descriptions import describe
+from packhorse.serve.processes.messages import (
+    CANCEL,
+    READ_BYTES,
+    RUN,
+    Control,
+    Done,
+    Records,
+    Run,
+    pack_failed,
+    unpack_cancel,
+)
+from packhorse.serve.settings import ServeSettings
+from packhorse.serve.streams import RequestStream, merge
+
+POLL_SECONDS = 0.5  # how often a dead runner is looked for
+EXIT_ENGINE_DIED = 70
+EXIT_NOT_OPENED = 71  # the models could not be opened; the supervisor has the reason
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedSequence:
+    """Token ids from a front; all that a batch needs of `tokens.Encoding`."""
+
+    ids: np.ndarray
+    types: np.ndarray
+    prompt_length: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class FrontLink:
+    """A front as the engine sees it."""
+
+    def __init__(self, end: socket.socket, arena: Arena, wake: Any) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.arena = arena
+        self.records = Records()
+        self.requests: dict[int, EngineRequest] = {}  # not replied to yet
+        self.closed = False
+        self._wake = wake
+        self._unsent: deque[bytes] = deque()
+        self._lock = threading.Lock()
+
+    def reply(self, request: int, record: bytes) -> None:
+        """Send a reply, from any thread; what the socket does not take is sent by `flush`."""
+        with self._lock:
+            if self.requests.pop(request, None) is None or self.closed:
+                return
+            self._unsent.append(record)
+            if self._send():
+                return
+        self._wake()
+
+    def flush(self) -> bool:
+        """Send what waits; return whether nothing is left."""
+        with self._lock:
+            return self.closed or self._send()
+
+    def close(self) -> None:
+        """Cancel all requests of a front that is gone."""
+        with self._lock:
+            self.closed = True
+            requests = list(self.requests.values())
+            self.requests.clear()
+        for request in requests:
+            request.stream.stop()
+        self.socket.close()
+
+    def _send(self) -> bool:
+        """Send until the socket takes no more; the lock is held."""
+        while self._unsent:
+            record = self._unsent[0]
+            try:
+                sent = self.socket.send(record)
+            except BlockingIOError:
+                return False
+            except OSError:  # the front is gone; the main thread sees that too and closes the link
+                self._unsent.clear()
+                return True
+            if sent < len(record):
+                self._unsent[0] = record[sent:]
+                return False
+            self._unsent.popleft()
+        return True
+
+
+class EngineRequest:
+    """A request of a front on its way through the runner."""
+
+    def __init__(self, link: FrontLink, model: ServedModel, run: Run) -> None:
+        self.link = link
+        self.model = model
+        self.run = run
+        heads = tuple(run.heads.split(","))
+        only = None if run.only < 0 else run.only
+        jobs = _jobs(link.arena, run, heads, only)
+        self.stream = RequestStream(
+            model.runner, merge(jobs, model.runner.shape.tokens), self._on_end
+        )
+        # Results are written and replied to under it: once a cancellation was replied to, nobody
+        # writes into the block.
+        self._lock = threading.Lock()
+        self._replied = False
+
+    def start(self) -> None:
+        """Admit the request, or reply why not."""
+        try:
+            self.stream.start()
+        except PackhorseError as error:
+            self._on_end(error)
+
+    def cancel(self) -> None:
+        """Cancel what has not run; the front waits for this reply before it frees the block."""
+        self.stream.stop()
+        self._on_end(RequestFailed("the request was cancelled"))
+
+    def _on_end(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._replied:
+                return
+            self._replied = True
+            self.link.reply(self.run.request, self._record(error))
+
+    def _record(self, error: BaseException | None) -> bytes:
+        """Write the results, and return the reply."""
+        runner = self.model.runner
+        if error is None:
+            try:
+                result = self.stream.result()
+                self._write(result.rows)
+                info = result.pack
+                return Done(self.run.request, info, runner.waiting_tokens, runner.rate()).pack()
+            except Exception as failure:
+                error = failure
+        return pack_failed(self.run.request, error, runner.waiting_tokens, runner.rate())
+
+    def _write(self, rows: Sequence[tuple[np.ndarray, ...]]) -> None:
+        """Write the results head by head, the rows of all sequences one after the other."""
+        offset = self.run.output
+        for column in zip(*rows, strict=True):
+            flat = [np.ravel(part) for part in column]
+            count = sum(map(len, flat))
+            np.concatenate(flat, out=self.link.arena.array(offset, count, np.float32))
+            offset += 4 * count
+
+
+def _jobs(
+    arena: Arena, run: Run, heads: tuple[str, ...], only: int | None
+) -> list[InferenceJob]:
+    """Read the sequences of a request; one job per input."""
+    n = run.sequences
+    # A copy: after a cancellation the front uses the block again, whatever still runs here.
+    data = arena.bytes[run.offset : run.output].copy()
+    numbers = data[: 4 * (2 * n + run.tokens)].view(np.int32)
+    lengths = numbers[:n].tolist()
+    prompts = numbers[n : 2 * n].tolist()
+    ids = numbers[2 * n :]
+    rest = data[4 * (2 * n + run.tokens) :]
+    types = rest[: run.tokens]
+    starts = rest[run.tokens : run.tokens + n].tolist()
+    inputs: list[list[ReceivedSequence]] = []
+    begin = 0
+    for length, prompt, starts_input in zip(lengths, prompts, starts, strict=True):
+        end = begin + length
+        if starts_input:
+            inputs.append([])
+        inputs[-1].append(ReceivedSequence(ids[begin:end], types[begin:end], prompt))
+        begin = end
+    return [InferenceJob(tuple(sequences), heads, list, only) for sequences in inputs]  # type: ignore[arg-type]
+
+
+class EngineProcess:
+    """The main loop of an engine process."""
+
+    def __init__(self, control: Control, models: ServedModels, engine_labels: dict[str, str]) -> None:
+        self.control = control
+        self.models = list(models)
+        self.served = models
+        self.labels = engine_labels
+        self.metrics = Metrics(models, labels=engine_labels)
+        self.selector = selectors.DefaultSelector()
+        self.links: set[FrontLink] = set()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.selector.register(control.socket, selectors.EVENT_READ, self._on_control)
+        self.selector.register(self._eventfd, selectors.EVENT_READ, self._on_wake)
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until the supervisor says stop or is gone."""
+        while not self.stopping:
+            for key, events in self.selector.select(POLL_SECONDS):
+                if isinstance(key.data, FrontLink):
+                    self._on_link(key.data, events)
+                else:
+                    key.data()
+            if not self.served.alive:
+                logs.LOGGER.critical("the engine died; its process ends and is replaced")
+                os._exit(EXIT_ENGINE_DIED)
+
+    def _on_control(self) -> None:
+        received = self.control.receive()
+        if received is None:  # the supervisor is gone
+            os._exit(0)
+        message, descriptors = received
+        if message["kind"] == "link":
+            end = socket.socket(fileno=descriptors[0])
+            link = FrontLink(end, Arena(descriptors[1]), self._wake)
+            self.links.add(link)
+            self.selector.register(end, selectors.EVENT_READ, link)
+        elif message["kind"] == "ask":
+            self.control.send({"kind": "reply", "id": message["id"], "value": self._reply(message)})
+        elif message["kind"] == "stop":
+            self.stopping = True
+
+    def _reply(self, message: dict[str, Any]) -> Any:
+        if message["what"] == "metrics":
+            return families_to_json(self.metrics.runners())
+        return [
+            {**describe_engine(model, message["batches"]), **self.labels} for model in self.models
+        ]
+
+    def _on_link(self, link: FrontLink, events: int) -> None:
+        if events & selectors.EVENT_WRITE and link.flush():
+            self.selector.modify(link.socket, selectors.EVENT_READ, link)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            data = link.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.selector.unregister(link.socket)
+            self.links.discard(link)
+            return link.close()
+        for kind, body in link.records.feed(data):
+            if kind == RUN:
+                self._start(link, Run.unpack(body))
+            elif kind == CANCEL and (request := link.requests.get(unpack_cancel(body))):
+                request.cancel()
+
+    def _start(self, link: FrontLink, run: Run) -> None:
+        model = self.models[run.model]
+        model.runner.wait_for_engine()
+        request = EngineRequest(link, model, run)
+        link.requests[run.request] = request
+        request.start()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._eventfd, 1)
+
+    def _on_wake(self) -> None:
+        """Watch the sockets on which replies wait."""
+        os.eventfd_read(self._eventfd)
+        for link in self.links:
+            if not link.flush():
+                both = selectors.EVENT_READ | selectors.EVENT_WRITE
+                self.selector.modify(link.socket, both, link)
+
+
+def main(control: Control) -> int:
+    """Open the models that the supervisor names, and run requests until it says stop."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the supervisor decides when an engine ends
+    received = control.receive()
+    if received is None:
+        return 0
+    message, _ = received
+    settings = ServeSettings(**_with_tuples(message["settings"]))
+    logs.set_up(settings)
+    try:
+        models = hosting.open_models(settings)
+        described = [asdict(describe(model)) for model in models]
+    except PackhorseError as error:
+        control.send({"kind": "failed", "error": type(error).__name__, "message": str(error)})
+        return EXIT_NOT_OPENED
+    control.send({"kind": "models", "models": described})
+    EngineProcess(control, models, message["labels"]).run()
+    models.close()
+    return 0
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists where settings have tuples."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+
+

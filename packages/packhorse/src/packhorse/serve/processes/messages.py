@@ -1,0 +1,192 @@
+"""What processes of the server say to each other.
+
+On a *link* between a front and an engine, messages are records with a fixed header, many per
+second: `Run` and `Cancel` go to the engine, `Done` and `Failed` come back. A socket delivers bytes
+and not records, so one read may return many of them or a part of one: `Records` cuts them out.
+
+On a *control* socket between the supervisor and another process, messages are JSON documents, few
+of them, with descriptors of sockets and shared memory attached.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from packhorse import errors
+from packhorse.errors import PackhorseError, RequestFailed
+from packhorse.serve.processes import arena
+from packhorse.serve.streams import PackInfo
+
+RUN = 1
+CANCEL = 2
+DONE = 3
+FAILED = 4
+
+READ_BYTES = 1 << 16
+_HEADER = struct.Struct("<II")  # bytes of the record with this header, kind
+_RUN = struct.Struct("<QHiIIQQ")
+_REQUEST = struct.Struct("<Q")
+_DONE = struct.Struct("<Qffffff")
+_INLINE_BYTES = 1 << 16  # a longer control message travels in shared memory
+_MAX_DESCRIPTORS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run sequences, whose data is in a block of the link's arena; see `front` for its layout."""
+
+    request: int
+    model: int  # place among the engine's models
+    only: int  # run per-token heads on tokens with this id alone; -1: on all
+    sequences: int
+    tokens: int
+    offset: int  # of the block
+    output: int  # offset of the part of the block for the results
+    heads: str  # joined by commas
+
+    def pack(self) -> bytes:
+        """Return the record."""
+        heads = self.heads.encode()
+        body = _RUN.pack(
+            self.request,
+            self.model,
+            self.only,
+            self.sequences,
+            self.tokens,
+            self.offset,
+            self.output,
+        )
+        return _HEADER.pack(_HEADER.size + len(body) + len(heads), RUN) + body + heads
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Run:
+        """Read the record's body."""
+        return cls(*_RUN.unpack_from(body), body[_RUN.size :].decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The results of a request are in its block."""
+
+    request: int
+    pack_info: PackInfo
+    waiting_tokens: float  # in the engine's queue
+    rate: float  # tokens per second of its last batches
+
+    def pack(self) -> bytes:
+        """Return the record."""
+        info = self.pack_info
+        body = _DONE.pack(
+            self.request,
+            info.fill,
+            info.neighbors,
+            info.queue_ms,
+            info.compute_ms,
+            self.waiting_tokens,
+            self.rate,
+        )
+        return _HEADER.pack(_HEADER.size + len(body), DONE) + body
+
+    @classmethod
+    def unpack(cls, body: bytes) -> Done:
+        """Read the record's body."""
+        request, fill, neighbors, queue_ms, compute_ms, waiting, rate = _DONE.unpack(body)
+        return cls(request, PackInfo(fill, neighbors, queue_ms, compute_ms), waiting, rate)
+
+
+def pack_cancel(request: int) -> bytes:
+    """Return the record that cancels a request."""
+    return _HEADER.pack(_HEADER.size + _REQUEST.size, CANCEL) + _REQUEST.pack(request)
+
+
+def unpack_cancel(body: bytes) -> int:
+    """Return the number of the request to cancel."""
+    return _REQUEST.unpack(body)[0]
+
+
+def pack_failed(request: int, error: BaseException, waiting_tokens: int, rate: float) -> bytes:
+    """Return the record for a request that ended with an error."""
+    text = json.dumps([type(error).__name__, str(error), waiting_tokens, rate]).encode()
+    size = _HEADER.size + _REQUEST.size + len(text)
+    return _HEADER.pack(size, FAILED) + _REQUEST.pack(request) + text
+
+
+def unpack_failed(body: bytes) -> tuple[int, PackhorseError, float, float]:
+    """Return the request, its error as one of our own classes, waiting tokens and rate."""
+    (request,) = _REQUEST.unpack_from(body)
+    name, message, waiting_tokens, rate = json.loads(body[_REQUEST.size :])
+    kind = getattr(errors, name, None)
+    known = isinstance(kind, type) and issubclass(kind, PackhorseError)
+    error = kind(message) if known else RequestFailed(f"{name}: {message}")
+    return request, error, waiting_tokens, rate
+
+
+class Records:
+    """Cuts records out of the bytes that a socket delivers."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
+        """Yield the kind and the body of each record that is complete."""
+        data = self._rest + data if self._rest else data
+        begin = 0
+        while len(data) - begin >= _HEADER.size:
+            size, kind = _HEADER.unpack_from(data, begin)
+            if len(data) - begin < size:
+                break
+            yield kind, data[begin + _HEADER.size : begin + size]
+            begin += size
+        self._rest = data[begin:]
+
+
+class Control:
+    """One end of a control socket."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Control, Control]:
+        """Return two connected ends."""
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ends[0]), cls(ends[1])
+
+    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send a document; the receiver gets copies of the descriptors."""
+        data = json.dumps(message).encode()
+        if len(data) <= _INLINE_BYTES:
+            socket.send_fds(self.socket, [b"J" + data], list(descriptors))
+            return
+        memory = arena.create(len(data))
+        try:
+            os.pwrite(memory, data, 0)
+            socket.send_fds(self.socket, [b"M"], [memory, *descriptors])
+        finally:
+            os.close(memory)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Return a document and descriptors; None if the other end was closed."""
+        try:
+            data, descriptors, *_ = socket.recv_fds(
+                self.socket, _INLINE_BYTES + 1, _MAX_DESCRIPTORS
+            )
+        except ConnectionResetError:
+            return None
+        if not data:
+            return None
+        if data[:1] == b"M":
+            memory = descriptors.pop(0)
+            data = b"M" + os.pread(memory, os.fstat(memory).st_size, 0)
+            os.close(memory)
+        return json.loads(data[1:]), descriptors
+
+    def close(self) -> None:
+        """Close this end; the other receives None."""
+        self.socket.close()
