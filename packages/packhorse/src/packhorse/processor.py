@@ -20,12 +20,14 @@ If it is too late, there is a warning. Child processes inherit the switches.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import sys
 import warnings
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 
 from packhorse.errors import InputError
 
@@ -160,3 +162,27 @@ def _onednn_accepts_bf16() -> bool:
 
     probe = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return torch.backends.mkldnn.is_available() and probe is not None and bool(probe())
+
+
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may keep busy: its affinity, and its container's quota."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    quota = _quota(cgroups)
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def _quota(cgroups: Path) -> float | None:
+    """Return the cores that the process's control group may use; None if it has no limit.
+
+    In a container the group's own files are at the root of the mount, which is all that is read.
+    """
+    try:
+        if (cgroups / "cpu.max").is_file():  # version 2: "50000 100000", or "max 100000"
+            quota, period = (cgroups / "cpu.max").read_text().split()
+        else:
+            quota = (cgroups / "cpu" / "cpu.cfs_quota_us").read_text()
+            period = (cgroups / "cpu" / "cpu.cfs_period_us").read_text()
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):
+        return None

@@ -66,6 +66,10 @@ def serve(
         from packhorse.serve.cluster import cluster_app
 
         return run(settings, ready, cluster_app)
+    from packhorse.serve.processes import supervisor
+
+    if fronts := supervisor.fronts_by_default(settings):
+        return supervisor.run(settings, ready, fronts)
     run(settings, ready, local_app)
 
 

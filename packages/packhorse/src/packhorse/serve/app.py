@@ -60,11 +60,12 @@ from packhorse.serve.failures import (
     locate_error,
 )
 from packhorse.serve.guard import Guard
-from packhorse.serve.hosting import ServedModels
+from packhorse.serve.hosting import OtherProcesses, ServedModels
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.shortcut import Shortcut
 
+RESTART_SECONDS = 5  # Retry-After where an engine is gone: a new one needs about that long
 STATUS: dict[type[PackhorseError], int] = {
     Empty: 400,
     UnknownModel: 404,
@@ -81,9 +82,14 @@ STATUS: dict[type[PackhorseError], int] = {
 }
 
 
-def create(settings: ServeSettings, models: ServedModels) -> FastAPI:
+def create(
+    settings: ServeSettings, models: ServedModels, others: OtherProcesses | None = None
+) -> FastAPI:
     """Return the application over these models; its lifespan closes them when it ends."""
-    app = create_base(settings, models, Metrics(models))
+    # Where engines are other processes, their figures come from there.
+    metrics = Metrics(models) if others is None else Metrics(models, list)
+    app = create_base(settings, models, metrics)
+    app.state.others = others
     for routes in (tei, openai, cohere, huggingface, packhorse_api, page):
         routes.add(app, models, settings)
     app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
@@ -116,6 +122,7 @@ def create_base(
     app.state.settings = settings
     app.state.models = models
     app.state.metrics = metrics
+    app.state.others = None
     _add_server_routes(app, settings, models, metrics)
     app.add_exception_handler(PackhorseError, _handle_packhorse_error)
     app.add_exception_handler(RequestValidationError, _handle_invalid)
@@ -124,9 +131,12 @@ def create_base(
     return app
 
 
-def guarded(app: FastAPI) -> tuple[Any, Guard]:
-    """Return the outermost ASGI application, to be served, and the guard within it."""
-    settings: ServeSettings = app.state.settings
+def guarded(app: FastAPI, limits: ServeSettings | None = None) -> tuple[Any, Guard]:
+    """Return the outermost ASGI application, to be served, and the guard within it.
+
+    `limits` are the settings with this process's share of the limits, if there are several.
+    """
+    settings: ServeSettings = limits or app.state.settings
     guard = Guard(app, settings, app.state.models, app.state.metrics)
     app.state.guard = guard
     if not settings.cors_origin:
@@ -169,6 +179,9 @@ def _add_server_routes(
 
     async def figures() -> Response:
         """Metrics for Prometheus."""
+        others: OtherProcesses | None = app.state.others
+        if others is not None:
+            return Response(await others.metrics(), media_type=CONTENT_TYPE)
         return Response(await asyncio.to_thread(metrics.page), media_type=CONTENT_TYPE)
 
     unavailable: dict[int | str, dict[str, Any]] = {503: {"description": "It is not."}}
@@ -182,6 +195,8 @@ async def _handle_packhorse_error(request: Request, error: Any) -> Response:
     """Answer with the status of the error's class, or of its nearest base class that has one."""
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     headers = {}
+    if status == 503:
+        headers["retry-after"] = str(RESTART_SECONDS)
     if status == 429:
         record: RequestRecord = request.scope["packhorse"]
         models: ServedModels = request.app.state.models

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from packhorse import processor
 from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStopped
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
@@ -106,6 +106,18 @@ def entailment(labels: Sequence[str]) -> tuple[str, str]:
 
 def _entails(label: str) -> bool:
     return label.lower().startswith("entail")
+
+
+class OtherProcesses(Protocol):
+    """The other processes of a server, where models do not run in this one."""
+
+    async def engines(self, batches: int) -> list[dict[str, Any]]:
+        """Return what the page shows of every engine, with its last batches."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all processes, as /metrics has them."""
+        ...
 
 
 class ServedModels:
@@ -243,7 +255,7 @@ def _open(entry: str, settings: ServeSettings) -> ServedModel:
 def _use_threads(count: int) -> None:
     import torch
 
-    torch.set_num_threads(count or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(count or processor.usable_cores())
 
 
 def _probe_input() -> np.ndarray:

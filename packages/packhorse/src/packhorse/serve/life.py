@@ -71,14 +71,14 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
     raise_file_limit(settings)
-    bound = _bind(settings)
+    bound = bind(settings)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with open_app(settings) as (app, models):
         outer, guard = guarded(app)
         gc.collect()
         gc.freeze()  # models and code live as long as the process; never scan them again
-        report = partial(_report_ready, ready, bound, models)
-        server = DrainingServer(_configuration(outer, settings), guard, models, report)
+        report = partial(report_ready, ready, bound, models)
+        server = DrainingServer(configuration(outer, settings), guard, models, report)
         server.run(sockets=[bound])
     if server.engine_died:
         raise EngineDied("the engine died; see the log above, and restart the server")
@@ -105,7 +105,8 @@ def raise_file_limit(settings: ServeSettings) -> None:
         logs.LOGGER.warning(message, soft, settings.max_connections)
 
 
-def _bind(settings: ServeSettings) -> socket.socket:
+def bind(settings: ServeSettings) -> socket.socket:
+    """Return a socket that is bound but does not listen yet; raises `InputError`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -118,7 +119,8 @@ def _bind(settings: ServeSettings) -> socket.socket:
     return bound
 
 
-def _report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> None:
+def report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> None:
+    """Log where the server listens and what it serves, and call `ready`."""
     host, port, *_ = bound.getsockname()
     for model in models:
         tasks = ", ".join(model.tasks)
@@ -128,7 +130,8 @@ def _report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> N
     ready(host, port, models)
 
 
-def _configuration(app: Any, settings: ServeSettings) -> uvicorn.Config:
+def configuration(app: Any, settings: ServeSettings) -> uvicorn.Config:
+    """Return uvicorn's configuration: our protocol and our limits, none of its own features."""
     return uvicorn.Config(
         app,
         http=protocol(settings),
@@ -154,8 +157,11 @@ class DrainingServer(uvicorn.Server):
         guard: Guard,
         models: ServedModels,
         report_ready: Callable[[], None],
+        ends_with_engine: bool = True,
     ) -> None:
+        """`ends_with_engine`: exit if an engine dies, because nobody would restart it."""
         super().__init__(config)
+        self.ends_with_engine = ends_with_engine
         self.guard = guard
         self.models = models
         self.report_ready = report_ready
@@ -174,7 +180,8 @@ class DrainingServer(uvicorn.Server):
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._tasks.append(loop.create_task(sweep(self.server_state.connections)))
-        self._tasks.append(loop.create_task(self._watch_engines()))
+        if self.ends_with_engine:
+            self._tasks.append(loop.create_task(self._watch_engines()))
         self.report_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -186,6 +193,12 @@ class DrainingServer(uvicorn.Server):
     def _on_signal(self) -> None:
         if self.guard.draining:
             os._exit(EXIT_SECOND_SIGNAL)
+        self.begin_draining()
+
+    def begin_draining(self) -> None:
+        """Refuse new requests, finish those in flight, and exit."""
+        if self.guard.draining:
+            return
         self.guard.draining = True
         logs.LOGGER.info("draining: %d requests in flight", self.guard.in_flight)
         self._tasks.append(asyncio.get_running_loop().create_task(self._drain()))

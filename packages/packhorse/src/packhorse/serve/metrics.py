@@ -7,7 +7,7 @@ time series. A runner's figures are read when /metrics is requested and cost no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -66,12 +66,14 @@ class Metrics:
     """All metrics of a server.
 
     `read_figures` replaces reading the models' own runners, for models that run in replicas.
+    `labels` are added to those of each runner.
     """
 
     def __init__(
         self,
         models: ServedModels,
         read_figures: Callable[[], Sequence[RunnerFigures]] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         here: dict[str, Any] = {"registry": self.registry}
@@ -95,9 +97,19 @@ class Metrics:
         self.tokens = Counter("packhorse_input_tokens", "Tokens of answered inputs.", **here)
 
         def read_local() -> list[RunnerFigures]:
-            return [runner_figures(model) for model in models]
+            return [runner_figures(model, **(labels or {})) for model in models]
 
-        self.registry.register(_RunnerCollector(read_figures or read_local))
+        self._runners = _RunnerCollector(read_figures or read_local)
+        self.registry.register(self._runners)
+
+    def runners(self) -> list[Metric]:
+        """Return the figures of the runners alone."""
+        return list(self._runners.collect())
+
+    def requests_only(self) -> list[Metric]:
+        """Return what is counted here, without the figures of the runners."""
+        runners = {metric.name for metric in self.runners()}
+        return [metric for metric in self.registry.collect() if metric.name not in runners]
 
     def record(self, record: RequestRecord, route: str, status: int) -> None:
         """Count a request that has ended."""
@@ -114,6 +126,52 @@ class Metrics:
     def page(self) -> bytes:
         """Return the body of `GET /metrics`."""
         return generate_latest(self.registry)
+
+
+def families_to_json(metrics: Iterable[Metric]) -> list[Any]:
+    """Return metrics as JSON values, to be added up in another process."""
+    return [
+        [
+            metric.name,
+            metric.documentation,
+            metric.type,
+            [[sample.name, sample.labels, sample.value] for sample in metric.samples],
+        ]
+        for metric in metrics
+    ]
+
+
+def merged_page(processes: Iterable[list[Any]]) -> bytes:
+    """Return the body of `GET /metrics` for several processes, each as `families_to_json` gives it.
+
+    Samples of the same name and labels are added up: of the metrics that processes share all are
+    counters, histograms, or a gauge that counts requests in flight.
+    """
+    metrics: dict[str, Metric] = {}
+    sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for families in processes:
+        for name, documentation, kind, samples in families:
+            metrics.setdefault(name, Metric(name, documentation, kind))
+            family = sums.setdefault(name, {})
+            for sample, labels, value in samples:
+                key = (sample, tuple(labels.items()))
+                # When a process began to count is of no use once processes are added up.
+                if not sample.endswith("_created"):
+                    family[key] = family.get(key, 0.0) + value
+    for name, family in sums.items():
+        for (sample, labels), value in family.items():
+            metrics[name].add_sample(sample, dict(labels), value)
+    return generate_latest(_Merged(list(metrics.values())))
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    """Stands in for a registry, of which `generate_latest` only collects."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.metrics
 
 
 class _RunnerCollector:

@@ -65,6 +65,12 @@ class ServeSettings:
     ignore: tuple[str, ...] = setting(
         (), MODELS, "Ignore tensors of the file that match this pattern; may be repeated."
     )
+    devices: tuple[str, ...] = setting(
+        (), MODELS, "Devices with an engine process each, such as cuda:0; may be repeated."
+    )
+    fronts: int = setting(
+        0, MODELS, "Processes that speak HTTP, apart from the engines; 0: by device and cores."
+    )
     threads: int = setting(0, MODELS, "CPU threads for computing; 0: one per core.")
     batch_tokens: int = setting(0, MODELS, "Tokens per batch; 0: chosen by device.")
     batch_wait_ms: float = setting(
@@ -145,6 +151,12 @@ class ServeSettings:
             raise InputError("there is no model to serve; name one with --model")
         if self.engine != "ray" and (self.replicas > 1 or self.max_replicas or self.ray_address):
             raise InputError("--replicas, --max-replicas and --ray-address need --engine ray")
+        if self.engine == "ray" and (self.fronts or self.devices):
+            raise InputError("--fronts and --devices are for --engine local; Ray has --replicas")
+        if self.fronts and not hasattr(os, "memfd_create"):
+            raise InputError("--fronts needs Linux: its processes share memory by memfd")
+        if self.device and self.devices:
+            raise InputError("--device and --devices both name devices; use one of them")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise InputError(
                 f"max_replicas is {self.max_replicas}; it must be at least replicas "

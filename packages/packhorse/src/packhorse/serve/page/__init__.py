@@ -12,6 +12,7 @@ key, the page shows a field for one, which it keeps in its memory only.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from base64 import b64encode
@@ -32,7 +33,7 @@ from packhorse.serve.dialects.schemas import (
     TeiError,
     error_responses,
 )
-from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.hosting import OtherProcesses, ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
 
 THROUGHPUT_SECONDS = 5.0
@@ -94,11 +95,17 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         """The page, for a browser."""
         return HTMLResponse(html, headers=headers)
 
-    # Not a coroutine, so that FastAPI calls it in a thread: it sorts the last latencies.
+    def describe_engines(batches: int) -> list[dict[str, Any]]:
+        return [describe_engine(model, batches) for model in models]
+
     @get("/engine", response_model=Engines, responses=error_responses(TeiError, GET_STATUSES))
-    def engine(batches: Count = RECENT) -> Response:
+    async def engine(batches: Count = RECENT) -> Response:
         """The last batches of each model with their layout, the queue, and the throughput."""
-        return json_response({"models": [_describe_engine(model, batches) for model in models]})
+        others: OtherProcesses | None = app.state.others
+        if others is not None:
+            return json_response({"models": await others.engines(batches)})
+        # In a thread, because it sorts the last latencies.
+        return json_response({"models": await asyncio.to_thread(describe_engines, batches)})
 
 
 def content_policy(html: str) -> str:
@@ -118,7 +125,8 @@ def _hashes(html: str, tag: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def _describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
+def describe_engine(model: ServedModel, count: int) -> dict[str, Any]:
+    """Return what the page shows of a model's engine, with its last `count` batches."""
     runner = model.runner
     now = time.monotonic()
     shape = runner.shape

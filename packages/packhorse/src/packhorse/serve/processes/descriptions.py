@@ -96,9 +96,7 @@ class ModelDescription:
 class _NoBackend:
     """The backend of a front's encoder."""
 
-    def __call__(
-        self, packed: Packed, heads: Sequence[str], at: Tensor | None = None
-    ) -> NoReturn:
+    def __call__(self, packed: Packed, heads: Sequence[str], at: Tensor | None = None) -> NoReturn:
         raise RuntimeError("this process has no model; requests are run by an engine process")
 
 

@@ -175,9 +175,7 @@ class EngineRequest:
             offset += 4 * count
 
 
-def _jobs(
-    arena: Arena, run: Run, heads: tuple[str, ...], only: int | None
-) -> list[InferenceJob]:
+def _jobs(arena: Arena, run: Run, heads: tuple[str, ...], only: int | None) -> list[InferenceJob]:
     """Read the sequences of a request; one job per input."""
     n = run.sequences
     # A copy: after a cancellation the front uses the block again, whatever still runs here.
@@ -203,12 +201,12 @@ def _jobs(
 class EngineProcess:
     """The main loop of an engine process."""
 
-    def __init__(self, control: Control, models: ServedModels, engine_labels: dict[str, str]) -> None:
+    def __init__(self, control: Control, models: ServedModels, labels: dict[str, str]) -> None:
         self.control = control
-        self.models = list(models)
         self.served = models
-        self.labels = engine_labels
-        self.metrics = Metrics(models, labels=engine_labels)
+        self.models = list(models)
+        self.labels = labels
+        self.metrics = Metrics(models, labels=labels)
         self.selector = selectors.DefaultSelector()
         self.links: set[FrontLink] = set()
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -298,7 +296,7 @@ def main(control: Control) -> int:
     if received is None:
         return 0
     message, _ = received
-    settings = ServeSettings(**_with_tuples(message["settings"]))
+    settings = ServeSettings(**with_tuples(message["settings"]))
     logs.set_up(settings)
     try:
         models = hosting.open_models(settings)
@@ -312,10 +310,8 @@ def main(control: Control) -> int:
     return 0
 
 
-def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+def with_tuples(values: dict[str, Any]) -> dict[str, Any]:
     """JSON has lists where settings have tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
     }
-
-

@@ -1,0 +1,447 @@
+"""A front process: speaks HTTP, tokenizes, sends sequences to an engine, writes the answers.
+
+A request takes a block of the link's arena, which holds, one after the other:
+
+    lengths  int32 [S]     prompt lengths  int32 [S]     ids  int32 [T]
+    types    uint8 [T]     whether an input begins with the sequence  uint8 [S]
+    results  float32, head by head; from the next multiple of 64 bytes
+
+Everything here runs on the event loop, so there are no locks. A block is freed when the engine has
+replied, also if nobody waits for the reply any more: until then the engine may write into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from typing import Any, cast
+
+import numpy as np
+
+from packhorse.errors import Overloaded, RunnerStopped
+from packhorse.runtime.batches import PER_TOKEN, PackedShape
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
+from packhorse.serve import logs
+from packhorse.serve.app import create, guarded
+from packhorse.serve.dialects import token_ids
+from packhorse.serve.failures import TooLarge
+from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.life import DrainingServer, configuration, raise_file_limit
+from packhorse.serve.metrics import families_to_json, merged_page
+from packhorse.serve.processes.arena import Arena
+from packhorse.serve.processes.descriptions import ModelDescription
+from packhorse.serve.processes.engine import with_tuples
+from packhorse.serve.processes.messages import (
+    DONE,
+    FAILED,
+    READ_BYTES,
+    Control,
+    Done,
+    Records,
+    Run,
+    pack_cancel,
+    unpack_failed,
+)
+from packhorse.serve.settings import ServeSettings
+from packhorse.serve.streams import StreamResult
+
+ASK_SECONDS = 2.0  # for the figures of the other processes
+ENGINE_LOST = "the engine that ran this request ended; another is being started"
+NO_ENGINE = "no engine is running; one is being started"
+
+
+@dataclass(eq=False, slots=True)
+class FrontRequest:
+    """A request that an engine runs."""
+
+    finished: asyncio.Future[StreamResult]
+    link: EngineLink
+    number: int
+    run: Run
+    size: int  # of its block, in bytes
+    shapes: list[tuple[str, list[int]]]  # per head: its name, its output's shape per row
+    lengths: np.ndarray  # of the sequences
+    counts: np.ndarray  # rows of per-token heads by sequence
+
+    def stop(self) -> None:
+        """Cancel the request; its block is freed when the engine replies."""
+        self.link.cancel(self)
+
+    def result(self, done: Done) -> StreamResult:
+        """Read the results."""
+        offset = self.run.output
+        columns: list[list[np.ndarray]] = []
+        for head, shape in self.shapes:
+            counts = self.counts if head in PER_TOKEN else np.ones(len(self.lengths), int)
+            rows = int(counts.sum())
+            size = rows * math.prod(shape)
+            # A copy, because the block is used again.
+            values = self.link.arena.array(offset, size, np.float32).copy().reshape(rows, *shape)
+            offset += 4 * size
+            if head in PER_TOKEN:
+                columns.append(np.split(values, np.cumsum(counts)[:-1]))
+            else:
+                columns.append(list(values))
+        rows_: list[Row] = list(zip(*columns, strict=True))
+        return StreamResult(rows_, done.pack_info)
+
+
+class EngineLink:
+    """An engine as this front sees it."""
+
+    def __init__(self, end: socket.socket, arena: Arena, loop: asyncio.AbstractEventLoop) -> None:
+        end.setblocking(False)
+        self.socket = end
+        self.arena = arena
+        self.loop = loop
+        self.alive = True
+        self.tokens = 0  # of requests under way
+        self.waiting_tokens = 0.0  # in the engine's queue when it last replied
+        self.rate = 0.0  # tokens per second when it last replied
+        self.last_reply = -math.inf  # `time.monotonic` of the last results
+        self._requests: dict[int, FrontRequest] = {}
+        self._numbers = count(1)
+        self._records = Records()
+        self._unsent: deque[bytes] = deque()
+        loop.add_reader(end, self._on_readable)
+
+    def start(
+        self, model: int, description: ModelDescription, jobs: Sequence[InferenceJob]
+    ) -> FrontRequest:
+        """Send the sequences of jobs, which all need the same heads, to the engine."""
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        heads = jobs[0].heads
+        only = jobs[0].only
+        lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+        ids = np.concatenate([sequence.ids for sequence in sequences], dtype=np.int32)
+        counts = lengths
+        if only is not None:
+            counts = np.add.reduceat(ids == only, np.cumsum(lengths) - lengths, dtype=int)
+        n = len(sequences)
+        tokens = len(ids)
+        output = -(-(8 * n + 5 * tokens + n) // 64) * 64
+        numbers = sum(description.output_size(head, int(counts.sum()), n) for head in heads)
+        size = output + 4 * numbers
+        if size > self.arena.size:
+            raise TooLarge(
+                f"the results of this request would take {numbers * 4 >> 20} MiB, more than the "
+                f"{self.arena.size >> 20} MiB there are; send fewer inputs at once"
+            )
+        offset = self.arena.allocate(size)
+        if offset is None:
+            raise Overloaded("the memory for requests under way is full; try again in a moment")
+        data = self.arena.array(offset, 2 * n + tokens, np.int32)
+        data[:n] = lengths
+        data[n : 2 * n] = [sequence.prompt_length for sequence in sequences]
+        data[2 * n :] = ids
+        rest = self.arena.array(offset + data.nbytes, tokens + n, np.uint8)
+        np.concatenate([sequence.types for sequence in sequences], out=rest[:tokens])
+        rest[tokens:] = list(
+            chain.from_iterable(
+                [1, *([0] * (len(job.sequences) - 1))] for job in jobs if job.sequences
+            )
+        )
+        number = next(self._numbers)
+        run = Run(
+            number,
+            model,
+            -1 if only is None else only,
+            n,
+            tokens,
+            offset,
+            offset + output,
+            ",".join(heads),
+        )
+        shapes = [(head, list(description.outputs[head])) for head in heads]
+        finished: asyncio.Future[StreamResult] = self.loop.create_future()
+        request = FrontRequest(finished, self, number, run, size, shapes, lengths, counts)
+        self._requests[number] = request
+        self.tokens += tokens
+        self._send(run.pack())
+        return request
+
+    def cancel(self, request: FrontRequest) -> None:
+        """Tell the engine that nobody waits for a request any more."""
+        if request.number in self._requests and self.alive:
+            self._send(pack_cancel(request.number))
+
+    def close(self) -> None:
+        """Fail what is under way: the engine is gone."""
+        if not self.alive:
+            return
+        self.alive = False
+        self.loop.remove_reader(self.socket)
+        self.loop.remove_writer(self.socket)
+        self.socket.close()
+        requests = list(self._requests.values())
+        self._requests.clear()
+        for request in requests:
+            if not request.finished.done():
+                request.finished.set_exception(RunnerStopped(ENGINE_LOST))
+
+    def _on_readable(self) -> None:
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            return self.close()
+        for kind, body in self._records.feed(data):
+            if kind == DONE:
+                self._on_done(Done.unpack(body))
+            elif kind == FAILED:
+                self._on_failed(body)
+
+    def _on_done(self, done: Done) -> None:
+        self.waiting_tokens = done.waiting_tokens
+        self.rate = done.rate
+        self.last_reply = time.monotonic()
+        request = self._requests.pop(done.request)
+        if not request.finished.done():
+            request.finished.set_result(request.result(done))
+        self._free(request)
+
+    def _on_failed(self, body: bytes) -> None:
+        number, error, self.waiting_tokens, self.rate = unpack_failed(body)
+        request = self._requests.pop(number)
+        if not request.finished.done():
+            request.finished.set_exception(error)
+        self._free(request)
+
+    def _free(self, request: FrontRequest) -> None:
+        self.tokens -= request.run.tokens
+        self.arena.release(request.run.offset, request.size)
+
+    def _send(self, record: bytes) -> None:
+        self._unsent.append(record)
+        if len(self._unsent) == 1:
+            self._on_writable()
+
+    def _on_writable(self) -> None:
+        while self._unsent:
+            record = self._unsent[0]
+            try:
+                sent = self.socket.send(record)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return self.close()
+            if sent < len(record):
+                self._unsent[0] = record[sent:]
+                self.loop.add_writer(self.socket, self._on_writable)
+                return
+            self._unsent.popleft()
+        self.loop.remove_writer(self.socket)
+
+
+class EnginePool:
+    """All engines; a request goes to the one with the least to do."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, EngineLink] = {}  # by the engine's number
+
+    def add(self, number: int, link: EngineLink) -> None:
+        """Use an engine from now on; it replaces the one of this number, which is gone."""
+        if number in self._links:
+            self._links[number].close()
+        self._links[number] = link
+
+    @property
+    def links(self) -> list[EngineLink]:
+        """The engines that run."""
+        return [link for link in self._links.values() if link.alive]
+
+    def least_busy(self) -> EngineLink:
+        """Return the engine with the fewest tokens under way from here; raise if there is none."""
+        if not self.links:
+            raise RunnerStopped(NO_ENGINE)
+        return min(self.links, key=lambda link: link.tokens)
+
+
+class FrontRunner:
+    """Takes the place of a `PackRunner` in a front, whose models run in engines."""
+
+    def __init__(
+        self, place: int, description: ModelDescription, encoder: Encoder, pool: EnginePool
+    ) -> None:
+        self.place = place  # of the model among those of an engine
+        self.description = description
+        self.encoder = encoder
+        self.pool = pool
+        self.shape = PackedShape(**description.shape)
+        self.max_waiting_requests = description.max_waiting_requests
+        self.max_waiting_tokens = description.max_waiting_tokens
+
+    def prepare(
+        self, texts: Sequence[TaskInput], task: str = "embed", **options: Any
+    ) -> list[InferenceJob]:
+        """Tokenize; how many requests do so at once is limited by the guard."""
+        return self.encoder.prepare(task, texts, **options)
+
+    def start(self, jobs: Sequence[InferenceJob]) -> FrontRequest:
+        """Send jobs, which all need the same heads, to an engine."""
+        return self.pool.least_busy().start(self.place, self.description, jobs)
+
+    def submit(self, text: TaskInput, task: str = "embed") -> Future[None]:
+        """Run the probe of /ready."""
+        return asyncio.run_coroutine_threadsafe(self._probe(text, task), asyncio.get_running_loop())
+
+    async def _probe(self, text: TaskInput, task: str) -> None:
+        await self.start(self.encoder.prepare(task, [text])).finished
+
+    @property
+    def alive(self) -> bool:
+        """Whether an engine runs."""
+        return bool(self.pool.links)
+
+    @property
+    def waiting_tokens(self) -> float:
+        """Tokens in the queues of all engines when they last replied."""
+        return sum(link.waiting_tokens for link in self.pool.links)
+
+    def rate(self) -> float:
+        """Return the tokens per second of all engines when they last replied."""
+        return sum(link.rate for link in self.pool.links)
+
+    def idle_seconds(self) -> float:
+        """Return the seconds since an engine last replied to this front."""
+        return time.monotonic() - max((link.last_reply for link in self.pool.links), default=-1e9)
+
+    def close(self, drain: bool = True) -> None:
+        """Do nothing: engines end when the supervisor says so."""
+
+
+class Supervisor:
+    """The supervisor as a front sees it: links to new engines, figures of other processes."""
+
+    def __init__(self, control: Control, pool: EnginePool) -> None:
+        self.control = control
+        self.pool = pool
+        self.server: DrainingServer | None = None
+        self._numbers = count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+
+    def listen(self) -> None:
+        """Handle messages from now on, on the event loop that runs."""
+        asyncio.get_running_loop().add_reader(self.control.socket, self._on_message)
+
+    async def engines(self, batches: int) -> list[dict[str, Any]]:
+        """Return what the page shows of every engine."""
+        return [engine for part in await self._ask("engines", batches=batches) for engine in part]
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all processes."""
+        return merged_page(await self._ask("metrics"))
+
+    async def _ask(self, what: str, **options: Any) -> Any:
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.control.send({"kind": "ask", "id": number, "what": what, **options})
+            async with asyncio.timeout(ASK_SECONDS + 1):
+                return await reply
+        except TimeoutError as error:
+            raise RunnerStopped("the other processes of the server did not reply") from error
+        finally:
+            del self._replies[number]
+
+    def _on_message(self) -> None:
+        received = self.control.receive()
+        if received is None:  # the supervisor is gone: finish what is under way, and end
+            asyncio.get_running_loop().remove_reader(self.control.socket)
+            if self.server is not None:
+                self.server.begin_draining()
+            return
+        message, descriptors = received
+        if message["kind"] == "link":
+            self.add_link(message["engine"], descriptors)
+        elif message["kind"] == "reply" and message["id"] in self._replies:
+            self._replies[message["id"]].set_result(message["value"])
+        elif message["kind"] == "ask" and self.server is not None:
+            value = families_to_json(self.server.guard.metrics.requests_only())
+            self.control.send({"kind": "reply", "id": message["id"], "value": value})
+        elif message["kind"] == "stop" and self.server is not None:
+            self.server.begin_draining()
+
+    def add_link(self, engine: int, descriptors: Sequence[int]) -> None:
+        """Use an engine, by the socket and the shared memory that the supervisor sent."""
+        end = socket.socket(fileno=descriptors[0])
+        link = EngineLink(end, Arena(descriptors[1]), asyncio.get_running_loop())
+        self.pool.add(engine, link)
+
+
+def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> ServedModels:
+    """Return the models of the engines, as the application takes them."""
+    models: list[ServedModel] = []
+    for place, description in enumerate(descriptions):
+        encoder = description.encoder()
+        runner = FrontRunner(place, description, encoder, pool)
+        models.append(
+            ServedModel(
+                description.name,
+                description.source,
+                encoder,
+                cast(Any, runner),
+                cast(Any, runner),
+                description.opened,
+            )
+        )
+    return ServedModels(models)
+
+
+def share(settings: ServeSettings, fronts: int) -> ServeSettings:
+    """Return the settings with one front's share of the limits that are per process."""
+    return replace(
+        settings,
+        max_concurrent_requests=math.ceil(settings.max_concurrent_requests / fronts),
+        max_connections=math.ceil(settings.max_connections / fronts),
+        max_buffered_bytes=math.ceil(settings.max_buffered_bytes / fronts),
+    )
+
+
+def main(control: Control) -> int:
+    """Serve on the socket that the supervisor passes, until it says stop."""
+    received = control.receive()
+    if received is None:
+        return 0
+    message, (listening,) = received
+    settings = ServeSettings(**with_tuples(message["settings"]))
+    logs.set_up(settings)
+    limits = share(settings, message["fronts"])
+    raise_file_limit(limits)
+    token_ids.load_table(settings.token_ids)
+    pool = EnginePool()
+    supervisor = Supervisor(control, pool)
+    descriptions = [ModelDescription(**model) for model in message["models"]]
+    models = open_models(descriptions, pool)
+    outer, guard = guarded(create(settings, models, supervisor), limits)
+    gc.collect()
+    gc.freeze()
+    server = DrainingServer(
+        configuration(outer, limits),
+        guard,
+        models,
+        lambda: control.send({"kind": "ready"}),
+        ends_with_engine=False,
+    )
+    supervisor.server = server
+
+    async def serve() -> None:
+        supervisor.listen()
+        while not pool.links:
+            await asyncio.sleep(0.01)
+        await server.serve(sockets=[socket.socket(fileno=listening)])
+
+    asyncio.run(serve())
+    return 1 if guard.in_flight else 0

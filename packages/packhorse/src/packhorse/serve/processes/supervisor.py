@@ -1,0 +1,351 @@
+"""The supervisor: starts fronts and engines, connects them, replaces those that die.
+
+It opens no model and reads no request, so that what kills a front or an engine does not kill it.
+Signals reach it alone, because the others run in sessions of their own: it tells the fronts to
+drain and then the engines to stop. If it is killed itself, the others see their control sockets
+closed and end.
+
+A process that keeps dying soon after its start is not replaced for ever: after `MAX_QUICK_DEATHS`
+in a row the server ends, so that whoever watches it sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from itertools import count
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from packhorse import errors, processor
+from packhorse.errors import PackhorseError
+from packhorse.serve import logs
+from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.life import (
+    EXIT_SECOND_SIGNAL,
+    SIGNALS,
+    CutShort,
+    EngineDied,
+    Ready,
+    bind,
+    report_ready,
+)
+from packhorse.serve.processes import arena
+from packhorse.serve.processes.messages import Control
+from packhorse.serve.settings import ServeSettings
+
+ARENA_BYTES = 256 << 20  # per front and engine; pages take memory only while they are in use
+MAX_FRONTS = 8  # by default
+CORES_PER_FRONT = 2  # by default: fronts take half of the cores, the rest is the engine's
+MAX_QUICK_DEATHS = 3
+QUICK_SECONDS = 30.0
+ASK_SECONDS = 2.0  # for the figures of all processes
+STOP_SECONDS = 10.0  # for an engine to stop, and for a front beyond its time to drain
+
+
+@dataclass(eq=False)
+class ChildProcess:
+    """A front or an engine."""
+
+    kind: Literal["front", "engine"]
+    number: int
+    process: asyncio.subprocess.Process
+    control: Control
+    started: float = field(default_factory=time.monotonic)
+    # The first message of an engine (its models, or why it has none) and of a front (ready).
+    first: asyncio.Future[dict[str, Any]] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    figures: list[Any] = field(default_factory=list)  # the last metrics that it reported
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} (process {self.process.pid})"
+
+
+def fronts_by_default(settings: ServeSettings) -> int:
+    """Return how many fronts to start; 0: one process does everything.
+
+    A CPU computes with all cores, and a front would only take some of them away; so does a machine
+    with few cores beside its GPU.
+    """
+    if settings.fronts or not hasattr(os, "memfd_create"):
+        return settings.fronts
+    if len(settings.devices) > 1:
+        return len(settings.devices)
+    from packhorse import device
+
+    cores = processor.usable_cores()
+    name = settings.devices[0] if settings.devices else settings.device
+    if device.choose_device(name or None).type == "cpu" or cores < 2 * CORES_PER_FRONT:
+        return 0
+    return min(MAX_FRONTS, cores // CORES_PER_FRONT)
+
+
+def run(settings: ServeSettings, ready: Ready, fronts: int) -> None:
+    """Serve with this many fronts until a signal arrives; `ready` is called once they answer."""
+    logs.set_up(settings)
+    bound = bind(settings)
+    asyncio.run(Supervision(settings, bound, ready, fronts).run())
+
+
+class Supervision:
+    """All processes of a server."""
+
+    def __init__(
+        self, settings: ServeSettings, bound: socket.socket, ready: Ready, fronts: int
+    ) -> None:
+        self.settings = settings
+        self.bound = bound
+        self.ready = ready
+        self.devices = settings.devices or (settings.device,)
+        self.front_count = fronts
+        self.engines: dict[int, ChildProcess] = {}
+        self.fronts: dict[int, ChildProcess] = {}
+        self.models: list[dict[str, Any]] = []
+        self.retired: list[list[Any]] = []  # the last metrics of fronts that are gone
+        self.stopping = False
+        self.failure: PackhorseError | None = None
+        self.ended = asyncio.Event()
+        self._deaths: dict[tuple[str, int], int] = {}  # quick ones in a row
+        self._numbers = count(1)
+        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until a signal arrives, or until processes keep dying."""
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
+            self.bound.listen(min(self.settings.max_connections, 2048))
+            await asyncio.gather(*[self._start_front(i) for i in range(self.front_count)])
+            for number in SIGNALS:
+                loop.add_signal_handler(number, self._on_signal)
+            report_ready(self.ready, self.bound, self._described())
+            await self.ended.wait()
+        finally:
+            self.stopping = True
+            self.bound.close()
+            unfinished = await self._stop()
+        if self.failure is not None:
+            raise self.failure
+        if unfinished:
+            seconds = self.settings.drain_seconds
+            raise CutShort(f"requests were not finished within {seconds:g} s")
+
+    # Starting ----------------------------------------------------------------------------------
+
+    async def _start_engine(self, number: int) -> None:
+        threads = self.settings.threads
+        if len(self.devices) > 1:
+            threads = threads or max(1, processor.usable_cores() // len(self.devices))
+        settings = replace(
+            self.settings, device=self.devices[number], devices=(), threads=threads, keys=()
+        )
+        engine = await self._start("engine", number)
+        labels = {"engine": str(number)} if len(self.devices) > 1 else {}
+        engine.control.send({"settings": asdict(settings), "labels": labels})
+        message = await engine.first
+        if message["kind"] == "failed":
+            kind = getattr(errors, message["error"], PackhorseError)
+            raise kind(message["message"])
+        self.models = self.models or message["models"]
+        self.engines[number] = engine
+        for front in self.fronts.values():
+            self._link(front, engine)
+
+    async def _start_front(self, number: int) -> None:
+        front = await self._start("front", number)
+        start = {
+            "settings": asdict(self.settings),
+            "models": self.models,
+            "fronts": self.front_count,
+        }
+        front.control.send(start, [self.bound.fileno()])
+        for engine in self.engines.values():
+            self._link(front, engine)
+        self.fronts[number] = front
+        await front.first
+
+    async def _start(self, kind: Literal["front", "engine"], number: int) -> ChildProcess:
+        ours, theirs = Control.pair()
+        descriptor = theirs.socket.fileno()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "packhorse.serve.processes",
+            kind,
+            str(descriptor),
+            pass_fds=[descriptor],
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        child = ChildProcess(kind, number, process, ours)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(ours.socket, self._on_message, child)
+        self._spawn(self._watch(child))
+        return child
+
+    def _link(self, front: ChildProcess, engine: ChildProcess) -> None:
+        """Connect a front and an engine; where one is gone, its replacement gets a link later."""
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        memory = arena.create(ARENA_BYTES)
+        try:
+            engine.control.send({"kind": "link"}, [ends[0].fileno(), memory])
+            front.control.send(
+                {"kind": "link", "engine": engine.number}, [ends[1].fileno(), memory]
+            )
+        except OSError:
+            logs.LOGGER.debug("%s and %s could not be connected", front, engine)
+        finally:
+            os.close(memory)
+            for end in ends:
+                end.close()
+
+    # Replacing ---------------------------------------------------------------------------------
+
+    async def _watch(self, child: ChildProcess) -> None:
+        """Wait for the end of a process, and replace it."""
+        code = await child.process.wait()
+        asyncio.get_running_loop().remove_reader(child.control.socket)
+        child.control.close()
+        if not child.first.done():
+            child.first.set_exception(
+                EngineDied(f"{child} ended with {_exit(code)} while it was starting")
+            )
+            return
+        group = self.engines if child.kind == "engine" else self.fronts
+        if self.stopping or group.get(child.number) is not child:
+            return
+        del group[child.number]
+        if child.kind == "front" and child.figures:
+            self.retired.append(child.figures)
+        logs.LOGGER.error("%s ended with %s; it is replaced", child, _exit(code))
+        await self._replace(child)
+
+    async def _replace(self, child: ChildProcess) -> None:
+        key = (child.kind, child.number)
+        quick = time.monotonic() - child.started < QUICK_SECONDS
+        self._deaths[key] = self._deaths.get(key, 0) + 1 if quick else 1
+        while self._deaths[key] <= MAX_QUICK_DEATHS and not self.stopping:
+            try:
+                start = self._start_engine if child.kind == "engine" else self._start_front
+                return await start(child.number)
+            except (PackhorseError, OSError) as error:
+                logs.LOGGER.error("%s %d did not start: %s", child.kind, child.number, error)
+                self._deaths[key] += 1
+                await asyncio.sleep(1.0)
+        if not self.stopping:
+            self.failure = EngineDied(
+                f"{child.kind} {child.number} died {MAX_QUICK_DEATHS} times in a row; see the log"
+            )
+            self.ended.set()
+
+    # Messages ----------------------------------------------------------------------------------
+
+    def _on_message(self, child: ChildProcess) -> None:
+        received = child.control.receive()
+        if received is None:  # its end was closed; `_watch` does the rest
+            asyncio.get_running_loop().remove_reader(child.control.socket)
+            return
+        message, _ = received
+        if message["kind"] == "ask":
+            self._spawn(self._answer(child, message))
+        elif message["kind"] == "reply":
+            if (reply := self._replies.get(message["id"])) and not reply.done():
+                reply.set_result(message["value"])
+        elif not child.first.done():
+            child.first.set_result(message)
+
+    async def _answer(self, front: ChildProcess, message: dict[str, Any]) -> None:
+        """Collect the figures that a front asks for."""
+        children = list(self.engines.values())
+        if message["what"] == "metrics":
+            children += self.fronts.values()
+        values = await asyncio.gather(*[self._ask(child, message) for child in children])
+        if message["what"] == "metrics":
+            values += self.retired
+        try:
+            front.control.send({"kind": "reply", "id": message["id"], "value": values})
+        except OSError:
+            logs.LOGGER.debug("%s was gone before its figures came", front)
+
+    async def _ask(self, child: ChildProcess, message: dict[str, Any]) -> list[Any]:
+        """Return the figures of one process; the last known ones if it does not reply."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            child.control.send({**message, "id": number})
+            async with asyncio.timeout(ASK_SECONDS):
+                value = await reply
+        except (OSError, TimeoutError):
+            return child.figures if message["what"] == "metrics" else []
+        finally:
+            del self._replies[number]
+        if message["what"] == "metrics":
+            child.figures = value
+        return value
+
+    # Stopping ----------------------------------------------------------------------------------
+
+    def _on_signal(self) -> None:
+        if self.stopping:
+            for child in (*self.fronts.values(), *self.engines.values()):
+                _kill(child)
+            os._exit(EXIT_SECOND_SIGNAL)
+        self.stopping = True
+        logs.LOGGER.info("draining %d fronts", len(self.fronts))
+        self.ended.set()
+
+    async def _stop(self) -> bool:
+        """Drain the fronts, then stop the engines; return whether a front had to be cut short."""
+        seconds = self.settings.drain_seconds + STOP_SECONDS
+        codes = await asyncio.gather(
+            *[self._stop_child(front, seconds) for front in self.fronts.values()]
+        )
+        await asyncio.gather(
+            *[self._stop_child(engine, STOP_SECONDS) for engine in self.engines.values()]
+        )
+        return any(codes)
+
+    async def _stop_child(self, child: ChildProcess, seconds: float) -> int:
+        try:
+            child.control.send({"kind": "stop"})
+            async with asyncio.timeout(seconds):
+                return await child.process.wait()
+        except (OSError, TimeoutError):
+            _kill(child)
+            return await child.process.wait()
+
+    def _described(self) -> ServedModels:
+        """Return the models by name and tasks, which is all that is reported about them."""
+        return ServedModels(
+            [
+                ServedModel(
+                    model["name"],
+                    model["source"],
+                    encoder=cast(Any, SimpleNamespace(**model)),
+                    runner=cast(Any, None),
+                    dispatcher=cast(Any, None),
+                )
+                for model in self.models
+            ]
+        )
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _kill(child: ChildProcess) -> None:
+    if child.process.returncode is None:
+        child.process.kill()
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit status {code}"
