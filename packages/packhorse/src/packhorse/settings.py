@@ -187,7 +187,7 @@ def check_bounds(settings: Any) -> None:
     """Refuse numbers out of bounds; for `__post_init__`, where no source is known."""
     for spec in setting_fields(type(settings)).values():
         value = getattr(settings, spec.name)
-        if not spec.in_bounds(value):
+        if value is not None and not spec.in_bounds(value):
             raise InputError(f"{spec.name} is {value!r}; {spec.expected()}")
 
 

@@ -68,7 +68,7 @@ def serve(
         return run(settings, ready, cluster_app)
     from packhorse.serve.processes import supervisor
 
-    if fronts := supervisor.fronts_by_default(settings):
+    if fronts := supervisor.count_fronts(settings):
         return supervisor.run(settings, ready, fronts)
     run(settings, ready, local_app)
 

@@ -68,8 +68,11 @@ class ServeSettings:
     devices: tuple[str, ...] = setting(
         (), MODELS, "Devices with an engine process each, such as cuda:0; may be repeated."
     )
-    fronts: int = setting(
-        0, MODELS, "Processes that speak HTTP, apart from the engines; 0: by device and cores."
+    fronts: int | None = setting(
+        None,
+        MODELS,
+        "Processes that speak HTTP, apart from the engines; 0: one process does everything; "
+        "default: by device and cores.",
     )
     threads: int = setting(0, MODELS, "CPU threads for computing; 0: one per core.")
     batch_tokens: int = setting(0, MODELS, "Tokens per batch; 0: chosen by device.")
@@ -153,6 +156,8 @@ class ServeSettings:
             raise InputError("--replicas, --max-replicas and --ray-address need --engine ray")
         if self.engine == "ray" and (self.fronts or self.devices):
             raise InputError("--fronts and --devices are for --engine local; Ray has --replicas")
+        if len(self.devices) > 1 and self.fronts == 0:
+            raise InputError("several --devices need --fronts, or leave it out")
         if self.fronts and not hasattr(os, "memfd_create"):
             raise InputError("--fronts needs Linux: its processes share memory by memfd")
         if self.device and self.devices:

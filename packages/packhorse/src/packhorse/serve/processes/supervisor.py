@@ -66,14 +66,16 @@ class ChildProcess:
         return f"{self.kind} {self.number} (process {self.process.pid})"
 
 
-def fronts_by_default(settings: ServeSettings) -> int:
+def count_fronts(settings: ServeSettings) -> int:
     """Return how many fronts to start; 0: one process does everything.
 
     A CPU computes with all cores, and a front would only take some of them away; so does a machine
     with few cores beside its GPU.
     """
-    if settings.fronts or not hasattr(os, "memfd_create"):
+    if settings.fronts is not None:
         return settings.fronts
+    if not hasattr(os, "memfd_create"):
+        return 0
     if len(settings.devices) > 1:
         return len(settings.devices)
     from packhorse import device
