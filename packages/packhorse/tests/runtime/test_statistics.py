@@ -8,7 +8,7 @@ from packhorse.runtime.statistics import RECENT, BatchRecord, throughput
 
 
 def ran(number: int, ended: float, used: int, tokens: int) -> BatchRecord:
-    return BatchRecord(number, ended, ((used,),), tokens, 0.001)
+    return BatchRecord(number, ended, ((used,),), tokens, 0.001, sequences=1, used=used)
 
 
 def test_throughput_counts_what_was_somebodys_and_recent() -> None:

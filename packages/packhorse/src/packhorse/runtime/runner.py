@@ -134,6 +134,11 @@ class PackRunner:
         with self._admission.check_capacity():
             return self.encoder.prepare(task, texts, **options)
 
+    def enqueue(self, job: InferenceJob) -> PackedFuture:
+        """Do the second half of `submit`, for a job of `prepare`; may raise `Overloaded`."""
+        self._check_process()
+        return self._push(job)
+
     def reserve(self, jobs: Sequence[InferenceJob]) -> None:
         """Reserve room for jobs that are admitted one after another, or raise `Overloaded`."""
         self._check_process()
@@ -240,9 +245,7 @@ class PackRunner:
 
     def rate(self) -> float:
         """Return tokens per second while the last batches ran; 0 before the first."""
-        records = self.recent()
-        seconds = sum(record.seconds for record in records)
-        return sum(record.tokens for record in records) / max(1e-9, seconds)
+        return self._engine.recorder.rate
 
     def idle_seconds(self) -> float:
         """Return the seconds since the last batch ended; infinite before the first."""

@@ -52,16 +52,9 @@ class BatchRecord:
     rows: tuple[tuple[int, ...], ...]  # the lengths of the sequences in each row
     tokens: int  # computed, padding included
     seconds: float
-
-    @property
-    def sequences(self) -> int:
-        """The number of sequences that ran together."""
-        return sum(map(len, self.rows))
-
-    @property
-    def used(self) -> int:
-        """The tokens without padding."""
-        return sum(map(sum, self.rows))
+    # Both follow from `rows`, and are asked for by every request of the batch.
+    sequences: int  # that ran together
+    used: int  # tokens without padding
 
     @property
     def fill(self) -> float:
@@ -84,6 +77,7 @@ class RunnerRecorder:
         self.sequences = 0
         self.tokens = 0
         self.batch_tokens = 0
+        self.rate = 0.0  # tokens per second while the last batches ran
         self._latency: deque[float] = deque(maxlen=REQUESTS)
         self._queue: deque[float] = deque(maxlen=REQUESTS)
         self._compute: deque[float] = deque(maxlen=BATCHES)
@@ -95,12 +89,22 @@ class RunnerRecorder:
         lengths = tuple(map(tuple, rows))
         with self._lock:
             self.batches += 1
-            record = BatchRecord(self.batches, now, lengths, tokens, seconds)
+            record = BatchRecord(
+                self.batches,
+                now,
+                lengths,
+                tokens,
+                seconds,
+                sequences=sum(map(len, lengths)),
+                used=sum(map(sum, lengths)),
+            )
             self.sequences += record.sequences
             self.tokens += record.used
             self.batch_tokens += tokens
             self._compute.append(seconds)
             self._recent.append(record)
+            busy = sum(batch.seconds for batch in self._recent)
+            self.rate = sum(batch.tokens for batch in self._recent) / max(1e-9, busy)
         return record
 
     def recent(self) -> list[BatchRecord]:

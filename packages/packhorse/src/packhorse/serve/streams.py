@@ -144,6 +144,10 @@ class RequestStream:
 
     def start(self) -> None:
         """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
+        if len(self.waiting) == 1:  # most requests: nothing to reserve
+            with self._lock:
+                self._add(self.runner.enqueue(self.waiting[0]))
+            return
         self.runner.reserve(self.waiting)
         self.reserved = True
         with self._lock:
@@ -170,11 +174,14 @@ class RequestStream:
             job = self.waiting[0]
             if self.tokens and self.tokens + job.tokens > self.window:
                 return
-            future = self.runner.admit(job)
-            self.waiting.popleft()
-            self.futures.append(future)
-            self.tokens += job.tokens
-            future.add_done_callback(partial(self._on_answer, job.tokens))
+            self._add(self.runner.admit(job))
+
+    def _add(self, future: PackedFuture) -> None:
+        """Wait for the answer to the next job, which was submitted; the lock is held."""
+        tokens = self.waiting.popleft().tokens
+        self.futures.append(future)
+        self.tokens += tokens
+        future.add_done_callback(partial(self._on_answer, tokens))
 
     def _on_answer(self, tokens: int, future: Future[Any]) -> None:
         with self._lock:

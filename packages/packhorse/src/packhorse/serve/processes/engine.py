@@ -7,6 +7,7 @@ cancelled one too: only then does its front use the block again.
 
 from __future__ import annotations
 
+import gc
 import os
 import selectors
 import signal
@@ -304,6 +305,8 @@ def main(control: Control) -> int:
     except PackhorseError as error:
         control.send({"kind": "failed", "error": type(error).__name__, "message": str(error)})
         return EXIT_NOT_OPENED
+    gc.collect()
+    gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
     EngineProcess(control, models, message["labels"]).run()
     models.close()

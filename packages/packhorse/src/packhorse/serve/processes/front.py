@@ -381,6 +381,27 @@ class Supervisor:
         self.pool.add(engine, link)
 
 
+class FairSocket(socket.socket):
+    """A listening socket that returns one connection each time that the event loop looks at it.
+
+    asyncio accepts all connections that wait in one go, so that the first front to wake up would
+    get all clients that connect at the same time, and the other fronts none.
+    """
+
+    has_accepted = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection; at every second call there is none."""
+        self.has_accepted = not self.has_accepted
+        if not self.has_accepted:
+            raise BlockingIOError
+        try:
+            return super().accept()
+        except OSError:  # another front was faster
+            self.has_accepted = False
+            raise
+
+
 def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> ServedModels:
     """Return the models of the engines, as the application takes them."""
     models: list[ServedModel] = []
@@ -441,7 +462,7 @@ def main(control: Control) -> int:
         supervisor.listen()
         while not pool.links:
             await asyncio.sleep(0.01)
-        await server.serve(sockets=[socket.socket(fileno=listening)])
+        await server.serve(sockets=[FairSocket(fileno=listening)])
 
     asyncio.run(serve())
     return 1 if guard.in_flight else 0
