@@ -144,10 +144,11 @@ class RequestStream:
 
     def start(self) -> None:
         """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
-        if len(self.waiting) == 1:  # most requests: nothing to reserve
+        job = self.waiting[0]
+        if len(self.waiting) == 1 and job.tokens <= self.runner.max_waiting_tokens:
+            # Most requests. A larger one may still be reserved, while nothing else waits.
             with self._lock:
-                self._add(self.runner.enqueue(self.waiting[0]))
-            return
+                return self._add(self.runner.enqueue(job))
         self.runner.reserve(self.waiting)
         self.reserved = True
         with self._lock:
