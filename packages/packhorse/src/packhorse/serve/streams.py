@@ -89,8 +89,7 @@ class LocalRequest:
     def __init__(self, runner: PackRunner, jobs: Sequence[InferenceJob]) -> None:
         self.loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[StreamResult] = self.loop.create_future()
-        self.stream = RequestStream(runner, merge(jobs, runner.shape.tokens), self._on_end)
-        self.stream.start()
+        self.stream = start(runner, merge(jobs, runner.shape.tokens), self._on_end)
 
     def stop(self) -> None:
         """Cancel what has not run yet."""
@@ -109,6 +108,47 @@ class LocalRequest:
             self.finished.set_exception(error)
 
 
+OnEnd = Callable[[BaseException | None], None]
+
+
+def start(
+    runner: PackRunner, jobs: Sequence[InferenceJob], on_end: OnEnd
+) -> SingleJob | RequestStream:
+    """Admit the jobs of a request, or raise `Overloaded`.
+
+    `on_end` is called once, on any thread, with the error if there is one; not for a request that
+    was stopped.
+    """
+    if len(jobs) == 1 and jobs[0].tokens <= runner.max_waiting_tokens:
+        return SingleJob(runner, jobs[0], on_end)
+    stream = RequestStream(runner, jobs, on_end)
+    stream.start()
+    return stream
+
+
+class SingleJob:
+    """A request of one job, which most are: the same as `RequestStream`, for less."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, runner: PackRunner, job: InferenceJob, on_end: OnEnd) -> None:
+        self._future = runner.enqueue(job)
+
+        def on_answer(future: Future[Any]) -> None:
+            if not future.cancelled():
+                on_end(future.exception())
+
+        self._future.add_done_callback(on_answer)
+
+    def stop(self) -> None:
+        """Cancel the job if it has not run yet."""
+        self._future.cancel()
+
+    def result(self) -> StreamResult:
+        """Return the rows of all sequences, once the job was answered."""
+        return StreamResult(self._future.result(), pack_info([self._future]))
+
+
 class RequestStream:
     """Submits the jobs of a request one after another, and reports when all are answered.
 
@@ -122,12 +162,9 @@ class RequestStream:
         self,
         runner: PackRunner,
         jobs: Sequence[InferenceJob],
-        on_end: Callable[[BaseException | None], None],
+        on_end: OnEnd,
     ) -> None:
-        """Prepare a stream; `on_end` is called once, on any thread, with the error if there is one.
-
-        It is not called for a stream that was stopped, nor where `start` raises.
-        """
+        """Prepare a stream; `on_end` is that of the function `start`."""
         self.runner = runner
         self.on_end = on_end
         # Tokens that may be in the runner at once: a part of the request, but at least one batch,
@@ -144,11 +181,6 @@ class RequestStream:
 
     def start(self) -> None:
         """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
-        job = self.waiting[0]
-        if len(self.waiting) == 1 and job.tokens <= self.runner.max_waiting_tokens:
-            # Most requests. A larger one may still be reserved, while nothing else waits.
-            with self._lock:
-                return self._add(self.runner.enqueue(job))
         self.runner.reserve(self.waiting)
         self.reserved = True
         with self._lock:
@@ -175,14 +207,11 @@ class RequestStream:
             job = self.waiting[0]
             if self.tokens and self.tokens + job.tokens > self.window:
                 return
-            self._add(self.runner.admit(job))
-
-    def _add(self, future: PackedFuture) -> None:
-        """Wait for the answer to the next job, which was submitted; the lock is held."""
-        tokens = self.waiting.popleft().tokens
-        self.futures.append(future)
-        self.tokens += tokens
-        future.add_done_callback(partial(self._on_answer, tokens))
+            future = self.runner.admit(job)
+            self.waiting.popleft()
+            self.futures.append(future)
+            self.tokens += job.tokens
+            future.add_done_callback(partial(self._on_answer, job.tokens))
 
     def _on_answer(self, tokens: int, future: Future[Any]) -> None:
         with self._lock:
@@ -231,6 +260,9 @@ def merge(jobs: Iterable[InferenceJob], batch_tokens: int) -> list[InferenceJob]
 
 def pack_info(futures: Sequence[PackedFuture]) -> PackInfo:
     """Describe the batches that a request ran in."""
+    if len(futures) == 1 and (batch := futures[0].ran):
+        waited = 1e3 * futures[0].waited
+        return PackInfo(batch.fill, batch.sequences - 1, waited, 1e3 * batch.seconds)
     batches = [future.ran for future in futures if future.ran is not None]
     count = max(1, len(batches))
     return PackInfo(

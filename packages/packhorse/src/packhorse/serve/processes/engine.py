@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import RequestStream, merge
+from packhorse.serve.streams import RequestStream, SingleJob, merge, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
 EXIT_ENGINE_DIED = 70
@@ -95,7 +96,7 @@ class FrontLink:
             requests = list(self.requests.values())
             self.requests.clear()
         for request in requests:
-            request.stream.stop()
+            request.stop()
         self.socket.close()
 
     def _send(self) -> bool:
@@ -123,28 +124,34 @@ class EngineRequest:
         self.link = link
         self.model = model
         self.run = run
-        heads = tuple(run.heads.split(","))
-        only = None if run.only < 0 else run.only
-        jobs = _jobs(link.arena, run, heads, only)
-        self.stream = RequestStream(
-            model.runner, merge(jobs, model.runner.shape.tokens), self._on_end
-        )
+        self.stream: SingleJob | RequestStream | None = None
         # Results are written and replied to under it: once a cancellation was replied to, nobody
-        # writes into the block.
-        self._lock = threading.Lock()
+        # writes into the block. `start` holds it until `stream` is set, because the runner's thread
+        # may have the answer before that.
+        self._lock = threading.RLock()
         self._replied = False
 
     def start(self) -> None:
         """Admit the request, or reply why not."""
-        try:
-            self.stream.start()
-        except PackhorseError as error:
-            self._on_end(error)
+        jobs = _jobs(self.link.arena, self.run)
+        runner = self.model.runner
+        if len(jobs) > 1:
+            jobs = merge(jobs, runner.shape.tokens)
+        with self._lock:
+            try:
+                self.stream = start(runner, jobs, self._on_end)
+            except PackhorseError as error:
+                self._on_end(error)
 
     def cancel(self) -> None:
         """Cancel what has not run; the front waits for this reply before it frees the block."""
-        self.stream.stop()
+        self.stop()
         self._on_end(RequestFailed("the request was cancelled"))
+
+    def stop(self) -> None:
+        """Cancel what has not run, without a reply."""
+        if self.stream is not None:
+            self.stream.stop()
 
     def _on_end(self, error: BaseException | None) -> None:
         with self._lock:
@@ -158,10 +165,11 @@ class EngineRequest:
         runner = self.model.runner
         if error is None:
             try:
+                assert self.stream is not None  # it has ended
                 result = self.stream.result()
                 self._write(result.rows)
-                info = result.pack
-                return Done(self.run.request, info, runner.waiting_tokens, runner.rate()).pack()
+                waiting = runner.waiting_tokens
+                return Done(self.run.request, result.pack, waiting, runner.rate()).pack()
             except Exception as failure:
                 error = failure
         return pack_failed(self.run.request, error, runner.waiting_tokens, runner.rate())
@@ -176,27 +184,34 @@ class EngineRequest:
             offset += 4 * count
 
 
-def _jobs(arena: Arena, run: Run, heads: tuple[str, ...], only: int | None) -> list[InferenceJob]:
-    """Read the sequences of a request; one job per input."""
+def _jobs(arena: Arena, run: Run) -> list[InferenceJob]:
+    """Read the sequences of a request; one job per input, which returns its rows."""
     n = run.sequences
+    heads = _heads(run.heads)
+    only = None if run.only < 0 else run.only
     # A copy: after a cancellation the front uses the block again, whatever still runs here.
     data = arena.bytes[run.offset : run.output].copy()
     numbers = data[: 4 * (2 * n + run.tokens)].view(np.int32)
-    lengths = numbers[:n].tolist()
-    prompts = numbers[n : 2 * n].tolist()
     ids = numbers[2 * n :]
     rest = data[4 * (2 * n + run.tokens) :]
-    types = rest[: run.tokens]
+    if n == 1:
+        sequence: Any = ReceivedSequence(ids, rest[: run.tokens], int(numbers[1]))
+        return [InferenceJob((sequence,), heads, list, only)]
     starts = rest[run.tokens : run.tokens + n].tolist()
-    inputs: list[list[ReceivedSequence]] = []
+    inputs: list[list[Any]] = []
     begin = 0
-    for length, prompt, starts_input in zip(lengths, prompts, starts, strict=True):
+    for i, (length, prompt) in enumerate(numbers[: 2 * n].reshape(2, n).T.tolist()):
         end = begin + length
-        if starts_input:
+        if starts[i]:
             inputs.append([])
-        inputs[-1].append(ReceivedSequence(ids[begin:end], types[begin:end], prompt))
+        inputs[-1].append(ReceivedSequence(ids[begin:end], rest[begin:end], prompt))
         begin = end
-    return [InferenceJob(tuple(sequences), heads, list, only) for sequences in inputs]  # type: ignore[arg-type]
+    return [InferenceJob(tuple(sequences), heads, list, only) for sequences in inputs]
+
+
+@cache
+def _heads(names: str) -> tuple[str, ...]:
+    return tuple(names.split(","))
 
 
 class EngineProcess:

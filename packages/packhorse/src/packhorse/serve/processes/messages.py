@@ -67,7 +67,9 @@ class Run:
     @classmethod
     def unpack(cls, body: bytes) -> Run:
         """Read the record's body."""
-        return cls(*_RUN.unpack_from(body), body[_RUN.size :].decode())
+        request, model, only, sequences, tokens, offset, output = _RUN.unpack_from(body)
+        heads = body[_RUN.size :].decode()
+        return cls(request, model, only, sequences, tokens, offset, output, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,9 @@ def unpack_failed(body: bytes) -> tuple[int, PackhorseError, float, float]:
     (request,) = _REQUEST.unpack_from(body)
     name, message, waiting_tokens, rate = json.loads(body[_REQUEST.size :])
     kind = getattr(errors, name, None)
-    known = isinstance(kind, type) and issubclass(kind, PackhorseError)
-    error = kind(message) if known else RequestFailed(f"{name}: {message}")
-    return request, error, waiting_tokens, rate
+    if isinstance(kind, type) and issubclass(kind, PackhorseError):
+        return request, kind(message), waiting_tokens, rate
+    return request, RequestFailed(f"{name}: {message}"), waiting_tokens, rate
 
 
 class Records:
