@@ -104,10 +104,13 @@ class Load:
 
 def test_answers_are_those_of_the_library(server, expected, checkpoint_folder) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
-        vectors = client.post("/embed", json={"inputs": TEXTS}).json()
-        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+        response = client.post("/embed", json={"inputs": TEXTS})
+        np.testing.assert_allclose(response.json(), expected, atol=1e-5)
+        model = packhorse.load(checkpoint_folder, device="cpu")
+        assert response.headers["x-packhorse-fingerprint"] == model.fingerprint
+        assert client.get("/info").json()["models"][0]["fingerprint"] == model.fingerprint
         states = client.post("/embed_all", json={"inputs": TEXTS[:2]}).json()
-        plain = packhorse.load(checkpoint_folder, device="cpu").hidden(TEXTS[:2])
+        plain = model.hidden(TEXTS[:2])
         for row, hidden in zip(states, plain, strict=True):
             np.testing.assert_allclose(row, hidden.states, atol=1e-5)
         raw = client.post("/embed", json={"inputs": TEXTS, "normalize": False}).json()

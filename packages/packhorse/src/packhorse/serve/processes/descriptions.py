@@ -7,7 +7,7 @@ bad input and turns rows of numbers into answers exactly as the engine's own wou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, NoReturn, cast
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from packhorse import device as devices
+from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.packing.batch import Packed
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -30,6 +31,26 @@ class EmbedderDescription:
     pooling: tuple[str, ...]
     normalise: bool
     include_prompt: bool
+
+
+@dataclass(frozen=True)
+class FrontEncoder(Encoder):
+    """An encoder that prepares and finishes jobs, but has no weights and cannot run them."""
+
+    parts: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the fingerprint
+
+    def fingerprint_parts(
+        self,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        max_length: int | None = None,
+    ) -> Fingerprint:
+        """Return the engine's fingerprint, for this prompt."""
+        if prompt_name is not None or max_length is not None:
+            raise NotImplementedError("a server's requests pass the text of the prompt only")
+        changes = {} if prompt is None else {"prompt": prompt}
+        return Fingerprint(**{**self.parts, **changes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +74,15 @@ class ModelDescription:
     reason: str
     embedder: Mapping[str, Any] | None
     similarity: str
+    fingerprint: Mapping[str, Any]  # its parts, with the default prompt
     shape: Mapping[str, Any]  # of a batch, fields of `PackedShape`
     max_waiting_requests: int
     max_waiting_tokens: int
     # By head: the shape of its output per token or per sequence, found by running it once.
     outputs: Mapping[str, Sequence[int]]
 
-    def encoder(self) -> Encoder:
-        """Return an encoder that prepares and finishes jobs but cannot run them."""
+    def encoder(self) -> FrontEncoder:
+        """Return the encoder of a front."""
         embedder = None
         if self.embedder is not None:
             embedder = EmbedderDescription(
@@ -68,7 +90,7 @@ class ModelDescription:
                 self.embedder["normalise"],
                 self.embedder["include_prompt"],
             )
-        return Encoder(
+        return FrontEncoder(
             name=self.name,
             tokenizer=Tokenizer.from_json(self.tokenizer),
             backend=_NoBackend(),
@@ -85,6 +107,7 @@ class ModelDescription:
             reason=self.reason,
             embedder=cast(Any, embedder),
             similarity_fn_name=self.similarity,
+            parts=self.fingerprint,
         )
 
     def output_size(self, head: str, tokens: int, sequences: int) -> int:
@@ -127,6 +150,7 @@ def describe(model: ServedModel) -> ModelDescription:
             EmbedderDescription(embedder.pooling, embedder.normalise, embedder.include_prompt)
         ),
         similarity=encoder.similarity_fn_name,
+        fingerprint=encoder.fingerprint_parts().parts,
         shape=asdict(runner.shape),
         max_waiting_requests=runner.max_waiting_requests,
         max_waiting_tokens=runner.max_waiting_tokens,

@@ -163,16 +163,16 @@ class EngineRequest:
     def _record(self, error: BaseException | None) -> bytes:
         """Write the results, and return the reply."""
         runner = self.model.runner
-        if error is None:
+        if error is None and self.stream is not None:
             try:
-                assert self.stream is not None  # it has ended
                 result = self.stream.result()
                 self._write(result.rows)
                 waiting = runner.waiting_tokens
                 return Done(self.run.request, result.pack, waiting, runner.rate()).pack()
-            except Exception as failure:
-                error = failure
-        return pack_failed(self.run.request, error, runner.waiting_tokens, runner.rate())
+            except Exception as caught:
+                error = caught
+        failure = error or RequestFailed("the request was not run")
+        return pack_failed(self.run.request, failure, runner.waiting_tokens, runner.rate())
 
     def _write(self, rows: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Write the results head by head, the rows of all sequences one after the other."""
