@@ -12,12 +12,13 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from packhorse import processor
+from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStopped
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
@@ -44,6 +45,7 @@ class ServedModel:
     encoder: Encoder
     runner: PackRunner
     dispatcher: Dispatcher  # runs the requests of clients
+    fingerprint_parts: Fingerprint  # with the model's default prompt
     opened: float = field(default_factory=time.time)  # seconds since 1970
     # By the text of the prompt; a request can only name one of the model's prompts.
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
@@ -76,7 +78,7 @@ class ServedModel:
     def fingerprint(self, prompt: str) -> str:
         """The fingerprint of results for texts with this prompt before them."""
         if prompt not in self._fingerprints:
-            self._fingerprints[prompt] = str(self.encoder.fingerprint_parts(prompt=prompt))
+            self._fingerprints[prompt] = str(replace(self.fingerprint_parts, prompt=prompt))
         return self._fingerprints[prompt]
 
     def retry_after(self) -> int:
@@ -228,6 +230,7 @@ def serve_model(
         runner.encoder,
         runner,
         LocalDispatcher(runner),
+        runner.encoder.fingerprint_parts(),
     )
 
 

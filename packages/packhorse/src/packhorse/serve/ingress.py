@@ -192,6 +192,7 @@ def remote_models(cards: Iterable[ModelCard], pool: ReplicaPool) -> ServedModels
                 encoder=cast(Any, card),
                 runner=cast(Any, RemoteRunner(card.name, pool)),
                 dispatcher=cast(Any, None),  # requests are forwarded whole
+                fingerprint_parts=cast(Any, None),
                 opened=card.opened,
             )
             for card in cards

@@ -146,7 +146,8 @@ def _hosted(name: str, encoder: Any) -> Any:
 
     rows = 2048 // encoder.max_length
     runner = PackRunner(encoder, rows=rows, timeout=0, max_waiting_requests=4096, publish=False)
-    return ServedModel(name, name, runner.encoder, runner, LocalDispatcher(runner))
+    parts = runner.encoder.fingerprint_parts()
+    return ServedModel(name, name, runner.encoder, runner, LocalDispatcher(runner), parts)
 
 
 @pytest.fixture(scope="module")

@@ -545,7 +545,7 @@ def _model_type(model: ServedModel) -> dict[str, Any]:
 
 def _summary(model: ServedModel) -> dict[str, Any]:
     encoder = model.encoder
-    parts = encoder.fingerprint_parts()
+    parts = model.fingerprint_parts
     return {
         "name": model.name,
         "tasks": list(model.tasks),

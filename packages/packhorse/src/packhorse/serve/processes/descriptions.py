@@ -7,7 +7,7 @@ bad input and turns rows of numbers into answers exactly as the engine's own wou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, NoReturn, cast
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from packhorse import device as devices
-from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.packing.batch import Packed
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -31,26 +30,6 @@ class EmbedderDescription:
     pooling: tuple[str, ...]
     normalise: bool
     include_prompt: bool
-
-
-@dataclass(frozen=True)
-class FrontEncoder(Encoder):
-    """An encoder that prepares and finishes jobs, but has no weights and cannot run them."""
-
-    parts: Mapping[str, Any] = field(default_factory=dict, repr=False)  # of the fingerprint
-
-    def fingerprint_parts(
-        self,
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        max_length: int | None = None,
-    ) -> Fingerprint:
-        """Return the engine's fingerprint, for this prompt."""
-        if prompt_name is not None or max_length is not None:
-            raise NotImplementedError("a server's requests pass the text of the prompt only")
-        changes = {} if prompt is None else {"prompt": prompt}
-        return Fingerprint(**{**self.parts, **changes})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +60,8 @@ class ModelDescription:
     # By head: the shape of its output per token or per sequence, found by running it once.
     outputs: Mapping[str, Sequence[int]]
 
-    def encoder(self) -> FrontEncoder:
-        """Return the encoder of a front."""
+    def encoder(self) -> Encoder:
+        """Return an encoder that prepares and finishes jobs but cannot run them."""
         embedder = None
         if self.embedder is not None:
             embedder = EmbedderDescription(
@@ -90,7 +69,7 @@ class ModelDescription:
                 self.embedder["normalise"],
                 self.embedder["include_prompt"],
             )
-        return FrontEncoder(
+        return Encoder(
             name=self.name,
             tokenizer=Tokenizer.from_json(self.tokenizer),
             backend=_NoBackend(),
@@ -107,7 +86,6 @@ class ModelDescription:
             reason=self.reason,
             embedder=cast(Any, embedder),
             similarity_fn_name=self.similarity,
-            parts=self.fingerprint,
         )
 
     def output_size(self, head: str, tokens: int, sequences: int) -> int:
@@ -150,7 +128,7 @@ def describe(model: ServedModel) -> ModelDescription:
             EmbedderDescription(embedder.pooling, embedder.normalise, embedder.include_prompt)
         ),
         similarity=encoder.similarity_fn_name,
-        fingerprint=encoder.fingerprint_parts().parts,
+        fingerprint=model.fingerprint_parts.parts,
         shape=asdict(runner.shape),
         max_waiting_requests=runner.max_waiting_requests,
         max_waiting_tokens=runner.max_waiting_tokens,

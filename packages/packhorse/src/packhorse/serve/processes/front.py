@@ -26,6 +26,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import Overloaded, RunnerStopped
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -414,7 +415,8 @@ def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> S
                 description.source,
                 encoder,
                 cast(Any, runner),
-                cast(Any, runner),
+                runner,
+                Fingerprint(**description.fingerprint),
                 description.opened,
             )
         )

@@ -333,6 +333,7 @@ class Supervision:
                     encoder=cast(Any, SimpleNamespace(**model)),
                     runner=cast(Any, None),
                     dispatcher=cast(Any, None),
+                    fingerprint_parts=cast(Any, None),
                 )
                 for model in self.models
             ]
