@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from packhorse.serve.guard import has_more_values
+
 TEXT = {"inputs": "the cat sat"}
 JSON = {"content-type": "application/json"}
 
@@ -300,3 +302,32 @@ def test_a_mistake_of_ours_is_500_and_leaves_no_text_in_the_log(
     assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
     assert served.guard.in_flight == 0
     assert "secret" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        (b'{"inputs": [' + b",".join([b"[1]"] * 200) + b"]}", True),
+        (b'{"inputs": [' + b",".join([b'"a"'] * 200) + b"]}", True),
+        (b'{"inputs": [' + b",".join([b'"a"'] * 99) + b"]}", False),
+        (b'{"inputs": "' + b"a, b, " * 400 + b'"}', False),
+        (b'{"inputs": "' + rb"he said \"a, b\", " * 400 + b'"}', False),
+        (b'{"inputs": "' + rb"C:\\, " * 400 + b'"}', False),
+        (b'{"inputs": "' + b'a\\",[' + b"1," * 200 + b"1]]}", True),
+        (b"," * 300, True),
+        (b'"' + b"," * 300, True),
+    ],
+)
+def test_values_are_counted_outside_of_strings(body: bytes, more: bool) -> None:
+    assert has_more_values(body, 100) is more
+
+
+def test_a_body_of_very_many_values_is_413(serving) -> None:
+    served = serving(max_body_values=100)
+    body = b'{"inputs": [' + b",".join([b"[1]"] * 200) + b"]}"
+    response = served.ask(
+        "POST", "/embed", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 413 and "100 JSON values" in response.text
+    text = {"inputs": "a, b, " * 200, "truncate": True}
+    assert served.post("/embed", text).status_code == 200

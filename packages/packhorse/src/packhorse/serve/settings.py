@@ -108,6 +108,9 @@ class ServeSettings:
         32, LIMITS, "Inputs (texts, documents) in one request.", minimum=1
     )
     max_body_bytes: int = setting(2_000_000, LIMITS, "Bytes in the body of a request.", minimum=1)
+    max_body_values: int = setting(
+        65_536, LIMITS, "JSON values (texts, token ids …) in the body of a request.", minimum=16
+    )
     max_buffered_bytes: int = setting(
         256 << 20, LIMITS, "Bytes of all bodies held at once.", minimum=1
     )
