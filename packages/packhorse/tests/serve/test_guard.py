@@ -313,9 +313,10 @@ def test_a_mistake_of_ours_is_500_and_leaves_no_text_in_the_log(
         (b'{"inputs": "' + b"a, b, " * 400 + b'"}', False),
         (b'{"inputs": "' + rb"he said \"a, b\", " * 400 + b'"}', False),
         (b'{"inputs": "' + rb"C:\\, " * 400 + b'"}', False),
-        (b'{"inputs": "' + b'a\\",[' + b"1," * 200 + b"1]]}", True),
+        (b'{"inputs": "' + rb'a\\",[' + b"1," * 200 + b"1]]}", True),
         (b"," * 300, True),
-        (b'"' + b"," * 300, True),
+        (b'"' + b"," * 300, False),  # no JSON, and refused as that
+        (b'["' + rb"\"," * 200_000, False),  # nor this, which must not take long
     ],
 )
 def test_values_are_counted_outside_of_strings(body: bytes, more: bool) -> None:

@@ -6,6 +6,7 @@ printed once requests are answered; with --json it is one line of JSON on stdout
 
 import os
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,6 +71,8 @@ def serve(
 
     if fronts := supervisor.count_fronts(settings):
         return supervisor.run(settings, ready, fronts)
+    if settings.devices:
+        settings = replace(settings, device=settings.devices[0], devices=())
     run(settings, ready, local_app)
 
 

@@ -49,7 +49,8 @@ FOREIGN_HOST = (
     "the Host header does not name this server; without an API key it only accepts requests to "
     "localhost, its own address and the names passed with --allow-host"
 )
-STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+# Possessive, and closed by the end of the body too: no body makes it look twice at a byte.
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 CLIENT_GONE = 499  # nginx's status for a client that left; counted and logged, never sent
 
 

@@ -39,6 +39,7 @@ from packhorse.serve.settings import ServeSettings
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
+MAX_BACKLOG = 2048  # connections that the kernel holds until they are accepted
 DEAD_ENGINE_SECONDS = 3.0  # from the death of an engine to the exit of the process
 EXIT_CUT_SHORT = 1
 EXIT_SECOND_SIGNAL = 143  # 128 + SIGTERM, as a shell reports it
@@ -130,8 +131,13 @@ def report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> No
     ready(host, port, models)
 
 
-def configuration(app: Any, settings: ServeSettings) -> uvicorn.Config:
-    """Return uvicorn's configuration: our protocol and our limits, none of its own features."""
+def configuration(
+    app: Any, settings: ServeSettings, max_connections: int | None = None
+) -> uvicorn.Config:
+    """Return uvicorn's configuration: our protocol and our limits, none of its own features.
+
+    `max_connections` is that of all processes which listen on the same socket.
+    """
     return uvicorn.Config(
         app,
         http=protocol(settings),
@@ -142,7 +148,7 @@ def configuration(app: Any, settings: ServeSettings) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        backlog=min(settings.max_connections, 2048),
+        backlog=min(max_connections or settings.max_connections, MAX_BACKLOG),
         timeout_keep_alive=math.ceil(settings.idle_seconds),
         timeout_graceful_shutdown=1,  # uvicorn's own draining, after ours has ended
     )

@@ -141,12 +141,22 @@ def families_to_json(metrics: Iterable[Metric]) -> list[Any]:
     ]
 
 
+def merge_counters(processes: Iterable[list[Any]]) -> list[Any]:
+    """Return the metrics of processes added up, without gauges: those of the past mean nothing."""
+    metrics = (metric for metric in _merge(processes) if metric.type != "gauge")
+    return families_to_json(metrics)
+
+
 def merged_page(processes: Iterable[list[Any]]) -> bytes:
     """Return the body of `GET /metrics` for several processes, each as `families_to_json` gives it.
 
     Samples of the same name and labels are added up: of the metrics that processes share all are
     counters, histograms, or a gauge that counts requests in flight.
     """
+    return generate_latest(_Merged(_merge(processes)))
+
+
+def _merge(processes: Iterable[list[Any]]) -> list[Metric]:
     metrics: dict[str, Metric] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in processes:
@@ -161,7 +171,7 @@ def merged_page(processes: Iterable[list[Any]]) -> bytes:
     for name, family in sums.items():
         for (sample, labels), value in family.items():
             metrics[name].add_sample(sample, dict(labels), value)
-    return generate_latest(_Merged(list(metrics.values())))
+    return list(metrics.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,15 @@ class ServeSettings:
         except ValueError:
             return self.host == "localhost"
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ServeSettings:
+        """Return settings from their fields as JSON has them, with lists for tuples."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**fields)
+
     def toml(self) -> str:
         """All settings but the API keys, as a file that `resolve` reads."""
         return settings.to_toml(self)

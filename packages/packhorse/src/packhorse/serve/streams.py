@@ -95,20 +95,21 @@ class LocalRequest:
         """Cancel what has not run yet."""
         self.stream.stop()
 
-    def _on_end(self, error: BaseException | None) -> None:
+    def _on_end(self, error: BaseException | None, result: StreamResult | None) -> None:
         # Futures of asyncio may only be set on the event loop's own thread.
-        self.loop.call_soon_threadsafe(self._finish, error)
+        self.loop.call_soon_threadsafe(self._finish, error, result)
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None, result: StreamResult | None) -> None:
         if self.finished.done():  # the client left meanwhile
             return
-        if error is None:
-            self.finished.set_result(self.stream.result())
+        if result is not None:
+            self.finished.set_result(result)
         else:
-            self.finished.set_exception(error)
+            self.finished.set_exception(error or RuntimeError("a request ended without a result"))
 
 
-OnEnd = Callable[[BaseException | None], None]
+# Called once with the error, or with None and the result.
+OnEnd = Callable[[BaseException | None, "StreamResult | None"], None]
 
 
 def start(
@@ -116,8 +117,8 @@ def start(
 ) -> SingleJob | RequestStream:
     """Admit the jobs of a request, or raise `Overloaded`.
 
-    `on_end` is called once, on any thread, with the error if there is one; not for a request that
-    was stopped.
+    `on_end` is called once, on any thread, maybe before this function returns; not for a request
+    that was stopped.
     """
     if len(jobs) == 1 and jobs[0].tokens <= runner.max_waiting_tokens:
         return SingleJob(runner, jobs[0], on_end)
@@ -135,18 +136,19 @@ class SingleJob:
         self._future = runner.enqueue(job)
 
         def on_answer(future: Future[Any]) -> None:
-            if not future.cancelled():
-                on_end(future.exception())
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                on_end(None, StreamResult(future.result(), pack_info([self._future])))
+            else:
+                on_end(error, None)
 
         self._future.add_done_callback(on_answer)
 
     def stop(self) -> None:
         """Cancel the job if it has not run yet."""
         self._future.cancel()
-
-    def result(self) -> StreamResult:
-        """Return the rows of all sequences, once the job was answered."""
-        return StreamResult(self._future.result(), pack_info([self._future]))
 
 
 class RequestStream:
@@ -196,11 +198,6 @@ class RequestStream:
         for future in self.futures:
             future.cancel()
 
-    def result(self) -> StreamResult:
-        """Return the rows of all sequences, once every job was answered."""
-        rows = [row for future in self.futures for row in future.result()]
-        return StreamResult(rows, pack_info(self.futures))
-
     def _submit(self) -> None:
         """Submit jobs until the window is full; the lock is held."""
         while self.waiting and not self.ended:
@@ -226,7 +223,11 @@ class RequestStream:
                 except Exception as refusal:
                     error = refusal
             self.ended = True
-        self.on_end(error)
+        if error is not None:
+            self.stop()  # nobody waits for the rest
+            return self.on_end(error, None)
+        rows = [row for future in self.futures for row in future.result()]
+        self.on_end(None, StreamResult(rows, pack_info(self.futures)))
 
 
 def merge(jobs: Iterable[InferenceJob], batch_tokens: int) -> list[InferenceJob]:

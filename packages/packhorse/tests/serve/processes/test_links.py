@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packhorse.errors import InputError, Overloaded, RequestFailed
+from packhorse.errors import InputError, MissingExtra, Overloaded, RequestFailed
 from packhorse.serve.processes.arena import ALIGNMENT, Arena, create
 from packhorse.serve.processes.messages import (
     CANCEL,
@@ -64,7 +64,7 @@ def test_two_processes_see_the_same_memory_and_large_blocks_give_theirs_back() -
 
 @given(st.lists(st.integers(1, 400), max_size=40), st.integers(0, 2**62))
 def test_records_arrive_whole_however_the_socket_cuts_them(cuts: list[int], number: int) -> None:
-    run = Run(number, 3, -1, 2, 17, 64, 128, "hidden,pooled")
+    run = Run(number, 3, -1, 2, 17, 64, 128, 256, "hidden,pooled")
     done = Done(number, PackInfo(0.5, 3.0, 1.25, 2.5), 100.0, 2.0)
     refused = pack_failed(number, Overloaded("full"), 7, 2.5)
     data = run.pack() + done.pack() + pack_cancel(number) + refused
@@ -83,7 +83,12 @@ def test_records_arrive_whole_however_the_socket_cuts_them(cuts: list[int], numb
 
 
 @pytest.mark.parametrize(
-    ("error", "kind"), [(InputError("bad"), InputError), (ValueError("odd"), RequestFailed)]
+    ("error", "kind"),
+    [
+        (InputError("bad"), InputError),
+        (ValueError("odd"), RequestFailed),
+        (MissingExtra("onnx", "onnx"), MissingExtra),
+    ],
 )
 def test_an_error_of_ours_keeps_its_class(error: Exception, kind: type) -> None:
     (record,) = Records().feed(pack_failed(1, error, 0, 0.0))
@@ -108,3 +113,18 @@ def test_control_messages_carry_descriptors_and_may_be_large(size: int) -> None:
     ours.close()
     assert theirs.receive() is None
     theirs.close()
+
+
+def test_a_process_that_does_not_read_blocks_nobody() -> None:
+    ours, theirs = Control.pair()
+    with pytest.raises(BlockingIOError):
+        for number in range(100_000):
+            ours.send({"kind": "ask", "id": number})
+    assert theirs.receive() == ({"kind": "ask", "id": 0}, [])
+    ours.close()
+    theirs.close()
+
+
+def test_a_record_smaller_than_its_header_is_an_error() -> None:
+    with pytest.raises(ValueError, match="smaller than its header"):
+        Records().feed(bytes(16))

@@ -162,6 +162,7 @@ def test_a_front_that_is_killed_is_replaced(server, expected) -> None:
     assert load.statuses.keys() <= {200, "lost"} and load.statuses["lost"] <= 16
     assert survivor in children(server.popen.pid)["front"] and fronts
     assert total(server, requests) >= before, "a counter went back"
+    wait_for(lambda: total(server, "packhorse_in_flight") == 0)
 
 
 def test_an_engine_that_is_killed_is_replaced(server, expected) -> None:
@@ -241,6 +242,34 @@ def test_what_cannot_start_says_why_in_one_line(start, tmp_path) -> None:
     assert process.popen.wait(120) != 0
     log = process.log()
     assert "nothing" in log and "Traceback" not in log
+
+
+def test_a_signal_while_models_are_loaded_ends_it_at_once(start) -> None:
+    process = start("--fronts", "1", "--device", "cpu")
+    wait_for(lambda: children(process.popen.pid)["engine"])
+    everyone = children(process.popen.pid)["engine"]
+    assert process.end(signal.SIGTERM, timeout=60) == 0
+    wait_for(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in everyone))
+
+
+def test_another_model_is_not_served_under_the_same_name() -> None:
+    from packhorse.errors import CheckpointError
+    from packhorse.serve.processes.supervisor import _check_same
+
+    model = {"name": "tiny", "fingerprint": {"weights": "a", "dtype": "fp32"}, "outputs": {}}
+    _check_same([model], [dict(model)])
+    other = {**model, "fingerprint": {"weights": "b", "dtype": "fp32"}}
+    with pytest.raises(CheckpointError, match="its weights differs"):
+        _check_same([model], [other])
+    with pytest.raises(CheckpointError, match="other outputs"):
+        _check_same([model], [{**model, "outputs": {"embed": [3]}}])
+
+
+def test_one_device_without_fronts_is_that_device(start) -> None:
+    process = start("--devices", "cpu").wait_until_ready()
+    assert children(process.popen.pid) == {"front": [], "engine": []}
+    assert httpx.get(f"{process.url}/info").json()["models"][0]["device"] == "cpu"
+    assert process.end() == 0
 
 
 def test_settings_that_exclude_each_other(cli) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 from bisect import insort
+from contextlib import suppress
 
 import numpy as np
 
@@ -60,7 +61,8 @@ class Arena:
             page = mmap.PAGESIZE
             begin = -(-offset // page) * page
             end = (offset + size) // page * page
-            self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
+            with suppress(OSError):  # some sandboxes do not have it
+                self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
         insort(self._free, (offset, offset + size))
         merged: list[tuple[int, int]] = []
         for begin, end in self._free:

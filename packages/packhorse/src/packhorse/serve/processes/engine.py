@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import selectors
 import signal
 import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -41,7 +43,7 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import RequestStream, SingleJob, merge, start
+from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, merge, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
 EXIT_ENGINE_DIED = 70
@@ -126,46 +128,50 @@ class EngineRequest:
         self.run = run
         self.stream: SingleJob | RequestStream | None = None
         # Results are written and replied to under it: once a cancellation was replied to, nobody
-        # writes into the block. `start` holds it until `stream` is set, because the runner's thread
-        # may have the answer before that.
+        # writes into the block. Reentrant, because a request may be answered while it is started.
         self._lock = threading.RLock()
         self._replied = False
 
     def start(self) -> None:
         """Admit the request, or reply why not."""
-        jobs = _jobs(self.link.arena, self.run)
         runner = self.model.runner
-        if len(jobs) > 1:
+        jobs = _jobs(self.link.arena, self.run)
+        if self.run.sequences > 1:
             jobs = merge(jobs, runner.shape.tokens)
         with self._lock:
             try:
-                self.stream = start(runner, jobs, self._on_end)
+                stream = start(runner, jobs, self._on_end)
             except PackhorseError as error:
-                self._on_end(error)
+                return self._on_end(error, None)
+            if not self._replied:
+                self.stream = stream
 
     def cancel(self) -> None:
         """Cancel what has not run; the front waits for this reply before it frees the block."""
         self.stop()
-        self._on_end(RequestFailed("the request was cancelled"))
+        self._on_end(RequestFailed("the request was cancelled"), None)
 
     def stop(self) -> None:
         """Cancel what has not run, without a reply."""
-        if self.stream is not None:
-            self.stream.stop()
+        stream = self.stream
+        if stream is not None:
+            stream.stop()
 
-    def _on_end(self, error: BaseException | None) -> None:
+    def _on_end(self, error: BaseException | None, result: StreamResult | None) -> None:
         with self._lock:
             if self._replied:
                 return
             self._replied = True
-            self.link.reply(self.run.request, self._record(error))
+            # The stream refers to this request: without the cycle both are freed at once, and with
+            # them the results, instead of when the collector runs.
+            self.stream = None
+            self.link.reply(self.run.request, self._record(error, result))
 
-    def _record(self, error: BaseException | None) -> bytes:
+    def _record(self, error: BaseException | None, result: StreamResult | None) -> bytes:
         """Write the results, and return the reply."""
         runner = self.model.runner
-        if error is None and self.stream is not None:
+        if result is not None:
             try:
-                result = self.stream.result()
                 self._write(result.rows)
                 waiting = runner.waiting_tokens
                 return Done(self.run.request, result.pack, waiting, runner.rate()).pack()
@@ -180,6 +186,8 @@ class EngineRequest:
         for column in zip(*rows, strict=True):
             flat = [np.ravel(part) for part in column]
             count = sum(map(len, flat))
+            if offset + 4 * count > self.run.end:  # into the block of another request
+                raise RequestFailed("the results are larger than the model's description says")
             np.concatenate(flat, out=self.link.arena.array(offset, count, np.float32))
             offset += 4 * count
 
@@ -253,7 +261,9 @@ class EngineProcess:
             self.links.add(link)
             self.selector.register(end, selectors.EVENT_READ, link)
         elif message["kind"] == "ask":
-            self.control.send({"kind": "reply", "id": message["id"], "value": self._reply(message)})
+            with suppress(OSError):  # a supervisor that does not read has no use for them
+                value = self._reply(message)
+                self.control.send({"kind": "reply", "id": message["id"], "value": value})
         elif message["kind"] == "stop":
             self.stopping = True
 
@@ -304,6 +314,14 @@ class EngineProcess:
                 self.selector.modify(link.socket, both, link)
 
 
+def _end_with_supervisor(control: Control) -> None:
+    """End the process when the supervisor is gone, also while models are being loaded."""
+    poll = select.poll()
+    poll.register(control.socket, select.POLLHUP)  # and no data, which the main thread reads
+    poll.poll()
+    os._exit(0)
+
+
 def main(control: Control) -> int:
     """Open the models that the supervisor names, and run requests until it says stop."""
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -311,8 +329,9 @@ def main(control: Control) -> int:
     received = control.receive()
     if received is None:
         return 0
+    threading.Thread(target=_end_with_supervisor, args=[control], daemon=True).start()
     message, _ = received
-    settings = ServeSettings(**with_tuples(message["settings"]))
+    settings = ServeSettings.from_json(message["settings"])
     logs.set_up(settings)
     try:
         models = hosting.open_models(settings)
@@ -326,10 +345,3 @@ def main(control: Control) -> int:
     EngineProcess(control, models, message["labels"]).run()
     models.close()
     return 0
-
-
-def with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where settings have tuples."""
-    return {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from typing import Any, cast
@@ -40,7 +41,6 @@ from packhorse.serve.life import DrainingServer, configuration, raise_file_limit
 from packhorse.serve.metrics import families_to_json, merged_page
 from packhorse.serve.processes.arena import Arena
 from packhorse.serve.processes.descriptions import ModelDescription
-from packhorse.serve.processes.engine import with_tuples
 from packhorse.serve.processes.messages import (
     DONE,
     FAILED,
@@ -160,6 +160,7 @@ class EngineLink:
             tokens,
             offset,
             offset + output,
+            offset + size,
             ",".join(heads),
         )
         shapes = [(head, list(description.outputs[head])) for head in heads]
@@ -198,11 +199,15 @@ class EngineLink:
             data = b""
         if not data:
             return self.close()
-        for kind, body in self._records.feed(data):
-            if kind == DONE:
-                self._on_done(Done.unpack(body))
-            elif kind == FAILED:
-                self._on_failed(body)
+        try:
+            for kind, body in self._records.feed(data):
+                if kind == DONE:
+                    self._on_done(Done.unpack(body))
+                elif kind == FAILED:
+                    self._on_failed(body)
+        except Exception:
+            logs.LOGGER.exception("a reply of an engine cannot be read; its requests fail")
+            self.close()
 
     def _on_done(self, done: Done) -> None:
         self.waiting_tokens = done.waiting_tokens
@@ -323,7 +328,7 @@ class FrontRunner:
         """Do nothing: engines end when the supervisor says so."""
 
 
-class Supervisor:
+class SupervisorClient:
     """The supervisor as a front sees it: links to new engines, figures of other processes."""
 
     def __init__(self, control: Control, pool: EnginePool) -> None:
@@ -352,7 +357,7 @@ class Supervisor:
             self.control.send({"kind": "ask", "id": number, "what": what, **options})
             async with asyncio.timeout(ASK_SECONDS + 1):
                 return await reply
-        except TimeoutError as error:
+        except (OSError, TimeoutError) as error:
             raise RunnerStopped("the other processes of the server did not reply") from error
         finally:
             del self._replies[number]
@@ -367,11 +372,14 @@ class Supervisor:
         message, descriptors = received
         if message["kind"] == "link":
             self.add_link(message["engine"], descriptors)
-        elif message["kind"] == "reply" and message["id"] in self._replies:
-            self._replies[message["id"]].set_result(message["value"])
+        elif message["kind"] == "reply":
+            reply = self._replies.get(message["id"])
+            if reply is not None and not reply.done():
+                reply.set_result(message["value"])
         elif message["kind"] == "ask" and self.server is not None:
             value = families_to_json(self.server.guard.metrics.requests_only())
-            self.control.send({"kind": "reply", "id": message["id"], "value": value})
+            with suppress(OSError):  # a supervisor that does not read has no use for them
+                self.control.send({"kind": "reply", "id": message["id"], "value": value})
         elif message["kind"] == "stop" and self.server is not None:
             self.server.begin_draining()
 
@@ -423,13 +431,15 @@ def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> S
     return ServedModels(models)
 
 
-def share(settings: ServeSettings, fronts: int) -> ServeSettings:
+def divide_limits(settings: ServeSettings, fronts: int) -> ServeSettings:
     """Return the settings with one front's share of the limits that are per process."""
     return replace(
         settings,
         max_concurrent_requests=math.ceil(settings.max_concurrent_requests / fronts),
         max_connections=math.ceil(settings.max_connections / fronts),
-        max_buffered_bytes=math.ceil(settings.max_buffered_bytes / fronts),
+        max_buffered_bytes=max(
+            settings.max_body_bytes, math.ceil(settings.max_buffered_bytes / fronts)
+        ),
     )
 
 
@@ -439,20 +449,20 @@ def main(control: Control) -> int:
     if received is None:
         return 0
     message, (listening,) = received
-    settings = ServeSettings(**with_tuples(message["settings"]))
+    settings = ServeSettings.from_json(message["settings"])
     logs.set_up(settings)
-    limits = share(settings, message["fronts"])
+    limits = divide_limits(settings, message["fronts"])
     raise_file_limit(limits)
     token_ids.load_table(settings.token_ids)
     pool = EnginePool()
-    supervisor = Supervisor(control, pool)
+    supervisor = SupervisorClient(control, pool)
     descriptions = [ModelDescription(**model) for model in message["models"]]
     models = open_models(descriptions, pool)
     outer, guard = guarded(create(settings, models, supervisor), limits)
     gc.collect()
     gc.freeze()
     server = DrainingServer(
-        configuration(outer, limits),
+        configuration(outer, limits, settings.max_connections),
         guard,
         models,
         lambda: control.send({"kind": "ready"}),
@@ -462,7 +472,9 @@ def main(control: Control) -> int:
 
     async def serve() -> None:
         supervisor.listen()
-        while not pool.links:
+        while not pool.links:  # the only engine is being replaced
+            if guard.draining:
+                return
             await asyncio.sleep(0.01)
         await server.serve(sockets=[FairSocket(fileno=listening)])
 

@@ -14,7 +14,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ FAILED = 4
 
 READ_BYTES = 1 << 16
 _HEADER = struct.Struct("<II")  # bytes of the record with this header, kind
-_RUN = struct.Struct("<QHiIIQQ")
+_RUN = struct.Struct("<QHiIIQQQ")
 _REQUEST = struct.Struct("<Q")
 _DONE = struct.Struct("<Qffffff")
 _INLINE_BYTES = 1 << 16  # a longer control message travels in shared memory
@@ -48,6 +48,7 @@ class Run:
     tokens: int
     offset: int  # of the block
     output: int  # offset of the part of the block for the results
+    end: int  # of the block
     heads: str  # joined by commas
 
     def pack(self) -> bytes:
@@ -61,15 +62,16 @@ class Run:
             self.tokens,
             self.offset,
             self.output,
+            self.end,
         )
         return _HEADER.pack(_HEADER.size + len(body) + len(heads), RUN) + body + heads
 
     @classmethod
     def unpack(cls, body: bytes) -> Run:
         """Read the record's body."""
-        request, model, only, sequences, tokens, offset, output = _RUN.unpack_from(body)
+        request, model, only, sequences, tokens, offset, output, end = _RUN.unpack_from(body)
         heads = body[_RUN.size :].decode()
-        return cls(request, model, only, sequences, tokens, offset, output, heads)
+        return cls(request, model, only, sequences, tokens, offset, output, end, heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,17 @@ def unpack_failed(body: bytes) -> tuple[int, PackhorseError, float, float]:
     """Return the request, its error as one of our own classes, waiting tokens and rate."""
     (request,) = _REQUEST.unpack_from(body)
     name, message, waiting_tokens, rate = json.loads(body[_REQUEST.size :])
+    return request, rebuild_error(name, message), waiting_tokens, rate
+
+
+def rebuild_error(name: str, message: str) -> PackhorseError:
+    """Return an error of another process as one of our own classes."""
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, PackhorseError):
-        return request, kind(message), waiting_tokens, rate
-    return request, RequestFailed(f"{name}: {message}"), waiting_tokens, rate
+    if not (isinstance(kind, type) and issubclass(kind, PackhorseError)):
+        return RequestFailed(f"{name}: {message}")
+    error = kind.__new__(kind)  # some classes make their message of other arguments
+    Exception.__init__(error, message)
+    return error
 
 
 class Records:
@@ -135,17 +144,21 @@ class Records:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Yield the kind and the body of each record that is complete."""
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        """Return the kind and the body of each record that is complete."""
         data = self._rest + data if self._rest else data
+        records: list[tuple[int, bytes]] = []
         begin = 0
         while len(data) - begin >= _HEADER.size:
             size, kind = _HEADER.unpack_from(data, begin)
+            if size < _HEADER.size:
+                raise ValueError(f"a record of {size} bytes is smaller than its header")
             if len(data) - begin < size:
                 break
-            yield kind, data[begin + _HEADER.size : begin + size]
+            records.append((kind, data[begin + _HEADER.size : begin + size]))
             begin += size
         self._rest = data[begin:]
+        return records
 
 
 class Control:
@@ -161,15 +174,19 @@ class Control:
         return cls(ends[0]), cls(ends[1])
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send a document; the receiver gets copies of the descriptors."""
+        """Send a document; the receiver gets copies of the descriptors.
+
+        Never waits: if the receiver has not read for long, raises BlockingIOError, an OSError.
+        """
         data = json.dumps(message).encode()
+        flags = socket.MSG_DONTWAIT
         if len(data) <= _INLINE_BYTES:
-            socket.send_fds(self.socket, [b"J" + data], list(descriptors))
+            socket.send_fds(self.socket, [b"J" + data], list(descriptors), flags)
             return
         memory = arena.create(len(data))
         try:
             os.pwrite(memory, data, 0)
-            socket.send_fds(self.socket, [b"M"], [memory, *descriptors])
+            socket.send_fds(self.socket, [b"M"], [memory, *descriptors], flags)
         finally:
             os.close(memory)
 
@@ -183,6 +200,8 @@ class Control:
             return None
         if not data:
             return None
+        for descriptor in descriptors:  # compilers that this process starts must not hold them
+            os.set_inheritable(descriptor, False)
         if data[:1] == b"M":
             memory = descriptors.pop(0)
             data = b"M" + os.pread(memory, os.fstat(memory).st_size, 0)

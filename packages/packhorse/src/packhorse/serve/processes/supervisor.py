@@ -21,8 +21,8 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from packhorse import errors, processor
-from packhorse.errors import PackhorseError
+from packhorse import processor
+from packhorse.errors import CheckpointError, PackhorseError
 from packhorse.serve import logs
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.life import (
@@ -34,8 +34,9 @@ from packhorse.serve.life import (
     bind,
     report_ready,
 )
+from packhorse.serve.metrics import merge_counters
 from packhorse.serve.processes import arena
-from packhorse.serve.processes.messages import Control
+from packhorse.serve.processes.messages import Control, rebuild_error
 from packhorse.serve.settings import ServeSettings
 
 ARENA_BYTES = 256 << 20  # per front and engine; pages take memory only while they are in use
@@ -55,12 +56,12 @@ class ChildProcess:
     number: int
     process: asyncio.subprocess.Process
     control: Control
-    started: float = field(default_factory=time.monotonic)
+    ready_since: float = 0.0  # `time.monotonic`
     # The first message of an engine (its models, or why it has none) and of a front (ready).
-    first: asyncio.Future[dict[str, Any]] = field(
+    first_message: asyncio.Future[dict[str, Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    figures: list[Any] = field(default_factory=list)  # the last metrics that it reported
+    metrics: list[Any] = field(default_factory=list)  # the last that it reported
 
     def __str__(self) -> str:
         return f"{self.kind} {self.number} (process {self.process.pid})"
@@ -91,10 +92,10 @@ def run(settings: ServeSettings, ready: Ready, fronts: int) -> None:
     """Serve with this many fronts until a signal arrives; `ready` is called once they answer."""
     logs.set_up(settings)
     bound = bind(settings)
-    asyncio.run(Supervision(settings, bound, ready, fronts).run())
+    asyncio.run(Supervisor(settings, bound, ready, fronts).run())
 
 
-class Supervision:
+class Supervisor:
     """All processes of a server."""
 
     def __init__(
@@ -105,14 +106,15 @@ class Supervision:
         self.ready = ready
         self.devices = settings.devices or (settings.device,)
         self.front_count = fronts
-        self.engines: dict[int, ChildProcess] = {}
+        self.children: set[ChildProcess] = set()  # all that run, also those still starting
+        self.engines: dict[int, ChildProcess] = {}  # ready, by number
         self.fronts: dict[int, ChildProcess] = {}
         self.models: list[dict[str, Any]] = []
-        self.retired: list[list[Any]] = []  # the last metrics of fronts that are gone
+        self.retired: list[Any] = []  # the last metrics of fronts that are gone, added up
         self.stopping = False
         self.failure: PackhorseError | None = None
         self.ended = asyncio.Event()
-        self._deaths: dict[tuple[str, int], int] = {}  # quick ones in a row
+        self._quick_deaths: dict[tuple[str, int], int] = {}  # in a row
         self._numbers = count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,14 +122,18 @@ class Supervision:
     async def run(self) -> None:
         """Serve until a signal arrives, or until processes keep dying."""
         loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
         try:
-            await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
-            self.bound.listen(min(self.settings.max_connections, 2048))
-            await asyncio.gather(*[self._start_front(i) for i in range(self.front_count)])
-            for number in SIGNALS:
-                loop.add_signal_handler(number, self._on_signal)
-            report_ready(self.ready, self.bound, self._described())
-            await self.ended.wait()
+            starting = loop.create_task(self._start_all())
+            stopped = loop.create_task(self.ended.wait())
+            # A signal while models are being loaded ends the server at once: nothing is lost.
+            await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                starting.result()
+                report_ready(self.ready, self.bound, self._described())
+                await stopped
+            starting.cancel()
         finally:
             self.stopping = True
             self.bound.close()
@@ -140,6 +146,10 @@ class Supervision:
 
     # Starting ----------------------------------------------------------------------------------
 
+    async def _start_all(self) -> None:
+        await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
+        await asyncio.gather(*[self._start_front(i) for i in range(self.front_count)])
+
     async def _start_engine(self, number: int) -> None:
         threads = self.settings.threads
         if len(self.devices) > 1:
@@ -150,11 +160,16 @@ class Supervision:
         engine = await self._start("engine", number)
         labels = {"engine": str(number)} if len(self.devices) > 1 else {}
         engine.control.send({"settings": asdict(settings), "labels": labels})
-        message = await engine.first
+        message = await engine.first_message
         if message["kind"] == "failed":
-            kind = getattr(errors, message["error"], PackhorseError)
-            raise kind(message["message"])
+            raise rebuild_error(message["error"], message["message"])
         self.models = self.models or message["models"]
+        try:
+            _check_same(self.models, message["models"])
+        except PackhorseError:
+            _kill(engine)
+            raise
+        engine.ready_since = time.monotonic()
         self.engines[number] = engine
         for front in self.fronts.values():
             self._link(front, engine)
@@ -170,23 +185,28 @@ class Supervision:
         for engine in self.engines.values():
             self._link(front, engine)
         self.fronts[number] = front
-        await front.first
+        await front.first_message
+        front.ready_since = time.monotonic()
 
     async def _start(self, kind: Literal["front", "engine"], number: int) -> ChildProcess:
         ours, theirs = Control.pair()
         descriptor = theirs.socket.fileno()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "packhorse.serve.processes",
-            kind,
-            str(descriptor),
-            pass_fds=[descriptor],
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        theirs.close()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the folder that the server was started in has no modules for it
+                "-m",
+                "packhorse.serve.processes",
+                kind,
+                str(descriptor),
+                pass_fds=[descriptor],
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
         child = ChildProcess(kind, number, process, ours)
+        self.children.add(child)
         loop = asyncio.get_running_loop()
         loop.add_reader(ours.socket, self._on_message, child)
         self._spawn(self._watch(child))
@@ -196,13 +216,16 @@ class Supervision:
         """Connect a front and an engine; where one is gone, its replacement gets a link later."""
         ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         memory = arena.create(ARENA_BYTES)
+        child = engine
         try:
             engine.control.send({"kind": "link"}, [ends[0].fileno(), memory])
+            child = front
             front.control.send(
                 {"kind": "link", "engine": engine.number}, [ends[1].fileno(), memory]
             )
-        except OSError:
-            logs.LOGGER.debug("%s and %s could not be connected", front, engine)
+        except OSError:  # it is gone, or has not read its messages for long
+            logs.LOGGER.error("%s could not be reached; it is ended", child)
+            _kill(child)
         finally:
             os.close(memory)
             for end in ends:
@@ -213,33 +236,37 @@ class Supervision:
     async def _watch(self, child: ChildProcess) -> None:
         """Wait for the end of a process, and replace it."""
         code = await child.process.wait()
+        self.children.discard(child)
         asyncio.get_running_loop().remove_reader(child.control.socket)
+        while self._receive(child):  # the last of it may be why it ended
+            pass
         child.control.close()
-        if not child.first.done():
-            child.first.set_exception(
+        if not child.first_message.done():
+            child.first_message.set_exception(
                 EngineDied(f"{child} ended with {_exit(code)} while it was starting")
             )
+            child.first_message.exception()  # somebody may have stopped waiting for it
             return
         group = self.engines if child.kind == "engine" else self.fronts
         if self.stopping or group.get(child.number) is not child:
             return
         del group[child.number]
-        if child.kind == "front" and child.figures:
-            self.retired.append(child.figures)
+        if child.kind == "front":
+            self.retired = merge_counters([self.retired, child.metrics])
         logs.LOGGER.error("%s ended with %s; it is replaced", child, _exit(code))
         await self._replace(child)
 
     async def _replace(self, child: ChildProcess) -> None:
         key = (child.kind, child.number)
-        quick = time.monotonic() - child.started < QUICK_SECONDS
-        self._deaths[key] = self._deaths.get(key, 0) + 1 if quick else 1
-        while self._deaths[key] <= MAX_QUICK_DEATHS and not self.stopping:
+        quick = time.monotonic() - child.ready_since < QUICK_SECONDS
+        self._quick_deaths[key] = self._quick_deaths.get(key, 0) + 1 if quick else 1
+        while self._quick_deaths[key] < MAX_QUICK_DEATHS and not self.stopping:
             try:
                 start = self._start_engine if child.kind == "engine" else self._start_front
                 return await start(child.number)
-            except (PackhorseError, OSError) as error:
+            except Exception as error:
                 logs.LOGGER.error("%s %d did not start: %s", child.kind, child.number, error)
-                self._deaths[key] += 1
+                self._quick_deaths[key] += 1
                 await asyncio.sleep(1.0)
         if not self.stopping:
             self.failure = EngineDied(
@@ -250,18 +277,23 @@ class Supervision:
     # Messages ----------------------------------------------------------------------------------
 
     def _on_message(self, child: ChildProcess) -> None:
-        received = child.control.receive()
-        if received is None:  # its end was closed; `_watch` does the rest
+        if not self._receive(child):  # its end was closed; `_watch` does the rest
             asyncio.get_running_loop().remove_reader(child.control.socket)
-            return
+
+    def _receive(self, child: ChildProcess) -> bool:
+        """Handle one message of a process; return whether there was one."""
+        received = child.control.receive()
+        if received is None:
+            return False
         message, _ = received
         if message["kind"] == "ask":
             self._spawn(self._answer(child, message))
         elif message["kind"] == "reply":
             if (reply := self._replies.get(message["id"])) and not reply.done():
                 reply.set_result(message["value"])
-        elif not child.first.done():
-            child.first.set_result(message)
+        elif not child.first_message.done():
+            child.first_message.set_result(message)
+        return True
 
     async def _answer(self, front: ChildProcess, message: dict[str, Any]) -> None:
         """Collect the figures that a front asks for."""
@@ -270,7 +302,7 @@ class Supervision:
             children += self.fronts.values()
         values = await asyncio.gather(*[self._ask(child, message) for child in children])
         if message["what"] == "metrics":
-            values += self.retired
+            values.append(self.retired)
         try:
             front.control.send({"kind": "reply", "id": message["id"], "value": values})
         except OSError:
@@ -285,18 +317,19 @@ class Supervision:
             async with asyncio.timeout(ASK_SECONDS):
                 value = await reply
         except (OSError, TimeoutError):
-            return child.figures if message["what"] == "metrics" else []
+            # A front's counters must not go back; what an engine last said is no longer true.
+            return child.metrics if child.kind == "front" else []
         finally:
             del self._replies[number]
         if message["what"] == "metrics":
-            child.figures = value
+            child.metrics = value
         return value
 
     # Stopping ----------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
         if self.stopping:
-            for child in (*self.fronts.values(), *self.engines.values()):
+            for child in self.children:
                 _kill(child)
             os._exit(EXIT_SECOND_SIGNAL)
         self.stopping = True
@@ -305,6 +338,8 @@ class Supervision:
 
     async def _stop(self) -> bool:
         """Drain the fronts, then stop the engines; return whether a front had to be cut short."""
+        for child in self.children - {*self.fronts.values(), *self.engines.values()}:
+            _kill(child)  # it was still starting
         seconds = self.settings.drain_seconds + STOP_SECONDS
         codes = await asyncio.gather(
             *[self._stop_child(front, seconds) for front in self.fronts.values()]
@@ -343,6 +378,23 @@ class Supervision:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _check_same(models: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Raise `CheckpointError` unless an engine's models give the same results as those served.
+
+    Their files may have changed since the first engine was started; fronts would tokenize for the
+    old model and report its fingerprint.
+    """
+    for model, other in zip(models, others, strict=True):
+        for part, value in model["fingerprint"].items():
+            if other["fingerprint"][part] != value:
+                raise CheckpointError(
+                    f"{model['name']} is not the same in all engines: its {part} differs; restart "
+                    "the server to serve a changed model, and set --dtype for unlike devices"
+                )
+        if model["outputs"] != other["outputs"]:
+            raise CheckpointError(f"{model['name']} has other outputs; restart the server")
 
 
 def _kill(child: ChildProcess) -> None:

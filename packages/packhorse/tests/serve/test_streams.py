@@ -1,0 +1,118 @@
+"""A request in the runner: what it reserves comes back, however it ends."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from packhorse.errors import RequestFailed
+from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.tasks import InferenceJob
+from packhorse.serve import streams
+from packhorse.serve.processes.arena import Arena, create
+from packhorse.serve.processes.engine import EngineRequest
+from packhorse.serve.processes.messages import DONE, FAILED, Records, Run, unpack_failed
+
+POISON = 20  # its id in the vocabulary of conftest
+
+
+def fail_on_poison(packed: Any) -> None:
+    if (packed.ids == POISON).any():
+        raise RuntimeError("the model cannot take this")
+
+
+@pytest.fixture
+def runner(tiny) -> Any:
+    with PackRunner(tiny("tiny", fail_on_poison), rows=2, timeout=0, publish=False) as runner:
+        yield runner
+
+
+def run(runner: PackRunner, texts: list[str]) -> tuple[BaseException | None, Any, Any]:
+    """Run texts as one request, one job per text; return how it ended, and its stream."""
+    ended = threading.Event()
+    outcome: list[Any] = []
+
+    def on_end(error: BaseException | None, result: Any) -> None:
+        outcome.extend((error, result))
+        ended.set()
+
+    jobs = [job for text in texts for job in runner.prepare([text])]
+    merged = [InferenceJob(job.sequences, job.heads, list) for job in jobs]
+    stream = streams.start(runner, merged, on_end)
+    assert ended.wait(60)
+    return outcome[0], outcome[1], stream
+
+
+def test_rows_come_in_order(runner) -> None:
+    texts = ["the cat", "a mat", "one red hat"] * 20
+    error, result, _ = run(runner, texts)
+    assert error is None
+    vectors = [row[0] for row in result.rows]
+    np.testing.assert_allclose(vectors, runner.encoder.embed(texts), atol=1e-6)
+
+
+def test_a_failed_request_gives_back_what_it_reserved(runner) -> None:
+    error, result, _ = run(runner, ["poison", *["the cat sat on a mat"] * 200])
+    assert isinstance(error, RequestFailed) and result is None
+    assert runner._admission.reserved_tokens == 0
+    assert runner._admission.reserved_requests == 0
+    while runner.waiting_tokens:  # what was submitted already runs or is cancelled
+        threading.Event().wait(0.01)
+    assert run(runner, ["the cat"])[0] is None
+
+
+class RecordingLink:
+    """Stands for a front: shared memory, and the replies."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.arena = Arena(create(1 << 16))
+        self.replies: list[tuple[int, bytes]] = []
+        data = self.arena.array(0, 2 + len(ids), np.int32)
+        data[:] = [len(ids), 0, *ids]
+        self.run = Run(1, 0, -1, 1, len(ids), 0, 1024, 4096, "embed")
+
+    def reply(self, request: int, record: bytes) -> None:
+        self.replies += Records().feed(record)
+
+
+@pytest.mark.parametrize("ids", [[2, 6, 3], [2, POISON, 3]])
+def test_an_answer_that_comes_while_the_request_is_started_is_a_reply(
+    runner, ids: list[int], monkeypatch
+) -> None:
+    """The runner may be faster than the thread that submits: then the callback runs there."""
+    enqueue = runner.enqueue
+
+    def enqueue_and_wait(job: InferenceJob) -> Any:
+        future = enqueue(job)
+        future.exception(60)
+        return future
+
+    monkeypatch.setattr(runner, "enqueue", enqueue_and_wait)
+    link: Any = RecordingLink(ids)
+    model: Any = type("Model", (), {"runner": runner})
+    request = EngineRequest(link, model, link.run)
+    request.start()
+    ((kind, body),) = link.replies
+    if POISON in ids:
+        assert kind == FAILED and "cannot take this" in str(unpack_failed(body)[1])
+    else:
+        assert kind == DONE
+        expected = runner.encoder.run(runner.encoder.tokenize([np.array(ids)]), "embed")[0][0]
+        width = len(expected)
+        np.testing.assert_allclose(link.arena.array(1024, width, np.float32), expected, atol=1e-6)
+    assert request.stream is None
+
+
+def test_results_larger_than_the_block_are_refused(runner) -> None:
+    link: Any = RecordingLink([2, 6, 3])
+    model: Any = type("Model", (), {"runner": runner})
+    small = Run(1, 0, -1, 1, 3, 0, 1024, 1028, "embed")
+    request = EngineRequest(link, model, small)
+    request.start()
+    while not link.replies:
+        threading.Event().wait(0.01)
+    assert link.replies[0][0] == FAILED
+    assert not link.arena.array(1028, 100, np.float32).any()
