@@ -14,6 +14,7 @@ import json
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -179,16 +180,19 @@ class Control:
         Never waits: if the receiver has not read for long, raises BlockingIOError, an OSError.
         """
         data = json.dumps(message).encode()
-        flags = socket.MSG_DONTWAIT
         if len(data) <= _INLINE_BYTES:
-            socket.send_fds(self.socket, [b"J" + data], list(descriptors), flags)
-            return
+            return self._send(b"J" + data, descriptors)
         memory = arena.create(len(data))
         try:
             os.pwrite(memory, data, 0)
-            socket.send_fds(self.socket, [b"M"], [memory, *descriptors], flags)
+            self._send(b"M", [memory, *descriptors])
         finally:
             os.close(memory)
+
+    def _send(self, data: bytes, descriptors: Sequence[int]) -> None:
+        # Not socket.send_fds, which takes flags and ignores them.
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))
+        self.socket.sendmsg([data], [rights] if descriptors else [], socket.MSG_DONTWAIT)
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """Return a document and descriptors; None if the other end was closed."""
