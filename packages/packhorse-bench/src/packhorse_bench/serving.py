@@ -124,21 +124,7 @@ def measure(
                 advance: Progress = progress or (lambda done, total: None)
                 stage = ServingStage(setup, encoder, texts, tokens, generator, advance)
                 dtype = devices.dtype_name(encoder.dtype)
-                layout = sentence.read(folder)
-                pooling = layout.pooling if layout else ("mean",)
-                onnx = None
-                if pooling in (("mean",), ("cls",)):  # what infinity's optimum engine knows
-                    onnx = _onnx_folder(setup, folder, device, dtype, Path(scratch))
-                place = ServerPlace(
-                    folder=folder,
-                    device=str(device),
-                    dtype=dtype,
-                    threads=threads,
-                    batch_size=setup.batch_size,
-                    infinity=setup.infinity,
-                    onnx=onnx,
-                    pooling=pooling[0] if onnx else "mean",
-                )
+                place = server_place(setup, folder, device, dtype, threads, Path(scratch))
                 _start(stage, place, running, Path(scratch))
                 report(f"serving: {', '.join(stage.alive()) or 'nobody'}")
                 alone, during_load = _most(stage)
@@ -204,6 +190,32 @@ def _texts(setup: ServingSetup, encoder: Encoder) -> tuple[list[str], list[int]]
     return [texts[place] for place in order], [counts[place] for place in order]
 
 
+def server_place(
+    setup: ServingSetup,
+    folder: Path,
+    device: torch.device,
+    dtype: str,
+    threads: int,
+    scratch: Path,
+) -> ServerPlace:
+    """What all servers of a run share, with the ONNX model that infinity runs on a CPU."""
+    layout = sentence.read(folder)
+    pooling = layout.pooling if layout else ("mean",)
+    onnx = None
+    if pooling in (("mean",), ("cls",)):  # what infinity's optimum engine knows
+        onnx = _onnx_folder(setup, folder, device, dtype, scratch)
+    return ServerPlace(
+        folder=folder,
+        device=str(device),
+        dtype=dtype,
+        threads=threads,
+        batch_size=setup.batch_size,
+        infinity=setup.infinity,
+        onnx=onnx,
+        pooling=pooling[0] if onnx else "mean",
+    )
+
+
 def _onnx_folder(
     setup: ServingSetup, folder: Path, device: torch.device, dtype: str, scratch: Path
 ) -> Path | None:
@@ -253,7 +265,7 @@ def _trial(stage: ServingStage, name: str, trial: RateTrial, turn: int) -> LoadR
     closed = not trial.rate
     setup = stage.setup
     job = LoadJob(
-        port=stage.servers[name].port,
+        port=stage.servers[name].endpoint.port,
         rate=trial.rate,
         seconds=trial.seconds,
         path=PATH,

@@ -8,10 +8,26 @@ from typing import TYPE_CHECKING
 
 from packhorse_bench.serving_load import LoadReport
 from packhorse_bench.serving_search import Effort, RateTrial
-from packhorse_bench.serving_servers import PEERS
+from packhorse_bench.serving_servers import PEERS, Endpoint
+from packhorse_bench.serving_texts import Shape
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class LoadSetup:
+    """The loops of `serving_shapes`: what is asked, by whom, and for how long."""
+
+    shapes: tuple[Shape, ...] = ()
+    open_loop: bool = False  # after the closed loop
+    lone: bool = False  # one short query, idle and beside load
+    urls: tuple[tuple[str, Endpoint], ...] = ()  # running servers by name, none is started then
+    generators: int = 0  # 0: a quarter of the cores
+    connections: int = 0  # of all generators; 0: enough to keep the device busy
+    fronts: int | None = None  # of our server; None: its default
+    seconds: float = 5.0  # of a loop
+    warm: float = 2.0  # before it
 
 
 @dataclass(frozen=True)
@@ -34,6 +50,7 @@ class ServingSetup:
     connections: int = 256
     effort: Effort = field(default_factory=Effort)
     seed: int = 0
+    load: LoadSetup = field(default_factory=LoadSetup)
 
 
 @dataclass(frozen=True)
@@ -76,6 +93,51 @@ class Point:
             generator_share=report.share,
             generator_late_ms=report.late_ms,
         )
+
+
+@dataclass(frozen=True)
+class LoopRow:
+    """One server under one loop: a trial, or the medians of several; or why there are none."""
+
+    server: str
+    shape: str = ""  # TOKENSxTEXTS of a request
+    loop: str = ""  # closed, open, lone
+    load: float | None = None  # of the closed loop's rate: open and lone
+    connections: int = 0
+    requests_per_second: float = 0.0
+    texts_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    p50_ms: float = 0.0
+    p99_ms: float = 0.0
+    errors: str = ""
+    fill: float | None = None  # tokens of inputs / all tokens of the server's last batches
+    tokens_a_batch: float | None = None
+    gpu_busy: float | None = None
+    server_cores: float | None = None
+    generator_share: float = 0.0  # of its core, that the busiest generator took
+    generator_late_ms: float = 0.0
+    cosine_min: float | None = None
+    problem: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """What the row is about."""
+        return self.server
+
+
+@dataclass(frozen=True)
+class LoopComparison:
+    """All servers under all loops."""
+
+    rows: tuple[LoopRow, ...]  # medians
+    trials: tuple[LoopRow, ...]
+    device: torch.device
+    dtype: str
+    generators: int
+    server_cores: int
+    pinned: bool  # generators have cores of their own
+    remarks: tuple[str, ...]
+    seconds: float  # that all this took
 
 
 @dataclass(frozen=True)

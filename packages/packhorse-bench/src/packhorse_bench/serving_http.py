@@ -12,9 +12,10 @@ and one without a response after `timeout` seconds has failed.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -45,6 +46,13 @@ def post_message(path: str, body: bytes, host: str) -> bytes:
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     return head.encode("ascii") + body
+
+
+def request_body(path: str, model: str, texts: str | Sequence[str]) -> bytes:
+    """The JSON body for one text or several: TEI's if the path ends in /embed, else OpenAI's."""
+    if path.endswith("/embed"):
+        return json.dumps({"inputs": texts}).encode()
+    return json.dumps({"model": model, "input": texts}).encode()
 
 
 def parse_head(head: bytes) -> tuple[str, int, bool]:
@@ -117,7 +125,10 @@ class ClientConnection(asyncio.Protocol):
 class Pool:
     """Up to `max_connections` connections to one port; further requests wait for a free one."""
 
-    def __init__(self, port: int, max_connections: int, timeout: float, record: Record) -> None:
+    def __init__(
+        self, host: str, port: int, max_connections: int, timeout: float, record: Record
+    ) -> None:
+        self.host = host
         self.port = port
         self.max_connections = max_connections
         self.timeout = timeout
@@ -228,6 +239,6 @@ class Pool:
     async def _open(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            await loop.create_connection(lambda: ClientConnection(self), "127.0.0.1", self.port)
+            await loop.create_connection(lambda: ClientConnection(self), self.host, self.port)
         except OSError:  # not now; `sweep` tries again while a request waits
             return

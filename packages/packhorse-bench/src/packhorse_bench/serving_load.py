@@ -7,6 +7,9 @@ them out is the mistake that Gil Tene calls "coordinated omission"). *Closed loo
 connections, each of which sends its next request when the last is answered; it measures the
 highest throughput of a server.
 
+A job may begin with a warm-up whose requests do not count. On a fast server one generator is not
+enough: `GeneratorTeam` divides the connections and the rate of a job among several.
+
 It is a process of its own so that it shares neither Python's lock nor memory with what it measures.
 It reads one job per line from stdin, in JSON, and answers each with one line. It reports the
 processor time that it took itself, and how late it was in sending: if either is large, the figures
@@ -20,6 +23,7 @@ import asyncio
 import gc
 import json
 import math
+import os
 import select
 import subprocess
 import sys
@@ -27,21 +31,30 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import FileIO, RawIOBase
 from itertools import cycle
 from pathlib import Path
+from tempfile import mkstemp
 from typing import Any
 
 import numpy as np
 
 from packhorse.errors import RequestFailed
-from packhorse_bench.serving_http import SWEEP_SECONDS, Pool, PostRequest, post_message
+from packhorse_bench.serving_http import (
+    SWEEP_SECONDS,
+    Pool,
+    PostRequest,
+    post_message,
+    request_body,
+)
 
 OK = "200"
 ALLOWED = 0.01  # of all requests: more late ones than that, and the 99th percentile is late
 LEAD_SECONDS = 0.1  # between the last connection and the first request
 SLICE_SECONDS = 0.01
+
+RequestTexts = str | list[str]  # what one request asks: a text, or several
 
 
 @dataclass(frozen=True)
@@ -51,12 +64,19 @@ class LoadJob:
     port: int
     rate: float  # requests a second; 0: a closed loop of all connections
     seconds: float
+    host: str = "127.0.0.1"
     path: str = "/v1/embeddings"
     model: str = "model"
     connections: int = 256
     timeout: float = 2.0  # seconds until a request counts as failed
     limit: float = 0.0  # end as soon as over 1 % took longer than this many seconds; 0: never
     seed: int = 0
+    # Seconds of load before those that count. A closed loop then counts what is answered within
+    # `seconds`, and neither its start nor its end, when fewer and fewer connections are busy.
+    warm: float = 0.0
+    first: int = 0  # of the generator's requests: the first that this job sends, and how many
+    count: int = 0  # 0: all
+    keep: bool = False  # report every latency
 
 
 @dataclass(frozen=True)
@@ -75,6 +95,7 @@ class LoadReport:
     late_ms: float  # 99th percentile of how late requests were handed to a connection
     cut: bool = False  # ended early, because `limit` could no longer be kept
     errors: dict[str, int] = field(default_factory=dict)  # by status, or by what happened
+    latencies_ms: list[float] = field(default_factory=list)  # with `LoadJob.keep`
 
     @property
     def rate(self) -> float:
@@ -113,21 +134,22 @@ class OfferedLoad:
         self.job = job
         self.messages = messages
         self.tokens = tokens
-        self.pool = Pool(job.port, job.connections, job.timeout, self._record)
+        self.pool = Pool(job.host, job.port, job.connections, job.timeout, self._record)
         self.due = _due(job)
         order = np.random.default_rng(job.seed).permutation(len(messages))
         self.text_order = cycle(order.tolist())
         self.ended: list[EndedRequest] = []
         self.late: list[float] = []  # seconds from due to sent
         self.over_limit = 0  # failed, or over the limit
-        self.begin = self.stop = 0.0
+        self.start = self.begin = self.stop = 0.0  # of the load, and of what counts
 
     async def run(self) -> LoadReport:
         """Run the job, from the first connection to the report."""
         await self.pool.open()
         cpu_before = time.process_time()
         started = time.perf_counter()
-        self.begin = started + LEAD_SECONDS
+        self.start = started + LEAD_SECONDS
+        self.begin = self.start + self.job.warm
         self.stop = self.begin + self.job.seconds
         sender = asyncio.get_running_loop().create_task(self._send())
         try:
@@ -147,7 +169,7 @@ class OfferedLoad:
     async def _send(self) -> None:
         """Push each request when it is due, whether earlier ones are answered or not."""
         for after in self.due.tolist():
-            due = self.begin + after
+            due = self.start + after
             if (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             self.late.append(max(0.0, time.perf_counter() - due))
@@ -174,53 +196,98 @@ class OfferedLoad:
 
     def _report(self, share: float, unanswered: int) -> LoadReport:
         """Compute the figures; `unanswered` requests had no answer when the job was cut short."""
-        last = max((ended.when for ended in self.ended), default=self.stop)
+        counted = self._counted()
+        last = max((ended.when for ended in counted), default=self.stop)
         end = last if unanswered else max(last, self.stop)
-        good = [ended for ended in self.ended if ended.status == OK]
-        latencies = np.array(
-            [*(ended.seconds for ended in self.ended), *[math.inf] * unanswered] or [math.inf]
-        )
-        # "higher" takes a latency that occurred; interpolating with infinity could give NaN.
-        p50, p90, p99 = 1e3 * np.percentile(latencies, (50, 90, 99), method="higher")
+        good = [ended for ended in counted if ended.status == OK]
+        latencies = [*(ended.seconds for ended in counted), *[math.inf] * unanswered]
+        p50, p90, p99 = percentiles_ms(latencies)
         return LoadReport(
-            asked=len(self.ended) + unanswered,
+            asked=len(counted) + unanswered,
             answered=len(good),
             seconds=end - self.begin,
             tokens=sum(self.tokens[ended.index] for ended in good),
-            p50_ms=float(p50),
-            p90_ms=float(p90),
-            p99_ms=float(p99),
-            worst_ms=1e3 * max(latencies),
+            p50_ms=p50,
+            p90_ms=p90,
+            p99_ms=p99,
+            worst_ms=1e3 * max(latencies, default=math.inf),
             share=share,
             late_ms=1e3 * float(np.percentile(self.late or [0.0], 99)),
             cut=unanswered > 0,
-            errors=dict(Counter(ended.status for ended in self.ended if ended.status != OK)),
+            errors=dict(Counter(ended.status for ended in counted if ended.status != OK)),
+            latencies_ms=[round(1e3 * seconds, 3) for seconds in latencies if self.job.keep],
         )
+
+    def _counted(self) -> list[EndedRequest]:
+        """The requests that count: all of them, or those after the warm-up."""
+        if not self.job.warm:
+            return self.ended
+        if self.job.rate:
+            return [ended for ended in self.ended if ended.due >= self.begin]
+        return [ended for ended in self.ended if self.begin <= ended.when <= self.stop]
+
+
+def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """The 50th, 90th and 99th percentile in milliseconds; infinite if there is no latency."""
+    # "higher" takes a latency that occurred; interpolating with infinity could give NaN.
+    latencies = np.array(seconds or [math.inf])
+    p50, p90, p99 = 1e3 * np.percentile(latencies, (50, 90, 99), method="higher")
+    return float(p50), float(p90), float(p99)
+
+
+def merge(reports: Sequence[LoadReport]) -> LoadReport:
+    """One report of several generators that ran at the same time and kept their latencies.
+
+    `share` and `late_ms` are those of the busiest generator: one that is too slow spoils all.
+    """
+    latencies = [latency for report in reports for latency in report.latencies_ms]
+    p50, p90, p99 = percentiles_ms([latency / 1e3 for latency in latencies])
+    errors: Counter[str] = Counter()
+    for report in reports:
+        errors.update(report.errors)
+    return LoadReport(
+        asked=sum(report.asked for report in reports),
+        answered=sum(report.answered for report in reports),
+        seconds=max(report.seconds for report in reports),
+        tokens=sum(report.tokens for report in reports),
+        p50_ms=p50,
+        p90_ms=p90,
+        p99_ms=p99,
+        worst_ms=max(report.worst_ms for report in reports),
+        share=max(report.share for report in reports),
+        late_ms=max(report.late_ms for report in reports),
+        cut=any(report.cut for report in reports),
+        errors=dict(errors),
+    )
 
 
 def _due(job: LoadJob) -> np.ndarray:
     """Times in seconds at which requests are due; in a closed loop, one per connection at 0."""
     if not job.rate:
         return np.zeros(job.connections)
-    expected = job.rate * job.seconds
+    seconds = job.warm + job.seconds
+    expected = job.rate * seconds
     # Ten standard deviations of a Poisson count above its mean: practically never too few.
     count = int(expected + 10 * expected**0.5 + 10)
     due = np.cumsum(np.random.default_rng(job.seed).exponential(1 / job.rate, count))
-    return due[due < job.seconds]
+    return due[due < seconds]
 
 
-def perform(job: LoadJob, texts: Sequence[str], tokens: Sequence[int]) -> LoadReport:
+def perform(job: LoadJob, texts: Sequence[RequestTexts], tokens: Sequence[int]) -> LoadReport:
     """Run a job in this process."""
-    bodies = (json.dumps({"model": job.model, "input": text}).encode() for text in texts)
-    host = f"127.0.0.1:{job.port}"
-    messages = [post_message(job.path, body, host) for body in bodies]
+    chosen = slice(job.first, job.first + job.count if job.count else None)
+    host = f"{job.host}:{job.port}"
+    messages = [
+        post_message(job.path, request_body(job.path, job.model, text), host)
+        for text in texts[chosen]
+    ]
     try:
         from uvloop import new_event_loop  # pyright: ignore[reportMissingImports]
     except ImportError:
         new_event_loop = asyncio.new_event_loop
 
     async def run() -> LoadReport:
-        return await OfferedLoad(job, messages, tokens).run()
+        return await OfferedLoad(job, messages, tokens[chosen]).run()
 
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(run())
@@ -238,8 +305,10 @@ def burn(share: float, jobs: RawIOBase) -> float:
     return (time.process_time() - cpu_before) / (time.perf_counter() - started)
 
 
-def main(path: str) -> None:
+def main(path: str, core: str = "") -> None:
     """Read texts and token counts from a JSON file, then run one job per line of stdin."""
+    if core:
+        os.sched_setaffinity(0, {int(core)})
     texts, tokens = json.loads(Path(path).read_text("utf-8"))
     gc.collect()
     gc.freeze()  # so that collections during the timing do not visit the texts
@@ -257,13 +326,21 @@ def main(path: str) -> None:
 
 
 class Generator:
-    """Starts the load generator as a process and gives it jobs."""
+    """Starts the load generator as a process, if wanted on one core only, and gives it jobs."""
 
-    def __init__(self, texts: Sequence[str], tokens: Sequence[int], scratch: Path) -> None:
-        file = scratch / "texts.json"
-        file.write_text(json.dumps([list(texts), list(tokens)]), "utf-8")
+    def __init__(
+        self,
+        texts: Sequence[RequestTexts],
+        tokens: Sequence[int],
+        scratch: Path,
+        core: int | None = None,
+    ) -> None:
+        handle, file = mkstemp(".json", "texts-", scratch)
+        with open(handle, "w", encoding="utf-8") as stream:
+            json.dump([list(texts), list(tokens)], stream)
+        pinned = [] if core is None else [str(core)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "packhorse_bench.serving_load", str(file)],
+            [sys.executable, "-m", "packhorse_bench.serving_load", file, *pinned],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -272,7 +349,15 @@ class Generator:
 
     def run(self, job: LoadJob) -> LoadReport:
         """Run a job and return its figures."""
+        self.start(job)
+        return self.report()
+
+    def start(self, job: LoadJob) -> None:
+        """Start a job without waiting for its end; call `report` next."""
         self._send_message(asdict(job))
+
+    def report(self) -> LoadReport:
+        """Wait for the end of the job that was started."""
         return LoadReport(**self._read_answer())
 
     @contextmanager
@@ -308,5 +393,36 @@ class Generator:
         return json.loads(line)
 
 
+class GeneratorTeam:
+    """Several generators, each a process on a core of its own, that share the load of a job."""
+
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self.generators = generators
+        self._running: Sequence[Generator] = ()
+
+    def run(self, job: LoadJob) -> LoadReport:
+        """Run a job, each generator with its share of connections and rate."""
+        self.start(job)
+        return self.report()
+
+    def start(self, job: LoadJob) -> None:
+        """Start a job without waiting for its end; call `report` next."""
+        self._running = self.generators[: job.connections]
+        count = len(self._running)
+        for place, generator in enumerate(self._running):
+            share = replace(
+                job,
+                rate=job.rate / count,
+                connections=(job.connections + place) // count,
+                seed=job.seed * count + place,
+                keep=True,
+            )
+            generator.start(share)
+
+    def report(self) -> LoadReport:
+        """Wait for all generators; their figures as those of one."""
+        return merge([generator.report() for generator in self._running])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -20,13 +20,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 
+from packhorse.errors import InputError
 from packhorse_bench.peers import Unserved
+from packhorse_bench.serving_http import request_body
 
 PATH = "/v1/embeddings"
 MODEL = "model"
@@ -49,6 +52,7 @@ class ServerPlace:
     infinity: Path | None = None  # the executable; None: where `make peers` puts it, or on the path
     onnx: Path | None = None  # the same model as ONNX, for infinity on a CPU
     pooling: str = "mean"  # or "cls": infinity's optimum engine does not read it from the model
+    more: tuple[str, ...] = ()  # further flags of our server
 
 
 def packhorse(place: ServerPlace, port: int) -> list[str]:
@@ -70,6 +74,7 @@ def packhorse(place: ServerPlace, port: int) -> list[str]:
         str(place.threads),
         "--log-level",
         "warning",
+        *place.more,
     ]
 
 
@@ -152,11 +157,82 @@ SERVERS: dict[str, Command] = {
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where a server answers requests for vectors, and the name of its model there."""
+
+    port: int
+    host: str = "127.0.0.1"
+    path: str = PATH  # TEI's dialect if it ends in /embed, else OpenAI's
+    model: str = MODEL
+
+    def vectors(self, texts: Sequence[str]) -> np.ndarray:
+        """The vectors of these texts; raises `Unserved` if the answer is an error."""
+        body = request_body(self.path, self.model, list(texts))
+        status, answer = self.ask("POST", self.path, body)
+        if status != 200:
+            raise Unserved(f"answers {status}: {answer[:200].decode(errors='replace')}")
+        document = json.loads(answer)
+        if isinstance(document, dict):
+            document = [row["embedding"] for row in document["data"]]
+        return np.array(document, np.float32)
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, seconds: float = ANSWER_SECONDS
+    ) -> tuple[int, bytes]:
+        """Status and body of the answer to one request."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=seconds)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+
+def parse_url(url: str) -> tuple[str, Endpoint]:
+    """Name and endpoint of a running server, from NAME=URL or URL.
+
+    A URL without a path means OpenAI's route. OpenAI's dialect names a model: it is the first that
+    the server lists at /models, where it has that.
+    """
+    name, separator, address = url.partition("=")
+    if not separator or "/" in name:
+        name = ""
+        address = url
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.hostname:
+        raise InputError(f"--url {url}: pass NAME=http://HOST:PORT/PATH; https is not supported")
+    path = parts.path.rstrip("/") or PATH
+    if not path.endswith(("/embed", "/embeddings")):
+        raise InputError(
+            f"--url {url}: the path is that of a route, /embed (text-embeddings-inference) or "
+            f"{PATH} (OpenAI)"
+        )
+    try:
+        endpoint = Endpoint(parts.port or 80, parts.hostname, path)
+    except ValueError as error:
+        raise InputError(f"--url {url}: {error}") from error
+    return name or f"{endpoint.host}:{endpoint.port}", endpoint
+
+
+def with_served_model(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with the name under which the server lists its first model, if it lists any."""
+    if not endpoint.path.endswith("/embeddings"):
+        return endpoint
+    try:
+        status, answer = endpoint.ask("GET", endpoint.path.removesuffix("embeddings") + "models")
+        name = json.loads(answer)["data"][0]["id"] if status == 200 else endpoint.model
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return endpoint
+    return replace(endpoint, model=str(name))
+
+
+@dataclass(frozen=True)
 class PeerServer:
     """A server process that was started."""
 
     name: str
-    port: int
+    endpoint: Endpoint
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -167,7 +243,7 @@ class PeerServer:
             if self.process.poll() is not None:
                 raise Unserved(f"ended with {self.process.returncode}: {self.last_words()}")
             try:
-                if self._ask("GET", "/health", None, 5.0)[0] == 200:
+                if self.endpoint.ask("GET", "/health", seconds=5.0)[0] == 200:
                     return
             except (OSError, http.client.HTTPException):
                 pass
@@ -176,15 +252,10 @@ class PeerServer:
 
     def vectors(self, texts: Sequence[str]) -> np.ndarray:
         """The vectors of these texts. Its answer also shows that earlier requests are done."""
-        body = json.dumps({"model": MODEL, "input": list(texts)}).encode()
         try:
-            status, answer = self._ask("POST", PATH, body, ANSWER_SECONDS)
-            if status != 200:
-                raise Unserved(f"answers {status}: {answer[:200].decode(errors='replace')}")
-            rows = json.loads(answer)["data"]
+            return self.endpoint.vectors(texts)
         except (OSError, http.client.HTTPException) as error:
             raise Unserved(f"stopped answering ({error}): {self.last_words()}") from error
-        return np.array([row["embedding"] for row in rows], np.float32)
 
     def last_words(self) -> str:
         """The last line of its output."""
@@ -203,18 +274,12 @@ class PeerServer:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
-    def _ask(self, method: str, path: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=seconds)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
 
 def start(name: str, place: ServerPlace, scratch: Path) -> PeerServer:
-    """Start a server without waiting for it; raises `Unserved` if it is not installed."""
+    """Start a server without waiting for it; raises `Unserved` if it is not installed.
+
+    It runs on the cores of the calling thread.
+    """
     port = _free_port()
     command = SERVERS[name](place, port)
     log = scratch / f"{name}.log"
@@ -228,7 +293,7 @@ def start(name: str, place: ServerPlace, scratch: Path) -> PeerServer:
             cwd=place.onnx if name == "infinity" else None,
             start_new_session=True,  # Ctrl-C goes to us only, and `stopping` stops it
         )
-    return PeerServer(name, port, process, log)
+    return PeerServer(name, Endpoint(port), process, log)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from packhorse import attention, checkpoint
+from packhorse.checkpoint import configuration
 from packhorse.errors import InputError
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
@@ -28,13 +29,18 @@ CONFIGS = {
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def write(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write a random model of this configuration to `folder`."""
+def write(name: str, folder: Path, seed: int = 0, vocab: str | Path | None = None) -> Path:
+    """Write a random model of this configuration to `folder`.
+
+    `vocab` is a vocab.txt, a tokenizer.json or a folder with one of them; made-up words without it.
+    """
     if name not in CONFIGS:
         raise InputError(f"unknown configuration {name!r}; there are {', '.join(CONFIGS)}")
     config = CONFIGS[name]
-    tokenizer = folder.with_name(folder.name + "-tokenizer")
-    _write_vocabulary(tokenizer, config.vocab_size)
+    tokenizer = configuration.vocabulary(folder, vocab) if vocab else None
+    if tokenizer is None:
+        tokenizer = folder.with_name(folder.name + "-tokenizer")
+        _write_vocabulary(tokenizer, config.vocab_size)
     model = checkpoint.Checkpoint(
         config=config,
         model=_model(config, seed),
@@ -43,6 +49,7 @@ def write(name: str, folder: Path, seed: int = 0) -> Path:
         max_length=config.max_positions,
         raw={"position_embedding_type": "absolute"},  # CTranslate2 requires this key
     )
+    checkpoint.tokenizer(model)  # raises if it has ids that the embedding has not
     return checkpoint.write(folder, model, overwrite=True)
 
 

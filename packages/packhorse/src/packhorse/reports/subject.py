@@ -33,7 +33,7 @@ class MeasuredModel(Protocol):
 def folder(model: MeasuredModel, scratch: Path) -> Path:
     """Return a folder that every library reads, written below `scratch` if there is none yet."""
     if model.config in random_model.CONFIGS:
-        return random_model.write(model.config, scratch / "model", model.seed)
+        return random_model.write(model.config, scratch / "model", model.seed, model.vocab)
     if model.config and not Path(model.config).exists():
         known = ", ".join(random_model.CONFIGS)
         raise InputError(f"unknown configuration {model.config!r}; there are {known}, or a file")

@@ -1,0 +1,538 @@
+"""`packhorse bench serve --shape`: servers as busy as clients can make them, on a GPU or a CPU.
+
+A request has a shape: so many texts of so many tokens. For each shape every server has a closed
+loop, which measures its throughput, and if wanted an open loop at a share of that rate, which
+measures its latency. A lone query, one short text from one client, is measured while the server is
+idle and beside an open loop. A fast server answers more requests than one process can send, so
+there are several load generators, on cores of their own where there are enough of them.
+
+Servers take turns in each round, and a row has the medians of the rounds. Beside its speed a row
+says what limited it: how full the batches and how busy the GPU, the server's cores and the busiest
+generator were. Vectors of a sample are compared with those of the library in fp32 before anything
+is measured; a server that gives others has no figures.
+"""
+
+from __future__ import annotations
+
+import http.client
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from packhorse import device as devices
+from packhorse.errors import InputError
+from packhorse.monitor import nvidia
+from packhorse.reports import docstrings, random_model, subject
+from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.loading import load
+from packhorse_bench import modes
+from packhorse_bench.peers import Unserved
+from packhorse_bench.serving import Progress, ReportLine, server_place
+from packhorse_bench.serving_figures import LoopComparison, LoopRow, ServingSetup
+from packhorse_bench.serving_host import (
+    CoreDivision,
+    HostFigures,
+    HostWatch,
+    default_generators,
+    divide_cores,
+    on_cores,
+)
+from packhorse_bench.serving_load import (
+    Generator,
+    GeneratorTeam,
+    LoadJob,
+    LoadReport,
+    RequestTexts,
+)
+from packhorse_bench.serving_servers import (
+    OURS,
+    PEERS,
+    Endpoint,
+    PeerServer,
+    start,
+    stopping,
+    with_served_model,
+)
+from packhorse_bench.serving_texts import Shape, learn_vocabulary, requests
+
+DEFAULT_SHAPES = (Shape(50, 1), Shape(50, 16), Shape(512, 16))
+LONE = Shape(12, 1)  # a search query
+OPEN_LOAD = 0.8  # of the closed loop's rate
+LONE_LOADS = (0.5, 0.8)
+CHECKED = 8  # texts whose vectors are compared
+LEAST_COSINE = 0.999  # with the vectors in fp32: 16-bit numbers stay above, another model does not
+# Tokens in flight in a closed loop: several batches, so that the next is complete when one ends.
+TOKENS_IN_FLIGHT = {"cpu": 1 << 14}
+TOKENS_IN_FLIGHT_GPU = 1 << 18
+MAX_CONNECTIONS = 2048
+TIMEOUT = 60.0
+# Known servers that run in containers of their own: measured with --url, otherwise missing.
+CONTAINERS = ("text-embeddings-inference", "vLLM")
+MISSING = "missing; the serve guide has its container, --url measures it"
+
+
+@dataclass(frozen=True)
+class MeasuredServer:
+    """A server that answers, started here or found at a URL."""
+
+    name: str
+    endpoint: Endpoint
+    process: PeerServer | None  # None: at a URL
+    cosine: float
+
+    @property
+    def pid(self) -> int | None:
+        """Of its first process, if it was started here."""
+        return None if self.process is None else self.process.process.pid
+
+    def check_alive(self) -> None:
+        """Raise `Unserved` if it no longer answers."""
+        try:
+            self.endpoint.vectors(["Is anybody there?"])
+        except (OSError, http.client.HTTPException) as error:
+            words = "" if self.process is None else f": {self.process.last_words()}"
+            raise Unserved(f"stopped answering ({error}){words}") from error
+
+
+@dataclass
+class LoopTrials:
+    """What was measured of one server under one loop, a report a round."""
+
+    server: MeasuredServer
+    shape: Shape
+    loop: str
+    load: float | None
+    connections: int
+    reports: list[LoadReport] = field(default_factory=list)
+    host: list[HostFigures] = field(default_factory=list)
+
+    def row(self, rounds: slice = slice(None)) -> LoopRow:
+        """The medians of some rounds; errors are those of all of them."""
+        reports = self.reports[rounds]
+        host = self.host[rounds]
+        rate = median(report.rate for report in reports)
+        errors: Counter[str] = Counter()
+        for report in reports:
+            errors.update(report.errors)
+        return LoopRow(
+            server=self.server.name,
+            shape=str(self.shape),
+            loop=self.loop,
+            load=self.load,
+            connections=self.connections,
+            requests_per_second=rate,
+            texts_per_second=rate * self.shape.texts,
+            tokens_per_second=rate * self.shape.all_tokens,
+            p50_ms=median(report.p50_ms for report in reports),
+            p99_ms=median(report.p99_ms for report in reports),
+            errors=", ".join(f"{count} {error}" for error, count in sorted(errors.items())),
+            fill=_median(figures.fill for figures in host),
+            tokens_a_batch=_median(figures.tokens_a_batch for figures in host),
+            gpu_busy=_median(figures.gpu_busy for figures in host),
+            server_cores=_median(figures.server_cores for figures in host),
+            generator_share=max(report.share for report in reports),
+            generator_late_ms=max(report.late_ms for report in reports),
+            cosine_min=self.server.cosine,
+        )
+
+
+@dataclass
+class LoopStage:
+    """The state of a run: its servers and generators, and what has been measured so far."""
+
+    setup: ServingSetup
+    device: torch.device
+    team: GeneratorTeam
+    single: Generator  # asks the lone query
+    places: dict[Shape, tuple[int, int]]  # the generators' requests of a shape: first, count
+    servers: list[MeasuredServer]
+    problems: dict[str, str]
+    trials: dict[tuple[str, Shape, str, float | None], LoopTrials] = field(default_factory=dict)
+
+    def alive(self) -> list[MeasuredServer]:
+        """The servers that still answer."""
+        return [server for server in self.servers if server.name not in self.problems]
+
+    def connections(self, shape: Shape) -> int:
+        """Of the closed loop with this shape."""
+        if self.setup.load.connections:
+            return self.setup.load.connections
+        return default_connections(shape, self.device)
+
+
+def default_connections(shape: Shape, device: torch.device) -> int:
+    """Enough connections to keep a device busy with requests of this shape."""
+    in_flight = TOKENS_IN_FLIGHT.get(device.type, TOKENS_IN_FLIGHT_GPU)
+    return max(4, min(MAX_CONNECTIONS, in_flight // shape.all_tokens))
+
+
+def measure(
+    setup: ServingSetup, progress: Progress | None = None, report_line: ReportLine | None = None
+) -> LoopComparison:
+    """Start the servers, or find them at their URLs, and measure them in turns."""
+    check(setup)
+    started = time.monotonic()
+    report = report_line or (lambda line: None)
+    device = devices.choose_device(setup.device)
+    dtype = setup.dtype or devices.dtype_name(devices.default_dtype(device))
+    generators = setup.load.generators or default_generators()
+    division = divide_cores(generators, more=1 if setup.load.lone else 0)
+    with ExitStack() as stack:
+        name = TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True)
+        scratch = Path(stack.enter_context(name))
+        texts = setup.texts or tuple(item.text for item in docstrings.read())
+        folder = _model_folder(setup, texts, scratch)
+        running: list[PeerServer] = []
+        stack.enter_context(stopping(running))
+        problems: dict[str, str] = {}
+        # Servers open their models while the texts are made here.
+        starting = _start(setup, folder, device, dtype, division, running, problems, scratch)
+        encoder = load(folder, device="cpu", dtype="fp32")
+        asked, tokens, places = _requests(setup, encoder, texts)
+        servers = _check_servers(setup, starting, encoder, _sample(asked, places), problems)
+        crew = [
+            stack.enter_context(Generator(asked, tokens, scratch, core))
+            for core in division.generators
+        ]
+        del encoder
+        stage = LoopStage(
+            setup=setup,
+            device=device,
+            team=GeneratorTeam(crew[:generators]),
+            single=crew[-1],
+            places=places,
+            servers=servers,
+            problems=problems,
+        )
+        report(f"serving: {', '.join(server.name for server in servers) or 'nobody'}")
+        _run_rounds(stage, progress or (lambda done, total: None))
+    measured = tuple(trials.row() for trials in stage.trials.values())
+    return LoopComparison(
+        rows=(*measured, *_missing(setup, problems)),
+        trials=tuple(
+            trials.row(slice(place, place + 1))
+            for trials in stage.trials.values()
+            for place in range(len(trials.reports))
+        ),
+        device=device,
+        dtype=dtype,
+        generators=generators,
+        server_cores=division.server_cores,
+        pinned=division.servers is not None,
+        remarks=tuple(_unknown_gpu(device)),
+        seconds=time.monotonic() - started,
+    )
+
+
+def check(setup: ServingSetup) -> None:
+    """Refuse what measures nothing before anything is started."""
+    loops = setup.load
+    positive = {
+        "--short": loops.seconds,
+        "--warm": loops.warm,
+        "--repeats": setup.effort.repeats,
+        "--count": setup.count,
+        "--batch-size": setup.batch_size,
+    }
+    for flag, value in positive.items():
+        if not 0 < value < math.inf:
+            raise InputError(f"{flag} {value} measures nothing; pass more than 0")
+    not_negative = {
+        "--generators": loops.generators,
+        "--connections": loops.connections,
+        "--threads": setup.threads,
+    }
+    for flag, value in not_negative.items():
+        if value < 0:
+            raise InputError(f"{flag} {value}: pass 0 for the default, or more")
+    if not loops.shapes:
+        raise InputError("there is no --shape; pass TOKENSxTEXTS, such as 50x16")
+    for name in setup.peers:
+        if name not in PEERS:
+            raise InputError(f"unknown peer {name!r}; there are {', '.join(PEERS)}")
+
+
+def _model_folder(setup: ServingSetup, texts: Sequence[str], scratch: Path) -> Path:
+    """The folder of the model; random weights without --vocab get one learned from the texts."""
+    if setup.config in random_model.CONFIGS and not setup.vocab:
+        size = random_model.CONFIGS[setup.config].vocab_size
+        vocab = learn_vocabulary(texts, size, scratch / "vocab.txt")
+        setup = replace(setup, vocab=str(vocab))
+    return subject.folder(setup, scratch)
+
+
+def _requests(
+    setup: ServingSetup, encoder: Encoder, texts: Sequence[str]
+) -> tuple[list[RequestTexts], list[int], dict[Shape, tuple[int, int]]]:
+    """All requests, their numbers of tokens, and where the requests of a shape are."""
+    words = [word for text in texts for word in text.split()]
+    asked: list[RequestTexts] = []
+    tokens: list[int] = []
+    places: dict[Shape, tuple[int, int]] = {}
+    for shape in dict.fromkeys((*setup.load.shapes, LONE)):
+        if shape.tokens > encoder.max_length:
+            raise InputError(f"--shape {shape}: the model takes {encoder.max_length} tokens a text")
+        more = requests(shape, encoder.tokenizer, words, setup.count, setup.seed)
+        places[shape] = (len(asked), len(more))
+        asked += more
+        tokens += [shape.all_tokens] * len(more)
+    return asked, tokens, places
+
+
+def _sample(asked: Sequence[RequestTexts], places: dict[Shape, tuple[int, int]]) -> list[str]:
+    """A few texts of every shape, `CHECKED` in all or a few more."""
+    each = math.ceil(CHECKED / len(places))
+    sample: list[str] = []
+    for first, count in places.values():
+        chosen = asked[first : first + min(count, each)]
+        sample += [text if isinstance(text, str) else text[0] for text in chosen]
+    return sample
+
+
+def _start(
+    setup: ServingSetup,
+    folder: Path,
+    device: torch.device,
+    dtype: str,
+    division: CoreDivision,
+    running: list[PeerServer],
+    problems: dict[str, str],
+    scratch: Path,
+) -> list[PeerServer]:
+    """Start our server and the peers without waiting for them; none if there are URLs."""
+    if setup.load.urls:
+        return []
+    threads = setup.threads or division.server_cores
+    place = server_place(setup, folder, device, dtype, threads, scratch)
+    place = replace(place, more=_server_flags(setup, device))
+    for name in (OURS, *setup.peers):
+        try:
+            with on_cores(division.servers):
+                running.append(start(name, place, scratch))
+        except Unserved as error:
+            problems[name] = modes._reason(error)
+    return running
+
+
+def _server_flags(setup: ServingSetup, device: torch.device) -> tuple[str, ...]:
+    """Flags of our server: fronts, and limits that admit all requests of a closed loop.
+
+    Limits are divided among fronts, and connections may come to them unevenly: hence four times.
+    """
+    shapes = setup.load.shapes
+    connections = max(
+        setup.load.connections or default_connections(shape, device) for shape in shapes
+    )
+    texts = max(shape.texts for shape in shapes)
+    tokens = max(shape.all_tokens for shape in shapes)
+    body_bytes = 32 * tokens * connections  # about eight bytes a token, and again four times
+    limits = {
+        "--max-concurrent-requests": max(512, 4 * connections),
+        "--max-connections": max(2048, 4 * connections),
+        "--max-queue-inputs": max(4096, 4 * connections * texts),
+        "--max-queue-tokens": 4 * connections * tokens,
+        "--max-batch-inputs": max(32, texts),
+        "--max-buffered-bytes": max(256 << 20, body_bytes),
+    }
+    flags = [part for flag, value in limits.items() for part in (flag, str(value))]
+    if setup.load.fronts is not None:
+        flags += ["--fronts", str(setup.load.fronts)]
+    return tuple(flags)
+
+
+def _check_servers(
+    setup: ServingSetup,
+    started: Sequence[PeerServer],
+    encoder: Encoder,
+    sample: Sequence[str],
+    problems: dict[str, str],
+) -> list[MeasuredServer]:
+    """The servers that answer with the encoder's vectors; the others become problems."""
+    exact = np.asarray(encoder.embed(list(sample)), np.float32)
+    candidates: list[tuple[str, Endpoint, PeerServer | None]] = [
+        (process.name, process.endpoint, process) for process in started
+    ]
+    candidates += [(name, with_served_model(url), None) for name, url in setup.load.urls]
+    servers = []
+    for name, endpoint, process in candidates:
+        try:
+            if process is not None:
+                process.wait()
+            cosine = _smallest_cosine(endpoint.vectors(sample), exact)
+        except (Unserved, OSError, http.client.HTTPException, ValueError, LookupError) as error:
+            problems[name] = modes._reason(error)
+            continue
+        if cosine < LEAST_COSINE:
+            problems[name] = (
+                f"its vectors are not those of the model (smallest cosine {cosine:.4f}); "
+                "serve the model that --model names, with the same pooling"
+            )
+            continue
+        servers.append(MeasuredServer(name, endpoint, process, cosine))
+    return servers
+
+
+def _smallest_cosine(vectors: np.ndarray, exact: np.ndarray) -> float:
+    """The smallest cosine of a server's vectors with the expected ones; -1 for other sizes."""
+    if vectors.shape != exact.shape:
+        return -1.0
+    norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(exact, axis=1)
+    return float(((vectors * exact).sum(1) / norms).min())
+
+
+def _run_rounds(stage: LoopStage, progress: Progress) -> None:
+    """Measure all loops, with every server in each round."""
+    loops = stage.setup.load
+    rounds = stage.setup.effort.repeats
+    steps: list[Callable[[MeasuredServer, int], None]] = []
+    for shape in loops.shapes:
+        steps.append(lambda server, turn, shape=shape: _closed(stage, server, shape, turn))
+        if loops.open_loop:
+            steps.append(lambda server, turn, shape=shape: _open(stage, server, shape, turn))
+    if loops.lone:
+        for load in (0.0, *LONE_LOADS):
+            steps.append(lambda server, turn, load=load: _lone(stage, server, load, turn))
+    seconds = loops.warm + loops.seconds
+    total = rounds * len(steps) * len(stage.servers) * seconds
+    done = 0.0
+    for turn in range(rounds):
+        for step in steps:
+            for server in stage.alive():
+                try:
+                    server.check_alive()
+                    step(server, turn)
+                except Unserved as error:
+                    stage.problems[server.name] = modes._reason(error)
+                done += seconds
+                progress(int(done), int(total))
+
+
+def _job(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> LoadJob:
+    """A closed loop over requests of this shape."""
+    first, count = stage.places[shape]
+    return LoadJob(
+        host=server.endpoint.host,
+        port=server.endpoint.port,
+        path=server.endpoint.path,
+        model=server.endpoint.model,
+        rate=0.0,
+        seconds=stage.setup.load.seconds,
+        warm=stage.setup.load.warm,
+        connections=stage.connections(shape),
+        timeout=TIMEOUT,
+        seed=stage.setup.seed + turn,
+        first=first,
+        count=count,
+        keep=True,
+    )
+
+
+def _watch(stage: LoopStage, server: MeasuredServer) -> HostWatch:
+    local = server.process is not None or server.endpoint.host in ("127.0.0.1", "localhost", "::1")
+    gpu = gpu_number(stage.device) if local else None
+    loops = stage.setup.load
+    return HostWatch(server.endpoint, server.pid, gpu, loops.warm, loops.seconds)
+
+
+def _record(
+    stage: LoopStage,
+    server: MeasuredServer,
+    loop: tuple[Shape, str, float | None],
+    job: LoadJob,
+    measured: tuple[LoadReport, HostFigures],
+) -> None:
+    shape, name, load = loop
+    key = (server.name, shape, name, load)
+    trials = stage.trials.setdefault(key, LoopTrials(server, shape, name, load, job.connections))
+    report, host = measured
+    trials.reports.append(report)
+    trials.host.append(host)
+
+
+def _closed(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> None:
+    job = _job(stage, server, shape, turn)
+    with _watch(stage, server) as watch:
+        report = stage.team.run(job)
+    if not report.answered:
+        errors = ", ".join(report.errors) or "no answer within the loop"
+        raise Unserved(f"answered nothing in a closed loop of {shape}: {errors}")
+    _record(stage, server, (shape, "closed", None), job, (report, watch.figures()))
+
+
+def _closed_rate(stage: LoopStage, server: MeasuredServer, shape: Shape) -> float:
+    """Requests per second of the closed loops so far."""
+    trials = stage.trials[server.name, shape, "closed", None]
+    return median(report.rate for report in trials.reports)
+
+
+def _open(stage: LoopStage, server: MeasuredServer, shape: Shape, turn: int) -> None:
+    """Random arrivals at a share of what the server answers in a closed loop."""
+    job = _job(stage, server, shape, turn)
+    job = replace(job, rate=OPEN_LOAD * _closed_rate(stage, server, shape))
+    with _watch(stage, server) as watch:
+        report = stage.team.run(job)
+    _record(stage, server, (shape, "open", OPEN_LOAD), job, (report, watch.figures()))
+
+
+def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> None:
+    """One client with one short text at a time, beside an open loop of the first shape."""
+    job = replace(_job(stage, server, LONE, turn), connections=1)
+    shape = stage.setup.load.shapes[0]
+    beside = _job(stage, server, shape, turn)
+    # The load ends after the client, so that all its queries have company.
+    beside = replace(
+        beside, rate=load * _closed_rate(stage, server, shape), seconds=beside.seconds + 0.5
+    )
+    if load:
+        stage.team.start(beside)
+    with _watch(stage, server) as watch:
+        report = stage.single.run(job)
+    if load:
+        stage.team.report()
+    if not report.answered:
+        raise Unserved(f"answered no lone query: {', '.join(report.errors) or 'no answer'}")
+    _record(stage, server, (LONE, "lone", load), job, (report, watch.figures()))
+
+
+def gpu_number(device: torch.device) -> int | None:
+    """The number that NVML has for this device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    number = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if number < len(visible) and visible[number].strip().isdecimal():
+        return int(visible[number])
+    return number
+
+
+def _unknown_gpu(device: torch.device) -> list[str]:
+    """Why it is not known how busy the GPU was; nothing if it is."""
+    if gpu_number(device) is None:
+        return []
+    with nvidia.opened() as (library, notes):
+        if library is not None:
+            return []
+    return [f"GPU busy is not known: {note}" for note in notes or ["NVML cannot be read"]]
+
+
+def _missing(setup: ServingSetup, problems: dict[str, str]) -> list[LoopRow]:
+    """Rows of the servers that could not be measured, and of the containers that nobody named."""
+    rows = [LoopRow(name, problem=problem) for name, problem in problems.items()]
+    named = {name.lower() for name, _ in setup.load.urls}
+    rows += [LoopRow(name, problem=MISSING) for name in CONTAINERS if name.lower() not in named]
+    return rows
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
