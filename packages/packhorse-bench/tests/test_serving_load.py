@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,23 @@ import numpy as np
 import pytest
 
 from packhorse.errors import RequestFailed
-from packhorse_bench.serving_http import LOST, NOT_HTTP, TIMEOUT, parse_head, post_message
-from packhorse_bench.serving_load import Generator, LoadJob, LoadReport, OfferedLoad, _due
+from packhorse_bench.serving_http import (
+    LOST,
+    NOT_HTTP,
+    TIMEOUT,
+    parse_head,
+    post_message,
+    request_body,
+)
+from packhorse_bench.serving_load import (
+    Generator,
+    GeneratorTeam,
+    LoadJob,
+    LoadReport,
+    OfferedLoad,
+    _due,
+    merge,
+)
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 BUSY = b"HTTP/1.1 429 Too Many\r\ncontent-length: 0\r\n\r\n"
@@ -260,6 +276,70 @@ def test_the_generator_has_a_process_of_its_own(stub_port: int, tmp_path: Path) 
         assert generator.run(job).answered > 0
         process = generator._process
     assert process.poll() is not None
+
+
+def test_a_warm_up_does_not_count() -> None:
+    """A server that refuses requests in the first moments has no errors after a warm-up."""
+
+    def starting() -> Answer:
+        begun: list[float] = []
+
+        async def answer(number: int) -> bytes:
+            begun.append(time.perf_counter())
+            await asyncio.sleep(0.01)
+            return BUSY if begun[-1] < begun[0] + 0.1 else OK
+
+        return answer
+
+    for rate in (0, 50):
+        report, stub = load(starting(), rate, 0.5, warm=0.8, connections=4, timeout=5)
+        assert 0 < report.answered == report.asked < stub.seen and not report.errors
+        control, _ = load(starting(), rate, 0.5, connections=4, timeout=5)
+        assert "429" in control.errors
+
+
+def test_a_team_divides_a_job(stub_port: int, tmp_path: Path) -> None:
+    texts = ["one", ["two", "texts"], "three"]
+    with (
+        Generator(texts, [3, 8, 5], tmp_path) as first,
+        Generator(texts, [3, 8, 5], tmp_path) as second,
+    ):
+        team = GeneratorTeam([first, second])
+        job = LoadJob(stub_port, 0, 0.4, connections=3, warm=0.1, first=1, count=1)
+        report = team.run(job)
+        assert report.answered > 0 and report.tokens == 8 * report.answered
+        assert 20 <= report.p50_ms <= report.p99_ms <= report.worst_ms and report.share > 0
+        assert report.rate == pytest.approx(report.answered / 0.4)
+        # One connection is the work of one generator; the other is not asked.
+        assert team.run(LoadJob(stub_port, 0, 0.1, connections=1)).answered > 0
+        assert team.run(LoadJob(stub_port, 60, 0.5, connections=4)).asked > 5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_a_generator_stays_on_its_core(stub_port: int, tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    with Generator(["one"], [3], tmp_path, core) as generator:
+        generator.run(LoadJob(stub_port, 0, 0.05, connections=1))
+        assert os.sched_getaffinity(generator._process.pid) == {core}
+
+
+def test_reports_of_several_generators_are_one() -> None:
+    def report(latencies: list[float], **more: object) -> LoadReport:
+        counts = {"asked": 4, "answered": 3, "seconds": 2.0, "tokens": 30, "share": 0.1}
+        figures = {"p50_ms": 0.0, "p90_ms": 0.0, "p99_ms": 0.0, "worst_ms": max(latencies)}
+        both = {**counts, **figures, "late_ms": 1.0, "latencies_ms": latencies, **more}
+        return LoadReport(**both)  # type: ignore[arg-type]
+
+    slow = report([5.0, 6.0, 7.0, math.inf], share=0.7, errors={"429": 1})
+    merged = merge([report([1.0, 2.0, 3.0, 4.0], errors={"429": 2}), slow])
+    assert (merged.asked, merged.answered, merged.tokens, merged.seconds) == (8, 6, 60, 2.0)
+    assert (merged.p50_ms, merged.p99_ms, merged.share) == (5.0, math.inf, 0.7)
+    assert merged.errors == {"429": 3} and merged.rate == 3
+
+
+def test_bodies_of_both_dialects() -> None:
+    assert request_body("/v1/embeddings", "m", "one") == b'{"model": "m", "input": "one"}'
+    assert request_body("/prefix/embed", "m", ["a", "b"]) == b'{"inputs": ["a", "b"]}'
 
 
 def test_a_generator_that_died_is_reported(tmp_path: Path) -> None:

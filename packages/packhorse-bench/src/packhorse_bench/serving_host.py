@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,18 @@ def divide_cores(generators: int, more: int = 0) -> CoreDivision:
 def default_generators() -> int:
     """A quarter of the cores."""
     return max(1, usable_cores() // 4)
+
+
+def raise_file_limit(files: int) -> None:
+    """Let this process, and those that it starts, have this many open files, if that is allowed.
+
+    A connection is an open file, and most systems start a process with a limit of about a thousand.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        return
+    wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @contextmanager
@@ -155,7 +168,7 @@ class HostWatch:
                 if library is not None and self.gpu is not None:
                     busy += _utilization(library, self.gpu)
                 if batches is None and time.monotonic() - started >= ENGINE_AT * self.seconds:
-                    batches = last_batches(self.endpoint)
+                    batches = last_batches(self.endpoint, time.monotonic() - started)
         after = self._processor()
         cores = None
         if before is not None and after is not None:
@@ -181,11 +194,12 @@ def _utilization(library: Any, gpu: int) -> Sequence[float]:
     return [share for share in shares if share is not None]
 
 
-def last_batches(endpoint: Endpoint) -> list[dict[str, Any]]:
-    """The last batches of a Packhorse server, from its /engine; none of another server."""
+def last_batches(endpoint: Endpoint, seconds: float) -> list[dict[str, Any]]:
+    """Batches of a Packhorse server in the last seconds, from its /engine; none of another's."""
     try:
         status, answer = endpoint.ask("GET", "/engine", seconds=5.0)
         models = json.loads(answer)["models"] if status == 200 else []
-        return [batch for model in models for batch in model["batches"]]
+        batches = [batch for model in models for batch in model["batches"]]
+        return [batch for batch in batches if batch["seconds_ago"] <= seconds]
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return []

@@ -46,6 +46,7 @@ from packhorse_bench.serving_host import (
     default_generators,
     divide_cores,
     on_cores,
+    raise_file_limit,
 )
 from packhorse_bench.serving_load import (
     Generator,
@@ -187,6 +188,7 @@ def measure(
     dtype = setup.dtype or devices.dtype_name(devices.default_dtype(device))
     generators = setup.load.generators or default_generators()
     division = divide_cores(generators, more=1 if setup.load.lone else 0)
+    raise_file_limit(2 * max(MAX_CONNECTIONS, setup.load.connections))
     with ExitStack() as stack:
         name = TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True)
         scratch = Path(stack.enter_context(name))
@@ -340,7 +342,7 @@ def _server_flags(setup: ServingSetup, device: torch.device) -> tuple[str, ...]:
         "--max-concurrent-requests": max(512, 4 * connections),
         "--max-connections": max(2048, 4 * connections),
         "--max-queue-inputs": max(4096, 4 * connections * texts),
-        "--max-queue-tokens": 4 * connections * tokens,
+        "--max-queue-tokens": max(1 << 20, 4 * connections * tokens),
         "--max-batch-inputs": max(32, texts),
         "--max-buffered-bytes": max(256 << 20, body_bytes),
     }
@@ -527,7 +529,8 @@ def _unknown_gpu(device: torch.device) -> list[str]:
 
 def _missing(setup: ServingSetup, problems: dict[str, str]) -> list[LoopRow]:
     """Rows of the servers that could not be measured, and of the containers that nobody named."""
-    rows = [LoopRow(name, problem=problem) for name, problem in problems.items()]
+    order = (OURS, *setup.peers, *(name for name, _ in setup.load.urls))
+    rows = [LoopRow(name, problem=problems[name]) for name in order if name in problems]
     named = {name.lower() for name, _ in setup.load.urls}
     rows += [LoopRow(name, problem=MISSING) for name in CONTAINERS if name.lower() not in named]
     return rows

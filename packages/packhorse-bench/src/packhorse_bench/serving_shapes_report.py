@@ -121,8 +121,8 @@ def remarks(comparison: LoopComparison) -> list[str]:
         )
     if any(row.loop == "lone" for row in rows):
         lines.append(
-            "lone: one client with one text at a time; at a share of the closed loop's rate with the "
-            "first shape, at which other clients ask meanwhile"
+            "lone: one client with one text at a time, while others ask at a share of the rate of "
+            "the closed loop with the first shape"
         )
     return lines
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from packhorse import checkpoint
-from packhorse.errors import CheckpointError, InputError
+from packhorse.errors import CheckpointError, InputError, PackhorseError
 from packhorse.reports import random_model, subject
 
 
@@ -27,6 +27,18 @@ def test_a_geometry_is_random_weights(tmp_path: Path) -> None:
     model = of(config="tiny")
     assert subject.name(model) == "random weights, tiny"
     assert checkpoint.load(subject.folder(model, tmp_path)).config.hidden_size == 64
+
+
+def test_random_weights_with_a_vocabulary(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "horse", "##s"]
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(words) + "\n", "utf-8")
+    model = checkpoint.load(subject.folder(of(config="tiny", vocab=str(vocab)), tmp_path))
+    (encoding,) = checkpoint.tokenizer(model).encode(["Horses"])
+    assert encoding.ids.tolist() == [2, 5, 6, 3] and model.config.vocab_size == 2048
+    vocab.write_text("\n".join([*words, *map(str, range(2048))]) + "\n", "utf-8")
+    with pytest.raises(PackhorseError, match="2048"):
+        subject.folder(of(config="tiny", vocab=str(vocab)), tmp_path / "too-many")
 
 
 def test_a_folder_is_taken_as_it_is(written: Path, tmp_path: Path) -> None:
