@@ -129,7 +129,7 @@ def test_our_server_is_started_and_its_cores_are_counted(cli, texts: Path, tmp_p
         (["--shape", "50"], "--shape 50"),
         (["--shape", ","], "there is no --shape"),
         (["--shape", "513x1"], "the model takes 512 tokens"),
-        (["--url", "127.0.0.1:80"], "pass NAME=http://HOST:PORT"),
+        (["--url", "127.0.0.1:80"], "pass NAME=http://localhost:8080/embed"),
         (["--url", "https://127.0.0.1"], "https is not supported"),
         (["--url", "http://127.0.0.1/predict"], "the path is that of a route"),
         (["--url", "http://127.0.0.1:99999"], "--url http://127.0.0.1:99999"),
@@ -149,7 +149,10 @@ def test_mistakes_are_one_line(cli, texts: Path, arguments: list[str], part: str
 
 def test_urls_name_a_server_and_a_route(port: int) -> None:
     assert parse_url("tei=http://[::1]:81/embed") == ("tei", Endpoint(81, "::1", "/embed"))
-    assert parse_url("http://gpu") == ("gpu:80", Endpoint(80, "gpu", "/v1/embeddings"))
+    assert parse_url("http://example.com") == (
+        "example.com:80",
+        Endpoint(80, "example.com", "/v1/embeddings"),
+    )
     name, endpoint = parse_url(f"http://localhost:{port}/v1/embeddings/")
     assert name == f"localhost:{port}" and with_served_model(endpoint).model == "tiny"
     silent = Endpoint(1)

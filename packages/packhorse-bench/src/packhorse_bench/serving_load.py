@@ -253,7 +253,7 @@ def merge(reports: Sequence[LoadReport]) -> LoadReport:
         p50_ms=p50,
         p90_ms=p90,
         p99_ms=p99,
-        worst_ms=max(report.worst_ms for report in reports),
+        worst_ms=max(latencies, default=math.inf),
         share=max(report.share for report in reports),
         late_ms=max(report.late_ms for report in reports),
         cut=any(report.cut for report in reports),

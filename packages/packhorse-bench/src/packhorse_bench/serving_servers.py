@@ -201,7 +201,9 @@ def parse_url(url: str) -> tuple[str, Endpoint]:
         address = url
     parts = urlsplit(address)
     if parts.scheme != "http" or not parts.hostname:
-        raise InputError(f"--url {url}: pass NAME=http://HOST:PORT/PATH; https is not supported")
+        raise InputError(
+            f"--url {url}: pass NAME=http://localhost:8080/embed; https is not supported"
+        )
     path = parts.path.rstrip("/") or PATH
     if not path.endswith(("/embed", "/embeddings")):
         raise InputError(

@@ -331,20 +331,20 @@ def _server_flags(setup: ServingSetup, device: torch.device) -> tuple[str, ...]:
 
     Limits are divided among fronts, and connections may come to them unevenly: hence four times.
     """
-    shapes = setup.load.shapes
-    connections = max(
-        setup.load.connections or default_connections(shape, device) for shape in shapes
-    )
-    texts = max(shape.texts for shape in shapes)
-    tokens = max(shape.all_tokens for shape in shapes)
-    body_bytes = 32 * tokens * connections  # about eight bytes a token, and again four times
+    in_flight = [
+        (shape, setup.load.connections or default_connections(shape, device))
+        for shape in setup.load.shapes
+    ]
+    connections = max(count for _, count in in_flight)
+    texts = max(count * shape.texts for shape, count in in_flight)
+    tokens = max(count * shape.all_tokens for shape, count in in_flight)
     limits = {
         "--max-concurrent-requests": max(512, 4 * connections),
         "--max-connections": max(2048, 4 * connections),
-        "--max-queue-inputs": max(4096, 4 * connections * texts),
-        "--max-queue-tokens": max(1 << 20, 4 * connections * tokens),
-        "--max-batch-inputs": max(32, texts),
-        "--max-buffered-bytes": max(256 << 20, body_bytes),
+        "--max-queue-inputs": max(4096, 4 * texts),
+        "--max-queue-tokens": max(1 << 20, 4 * tokens),
+        "--max-batch-inputs": max(32, *(shape.texts for shape in setup.load.shapes)),
+        "--max-buffered-bytes": max(256 << 20, 4 * 8 * tokens),  # about eight bytes a token
     }
     flags = [part for flag, value in limits.items() for part in (flag, str(value))]
     if setup.load.fronts is not None:

@@ -71,7 +71,7 @@ class Loops:
         tuple[str, ...],
         flag(
             "--url",
-            help="[NAME=]http://HOST:PORT[/embed]: measure this running server and start none; may "
+            help="[NAME=]http://localhost:8080/embed: measure a running server and start none; may "
             "be repeated. --model names what it serves.",
         ),
     ] = ()
