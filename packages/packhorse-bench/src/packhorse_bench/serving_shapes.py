@@ -190,8 +190,8 @@ def measure(
     division = divide_cores(generators, more=1 if setup.load.lone else 0)
     raise_file_limit(2 * max(MAX_CONNECTIONS, setup.load.connections))
     with ExitStack() as stack:
-        name = TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True)
-        scratch = Path(stack.enter_context(name))
+        temporary = TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True)
+        scratch = Path(stack.enter_context(temporary))
         texts = setup.texts or tuple(item.text for item in docstrings.read())
         folder = _model_folder(setup, texts, scratch)
         running: list[PeerServer] = []
@@ -200,18 +200,19 @@ def measure(
         # Servers open their models while the texts are made here.
         starting = _start(setup, folder, device, dtype, division, running, problems, scratch)
         encoder = load(folder, device="cpu", dtype="fp32")
-        asked, tokens, places = _requests(setup, encoder, texts)
-        servers = _check_servers(setup, starting, encoder, _sample(asked, places), problems)
-        crew = [
-            stack.enter_context(Generator(asked, tokens, scratch, core))
+        request_texts, tokens, places = _requests(setup, encoder, texts)
+        sample = _sample(request_texts, places)
+        servers = _check_servers(setup, starting, encoder, sample, problems)
+        del encoder
+        processes = [
+            stack.enter_context(Generator(request_texts, tokens, scratch, core))
             for core in division.generators
         ]
-        del encoder
         stage = LoopStage(
             setup=setup,
             device=device,
-            team=GeneratorTeam(crew[:generators]),
-            single=crew[-1],
+            team=GeneratorTeam(processes[:generators]),
+            single=processes[-1],
             places=places,
             servers=servers,
             problems=problems,
@@ -278,25 +279,27 @@ def _requests(
 ) -> tuple[list[RequestTexts], list[int], dict[Shape, tuple[int, int]]]:
     """All requests, their numbers of tokens, and where the requests of a shape are."""
     words = [word for text in texts for word in text.split()]
-    asked: list[RequestTexts] = []
+    request_texts: list[RequestTexts] = []
     tokens: list[int] = []
     places: dict[Shape, tuple[int, int]] = {}
     for shape in dict.fromkeys((*setup.load.shapes, LONE)):
         if shape.tokens > encoder.max_length:
             raise InputError(f"--shape {shape}: the model takes {encoder.max_length} tokens a text")
         more = requests(shape, encoder.tokenizer, words, setup.count, setup.seed)
-        places[shape] = (len(asked), len(more))
-        asked += more
+        places[shape] = (len(request_texts), len(more))
+        request_texts += more
         tokens += [shape.all_tokens] * len(more)
-    return asked, tokens, places
+    return request_texts, tokens, places
 
 
-def _sample(asked: Sequence[RequestTexts], places: dict[Shape, tuple[int, int]]) -> list[str]:
+def _sample(
+    request_texts: Sequence[RequestTexts], places: dict[Shape, tuple[int, int]]
+) -> list[str]:
     """A few texts of every shape, `CHECKED` in all or a few more."""
-    each = math.ceil(CHECKED / len(places))
+    per_shape = math.ceil(CHECKED / len(places))
     sample: list[str] = []
     for first, count in places.values():
-        chosen = asked[first : first + min(count, each)]
+        chosen = request_texts[first : first + min(count, per_shape)]
         sample += [text if isinstance(text, str) else text[0] for text in chosen]
     return sample
 

@@ -46,7 +46,7 @@ def describe(setup: ServingSetup, comparison: LoopComparison) -> dict[str, str]:
         )
     return {
         "model": subject.name(setup) + ("" if setup.vocab else vocabulary),
-        "dtype": comparison.dtype,
+        "dtype": "as the servers were started" if loops.urls else comparison.dtype,
         "workload": f"requests of {', '.join(map(str, loops.shapes))} (tokens x texts), {source} "
         f"cut to so many tokens, seed {setup.seed}",
         "servers": servers,
