@@ -9,12 +9,13 @@ one middleware of ours, `shortcut.Shortcut`, which calls the handler of most POS
 after pydantic has read the body; other requests, and bodies that pydantic rejects, go on through
 FastAPI's own routing and validation. The handler, in a module of `dialects/` or in `page/`, finds
 the `hosting.ServedModel`, turns the body into texts and options, and awaits `calls.call`. That
-tokenizes the texts and submits each as a request of its own to the model's `PackRunner`, whose
-engine thread runs them in batches together with those of other clients. When all are answered, the
-handler writes the values as JSON in the shape of its dialect. On the way out the guard adds the
-headers `x-packhorse-*`, gives the place back, and reports the request to `metrics` and `logs`. An
-exception anywhere on the way becomes an error response by the handlers below; what the guard itself
-refuses never reaches them. If the client disconnects, `calls` cancels what has not run yet.
+tokenizes the texts and hands them to the model's `streams.Dispatcher`, which runs them in batches
+together with those of other clients: by a `PackRunner` in this process, or by an engine process
+(`processes`). When all are answered, the handler writes the values as JSON in the shape of its
+dialect. On the way out the guard adds the headers `x-packhorse-*`, gives the place back, and
+reports the request to `metrics` and `logs`. An exception anywhere on the way becomes an error
+response by the handlers below; what the guard itself refuses never reaches them. If the client
+disconnects, `calls` cancels what has not run yet.
 
 This module is the only place where an exception becomes an HTTP status. A request that the model
 cannot run is 424, as in text-embeddings-inference; one that finds the queue full is 429, with the
@@ -168,7 +169,7 @@ def _add_server_routes(
         if guard is not None and guard.draining:
             raise RunnerStopped("the server is shutting down")
         if not models.alive:
-            raise RunnerStopped("an engine is not running; restart the server")
+            raise RunnerStopped("an engine is not running")
         return json_response({"status": "ok"})
 
     async def ready() -> Response:

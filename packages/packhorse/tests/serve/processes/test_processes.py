@@ -175,6 +175,7 @@ def test_an_engine_that_is_killed_is_replaced(server, expected) -> None:
     assert load.wrong == 0
     assert load.statuses.keys() <= {200, 503}
     assert load.retry_after == {"5"}
+    assert total(server, "packhorse_up") == 1
     assert children(server.popen.pid)["engine"] not in ([], [victim])
     assert "it is replaced" in server.log()
 
@@ -263,6 +264,18 @@ def test_another_model_is_not_served_under_the_same_name() -> None:
         _check_same([model], [other])
     with pytest.raises(CheckpointError, match="other outputs"):
         _check_same([model], [{**model, "outputs": {"embed": [3]}}])
+
+
+def test_an_engine_that_is_being_replaced_is_down_in_the_metrics() -> None:
+    from packhorse.serve.metrics import merged_page
+    from packhorse.serve.processes.supervisor import Supervisor
+    from packhorse.serve.settings import ServeSettings
+
+    unused: Any = None
+    supervisor = Supervisor(ServeSettings(devices=("cpu", "cpu")), unused, unused, 1)
+    supervisor.models = [{"name": "tiny"}]
+    page = merged_page([supervisor._down(1)]).decode()
+    assert 'packhorse_up{engine="1",model="tiny"} 0.0' in page
 
 
 def test_one_device_without_fronts_is_that_device(start) -> None:

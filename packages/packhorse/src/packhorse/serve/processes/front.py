@@ -304,7 +304,9 @@ class FrontRunner:
         return asyncio.run_coroutine_threadsafe(self._probe(text, task), asyncio.get_running_loop())
 
     async def _probe(self, text: TaskInput, task: str) -> None:
-        await self.start(self.encoder.prepare(task, [text])).finished
+        # An engine whose queue is full has replied, and is busy with requests of other fronts.
+        with suppress(Overloaded):
+            await self.start(self.encoder.prepare(task, [text])).finished
 
     @property
     def alive(self) -> bool:
@@ -364,7 +366,7 @@ class SupervisorClient:
 
     def _on_message(self) -> None:
         received = self.control.receive()
-        if received is None:  # the supervisor is gone: finish what is under way, and end
+        if received is None:  # the supervisor is gone, and the engines end with it
             asyncio.get_running_loop().remove_reader(self.control.socket)
             if self.server is not None:
                 self.server.begin_draining()

@@ -158,8 +158,7 @@ class Supervisor:
             self.settings, device=self.devices[number], devices=(), threads=threads, keys=()
         )
         engine = await self._start("engine", number)
-        labels = {"engine": str(number)} if len(self.devices) > 1 else {}
-        engine.control.send({"settings": asdict(settings), "labels": labels})
+        engine.control.send({"settings": asdict(settings), "labels": self._labels(number)})
         message = await engine.first_message
         if message["kind"] == "failed":
             raise rebuild_error(message["error"], message["message"])
@@ -303,10 +302,21 @@ class Supervisor:
         values = await asyncio.gather(*[self._ask(child, message) for child in children])
         if message["what"] == "metrics":
             values.append(self.retired)
+            values += [self._down(i) for i in range(len(self.devices)) if i not in self.engines]
         try:
             front.control.send({"kind": "reply", "id": message["id"], "value": values})
         except OSError:
             logs.LOGGER.debug("%s was gone before its figures came", front)
+
+    def _down(self, number: int) -> list[Any]:
+        """Return the metric of an engine that is being replaced."""
+        labels = self._labels(number)
+        samples = [["packhorse_up", {"model": model["name"], **labels}, 0] for model in self.models]
+        return [["packhorse_up", "1 while the engine runs.", "gauge", samples]]
+
+    def _labels(self, number: int) -> dict[str, str]:
+        """Return what tells the metrics of this engine from those of others."""
+        return {"engine": str(number)} if len(self.devices) > 1 else {}
 
     async def _ask(self, child: ChildProcess, message: dict[str, Any]) -> list[Any]:
         """Return the figures of one process; the last known ones if it does not reply."""
