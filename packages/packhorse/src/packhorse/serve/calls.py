@@ -172,7 +172,9 @@ def _finish(jobs: Sequence[InferenceJob], finished: StreamResult) -> list[Any]:
     rows = iter(finished.rows)
     try:
         return [job.finish(list(islice(rows, len(job.sequences)))) for job in jobs]
-    except Exception as error:
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # native code may raise more than `Exception`
         raise request_error(error) from None
 
 

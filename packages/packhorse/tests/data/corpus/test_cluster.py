@@ -42,7 +42,7 @@ CORPUS = corpora.documents(120)
 SMALL = {"chunk_bytes": 1000, "shard_bytes": 4000, "eval_count": 20}
 FLAGS = ["--max-length", "64", "--chunk-bytes", "1000", "--shard-bytes", "4000"]
 FLAGS += ["--eval-count", "20", "--eval-hashes"]
-OURS = re.compile(r"(reading|(planning|writing) (eval|train)): \d+%, .*")
+OURS = re.compile(r"(reading|(planning|writing) (eval|train)): [\d,]+ of [\d,]+ \(\d+%\).*")
 QUICK_TO_NOTICE = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_initial_delay_ms": "500",
