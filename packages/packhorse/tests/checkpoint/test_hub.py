@@ -104,6 +104,17 @@ def test_the_hub_then_its_cache(stub: Hub, tmp_path: Path) -> None:
     assert not lost[0] and f"{stub.url} cannot be reached: run `hf download org/other`" in lost[1]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that no one can write")
+def test_a_cache_that_cannot_be_written_names_the_variable(stub: Hub, tmp_path: Path) -> None:
+    """The hub can be reached; below a file and in /proc not even root can make a folder."""
+    (tmp_path / "file").write_text("")
+    for home in (tmp_path / "file" / "home", Path("/proc/home")):
+        online = {"HF_ENDPOINT": stub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+        ((good, message),) = ask(tmp_path, "org/tiny", **online)
+        assert not good and "set HF_HOME to a folder that you can write" in message
+        assert str(home) in message and "hf download" not in message
+
+
 @pytest.mark.slow
 def test_what_is_no_longer_whole_is_fetched_again(stub: Hub, tmp_path: Path) -> None:
     online = {"HF_ENDPOINT": stub.url, "HF_HUB_OFFLINE": "0"}

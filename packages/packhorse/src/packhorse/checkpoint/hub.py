@@ -189,12 +189,13 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
     except HFValidationError as error:
         raise CheckpointError(f"{name} is neither a folder nor a hub id: {error}") from error
-    except (NotADirectoryError, PermissionError) as error:
-        raise CheckpointError(
-            f"{name} cannot be fetched: {error.filename}: {error.strerror}; set HF_HOME to a "
-            "folder that you can write, or pass the model's folder"
-        ) from error
     except Exception as error:  # any failure of network or disk becomes one line for the user
+        # Of all OSErrors only those of files have a name; requests' and httpx's have none.
+        if isinstance(error, OSError) and error.filename is not None:
+            raise CheckpointError(
+                f"{name} cannot be fetched: {error.filename}: {error.strerror}; set HF_HOME to a "
+                "folder that you can write, or pass the model's folder"
+            ) from error
         raise CheckpointError(
             f"{name} cannot be fetched from {hub}: {type(error).__name__}: {error}; try `{command}`"
         ) from error
