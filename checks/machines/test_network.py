@@ -87,12 +87,16 @@ def test_no_command_opens_a_socket_to_the_outside(
         ("inspect", "someone/tiny"),
         ("convert", "someone/tiny", tmp_path / "tf1", "--to", "tf1"),
         ("waste", texts, "--model", "someone/tiny"),
+        ("verify", "someone/tiny", "someone/tiny"),
+        ("prove", "someone/tiny", "--dtype", "fp32", "--kernel", "reference", "--packs", "1"),
+        ("data", "build", texts, tmp_path / "corpus", "--tokenizer", "someone/tiny"),
+        ("doctor",),
         HF_HOME=str(hub),
         HF_HUB_OFFLINE="0",
         HF_ENDPOINT="http://192.0.2.1:9",
         PACKHORSE_CACHE=str(cache),
     )
-    assert result["codes"] == [0] * 4, result["stderr"]
+    assert result["codes"] == [0] * 8, result["stderr"]
     assert result["outside"] == []
 
 

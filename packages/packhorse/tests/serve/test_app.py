@@ -61,10 +61,10 @@ def test_ready_believes_a_batch_of_a_moment_ago(serving) -> None:
 
 def test_a_model_that_hangs_is_alive_and_not_ready(serving) -> None:
     go = threading.Event()
-    served = serving(before=lambda packed: go.wait(10), ready_seconds=0.0)
+    served = serving(before=lambda packed: go.wait(60), ready_seconds=0.0)
     begun = time.monotonic()
     assert served.get("/ready").status_code == 503
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 30
     assert served.get("/health").status_code == 200
     go.set()
     assert served.get("/ready").status_code == 200
@@ -88,7 +88,7 @@ def test_a_dead_engine_is_503_everywhere_at_once(serving) -> None:
     later = [served.get("/health"), served.get("/ready"), served.post("/embed", TEXT)]
     assert [response.status_code for response in later] == [503] * 3
     assert {response.json()["error_type"] for response in later} == {"Unhealthy"}
-    assert time.monotonic() - begun < 2.0
+    assert time.monotonic() - begun < 30
     assert 'packhorse_up{model="tiny"} 0.0' in served.get("/metrics").text
 
 

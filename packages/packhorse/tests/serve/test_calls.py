@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ def text(rng: random.Random, tokens: int) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, tokens - 2)))
 
 
-def wait_until(condition: Any, seconds: float = 5.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it never came"
@@ -52,7 +53,7 @@ def test_the_header_has_fill_and_neighbors_of_the_pack(served) -> None:
     pack = dict(part.split("=") for part in response.headers["x-packhorse-pack"].split(";"))
     assert pack["fill"] == "1.000"
     assert pack["neighbours"] == "2"
-    assert 0 <= float(pack["queue_ms"]) < 5000
+    assert float(pack["queue_ms"]) >= 0
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,15 @@ def test_a_request_of_more_inputs_than_may_wait_is_too_large(serving) -> None:
 
 def test_overload_is_429_at_once_and_passes(serving) -> None:
     go = threading.Event()
-    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=100)
+    served = serving(before=lambda packed: go.wait(60), max_queue_tokens=100)
+    runner = served.models.default.runner
     body = {"inputs": "the cat " * 20}
 
     async def work(client: Any) -> Any:
         tasks = [asyncio.ensure_future(client.post("/embed", json=body)) for _ in range(10)]
-        finished, _ = await asyncio.wait(tasks, timeout=1.0)
-        early = [task.result() for task in finished]
+        while sum(task.done() for task in tasks) + runner.stats().requests < len(tasks):
+            await asyncio.sleep(0.001)  # until all are admitted or refused
+        early = [task.result() for task in tasks if task.done()]
         go.set()
         return early, await asyncio.gather(*tasks)
 
@@ -144,13 +147,19 @@ async def _waiting(runner: Any) -> int:
     """Tokens in the queue while the first batch runs."""
     while not runner.stats().running_requests:
         await asyncio.sleep(0.001)
-    await asyncio.sleep(0.005)
     return runner.stats().waiting_tokens
 
 
 def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
     """32 × 46 tokens are 8 batches; a short text that arrives later waits for two of them."""
-    served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
+    go = threading.Event()
+
+    def before(packed: Any) -> None:
+        go.wait(60)
+        time.sleep(0.02)  # the loop reports the short ones before the last batch ends
+
+    served = serving(before=before, max_queue_tokens=10_000)
+    runner = served.models.default.runner
     rng = random.Random(2)
     long = {"inputs": [text(rng, 46) for _ in range(32)]}
     order: list[str] = []
@@ -161,9 +170,12 @@ def test_a_long_request_does_not_stand_before_a_short_one(serving) -> None:
 
     async def work(client: Any) -> float:
         first = asyncio.ensure_future(ask(client, "long", long))
-        waiting = await _waiting(served.models.default.runner)
-        await asyncio.gather(*[ask(client, "short", {"inputs": "cat"}) for _ in range(20)])
-        await first
+        waiting = await _waiting(runner)
+        short = [asyncio.ensure_future(ask(client, "short", {"inputs": "cat"})) for _ in range(20)]
+        while runner.stats().waiting_tokens < waiting + 20 * 3:
+            await asyncio.sleep(0.001)
+        go.set()
+        await asyncio.gather(first, *short)
         return waiting
 
     waiting = served.run(work)
@@ -175,7 +187,8 @@ def test_without_the_window_it_would(serving, monkeypatch) -> None:
     """The control: inputs that are submitted all at once are ahead of all later requests."""
     from packhorse.serve import streams
 
-    served = serving(before=lambda packed: time.sleep(0.02), max_queue_tokens=10_000)
+    go = threading.Event()
+    served = serving(before=lambda packed: go.wait(60), max_queue_tokens=10_000)
     plain = streams.RequestStream.__init__
 
     def wide(self: Any, *arguments: Any) -> None:
@@ -188,6 +201,7 @@ def test_without_the_window_it_would(serving, monkeypatch) -> None:
         inputs = ["the cat " * 22] * 32
         first = asyncio.ensure_future(client.post("/embed", json={"inputs": inputs}))
         waiting = await _waiting(served.models.default.runner)
+        go.set()
         await first
         return waiting
 
@@ -197,7 +211,7 @@ def test_without_the_window_it_would(serving, monkeypatch) -> None:
 def test_a_request_that_has_begun_gets_through_a_full_queue(serving) -> None:
     """Room for its later inputs was reserved; without room it is refused before it starts."""
     go = threading.Event()
-    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=200)
+    served = serving(before=lambda packed: go.wait(60), max_queue_tokens=200)
     runner = served.models.default.runner
     long = {"inputs": ["the cat " * 22] * 16}
 
@@ -238,8 +252,8 @@ def test_a_poison_fails_alone(serving) -> None:
     assert served.post("/embed", {"inputs": "a mat"}).status_code == 200
 
 
-async def _hang_up(served: Any, body: bytes, after: float) -> None:
-    """Send a request and disconnect so many seconds later."""
+async def _hang_up(served: Any, body: bytes, until: Callable[[], Awaitable[Any]]) -> None:
+    """Send a request, wait `until` something happens, and disconnect."""
     sent = False
 
     async def receive() -> Any:
@@ -247,7 +261,7 @@ async def _hang_up(served: Any, body: bytes, after: float) -> None:
         if not sent:
             sent = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.sleep(after)
+        await until()
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
@@ -261,19 +275,25 @@ async def _hang_up(served: Any, body: bytes, after: float) -> None:
 
 def test_who_hangs_up_in_the_queue_costs_nothing(serving) -> None:
     go = threading.Event()
-    served = serving(before=lambda packed: go.wait(10), max_queue_tokens=5_000)
+    served = serving(before=lambda packed: go.wait(60), max_queue_tokens=5_000)
+    runner = served.models.default.runner
     body = b'{"inputs": ["the cat", "a mat", "one hat"]}'
 
     async def work(client: Any) -> None:
         first = asyncio.ensure_future(client.post("/embed", json={"inputs": "cat"}))
-        await _waiting(served.models.default.runner)
-        await asyncio.gather(*[_hang_up(served, body, 0.01) for _ in range(20)])
-        assert served.models.default.runner.waiting_tokens == 0
+        await _waiting(runner)
+        queued = asyncio.Event()
+        leaving = [asyncio.ensure_future(_hang_up(served, body, queued.wait)) for _ in range(20)]
+        while runner.stats().waiting_requests < 60:
+            await asyncio.sleep(0.001)
+        queued.set()
+        await asyncio.gather(*leaving)
+        assert runner.waiting_tokens == 0
         go.set()
         assert (await first).status_code == 200
 
     served.run(work)
-    stats = served.models.default.runner.stats()
+    stats = runner.stats()
     assert (stats.cancelled, stats.answered, served.guard.in_flight) == (60, 1, 0)
     assert "packhorse_dropped_total 20.0" in served.get("/metrics").text
 
@@ -284,7 +304,8 @@ def _random_cancels(served: Any, count: int) -> None:
     async def one(client: Any) -> None:
         body = b'{"inputs": "%s"}' % text(rng, rng.randint(3, 40)).encode()
         if rng.random() < 0.5:
-            return await _hang_up(served, body, rng.random() * 0.004)
+            pause = rng.random() * 0.004
+            return await _hang_up(served, body, lambda: asyncio.sleep(pause))
         task = asyncio.ensure_future(
             client.post("/embed", content=body, headers={"content-type": "application/json"})
         )

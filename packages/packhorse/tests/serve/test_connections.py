@@ -70,7 +70,7 @@ SMUGGLING = {
     "a folded header": GET + b"X: y\r\n z\r\n\r\n",
     "NUL in a header": GET + b"X: y\0z\r\n\r\n",
     "no Host": b"GET /health HTTP/1.1\r\n\r\n",
-    "two ServedModels": GET + HOST + b"\r\n",
+    "two Hosts": GET + HOST + b"\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2.0": GET.replace(b"HTTP/1.1", b"HTTP/2.0") + b"\r\n",
     "a body behind an offer to upgrade": POST
