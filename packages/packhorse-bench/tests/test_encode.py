@@ -88,8 +88,10 @@ def test_a_wrong_vector_shows_in_the_cosine(tiny_folder: Path) -> None:
     exact = engine.run(sequences, "sorted")
     shuffled = encode.EncodeTrial(engine, "sorted", np.roll(exact, 1, axis=0), [1.0])
     right = encode.EncodeTrial(engine, "arrival", engine.run(sequences, "arrival"), [1.0])
-    wrong_row, right_row = encode._rows([shuffled, right], exact, LENGTHS)
+    longer = encode.EncodeTrial(engine, "arrival", 1.01 * exact, [1.0])
+    wrong_row, right_row, longer_row = encode._rows([shuffled, right, longer], exact, LENGTHS)
     assert wrong_row.cosine_min < 0.999 < right_row.cosine_min
+    assert longer_row.cosine_mean == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

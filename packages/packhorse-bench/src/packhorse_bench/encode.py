@@ -346,7 +346,9 @@ def _rows(
         seconds = median(trial.seconds)
         hf_sorted = medians.get(("transformers", dtype, "sorted"))
         hf_arrival = medians.get(("transformers", dtype, "arrival"))
-        cosines = (trial.vectors * expected).sum(1)  # all vectors have length 1
+        # Vectors that a library normalized in bf16 do not have length 1.
+        norms = np.linalg.norm(trial.vectors, axis=1) * np.linalg.norm(expected, axis=1)
+        cosines = (trial.vectors * expected).sum(1) / norms
         rows.append(
             EncodeRow(
                 engine=name,
