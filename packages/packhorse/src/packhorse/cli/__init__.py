@@ -150,7 +150,10 @@ def _app(command: str | None) -> App:
     app = App(
         name="packhorse",
         version=__version__,
-        help="BERT without padding: sequences laid end to end, exact and fast, on CPU and CUDA.",
+        help=(
+            "BERT without padding: sequences laid end to end, each answered as if alone, on CPU and "
+            "CUDA."
+        ),
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
     )
