@@ -151,8 +151,8 @@ def _app(command: str | None) -> App:
         name="packhorse",
         version=__version__,
         help=(
-            "BERT without padding: sequences laid end to end, each answered as if alone, on CPU and "
-            "CUDA."
+            "BERT without padding: sequences laid end to end, each answered as if alone, "
+            "on CPU and CUDA."
         ),
         help_format="plaintext",
         suppress_keyboard_interrupt=False,
