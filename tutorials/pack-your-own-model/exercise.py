@@ -48,7 +48,7 @@ print(f"in rows of {capacity}: {plan.pack_count} rows, {plan.efficiency:.1%} ful
 raise NotImplementedError("TODO 5: check equality")
 print(f"a text among others and alone: vectors differ by {difference:.0e} at most")
 if difference > 1e-5:
-    raise SystemExit("a text's vector depends on its neighbours, and must not")
+    raise SystemExit("a text's vector depends on its neighbors, and must not")
 
 # TODO 6: Submit the texts one by one to a PackRunner; keep the vectors (`online`) and its `stats`.
 raise NotImplementedError("TODO 6: run online")

@@ -56,7 +56,7 @@ difference = np.abs(together - alone).max()
 # --- end 5
 print(f"a text among others and alone: vectors differ by {difference:.0e} at most")
 if difference > 1e-5:
-    raise SystemExit("a text's vector depends on its neighbours, and must not")
+    raise SystemExit("a text's vector depends on its neighbors, and must not")
 
 # --- solution 6
 with packhorse.PackRunner(model, timeout=0.005) as runner:

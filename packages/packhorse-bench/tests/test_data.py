@@ -57,7 +57,7 @@ def test_every_method_makes_rows_of_the_same_text(setup: data.DataSetup) -> None
     assert lists.sequences == reference.sequences and lists.rows == reference.rows
     for row in comparison.rows:
         assert row.problem is None and row.rows <= row.sequences
-        steps = row.tokenise_seconds + row.examples_seconds + row.packing_seconds
+        steps = row.tokenize_seconds + row.examples_seconds + row.packing_seconds
         assert row.seconds == pytest.approx(steps) and row.planning_seconds > 0
         assert row.megabytes_per_second == pytest.approx(comparison.bytes / row.seconds / 1e6)
         assert row.tokens == pytest.approx(packhorse_row.tokens, rel=0.2)

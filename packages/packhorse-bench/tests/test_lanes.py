@@ -119,7 +119,7 @@ def test_what_online_modes_compute(passes: dict[str, Pass]) -> None:
 
 def test_padded_batches_have_a_sequence_a_row(opened: tuple[list[ModeLane], Encoder]) -> None:
     sequences = opened[1].tokenize(REQUESTS)
-    laid = list(lanes.one_a_row(PackedShape("mask", ROWS, CAPACITY), sequences))
+    laid = list(lanes.one_per_row(PackedShape("mask", ROWS, CAPACITY), sequences))
     assert [len(packed.ids) for packed in laid] == [ROWS * CAPACITY] * 11
     starts = [int(packed.starts[place]) for packed in laid for place in packed.places]
     assert starts == [CAPACITY * (i % ROWS) for i in range(COUNT)]

@@ -68,7 +68,7 @@ def test_examples_and_rows() -> None:
 
 
 def test_empty_sentences_and_documents_are_left_out() -> None:
-    split = list_examples.tokenised([["a b", ""], [""], []], lambda d: [s.split() for s in d])
+    split = list_examples.tokenized([["a b", ""], [""], []], lambda d: [s.split() for s in d])
     assert split == [[["a", "b"]]]
 
 

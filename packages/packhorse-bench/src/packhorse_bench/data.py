@@ -75,7 +75,7 @@ class DataRow:
     method: str
     seconds: float = 0.0  # of the median round, planning not counted
     best_seconds: float = 0.0
-    tokenise_seconds: float = 0.0  # of the median round's slowest process, as all that follow
+    tokenize_seconds: float = 0.0  # of the median round's slowest process, as all that follow
     examples_seconds: float = 0.0  # with masks
     packing_seconds: float = 0.0
     planning_seconds: float = 0.0
@@ -213,7 +213,7 @@ def table(rows: Sequence[DataRow]) -> Table:
                 row.method,
                 f"{row.seconds:.3f}",
                 f"{row.best_seconds:.3f}",
-                f"{row.tokenise_seconds:.3f}",
+                f"{row.tokenize_seconds:.3f}",
                 f"{row.examples_seconds:.3f}",
                 f"{row.packing_seconds:.3f}",
                 f"{row.megabytes_per_second:.2f}",
@@ -290,9 +290,9 @@ def _ours(documents: list[Document], setup: DataSetup) -> _Trial:
     bulk = BulkTokenizer(tokenizer)
     specials = specials_of(tokenizer)
     times = [time.process_time()]
-    tokenised = tokenize(bulk, documents)
+    tokenized = tokenize(bulk, documents)
     times.append(time.process_time())
-    examples = make(tokenised, _recipe(setup), specials, (0,))
+    examples = make(tokenized, _recipe(setup), specials, (0,))
     times.append(time.process_time())
     planned = _planned(examples.lengths, setup)
     times.append(time.process_time())
@@ -314,7 +314,7 @@ def _by_lists(method: str, documents: list[Document], setup: DataSetup) -> _Tria
     lower = getattr(library.normalizer, "lowercase", True)
     alone = list_examples.word_pieces(vocabulary, lower)
     times = [time.process_time()]
-    tokenized = list_examples.tokenised(documents, by_library if method == LISTS else alone)
+    tokenized = list_examples.tokenized(documents, by_library if method == LISTS else alone)
     times.append(time.process_time())
     examples = list_examples.make(tokenized, vocabulary, _recipe(setup), setup.seed)
     times.append(time.process_time())
@@ -390,7 +390,7 @@ def _row(method: str, rounds: list[list[_Trial]], size: int) -> DataRow:
         method=method,
         seconds=middle.seconds,
         best_seconds=by_seconds[0].seconds,
-        tokenise_seconds=middle.step(0),
+        tokenize_seconds=middle.step(0),
         examples_seconds=middle.step(1),
         planning_seconds=middle.step(2),
         packing_seconds=middle.step(3),

@@ -168,7 +168,7 @@ def packhorse_engine(
     invariant = variant == "invariant"
     options = {"device": device, "dtype": dtype, "budget": budget}
     encoder = load(folder, graphs=graphs, invariant=invariant, **options)
-    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
+    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
 
     def run(work: TextsOrTokens, order: str) -> np.ndarray:
         sequences = _tokenized(encoder, work)
@@ -234,7 +234,7 @@ def _reference(
 ) -> tuple[TextsOrTokens, np.ndarray, np.ndarray]:
     """The workload (texts or tokens), its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
-    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalise=True)
+    _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
     sequences = (
         encoder.tokenize(request.texts) if request.texts else _random_sequences(request, encoder)
     )
@@ -307,16 +307,8 @@ def _warm_up(
         for order in engine.orders:
             trials.append(EncodeTrial(engine, order, engine.run(work, order)))
     except Exception as error:  # another library's code may raise anything
-        reason = _reason(error)
+        reason = peers.failure_reason(error)
         failures.append(EncodeRow(candidate.name, candidate.dtype, order, problem=reason))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed; pip install 'packhorse[peers]'"
-    lines = str(error).strip().splitlines() or [""]
-    kind = "" if isinstance(error, peers.Unserved) else f"{type(error).__name__}: "
-    return kind + lines[0][:200]
 
 
 def _time_pass(trial: EncodeTrial, work: TextsOrTokens, device: torch.device) -> float:

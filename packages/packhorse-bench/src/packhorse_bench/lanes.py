@@ -123,7 +123,7 @@ class OnePerRow:
     ) -> Sequence[Tensor]:
         """Outputs per sequence, in the order of the batch."""
         parts = zip(packed.split(packed.ids), packed.split(packed.types), strict=True)
-        (rows,) = one_a_row(self.shape, [SequenceRow(*part) for part in parts])
+        (rows,) = one_per_row(self.shape, [SequenceRow(*part) for part in parts])
         return [rows.pick(values) for values in self.meter(rows, heads, at)]
 
 
@@ -162,7 +162,7 @@ def open_model(stage: ModesStage) -> OpenedModel:
             f"rows have {stage.capacity} tokens and {encoder.name} {positions} positions; "
             f"pass --capacity {positions} or less"
         )
-    model.heads["embed"] = Embed(("mean",), normalise=True)
+    model.heads["embed"] = Embed(("mean",), normalize=True)
     meter = Meter(encoder.backend, encoder.backend.computed)
     kernel = encoder.kernel + " graphs" * stage.graphs
     return OpenedModel(_measured(encoder, meter, stage), meter, kernel)
@@ -183,7 +183,7 @@ def _lane(mode: PackingMode, stage: ModesStage, opened: OpenedModel) -> ModeLane
     if mode.layout == "padded":
         padding = replace(encoder, backend=OnePerRow(meter, shape))
         one_by_one = partial(open_runner, padding, stage, mode=None, max_sequences=stage.rows)
-        run = partial(_offline, opened, partial(one_a_row, shape))
+        run = partial(_offline, opened, partial(one_per_row, shape))
         return ModeLane(mode.name, kernel, run, one_by_one)
     if not mode.online:
         run = partial(_offline, opened, partial(packed_in_order, shape))
@@ -206,7 +206,9 @@ def open_runner(encoder: Encoder, stage: ModesStage, requests: int, **options: A
     )
 
 
-def one_a_row(shape: PackedShape, sequences: Sequence[Encoding | SequenceRow]) -> Iterator[Packed]:
+def one_per_row(
+    shape: PackedShape, sequences: Sequence[Encoding | SequenceRow]
+) -> Iterator[Packed]:
     """Padded batches: always `rows` rows of `capacity` tokens, the last ones empty if need be."""
     for begin in range(0, len(sequences), shape.rows):
         chunk = sequences[begin : begin + shape.rows]
@@ -264,7 +266,7 @@ def open_packed_onnx(stage: ModesStage, scratch: Path) -> ModeLane:
     packed = folder / "packed.onnx"
     onnxpack.pack(folder / "model.onnx", packed, "mask", shape=(stage.rows, stage.capacity))
     encoder = load(packed, device=stage.device)
-    vectors = {"embed": Embed(("mean",), normalise=True)}
+    vectors = {"embed": Embed(("mean",), normalize=True)}
     backend = onnxpack.load(packed, device=stage.device, heads=vectors)
     meter = Meter(backend, lambda batch: len(batch.ids))
     runner = partial(open_runner, _measured(encoder, meter, stage), stage, mode="mask")

@@ -150,7 +150,7 @@ def _pieces(word: str, vocabulary: dict[str, int]) -> Tokens:
     return pieces
 
 
-def tokenised(documents: Iterable[list[str]], tokenize: Tokenize) -> list[list[Tokens]]:
+def tokenized(documents: Iterable[list[str]], tokenize: Tokenize) -> list[list[Tokens]]:
     """Documents of sentences of tokens; what has none is left out."""
     tokenized = [[tokens for tokens in tokenize(document) if tokens] for document in documents]
     return [document for document in tokenized if document]

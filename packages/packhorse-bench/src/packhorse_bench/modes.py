@@ -5,7 +5,7 @@ and two ways to pack, each offline (all requests are there beforehand) and
 online (they come one by one, through `PackRunner`). Ours, ragged, is beside them. So is its
 workload: 1,600 requests of random token ids, lengths N(128, 128) cut to 1..256, batches of 16 rows
 of 256 tokens. All modes share weights and number format and answer with the same vector (the mean
-of the last states, normalised), so `largest_difference` to `Original` shows that they agree.
+of the last states, normalized), so `largest_difference` to `Original` shows that they agree.
 
 What is fair here. All lanes run one model with the fastest kernel there is; a mode is the layout of
 its batches, which decides what the linear layers pay for. `Original` has rows × capacity tokens:
@@ -143,8 +143,8 @@ def measure(setup: ModesSetup, progress: Progress | None = None) -> ModesCompari
                 _warm_up(peer, setup, requests)
                 others.append(peer)
             except Exception as error:  # another library's code may raise anything
-                failures.append(ModeRow(_title(name, stage), problem=_reason(error)))
-        with _settled_heap():
+                failures.append(ModeRow(_title(name, stage), problem=peers.failure_reason(error)))
+        with settled_heap():
             _take_turns([*mode_lanes, *others], setup, requests, progress)
     rows = [_row(lane, mode_lanes[0], setup, lengths) for lane in (*mode_lanes, *others)]
     return ModesComparison((*rows, *failures), lengths, device, stage.dtype)
@@ -209,13 +209,6 @@ def _title(name: str, stage: ModesStage) -> str:
     return lanes.PACKED_ONNX if name == "packed-onnx" else lanes.peer_name(name, stage)
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed; pip install 'packhorse[peers]'"
-    first = (str(error).strip().splitlines() or [""])[0][:200]
-    return first if isinstance(error, peers.Unserved) else f"{type(error).__name__}: {first}"
-
-
 def _warm_up(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids]) -> None:
     """Run a few batches; with graphs all requests, because every new shape is compiled once."""
     lane.run(requests if setup.graphs else requests[: WARM_BATCHES * setup.rows])
@@ -225,7 +218,7 @@ def _warm_up(lane: ModeLane, setup: ModesSetup, requests: Sequence[Ids]) -> None
 
 
 @contextmanager
-def _settled_heap() -> Iterator[None]:
+def settled_heap() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collection inside this context.
 
     A compiler leaves millions of objects behind, and each collection that visits them costs 0.3

@@ -47,6 +47,14 @@ class Unserved(Exception):
     """A peer does not support this case; the message is the reason shown in its row."""
 
 
+def failure_reason(error: Exception) -> str:
+    """The first line of an error, for the row of a peer that could not be measured."""
+    if isinstance(error, ModuleNotFoundError):
+        return f"{error.name} is not installed; pip install 'packhorse[peers]'"
+    first_line = (str(error).strip().splitlines() or [""])[0][:200]
+    return first_line if isinstance(error, Unserved) else f"{type(error).__name__}: {first_line}"
+
+
 def transformers_compiled(setting: PeerSetting, dtype: str) -> PeerEngine:
     """transformers under torch.compile: at one fixed shape, or sorted at a few shapes."""
     states = transformers_states(setting, dtype)
@@ -102,7 +110,7 @@ def onnxruntime(setting: PeerSetting, dtype: str) -> PeerEngine:
     _only(setting, dtype, "fp32", "int8")
     model = fused_onnx(setting)
     if dtype == "int8":
-        model = _quantised(model)
+        model = _quantized(model)
     options = library.SessionOptions()
     options.intra_op_num_threads = setting.threads
     options.log_severity_level = 3
@@ -242,7 +250,7 @@ def fused_onnx(setting: PeerSetting) -> Path:
     return path
 
 
-def _quantised(model: Path) -> Path:
+def _quantized(model: Path) -> Path:
     from onnx import TensorProto  # pyright: ignore[reportMissingImports]
     from onnxruntime.quantization import QuantType, quantize_dynamic  # pyright: ignore[reportMissingImports]
 

@@ -37,8 +37,8 @@ from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
 from packhorse.tokens.tokenizer import NO_LIMIT
-from packhorse_bench import modes, peers
-from packhorse_bench.peers import Unserved
+from packhorse_bench import peers
+from packhorse_bench.peers import Unserved, failure_reason
 from packhorse_bench.serving_figures import Point, ServeRow, ServingComparison, ServingSetup
 from packhorse_bench.serving_load import Generator, LoadJob, LoadReport
 from packhorse_bench.serving_search import RateTrial, highest, take_turns
@@ -96,7 +96,7 @@ class ServingStage:
 
     def fail(self, name: str, error: Exception) -> None:
         """Leave a server out from now on; the error becomes its row."""
-        self.problems[name] = modes._reason(error)
+        self.problems[name] = failure_reason(error)
 
     def of(self, name: str, *purposes: str) -> list[Point]:
         """The trials of a server for these purposes."""

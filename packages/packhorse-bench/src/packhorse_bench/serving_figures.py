@@ -111,7 +111,7 @@ class LoopRow:
     p99_ms: float = 0.0
     errors: str = ""
     fill: float | None = None  # tokens of inputs / all tokens of the server's last batches
-    tokens_a_batch: float | None = None
+    tokens_per_batch: float | None = None
     gpu_busy: float | None = None
     server_cores: float | None = None
     generator_share: float = 0.0  # of its core, that the busiest generator took
@@ -169,7 +169,7 @@ class ServingComparison:
     rows: tuple[ServeRow, ...]
     points: tuple[Point, ...]
     tokens: tuple[int, ...]  # of the texts
-    runner_alone: float  # tokens a second of PackRunner.run
+    runner_alone: float  # tokens per second of PackRunner.run
     runner_beside: float
     device: torch.device
     dtype: str

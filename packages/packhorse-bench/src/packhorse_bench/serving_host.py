@@ -122,7 +122,7 @@ class HostFigures:
     server_cores: float | None = None  # cores that the server's processes kept busy
     gpu_busy: float | None = None  # share of the time in which the GPU ran a kernel
     fill: float | None = None  # of the server's batches: tokens of inputs / all tokens
-    tokens_a_batch: float | None = None
+    tokens_per_batch: float | None = None
 
 
 class HostWatch:
@@ -180,7 +180,7 @@ class HostWatch:
             server_cores=cores,
             gpu_busy=mean(busy) if busy else None,
             fill=used / computed if computed else None,
-            tokens_a_batch=computed / len(batches) if batches else None,
+            tokens_per_batch=computed / len(batches) if batches else None,
         )
 
     def _processor(self) -> dict[int, float] | None:

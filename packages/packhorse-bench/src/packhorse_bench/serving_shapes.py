@@ -35,8 +35,7 @@ from packhorse.monitor import nvidia
 from packhorse.reports import docstrings, random_model, subject
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
-from packhorse_bench import modes
-from packhorse_bench.peers import Unserved
+from packhorse_bench.peers import Unserved, failure_reason
 from packhorse_bench.serving import Progress, ReportLine, server_place
 from packhorse_bench.serving_figures import LoopComparison, LoopRow, ServingSetup
 from packhorse_bench.serving_host import (
@@ -107,7 +106,7 @@ class MeasuredServer:
 
 @dataclass
 class LoopTrials:
-    """What was measured of one server under one loop, a report a round."""
+    """What was measured of one server under one loop, with a report per round."""
 
     server: MeasuredServer
     shape: Shape
@@ -138,7 +137,7 @@ class LoopTrials:
             p99_ms=median(report.p99_ms for report in reports),
             errors=", ".join(f"{count} {error}" for error, count in sorted(errors.items())),
             fill=_median(figures.fill for figures in host),
-            tokens_a_batch=_median(figures.tokens_a_batch for figures in host),
+            tokens_per_batch=_median(figures.tokens_per_batch for figures in host),
             gpu_busy=_median(figures.gpu_busy for figures in host),
             server_cores=_median(figures.server_cores for figures in host),
             generator_share=max(report.share for report in reports),
@@ -284,7 +283,9 @@ def _requests(
     places: dict[Shape, tuple[int, int]] = {}
     for shape in dict.fromkeys((*setup.load.shapes, LONE)):
         if shape.tokens > encoder.max_length:
-            raise InputError(f"--shape {shape}: the model takes {encoder.max_length} tokens a text")
+            raise InputError(
+                f"--shape {shape}: the model takes at most {encoder.max_length} tokens per text"
+            )
         more = requests(shape, encoder.tokenizer, words, setup.count, setup.seed)
         places[shape] = (len(request_texts), len(more))
         request_texts += more
@@ -325,7 +326,7 @@ def _start(
             with on_cores(division.servers):
                 running.append(start(name, place, scratch))
         except Unserved as error:
-            problems[name] = modes._reason(error)
+            problems[name] = failure_reason(error)
     return running
 
 
@@ -347,7 +348,7 @@ def _server_flags(setup: ServingSetup, device: torch.device) -> tuple[str, ...]:
         "--max-queue-inputs": max(4096, 4 * texts),
         "--max-queue-tokens": max(1 << 20, 4 * tokens),
         "--max-batch-inputs": max(32, *(shape.texts for shape in setup.load.shapes)),
-        "--max-buffered-bytes": max(256 << 20, 4 * 8 * tokens),  # about eight bytes a token
+        "--max-buffered-bytes": max(256 << 20, 4 * 8 * tokens),  # about eight bytes per token
     }
     flags = [part for flag, value in limits.items() for part in (flag, str(value))]
     if setup.load.fronts is not None:
@@ -375,7 +376,7 @@ def _check_servers(
                 process.wait()
             cosine = _smallest_cosine(endpoint.vectors(sample), exact)
         except (Unserved, OSError, http.client.HTTPException, ValueError, LookupError) as error:
-            problems[name] = modes._reason(error)
+            problems[name] = failure_reason(error)
             continue
         if cosine < LEAST_COSINE:
             problems[name] = (
@@ -417,7 +418,7 @@ def _run_rounds(stage: LoopStage, progress: Progress) -> None:
                     server.check_alive()
                     step(server, turn)
                 except Unserved as error:
-                    stage.problems[server.name] = modes._reason(error)
+                    stage.problems[server.name] = failure_reason(error)
                 done += seconds
                 progress(int(done), int(total))
 

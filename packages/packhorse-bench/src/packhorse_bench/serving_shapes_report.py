@@ -22,7 +22,7 @@ COLUMNS = (
     "p99 ms",
     "errors",
     "fill",
-    "tokens a batch",
+    "tokens per batch",
     "GPU busy",
     "server cores",
     "generator",
@@ -77,7 +77,7 @@ def _cells(row: LoopRow) -> tuple[str, ...]:
         f"{row.p99_ms:.1f}",
         row.errors or "0",
         _percent(row.fill),
-        "-" if row.tokens_a_batch is None else f"{row.tokens_a_batch:,.0f}",
+        "-" if row.tokens_per_batch is None else f"{row.tokens_per_batch:,.0f}",
         _percent(row.gpu_busy),
         "-" if row.server_cores is None else f"{row.server_cores:.1f}",
         f"{row.generator_share:.0%}" + (" (limit)" if row.generator_share > BUSY_SHARE else ""),
@@ -135,4 +135,4 @@ def draw(path: Path, comparison: LoopComparison, title: str) -> None:
     names = [f"{row.server}, {row.shape}" for row in rows]
     ours = next((place for place, row in enumerate(rows) if row.server == OURS), 0)
     speeds = [row.tokens_per_second for row in rows]
-    plots.draw_speeds(path, names, speeds, title, "tokens a second", ours)
+    plots.draw_speeds(path, names, speeds, title, "tokens per second", ours)

@@ -39,6 +39,7 @@ from packhorse.reports.tables import Table
 from packhorse.train import cost
 from packhorse.train.job import TrainingJob
 from packhorse_bench import modes, training_lanes
+from packhorse_bench.peers import failure_reason
 from packhorse_bench.training_lanes import PEERS, TrainingLane
 from packhorse_bench.training_stage import TrainingSetup, TrainingStage, open_stage
 
@@ -126,7 +127,7 @@ def measure(setup: TrainingSetup, progress: Progress | None = None) -> TrainingC
             failures += [outcome] if isinstance(outcome, TrainRow) else []
     turns = trials * setup.repeats
     advance(openings, openings + len(turns))
-    with modes._settled_heap():
+    with modes.settled_heap():
         for done, trial in enumerate(turns, openings + 1):
             _turn(trial, device)
             advance(done, openings + len(turns))
@@ -138,7 +139,7 @@ def _attempt(name: str, stage: TrainingStage, device: torch.device) -> TrainingT
     try:
         return _begin(partial(PEERS[name], stage), device, _allocated(device))
     except Exception as error:
-        reason = modes._reason(error)
+        reason = failure_reason(error)
     # The error held on to what the peer had in memory; the next one may need it.
     gc.collect()
     if device.type == "cuda":

@@ -110,7 +110,7 @@ def _source(setup: TrainingSetup) -> Checkpoint:
     """The weights to start from: random ones of a named geometry, or a checkpoint."""
     if setup.config in CONFIGS:
         config = CONFIGS[setup.config]
-        model = random_model._model(config, setup.seed)
+        model = random_model.build(config, setup.seed)
         return Checkpoint(config, model, None, f"random-{setup.config}", config.max_positions)
     if setup.config and not Path(setup.config).exists():
         known = ", ".join(CONFIGS)

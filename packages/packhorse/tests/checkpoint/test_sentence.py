@@ -39,7 +39,7 @@ def layout(
     """Build a tiny model with the library and save it: the model and its folder."""
     from sentence_transformers.sentence_transformer import modules
 
-    def build(pooling: Any = "mean", dense: tuple[Any, ...] = (), normalise: bool = False):
+    def build(pooling: Any = "mean", dense: tuple[Any, ...] = (), normalize: bool = False):
         _, folder = save("BertModel")
         tokenizer(folder)
         width = 32 * (1 if isinstance(pooling, str) else len(pooling))
@@ -48,7 +48,7 @@ def layout(
         for outputs, bias, activation in dense:
             parts.append(modules.Dense(width, outputs, bias, activation))
             width = outputs
-        parts += [modules.Normalize()] * normalise
+        parts += [modules.Normalize()] * normalize
         prompts = {"query": "a horse ", "document": ""}
         model = st.SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
         model.save(str(tmp_path / "layout"))
@@ -73,18 +73,18 @@ DENSE = ((8, True, torch.nn.Tanh()), (4, False, torch.nn.Identity()))
 
 
 @pytest.mark.parametrize(
-    ("pooling", "dense", "normalise"),
+    ("pooling", "dense", "normalize"),
     [(pooling, (), False) for pooling in POOLINGS] + [(("max", "cls"), DENSE, True)],
 )
 def test_both_ways(
     pooling: Any,
     dense: Any,
-    normalise: bool,
+    normalize: bool,
     layout: Callable[..., tuple[Any, Path]],
     st: ModuleType,
     tmp_path: Path,
 ) -> None:
-    model, folder = layout(pooling, dense, normalise)
+    model, folder = layout(pooling, dense, normalize)
     want = their_vectors(model)
     assert_close(vectors(folder), want, atol=1e-5, rtol=0)
     loaded = checkpoint.load(folder)

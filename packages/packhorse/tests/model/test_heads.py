@@ -26,7 +26,7 @@ def test_several_poolings_stand_side_by_side_and_are_projected() -> None:
     dense = Dense(12, 5, activation="Tanh")
     head = Embed(("mean", "max"), stages=[dense])
     assert head.width(6) == 5 and Embed(("mean", "max")).width(6) == 12
-    both = torch.cat([Embed((mode,), normalise=False)(hidden, packed) for mode in head.pooling], 1)
+    both = torch.cat([Embed((mode,), normalize=False)(hidden, packed) for mode in head.pooling], 1)
     expected = torch.nn.functional.normalize(torch.tanh(dense.linear(both)), dim=-1)
     torch.testing.assert_close(head(hidden, packed), expected)
 

@@ -128,7 +128,7 @@ def test_vectors_are_made_of_hidden_states_here(
     backends: Backends, exported: Exported, sequences: list[Tokens], alone_answers: Callable
 ) -> None:
     path = backends("bert:sdpa", "repack").path
-    backend = onnxpack.load(path, heads={"embed": Embed(("mean",), normalise=True)})
+    backend = onnxpack.load(path, heads={"embed": Embed(("mean",), normalize=True)})
     (vectors,) = backend(Packed.build(sequences), ["embed"])
     means = [a["last_hidden_state"].mean(0) for a in alone_answers(exported("bert:sdpa"))]
     expected = np.stack([mean / np.linalg.norm(mean) for mean in means])

@@ -58,7 +58,7 @@ def test_vectors_are_ours_with_every_prompt(name: str, encoder: Encoder, folder:
 
 def test_every_pooling_is_ours(encoder: Encoder, folder: Path) -> None:
     for kind, normal in (("cls", True), ("max", False), ("mean", False)):
-        head = Embed((kind,), normalise=normal)
+        head = Embed((kind,), normalize=normal)
         encoder.backend.model.heads["embed"] = head  # pyright: ignore
         changed = replace(encoder, embedder=head)
         their_read = open_peer("transformers", TextPeerSetting(folder, changed, "embed", 64, 3))

@@ -1,4 +1,4 @@
-"""Options of the tasks: long texts, vectors before they are normalised, words to choose among."""
+"""Options of the tasks: long texts, vectors before they are normalized, words to choose among."""
 
 from __future__ import annotations
 
@@ -149,14 +149,14 @@ def test_vectors_as_they_are_before_they_are_normalized(tiny: Encoder) -> None:
 def test_a_model_that_does_not_normalize_can_be_told_to(tiny: Encoder, make_encoder) -> None:
     head = tiny.embedder
     assert head is not None
-    head.normalise = False
+    head.normalize = False
     try:
         raw = tiny.embed([SHORT])
         assert not np.allclose(np.linalg.norm(raw), 1)
         assert np.array_equal(raw, tiny.embed([SHORT], normalize=False))
         assert np.allclose(tiny.embed([SHORT], normalize=True), raw / np.linalg.norm(raw))
     finally:
-        head.normalise = True
+        head.normalize = True
 
 
 def test_words_among_targets(tiny: Encoder) -> None:

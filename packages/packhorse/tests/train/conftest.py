@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = BertConfig(VOCAB, 32, 2, 4, 64, max_positions=CAPACITY)
     torch.manual_seed(0)
     bert = Bert(config, attention.kernel("reference"))
-    model = Model(bert, {"pooled": Pooler(config), "embed": Embed(("mean",), normalise=True)})
+    model = Model(bert, {"pooled": Pooler(config), "embed": Embed(("mean",), normalize=True)})
     tiny_checkpoint = checkpoint.Checkpoint(config, model.eval(), home / "vocab", "tiny", CAPACITY)
     return checkpoint.write(home / "model", tiny_checkpoint)
 

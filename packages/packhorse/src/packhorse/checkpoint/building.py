@@ -106,7 +106,7 @@ def _embed_head(
         return {"embed": sentence.embed(layout, config)} if layout.pooling else {}
     if {"span", "classify", "tokens"} & set(heads):
         return {}
-    return {"embed": Embed(("mean",), normalise=False)}
+    return {"embed": Embed(("mean",), normalize=False)}
 
 
 def drop_ignored(tensors: dict[str, Tensor], patterns: Sequence[str]) -> Ignored:

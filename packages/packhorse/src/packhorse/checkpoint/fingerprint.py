@@ -146,7 +146,7 @@ def _describe_pooling(head: Embed | None, truncate_dim: int | None) -> str:
     if not head.include_prompt:
         words.append("without the prompt")
     words += [text for stage in head.stages if (text := _describe_stage(stage))]
-    if head.normalise:
+    if head.normalize:
         words.append("normalize")
     if truncate_dim is not None:
         words.append(f"the first {truncate_dim}")

@@ -323,7 +323,7 @@ def write(
     kinds = ["Transformer"]
     if head is not None:
         kinds += ["Pooling", *(_kind_of(stage) for stage in head.stages)]
-        if head.normalise:
+        if head.normalize:
             kinds.append("Normalize")
     paths = [f"{number}_{kind}" if number else "" for number, kind in enumerate(kinds)]
     for path in filter(None, paths):

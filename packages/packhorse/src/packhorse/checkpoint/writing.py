@@ -128,7 +128,7 @@ def _write_layout(draft: Path, checkpoint: Checkpoint) -> None:
     """Write the layout that was read, or a new one if the vectors are not plain means."""
     head = dict(checkpoint.model.heads).get("embed")
     embed = head if isinstance(head, Embed) else None
-    plain = embed is None or not (embed.stages or embed.normalise or embed.pooling != ("mean",))
+    plain = embed is None or not (embed.stages or embed.normalize or embed.pooling != ("mean",))
     if checkpoint.layout is None and plain:
         return
     layout = checkpoint.layout or sentence.SentenceLayout(draft, draft)

@@ -136,7 +136,7 @@ class Embed(nn.Module):
         self,
         pooling: Sequence[str] = ("mean",),
         stages: Sequence[nn.Module] = (),
-        normalise: bool = True,
+        normalize: bool = True,
         include_prompt: bool = True,
     ) -> None:
         """Build the head.
@@ -147,7 +147,7 @@ class Embed(nn.Module):
         super().__init__()
         self.pooling = tuple(pooling)
         self.stages = nn.ModuleList(stages)
-        self.normalise = normalise
+        self.normalize = normalize
         self.include_prompt = include_prompt
 
     def width(self, hidden_size: int) -> int:
@@ -158,7 +158,7 @@ class Embed(nn.Module):
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E], in fp32 or wider."""
         x = self.raw(hidden, packed)
-        return F.normalize(x, dim=-1) if self.normalise else x
+        return F.normalize(x, dim=-1) if self.normalize else x
 
     def raw(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E] before normalization, in fp32: sums of many half-precision numbers lose digits."""

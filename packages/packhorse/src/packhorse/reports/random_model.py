@@ -43,7 +43,7 @@ def write(name: str, folder: Path, seed: int = 0, vocab: str | Path | None = Non
         _write_vocabulary(tokenizer, config.vocab_size)
     model = checkpoint.Checkpoint(
         config=config,
-        model=_model(config, seed),
+        model=build(config, seed),
         vocabulary=tokenizer,
         name=f"random-{name}",
         max_length=config.max_positions,
@@ -53,8 +53,11 @@ def write(name: str, folder: Path, seed: int = 0, vocab: str | Path | None = Non
     return checkpoint.write(folder, model, overwrite=True)
 
 
-def _model(config: BertConfig, seed: int) -> Model:
-    """Initialize as BERT does: normal with deviation 0.02, biases 0, norms 1."""
+def build(config: BertConfig, seed: int) -> Model:
+    """Return a model with the weights that training begins with, and mean pooling.
+
+    They are BERT's: normal with a deviation of 0.02, biases 0, norms 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     bert = Bert(config, attention.kernel("reference"))
     with torch.no_grad():
@@ -63,7 +66,7 @@ def _model(config: BertConfig, seed: int) -> Model:
                 module.weight.normal_(0, 0.02, generator=generator)
             if isinstance(module, nn.Linear):
                 module.bias.zero_()
-    return Model(bert, {"embed": Embed(("mean",), normalise=True)}).eval()
+    return Model(bert, {"embed": Embed(("mean",), normalize=True)}).eval()
 
 
 def _write_vocabulary(folder: Path, size: int) -> None:

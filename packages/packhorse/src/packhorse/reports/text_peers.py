@@ -108,7 +108,7 @@ def _sentence_transformers(setting: TextPeerSetting) -> TextReader:
         str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": encoder.dtype}
     ).eval()
     model.max_seq_length = setting.max_length
-    normalize = encoder.embedder is not None and encoder.embedder.normalise
+    normalize = encoder.embedder is not None and encoder.embedder.normalize
 
     def read(
         texts: Sequence[Text], role: Role | None = None, progress: Progress | None = None
@@ -220,7 +220,7 @@ def _pooling(encoder: Encoder) -> Callable[[Any, Tensor], Tensor]:
             "sentence-transformers or none"
         )
     pool = PADDED_POOLINGS[kind]
-    normalize = head.normalise
+    normalize = head.normalize
 
     def finish(output: Any, mask: Tensor) -> Tensor:
         vectors = pool(output.last_hidden_state.float(), mask.unsqueeze(-1).float())

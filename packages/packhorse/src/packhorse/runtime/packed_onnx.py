@@ -94,14 +94,14 @@ def _embed(backend: OnnxBackend, layout: sentence.SentenceLayout | None) -> dict
     if "embed" in heads or "hidden" not in heads or heads & FINE_TUNED_HEADS:
         return {}
     if layout is None:
-        return {"embed": Embed(("mean",), normalise=False)}
+        return {"embed": Embed(("mean",), normalize=False)}
     if layout.layers or len(layout.pooling) != 1 or not layout.include_prompt:
         raise CheckpointError(
             "the sentence-transformers layout of this model has dense layers, norms, several "
             "poolings or a prompt excluded from pooling, which cannot run after a packed graph; "
             "export them with the graph, or load the model that it was exported from"
         )
-    return {"embed": Embed(layout.pooling, normalise=layout.normalize)}
+    return {"embed": Embed(layout.pooling, normalize=layout.normalize)}
 
 
 def _raw(folder: Path, config: ConfigInput) -> Mapping[str, Any]:

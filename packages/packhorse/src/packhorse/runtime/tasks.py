@@ -247,7 +247,7 @@ def _embed(
             f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
             "before normalization; leave out normalize=False"
         )
-    raw = normalize is False and model.embedder is not None and model.embedder.normalise
+    raw = normalize is False and model.embedder is not None and model.embedder.normalize
     heads = ("raw",) if raw else ("embed",)
     encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
     excluded = model.embedder is not None and not model.embedder.include_prompt

@@ -28,7 +28,7 @@ class EmbedderDescription:
     """The properties of the head that makes vectors; stands in for it in a front."""
 
     pooling: tuple[str, ...]
-    normalise: bool
+    normalize: bool
     include_prompt: bool
 
 
@@ -66,7 +66,7 @@ class ModelDescription:
         if self.embedder is not None:
             embedder = EmbedderDescription(
                 tuple(self.embedder["pooling"]),
-                self.embedder["normalise"],
+                self.embedder["normalize"],
                 self.embedder["include_prompt"],
             )
         return Encoder(
@@ -125,7 +125,7 @@ def describe(model: ServedModel) -> ModelDescription:
         embedder=None
         if embedder is None
         else asdict(
-            EmbedderDescription(embedder.pooling, embedder.normalise, embedder.include_prompt)
+            EmbedderDescription(embedder.pooling, embedder.normalize, embedder.include_prompt)
         ),
         similarity=encoder.similarity_fn_name,
         fingerprint=model.fingerprint_parts.parts,

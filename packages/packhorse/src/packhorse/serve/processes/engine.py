@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -65,7 +65,7 @@ class ReceivedSequence:
 class FrontLink:
     """A front as the engine sees it."""
 
-    def __init__(self, end: socket.socket, arena: Arena, wake: Any) -> None:
+    def __init__(self, end: socket.socket, arena: Arena, wake: Callable[[], None]) -> None:
         end.setblocking(False)
         self.socket = end
         self.arena = arena

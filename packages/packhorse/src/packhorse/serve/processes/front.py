@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count
+from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -92,8 +92,8 @@ class FrontRequest:
                 columns.append(np.split(values, np.cumsum(counts)[:-1]))
             else:
                 columns.append(list(values))
-        rows_: list[Row] = list(zip(*columns, strict=True))
-        return StreamResult(rows_, done.pack_info)
+        results: list[Row] = list(zip(*columns, strict=True))
+        return StreamResult(results, done.pack_info)
 
 
 class EngineLink:
@@ -124,11 +124,12 @@ class EngineLink:
         only = jobs[0].only
         lengths = np.array([len(sequence) for sequence in sequences], np.int32)
         ids = np.concatenate([sequence.ids for sequence in sequences], dtype=np.int32)
-        counts = lengths
-        if only is not None:
+        counts = lengths  # rows of a per-token head
+        if only is not None:  # as many as tokens with this id
             counts = np.add.reduceat(ids == only, np.cumsum(lengths) - lengths, dtype=int)
         n = len(sequences)
         tokens = len(ids)
+        # Two int32 and a flag per sequence, an int32 and a type per token; then to a cache line.
         output = -(-(8 * n + 5 * tokens + n) // 64) * 64
         numbers = sum(description.output_size(head, int(counts.sum()), n) for head in heads)
         size = output + 4 * numbers
@@ -146,11 +147,11 @@ class EngineLink:
         data[2 * n :] = ids
         rest = self.arena.array(offset + data.nbytes, tokens + n, np.uint8)
         np.concatenate([sequence.types for sequence in sequences], out=rest[:tokens])
-        rest[tokens:] = list(
-            chain.from_iterable(
-                [1, *([0] * (len(job.sequences) - 1))] for job in jobs if job.sequences
-            )
-        )
+        rest[tokens:] = [
+            index == 0  # an input begins with the first sequence of its job
+            for job in jobs
+            for index in range(len(job.sequences))
+        ]
         number = next(self._numbers)
         run = Run(
             number,

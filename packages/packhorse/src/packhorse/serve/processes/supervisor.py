@@ -16,6 +16,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
@@ -384,7 +385,8 @@ class Supervisor:
             ]
         )
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task; the loop itself would not keep the task alive."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
