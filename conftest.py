@@ -187,7 +187,7 @@ def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, st
     pooler = Pooler(config)
     every = {
         "pooled": pooler,
-        "embed": Embed(("mean", "cls", "max"), normalise=True),
+        "embed": Embed(("mean", "cls", "max"), normalize=True),
         "mlm": Mlm(config, bert.embed.words),
         "nsp": PooledLabels(config, pooler, 2),
         "span": TokenLabels(config, 2),
@@ -262,7 +262,7 @@ def write_tiny(head: str, home: Path) -> Path:
     torch.manual_seed(0)
     bert, labels = Bert(config, attention.kernel("reference")), LABELS.get(head, ())
     heads = {
-        "embed": lambda: Embed(("mean",), normalise=True),
+        "embed": lambda: Embed(("mean",), normalize=True),
         "mlm": lambda: Mlm(config, bert.embed.words, True),
         "span": lambda: TokenLabels(config, 2),
         "classify": lambda: PooledLabels(config, Pooler(config), 2),

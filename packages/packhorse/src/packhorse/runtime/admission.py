@@ -77,10 +77,8 @@ class QueuedRequest:
 
     def __init__(self, job: InferenceJob, now: float) -> None:
         self.job = job
-        self.queue_key: Hashable = (
-            job.heads,
-            job.only,
-        )  # with the same key, they can share a batch
+        # Requests with the same key can share a batch.
+        self.queue_key: Hashable = (job.heads, job.only)
         self.future = PackedFuture()
         self.sequences = [QueuedSequence(self, i, item) for i, item in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.sequences)
@@ -156,7 +154,10 @@ class BatchQueue:
             self.tokens -= sequence.tokens
             self.stale = True
             return True
-        return self.overflow.pop(sequence, sequence) is None
+        if sequence in self.overflow:
+            del self.overflow[sequence]
+            return True
+        return False
 
     def take(self) -> QueuedBatch:
         """Return the open batch and start the next one from the overflow."""

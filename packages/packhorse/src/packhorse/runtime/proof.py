@@ -83,7 +83,7 @@ class Prover:
         self.random = np.random.default_rng(seed)
         self.capacity = LONGEST if kernel.serves.rows else 0
 
-    def neighbour(self) -> dict[str, float]:
+    def neighbor(self) -> dict[str, float]:
         """Change every token of every neighbor, keep the shapes."""
         return self._worst(self._changed_neighbors, self.kernel)
 
@@ -188,8 +188,9 @@ class Prover:
             hook.remove()
 
 
+# The names are values in `packhorse prove --json`, and keep the spelling that they were given there.
 CHECKS: dict[str, Callable[[Prover], dict[str, float]]] = {
-    "neighbour": Prover.neighbour,
+    "neighbour": Prover.neighbor,
     "poison": Prover.poison,
     "alone": Prover.alone,
     "reference": Prover.reference,
