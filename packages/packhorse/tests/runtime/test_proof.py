@@ -57,7 +57,7 @@ def test_the_control_sees_loose_attention(make_model) -> None:
 
     backend = proof.TorchBackend(make_model(torch.float32), CPU)
     prover = proof.Prover(backend, Everywhere(), packs=4, seed=0)
-    assert min(prover.neighbour().values()) > 1e-4
+    assert min(prover.neighbor().values()) > 1e-4
     assert min(prover.poison().values()) == float("inf")
     failed = proof.Proof("x", "fp32", "hidden", "neighbour", 0.5, 0.0)
     unseen = proof.Proof("x", "fp32", "hidden", "control", 0.0, 0.0)
@@ -74,7 +74,7 @@ def test_mask_without_containment_would_leak_nan(make_model, monkeypatch) -> Non
     backend = proof.TorchBackend(make_model(torch.float32), CPU)
     prover = proof.Prover(backend, mask.Mask(), packs=6, seed=0)
     assert max(prover.poison().values()) == float("inf")
-    assert max(prover.neighbour().values()) == 0.0
+    assert max(prover.neighbor().values()) == 0.0
 
 
 def test_mask_contains_what_overflows() -> None:

@@ -32,7 +32,6 @@ m and v (and `master`, if enabled) are fp32 for half-precision parameters, fp64 
 # Its functions over lists of tensors, which its own optimizers use, have private names only.
 # pyright: reportPrivateUsage=false
 # pyright: reportPrivateImportUsage=false
-# torch's own optimizers are built from these functions, which have no public names.
 
 from __future__ import annotations
 
@@ -154,11 +153,10 @@ class LAMB(torch.optim.Optimizer):
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        pairs = zip(parameters, numbers, strict=False)  # torch checks the lengths below
         placed = {
             parameter: _placed(parameter, state_dict["state"][number], f"parameter {number}")
-            for parameter, number in zip(
-                parameters, numbers, strict=False
-            )  # torch checks the lengths below
+            for parameter, number in pairs
             if number in state_dict["state"]
         }
         super().load_state_dict(dict(state_dict))

@@ -188,7 +188,7 @@ class Prover:
             hook.remove()
 
 
-# The names are values in `packhorse prove --json`, and keep the spelling that they were given there.
+# Values in `packhorse prove --json`, whose spelling stays as it was.
 CHECKS: dict[str, Callable[[Prover], dict[str, float]]] = {
     "neighbour": Prover.neighbor,
     "poison": Prover.poison,

@@ -43,7 +43,6 @@ class BulkTokenizer:
     """A tokenizer with a cache of words. Not to be shared between threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_cached_words: int = MAX_CACHED_WORDS) -> None:
-
         self._library = tokenizer.copy_library()
         self._library.encode_special_tokens = True
         self._model = self._library.model
