@@ -64,7 +64,7 @@ def sentences(file: Path | None, count: int) -> list[tuple[str, int]]:
 
 
 def train(options: argparse.Namespace, packed: bool, folder: str) -> tuple[float, float]:
-    """Sequences a second, and the loss that was reached."""
+    """sequences per second, and the loss that was reached."""
     set_seed(0)  # the head is new, and begins the same in every run
     path = str(resolve(options.model))
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -100,7 +100,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--model", default="sentence-transformers/all-MiniLM-L6-v2")
     parser.add_argument("--data", type=Path, help="a tab-separated file: sentence, class")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=32, help="sequences a step")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
     parser.add_argument("--max-length", type=int, default=128)
     parser.add_argument("--bf16", action="store_true", help="compute in bf16, as a GPU should")
     parser.add_argument("--group", action="store_true", help="sequences of like length together")

@@ -59,7 +59,7 @@ with strategy.scope():
     model.fit(x_train, y_train, batch_size=batch_size, epochs=args.epochs, verbose=2)
     model.save("mnist.keras")
 
-    # TODO 7: Compile once more, with as many steps a call as the test data has, and evaluate: the
+    # TODO 7: Compile once more, with as many steps per call as the test data has, and evaluate: the
     # second result is the `accuracy`.
     raise NotImplementedError("TODO 7: evaluate the model")
 

@@ -232,7 +232,7 @@ def test_all_in_one_run(task: str) -> None:
         assert row.update_ms > 0 and row.step_ms > 0 and row.warm_up_seconds > 0
         assert row.mfu is None and row.memory is None
     facts = training.describe(small(task=task), comparison)
-    assert "2 steps a round" in facts["batches"] and "random weights, tiny" in facts["model"]
+    assert "2 steps per round" in facts["batches"] and "random weights, tiny" in facts["model"]
     assert ("LAMB" in facts["learning"]) == (task == "pretrain")
 
 

@@ -372,7 +372,7 @@ def describe(setup: AblationSetup, result: AblationResult) -> dict[str, str]:
         f"{result.length:.1f} tokens, {setup.max_length} at most",
         "model": f"mini (3 layers, 128 wide), {len(SPECIAL) + 2 * len(LETTERS)} words, "
         f"{setup.mask_probability:.0%} masked, no next sentence, no dropout, fp32",
-        "batches": f"{result.per_pack * setup.rows:.0f} sequences a step, unpacked or in "
+        "batches": f"{result.per_pack * setup.rows:.0f} sequences per step, unpacked or in "
         f"{setup.rows} rows of {setup.capacity}, {result.per_pack:.1f} a row",
         "learning": f"{setup.steps} steps of AdamW, learning rate {setup.learning_rate:g}, "
         f"{WARMUP:.0%} of them warm-up, then linear",

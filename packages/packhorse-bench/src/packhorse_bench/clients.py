@@ -37,7 +37,7 @@ def closed_loop(submit: Submit, requests: Sequence[Any], clients: int) -> np.nda
     steady state.
     """
     if clients < 1:
-        raise InputError(f"{clients} clients ask nothing; there must be at least 1")
+        raise InputError(f"there are {clients} clients; pass at least 1")
     answers = _Answers(submit, len(requests))
     submitted = np.zeros(len(requests))
     for place, request in enumerate(requests):
@@ -53,7 +53,7 @@ def closed_loop(submit: Submit, requests: Sequence[Any], clients: int) -> np.nda
 def open_loop(submit: Submit, requests: Sequence[Any], rate: float, seed: int = 0) -> np.ndarray:
     """Latencies in seconds since each request was due; `rate` requests come per second."""
     if not rate > 0:
-        raise InputError(f"at a rate of {rate} requests a second none comes; it must be above 0")
+        raise InputError(f"the rate is {rate} requests per second; it must be above 0")
     answers = _Answers(submit, len(requests))
     gaps = np.random.default_rng(seed).exponential(1 / rate, len(requests))
     due = time.perf_counter() + np.cumsum(gaps)

@@ -103,7 +103,7 @@ class DataComparison:
     bytes: int
     rows: tuple[DataRow, ...]
     cleaning: float | None  # megabytes of sources, unpacked, a second; None: no sources
-    loading: float  # tokens a second and core, masks drawn on the way
+    loading: float  # tokens per second and core, masks drawn on the way
 
 
 @dataclass(frozen=True, slots=True)

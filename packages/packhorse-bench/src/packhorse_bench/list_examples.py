@@ -1,10 +1,10 @@
-"""BERT's examples the way the reference makes them: strings in Python lists, a step for each token.
+"""BERT's pretraining examples in plain Python, token by token, as the reference code makes them.
 
-What `bench data` measures against, and what the fast path is tested against. Written from the
-definition (Devlin et al. 2018; what MLPerf's reference data is made of), as plainly as it is told
-there: text is cleaned character by character, words are matched piece by piece against the
-vocabulary, segments grow and shrink token by token, positions are shuffled and taken one by one,
-and packs are joined list by list. Nothing in it is slower than its definition asks for.
+`bench data` measures the fast path of `packhorse.data` against this module, and tests compare their
+results. It follows the definition (Devlin et al. 2018; MLPerf's reference data) literally: text is
+cleaned character by character, words are matched piece by piece against the vocabulary, segments
+grow and shrink token by token, positions are shuffled and taken one by one, and packs are joined
+list by list. Nothing is made slower than the definition requires.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ def _pieces(word: str, vocabulary: dict[str, int]) -> Tokens:
 
 
 def tokenized(documents: Iterable[list[str]], tokenize: Tokenize) -> list[list[Tokens]]:
-    """Documents of sentences of tokens; what has none is left out."""
-    tokenized = [[tokens for tokens in tokenize(document) if tokens] for document in documents]
-    return [document for document in tokenized if document]
+    """The tokens of each sentence of each document; empty sentences and documents are left out."""
+    all_tokens = [[tokens for tokens in tokenize(document) if tokens] for document in documents]
+    return [document for document in all_tokens if document]
 
 
 def make(
@@ -179,23 +179,24 @@ def _of_document(
     room = recipe.max_length - 3
     target = rng.randint(2, room) if rng.random() < recipe.short_probability else room
     chunk: list[Tokens] = []
-    length = at = 0
-    while at < len(document):
-        chunk.append(document[at])
-        length += len(document[at])
-        at += 1
-        if at < len(document) and length < target:
+    length = 0
+    following = 0  # index of the next sentence
+    while following < len(document):
+        chunk.append(document[following])
+        length += len(document[following])
+        following += 1
+        if following < len(document) and length < target:
             continue
         split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
         first = [token for sentence in chunk[:split] for token in sentence]
-        elsewhere = len(chunk) == 1 or rng.random() < 0.5
-        if elsewhere:
+        is_random = len(chunk) == 1 or rng.random() < 0.5
+        if is_random:
             second = _from_another(documents, number, target - len(first), rng)
-            at -= len(chunk) - split
+            following -= len(chunk) - split  # the rest of the chunk begins the next example
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
         truncate(first, second, room, rng)
-        yield _example(first, second, elsewhere, recipe, words, rng)
+        yield _example(first, second, is_random, recipe, words, rng)
         chunk = []
         length = 0
 
@@ -203,19 +204,20 @@ def _of_document(
 def _from_another(
     documents: list[list[Tokens]], number: int, need: int, rng: random.Random
 ) -> Tokens:
+    """At least `need` tokens of another document, if it has as many, from a random sentence on."""
     chosen = number
     while chosen == number and len(documents) > 1:
         chosen = rng.randint(0, len(documents) - 1)
-    tokens_b: Tokens = []
+    tokens: Tokens = []
     for sentence in documents[chosen][rng.randint(0, len(documents[chosen]) - 1) :]:
-        tokens_b.extend(sentence)
-        if len(tokens_b) >= need:
+        tokens.extend(sentence)
+        if len(tokens) >= need:
             break
-    return tokens_b
+    return tokens
 
 
-def truncate(first: list, second: list, room: int, rng: random.Random) -> None:
-    """Take tokens from the longer, from its front or its back, until both fit."""
+def truncate(first: Tokens, second: Tokens, room: int, rng: random.Random) -> None:
+    """Drop tokens of the longer segment, from its front or its back, until both fit."""
     while len(first) + len(second) > room:
         longer = first if len(first) > len(second) else second
         if rng.random() < 0.5:
@@ -227,7 +229,7 @@ def truncate(first: list, second: list, room: int, rng: random.Random) -> None:
 def _example(
     first: Tokens,
     second: Tokens,
-    elsewhere: bool,
+    is_random: bool,
     recipe: Recipe,
     words: Tokens,
     rng: random.Random,
@@ -235,13 +237,13 @@ def _example(
     tokens = [CLS, *first, SEP, *second, SEP]
     types = [0] * (len(first) + 2) + [1] * (len(second) + 1)
     masked_at, masked = mask(tokens, recipe, words, rng)
-    return ListExample(tokens, types, elsewhere, masked_at, masked)
+    return ListExample(tokens, types, is_random, masked_at, masked)
 
 
 def mask(
     tokens: Tokens, recipe: Recipe, words: Tokens, rng: random.Random
 ) -> tuple[list[int], Tokens]:
-    """Mask in place; which places, in order, and what stood there."""
+    """Mask tokens in place; returns their indices in order, and the original tokens."""
     groups: list[list[int]] = []
     for place, token in enumerate(tokens):
         if token in (CLS, SEP):

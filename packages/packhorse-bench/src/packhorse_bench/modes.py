@@ -74,7 +74,7 @@ class ModesSetup:
     repeats: int = 3
     load_repeats: int = 1  # rounds of both loops; 0: no latencies
     rate: float | None = (
-        None  # requests a second of the open loop; None: a share of the best_throughput
+        None  # requests per second of the open loop; None: a share of the best_throughput
     )
     peers: tuple[str, ...] | None = None  # None: those of OTHERS that are installed
 
@@ -90,7 +90,7 @@ class ModeRow:
 
     name: str
     kernel: str = ""
-    throughput: float = 0.0  # requests a second in the median round; offline without packing
+    throughput: float = 0.0  # requests per second in the median round; offline without packing
     best_throughput: float = 0.0
     ratio_to_padded: float = 0.0  # times Original, median to median
     best_ratio_to_padded: float = 0.0
@@ -102,7 +102,7 @@ class ModeRow:
     p50_ms: float | None = None  # in the closed loop
     p90_ms: float | None = None
     p99_ms: float | None = None
-    open_rate: float | None = None  # requests a second
+    open_rate: float | None = None  # requests per second
     open_p50_ms: float | None = None
     open_p90_ms: float | None = None
     open_p99_ms: float | None = None
@@ -337,7 +337,7 @@ def _check(setup: ModesSetup) -> None:
             f"({setup.load_repeats}) and --timeout ({setup.timeout}) 0 or more"
         )
     if setup.rate is not None and not 0 < setup.rate < float("inf"):
-        raise InputError(f"--rate is {setup.rate} requests a second; it must be above 0")
+        raise InputError(f"--rate is {setup.rate} requests per second; it must be above 0")
     for name in setup.peers or ():
         if name not in (known := (*peers.PEERS, "packed-onnx")):
             raise InputError(f"unknown peer {name!r}; there are {', '.join(known)}")

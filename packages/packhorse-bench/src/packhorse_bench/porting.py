@@ -219,7 +219,7 @@ def _row(
 
 def table(rows: Sequence[PortRow]) -> Table:
     """One line per way."""
-    columns = ("way", "images/s", "best", "us a step", "x plain", "best x", "max diff")
+    columns = ("way", "images/s", "best", "us per step", "x plain", "best x", "max diff")
     return Table.of(
         columns,
         [

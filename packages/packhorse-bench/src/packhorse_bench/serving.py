@@ -130,7 +130,7 @@ def measure(
                 alone, during_load = _most(stage)
                 held = _search(stage)
                 for name, rate in held.items():
-                    report(f"{name} holds {rate:.1f} requests a second")
+                    report(f"{name} holds {rate:.1f} requests per second")
                 _sweep(stage, held)
     return ServingComparison(
         rows=_rows(stage, held, during_load),

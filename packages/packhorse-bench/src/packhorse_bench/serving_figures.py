@@ -59,7 +59,7 @@ class Point:
 
     server: str
     purpose: str  # most, search, confirm, sweep
-    rate: float  # requests a second that were due; 0: a closed loop
+    rate: float  # requests per second that were due; 0: a closed loop
     seconds: float
     asked: int
     answered_per_second: float
@@ -145,7 +145,7 @@ class ServeRow:
     """One server's figures; or why there are none."""
 
     server: str
-    held_rate: float = 0.0  # requests a second, the highest within the limit
+    held_rate: float = 0.0  # requests per second, the highest within the limit
     over_peer: float | None = None  # times sentence-transformers'
     p50_ms: float | None = None  # at that rate, of the median trial
     p99_ms: float | None = None

@@ -48,12 +48,12 @@ def divide_cores(generators: int, more: int = 0) -> CoreDivision:
 
     Only if servers keep at least half of the cores.
     """
-    wanted = generators + more
+    count = generators + more
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     cores = cores[: usable_cores()]  # a container may use less processor time than it sees cores
-    if len(cores) < max(LEAST_PINNED, 2 * wanted):
-        return CoreDivision((None,) * wanted, None)
-    return CoreDivision(tuple(cores[-wanted:]), frozenset(cores[:-wanted]))
+    if len(cores) < max(LEAST_PINNED, 2 * count):
+        return CoreDivision((None,) * count, None)
+    return CoreDivision(tuple(cores[-count:]), frozenset(cores[:-count]))
 
 
 def default_generators() -> int:
@@ -69,8 +69,8 @@ def raise_file_limit(files: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
-    wanted = files if hard == resource.RLIM_INFINITY else min(files, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 @contextmanager

@@ -62,7 +62,7 @@ class LoadJob:
     """One measurement: which port, at what rate, for how long."""
 
     port: int
-    rate: float  # requests a second; 0: a closed loop of all connections
+    rate: float  # requests per second; 0: a closed loop of all connections
     seconds: float
     host: str = "127.0.0.1"
     path: str = "/v1/embeddings"

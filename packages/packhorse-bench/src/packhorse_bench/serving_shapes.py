@@ -494,13 +494,13 @@ def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> N
     """One client with one short text at a time, beside an open loop of the first shape."""
     job = replace(_job(stage, server, LONE, turn), connections=1)
     shape = stage.setup.load.shapes[0]
-    beside = _job(stage, server, shape, turn)
-    # The load ends after the client, so that all its queries have company.
-    beside = replace(
-        beside, rate=load * _closed_rate(stage, server, shape), seconds=beside.seconds + 0.5
+    open_loop = _job(stage, server, shape, turn)
+    # It ends after the client, so that none of the queries is answered by an idle server.
+    open_loop = replace(
+        open_loop, rate=load * _closed_rate(stage, server, shape), seconds=open_loop.seconds + 0.5
     )
     if load:
-        stage.team.start(beside)
+        stage.team.start(open_loop)
     with _watch(stage, server) as watch:
         report = stage.single.run(job)
     if load:

@@ -1,4 +1,4 @@
-"""Requests of known size for servers: so many texts a request, of exactly so many tokens each.
+"""Requests of known size for servers: so many texts per request, of exactly so many tokens each.
 
 Speed depends on the number of tokens, and on how much work it is to find them, so texts are real
 ones, cut by the model's own tokenizer. Random weights come without a real vocabulary; theirs is

@@ -267,8 +267,8 @@ def describe(setup: TrainingSetup, comparison: TrainingComparison) -> dict[str, 
         "dtype": PRECISIONS[comparison.dtype],
         "workload": f"{TASKS[setup.task]}, {lengths}: {comparison.tokens:.1f} of at most "
         f"{comparison.longest} tokens, seed {setup.seed}",
-        "batches": f"{comparison.sequences:,.1f} sequences a step, up to "
-        f"{comparison.micro_tokens:,} tokens at once; {comparison.steps} steps a round, "
+        "batches": f"{comparison.sequences:,.1f} sequences per step, up to "
+        f"{comparison.micro_tokens:,} tokens at once; {comparison.steps} steps per round, "
         f"medians of {setup.repeats} rounds",
         "learning": f"{OPTIMIZERS[setup.task]}, dropout {setup.dropout:g}",
     }

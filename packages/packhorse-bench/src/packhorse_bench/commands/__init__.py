@@ -362,7 +362,7 @@ def modes(
     Speeds are medians of the rounds, "x padded" is how many times Original:
     our own model with one request a row. Offline modes are timed without
     packing, "with packing" includes it. Latencies are those of a closed loop
-    of 3.5 clients a row, and of random arrivals, from when they were due.
+    of 3.5 clients per row, and of random arrivals, from when they were due.
 
     Try:
       packhorse bench modes --dtype bf16 --plot modes.svg --note note.md
@@ -439,7 +439,7 @@ def load(
         rows = [row for row in comparison.rows if row.problem is None]
         speeds = [row.gigabytes_per_second for row in rows]
         names = [row.engine for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "gigabytes a second", 1)
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "gigabytes per second", 1)
     emit(
         {**facts, "bytes": comparison.bytes, "rows": [asdict(row) for row in comparison.rows]},
         keep.json,

@@ -15,7 +15,7 @@ class AblationFlags:
     """The flags of `ablation`, under the names of `ablation.AblationSetup`."""
 
     steps: Annotated[int, flag("--steps", help="Of each run.")] = 200
-    rows: Annotated[int, flag("--rows", help="Packed rows a step; unpacked the same texts.")] = 8
+    rows: Annotated[int, flag("--rows", help="Packed rows per step; unpacked the same texts.")] = 8
     capacity: Annotated[int, flag("--capacity", help="Tokens a row.")] = 128
     max_length: Annotated[int, flag("--max-length", help="Tokens a sequence at most.")] = 16
     seeds: Annotated[int, flag("--seeds", help="Unpacked runs, which tell what chance does.")] = 3

@@ -17,7 +17,7 @@ def curves(
     plot: Annotated[Path | None, flag("--plot", help="Draw them: png, svg, pdf.")] = None,
     json: Annotated[bool, flag("--json", help="One line of JSON at the end.")] = False,
 ) -> None:
-    """Hold the curves of runs against that of the first.
+    """Compare the curves of runs with that of the first.
 
     Long curves are averaged over a twentieth of their steps. "apart" is how
     far a curve lies from the first one's, on average and at most.
@@ -35,7 +35,16 @@ def curves(
         raise InputError("no run is named; pass the folders that `packhorse train --out` wrote")
     read = {name: curves_plot.read(run, figure) for name, run in _named(runs).items()}
     endings = curves_plot.endings(read)
-    rows = [[e.run, f"{e.steps:,}", *map(_told, (e.last, e.apart, e.apart_most))] for e in endings]
+    rows = [
+        [
+            ending.run,
+            f"{ending.steps:,}",
+            _figure(ending.last),
+            _figure(ending.apart),
+            _figure(ending.apart_most),
+        ]
+        for ending in endings
+    ]
     shown = report.Table.of(["run", "steps", "last", "apart", "at most"], rows)
     table(f"Curves, {figure}", shown.columns, shown.rows)
     if plot:
@@ -52,5 +61,5 @@ def _named(runs: tuple[Path, ...]) -> dict[str, Path]:
     return dict(zip(names, runs, strict=True))
 
 
-def _told(value: float | None) -> str:
+def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"

@@ -82,7 +82,7 @@ def data(
         rows = [row for row in measured.rows if row.problem is None]
         speeds = [row.megabytes_per_second for row in rows]
         names = [row.method for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "megabytes a second", 1)
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "megabytes per second", 1)
     for name in ("clean-up", "loading with dynamic masks"):
         if name in facts:
             note(f"{name}: {facts[name]}")

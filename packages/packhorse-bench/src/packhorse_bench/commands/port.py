@@ -14,9 +14,9 @@ from packhorse_bench.commands import Keep, flag, show
 class PortFlags:
     """The flags of `port`, under the names of `porting.PortSetup`."""
 
-    batch: Annotated[int, flag("--batch", help="Pictures a step.")] = 16
-    iterations: Annotated[int, flag("--iterations", help="Device iterations: steps a call.")] = 50
-    steps: Annotated[int, flag("--steps", help="Steps a round.")] = 200
+    batch: Annotated[int, flag("--batch", help="Pictures per step.")] = 16
+    iterations: Annotated[int, flag("--iterations", help="Device iterations: steps per call.")] = 50
+    steps: Annotated[int, flag("--steps", help="Steps per round.")] = 200
     repeats: Annotated[int, flag("--repeats", help="Timed rounds, all ways in each.")] = 5
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None
     compiled: Annotated[bool, flag("--compiled", help="The port compiled as well.")] = False
@@ -32,7 +32,7 @@ def port(
 
     SGD with momentum on pictures of Fashion-MNIST's size. The plain loop reads
     a batch, clears, goes forward and back, steps, and asks for the loss; the
-    port does many such steps a call, as Python, traced, and with --compiled
+    port does many such steps per call, as Python, traced, and with --compiled
     compiled (on CUDA, one graph). Speeds are medians of the rounds; "max
     diff" is of any weight to the plain loop's after one round.
 
@@ -50,7 +50,7 @@ def port(
     with progress("timing the ways") as advance:
         rows = porting.measure(setup, advance)
     facts = {
-        "workload": f"small CNN, batch {setup.batch}, {setup.iterations} steps a call",
+        "workload": f"small CNN, batch {setup.batch}, {setup.iterations} steps per call",
         "rounds": f"{setup.repeats} of {setup.steps} steps",
         **report.machine(choose_device(setup.device)),
     }
@@ -58,5 +58,5 @@ def port(
     if keep.plot:
         names = [row.way for row in rows]
         speeds = [row.images_per_second for row in rows]
-        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "pictures a second", 0)
+        plots.draw_speeds(keep.plot, names, speeds, facts["workload"], "pictures per second", 0)
     emit({**facts, "rows": [asdict(row) for row in rows]}, keep.json)

@@ -84,7 +84,7 @@ class Loops:
     warm: Annotated[float, flag("--warm", help="Seconds of a loop before those that count.")] = 2.0
 
     @property
-    def wanted(self) -> bool:
+    def any_set(self) -> bool:
         """Whether any of these flags asks for loops, in place of the search."""
         return bool(self.shape or self.loop or self.lone or self.url)
 
@@ -118,10 +118,10 @@ def serve(
 
     Others: sentence-transformers behind FastAPI with dynamic batching, and
     infinity-emb. All serve the same model in the same number format with the
-    same threads, one text of 6 to 250 tokens a request. The rate is the highest
+    same threads, one text of 6 to 250 tokens per request. The rate is the highest
     at which 99 of 100 requests are answered within the limit and none fails;
     "x" is how many times that of sentence-transformers. "At most" is a closed
-    loop, "of PackRunner" its tokens a second against PackRunner.run without
+    loop, "of PackRunner" its tokens per second against PackRunner.run without
     HTTP beside the same load.
 
     With --shape (or --loop, --lone, --url) there is no search: every server has
@@ -154,7 +154,7 @@ def serve(
         connections=256 if connections is None else connections,
         load=_load_setup(loops, patience.short, connections or 0),
     )
-    if loops.wanted:
+    if loops.any_set:
         return _measure_loops(setup, csv, keep)
     with progress("seconds of load") as advance:
         comparison = serving.measure(setup, advance, note)

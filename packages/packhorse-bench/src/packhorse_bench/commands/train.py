@@ -30,7 +30,7 @@ class TrainingFlags:
         int | None, flag("--batch", help="Sequences a step; default 256, on a CPU 16 or 32.")
     ] = None
     steps: Annotated[
-        int | None, flag("--steps", help="Steps a round; default 4 or 50, on a CPU 2 or 4.")
+        int | None, flag("--steps", help="Steps per round; default 4 or 50, on a CPU 2 or 4.")
     ] = None
     micro_tokens: Annotated[
         int, flag("--micro-tokens", help="Tokens at once; default by the device's memory.")

@@ -184,6 +184,6 @@ def _own_spans(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> An
     if output.loss is not None:
         # A label outside its own sequence is ignored, as transformers does beyond the longest.
         labels = (kwargs[name].view(rows) for name in ("start_positions", "end_positions"))
-        kept = (label.where(label < lengths, longest) for label in labels)
-        output.loss = model.loss_function(output.start_logits, output.end_logits, *kept)
+        targets = (label.where(label < lengths, longest) for label in labels)
+        output.loss = model.loss_function(output.start_logits, output.end_logits, *targets)
     return output

@@ -81,8 +81,10 @@ def pick(
     if choice.kernel.serves.one_at_a_time:
         return choice
     if name is None or name == "auto":
-        why = f"{choice.reason}, but it computes several sequences together, which is not invariant"
-        return replace(attention.pick(device, dtype, name="reference", **needs), reason=why)
+        reason = (
+            f"{choice.reason}, but it computes several sequences together, which is not invariant"
+        )
+        return replace(attention.pick(device, dtype, name="reference", **needs), reason=reason)
     usable = [name for name in attention.KERNELS if attention.kernel(name).serves.one_at_a_time]
     raise KernelError(
         f"kernel {name!r} computes several sequences together, so that results depend on neighbors "

@@ -353,11 +353,11 @@ class SupervisorClient:
         """Return the metrics of all processes."""
         return merged_page(await self._ask("metrics"))
 
-    async def _ask(self, what: str, **options: Any) -> Any:
+    async def _ask(self, subject: str, **options: Any) -> Any:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
-            self.control.send({"kind": "ask", "id": number, "what": what, **options})
+            self.control.send({"kind": "ask", "id": number, "what": subject, **options})
             async with asyncio.timeout(ASK_SECONDS + 1):
                 return await reply
         except (OSError, TimeoutError) as error:

@@ -189,8 +189,8 @@ class Supervisor:
         front.ready_since = time.monotonic()
 
     async def _start(self, kind: Literal["front", "engine"], number: int) -> ChildProcess:
-        ours, theirs = Control.pair()
-        descriptor = theirs.socket.fileno()
+        control, child_end = Control.pair()
+        descriptor = child_end.socket.fileno()
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -204,11 +204,11 @@ class Supervisor:
                 start_new_session=True,
             )
         finally:
-            theirs.close()
-        child = ChildProcess(kind, number, process, ours)
+            child_end.close()
+        child = ChildProcess(kind, number, process, control)
         self.children.add(child)
         loop = asyncio.get_running_loop()
-        loop.add_reader(ours.socket, self._on_message, child)
+        loop.add_reader(control.socket, self._on_message, child)
         self._spawn(self._watch(child))
         return child
 
@@ -392,20 +392,20 @@ class Supervisor:
         task.add_done_callback(self._tasks.discard)
 
 
-def _check_same(models: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+def _check_same(served: list[dict[str, Any]], opened: list[dict[str, Any]]) -> None:
     """Raise `CheckpointError` unless an engine's models give the same results as those served.
 
     Their files may have changed since the first engine was started; fronts would tokenize for the
     old model and report its fingerprint.
     """
-    for model, other in zip(models, others, strict=True):
+    for model, engine_model in zip(served, opened, strict=True):
         for part, value in model["fingerprint"].items():
-            if other["fingerprint"][part] != value:
+            if engine_model["fingerprint"][part] != value:
                 raise CheckpointError(
                     f"{model['name']} is not the same in all engines: its {part} differs; restart "
                     "the server to serve a changed model, and set --dtype for unlike devices"
                 )
-        if model["outputs"] != other["outputs"]:
+        if model["outputs"] != engine_model["outputs"]:
             raise CheckpointError(f"{model['name']} has other outputs; restart the server")
 
 
