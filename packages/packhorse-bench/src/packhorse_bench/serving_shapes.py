@@ -284,7 +284,7 @@ def _requests(
     for shape in dict.fromkeys((*setup.load.shapes, LONE)):
         if shape.tokens > encoder.max_length:
             raise InputError(
-                f"--shape {shape}: the model takes at most {encoder.max_length} tokens per text"
+                f"--shape {shape}: the model takes {encoder.max_length} tokens per text"
             )
         more = requests(shape, encoder.tokenizer, words, setup.count, setup.seed)
         places[shape] = (len(request_texts), len(more))
