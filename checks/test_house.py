@@ -365,6 +365,29 @@ def distribution(requirement: str) -> str:
     return re.split(r"[\[<>=!~; ]", requirement)[0].lower().replace("_", "-")
 
 
+def class_names(modules: dict[str, Module]) -> list[str]:
+    """No two classes of a package share a name."""
+    first: dict[str, str] = {}
+    problems = []
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                place = first.setdefault(node.name, module.place)
+                if first[node.name] != module.place:
+                    problems.append(module.at(node, f"{place} has a {node.name} too; rename one"))
+    return problems
+
+
+def literal_splats(modules: dict[str, Module]) -> list[str]:
+    """No `*(a, b)` inside a list or call: the items can stand there themselves."""
+    return [
+        module.at(node, "write the items of this splat without it")
+        for module in modules.values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List)
+    ]
+
+
 RULES: dict[str, Callable[[dict[str, Module]], list[str]]] = {
     rule.__name__: rule
     for rule in (
@@ -379,6 +402,8 @@ RULES: dict[str, Callable[[dict[str, Module]], list[str]]] = {
         import_effects,
         abstract_or_final,
         extras,
+        class_names,
+        literal_splats,
     )
 }
 
@@ -425,6 +450,8 @@ BROKEN: list[tuple[str, dict[str, str]]] = [
     ("abstract_or_final", {"device.py": MADE + "A()\n"}),
     ("abstract_or_final", {"device.py": MADE, "tokens.py": DOC + "from .device import A\nA()\n"}),
     ("extras", {"device.py": DOC + "MissingExtra('pyarrow', 'plots')\n"}),
+    ("class_names", {"device.py": DOC + "class A: ...\n", "cache.py": DOC + "class A: ...\n"}),
+    ("literal_splats", {"device.py": DOC + "NAMES = ['a', *('b', 'c')]\n"}),
 ]
 SOUND = {
     "__init__.py": DOC + "def __getattr__(name: str) -> object:\n    from .runtime import run\n",
