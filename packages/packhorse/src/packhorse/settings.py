@@ -54,11 +54,13 @@ def setting(
     maximum: float = math.inf,
     below: float = math.inf,
     flags: tuple[str, ...] = (),
+    negative: str = "",
 ) -> Any:
     """A dataclass field that users can set.
 
     minimum, maximum and below bound numbers; `below` is exclusive. flags: further names on the
-    command line, such as "-m", beside the one that follows from the field's name.
+    command line, such as "-m", beside the one that follows from the field's name. negative: the
+    flag that turns a switch off, for one that is neither on nor off if it is not set.
     """
     metadata = {
         "group": group,
@@ -67,6 +69,7 @@ def setting(
         "maximum": maximum,
         "below": below,
         "flags": flags,
+        "negative": negative,
     }
     return field(default=default, metadata=metadata)
 
@@ -83,6 +86,7 @@ class SettingField:
     maximum: float
     below: float
     flags: tuple[str, ...]
+    negative: str
 
     @property
     def flag(self) -> str:

@@ -33,6 +33,8 @@ from packhorse.serve.streams import PackInfo, StreamResult
 
 # Longer requests are tokenized in a thread, so that they do not block the event loop for all.
 MAX_INLINE_CHARACTERS = 2048
+# Of one request: as many inputs as OpenAI takes, each as long as BERT takes.
+MAX_REQUEST_TOKENS = 2048 * 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,8 @@ async def call(
     record: RequestRecord = request.scope["packhorse"]
     record.model = model
     model.check_task(task)
-    characters = check_inputs(request.app.state.settings, texts, options)
+    settings: ServeSettings = request.app.state.settings
+    characters = check_inputs(settings, texts, options)
     if task != "answer":  # which reads long texts in windows
         # Otherwise the encoder would also warn, and no client would see that.
         options.setdefault("long", "truncate")
@@ -72,7 +75,8 @@ async def call(
         jobs = prepare()
     else:
         jobs = await asyncio.to_thread(prepare)
-    _check_tokens(jobs, model, truncate)
+    _check_tokens(jobs, model, settings)
+    truncated = _check_truncation(jobs, model, truncate)
     finished = await _run(model, jobs, request.receive)
     if characters <= MAX_INLINE_CHARACTERS:
         values = _finish(jobs, finished)
@@ -83,6 +87,7 @@ async def call(
         task_prompt(model.encoder, task, texts, options.get("prompt"))
     )
     _update(record, result, len(options.get("documents", texts)))
+    record.truncated += truncated
     return result
 
 
@@ -124,8 +129,17 @@ def _characters(text: TaskInput) -> int:
     return 0 if is_ids(text) else sum(len(part) for part in cast("tuple[str, str]", text))
 
 
-def _check_tokens(jobs: Sequence[InferenceJob], model: ServedModel, truncate: bool) -> None:
-    """Refuse what would not fit even into an empty queue, and truncation that nobody asked for."""
+def _check_tokens(
+    jobs: Sequence[InferenceJob], model: ServedModel, settings: ServeSettings
+) -> None:
+    """Refuse what has too many tokens, or would not fit even into an empty queue."""
+    total = sum(job.tokens for job in jobs)
+    max_total = settings.max_request_tokens or MAX_REQUEST_TOKENS
+    if total > max_total:
+        raise TooLarge(
+            f"the request has {total} tokens; at most {max_total} are allowed (max_request_tokens): "
+            "send fewer inputs at once"
+        )
     max_inputs = model.runner.max_waiting_requests
     max_tokens = model.runner.max_waiting_tokens
     if len(jobs) > max_inputs:
@@ -135,11 +149,21 @@ def _check_tokens(jobs: Sequence[InferenceJob], model: ServedModel, truncate: bo
             raise TooLarge(
                 f"input {number} has {job.tokens} tokens; the queue holds at most {max_tokens}"
             )
-        if not truncate and any(sequence.truncated for sequence in job.sequences):
-            raise TooLarge(
-                f"input {number} has more tokens than the {model.encoder.max_length} that "
-                f"{model.name} takes; shorten it or set truncate"
-            )
+
+
+def _check_truncation(jobs: Sequence[InferenceJob], model: ServedModel, allowed: bool) -> int:
+    """Return how many inputs were cut to the model's length; refuse them if that is not allowed."""
+    truncated = [
+        number
+        for number, job in enumerate(jobs)
+        if any(sequence.truncated for sequence in job.sequences)
+    ]
+    if truncated and not allowed:
+        raise TooLarge(
+            f"input {truncated[0]} has more tokens than the {model.encoder.max_length} that "
+            f"{model.name} takes; shorten it or set truncate"
+        )
+    return len(truncated)
 
 
 async def _run(

@@ -26,7 +26,7 @@ from typing import Any
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
-from packhorse.serve.metrics import UNMATCHED_ROUTE, Metrics, RequestRecord
+from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -68,6 +68,7 @@ class Guard:
         names = (settings.host, *settings.allow_host)
         self.names = {name.lower().strip("[]").rstrip(".") for name in names}
         self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
+        self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
         self.draining = False
         self.in_flight = 0  # requests that the application is answering
         self.buffered = 0  # bytes of all bodies held, complete or not
@@ -103,7 +104,7 @@ class Guard:
 
     async def _handle(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
         """Check the headers, receive the body, check capacity, run the application."""
-        failure = self._check_headers(scope)
+        failure = self._check_headers(scope, response.record)
         if failure is not None:
             return await _send_failure(scope, response, failure)
         body = b""
@@ -145,7 +146,7 @@ class Guard:
             return None
         return self._overloaded("too many requests are being answered")
 
-    def _check_headers(self, scope: Scope) -> Failure | None:
+    def _check_headers(self, scope: Scope, record: RequestRecord) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
         if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
@@ -153,7 +154,8 @@ class Guard:
             return Failure(400, "the request has more than one Authorization header", CLOSE)
         if not self.keys and not self._is_own_host(headers.get(b"host")):
             return Failure(403, FOREIGN_HOST, CLOSE)
-        if self.keys and scope["path"] not in PUBLIC_PATHS and not self._has_valid_key(headers):
+        record.key = self._find_key(headers)
+        if self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
             # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -187,10 +189,16 @@ class Guard:
         # a server that listens on all of them does not know which are its own.
         return address.is_loopback or self.on_all_addresses
 
-    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compare with every key and in constant time, so that timing reveals nothing."""
+    def _find_key(self, headers: dict[bytes, bytes]) -> str:
+        """Return the number of a request's API key, as "key1", or `NO_KEY` without a valid one.
+
+        It is compared with every key and in constant time, so that timing reveals nothing.
+        """
+        if not self.keys:
+            return NO_KEY
         digest = sha256(_key(headers.get(b"authorization", b""))).digest()
-        return sum([hmac.compare_digest(digest, key) for key in self.keys]) > 0
+        matches = [hmac.compare_digest(digest, key) for key in self.keys]
+        return f"key{matches.index(True) + 1}" if any(matches) else NO_KEY
 
     def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
@@ -251,9 +259,24 @@ class Guard:
     def _report(self, scope: Scope, record: RequestRecord, status: int) -> None:
         if status == CLIENT_GONE:
             self.metrics.dropped.inc()
+        if record.truncated:
+            self._warn_of_truncation(record)
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         self.metrics.record(record, route, status)
         logs.log_request(record, route, status)
+
+    def _warn_of_truncation(self, record: RequestRecord) -> None:
+        """Log once per model and key that texts are cut; the metric counts how many."""
+        if record.model is None or (record.model.name, record.key) in self.warned:
+            return
+        self.warned.add((record.model.name, record.key))
+        sender = "clients" if record.key == NO_KEY else f"the clients of {record.key}"
+        logs.LOGGER.warning(
+            "%s sent texts with more tokens than %s takes, and they were cut; "
+            "--no-truncate refuses such texts, packhorse_truncated_inputs_total counts them",
+            sender,
+            record.model.name,
+        )
 
 
 class _ResponseSender:
@@ -276,6 +299,8 @@ class _ResponseSender:
                 headers.append((b"x-packhorse-pack", self.record.pack.encode()))
             if self.record.fingerprint:
                 headers.append((b"x-packhorse-fingerprint", self.record.fingerprint.encode()))
+            if self.record.truncated:
+                headers.append((b"x-packhorse-truncated", str(self.record.truncated).encode()))
             if self.record.ignored:
                 headers.append((b"x-packhorse-ignored-fields", self.record.ignored.encode()))
         try:
