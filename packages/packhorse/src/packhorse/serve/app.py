@@ -193,6 +193,8 @@ def _add_server_routes(
     options: dict[str, Any] = {"tags": ["Server"], "response_class": Response}
     app.get("/health", responses=unavailable, **options)(health)
     app.get("/ready", responses=unavailable, **options)(ready)
+    for path, handler in (("/health", health), ("/ready", ready)):  # some load balancers ask so
+        app.head(path, include_in_schema=False)(handler)
     app.get("/metrics", **options)(figures)
 
 

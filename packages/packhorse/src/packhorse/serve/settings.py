@@ -117,7 +117,7 @@ class ServeSettings:
     max_request_tokens: int = setting(
         0, LIMITS, "Tokens in one request, after truncation; 0: 2,048 texts of 512 tokens."
     )
-    max_body_bytes: int = setting(2_000_000, LIMITS, "Bytes in the body of a request.", minimum=1)
+    max_body_bytes: int = setting(8_000_000, LIMITS, "Bytes in the body of a request.", minimum=1)
     max_body_values: int = setting(
         65_536, LIMITS, "JSON values (texts, token ids …) in the body of a request.", minimum=16
     )
