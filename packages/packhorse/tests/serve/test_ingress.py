@@ -78,7 +78,8 @@ def script(
         ("POST", "/answer", {"question": "who sat ?", "context": "the cat sat"}),
         ("POST", "/rerank", {"query": "cat", "texts": ["a mat", "the cat"]}),
         ("POST", "/embed_sparse", {"inputs": "the cat"}),  # 424
-        ("POST", "/embed", {"inputs": ["a"] * 33}),  # 413
+        ("POST", "/v1/embeddings", {"input": "the cat " * 40, "model": "tiny"}),  # truncated
+        ("POST", "/embed", {"inputs": ["a"] * 2049}),  # 413
         ("POST", "/embed", {"inputs": ""}),  # 400
         ("POST", "/embed", {"text": "a"}),  # 422
         ("POST", "/nowhere", {}),  # 404
@@ -115,6 +116,18 @@ def test_keys_and_limits_are_the_doors(served: Served) -> None:
     assert question.body == b'{"inputs":"a"}'
     assert "sesame" not in str(question.headers) and b"cookie" not in dict(question.headers)
     assert dict(question.headers)[b"x-other"] == b"kept"
+
+
+def test_what_a_replica_truncated_is_told_and_counted_here(served: Served, caplog) -> None:
+    far = front(served, keys=("first", "second"))
+    second = {"authorization": "Bearer second"}
+    body = {"input": ["the cat " * 40, "a mat"], "model": "tiny"}
+    for _ in range(2):
+        response = far.post("/v1/embeddings", body, headers=second)
+        assert (response.status_code, response.headers["x-packhorse-truncated"]) == (200, "1")
+    metrics = far.get("/metrics", headers=second).text
+    assert 'packhorse_truncated_inputs_total{key="key2",model="tiny"} 2.0' in metrics
+    assert [record.message.count("key2 sent texts") for record in caplog.records] == [1]
 
 
 def test_figures_are_counted_here_and_told_by_replica(served: Served) -> None:

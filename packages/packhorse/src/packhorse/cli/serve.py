@@ -48,10 +48,8 @@ def serve(
     """
     settings = resolve(config, os.environ, passed(flags))
     if ignored := service_variables(os.environ, PREFIX):
-        note(
-            f"ignored {ignored[0]} and what else Kubernetes sets for a Service ({len(ignored)} "
-            "variables in all); if it was meant as a setting, use a flag or --config"
-        )
+        names = ", ".join(sorted(ignored))
+        note(f"ignored, because Kubernetes sets them for a Service of this name: {names}")
     # Replicas, compilers and other child processes do not need the key, so they must not get it.
     os.environ.pop(KEY_VARIABLE, None)
     if print_config:

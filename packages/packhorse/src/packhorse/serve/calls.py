@@ -163,7 +163,8 @@ def check_inputs(
         raise Empty("the request has no input")
     if len(inputs) > settings.max_batch_inputs:
         raise TooLarge(
-            f"the request has {len(inputs)} inputs; at most {settings.max_batch_inputs} are allowed"
+            f"the request has {len(inputs)} inputs; at most {settings.max_batch_inputs} are "
+            "allowed (max_batch_inputs)"
         )
     sizes = [_characters(text) for text in texts]
     if inputs is not texts:
