@@ -148,7 +148,7 @@ def test_logs_hold_no_text_and_no_key(serving, form: str, monkeypatch) -> None:
         for key in ("sesame", "guessed"):
             headers = {"authorization": f"Bearer {key}"}
             served.post("/embed", {"inputs": "brown mule"}, headers=headers)
-            served.post("/embed", {"inputs": ["brown"] * 33}, headers=headers)
+            served.post("/embed", {"inputs": ["brown"] * 2049}, headers=headers)
             served.post("/embed", {"inputs": {"brown": "mule"}}, headers=headers)
         monkeypatch.setattr(served.models, "find", lambda *arguments: {}["brown"])
         served.post("/embed", {"inputs": "brown mule"}, headers={"authorization": "Bearer sesame"})

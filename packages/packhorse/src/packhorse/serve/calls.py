@@ -40,7 +40,7 @@ MAX_INLINE_CHARACTERS = 2048
 # Of one request: as many inputs as OpenAI takes, each as long as BERT takes.
 MAX_REQUEST_TOKENS = 2048 * 512
 # Tokenized at a time, so that a request with too many tokens is refused before all its texts are.
-GROUP_CHARACTERS = 1 << 20
+GROUP_CHARACTERS = 1 << 16
 # Of the results of one request, for the tasks that return a row of numbers per token or per mask.
 MAX_RESULT_BYTES = {"hidden": 64 << 20, "fill": 256 << 20}
 # Numbers and texts in an answer. Writing more takes milliseconds, and so happens in a thread.

@@ -174,7 +174,7 @@ def test_info(http, server):
         ("/embed", {"inputs": []}, 400, "Empty"),
         ("/embed", {"inputs": ""}, 400, "Empty"),
         ("/embed", {"inputs": ["a", ""]}, 400, "Empty"),
-        ("/embed", {"inputs": ["a"] * 33}, 413, "Validation"),
+        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
         ("/embed", {"inputs": "a" * 200_001}, 413, "Validation"),
         ("/embed", {"inputs": [1.5]}, 422, "Tokenizer"),
         ("/embed", {"inputs": [-1]}, 422, "Tokenizer"),
