@@ -47,7 +47,7 @@ COMMENT_COLUMN = 32  # of help texts in printed TOML
 SERVICE_NAME = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?$"
 )
-SERVICE_PORT = re.compile(r"_PORT$")  # of these only values such as tcp://10.0.0.7:8080
+SERVICE_PORT = re.compile(r"_PORT$")  # of these only values such as tcp://203.0.113.7:8080
 TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -248,7 +248,7 @@ def service_variables(environment: Mapping[str, str], prefix: str) -> list[str]:
     """The variables with this prefix that Kubernetes sets in every container for a Service.
 
     For a Service "packhorse-serve" those begin with PACKHORSE_SERVE_: one is PACKHORSE_SERVE_PORT
-    with the value tcp://10.0.0.7:8080. No setting has a name or a value of that shape.
+    with the value tcp://203.0.113.7:8080. No setting has a name or a value of that shape.
     """
     return [
         variable

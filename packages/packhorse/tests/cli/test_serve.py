@@ -34,14 +34,14 @@ def test_truncation_has_three_states(capsys) -> None:
 def test_the_variables_of_kubernetes_are_ignored_with_a_notice(capsys, monkeypatch) -> None:
     """What it sets in each container if there is a Service named packhorse-serve."""
     variables = {
-        "PORT": "tcp://10.96.0.7:8080",
-        "SERVICE_HOST": "10.96.0.7",
+        "PORT": "tcp://203.0.113.7:8080",
+        "SERVICE_HOST": "203.0.113.7",
         "SERVICE_PORT": "8080",
         "SERVICE_PORT_HTTP": "8080",
-        "PORT_8080_TCP": "tcp://10.96.0.7:8080",
+        "PORT_8080_TCP": "tcp://203.0.113.7:8080",
         "PORT_8080_TCP_PROTO": "tcp",
         "PORT_8080_TCP_PORT": "8080",
-        "PORT_8080_TCP_ADDR": "10.96.0.7",
+        "PORT_8080_TCP_ADDR": "203.0.113.7",
     }
     for name, value in variables.items():
         monkeypatch.setenv(f"PACKHORSE_SERVE_{name}", value)
@@ -49,7 +49,7 @@ def test_the_variables_of_kubernetes_are_ignored_with_a_notice(capsys, monkeypat
     output = capsys.readouterr()
     assert json.loads(output.out.splitlines()[-1])["port"] == 8080
     assert output.err.count("Kubernetes") == 1
-    assert "10.96.0.7" not in output.err
+    assert "203.0.113.7" not in output.err
     monkeypatch.setenv("PACKHORSE_SERVE_PORT", "8080tcp")
     assert main(["serve", "--print-config"]) != 0
     assert "PACKHORSE_SERVE_PORT" in capsys.readouterr().err
