@@ -243,10 +243,10 @@ def test_control_a_careless_cut_changes_tokens(bert: Tokenizer, monkeypatch) -> 
 @pytest.mark.parametrize("chars", module.CHARS_PER_TOKEN)
 @pytest.mark.parametrize("text", ["the fox " * 20, "x" * 99 + " ", " ", "字", "a\u0301"])
 def test_no_text_costs_more_than_its_budget(text: str, chars: int, limit: int) -> None:
-    end, trusted = module._cut(text * 200_000, limit, chars)
+    end, trusted, *_ = module._cut(text * 200_000, limit, chars)
     assert end <= module.SPARE_CHARS + limit * chars
     assert 0 <= trusted <= end
-    assert module._cut(text, limit, chars) == (len(text), len(text))
+    assert module._cut(text, limit, chars)[:2] == (len(text), len(text))
 
 
 @pytest.mark.parametrize(
@@ -254,9 +254,9 @@ def test_no_text_costs_more_than_its_budget(text: str, chars: int, limit: int) -
 )
 def test_a_cut_within_a_word_is_not_trusted(text: str) -> None:
     """BERT deletes \x1c, so it parts no words; and the ninth word may end beyond the budget."""
-    assert module._cut(text, 1, 8) == (520, 520 - module.DISTRUST)
+    assert module._cut(text, 1, 8)[:2] == (520, 520 - module.DISTRUST)
     spaced = text.replace("\x1c", " ").replace("\u00a0", " ").replace("y", "y ")
-    end, trusted = module._cut(spaced, 1, 8)
+    end, trusted, *_ = module._cut(spaced, 1, 8)
     assert end == trusted and spaced[end] == " "
 
 
@@ -400,7 +400,68 @@ def test_truncation_on_the_left_keeps_the_end(bert: Tokenizer, text, times, max_
     assert (
         result.offsets[1:-1].tolist() == whole.offsets[1:-1][len(whole) - 2 - remaining :].tolist()
     )
-    assert result.truncated == len(whole) - len(result)
+    assert (result.truncated > 0) >= (len(result) < len(whole))
+
+
+# What tokenizers delete, join, isolate, or read together with what is beside it.
+ATOMS = [
+    *(" ", "  ", "\n", "\t ", "\x1c", "\u00a0", "\u200b", "\u0301", "\xad", "\0", "\u2581"),
+    *("!", "...", "-", "[", "]", "[MASK]", "<mask>", "##", "'s", "3.14", "字", "日本語", "한국어"),
+    *("a", "aa", "the", "quick", "x" * 101, "y" * 140, "é", "e\u0301", "ﬁ", "İ", "🐴", "🇫🇷"),
+]
+LONG_TEXTS = st.lists(
+    st.tuples(st.lists(st.sampled_from(ATOMS), min_size=1, max_size=12), st.integers(1, 60)),
+    min_size=1,
+    max_size=4,
+).map(lambda parts: "".join("".join(atoms) * times for atoms, times in parts))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(LONG_TEXTS, st.integers(4, 40))
+@example("a" * 5001, 8)
+@example("a a" + "\x1c" * 900 + "b " + "fox " * 300, 8)
+@example("字" * 9000, 8)
+def test_a_cut_on_the_left_changes_no_token(family, text: str, max_length: int) -> None:
+    """Against the library, which tokenizes all of the text."""
+    library, actual = family
+    whole = library.encode(text, add_special_tokens=False)
+    result = actual.encode([text], max_length, "truncate_left")[0]
+    room = max_length - actual.specials_per(False)
+    assert result.ids[result.spans[0]].tolist() == whole.ids[-room:]
+    assert result.offsets[result.spans[0]].tolist() == [
+        list(pair) for pair in whole.offsets[-room:]
+    ]
+    assert (result.truncated > 0) >= (len(whole) > room)
+
+
+def test_control_a_careless_cut_on_the_left_changes_tokens(bert: Tokenizer, monkeypatch) -> None:
+    text = ("pneumonoultramicroscopicsilicovolcanoconiosis " * 20 + "y" * 140 + " ") * 50
+    whole = bert.encode([text], NO_CUT)[0].ids[1:-1].tolist()
+
+    def wrong() -> bool:
+        ways = [bert.encode([text], n, "truncate_left")[0] for n in range(3, 500, 7)]
+        return any(item.ids[1:-1].tolist() != whole[2 - len(item) :] for item in ways)
+
+    assert not wrong()
+    monkeypatch.setattr(module, "DISTRUST", 0)
+    monkeypatch.setattr(module, "SPARE_CHARS", 8)
+    monkeypatch.setattr(module, "BERT_BOUNDARY", module.re.compile("."))
+    assert wrong()
+
+
+@pytest.mark.parametrize("text", ["the fox ", "[1],", "字符", "x" * 99 + " "])
+def test_a_cut_on_the_left_saves_work(bert: Tokenizer, text: str, monkeypatch) -> None:
+    sizes: list[int] = []
+    call = Tokenizer._call
+
+    def measured(self: Tokenizer, parts: list[str], owners: list[int]) -> list[Any]:
+        sizes.extend(map(len, parts))
+        return call(self, parts, owners)
+
+    monkeypatch.setattr(Tokenizer, "_call", measured)
+    result = bert.encode([text * 50_000], 128, "truncate_left")[0]
+    assert len(result) == 128 and result.truncated
+    assert sum(sizes) <= 3 * module.SPARE_CHARS + 126 * sum(module.CHARS_PER_TOKEN)
 
 
 def test_truncation_of_a_pair_on_the_left(bert: Tokenizer) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -42,6 +43,11 @@ S = TypeVar("S")
 TRUE_WORDS = ("1", "true", "yes", "on")
 FALSE_WORDS = ("0", "false", "no", "off")
 COMMENT_COLUMN = 32  # of help texts in printed TOML
+# Names of the variables that Kubernetes sets for a Service, and for each port of it.
+SERVICE_NAME = re.compile(
+    r"_SERVICE_HOST$|_SERVICE_PORT(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?$"
+)
+SERVICE_PORT = re.compile(r"_PORT$")  # of these only values such as tcp://203.0.113.7:8080
 TYPE_NAMES = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -54,11 +60,13 @@ def setting(
     maximum: float = math.inf,
     below: float = math.inf,
     flags: tuple[str, ...] = (),
+    negative: str = "",
 ) -> Any:
     """A dataclass field that users can set.
 
     minimum, maximum and below bound numbers; `below` is exclusive. flags: further names on the
-    command line, such as "-m", beside the one that follows from the field's name.
+    command line, such as "-m", beside the one that follows from the field's name. negative: the
+    flag that turns a switch off, for one that is neither on nor off if it is not set.
     """
     metadata = {
         "group": group,
@@ -67,6 +75,7 @@ def setting(
         "maximum": maximum,
         "below": below,
         "flags": flags,
+        "negative": negative,
     }
     return field(default=default, metadata=metadata)
 
@@ -83,6 +92,7 @@ class SettingField:
     maximum: float
     below: float
     flags: tuple[str, ...]
+    negative: str
 
     @property
     def flag(self) -> str:
@@ -222,11 +232,29 @@ def from_mapping(values: Mapping[str, Any], source: str) -> list[SettingValue]:
 
 
 def from_environment(environment: Mapping[str, str], prefix: str) -> list[SettingValue]:
-    """The settings in environment variables that begin with the prefix."""
+    """The settings in environment variables that begin with the prefix.
+
+    Variables that Kubernetes sets for a Service (`service_variables`) are none of them.
+    """
+    ignored = service_variables(environment, prefix)
     return [
         SettingValue(variable.removeprefix(prefix).lower(), text, variable, is_text=True)
         for variable, text in environment.items()
+        if variable.startswith(prefix) and variable not in ignored
+    ]
+
+
+def service_variables(environment: Mapping[str, str], prefix: str) -> list[str]:
+    """The variables with this prefix that Kubernetes sets in every container for a Service.
+
+    For a Service "packhorse-serve" those begin with PACKHORSE_SERVE_: one is PACKHORSE_SERVE_PORT
+    with the value tcp://203.0.113.7:8080. No setting has a name or a value of that shape.
+    """
+    return [
+        variable
+        for variable, text in environment.items()
         if variable.startswith(prefix)
+        and (SERVICE_NAME.search(variable) or (SERVICE_PORT.search(variable) and "://" in text))
     ]
 
 

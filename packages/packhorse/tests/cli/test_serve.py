@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,39 @@ def test_every_setting_is_a_flag(capsys) -> None:
     output = capsys.readouterr().out
     for name in setting_fields(ServeSettings):
         assert f"--{name.replace('_', '-')}" in output
-    assert "--keys" not in output and "--no-" not in output
+    assert "--keys" not in output
+    assert re.findall(r"--no-[a-z-]+", output) == ["--no-truncate"]
+
+
+def test_truncation_has_three_states(capsys) -> None:
+    for words, expected in (([], None), (["--auto-truncate"], True), (["--no-truncate"], False)):
+        assert main(["serve", "--print-config", "--json", *words]) == 0
+        shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert shown["auto_truncate"] is expected
+
+
+def test_the_variables_of_kubernetes_are_ignored_with_a_notice(capsys, monkeypatch) -> None:
+    """What it sets in each container if there is a Service named packhorse-serve."""
+    variables = {
+        "PORT": "tcp://203.0.113.7:8080",
+        "SERVICE_HOST": "203.0.113.7",
+        "SERVICE_PORT": "8080",
+        "SERVICE_PORT_HTTP": "8080",
+        "PORT_8080_TCP": "tcp://203.0.113.7:8080",
+        "PORT_8080_TCP_PROTO": "tcp",
+        "PORT_8080_TCP_PORT": "8080",
+        "PORT_8080_TCP_ADDR": "203.0.113.7",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(f"PACKHORSE_SERVE_{name}", value)
+    assert main(["serve", "--print-config", "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out.splitlines()[-1])["port"] == 8080
+    assert output.err.count("Kubernetes") == 1
+    assert "203.0.113.7" not in output.err
+    monkeypatch.setenv("PACKHORSE_SERVE_PORT", "8080tcp")
+    assert main(["serve", "--print-config"]) != 0
+    assert "PACKHORSE_SERVE_PORT" in capsys.readouterr().err
 
 
 def test_settings_are_shown_and_keys_are_not(capsys, monkeypatch) -> None:

@@ -304,6 +304,27 @@ def test_promises_are_counted() -> None:
     assert (queue.waiting_requests, queue.reserved_requests, queue.reserved_tokens) == (10, 0, 0)
 
 
+def test_a_job_of_many_inputs_needs_room_for_one() -> None:
+    """Else it would never be admitted while short requests keep the queue nearly full."""
+    queue, _ = admission(RAGGED, max_tokens=20, max_requests=10)
+    sequences = job(3).sequences * 8
+    many = InferenceJob(sequences, ("embed",), list, inputs=8)
+    whole = InferenceJob(sequences, ("embed",), list)
+    queue.push(job(8, 8, 1))
+    with pytest.raises(InputError, match="24 tokens will never be admitted"):
+        queue.push(whole)
+    queue.push(many)
+    assert (queue.waiting_tokens, queue.waiting_requests) == (41, 9)
+    for refused in (job(1), many):
+        with pytest.raises(Overloaded):
+            queue.push(refused)
+    queue.push_follow_up(many)
+    assert queue.waiting_tokens == 65
+    queue.stop("closed")
+    with pytest.raises(RunnerStopped):
+        queue.push_follow_up(many)
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("push"), st.lists(st.integers(1, 8), min_size=1, max_size=3)),

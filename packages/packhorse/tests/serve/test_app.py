@@ -59,6 +59,19 @@ def test_ready_believes_a_batch_of_a_moment_ago(serving) -> None:
     assert len(ran) == 1
 
 
+def test_health_and_readiness_answer_to_head(serving, listen) -> None:
+    import httpx
+
+    served = serving()
+    url = f"http://localhost:{listen(served)}"
+    for path in ("/health", "/ready"):
+        head = httpx.head(f"{url}{path}")
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == httpx.get(f"{url}{path}").headers["content-length"]
+    served.guard.draining = True
+    assert httpx.head(f"{url}/health").status_code == 503
+
+
 def test_a_model_that_hangs_is_alive_and_not_ready(serving) -> None:
     go = threading.Event()
     served = serving(before=lambda packed: go.wait(60), ready_seconds=0.0)
@@ -135,7 +148,7 @@ def test_logs_hold_no_text_and_no_key(serving, form: str, monkeypatch) -> None:
         for key in ("sesame", "guessed"):
             headers = {"authorization": f"Bearer {key}"}
             served.post("/embed", {"inputs": "brown mule"}, headers=headers)
-            served.post("/embed", {"inputs": ["brown"] * 33}, headers=headers)
+            served.post("/embed", {"inputs": ["brown"] * 2049}, headers=headers)
             served.post("/embed", {"inputs": {"brown": "mule"}}, headers=headers)
         monkeypatch.setattr(served.models, "find", lambda *arguments: {}["brown"])
         served.post("/embed", {"inputs": "brown mule"}, headers={"authorization": "Bearer sesame"})

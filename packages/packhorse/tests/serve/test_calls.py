@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packhorse.serve import calls
+
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "."]
 POISON = 20  # its id in the vocabulary of conftest
 
@@ -208,28 +210,135 @@ def test_without_the_window_it_would(serving, monkeypatch) -> None:
     assert served.run(work) > 3 * served.models.default.runner.shape.tokens
 
 
-def test_a_request_that_has_begun_gets_through_a_full_queue(serving) -> None:
-    """Room for its later inputs was reserved; without room it is refused before it starts."""
+def test_a_large_request_finds_a_place_where_a_single_text_does(serving) -> None:
+    """It needs room for one of its texts, and is then not refused half way."""
     go = threading.Event()
     served = serving(before=lambda packed: go.wait(60), max_queue_tokens=200)
     runner = served.models.default.runner
-    long = {"inputs": ["the cat " * 22] * 16}
+    large = {"inputs": ["the cat " * 22] * 100}  # 46 tokens each, 23 times the queue
 
-    async def work(client: Any) -> tuple[int, set[int]]:
-        first = asyncio.ensure_future(client.post("/embed", json=long))
-        await _waiting(runner)
-        others = [asyncio.ensure_future(client.post("/embed", json=long)) for _ in range(4)]
-        while runner.stats().refused < 3:
-            await asyncio.sleep(0.001)
+    async def work(client: Any) -> tuple[list[int], int, int]:
+        def ask(body: Any) -> Any:
+            return asyncio.ensure_future(client.post("/embed", json=body))
+
+        async def until(condition: Any) -> None:
+            while not condition():
+                await asyncio.sleep(0.001)
+
+        admitted = [ask({"inputs": "cat"})]
+        await until(lambda: runner.stats().running_requests)
+        admitted += [ask({"inputs": "cat"}) for _ in range(50)]  # of 3 tokens
+        await until(lambda: runner.waiting_tokens == 150)
+        admitted.append(ask(large))
+        await until(lambda: runner.waiting_tokens > 150)
+        waiting = runner.waiting_tokens
+        refused = await client.post("/embed", json=large)  # now the queue is full
         go.set()
-        begun = (await first).status_code
-        return begun, {response.status_code for response in await asyncio.gather(*others)}
+        statuses = [response.status_code for response in await asyncio.gather(*admitted)]
+        return statuses, waiting, refused.status_code
 
-    begun, others = served.run(work)
-    assert begun == 200
-    assert others == {429}
-    assert runner.waiting_tokens == 0
-    assert runner.stats().answered == 16
+    statuses, waiting, refused = served.run(work)
+    assert statuses == [200] * 52
+    assert waiting <= 200 + 3 * runner.shape.tokens
+    assert refused == 429
+    assert (runner.waiting_tokens, runner.stats().answered) == (0, 151)
+
+
+def test_a_very_large_request_has_three_batches_in_the_queue(serving) -> None:
+    waiting: list[int] = []
+    served = serving(before=lambda packed: waiting.append(runner.waiting_tokens))
+    runner = served.models.default.runner
+    response = served.post("/embed", {"inputs": ["the cat " * 22] * 500})
+    assert (response.status_code, len(response.json())) == (200, 500)
+    assert len(waiting) >= 125
+    assert max(waiting) <= 3 * runner.shape.tokens
+
+
+def test_the_default_bounds_take_what_clients_send(served, tiny) -> None:
+    """OpenAI allows 2,048 inputs, LangChain sends 1,000 and LlamaIndex 100 at once."""
+    inputs = [f"the cat {'sat ' * (i % 40)}on a mat" for i in range(2048)]
+    response = served.post("/v1/embeddings", {"input": inputs, "model": "tiny"})
+    vectors = [row["embedding"] for row in response.json()["data"]]
+    assert np.abs(np.array(vectors) - tiny().embed(inputs)).max() <= 1e-6
+    refused = served.post("/v1/embeddings", {"input": [*inputs, "cat"], "model": "tiny"})
+    assert refused.status_code == 413 and "max_batch_inputs" in refused.text
+
+
+def test_a_request_of_too_many_tokens_is_413_before_all_is_tokenized(serving, monkeypatch) -> None:
+    monkeypatch.setattr(calls, "GROUP_CHARACTERS", 400)
+    served = serving(max_request_tokens=460)
+    runner = served.models.default.runner
+    groups: list[int] = []
+    prepare = runner.prepare
+
+    def counted(texts: Any, *arguments: Any, **options: Any) -> Any:
+        groups.append(len(texts))
+        return prepare(texts, *arguments, **options)
+
+    monkeypatch.setattr(runner, "prepare", counted)
+    assert served.post("/embed", {"inputs": ["the cat " * 22] * 10}).status_code == 200
+    assert groups == [3, 3, 3, 1]
+    groups.clear()
+    refused = served.post("/embed", {"inputs": ["the cat " * 22] * 100})
+    assert refused.status_code == 413 and "max_request_tokens" in refused.text
+    assert groups == [3] * 4
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "inputs"),
+    [("hidden", "/embed_all", "the cat sat"), ("fill", "/fill", "the [MASK] sat")],
+)
+def test_results_that_would_fill_the_memory_are_413(
+    serving, monkeypatch, task: str, path: str, inputs: str
+) -> None:
+    served = serving()
+    size = 4 * (5 * 96 if task == "hidden" else served.models.default.encoder.tokenizer.vocab_size)
+    monkeypatch.setitem(calls.MAX_RESULT_BYTES, task, 3 * size)
+    assert served.post(path, {"inputs": [inputs] * 3}).status_code == 200
+    refused = served.post(path, {"inputs": [inputs] * 4})
+    assert refused.status_code == 413 and "send fewer inputs" in refused.text
+
+
+def test_a_long_answer_is_written_in_parts(monkeypatch) -> None:
+    rng = np.random.default_rng(0)
+    vectors = list(rng.standard_normal((40, 33), np.float32))
+    documents = [
+        vectors,
+        [rng.standard_normal((50, 33), np.float32), np.zeros((0, 33), np.float32)],
+        {"data": [{"embedding": vector, "index": i} for i, vector in enumerate(vectors)], "n": 1},
+        {"a": {"b": ["é" for _ in range(2000)], 'quote"d': None}, "c": []},
+        rng.standard_normal(1000, np.float32),
+    ]
+    for document in documents:
+        assert calls._count_values(document, 1 << 30) >= 1000
+        plain = calls.json_response(document)
+        with monkeypatch.context() as patch:
+            patch.setattr(calls, "MAX_INLINE_VALUES", 60)
+            patch.setattr(calls, "_dump", bounded := Bounded(calls._dump))
+            response = calls.json_response(document, {"x-header": "kept"})
+            sent: list[Any] = []
+
+            async def send(message: Any, sent: list[Any] = sent) -> None:
+                sent.append(message)
+
+            asyncio.run(response({"type": "http"}, None, send))
+        assert b"".join(message.get("body", b"") for message in sent) == plain.body
+        headers = dict(sent[0]["headers"])
+        assert headers[b"content-length"] == str(len(plain.body)).encode()
+        assert headers[b"x-header"] == b"kept"
+        assert bounded.largest <= 60 or document is documents[-1]
+
+
+class Bounded:
+    """Remembers the largest value that was written by one call."""
+
+    def __init__(self, dump: Any) -> None:
+        self.dump = dump
+        self.largest = 0
+
+    def __call__(self, value: Any) -> bytes:
+        self.largest = max(self.largest, calls._count_values(value, 1 << 30))
+        return self.dump(value)
 
 
 def test_a_poison_fails_alone(serving) -> None:

@@ -9,7 +9,10 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from packhorse.serve import guard
 from packhorse.serve.guard import has_more_values
 
 TEXT = {"inputs": "the cat sat"}
@@ -73,7 +76,7 @@ def test_one_byte_more_is_not(small) -> None:
     response = small.post("/embed", content=body_of(201), headers=JSON)
     assert (response.status_code, response.headers["connection"]) == (413, "close")
     assert response.json() == {
-        "error": "the body is too large; at most 200 bytes are allowed",
+        "error": "the body is too large; at most 200 bytes are allowed (max_body_bytes)",
         "error_type": "Validation",
     }
 
@@ -155,7 +158,7 @@ def test_headers(served, headers: dict[str, str], status: int) -> None:
         (b'{"inputs": []}', (400, 422)),
         (b'{"inputs": ""}', 400),
         (b'{"inputs": 7}', 422),
-        (json.dumps({"inputs": ["cat"] * 33}).encode(), (413, 422)),
+        (json.dumps({"inputs": ["cat"] * 2049}).encode(), (413, 422)),
         (json.dumps({"inputs": [1] * 300_000}).encode(), (413, 422)),
         (json.dumps({"inputs": "cat " * 50_001}).encode(), 413),
     ],
@@ -282,10 +285,14 @@ def test_no_other_page_may_call(served) -> None:
 def test_pages_that_are_named_may(serving) -> None:
     served = serving(cors_origin=("https://example.org",), keys=("right",))
     preflight = {"origin": "https://example.org", "access-control-request-method": "POST"}
-    preflight["access-control-request-headers"] = "authorization"
+    # Of OpenAI's JavaScript client, and of tracing.
+    names = "authorization,content-type,openai-organization,openai-project,traceparent,tracestate"
+    names += ",x-request-id,x-stainless-arch,x-stainless-lang,x-stainless-retry-count"
+    preflight["access-control-request-headers"] = names
     response = served.ask("OPTIONS", "/embed", headers=preflight)
     assert response.status_code == 200
     assert response.headers["access-control-allow-origin"] == "https://example.org"
+    assert response.headers["access-control-allow-headers"] == names
     assert "access-control-allow-credentials" not in response.headers
     assert served.ask(
         "OPTIONS", "/embed", headers=preflight | {"origin": "https://example.net"}
@@ -321,6 +328,27 @@ def test_a_mistake_of_ours_is_500_and_leaves_no_text_in_the_log(
 )
 def test_values_are_counted_outside_of_strings(body: bytes, more: bool) -> None:
     assert has_more_values(body, 100) is more
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sampled_from([b'"', b"\\", b",", b"a", b'\\"', b"[1,"]), max_size=60), st.data())
+def test_slices_are_counted_as_one(parts: list[bytes], data: st.DataObject) -> None:
+    body = b"".join(parts)
+    commas = 0
+    is_string = is_escaped = False
+    for character in body.decode():
+        commas += character == "," and not is_string
+        if character == '"' and not is_escaped:
+            is_string = not is_string
+        is_escaped = character == "\\" and not is_escaped
+    quotes = body.count(b'"')
+    size = data.draw(st.integers(1, 70))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "SLICE_BYTES", size)
+        assert b"".join(guard._slices(body)) == body
+        for limit in (commas - 1, commas, commas + 1):
+            if limit >= 0 and quotes <= 2 * limit:  # else there are too many strings
+                assert has_more_values(body, limit) is (commas > limit)
 
 
 def test_a_body_of_very_many_values_is_413(serving) -> None:

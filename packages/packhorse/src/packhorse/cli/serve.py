@@ -16,8 +16,8 @@ from cyclopts import Parameter
 from packhorse.cli.console import JsonFlag, emit, note
 from packhorse.cli.settings import PrintConfig, flags_class, passed
 from packhorse.errors import MissingExtra
-from packhorse.serve.settings import KEY_VARIABLE, ServeSettings, resolve
-from packhorse.settings import setting_fields
+from packhorse.serve.settings import KEY_VARIABLE, PREFIX, ServeSettings, resolve
+from packhorse.settings import service_variables, setting_fields
 
 if TYPE_CHECKING:
     from packhorse.serve.hosting import ServedModels
@@ -47,6 +47,9 @@ def serve(
       packhorse serve --engine ray --replicas 2 --max-replicas 8
     """
     settings = resolve(config, os.environ, passed(flags))
+    if ignored := service_variables(os.environ, PREFIX):
+        names = ", ".join(sorted(ignored))
+        note(f"ignored, because Kubernetes sets them for a Service of this name: {names}")
     # Replicas, compilers and other child processes do not need the key, so they must not get it.
     os.environ.pop(KEY_VARIABLE, None)
     if print_config:

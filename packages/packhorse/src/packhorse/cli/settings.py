@@ -32,7 +32,7 @@ def flags_class(settings: type, *, negatives: bool, consume_multiple: bool) -> A
             group=Group(spec.group, sort_key=1 + groups.index(spec.group)),
             help=spec.help,
             show_default=False,
-            negative="" if spec.type is bool and not negatives else None,
+            negative=spec.negative or ("" if spec.type is bool and not negatives else None),
             negative_iterable=(),
             consume_multiple=consume_multiple,
         )

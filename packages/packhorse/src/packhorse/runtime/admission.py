@@ -10,6 +10,11 @@ by staying open until the device can take it.
 A caller with many requests may reserve room for all of them and submit them one after another, so
 that requests of other callers come in between; reserved room counts as if it were in use.
 
+A job of several inputs, which a server makes of one client's request, is admitted as soon as there
+is room for one of them: if it needed room for all, it would never be admitted while short requests
+keep the queue nearly full. Its later jobs follow without a check, each when an earlier one was
+answered. So what waits may exceed the limit by what one such request has in the queue.
+
 Where a sequence does not fit, later ones may go before it until `lookahead` have been passed over;
 those start the next batch, in their order, so none starves. A request that is cancelled before it
 runs leaves at once: its place goes to others and its tokens back to the allowance.
@@ -304,14 +309,15 @@ class Admission:
     def push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
         """Admit a job; where there is no room, wait if `patient`, else raise `Overloaded`."""
         tokens = job.tokens
-        if tokens > self.max_tokens:
+        share = -(-tokens // max(1, job.inputs))  # of one input
+        if share > self.max_tokens:
             raise InputError(
-                f"a request of {tokens} tokens will never be admitted: at most "
+                f"a request of {share} tokens will never be admitted: at most "
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or split the request"
             )
         limit = self.patient_tokens if patient else self.max_tokens
         with self._lock:
-            while not self._fits(tokens, limit, job.inputs):
+            while not self._fits(share, limit):
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
@@ -321,6 +327,13 @@ class Admission:
             with self.engine_busy:
                 pass
         return future
+
+    def push_follow_up(self, job: InferenceJob) -> PackedFuture:
+        """Admit a later job of a request of which another was admitted before."""
+        with self._lock:
+            if self.stopped:
+                raise RunnerStopped(self.stopped)
+            return self._admit(QueuedRequest(job, self.clock()), job.tokens)
 
     def next_batch(self, wait: bool) -> QueuedBatch | None:
         """Return the batch that is due; None if there is none, or with `wait`, if none will come.

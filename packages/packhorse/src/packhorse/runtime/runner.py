@@ -135,9 +135,19 @@ class PackRunner:
             return self.encoder.prepare(task, texts, **options)
 
     def enqueue(self, job: InferenceJob) -> PackedFuture:
-        """Do the second half of `submit`, for a job of `prepare`; may raise `Overloaded`."""
+        """Do the second half of `submit`, for a job of `prepare`; may raise `Overloaded`.
+
+        A job of several inputs is admitted as soon as there is room for one of them.
+        """
         self._check_process()
         return self._push(job)
+
+    def follow(self, job: InferenceJob) -> PackedFuture:
+        """Admit a later job of a request whose first was admitted by `enqueue`; never refused.
+
+        It never waits, and so may be called from a future's callback.
+        """
+        return self._admission.push_follow_up(job) if job.sequences else self._push(job)
 
     def reserve(self, jobs: Sequence[InferenceJob]) -> None:
         """Reserve room for jobs that are admitted one after another, or raise `Overloaded`."""

@@ -149,11 +149,15 @@ def guarded(app: FastAPI, limits: ServeSettings | None = None) -> tuple[Any, Gua
         guard,
         allow_origins=settings.cors_origin,
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        # Clients send headers of their own (x-stainless-*, openai-*, traceparent) that nobody can
+        # list. Allowing them all gives a page nothing: its origin must be allowed, a header grants
+        # no right except a key, which the page must know, and cookies are never sent.
+        allow_headers=["*"],
         expose_headers=[
             "x-packhorse-pack",
             "x-packhorse-fingerprint",
             "x-packhorse-ignored-fields",
+            "x-packhorse-truncated",
             "retry-after",
         ],
     )
@@ -189,6 +193,8 @@ def _add_server_routes(
     options: dict[str, Any] = {"tags": ["Server"], "response_class": Response}
     app.get("/health", responses=unavailable, **options)(health)
     app.get("/ready", responses=unavailable, **options)(ready)
+    for path, handler in (("/health", health), ("/ready", ready)):  # some load balancers ask so
+        app.head(path, include_in_schema=False)(handler)
     app.get("/metrics", **options)(figures)
 
 

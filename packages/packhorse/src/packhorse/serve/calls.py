@@ -8,17 +8,21 @@ with those of all other clients, and their answers are made here: the engine com
 numbers and nothing else.
 
 Short texts are tokenized on the event loop, where 20 tokens take less time than waking a thread.
+Long requests are tokenized, and long answers written, in a thread and in parts: a single call of
+orjson or of the tokenizer would keep Python's global lock, and with it the event loop, for as long
+as it takes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
+import numpy as np
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
@@ -33,6 +37,14 @@ from packhorse.serve.streams import PackInfo, StreamResult
 
 # Longer requests are tokenized in a thread, so that they do not block the event loop for all.
 MAX_INLINE_CHARACTERS = 2048
+# Of one request: as many inputs as OpenAI takes, each as long as BERT takes.
+MAX_REQUEST_TOKENS = 2048 * 512
+# Tokenized at a time, so that a request with too many tokens is refused before all its texts are.
+GROUP_CHARACTERS = 1 << 16
+# Of the results of one request, for the tasks that return a row of numbers per token or per mask.
+MAX_RESULT_BYTES = {"hidden": 64 << 20, "fill": 256 << 20}
+# Numbers and texts in an answer. Writing more takes milliseconds, and so happens in a thread.
+MAX_INLINE_VALUES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +75,18 @@ async def call(
     record: RequestRecord = request.scope["packhorse"]
     record.model = model
     model.check_task(task)
-    characters = check_inputs(request.app.state.settings, texts, options)
+    settings: ServeSettings = request.app.state.settings
+    characters = check_inputs(settings, texts, options)
     if task != "answer":  # which reads long texts in windows
         # Otherwise the encoder would also warn, and no client would see that.
         options.setdefault("long", "truncate")
-    prepare = partial(model.runner.prepare, texts, task, **options)
+    prepare = partial(_prepare, model, task, texts, options, settings)
     if characters <= MAX_INLINE_CHARACTERS:
         jobs = prepare()
     else:
         jobs = await asyncio.to_thread(prepare)
-    _check_tokens(jobs, model, truncate)
+    _check_sizes(jobs, model, task)
+    truncated = _check_truncation(jobs, model, truncate)
     finished = await _run(model, jobs, request.receive)
     if characters <= MAX_INLINE_CHARACTERS:
         values = _finish(jobs, finished)
@@ -83,13 +97,61 @@ async def call(
         task_prompt(model.encoder, task, texts, options.get("prompt"))
     )
     _update(record, result, len(options.get("documents", texts)))
+    record.truncated += truncated
     return result
 
 
 def json_response(document: Any, headers: Mapping[str, str] | None = None) -> Response:
     """Return a JSON response; the document may contain numpy arrays and dataclasses anywhere."""
-    content = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(content, headers=headers, media_type="application/json")
+    if _count_values(document, MAX_INLINE_VALUES) > MAX_INLINE_VALUES:
+        return _LongResponse(document, headers)
+    return Response(_dump(document), headers=headers, media_type="application/json")
+
+
+class _LongResponse(Response):
+    """A JSON response that is written in a thread, when it is sent."""
+
+    def __init__(self, document: Any, headers: Mapping[str, str] | None) -> None:
+        super().__init__(headers=headers, media_type="application/json")
+        self.document = document
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Write and send the response."""
+        self.body = await asyncio.to_thread(_dump_in_parts, self.document)
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _dump_in_parts(value: Any) -> bytes:
+    """Return the same bytes as `_dump`; between two parts other threads can run."""
+    if _count_values(value, MAX_INLINE_VALUES) <= MAX_INLINE_VALUES:
+        return _dump(value)
+    if isinstance(value, dict):
+        items = cast("dict[str, Any]", value).items()
+        pairs = (_dump(name) + b":" + _dump_in_parts(item) for name, item in items)
+        return b"{" + b",".join(pairs) + b"}"
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return _dump(value)
+    return b"[" + b",".join(map(_dump_in_parts, value)) + b"]"
+
+
+def _count_values(value: Any, limit: int) -> int:
+    """Count the numbers and texts in a document; stops soon after `limit`."""
+    if isinstance(value, np.ndarray):
+        return value.size
+    if not isinstance(value, list | dict):
+        return 1
+    items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)
+    total = 0
+    for item in items:
+        total += _count_values(item, limit)
+        if total > limit:
+            break
+    return total
 
 
 def check_inputs(
@@ -101,7 +163,8 @@ def check_inputs(
         raise Empty("the request has no input")
     if len(inputs) > settings.max_batch_inputs:
         raise TooLarge(
-            f"the request has {len(inputs)} inputs; at most {settings.max_batch_inputs} are allowed"
+            f"the request has {len(inputs)} inputs; at most {settings.max_batch_inputs} are "
+            "allowed (max_batch_inputs)"
         )
     sizes = [_characters(text) for text in texts]
     if inputs is not texts:
@@ -124,8 +187,50 @@ def _characters(text: TaskInput) -> int:
     return 0 if is_ids(text) else sum(len(part) for part in cast("tuple[str, str]", text))
 
 
-def _check_tokens(jobs: Sequence[InferenceJob], model: ServedModel, truncate: bool) -> None:
-    """Refuse what would not fit even into an empty queue, and truncation that nobody asked for."""
+def _prepare(
+    model: ServedModel,
+    task: str,
+    texts: Sequence[TaskInput],
+    options: Mapping[str, Any],
+    settings: ServeSettings,
+) -> list[InferenceJob]:
+    """Tokenize the texts, a group at a time; refuse those that have too many tokens together."""
+    limit = settings.max_request_tokens or MAX_REQUEST_TOKENS
+    jobs: list[InferenceJob] = []
+    tokens = 0
+    for group in _groups(texts):
+        prepared = model.runner.prepare(group, task, **options)
+        jobs += prepared
+        tokens += sum(job.tokens for job in prepared)
+        if tokens > limit:
+            raise TooLarge(
+                f"the request has more than the {limit} tokens that are allowed "
+                "(max_request_tokens); send fewer inputs at once"
+            )
+    return jobs
+
+
+def _groups(texts: Sequence[TaskInput]) -> Iterator[Sequence[TaskInput]]:
+    """Divide texts into groups of about `GROUP_CHARACTERS`."""
+    begin = 0
+    characters = 0
+    for end, text in enumerate(texts, 1):
+        characters += _characters(text)
+        if characters >= GROUP_CHARACTERS or end == len(texts):
+            yield texts[begin:end]
+            begin = end
+            characters = 0
+
+
+def _check_sizes(jobs: Sequence[InferenceJob], model: ServedModel, task: str) -> None:
+    """Refuse what would not fit even into an empty queue, or whose results fill the memory."""
+    if task in MAX_RESULT_BYTES:
+        size = 4 * sum(_result_numbers(job, model) for job in jobs)
+        if size > MAX_RESULT_BYTES[task]:
+            raise TooLarge(
+                f"the results of this request would take {size >> 20} MiB, more than the "
+                f"{MAX_RESULT_BYTES[task] >> 20} MiB allowed; send fewer inputs at once"
+            )
     max_inputs = model.runner.max_waiting_requests
     max_tokens = model.runner.max_waiting_tokens
     if len(jobs) > max_inputs:
@@ -135,11 +240,29 @@ def _check_tokens(jobs: Sequence[InferenceJob], model: ServedModel, truncate: bo
             raise TooLarge(
                 f"input {number} has {job.tokens} tokens; the queue holds at most {max_tokens}"
             )
-        if not truncate and any(sequence.truncated for sequence in job.sequences):
-            raise TooLarge(
-                f"input {number} has more tokens than the {model.encoder.max_length} that "
-                f"{model.name} takes; shorten it or set truncate"
-            )
+
+
+def _result_numbers(job: InferenceJob, model: ServedModel) -> int:
+    """Count the numbers of a job whose head returns a row per token, or per mask token."""
+    if job.only is None:
+        return job.tokens * model.encoder.width
+    masks = sum(int((sequence.ids == job.only).sum()) for sequence in job.sequences)
+    return masks * model.encoder.tokenizer.vocab_size
+
+
+def _check_truncation(jobs: Sequence[InferenceJob], model: ServedModel, allowed: bool) -> int:
+    """Return how many inputs were cut to the model's length; refuse them if that is not allowed."""
+    truncated = [
+        number
+        for number, job in enumerate(jobs)
+        if any(sequence.truncated for sequence in job.sequences)
+    ]
+    if truncated and not allowed:
+        raise TooLarge(
+            f"input {truncated[0]} has more tokens than the {model.encoder.max_length} that "
+            f"{model.name} takes; shorten it or set truncate"
+        )
+    return len(truncated)
 
 
 async def _run(

@@ -18,7 +18,7 @@ import binascii
 import hmac
 import re
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from hashlib import sha256
 from ipaddress import ip_address
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
-from packhorse.serve.metrics import UNMATCHED_ROUTE, Metrics, RequestRecord
+from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 
 Message = MutableMapping[str, Any]
@@ -49,8 +49,9 @@ FOREIGN_HOST = (
     "the Host header does not name this server; without an API key it only accepts requests to "
     "localhost, its own address and the names passed with --allow-host"
 )
-# Possessive, and closed by the end of the body too: no body makes it look twice at a byte.
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+# Of a body, looked at by one call. Longer ones are looked at in a thread, slice by slice: one call
+# for all of it would keep Python's global lock, and with it the event loop.
+SLICE_BYTES = 1 << 18
 CLIENT_GONE = 499  # nginx's status for a client that left; counted and logged, never sent
 
 
@@ -68,6 +69,7 @@ class Guard:
         names = (settings.host, *settings.allow_host)
         self.names = {name.lower().strip("[]").rstrip(".") for name in names}
         self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
+        self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
         self.draining = False
         self.in_flight = 0  # requests that the application is answering
         self.buffered = 0  # bytes of all bodies held, complete or not
@@ -103,7 +105,7 @@ class Guard:
 
     async def _handle(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
         """Check the headers, receive the body, check capacity, run the application."""
-        failure = self._check_headers(scope)
+        failure = self._check_headers(scope, response.record)
         if failure is not None:
             return await _send_failure(scope, response, failure)
         body = b""
@@ -111,12 +113,12 @@ class Guard:
             body = await self._receive_body(receive)
             if isinstance(body, Failure):
                 return await _send_failure(scope, response, body)
-            if has_more_values(body, self.settings.max_body_values):
-                limit = self.settings.max_body_values
-                failure = Failure(413, f"the body has more than {limit} JSON values", CLOSE)
-                return await _send_failure(scope, response, failure)
         self.buffered += len(body)
         try:
+            if await self._has_too_many_values(body):
+                limit = self.settings.max_body_values
+                message = f"the body has more than {limit} JSON values (max_body_values)"
+                return await _send_failure(scope, response, Failure(413, message, CLOSE))
             await self._run_app(scope, replay(body, receive), response)
         finally:
             self.buffered -= len(body)
@@ -145,7 +147,7 @@ class Guard:
             return None
         return self._overloaded("too many requests are being answered")
 
-    def _check_headers(self, scope: Scope) -> Failure | None:
+    def _check_headers(self, scope: Scope, record: RequestRecord) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
         if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
@@ -153,7 +155,8 @@ class Guard:
             return Failure(400, "the request has more than one Authorization header", CLOSE)
         if not self.keys and not self._is_own_host(headers.get(b"host")):
             return Failure(403, FOREIGN_HOST, CLOSE)
-        if self.keys and scope["path"] not in PUBLIC_PATHS and not self._has_valid_key(headers):
+        record.key = self._find_key(headers)
+        if self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
             # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -187,10 +190,16 @@ class Guard:
         # a server that listens on all of them does not know which are its own.
         return address.is_loopback or self.on_all_addresses
 
-    def _has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Compare with every key and in constant time, so that timing reveals nothing."""
+    def _find_key(self, headers: dict[bytes, bytes]) -> str:
+        """Return the number of a request's API key, as "key1", or `NO_KEY` without a valid one.
+
+        It is compared with every key and in constant time, so that timing reveals nothing.
+        """
+        if not self.keys:
+            return NO_KEY
         digest = sha256(_key(headers.get(b"authorization", b""))).digest()
-        return sum([hmac.compare_digest(digest, key) for key in self.keys]) > 0
+        matches = [hmac.compare_digest(digest, key) for key in self.keys]
+        return f"key{matches.index(True) + 1}" if any(matches) else NO_KEY
 
     def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
@@ -240,9 +249,16 @@ class Guard:
         finally:
             self.buffered -= size
 
+    async def _has_too_many_values(self, body: bytes) -> bool:
+        limit = self.settings.max_body_values
+        if len(body) <= SLICE_BYTES:
+            return has_more_values(body, limit)
+        return await asyncio.to_thread(has_more_values, body, limit)
+
     def _body_too_large(self) -> Failure:
         limit = self.settings.max_body_bytes
-        return Failure(413, f"the body is too large; at most {limit} bytes are allowed", CLOSE)
+        message = f"the body is too large; at most {limit} bytes are allowed (max_body_bytes)"
+        return Failure(413, message, CLOSE)
 
     def _overloaded(self, reason: str) -> Failure:
         seconds = max((model.retry_after() for model in self.models), default=1)
@@ -251,9 +267,24 @@ class Guard:
     def _report(self, scope: Scope, record: RequestRecord, status: int) -> None:
         if status == CLIENT_GONE:
             self.metrics.dropped.inc()
+        if record.truncated:
+            self._warn_of_truncation(record)
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         self.metrics.record(record, route, status)
         logs.log_request(record, route, status)
+
+    def _warn_of_truncation(self, record: RequestRecord) -> None:
+        """Log once per model and key that texts are cut; the metric counts how many."""
+        if record.model is None or (record.model.name, record.key) in self.warned:
+            return
+        self.warned.add((record.model.name, record.key))
+        sender = "clients" if record.key == NO_KEY else f"the clients of {record.key}"
+        logs.LOGGER.warning(
+            "%s sent texts with more tokens than %s takes, and they were cut; "
+            "--no-truncate refuses such texts, packhorse_truncated_inputs_total counts them",
+            sender,
+            record.model.name,
+        )
 
 
 class _ResponseSender:
@@ -276,6 +307,8 @@ class _ResponseSender:
                 headers.append((b"x-packhorse-pack", self.record.pack.encode()))
             if self.record.fingerprint:
                 headers.append((b"x-packhorse-fingerprint", self.record.fingerprint.encode()))
+            if self.record.truncated:
+                headers.append((b"x-packhorse-truncated", str(self.record.truncated).encode()))
             if self.record.ignored:
                 headers.append((b"x-packhorse-ignored-fields", self.record.ignored.encode()))
         try:
@@ -315,14 +348,37 @@ def has_more_values(body: bytes, limit: int) -> bool:
 
     Two megabytes of small values take seconds to validate, during which no other request is
     answered; two megabytes of text take a millisecond. Commas separate values, but only those
-    outside of strings count. Looking for strings takes time for each of them, so that too many of
-    them are refused before.
+    outside of strings count. Each string is a value too, with two quotes.
     """
     if body.count(b",") <= limit:
         return False
-    if body.count(b'"') - body.count(b'\\"') > 2 * limit:
-        return True
-    return STRING.sub(b"", body).count(b",") > limit
+    quotes = 0
+    commas = 0
+    for part in _slices(body):
+        if b"\\" in part:  # with pairs of backslashes gone, each that is left escapes a character
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
+        # Every other piece is outside of strings: the first, if the slice does not begin in one.
+        commas += sum(piece.count(b",") for piece in pieces[quotes % 2 :: 2])
+        quotes += len(pieces) - 1
+        if commas > limit or quotes > 2 * limit + 2:
+            return True
+    return False
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    """Divide a body into slices of about `SLICE_BYTES`, none of which ends within an escape."""
+    begin = 0
+    while begin < len(body):
+        part = body[begin : begin + SLICE_BYTES]
+        begin += len(part)
+        while part.endswith(b"\\") and begin < len(body):
+            # The rest of a run of backslashes, and the character behind it.
+            rest = body[begin : begin + SLICE_BYTES]
+            run = rest[: len(rest) - len(rest.lstrip(b"\\")) + 1]
+            part += run
+            begin += len(run)
+        yield part
 
 
 def _host_name(host: bytes) -> str | None:

@@ -46,6 +46,7 @@ RECORD_FIELDS = (
     "pack",
     "fingerprint",
     "ignored",
+    "truncated",
     "queue_seconds",
     "compute_seconds",
     "error",

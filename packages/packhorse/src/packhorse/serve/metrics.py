@@ -23,6 +23,7 @@ from packhorse.serve.hosting import ServedModel, ServedModels
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 UNMATCHED_ROUTE = "other"  # label for requests that match no route
+NO_KEY = "none"  # label for requests of a server without keys, and for those without a valid one
 
 
 @dataclass(slots=True)
@@ -39,6 +40,8 @@ class RequestRecord:
     pack: str = ""  # value of the response header x-packhorse-pack; empty if no model ran
     fingerprint: str = ""  # value of x-packhorse-fingerprint
     ignored: str = ""  # value of x-packhorse-ignored-fields
+    truncated: int = 0  # inputs that were cut; value of x-packhorse-truncated
+    key: str = NO_KEY  # which API key the request came with: "key1" for the first; never the key
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     error: str = ""  # kind of error that the request ended with
@@ -95,6 +98,12 @@ class Metrics:
         )
         self.inputs = Counter("packhorse_inputs", "Texts and pairs answered.", **here)
         self.tokens = Counter("packhorse_input_tokens", "Tokens of answered inputs.", **here)
+        self.truncated = Counter(
+            "packhorse_truncated_inputs",
+            "Inputs cut to the length that the model takes, by model and number of the API key.",
+            ["model", "key"],
+            **here,
+        )
 
         def read_local() -> list[RunnerFigures]:
             return [runner_figures(model, **(labels or {})) for model in models]
@@ -122,6 +131,8 @@ class Metrics:
             self.compute.observe(record.compute_seconds)
             self.inputs.inc(record.inputs)
             self.tokens.inc(record.tokens)
+        if record.truncated and record.model is not None:
+            self.truncated.labels(record.model.name, record.key).inc(record.truncated)
 
     def page(self) -> bytes:
         """Return the body of `GET /metrics`."""

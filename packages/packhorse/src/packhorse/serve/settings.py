@@ -81,6 +81,13 @@ class ServeSettings:
     )
 
     strict_fields: bool = setting(False, REQUESTS, "Refuse fields that a route does not know.")
+    auto_truncate: bool | None = setting(
+        None,
+        REQUESTS,
+        "Truncate texts longer than the model takes, or refuse them, on all routes; "
+        "default: as each route's own server does.",
+        negative="--no-truncate",
+    )
     token_ids: str = setting(
         "", REQUESTS, "cl100k or cl100k=FILE: decode token ids that are not the model's own."
     )
@@ -105,9 +112,12 @@ class ServeSettings:
     )
     max_headers: int = setting(100, LIMITS, "Headers and trailers of a request.", minimum=1)
     max_batch_inputs: int = setting(
-        32, LIMITS, "Inputs (texts, documents) in one request.", minimum=1
+        2048, LIMITS, "Inputs (texts, documents) in one request.", minimum=1
     )
-    max_body_bytes: int = setting(2_000_000, LIMITS, "Bytes in the body of a request.", minimum=1)
+    max_request_tokens: int = setting(
+        0, LIMITS, "Tokens in one request, after truncation; 0: 2,048 texts of 512 tokens."
+    )
+    max_body_bytes: int = setting(8_000_000, LIMITS, "Bytes in the body of a request.", minimum=1)
     max_body_values: int = setting(
         65_536, LIMITS, "JSON values (texts, token ids …) in the body of a request.", minimum=16
     )

@@ -5,11 +5,15 @@ engine tens of microseconds, a sequence of it one or two. Sequences of different
 batches, because the runner packs sequences and not jobs.
 
 A request is admitted as a whole or refused as a whole, but it does not enter the queue as one
-block: at most one batch of its tokens, or a quarter of them if that is more, are there at a time.
-The next job is submitted when an earlier one is answered, on the engine's own thread and so before
-the next batch is closed. A short text that arrives meanwhile finds a quarter of a long request
-ahead of it and not all of it; the long request pays for that by being overtaken at most three
-times.
+block: at most one batch of its tokens, or a quarter of them if that is more, are there at a time,
+and never more than three batches. The next job is submitted when an earlier one is answered, on the
+engine's own thread and so before the next batch is closed. A short text that arrives meanwhile
+finds a part of a long request ahead of it and not all of it; the long request pays for that by
+being overtaken once per part.
+
+A request is admitted if there is room for one of its inputs, so that a thousand texts find a place
+while the queue is nearly full of single ones. What follows its first job is not checked again: it
+takes the place of what was answered.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from packhorse.runtime.admission import PackedFuture
+from packhorse.runtime.admission import BATCHES_AHEAD, PackedFuture
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob, Row
 
@@ -120,7 +124,7 @@ def start(
     `on_end` is called once, on any thread, maybe before this function returns; not for a request
     that was stopped.
     """
-    if len(jobs) == 1 and jobs[0].tokens <= runner.max_waiting_tokens:
+    if len(jobs) == 1:
         return SingleJob(runner, jobs[0], on_end)
     stream = RequestStream(runner, jobs, on_end)
     stream.start()
@@ -170,31 +174,31 @@ class RequestStream:
         self.runner = runner
         self.on_end = on_end
         # Tokens that may be in the runner at once: a part of the request, but at least one batch,
-        # because a request that fits into one batch gains nothing from being split.
+        # because a request that fits into one batch gains nothing from being split, and no more
+        # than keeps the device busy.
         part = -(-sum(job.tokens for job in jobs) // STREAM_PARTS)
-        self.window = max(runner.shape.tokens, part)
+        batch = runner.shape.tokens
+        self.window = min(max(batch, part), BATCHES_AHEAD * batch)
         self.waiting = deque(jobs)  # not submitted yet
         self.unanswered = len(jobs)
         self.tokens = 0  # in the runner
         self.futures: list[PackedFuture] = []  # in the order of the jobs
-        self.reserved = False
         self.ended = False
         self._lock = threading.RLock()
 
     def start(self) -> None:
-        """Reserve room in the queue for all jobs and submit the first; raises `Overloaded`."""
-        self.runner.reserve(self.waiting)
-        self.reserved = True
+        """Submit the first jobs; raises `Overloaded`."""
         with self._lock:
-            self._submit()
+            try:
+                self._submit()
+            except BaseException:
+                self.stop()
+                raise
 
     def stop(self) -> None:
-        """Cancel what has not run yet and give its room in the queue back."""
+        """Cancel what has not run yet."""
         with self._lock:
             self.ended = True
-            if self.reserved:
-                self.runner.release(self.waiting)
-                self.reserved = False
         for future in self.futures:
             future.cancel()
 
@@ -204,7 +208,7 @@ class RequestStream:
             job = self.waiting[0]
             if self.tokens and self.tokens + job.tokens > self.window:
                 return
-            future = self.runner.admit(job)
+            future = self.runner.follow(job) if self.futures else self.runner.enqueue(job)
             self.waiting.popleft()
             self.futures.append(future)
             self.tokens += job.tokens

@@ -10,15 +10,19 @@ words, runs of blanks), it is tried again with 32, then with 128 characters per 
 2 MB costs no more than its budget, and ordinary text gives the same tokens as if tokenized whole.
 After a cut inside a word (scripts without blanks) the tokens of the last 128 characters are
 dropped, because they might differ in the whole text. If the result is then shorter than
-`max_length`, it is still marked `truncated`. (2) A template is derived from an encoded probe text
-instead of being parsed, so that it works for every kind of post-processor.
+`max_length`, it is still marked `truncated`. A text that is truncated at its beginning is cut there
+in the same way, but only where words end, and tokenized whole if too few tokens are left. (2) A
+template is derived from an encoded probe text instead of being parsed, so that it works for every
+kind of post-processor.
 """
 
 import hashlib
 import json
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final, get_args
@@ -48,6 +52,9 @@ SPARE_CHARS = 512
 SPARE_WORDS = 8
 DISTRUST = 128  # tokens nearer to a cut may be wrong; more than the longest word of WordPiece
 BLANKS = " \t\r\n"  # not \s: BERT deletes some of those (\x1c), which joins the words around them
+BLANK = re.compile(f"[{BLANKS}]")
+# BERT's rules make each of these a word of its own, or delete it between words.
+BERT_BOUNDARY = re.compile(f"[{BLANKS}{re.escape(string.punctuation)}\u4e00-\u9fff]")
 NO_LIMIT = 1 << 60
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -90,10 +97,15 @@ class _Template(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """Where a long text is cut before it is tokenized, in characters."""
+    """The part of a long text that is tokenized, in characters.
+
+    Tokens that begin outside of the reliable part might be others in the whole text.
+    """
 
     end: int
-    reliable_end: int  # a token that begins here or later might be another in the whole text
+    reliable_end: int
+    begin: int = 0
+    reliable_begin: int = 0
 
 
 @final
@@ -171,15 +183,15 @@ class Tokenizer:
         """Encode each text or pair in at most `max_length` tokens (default: the tokenizer's).
 
         `on_long`: "truncate" drops the end, in a pair of the longer text first; "truncate_left"
-        drops the beginning instead, for which the whole text has to be tokenized; "only_second"
-        drops the end of a pair's second text only; "error" raises.
+        drops the beginning instead; "only_second" drops the end of a pair's second text only;
+        "error" raises.
         """
         if on_long not in ON_LONG:
             raise InputError(f"on_long is {on_long!r}; use one of {', '.join(ON_LONG)}")
         rows = _checked(texts)
         rooms = [self._room(len(row) == 2, max_length) for row in rows]
-        limits = [NO_LIMIT if on_long == "truncate_left" else room for room in rooms]
-        tokenized = self._tokenize(rows, [(limit, limit) for limit in limits])
+        limits = [(room, room) for room in rooms]
+        tokenized = self._tokenize(rows, limits, from_left=on_long == "truncate_left")
         return [
             self._join(_fit(tokens, room, on_long, i), before=_count(tokens))
             for i, (tokens, room) in enumerate(zip(tokenized, rooms, strict=True))
@@ -242,15 +254,28 @@ class Tokenizer:
         return NO_LIMIT if limit is None else limit - specials
 
     def _tokenize(
-        self, rows: list[tuple[str, ...]], limits: Sequence[tuple[int, ...]]
+        self,
+        rows: list[tuple[str, ...]],
+        limits: Sequence[tuple[int, ...]],
+        from_left: bool = False,
     ) -> list[list[_TokenizedText]]:
-        """Tokenize each text whole, or up to its limit of tokens as far as the budgets allow."""
+        """Tokenize each text whole, or up to its limit of tokens as far as the budgets allow.
+
+        With `from_left` these are the last tokens of a text.
+        """
+        budgets = CHARS_PER_TOKEN
+        cut_text = _cut
+        if from_left:
+            budgets = (*CHARS_PER_TOKEN, NO_LIMIT)
+            cut_text = partial(_cut_left, boundary=self._boundary())
         result = [[_TokenizedText([], [])] * len(row) for row in rows]
         # (row, text of the row) of all that still has to be tokenized, with a larger budget.
         pending = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
-        for chars in CHARS_PER_TOKEN:
-            cuts = [_cut(rows[i][j], limits[i][j], chars) for i, j in pending]
-            parts = [rows[i][j][: cut.end] for (i, j), cut in zip(pending, cuts, strict=True)]
+        for chars in budgets:
+            cuts = [cut_text(rows[i][j], limits[i][j], chars) for i, j in pending]
+            parts = [
+                rows[i][j][cut.begin : cut.end] for (i, j), cut in zip(pending, cuts, strict=True)
+            ]
             encodings = self._call(parts, [i for i, _ in pending])
             for (i, j), cut, encoding in zip(pending, cuts, encodings, strict=True):
                 result[i][j] = _reliable(encoding, cut, len(rows[i][j]))
@@ -262,6 +287,16 @@ class Tokenizer:
             if not pending:
                 break
         return result
+
+    def _boundary(self) -> re.Pattern[str]:
+        """A pattern for characters that end a word and never vanish, whatever is beside them."""
+        normalizer: Any = self._library.normalizer
+        is_bert = (
+            type(self._library.pre_tokenizer).__name__ == "BertPreTokenizer"
+            and type(normalizer).__name__ == "BertNormalizer"
+            and normalizer.handle_chinese_chars
+        )
+        return BERT_BOUNDARY if is_bert else BLANK
 
     def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
         """Call the library; if it fails, again for each text, to name the one it fails on."""
@@ -349,13 +384,33 @@ def _cut(text: str, limit: int, chars: int) -> _Cut:
     return _Cut(blank, blank) if blank >= 0 else _Cut(end, end - DISTRUST)
 
 
+def _cut_left(text: str, limit: int, chars: int, boundary: re.Pattern[str]) -> _Cut:
+    """Cut a text of which the last `limit` tokens are needed, where a word ends.
+
+    How a word is divided depends on how it begins. So a text is not cut within one, as `_cut` may,
+    but kept whole if there is no boundary near.
+    """
+    begin = len(text) - SPARE_CHARS - limit * chars
+    match = boundary.search(text, begin, begin + SPARE_CHARS // 2) if begin > 0 else None
+    if match is None:
+        return _Cut(len(text), len(text))
+    # A boundary may be a part of a token of several words, such as [MASK], or of several blanks.
+    return _Cut(len(text), len(text), match.start(), match.start() + DISTRUST)
+
+
 def _reliable(encoding: Any, cut: _Cut, length: int) -> _TokenizedText:
     """The tokens of a text of `length` characters that a cut cannot have changed."""
-    is_cut = cut.end < length
+    ids = encoding.ids
     offsets = encoding.offsets
+    if cut.begin:
+        offsets = [(cut.begin + start, cut.begin + end) for start, end in offsets]
+        starts = (index for index, (start, _) in enumerate(offsets) if start >= cut.reliable_begin)
+        first = next(starts, len(offsets))
+        return _TokenizedText(ids[first:], offsets[first:], True)
+    is_cut = cut.end < length
     while is_cut and offsets and offsets[-1][0] >= cut.reliable_end:
         offsets.pop()
-    return _TokenizedText(encoding.ids[: len(offsets)], offsets, is_cut)
+    return _TokenizedText(ids[: len(offsets)], offsets, is_cut)
 
 
 def _fit(

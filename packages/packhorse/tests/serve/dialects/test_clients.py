@@ -81,13 +81,40 @@ def test_openai_models_and_errors(openai):
     assert refused.value.status_code == 424
 
 
+def test_openai_takes_as_many_inputs_as_openai(openai, server):
+    encoder = server.encoder("tiny")
+    texts = [f"sacks {'to market ' * (i % 60)}." for i in range(2048)]  # many are too long
+    response = openai.embeddings.with_raw_response.create(model="tiny", input=texts)
+    vectors = [row.embedding for row in response.parse().data]
+    assert close(vectors, encoder.embed(texts, long="truncate"))
+    cut = sum(bool(e.truncated) for e in encoder.tokenizer.encode(texts, encoder.max_length))
+    assert response.headers["x-packhorse-truncated"] == str(cut)
+
+
+def test_langchain_sends_a_thousand_texts_at_once(server):
+    langchain = pytest.importorskip("langchain_openai")
+    client = langchain.OpenAIEmbeddings(
+        model="tiny",
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        check_embedding_ctx_length=False,
+    )
+    assert client.chunk_size == 1000
+    texts = [f"sacks {'to market ' * (i % 60)}." for i in range(1500)]
+    assert close(
+        client.embed_documents(texts), server.encoder("tiny").embed(texts, long="truncate")
+    )
+
+
 def test_openai_long_texts_in_extra_body(openai, server):
     encoder = server.encoder("tiny")
     text = "sacks to market " * 30
     from openai import APIStatusError
 
+    cut = openai.embeddings.create(model="tiny", input=text)
+    assert close(cut.data[0].embedding, encoder.embed([text], long="truncate")[0])
     with pytest.raises(APIStatusError) as refused:
-        openai.embeddings.create(model="tiny", input=text)
+        openai.embeddings.create(model="tiny", input=text, extra_body={"truncate": False})
     assert refused.value.status_code == 413
     for long in ("truncate", "chunk"):
         response = openai.embeddings.create(model="tiny", input=text, extra_body={"long": long})

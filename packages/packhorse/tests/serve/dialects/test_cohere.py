@@ -50,7 +50,7 @@ def test_documents_are_cut(post):
     ("change", "status"),
     [
         ({"documents": []}, 400),
-        ({"documents": ["a"] * 33}, 413),
+        ({"documents": ["a"] * 2049}, 413),
         ({"documents": "a"}, 422),
         ({"query": None}, 422),
         ({"top_n": 0}, 422),

@@ -284,6 +284,7 @@ def test_truncation_in_every_dialect_of_openai(http, server) -> None:
     from_left = encoder.embed([LONG], long="truncate_left")[0]
     assert not np.allclose(from_left, right, atol=1e-3)
     for fields, expected in [
+        ({}, right),
         ({"truncate": True}, right),
         ({"truncate": "END"}, right),
         ({"truncation": True}, right),
@@ -293,7 +294,7 @@ def test_truncation_in_every_dialect_of_openai(http, server) -> None:
     ]:
         response = ask(http, route, input=LONG, **fields)
         assert np.allclose(vector(response), expected, atol=1e-6), fields
-    for fields in ({}, {"truncate": False}, {"truncate": "NONE"}, {"truncation": False}):
+    for fields in ({"truncate": False}, {"truncate": "NONE"}, {"truncation": False}):
         assert ask(http, route, input=LONG, **fields).status_code == 413
 
 

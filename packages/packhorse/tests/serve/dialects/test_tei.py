@@ -161,7 +161,7 @@ def test_tokenize_and_decode(post, server):
 def test_info(http, server):
     info = http.get("/info").json()
     assert info["model_id"] == "mini" and info["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert info["max_client_batch_size"] == 32 and info["max_input_length"] == 256
+    assert info["max_client_batch_size"] == 2048 and info["max_input_length"] == 256
     tasks = {model["name"]: model["tasks"] for model in info["models"]}
     assert tasks["reader"] == ["answer", "hidden"] and list(tasks) == [
         h.name for h in server.models
@@ -174,7 +174,7 @@ def test_info(http, server):
         ("/embed", {"inputs": []}, 400, "Empty"),
         ("/embed", {"inputs": ""}, 400, "Empty"),
         ("/embed", {"inputs": ["a", ""]}, 400, "Empty"),
-        ("/embed", {"inputs": ["a"] * 33}, 413, "Validation"),
+        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
         ("/embed", {"inputs": "a" * 200_001}, 413, "Validation"),
         ("/embed", {"inputs": [1.5]}, 422, "Tokenizer"),
         ("/embed", {"inputs": [-1]}, 422, "Tokenizer"),

@@ -122,6 +122,19 @@ def test_answers_are_those_of_the_library(server, expected, checkpoint_folder) -
             assert client.get(path).status_code == 200, path
 
 
+def test_truncation_is_told_by_any_front(server, checkpoint_folder) -> None:
+    model = packhorse.load(checkpoint_folder, device="cpu")
+    texts = ["w1 w2 " * 400, "w5"]
+    before = total(server, "packhorse_truncated_inputs_total")
+    for _ in range(4):  # each with a connection of its own, and so maybe to the other front
+        response = httpx.post(f"{server.url}/v1/embeddings", json={"input": texts}, timeout=60)
+        assert response.headers["x-packhorse-truncated"] == "1"
+        vectors = [row["embedding"] for row in response.json()["data"]]
+        expected = model.embed(texts, long="truncate")
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    assert total(server, "packhorse_truncated_inputs_total") == before + 4
+
+
 def total(server: Any, name: str) -> float:
     page = httpx.get(f"{server.url}/metrics", timeout=60).text
     return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))

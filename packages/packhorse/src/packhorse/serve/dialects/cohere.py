@@ -71,7 +71,8 @@ class RerankBody(LenientBody):
     @property
     def document_truncation(self) -> Truncation:
         """What to do with a document that is too long."""
-        return Truncation("truncate", allowed=False not in (self.truncation, self.truncate))
+        wishes = {self.truncation, self.truncate} - {None}
+        return Truncation.read(False not in wishes if wishes else None, by_default=True)
 
 
 class RerankV1(RerankBody):
@@ -94,7 +95,7 @@ class RerankV1(RerankBody):
     def document_truncation(self) -> Truncation:
         """What to do with a document that is too long."""
         if self.max_chunks_per_doc is not None and self.max_chunks_per_doc > 1:
-            return Truncation()
+            return Truncation(allowed=False)
         return super().document_truncation
 
 

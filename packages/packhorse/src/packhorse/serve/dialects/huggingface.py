@@ -392,7 +392,7 @@ def _truncation(body: InferenceRequest, default: bool = True) -> Truncation:
     """Read the truncation options; the API truncates by default, except for vectors."""
     truncate = body.truncate_long
     direction = body.option("truncation_direction") or "right"
-    return Truncation.read(default if truncate is None else truncate, direction)
+    return Truncation.read(truncate, direction, by_default=default)
 
 
 # Tasks -----------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ async def _label(request: Request, model: ServedModel, body: InferenceRequest) -
     elif stride == 0:
         truncation = Truncation("chunk", allowed=True)
     else:  # our chunks share no tokens, so a text that would need such chunks is refused
-        truncation = Truncation()
+        truncation = Truncation(allowed=False)
     result = await run_task(request, model, "label", texts, truncation, join=join)
     key = "entity_group" if join else "entity"
     ignored = body.option("ignore_labels") or ()

@@ -109,9 +109,11 @@ class EmbeddingsRequest(LenientBody):
         if isinstance(truncate, str):
             truncate = nvidia_values[truncate]
         if truncate is None:
-            truncate = self.truncation or self.truncate_prompt_tokens == -1
-        direction = "Left" if self.truncate == "START" else "Right"
-        return Truncation.read(truncate, self.truncation_direction or direction, self.long)
+            truncate = self.truncation
+        if truncate is None and self.truncate_prompt_tokens == -1:
+            truncate = True
+        direction = self.truncation_direction or ("Left" if self.truncate == "START" else "Right")
+        return Truncation.read(truncate, direction, self.long, by_default=True)
 
 
 class OpenAiVector(BaseModel):

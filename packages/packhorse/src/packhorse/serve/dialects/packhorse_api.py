@@ -70,7 +70,7 @@ class FillRequest(StrictBody):
     inputs: Texts = Field(examples=["A horse carries the [MASK]."])
     top_k: TopK = 5
     targets: ListOf[str] | None = Field(default=None, description="Choose only among these words.")
-    long: LongText = "error"
+    long: LongText | None = None
     model: ModelName = None
 
 
@@ -78,7 +78,7 @@ class ClassifyRequest(StrictBody):
     """Texts and pairs of texts."""
 
     inputs: Text | ListOf[Text | TextPair] = Field(examples=["Packing is fun."])
-    long: LongText = "error"
+    long: LongText | None = None
     model: ModelName = None
 
 
@@ -86,7 +86,7 @@ class NerRequest(StrictBody):
     """Texts to search for names."""
 
     inputs: Texts = Field(examples=["Ada lives in London."])
-    long: LongText = "error"
+    long: LongText | None = None
     model: ModelName = None
 
 

@@ -3,9 +3,11 @@
     model = models.find(body.model, "embed")
     result = await embed(request, model, texts, truncation, normalize=True, dimensions=64)
 
-`Truncation` is what to do with a text that is too long, whatever a dialect calls it. Unless the
-request asks for truncation, such a text is refused, as in text-embeddings-inference: a vector of
-half a text looks like any other.
+`Truncation` is what to do with a text that is too long, whatever a dialect calls it. The request's
+own field decides; if it has none, `--auto-truncate` or `--no-truncate`; if neither was set, the
+route: each does what the server whose API it follows does (`by_default`). Whatever was cut is told
+in the response header `x-packhorse-truncated`, because a vector of half a text looks like any
+other.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from packhorse.runtime.tasks import Long, TaskInput, is_ids
 from packhorse.serve.calls import CallResult, call
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import ServedModel
+from packhorse.serve.settings import ServeSettings
 
 # Tokens. In smaller windows the question and the special tokens, which every window repeats, would
 # cost more than the context.
@@ -35,17 +38,29 @@ class Truncation:
     """What to do with a text that has more tokens than the model takes."""
 
     long: Long = "truncate"
-    allowed: bool = False  # otherwise such a text is refused
+    allowed: bool | None = None  # False refuses such a text; None: the request does not say
+    by_default: bool = False  # what the route does if neither request nor settings say
 
     @classmethod
     def read(
-        cls, truncate: bool | None = None, direction: str = "right", long: str | None = None
+        cls,
+        truncate: bool | None = None,
+        direction: str = "right",
+        long: str | None = None,
+        by_default: bool = False,
     ) -> Truncation:
         """Combine a body's `truncate` and `truncation_direction`; `long` overrides both."""
         if long == "chunk":
             return cls("chunk", True)
-        allowed = bool(truncate) if long is None else long == "truncate"
-        return cls("truncate_left" if direction.lower() == "left" else "truncate", allowed)
+        allowed = truncate if long is None else long == "truncate"
+        way: Long = "truncate_left" if direction.lower() == "left" else "truncate"
+        return cls(way, allowed, by_default)
+
+    def is_allowed(self, settings: ServeSettings) -> bool:
+        """Return whether a text may be cut: by the request, else the settings, else the route."""
+        if self.allowed is not None:
+            return self.allowed
+        return self.by_default if settings.auto_truncate is None else settings.auto_truncate
 
 
 async def run_task(
@@ -64,7 +79,8 @@ async def run_task(
                 f"input {number} has more token ids than the {max_length} that {model.name} takes; "
                 "token ids are never truncated"
             )
-    arguments = {"truncate": truncation.allowed, "long": truncation.long, **options}
+    allowed = truncation.is_allowed(request.app.state.settings)
+    arguments = {"truncate": allowed, "long": truncation.long, **options}
     return await call(request, model, task, texts, **arguments)
 
 

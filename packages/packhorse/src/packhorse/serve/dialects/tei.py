@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -276,7 +276,7 @@ class Info(BaseModel):
     max_batch_tokens: int
     max_batch_requests: int | None
     max_client_batch_size: int
-    auto_truncate: Literal[False] = False
+    auto_truncate: bool = Field(description="Whether these routes truncate by default.")
     tokenization_workers: int
     version: str
     sha: str | None
@@ -520,7 +520,7 @@ def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, 
         "max_batch_tokens": model.runner.shape.tokens,
         "max_batch_requests": None,
         "max_client_batch_size": settings.max_batch_inputs,
-        "auto_truncate": False,
+        "auto_truncate": bool(settings.auto_truncate),
         "tokenization_workers": 1,
         "version": __version__,
         "sha": None,
