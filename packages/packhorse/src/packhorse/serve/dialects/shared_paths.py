@@ -124,7 +124,7 @@ class RankedDocument(BaseModel):
     document: dict[str, str] | str | None = None
 
 
-class RankedDocuments(vllm.VllmList):
+class RankedDocuments(vllm.VllmAnswer):
     """The documents, best first."""
 
     object: Literal["rerank"] = "rerank"
@@ -140,14 +140,14 @@ class LabelProbabilities(BaseModel):
     num_classes: int
 
 
-class ClassifiedInputs(vllm.VllmList):
+class ClassifiedInputs(vllm.VllmAnswer):
     """vLLM's answer: one item per input."""
 
     object: Literal["list"] = "list"
     data: list[LabelProbabilities]
 
 
-class ClassifiedTexts(vllm.VllmList):
+class ClassifiedTexts(vllm.VllmAnswer):
     """Infinity's answer: all labels of each input, best first."""
 
     object: Literal["classify"] = "classify"
@@ -178,11 +178,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
 
     @tei_post("/rerank", response_model=RerankResponses)
     async def rerank(request: Request, body: RerankRequests) -> Response:
-        """The texts, best first; 424 if no model can score them.
-
-        `texts` need a cross-encoder. If there is none, `documents` are compared by the cosine
-        similarity of their vectors, as in vLLM.
-        """
+        """The texts, best first; without a cross-encoder `texts` are 424, `documents` cosines."""
         if isinstance(body.root, tei.RerankRequest):
             return await tei.rerank(request, models, body.root)
         return await _rerank_documents(request, models, body.root)

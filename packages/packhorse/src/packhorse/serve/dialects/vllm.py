@@ -221,11 +221,10 @@ class VllmUsage(BaseModel):
     total_tokens: int
 
 
-class VllmList(BaseModel):
+class VllmAnswer(BaseModel):
     """The fields that most answers have."""
 
     id: str
-    object: str = "list"
     created: int
     model: str
     usage: VllmUsage
@@ -239,9 +238,10 @@ class PooledData(BaseModel):
     data: list[float] | list[list[float]] | str
 
 
-class PoolingResponse(VllmList):
+class PoolingResponse(VllmAnswer):
     """One item per input."""
 
+    object: Literal["list"] = "list"
     data: list[PooledData]
 
 
@@ -253,9 +253,10 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreResponse(VllmList):
+class ScoreResponse(VllmAnswer):
     """One score per pair."""
 
+    object: Literal["list"] = "list"
     data: list[Score]
 
 
