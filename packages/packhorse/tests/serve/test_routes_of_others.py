@@ -26,14 +26,14 @@ OF_SERVER: dict[tuple[str, str], dict[str, Any]] = {
 
 def rows() -> list[tuple[str, str, str, str]]:
     """Return server, method, path and whether it works, of each row of the page."""
-    found = []
+    table = []
     server = ""
     for line in PAGE.read_text("utf-8").splitlines():
         if line.startswith("## "):
             server = line.removeprefix("## ")
         elif match := ROW.match(line):
-            found.append((server, *match.groups()))
-    return found
+            table.append((server, *match.groups()))
+    return table
 
 
 def test_all_servers_are_there() -> None:

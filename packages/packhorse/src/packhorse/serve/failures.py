@@ -133,8 +133,13 @@ class SharedPath:
     vllm: frozenset[str]  # fields that only requests to vLLM (and Infinity) have
 
 
-TEXT_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"))
-TEXT_PAIRS += (("data_1", "data_2"),)
+# The fields for the two sides of a comparison on vLLM's /score.
+TEXT_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
 SHARED_PATHS: dict[str, SharedPath] = {
     "/rerank": SharedPath(frozenset({"texts"}), frozenset({"documents"})),
     "/classify": SharedPath(frozenset({"inputs"}), frozenset({"input", "messages"})),

@@ -85,6 +85,16 @@ def test_classify_as_infinity(post, server):
     assert {row["label"]: row["score"] for row in raw} == pytest.approx(logits, abs=1e-5)
 
 
+def test_infinity_truncates_and_vllm_refuses(post, server):
+    long = "a mule carries sacks to market " * 30
+    ranked = {"query": "who", "documents": [long]}
+    assert post("/rerank", ranked)[0] == post("/classify", {"input": long})[0] == 413
+    (row,) = post("/rerank", ranked | {"raw_scores": True})[1]["results"]
+    (rank,) = server.encoder("ranker").rerank("who", [long], long="truncate")
+    assert close(row["relevance_score"], rank.score)
+    assert post("/classify", {"input": [long], "raw_scores": False})[0] == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "shape"),
     [

@@ -116,7 +116,7 @@ async def _invoke(
     try:
         body = route.body.model_validate(document)
     except ValidationError as error:
-        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        errors = [{**detail, "loc": ("body", *detail["loc"])} for detail in error.errors()]
         raise RequestValidationError(errors, body=document) from None
     return await route.run(request, body)
 

@@ -34,6 +34,7 @@ from packhorse.serve.calls import CallResult, json_response
 from packhorse.serve.dialects import packhorse_api, tei, vllm
 from packhorse.serve.dialects.infinity import OptionalModelName
 from packhorse.serve.dialects.schemas import ListOf, TeiOrVllmError, post_routes
+from packhorse.serve.dialects.tasks import Truncation
 from packhorse.serve.failures import Empty, is_vllm
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
@@ -56,28 +57,46 @@ def _by_fields(path: str) -> Discriminator:
 # Request bodies --------------------------------------------------------------------------------
 
 
-class DocumentsRequest(vllm.ScoringBody):
+class InfinityFields(vllm.VllmBody):
+    """What a request to vLLM may have to be one to Infinity."""
+
+    model: OptionalModelName = None
+    raw_scores: bool | None = Field(
+        default=None,
+        description="Return logits. Whatever the value, the answer has Infinity's shape.",
+    )
+
+    @property
+    def is_infinity(self) -> bool:
+        """Whether the request is written for Infinity."""
+        return self.raw_scores is not None
+
+    @property
+    def text_truncation(self) -> Truncation:
+        """What to do with a text that is too long; Infinity truncates it, vLLM refuses it."""
+        if self.is_infinity and self.truncate_prompt_tokens is None:
+            return Truncation.read(True)
+        return super().text_truncation
+
+
+class DocumentsRequest(InfinityFields, vllm.ScoringBody):
     """Documents to rank by how well they answer a query."""
 
     query: str = Field(examples=["What is packing?"])
     documents: str | ListOf[str] = Field(
         examples=[["Sequences laid end to end.", "A horse carries it."]]
     )
-    model: OptionalModelName = None
     top_n: int | None = Field(
         default=None, ge=0, le=2**31, description="Return only the best few; 0: all."
     )
     return_documents: bool | None = Field(
-        default=None, description="By default true, as in vLLM; with `raw_scores` false."
+        default=None,
+        description="By default true, as in vLLM; with `raw_scores` false, as in Infinity.",
     )
-    raw_scores: bool | None = Field(default=None, description="Return logits, as in Infinity.")
 
 
-class InputRequest(vllm.InputBody):
+class InputRequest(InfinityFields, vllm.InputBody):
     """Texts or token ids to classify."""
-
-    model: OptionalModelName = None
-    raw_scores: bool | None = Field(default=None, description="Return logits, as in Infinity.")
 
 
 class RerankRequests(
@@ -209,32 +228,31 @@ async def _rerank_documents(
     raw = bool(body.raw_scores)
     result = await vllm.score_pairs(request, model, task, queries, documents, body, raw)
     order = np.argsort(-np.array(result.values), kind="stable")[: body.top_n or None]
-    is_infinity = body.raw_scores is not None
     returned = body.return_documents
     if returned is None:
-        returned = not is_infinity
+        returned = not body.is_infinity
     rows: list[dict[str, Any]] = []
     for index in order.tolist():
         row: dict[str, Any] = {"index": index, "relevance_score": result.values[index]}
         if returned:
             text = documents[index]
-            row["document"] = text if is_infinity else {"text": text}
+            row["document"] = text if body.is_infinity else {"text": text}
         rows.append(row)
-    fields = vllm.head("infinity" if is_infinity else "rerank", model, result)
+    fields = vllm.answer_fields("infinity" if body.is_infinity else "rerank", model, result)
     return json_response({**fields, "object": "rerank", "results": rows})
 
 
 async def _classify_input(request: Request, models: ServedModels, body: InputRequest) -> Response:
     model = models.find(body.model, "classify")
     result = await vllm.classify_inputs(request, model, body, bool(body.raw_scores))
-    if body.raw_scores is None:
+    if not body.is_infinity:
         return json_response(_probabilities(model, result))
     data = [
         [{"score": score, "label": label} for label, score in value.scores.items()]
         for value in result.values
     ]
     return json_response(
-        {**vllm.head("infinity", model, result), "object": "classify", "data": data}
+        {**vllm.answer_fields("infinity", model, result), "object": "classify", "data": data}
     )
 
 
@@ -249,4 +267,4 @@ def _probabilities(model: ServedModel, result: CallResult) -> dict[str, Any]:
         }
         for index, value in enumerate(result.values)
     ]
-    return {**vllm.head("classify", model, result), "object": "list", "data": data}
+    return {**vllm.answer_fields("classify", model, result), "object": "list", "data": data}

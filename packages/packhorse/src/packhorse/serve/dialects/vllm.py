@@ -299,7 +299,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             {"index": index, "object": "pooling", "data": encode(value)}
             for index, value in enumerate(result.values)
         ]
-        return json_response(_listed("pool", model, result, data))
+        return json_response(_list_answer("pool", model, result, data))
 
     async def answer_score(request: Request, body: ScoreRequest) -> Response:
         first, second = body.text_lists
@@ -309,7 +309,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             {"index": index, "object": "score", "score": score}
             for index, score in enumerate(result.values)
         ]
-        return json_response(_listed("score", model, result, data))
+        return json_response(_list_answer("score", model, result, data))
 
     @post("/score", response_model=ScoreResponse)
     async def score(request: Request, body: ScoreRequest) -> Response:
@@ -474,7 +474,7 @@ async def _shortened(
 # Answers ---------------------------------------------------------------------------------------
 
 
-def head(prefix: str, model: ServedModel, result: CallResult) -> dict[str, Any]:
+def answer_fields(prefix: str, model: ServedModel, result: CallResult) -> dict[str, Any]:
     """Return the fields that all answers of vLLM and Infinity have."""
     total = sum(result.tokens)
     return {
@@ -485,10 +485,10 @@ def head(prefix: str, model: ServedModel, result: CallResult) -> dict[str, Any]:
     }
 
 
-def _listed(
+def _list_answer(
     prefix: str, model: ServedModel, result: CallResult, data: Sequence[Any]
 ) -> dict[str, Any]:
-    return {**head(prefix, model, result), "object": "list", "data": data}
+    return {**answer_fields(prefix, model, result), "object": "list", "data": data}
 
 
 def _base64(array: np.ndarray) -> str:
