@@ -72,8 +72,14 @@ def _required_fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list
     """The fields that a route's body must have; none if it takes no body."""
     if "requestBody" not in operation:
         return []
-    schema = operation["requestBody"]["content"]["application/json"]["schema"]
-    return schemas[schema["$ref"].rpartition("/")[2]]["required"]
+    content = operation["requestBody"]["content"]["application/json"]["schema"]
+    schema = schemas[content["$ref"].rpartition("/")[2]]
+    if "oneOf" not in schema:
+        return schema.get("required", [])
+    bodies = [schemas[body["$ref"].rpartition("/")[2]]["required"] for body in schema["oneOf"]]
+    common = [name for name in bodies[0] if all(name in names for names in bodies)]
+    others = [name for names in bodies for name in names if name not in common]
+    return [*common, "` or `".join(others)]
 
 
 def notes(folder: Path) -> str:

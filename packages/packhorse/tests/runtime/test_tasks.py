@@ -32,7 +32,7 @@ def test_the_table_names_what_there_is(tiny: Encoder, quiet_runtime) -> None:
     from packhorse.cli.flags import RunFlags
     from packhorse.cli.tasks import TASKS as COMMANDS
     from packhorse.serve import hosting
-    from packhorse.serve.dialects import huggingface, packhorse_api, tei
+    from packhorse.serve.dialects import huggingface, packhorse_api, shared_paths, tei
     from packhorse.serve.settings import ServeSettings
 
     assert all(callable(getattr(Encoder, spec.method)) for spec in TASKS.values())
@@ -45,7 +45,7 @@ def test_the_table_names_what_there_is(tiny: Encoder, quiet_runtime) -> None:
     served = hosting.serve_model(opened, settings, publish=False)
     try:
         app = FastAPI()
-        for dialect in (packhorse_api, tei, huggingface):
+        for dialect in (packhorse_api, tei, huggingface, shared_paths):
             dialect.add(app, hosting.ServedModels([served]), settings)
         assert {spec.route for spec in TASKS.values()} <= {route.path for route in app.routes}  # type: ignore[attr-defined]
     finally:

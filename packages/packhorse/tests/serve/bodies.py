@@ -24,4 +24,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/fill": {"inputs": "the [MASK] sat"},
     "/classify": {"inputs": "the cat"},
     "/ner": {"inputs": "the cat sat"},
+    "/pooling": {"input": "the cat"},
+    "/score": {"text_1": "who sat", "text_2": ["the cat", "a mat"]},
+    "/v1/score": {"text_1": "who sat", "text_2": ["the cat", "a mat"]},
+    "/detokenize": {"tokens": [5, 6]},
+    "/embeddings": {"input": "the cat"},
+    "/invocations": {"inputs": "the cat"},
+    "/vertex": {"instances": [{"inputs": "the cat"}]},
 }

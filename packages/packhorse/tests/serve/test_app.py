@@ -35,7 +35,9 @@ def test_every_kind_of_error_has_a_status() -> None:
 
 
 def test_alive_and_ready(served) -> None:
-    assert served.get("/health").json() == {"status": "ok"}
+    for path in ("/health", "/ping"):
+        answer = served.get(path).json()
+        assert answer["status"] == "ok" and answer["unix"] <= time.time()
     assert served.get("/ready").json() == {
         "status": "ready",
         "models": ["tiny", "ranker", "tagger"],

@@ -85,7 +85,7 @@ def script(
         ("POST", "/nowhere", {}),  # 404
         ("POST", "/health", {}),  # 405
         ("GET", "/info", None),
-        ("GET", "/health", None),
+        ("GET", "/version", None),
         ("GET", "/ready", None),
         ("GET", "/openapi.json", None),
         ("GET", "/", None),

@@ -433,6 +433,7 @@ def _first_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
 def _label(
     model: TaskModel,
     texts: Sequence[str],
+    logits: bool = False,  # return those of each token, special ones included, instead of entities
     max_length: int | None = None,
     long: Long | None = None,
     join: bool = True,
@@ -449,7 +450,14 @@ def _label(
         return InferenceJob(sequences, ("tokens",), entities)
 
     encoded = _sequences(model, _single(texts, "label"), max_length, long)
+    if logits:
+        return [InferenceJob(sequences, ("tokens",), _token_logits) for sequences in encoded]
     return list(map(job, encoded, texts))
+
+
+def _token_logits(rows: Sequence[Row]) -> np.ndarray:
+    """Return the logits of all tokens of a text, [n, C]."""
+    return np.concatenate([logits for (logits,) in rows])
 
 
 # The order is that in which the server lists what a model can do. Two tasks ask for more than a

@@ -28,6 +28,7 @@ recently, and runs one if the last was long ago.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,7 +52,17 @@ from packhorse.errors import (
 )
 from packhorse.serve import page
 from packhorse.serve.calls import json_response
-from packhorse.serve.dialects import cohere, huggingface, openai, packhorse_api, tei
+from packhorse.serve.dialects import (
+    clouds,
+    cohere,
+    huggingface,
+    infinity,
+    openai,
+    packhorse_api,
+    shared_paths,
+    tei,
+    vllm,
+)
 from packhorse.serve.failures import (
     ClientGone,
     Empty,
@@ -91,8 +102,11 @@ def create(
     metrics = Metrics(models) if others is None else Metrics(models, list)
     app = create_base(settings, models, metrics)
     app.state.others = others
-    for routes in (tei, openai, cohere, huggingface, packhorse_api, page):
+    for routes in (tei, openai, cohere, huggingface, packhorse_api, vllm, shared_paths, page):
         routes.add(app, models, settings)
+    # These answer by the handlers of routes above.
+    infinity.add(app, models, settings)
+    clouds.add(app, models, settings)
     app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
     return app
 
@@ -174,7 +188,7 @@ def _add_server_routes(
             raise RunnerStopped("the server is shutting down")
         if not models.alive:
             raise RunnerStopped("an engine is not running")
-        return json_response({"status": "ok"})
+        return json_response({"status": "ok", "unix": time.time()})
 
     async def ready() -> Response:
         """Whether a forward pass succeeded recently."""
@@ -192,6 +206,7 @@ def _add_server_routes(
     unavailable: dict[int | str, dict[str, Any]] = {503: {"description": "It is not."}}
     options: dict[str, Any] = {"tags": ["Server"], "response_class": Response}
     app.get("/health", responses=unavailable, **options)(health)
+    app.get("/ping", responses=unavailable, name="ping", **options)(health)  # SageMaker's probe
     app.get("/ready", responses=unavailable, **options)(ready)
     for path, handler in (("/health", health), ("/ready", ready)):  # some load balancers ask so
         app.head(path, include_in_schema=False)(handler)
@@ -221,6 +236,8 @@ async def _handle_invalid(request: Request, error: Any) -> Response:
     path, message = locate_error(errors, error.body)
     text = f"{'.'.join(path) or 'the body'}: {message}"
     failure = Failure(422, text, field=path[0] if path else None)
+    if isinstance(error.body, dict):
+        request.scope["packhorse_fields"] = error.body.keys()
     return _error_response(request, "Invalid", failure)
 
 
@@ -239,5 +256,5 @@ async def _handle_unexpected(request: Request, error: Any) -> Response:
 
 def _error_response(request: Request, kind: str, failure: Failure) -> Response:
     request.scope["packhorse"].error = kind
-    body = failure.body(request.url.path)
+    body = failure.body(request.url.path, request.scope.get("packhorse_fields", ()))
     return Response(body, failure.status, dict(failure.headers), "application/json")

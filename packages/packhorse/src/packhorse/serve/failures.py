@@ -7,7 +7,7 @@ not end up in logs, and input that cannot be decoded cannot be repeated anyway.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +50,10 @@ class Failure:
     headers: Headers = field(default_factory=dict)
     field: str | None = None  # the request field that caused the error, if one did
 
-    def body(self, path: str) -> bytes:
-        """Return the JSON body in the dialect of this path."""
-        return orjson.dumps(_dialect(path)(self))
+    def body(self, path: str, fields: Collection[str] = ()) -> bytes:
+        """Return the JSON body in the dialect of this path, or of a request with these fields."""
+        to_body = _vllm if is_vllm(path, fields) else _dialect(path)
+        return orjson.dumps(to_body(self))
 
 
 TEI_TYPES = {
@@ -63,6 +64,7 @@ TEI_TYPES = {
     500: "Backend",
     503: "Unhealthy",
 }
+VLLM_TYPES = {404: "NotFoundError", 422: "UnprocessableEntityError"}
 OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 OPENAI_CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
@@ -85,6 +87,18 @@ def _openai(failure: Failure) -> dict[str, Any]:
     return {"error": problem}
 
 
+def _vllm(failure: Failure) -> dict[str, Any]:
+    # Infinity's errors have these fields too.
+    default_type = "InternalServerError" if failure.status >= 500 else "BadRequestError"
+    problem = {
+        "message": failure.message,
+        "type": VLLM_TYPES.get(failure.status, default_type),
+        "param": failure.field,
+        "code": failure.status,
+    }
+    return {"error": problem}
+
+
 def _cohere(failure: Failure) -> dict[str, Any]:
     # Cohere's client reads `message`, Jina's reads `detail`.
     return {"message": failure.message, "detail": failure.message}
@@ -98,10 +112,51 @@ def _hugging_face(failure: Failure) -> dict[str, Any]:
 DIALECTS: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
     ("/v1/rerank", _cohere),
     ("/v2/rerank", _cohere),
+    ("/v1/score", _vllm),
     ("/v1/", _openai),
     ("/models/", _hugging_face),
     ("/pipeline/", _hugging_face),
+    ("/pooling", _vllm),
+    ("/score", _vllm),
+    ("/detokenize", _vllm),
+    ("/version", _vllm),
+    ("/embeddings", _vllm),
+    ("/models", _vllm),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPath:
+    """A path that other servers have and vLLM too; the fields of a request say whose it is."""
+
+    others: frozenset[str]  # fields that only requests to the other servers have
+    vllm: frozenset[str]  # fields that only requests to vLLM (and Infinity) have
+
+
+# The fields for the two sides of a comparison on vLLM's /score.
+TEXT_PAIRS = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+SHARED_PATHS: dict[str, SharedPath] = {
+    "/rerank": SharedPath(frozenset({"texts"}), frozenset({"documents"})),
+    "/classify": SharedPath(frozenset({"inputs"}), frozenset({"input", "messages"})),
+    "/tokenize": SharedPath(frozenset({"inputs"}), frozenset({"prompt", "messages"})),
+    "/invocations": SharedPath(
+        frozenset({"inputs", "texts"}),
+        frozenset({"input", "messages", *(name for pair in TEXT_PAIRS for name in pair)}),
+    ),
+}
+
+
+def is_vllm(path: str, fields: Collection[str]) -> bool:
+    """Return whether a request to a path of several servers has the fields of vLLM's API."""
+    shared = SHARED_PATHS.get(path)
+    if shared is None or not shared.others.isdisjoint(fields):
+        return False
+    return not shared.vllm.isdisjoint(fields)
 
 
 def _dialect(path: str) -> Callable[[Failure], dict[str, Any]]:

@@ -36,10 +36,10 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # A load balancer asks for health without a key.
-PUBLIC_PATHS = ("/health",)
+PUBLIC_PATHS = ("/health", "/ping")
 # Answered under any load and while draining: an operator needs them most when the server is full.
 # None of them goes through a queue, except the one token that /ready may run.
-UNLIMITED_PATHS = ("/health", "/ready", "/metrics", "/engine")
+UNLIMITED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/engine")
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 # Sent with every refusal: the client may still be sending a body that nobody will read, so the
 # connection cannot be used for another request.

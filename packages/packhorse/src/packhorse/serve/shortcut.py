@@ -26,7 +26,7 @@ Handlers = Mapping[Any, Callable[[Request, Any], Any]]  # coroutine functions by
 
 
 @dataclass(frozen=True, slots=True)
-class _DirectRoute:
+class DirectRoute:
     """A route whose handler takes a body and at most the request besides."""
 
     route: APIRoute
@@ -35,6 +35,7 @@ class _DirectRoute:
     takes_request: bool
 
     async def run(self, request: Request, body: BaseModel) -> Response:
+        """Call the handler."""
         if self.takes_request:
             return await self.handler(request=request, body=body)
         return await self.handler(body=body)
@@ -46,11 +47,7 @@ class Shortcut:
     def __init__(self, app: App, routes: Sequence[BaseRoute], handlers: Handlers) -> None:
         self.app = app
         self.handlers = handlers
-        self.table: dict[str, _DirectRoute] = {}
-        for route in routes:
-            direct = _direct_route(route) if isinstance(route, APIRoute) else None
-            if direct is not None:
-                self.table[direct.route.path] = direct
+        self.table = direct_routes(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -82,10 +79,16 @@ class Shortcut:
         return await self.handlers[kind](request, error)
 
 
-def _direct_route(route: APIRoute) -> _DirectRoute | None:
+def direct_routes(routes: Sequence[BaseRoute]) -> dict[str, DirectRoute]:
+    """Return the routes that can be called directly, by their paths."""
+    candidates = (_direct_route(route) for route in routes if isinstance(route, APIRoute))
+    return {direct.route.path: direct for direct in candidates if direct is not None}
+
+
+def _direct_route(route: APIRoute) -> DirectRoute | None:
     """Return the route if it can be called directly."""
     hints = get_type_hints(route.endpoint)
     parameters = set(hints) - {"return"}
     if "POST" not in (route.methods or ()) or not {"body"} <= parameters <= {"body", "request"}:
         return None
-    return _DirectRoute(route, hints["body"], route.endpoint, "request" in parameters)
+    return DirectRoute(route, hints["body"], route.endpoint, "request" in parameters)

@@ -153,7 +153,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             # Checked here because shortening tokenizes all texts, before `calls` checks them.
             check_inputs(settings, [body.query], {"documents": texts})
             texts = await asyncio.to_thread(
-                _shorten, model.encoder.tokenizer, texts, body.max_tokens_per_doc
+                shorten, model.encoder.tokenizer, texts, body.max_tokens_per_doc
             )
         ranked, result = await tasks.rerank(
             request,
@@ -195,7 +195,7 @@ def _text(document: Document, fields: Sequence[str] | None) -> str:
     return "\n".join(parts)
 
 
-def _shorten(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[str]:
+def shorten(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> list[str]:
     """Cut each text after `max_tokens` tokens, special tokens not counted."""
     encodings = tokenizer.encode(texts, max_tokens + tokenizer.specials_per(pair=False))
     return [

@@ -2,7 +2,8 @@
 
 Other servers have no routes for these tasks. Each takes one input or a list, and answers with a
 list of one item per input, in their order. Offsets are code points of the text that was sent.
-Unknown fields are refused.
+Unknown fields are refused. `/classify` is added by `shared_paths`, because vLLM and Infinity have
+this path too.
 """
 
 from __future__ import annotations
@@ -172,16 +173,6 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         result = await run_task(request, model, "fill", texts, truncation, **options)
         return json_response(result.values)
 
-    @post("/classify", response_model=ClassifyResponse)
-    async def classify(request: Request, body: ClassifyRequest) -> Response:
-        """The label of each text or pair."""
-        model = models.find(body.model, "classify")
-        inputs = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        texts = [item if isinstance(item, str) else (item[0], item[1]) for item in inputs]
-        truncation = Truncation.read(long=body.long)
-        result = await run_task(request, model, "classify", texts, truncation)
-        return json_response(result.values)
-
     @post("/ner", response_model=NerResponse)
     async def ner(request: Request, body: NerRequest) -> Response:
         """The names in each text."""
@@ -190,6 +181,16 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         truncation = Truncation.read(long=body.long)
         result = await run_task(request, model, "label", texts, truncation)
         return json_response(result.values)
+
+
+async def classify(request: Request, models: ServedModels, body: ClassifyRequest) -> Response:
+    """Answer `/classify` with `inputs`."""
+    model = models.find(body.model, "classify")
+    inputs = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    texts = [item if isinstance(item, str) else (item[0], item[1]) for item in inputs]
+    truncation = Truncation.read(long=body.long)
+    result = await run_task(request, model, "classify", texts, truncation)
+    return json_response(result.values)
 
 
 def _as_list(inputs: str | list[str]) -> list[str]:

@@ -22,7 +22,7 @@ from functools import partial, wraps
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, RootModel
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
@@ -123,12 +123,17 @@ def report_unknown_fields(handler: Handler) -> Handler:
     @wraps(handler)
     async def wrapped(**arguments: Any) -> Response:
         request: Request = arguments["request"]
-        names = list(unknown_fields(arguments["body"]))
+        body = arguments["body"]
+        if isinstance(body, RootModel):  # one of several bodies
+            body = body.root
+        request.scope["packhorse_fields"] = body.model_fields_set  # for the dialect of an error
+        names = list(unknown_fields(body))
         if names and request.app.state.settings.strict_fields:
             raise InputError(
                 f"unknown fields: {_listed(names)} (refused because of --strict-fields)"
             )
-        request.scope["packhorse"].ignored = _listed(names)
+        if names:
+            request.scope["packhorse"].ignored = _listed(names)
         return await handler(**arguments)
 
     # FastAPI would evaluate the annotations, which are strings, in the namespace of this module
@@ -184,6 +189,25 @@ class OpenAiError(BaseModel):
     """The error body of OpenAI's API."""
 
     error: OpenAiProblem
+
+
+class VllmProblem(BaseModel):
+    """The content of a `VllmError`."""
+
+    message: str = Field(examples=["the request has no input"])
+    type: str = Field(examples=["BadRequestError"])
+    param: str | None = Field(examples=["input"])
+    code: int = Field(description="The HTTP status.", examples=[400])
+
+
+class VllmError(BaseModel):
+    """The error body of vLLM and of Infinity."""
+
+    error: VllmProblem
+
+
+class TeiOrVllmError(RootModel[TeiError | VllmError]):
+    """The error body of the server whose fields the request has."""
 
 
 class CohereError(BaseModel):

@@ -4,7 +4,8 @@ Follows its OpenAPI description (1.8): bodies, answers, response headers, kinds 
 a text with more tokens than the model takes is refused (413) unless `truncate` is set. A single
 input of `/embed` is answered with a list of one, a single input of `/predict` without a list. Added
 are `model`, which chooses among several, and `long: "chunk"`, which reads a long text in parts; and
-the two texts of a pair may have any lengths.
+the two texts of a pair may have any lengths. `/rerank` and `/tokenize` are added by `shared_paths`,
+because vLLM has these paths too.
 """
 
 from __future__ import annotations
@@ -99,9 +100,7 @@ class RerankRequest(TruncatingBody):
     """Texts to rank by how well they answer a query."""
 
     query: str = Field(examples=["What is packing?"])
-    documents: Annotated[
-        Any, only(instead="send `texts`, or send `documents` to /v1/rerank or /v2/rerank")
-    ] = None
+    documents: Annotated[Any, only(instead="send either `texts` or `documents`")] = None
     texts: ListOf[str] = Field(examples=[["Sequences laid end to end.", "A horse carries it."]])
     raw_scores: bool = Field(default=False, description="Return logits, not probabilities.")
     return_text: bool = False
@@ -371,39 +370,8 @@ def _add_scores(post: Post, models: ServedModels) -> None:
         ]
         return timed_response(rows[0] if is_single else rows, result, model, texts, start)
 
-    @post("/rerank", response_model=RerankResponse, response_model_exclude_none=True)
-    async def rerank(request: Request, body: RerankRequest) -> Response:
-        """The texts, best first; 424 if no model is a cross-encoder with a single score."""
-        start = perf_counter()
-        model = models.find(body.model, "rerank")
-        truncation = Truncation.read(body.truncate, body.truncation_direction)
-        ranked, result = await tasks.rerank(
-            request, model, body.query, body.texts, truncation, body.top_n, body.raw_scores
-        )
-        rows: list[dict[str, Any]] = []
-        for rank in ranked:
-            row: dict[str, Any] = {"index": rank.index, "score": rank.score}
-            if body.return_text or body.return_documents:
-                row["text"] = rank.text
-            rows.append(row)
-        return timed_response(rows, result, model, [body.query, *body.texts], start)
-
 
 def _add_tokens(post: Post, models: ServedModels, settings: ServeSettings) -> None:
-    @post("/tokenize", response_model=TokenizeResponse)
-    async def tokenize(request: Request, body: TokenizeRequest) -> Response:
-        """The tokens of each text, never truncated."""
-        model = models.find(body.model)
-        texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
-        # The answer has an object for each token, many times its size; so the limit that elsewhere
-        # is for one input is here for all of them together.
-        if check_inputs(settings, texts) > settings.max_input_characters:
-            raise TooLarge(
-                f"all texts together have more than {settings.max_input_characters} characters"
-            )
-        texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
-        return await asyncio.to_thread(_tokenize, model.encoder.tokenizer, texts, body)
-
     @post("/decode", response_model=Decoded)
     async def decode(request: Request, body: DecodeRequest) -> Response:
         """The text of each list of ids."""
@@ -415,6 +383,39 @@ def _add_tokens(post: Post, models: ServedModels, settings: ServeSettings) -> No
                 [tokenizer.decode(ids, body.skip_special_tokens) for ids in lists]
             )
         )
+
+
+async def rerank(request: Request, models: ServedModels, body: RerankRequest) -> Response:
+    """Answer `/rerank` with `texts`."""
+    start = perf_counter()
+    model = models.find(body.model, "rerank")
+    truncation = Truncation.read(body.truncate, body.truncation_direction)
+    ranked, result = await tasks.rerank(
+        request, model, body.query, body.texts, truncation, body.top_n, body.raw_scores
+    )
+    rows: list[dict[str, Any]] = []
+    for rank in ranked:
+        row: dict[str, Any] = {"index": rank.index, "score": rank.score}
+        if body.return_text or body.return_documents:
+            row["text"] = rank.text
+        rows.append(row)
+    return timed_response(rows, result, model, [body.query, *body.texts], start)
+
+
+async def tokenize(
+    models: ServedModels, settings: ServeSettings, body: TokenizeRequest
+) -> Response:
+    """Answer `/tokenize` with `inputs`."""
+    model = models.find(body.model)
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    # The answer has an object for each token, many times its size; so the limit that elsewhere
+    # is for one input is here for all of them together.
+    if check_inputs(settings, texts) > settings.max_input_characters:
+        raise TooLarge(
+            f"all texts together have more than {settings.max_input_characters} characters"
+        )
+    texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
+    return await asyncio.to_thread(_tokenize, model.encoder.tokenizer, texts, body)
 
 
 def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
