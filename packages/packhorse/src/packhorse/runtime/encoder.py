@@ -28,6 +28,7 @@ from packhorse.packing.batch import Packed
 from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime import batches, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
+from packhorse.runtime.precision import Precision, check_precision, quantize
 from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
 from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
@@ -153,16 +154,19 @@ class Encoder:
         max_length: int | None = None,
         long: Long | None = None,
         normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: np.ndarray | None = None,
         progress: Progress | None = None,
         normalise: bool | None = None,
     ) -> np.ndarray:
-        """Return one vector per text, float32 [n, width].
+        """Return one vector per text, [n, width] of float32, or in fewer bytes.
 
         `prompt` names one of the model's prompts; without it the model's default goes before each
         text, if it has one. `long` says what to do with a text that is too long (see
         `runtime.tasks`). Vectors are normalized if the model does that, unless `normalize` is set.
-        `normalise` is its old name.
+        `normalise` is its old name. `precision` and `ranges` are those of `runtime.quantize`.
         """
+        check_precision(precision)
         jobs = self.prepare(
             "embed",
             texts,
@@ -172,8 +176,9 @@ class Encoder:
             normalize=normalize,
             normalise=normalise,
         )
-        vectors = self._finish(jobs, progress)
-        return np.stack(vectors) if vectors else np.empty((0, self.width), np.float32)
+        rows = self._finish(jobs, progress)
+        vectors = np.stack(rows) if rows else np.empty((0, self.width), np.float32)
+        return vectors if precision == "float32" else quantize(vectors, precision, ranges)
 
     def hidden(
         self,
