@@ -25,7 +25,7 @@ from packhorse.errors import InputError
 from packhorse.exports import renamed_attribute
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
-from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime import batches, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.precision import Precision, check_precision, quantize
@@ -279,11 +279,17 @@ class Encoder:
         *,
         max_length: int | None = None,
         long: Long | None = None,
-        join: bool = True,
+        aggregation: Aggregation = "simple",
         progress: Progress | None = None,
     ) -> list[list[Entity]]:
-        """Return the labeled spans of each text (names, places …); without `join`, its tokens."""
-        jobs = self.prepare("label", texts, max_length=max_length, long=long, join=join)
+        """Return the labeled spans of each text (names, places …).
+
+        `aggregation` says how labels of tokens become those of spans: "none", "simple", "first",
+        "average" or "max", as in transformers; see `results.entities`.
+        """
+        jobs = self.prepare(
+            "label", texts, max_length=max_length, long=long, aggregation=aggregation
+        )
         return self._finish(jobs, progress)
 
     def prepare(self, task: str, texts: Sequence[TaskInput], **options: Any) -> list[InferenceJob]:

@@ -35,7 +35,7 @@ import numpy as np
 from packhorse import results
 from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
-from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.tokens.tokenizer import Encoding, OnLong, Text, Tokenizer
 
 if TYPE_CHECKING:
@@ -435,15 +435,19 @@ def _label(
     texts: Sequence[str],
     max_length: int | None = None,
     long: Long | None = None,
-    join: bool = True,
+    aggregation: Aggregation = "simple",
 ) -> list[InferenceJob]:
     labels = model.labels
+    tokenizer = model.tokenizer
+    if aggregation not in get_args(Aggregation):
+        known = ", ".join(get_args(Aggregation))
+        raise InputError(f"aggregation is {aggregation!r}; use one of {known}")
 
     def job(sequences: tuple[Encoding, ...], text: str) -> InferenceJob:
         def entities(rows: Sequence[Row]) -> list[Entity]:
             merged: list[Entity] = []
             for (logits,), sequence in zip(rows, sequences, strict=True):
-                merged += results.entities(logits, sequence, text, labels, join)
+                merged += results.entities(logits, sequence, text, labels, aggregation, tokenizer)
             return merged
 
         return InferenceJob(sequences, ("tokens",), entities)
