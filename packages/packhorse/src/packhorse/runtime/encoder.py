@@ -156,6 +156,7 @@ class Encoder:
         normalize: bool | None = None,
         precision: Precision = "float32",
         ranges: np.ndarray | None = None,
+        late_chunking: bool = False,
         progress: Progress | None = None,
         normalise: bool | None = None,
     ) -> np.ndarray:
@@ -164,7 +165,9 @@ class Encoder:
         `prompt` names one of the model's prompts; without it the model's default goes before each
         text, if it has one. `long` says what to do with a text that is too long (see
         `runtime.tasks`). Vectors are normalized if the model does that, unless `normalize` is set.
-        `normalise` is its old name. `precision` and `ranges` are those of `runtime.quantize`.
+        `normalise` is its old name. `precision` and `ranges` are those of `runtime.quantize`. With
+        `late_chunking` the texts are chunks of one text, which the model reads as a whole, so that
+        each vector knows its neighbors; together they must fit the model's length.
         """
         check_precision(precision)
         jobs = self.prepare(
@@ -175,9 +178,13 @@ class Encoder:
             long=long,
             normalize=normalize,
             normalise=normalise,
+            late_chunking=late_chunking,
         )
         rows = self._finish(jobs, progress)
-        vectors = np.stack(rows) if rows else np.empty((0, self.width), np.float32)
+        if not rows:
+            vectors = np.empty((0, self.width), np.float32)
+        else:
+            vectors = rows[0] if late_chunking else np.stack(rows)
         return vectors if precision == "float32" else quantize(vectors, precision, ranges)
 
     def hidden(

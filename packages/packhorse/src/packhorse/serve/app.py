@@ -51,7 +51,14 @@ from packhorse.errors import (
 )
 from packhorse.serve import page
 from packhorse.serve.calls import json_response
-from packhorse.serve.dialects import cohere, huggingface, openai, packhorse_api, tei
+from packhorse.serve.dialects import (
+    cohere,
+    cohere_embed,
+    huggingface,
+    openai,
+    packhorse_api,
+    tei,
+)
 from packhorse.serve.failures import (
     ClientGone,
     Empty,
@@ -91,7 +98,7 @@ def create(
     metrics = Metrics(models) if others is None else Metrics(models, list)
     app = create_base(settings, models, metrics)
     app.state.others = others
-    for routes in (tei, openai, cohere, huggingface, packhorse_api, page):
+    for routes in (tei, openai, cohere, cohere_embed, huggingface, packhorse_api, page):
         routes.add(app, models, settings)
     app.add_middleware(Shortcut, routes=app.routes, handlers=app.exception_handlers)
     return app
