@@ -109,6 +109,9 @@ def test_refusals(encoder: Encoder) -> None:
         encoder.embed(["one two three " * 40] * 3, late_chunking=True)
     with pytest.raises(InputError, match="input 1 has no token"):
         encoder.embed(["a", " ", "b"], late_chunking=True)
+    with pytest.raises(InputError, match="input 0 has no token"):
+        prompted = replace(encoder, prompts={"query": "query: "})
+        prompted.embed([" ", "b"], late_chunking=True, prompt="query")
     pairs: Any = [("a", "b")]
     with pytest.raises(InputError, match="late chunking takes single texts"):
         encoder.embed(pairs, late_chunking=True)

@@ -87,7 +87,8 @@ def unit_ranges(width: int) -> np.ndarray:
     """
     step = min(1.0, UNIT_RANGE / math.sqrt(width)) / 127
     # `quantize` rounds down; lower by half a step, that is rounding to the nearest.
-    return np.repeat(np.float32([[-128.5 * step], [126.5 * step]]), width, axis=1)
+    ends = np.array([[-128.5 * step], [126.5 * step]], np.float32)
+    return np.repeat(ends, width, axis=1)
 
 
 def load_ranges(path: Path) -> np.ndarray:

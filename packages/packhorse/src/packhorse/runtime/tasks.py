@@ -298,15 +298,15 @@ def _embed_late(
     starts = len(prefix) + np.cumsum([0, *sizes[:-1]])
     # A token belongs to the chunk of its last character: it may begin with the blank before it.
     ends = np.maximum(sequence.offsets[:, 0], sequence.offsets[:, 1] - 1)
-    chunk_of_token = np.clip(np.searchsorted(starts, ends, side="right") - 1, 0, None)
+    chunk_of_token = np.searchsorted(starts, ends, side="right") - 1  # -1: the prompt
     text_tokens = sequence.spans[0]
     missing = set(range(len(texts))) - set(chunk_of_token[text_tokens].tolist())
     if missing:
         raise InputError(f"input {min(missing)} has no token; leave it out")
-    chunk_of_token[: text_tokens.start] = 0
+    chunk_of_token[: text_tokens.start] = -1
     chunk_of_token[text_tokens.stop :] = len(texts) - 1
-    if prefix and not head.include_prompt:
-        chunk_of_token[: _prompt_length(model.tokenizer, prefix, limit)] = -1  # pooled nowhere
+    if not prefix or head.include_prompt:
+        chunk_of_token[chunk_of_token < 0] = 0
 
     def average(rows: Sequence[Row]) -> np.ndarray:
         states = rows[0][0].astype(np.float32)  # [n, E]

@@ -152,10 +152,12 @@ class EmbeddingsRequest(LenientBody):
     @property
     def number_type(self) -> NumberType:
         """The type of a vector's numbers."""
-        types = {self.output_dtype, self._embedding_type} - {None, "float", "base64"}
-        if len(types) > 1:
+        kind = self._embedding_type
+        by_type: NumberType = "float" if kind is None or kind == "base64" else kind
+        by_dtype: NumberType = self.output_dtype or "float"
+        if "float" not in (by_type, by_dtype) and by_type != by_dtype:
             raise InputError("embedding_type and output_dtype differ; send one of them")
-        return types.pop() if types else "float"  # pyright: ignore[reportReturnType]
+        return by_type if by_dtype == "float" else by_dtype
 
     @property
     def is_base64(self) -> bool:
