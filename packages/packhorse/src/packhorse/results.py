@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -17,6 +18,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
+# How the labels of tokens become those of spans; see `entities`.
+Aggregation = Literal["none", "simple", "first", "average", "max"]
 OVERFLOWED = 1e9  # replaces an infinite logit: above all others, yet sums of two still compare
 
 
@@ -229,13 +232,65 @@ def filled(
 
 
 def entities(
-    logits: np.ndarray, encoding: Encoding, text: str, labels: Sequence[str], join: bool = True
+    logits: np.ndarray,
+    encoding: Encoding,
+    text: str,
+    labels: Sequence[str],
+    aggregation: Aggregation = "simple",
+    tokenizer: Tokenizer | None = None,
 ) -> list[Entity]:
-    """[n, C] logits to labeled spans: neighbors of one kind are joined, "O" is left out.
+    """[n, C] logits to labeled spans, as in transformers' token classification; "O" is left out.
 
-    Without `join`, every token is a span of its own, with its label unchanged.
+    "simple" joins neighboring tokens of one kind. "none" makes every token a span of its own, with
+    its label unchanged. "first", "average" and "max" label whole words, by the scores of their
+    first token, the average of all, or the scores of the token that is surest; then neighboring
+    words of one kind are joined. They need the tokenizer, to know which tokens are one word.
     """
     scores = softmax(logits)
+    if aggregation in ("none", "simple"):
+        return _token_entities(scores, encoding, text, labels, aggregation == "simple")
+    if tokenizer is None:
+        raise InputError(f"aggregation {aggregation!r} needs the tokenizer")
+    continues = tokenizer.continues_word(encoding, text)
+    groups: list[list[Entity]] = []
+    for tokens in _words(encoding, continues):
+        word_scores = _word_scores(scores[tokens], aggregation)
+        label = labels[int(word_scores.argmax())]
+        kind = label.removeprefix("B-").removeprefix("I-")
+        start = int(encoding.offsets[tokens[0], 0])
+        end = int(encoding.offsets[tokens[-1], 1])
+        word = Entity(kind, text[start:end], start, end, float(word_scores.max()))
+        if groups and groups[-1][-1].label == kind and not label.startswith("B-"):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    spans = [_joined(words, text) for words in groups]
+    return [span for span in spans if span.label != "O" and span.end > span.start]
+
+
+def _words(encoding: Encoding, continues: np.ndarray) -> list[list[int]]:
+    """The tokens of each word of the text."""
+    words: list[list[int]] = []
+    for i in np.flatnonzero(~encoding.special).tolist():
+        if words and continues[i]:
+            words[-1].append(i)
+        else:
+            words.append([i])
+    return words
+
+
+def _word_scores(scores: np.ndarray, aggregation: Aggregation) -> np.ndarray:
+    """The scores [C] of a word, from those of its tokens, [n, C]."""
+    if aggregation == "first":
+        return scores[0]
+    if aggregation == "average":
+        return scores.mean(axis=0)
+    return scores[scores.max(axis=1).argmax()]
+
+
+def _token_entities(
+    scores: np.ndarray, encoding: Encoding, text: str, labels: Sequence[str], join: bool
+) -> list[Entity]:
     groups: list[list[Entity]] = []
     previous = -2
     for i in np.flatnonzero(~encoding.special):
@@ -257,7 +312,7 @@ def entities(
 
 
 def _joined(pieces: Sequence[Entity], text: str) -> Entity:
-    """One entity of several tokens; its score is their average, as in transformers."""
+    """One entity of several tokens or words; its score is their average, as in transformers."""
     start = pieces[0].start
     end = pieces[-1].end
     score = sum(piece.score for piece in pieces) / len(pieces)

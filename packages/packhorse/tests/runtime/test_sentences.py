@@ -21,6 +21,7 @@ import packhorse
 from packhorse import progress
 from packhorse.errors import CheckpointError, InputError
 from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.precision import CalibrationWarning
 from packhorse.runtime.sentences import SIMILARITIES, PromptWarning
 
 CLOSE = 1e-5
@@ -114,6 +115,24 @@ def test_bits(plain: tuple[Encoder, Any], precision: Any) -> None:
     assert ((bits[0] == bits[1]) | unclear).all() and unclear.mean() < 0.01
 
 
+@pytest.mark.parametrize("precision", ["int8", "uint8"])
+def test_bytes(plain: tuple[Encoder, Any], st: ModuleType, precision: Any) -> None:
+    encoder, library_model = plain
+    with pytest.warns(CalibrationWarning, match="5 vectors calibrate badly"):
+        actual = encoder.encode(TEXTS, precision=precision)
+    expected = library_model.encode(TEXTS, precision=precision)
+    # By one step where a number lies on the edge between two.
+    assert actual.dtype == expected.dtype
+    assert abs(actual.astype(int) - expected).max() <= 1
+    ranges = np.float32([[-0.2] * 384, [0.2] * 384])
+    for vectors in (
+        encoder.encode(TEXTS, precision=precision, ranges=ranges),
+        encoder.embed(TEXTS, precision=precision, ranges=ranges),
+    ):
+        theirs = st.util.quantization.quantize_embeddings(encoder.embed(TEXTS), precision, ranges)
+        assert (vectors == theirs).all()
+
+
 def test_no_texts_give_no_vectors(plain: tuple[Encoder, Any]) -> None:
     encoder, library_model = plain
     assert len(encoder.encode([])) == len(library_model.encode([])) == 0
@@ -188,7 +207,8 @@ def test_refusals(plain: tuple[Encoder, Any], both: Callable[..., tuple[Encoder,
         ({"batch_size": 0}, "batch_size is 0"),
         ({"truncate_dim": 0}, "truncate_dim is 0"),
         ({"output_value": None}, "output_value is None; use one of sentence_embedding, token"),
-        ({"precision": "int8"}, "precision is 'int8'; use one of float32, binary"),
+        ({"precision": "int4"}, "precision is 'int4'; use one of float32, int8"),
+        ({"precision": "int8"}, "one vector has no range; pass ranges="),
         ({"device": "meta"}, "meta"),
         ({"device": ["cpu", "cpu"]}, "runs in this process"),
         ({"pool": {"processes": []}}, "runs in this process"),

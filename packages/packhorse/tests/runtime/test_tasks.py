@@ -172,7 +172,7 @@ def test_words_among_targets(tiny: Encoder) -> None:
 
 def test_tokens_for_themselves(make_encoder) -> None:
     tagger = make_encoder("label")
-    tokens = tagger.label(["the cat sat"], join=False)[0]
+    tokens = tagger.label(["the cat sat"], aggregation="none")[0]
     assert {item.label for item in tokens} <= set(tagger.labels) - {"O"}
     assert [item.text for item in tokens] == [
         w for w in ["the", "cat", "sat"] if w in {item.text for item in tokens}

@@ -23,7 +23,8 @@ import pytest
 
 from .bodies import BODIES
 
-TOKENS_ONLY = ("/tokenize", "/detokenize", "/decode")  # routes that run no model
+# Routes that run no model.
+TOKENS_ONLY = ("/tokenize", "/detokenize", "/decode", "/v1/tokenize", "/v1/detokenize")
 
 slow = pytest.mark.slow
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]

@@ -75,6 +75,8 @@ def seen(answer: Any) -> tuple[Any, list[float]]:
     )
     if isinstance(document, dict):
         document.pop("id", None)
+        for row in document.get("classifications", []):
+            row.pop("id")
     return (answer.status_code, headers, document), fractions
 
 

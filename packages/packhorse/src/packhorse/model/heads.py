@@ -150,6 +150,11 @@ class Embed(nn.Module):
         self.normalize = normalize
         self.include_prompt = include_prompt
 
+    @property
+    def is_average(self) -> bool:
+        """Whether a vector is nothing but the average of its tokens, perhaps normalized."""
+        return self.pooling == ("mean",) and not len(self.stages)
+
     def width(self, hidden_size: int) -> int:
         """The dimension of a vector."""
         widths = [stage.width for stage in self.stages if isinstance(stage, Dense)]

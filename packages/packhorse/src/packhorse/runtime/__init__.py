@@ -1,7 +1,8 @@
 """From texts to results: models that are loaded and run, all at once or as requests arrive.
 
 `load` opens a model as an `Encoder`, which runs all its inputs at once; a `PackRunner` packs
-requests that arrive one by one. The other names are what they return.
+requests that arrive one by one. `calibrate` and `quantize` store vectors in fewer bytes. The other
+names are what these return.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
     from packhorse.runtime.encoder import Encoder
     from packhorse.runtime.loading import load
+    from packhorse.runtime.precision import CalibrationWarning, calibrate, quantize
     from packhorse.runtime.runner import PackRunner
     from packhorse.runtime.statistics import RunnerStats
     from packhorse.runtime.tasks import TruncationWarning
@@ -22,6 +24,7 @@ else:
             "packhorse.results": ["Answer", "Classified", "Entity", "Filled", "Hidden", "Ranked"],
             "packhorse.runtime.encoder": ["Encoder"],
             "packhorse.runtime.loading": ["load"],
+            "packhorse.runtime.precision": ["CalibrationWarning", "calibrate", "quantize"],
             "packhorse.runtime.runner": ["PackRunner"],
             "packhorse.runtime.statistics": ["RunnerStats"],
             "packhorse.runtime.tasks": ["TruncationWarning"],
@@ -30,6 +33,7 @@ else:
 
 __all__ = [
     "Answer",
+    "CalibrationWarning",
     "Classified",
     "Encoder",
     "Entity",
@@ -39,5 +43,7 @@ __all__ = [
     "Ranked",
     "RunnerStats",
     "TruncationWarning",
+    "calibrate",
     "load",
+    "quantize",
 ]

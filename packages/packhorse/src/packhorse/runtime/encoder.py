@@ -25,9 +25,10 @@ from packhorse.errors import InputError
 from packhorse.exports import renamed_attribute
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
-from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.runtime import batches, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
+from packhorse.runtime.precision import Precision, check_precision, quantize
 from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
 from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
@@ -153,16 +154,22 @@ class Encoder:
         max_length: int | None = None,
         long: Long | None = None,
         normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: np.ndarray | None = None,
+        late_chunking: bool = False,
         progress: Progress | None = None,
         normalise: bool | None = None,
     ) -> np.ndarray:
-        """Return one vector per text, float32 [n, width].
+        """Return one vector per text, [n, width] of float32, or in fewer bytes.
 
         `prompt` names one of the model's prompts; without it the model's default goes before each
         text, if it has one. `long` says what to do with a text that is too long (see
         `runtime.tasks`). Vectors are normalized if the model does that, unless `normalize` is set.
-        `normalise` is its old name.
+        `normalise` is its old name. `precision` and `ranges` are those of `runtime.quantize`. With
+        `late_chunking` the texts are chunks of one text, which the model reads as a whole, so that
+        each vector knows its neighbors; together they must fit the model's length.
         """
+        check_precision(precision)
         jobs = self.prepare(
             "embed",
             texts,
@@ -171,9 +178,14 @@ class Encoder:
             long=long,
             normalize=normalize,
             normalise=normalise,
+            late_chunking=late_chunking,
         )
-        vectors = self._finish(jobs, progress)
-        return np.stack(vectors) if vectors else np.empty((0, self.width), np.float32)
+        rows = self._finish(jobs, progress)
+        if not rows:
+            vectors = np.empty((0, self.width), np.float32)
+        else:
+            vectors = rows[0] if late_chunking else np.stack(rows)
+        return vectors if precision == "float32" else quantize(vectors, precision, ranges)
 
     def hidden(
         self,
@@ -274,11 +286,17 @@ class Encoder:
         *,
         max_length: int | None = None,
         long: Long | None = None,
-        join: bool = True,
+        aggregation: Aggregation = "simple",
         progress: Progress | None = None,
     ) -> list[list[Entity]]:
-        """Return the labeled spans of each text (names, places …); without `join`, its tokens."""
-        jobs = self.prepare("label", texts, max_length=max_length, long=long, join=join)
+        """Return the labeled spans of each text (names, places …).
+
+        `aggregation` says how labels of tokens become those of spans: "none", "simple", "first",
+        "average" or "max", as in transformers; see `results.entities`.
+        """
+        jobs = self.prepare(
+            "label", texts, max_length=max_length, long=long, aggregation=aggregation
+        )
         return self._finish(jobs, progress)
 
     def prepare(self, task: str, texts: Sequence[TaskInput], **options: Any) -> list[InferenceJob]:

@@ -32,13 +32,13 @@ from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
 from packhorse.progress import progress_display
 from packhorse.results import Hidden
+from packhorse.runtime.precision import check_precision, quantize
 from packhorse.runtime.tasks import Progress, TaskInput, TaskModel
 
 Vectors = np.ndarray | Tensor | Sequence[np.ndarray] | Sequence[Tensor]
 
 BUILT_IN_PROMPTS = {"query": "", "document": ""}  # every model has these, if only empty ones
 VALUES = ("sentence_embedding", "token_embeddings")
-PRECISIONS = ("float32", "binary", "ubinary")
 DISTANCES = {"euclidean": 2.0, "manhattan": 1.0}
 SIMILARITIES = ("cosine", "dot", *DISTANCES)
 CHOSEN_PROMPT = "chosen"  # the name under which a prompt given as text is passed on
@@ -89,6 +89,7 @@ def encode(
     chunk_size: None = None,
     *,
     sentences: str | Iterable[Any] | None = None,
+    ranges: np.ndarray | None = None,
     task_metadata: Any = None,
     hf_split: str | None = None,
     hf_subset: str | None = None,
@@ -102,7 +103,8 @@ def encode(
     are first cut to `truncate_dim` numbers, then normalized if `normalize_embeddings`. The result
     is an array, with `convert_to_tensor` a tensor on the model's device, without `convert_to_numpy`
     a list of tensors, and with `output_value="token_embeddings"` a list of hidden states.
-    `precision` may be "binary" or "ubinary".
+    `precision` may be "int8", "uint8", "binary" or "ubinary"; the first two take `ranges` [2, n]
+    of `runtime.calibrate`, an option of our own, and without it those of these vectors.
 
     `batch_size` has no effect: batches are sized in tokens, see `load(budget=)`. Texts that are too
     long are cut without a warning, as there; `embed` warns and has other options. `sentences` is an
@@ -128,7 +130,7 @@ def encode(
     if normalize_embeddings:
         vectors = normalize(torch.from_numpy(vectors), dim=1).numpy()
     if precision != "float32":
-        vectors = _bits(vectors, precision)
+        vectors = quantize(vectors, precision, ranges)
     if convert_to_numpy and not convert_to_tensor:
         return vectors[0] if single else vectors
     tensor = torch.from_numpy(vectors).to(self.device)
@@ -221,11 +223,7 @@ def _refuse(
     """Raise for options that are not supported, before anything runs."""
     if value not in VALUES:
         raise InputError(f"output_value is {value!r}; use one of {', '.join(VALUES)}")
-    if precision not in PRECISIONS:
-        raise InputError(
-            f"precision is {precision!r}; use one of {', '.join(PRECISIONS)}; for int8 encode in "
-            "float32 and quantize by the ranges of the whole collection"
-        )
+    check_precision(precision)
     if pool or isinstance(device, list | tuple):
         raise InputError(
             "encode runs in this process, which uses all cores or one accelerator; "
@@ -309,12 +307,6 @@ def _progress_bar(shown: bool) -> Generator[Progress | None]:
         return
     with progress_display() as show:
         yield lambda finished, total: show("Encoding", finished, total)
-
-
-def _bits(vectors: np.ndarray, precision: str) -> np.ndarray:
-    """Quantize to one bit per number, whether it is above 0; eight per byte, signed or not."""
-    packed = np.packbits(vectors > 0, axis=-1)
-    return packed if precision == "ubinary" else (packed.astype(np.int16) - 128).astype(np.int8)
 
 
 def _comparable(kind: str, first: Vectors, second: Vectors) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ import numpy as np
 from packhorse import results
 from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
-from packhorse.results import Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
 from packhorse.tokens.tokenizer import Encoding, OnLong, Text, Tokenizer
 
 if TYPE_CHECKING:
@@ -236,6 +236,7 @@ def _embed(
     long: Long | None = None,
     normalize: bool | None = None,
     normalise: bool | None = None,
+    late_chunking: bool = False,
 ) -> list[InferenceJob]:
     if normalise is not None:
         # From here up to the user's line: `prepare`, `Encoder.prepare`, the method that was called.
@@ -247,6 +248,8 @@ def _embed(
             f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
             "before normalization; leave out normalize=False"
         )
+    if late_chunking:
+        return _embed_late(model, texts, prompt, max_length, normalize)
     raw = normalize is False and model.embedder is not None and model.embedder.normalize
     heads = ("raw",) if raw else ("embed",)
     encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
@@ -258,6 +261,64 @@ def _embed(
         InferenceJob(sequences, heads, partial(_vector, sequences, normalize))
         for sequences in encoded
     ]
+
+
+def _embed_late(
+    model: TaskModel,
+    chunks: Sequence[TaskInput],
+    prompt: str | None,
+    max_length: int | None,
+    normalize: bool | None,
+) -> list[InferenceJob]:
+    """One job for all chunks of a text: they are read together, then each is averaged by itself.
+
+    The chunks are joined by blanks. The special tokens before the text, and a prompt, count to the
+    first chunk, those after it to the last: a single chunk has the vector of the text. This is late
+    chunking (Günther et al. 2024, arXiv 2409.04701).
+    """
+    head = model.embedder
+    if head is None or not head.is_average:
+        raise CheckpointError(
+            f"late chunking averages the states of each chunk, but {model.name} makes its vectors "
+            "in another way; leave out late_chunking, or use a model with mean pooling"
+        )
+    texts = [str(chunk) for chunk in _single(cast("Sequence[Text]", chunks), "late chunking")]
+    if not texts:
+        return []
+    prefix = prompt_text(model, prompt) or ""
+    limit = length_limit(model, max_length)
+    (sequence,) = model.tokenizer.encode([prefix + " ".join(texts)], limit)
+    if sequence.truncated:
+        raise InputError(
+            f"with late chunking all inputs are read together, and {model.name} takes {limit} "
+            "tokens; send fewer or shorter ones"
+        )
+    # Where each chunk begins, in characters of the joined text.
+    sizes = [len(text) + 1 for text in texts]
+    starts = len(prefix) + np.cumsum([0, *sizes[:-1]])
+    # A token belongs to the chunk of its last character: it may begin with the blank before it.
+    ends = np.maximum(sequence.offsets[:, 0], sequence.offsets[:, 1] - 1)
+    chunk_of_token = np.searchsorted(starts, ends, side="right") - 1  # -1: the prompt
+    text_tokens = sequence.spans[0]
+    missing = set(range(len(texts))) - set(chunk_of_token[text_tokens].tolist())
+    if missing:
+        raise InputError(f"input {min(missing)} has no token; leave it out")
+    chunk_of_token[: text_tokens.start] = -1
+    chunk_of_token[text_tokens.stop :] = len(texts) - 1
+    if not prefix or head.include_prompt:
+        chunk_of_token[chunk_of_token < 0] = 0
+
+    def average(rows: Sequence[Row]) -> np.ndarray:
+        states = rows[0][0].astype(np.float32)  # [n, E]
+        vectors = np.stack(
+            [states[chunk_of_token == chunk].mean(axis=0) for chunk in range(len(texts))]
+        )
+        if not (head.normalize if normalize is None else normalize):
+            return vectors
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / np.maximum(norms, np.finfo(np.float32).tiny)
+
+    return [InferenceJob((sequence,), ("hidden",), average)]
 
 
 def _prompt_length(tokenizer: Tokenizer, prompt: str, limit: int) -> int:
@@ -436,15 +497,19 @@ def _label(
     logits: bool = False,  # return those of each token, special ones included, instead of entities
     max_length: int | None = None,
     long: Long | None = None,
-    join: bool = True,
+    aggregation: Aggregation = "simple",
 ) -> list[InferenceJob]:
     labels = model.labels
+    tokenizer = model.tokenizer
+    if aggregation not in get_args(Aggregation):
+        known = ", ".join(get_args(Aggregation))
+        raise InputError(f"aggregation is {aggregation!r}; use one of {known}")
 
     def job(sequences: tuple[Encoding, ...], text: str) -> InferenceJob:
         def entities(rows: Sequence[Row]) -> list[Entity]:
             merged: list[Entity] = []
             for (logits,), sequence in zip(rows, sequences, strict=True):
-                merged += results.entities(logits, sequence, text, labels, join)
+                merged += results.entities(logits, sequence, text, labels, aggregation, tokenizer)
             return merged
 
         return InferenceJob(sequences, ("tokens",), entities)
@@ -575,9 +640,9 @@ def _prompt(model: TaskModel, texts: Sequence[TaskInput], prompt: str | None) ->
 
 
 def prompt_text(model: TaskModel, name: str | None) -> str | None:
-    """Return the model's prompt of this name, without a name its default; None if it has none."""
+    """Return the model's prompt of this name; None: its default, if any. An empty name is none."""
     name = model.default_prompt if name is None else name
-    if name is None:
+    if not name:
         return None
     if name not in model.prompts:
         known = ", ".join(model.prompts) or "none"

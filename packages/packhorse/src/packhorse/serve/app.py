@@ -55,6 +55,7 @@ from packhorse.serve.calls import json_response
 from packhorse.serve.dialects import (
     clouds,
     cohere,
+    cohere_embed,
     huggingface,
     infinity,
     openai,
@@ -102,7 +103,8 @@ def create(
     metrics = Metrics(models) if others is None else Metrics(models, list)
     app = create_base(settings, models, metrics)
     app.state.others = others
-    for routes in (tei, openai, cohere, huggingface, packhorse_api, vllm, shared_paths, page):
+    dialects = (tei, openai, cohere, cohere_embed, huggingface, packhorse_api, vllm, shared_paths)
+    for routes in (*dialects, page):
         routes.add(app, models, settings)
     # These answer by the handlers of routes above.
     infinity.add(app, models, settings)

@@ -110,9 +110,14 @@ def _hugging_face(failure: Failure) -> dict[str, Any]:
 
 # The first matching prefix wins; all other paths use text-embeddings-inference's error body.
 DIALECTS: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
+    ("/v1/embeddings", _openai),
+    ("/v1/classify", _cohere),
+    ("/v1/detokenize", _cohere),
+    ("/v1/embed", _cohere),
     ("/v1/rerank", _cohere),
-    ("/v2/rerank", _cohere),
     ("/v1/score", _vllm),
+    ("/v1/tokenize", _cohere),
+    ("/v2/", _cohere),
     ("/v1/", _openai),
     ("/models/", _hugging_face),
     ("/pipeline/", _hugging_face),

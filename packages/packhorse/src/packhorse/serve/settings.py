@@ -65,6 +65,12 @@ class ServeSettings:
     ignore: tuple[str, ...] = setting(
         (), MODELS, "Ignore tensors of the file that match this pattern; may be repeated."
     )
+    calibration: tuple[str, ...] = setting(
+        (),
+        MODELS,
+        "Ranges for int8 and uint8 vectors: FILE.npy, or NAME=FILE.npy for one of several models; "
+        "may be repeated.",
+    )
     devices: tuple[str, ...] = setting(
         (), MODELS, "Devices with an engine process each, such as cuda:0; may be repeated."
     )

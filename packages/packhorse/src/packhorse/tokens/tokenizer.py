@@ -239,6 +239,28 @@ class Tokenizer:
             raise InputError(f"{token!r} is not a token of this vocabulary")
         return id
 
+    def continues_word(self, encoding: Encoding, text: str) -> np.ndarray:
+        """Return for each token of a text whether it continues the word of the token before it.
+
+        WordPiece marks such tokens (`##ing`). Other vocabularies mark none, or only the tokens
+        after a blank; for these a word goes on up to the next blank, as in transformers, so that
+        punctuation belongs to its word. An unknown token is a word.
+        """
+        model = self._library.model
+        tokens = [self.token(id) for id in encoding.ids.tolist()]
+        prefix: str | None = getattr(model, "continuing_subword_prefix", None)
+        if prefix:
+            return np.array([token.startswith(prefix) for token in tokens], bool)
+        unknown = getattr(model, "unk_token", None) or "<unk>"  # SentencePiece has no field for it
+        starts: list[int] = encoding.offsets[:, 0].tolist()
+        return np.array(
+            [
+                start > 0 and token != unknown and " " not in text[start - 1 : start + 1]
+                for token, start in zip(tokens, starts, strict=True)
+            ],
+            bool,
+        )
+
     def specials_per(self, pair: bool) -> int:
         """The number of special tokens in a sequence."""
         return int(self._templates[pair].special.sum())

@@ -11,10 +11,13 @@ import dataclasses
 import inspect
 import json
 import warnings
+from base64 import b64decode
 from typing import Any
 
 import numpy as np
 import pytest
+
+from packhorse.runtime.precision import quantize, unit_ranges
 
 from .. import bodies
 
@@ -33,6 +36,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"inputs": "the cat"},
     "/decode": {"ids": [5, 6]},
     "/v1/embeddings": {"input": "the cat", "model": "tiny"},
+    "/v1/embed": {"texts": ["the cat"], "model": "tiny"},
+    "/v2/embed": {"texts": ["the cat"], "model": "tiny"},
+    "/v1/classify": {"inputs": ["the cat"]},
+    "/v1/tokenize": {"text": "the cat"},
+    "/v1/detokenize": {"tokens": [5, 6]},
     "/v1/rerank": RANKED,
     "/v2/rerank": RANKED,
     "/pooling": {"input": "the cat"},
@@ -123,6 +131,9 @@ def test_names_cannot_break_the_header(http) -> None:
     assert response.headers[HEADER].endswith("f15, and 484 more")
 
 
+OF_THE_CLIENT = ("self", "request_options", "batching", "offline")  # never sent
+
+
 def documented() -> list[tuple[str, str]]:
     """Return routes with the fields that official clients can send there."""
     import cohere
@@ -132,7 +143,16 @@ def documented() -> list[tuple[str, str]]:
     rows = [("/v1/embeddings", name) for name in openai.types.EmbeddingCreateParams.__annotations__]
     for path, client in (("/v1/rerank", cohere.Client), ("/v2/rerank", cohere.ClientV2)):
         names = inspect.signature(client.rerank).parameters
-        rows += [(path, name) for name in names if name not in ("self", "request_options")]
+        rows += [(path, name) for name in names if name not in OF_THE_CLIENT]
+    for path, method in {
+        "/v1/embed": cohere.Client.embed,
+        "/v2/embed": cohere.ClientV2.embed,
+        "/v1/classify": cohere.Client.classify,
+        "/v1/tokenize": cohere.Client.tokenize,
+        "/v1/detokenize": cohere.Client.detokenize,
+    }.items():
+        names = inspect.signature(method).parameters
+        rows += [(path, name) for name in names if name not in OF_THE_CLIENT]
     for kind, path in {
         "FeatureExtractionInput": "/models/tiny/pipeline/feature-extraction",
         "FillMaskParameters": "/models/filler",
@@ -147,10 +167,18 @@ def documented() -> list[tuple[str, str]]:
 
 def test_what_the_clients_can_send_is_known(server) -> None:
     """No field that an official client can send is ignored as unknown."""
-    from packhorse.serve.dialects import cohere, huggingface, openai
+    from packhorse.serve.dialects import cohere, cohere_embed, huggingface, openai
 
-    bodies = {"/v1/embeddings": openai.EmbeddingsRequest, "/v1/rerank": cohere.RerankV1}
-    bodies["/v2/rerank"] = cohere.RerankV2
+    bodies = {
+        "/v1/embeddings": openai.EmbeddingsRequest,
+        "/v1/embed": cohere_embed.EmbedV1,
+        "/v2/embed": cohere_embed.EmbedV2,
+        "/v1/classify": cohere_embed.ClassifyRequest,
+        "/v1/tokenize": cohere_embed.CohereTokenizeRequest,
+        "/v1/detokenize": cohere_embed.DetokenizeRequest,
+        "/v1/rerank": cohere.RerankV1,
+        "/v2/rerank": cohere.RerankV2,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = documented()
@@ -170,6 +198,11 @@ HARMLESS = {
         {"embed_dtype": "float32", "endianness": "little"},
         {"modality": "text"},
         {"input_type": None, "task": None},
+        {"input_type": "document"},
+        {"task": "text-matching"},
+        {"embedding_type": ["float"]},
+        {"embed_dtype": "float16", "endianness": "big"},
+        {"input": [{"text": "the cat"}]},
         {"priority": 1, "request_id": "a"},
         {"embedding_type": "float"},
         {"encoding_format": "float"},
@@ -186,14 +219,14 @@ HARMLESS = {
 REFUSED = {
     "/v1/embeddings": [
         {"encoding_format": "ubinary"},
-        {"embedding_type": "binary"},
-        {"output_dtype": "int8"},
+        {"embedding_type": ["float", "binary"]},
+        {"embedding_type": "binary", "output_dtype": "int8"},
+        {"output_dtype": "int4"},
         {"embed_dtype": "fp8_e4m3"},
-        {"endianness": "big"},
-        {"task": "retrieval.query"},
-        {"input_type": "query"},
+        {"endianness": "middle"},
         {"modality": "image"},
-        {"late_chunking": True},
+        {"input": [{"image": "data:image/png;base64,AAAA"}]},
+        {"input": [{}]},
         {"return_multivector": True},
         {"add_special_tokens": False},
         {"truncate_prompt_tokens": 4},
@@ -288,6 +321,61 @@ def test_honored_by_openai(http, server) -> None:
     assert isinstance(ask(http, route, embedding_type="base64").json()["data"][0]["embedding"], str)
     query = encoder.embed(["the cat"], prompt="query")[0]
     assert np.allclose(vector(ask(http, route, prompt_name="query")), query, atol=1e-6)
+
+
+def test_number_types_of_openai(http) -> None:
+    whole = vector(ask(http, "/v1/embeddings")).astype(np.float32)
+    for fields, precision in [
+        ({"output_dtype": "int8"}, "int8"),
+        ({"output_dtype": "uint8"}, "uint8"),
+        ({"output_dtype": "binary"}, "binary"),
+        ({"output_dtype": "ubinary", "embedding_type": "ubinary"}, "ubinary"),
+        ({"embedding_type": "binary"}, "binary"),
+        ({"embedding_type": ["ubinary"]}, "ubinary"),
+    ]:
+        expected = quantize(whole[None], precision, unit_ranges(len(whole)))[0]
+        answer = ask(http, "/v1/embeddings", **fields)
+        assert np.array_equal(vector(answer), expected), fields
+        encoded = ask(http, "/v1/embeddings", encoding_format="base64", **fields).json()
+        content = b64decode(encoded["data"][0]["embedding"])
+        assert np.array_equal(np.frombuffer(content, expected.dtype), expected), fields
+    halves = {"encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"}
+    encoded = ask(http, "/v1/embeddings", **halves).json()["data"][0]["embedding"]
+    assert np.array_equal(np.frombuffer(b64decode(encoded), ">f2"), whole.astype(np.float16))
+
+
+def test_purposes_of_openai(http, server) -> None:
+    query = server.encoder("tiny").embed(["the cat"], prompt="query")[0]
+    for fields in (
+        {"task": "retrieval.query"},
+        {"input_type": "query"},
+        {"input_type": "search_query"},
+        {"task": "retrieval.passage", "prompt_name": "query"},
+    ):
+        assert np.allclose(vector(ask(http, "/v1/embeddings", **fields)), query, atol=1e-6)
+
+
+def test_late_chunking(http, server) -> None:
+    texts = ["the cat sat", "on a red mat .", "who saw"]
+    body = {
+        "model": "mini",
+        "input": [{"text": text} for text in texts],
+        "late_chunking": True,
+        "dimensions": 8,
+    }
+    answer = ask(http, "/v1/embeddings", **body).json()
+    encoder = server.encoder("mini")
+    expected = encoder.embed(texts, late_chunking=True)[:, :8]
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    actual = np.array([row["embedding"] for row in answer["data"]])
+    assert np.allclose(actual, expected, atol=1e-6)
+    tokens = len(encoder.tokenize([" ".join(texts)])[0])
+    assert answer["usage"]["total_tokens"] == tokens
+    for wrong in ([LONG] * 2, [[101, 5, 102]], ["a", " "]):
+        refused = ask(http, "/v1/embeddings", **body | {"input": wrong})
+        assert refused.status_code == 422, refused.text
+    other = ask(http, "/v1/embeddings", late_chunking=True)
+    assert other.status_code == 424 and "mean pooling" in other.text
 
 
 def test_truncation_in_every_dialect_of_openai(http, server) -> None:

@@ -98,7 +98,8 @@ def test_names_are_those_of_transformers(names, words, tmp_path, serving):
     pipeline = transformers.pipeline("token-classification", model=folder, device="cpu")
     texts = [" ".join(random.choices(words.split(), k=12)) for _ in range(20)]
     joined = 0
-    for strategy, kind in (("none", "entity"), ("simple", "entity_group")):
+    for strategy in ("none", "simple", "first", "average", "max"):
+        kind = "entity" if strategy == "none" else "entity_group"
         body = {"inputs": texts, "parameters": {"aggregation_strategy": strategy}}
         expected = pipeline(texts, aggregation_strategy=strategy)
         for entities, reference in zip(served.post("/", body).json(), expected, strict=True):
@@ -112,12 +113,11 @@ def test_names_are_those_of_transformers(names, words, tmp_path, serving):
     assert joined > 5, "where nothing is joined nothing is shown"
 
 
-@pytest.mark.parametrize("strategy", ["first", "average", "max"])
-def test_what_words_would_be_weighed_by_is_refused(post, strategy):
-    body = {"inputs": "the cat", "parameters": {"aggregation_strategy": strategy}}
+def test_unknown_aggregation_is_refused(post):
+    body = {"inputs": "the cat", "parameters": {"aggregation_strategy": "median"}}
     status, error = post("/models/tagger", body)
     assert status == 422
-    assert error == {"error": "parameters.aggregation_strategy: Input should be 'none' or 'simple'"}
+    assert "parameters.aggregation_strategy: Input should be 'none', 'simple'" in error["error"]
 
 
 def test_masks_of_one_text_nest(post):

@@ -59,7 +59,8 @@ def test_every_route_has_an_example_and_a_shape_for_errors(path, method):
         for alternative in schema.get("oneOf", [schema]):
             if "$ref" in alternative:
                 alternative = schemas[alternative["$ref"].rpartition("/")[2]]
-            for name in alternative.get("required", ()):
+            names = alternative.get("required", ["texts"])  # Cohere's texts may be in another field
+            for name in names:
                 assert exemplified(alternative["properties"][name], schemas), f"{path}: {name}"
 
 

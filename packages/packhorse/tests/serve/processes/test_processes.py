@@ -113,6 +113,10 @@ def test_answers_are_those_of_the_library(server, expected, checkpoint_folder) -
         plain = model.hidden(TEXTS[:2])
         for row, hidden in zip(states, plain, strict=True):
             np.testing.assert_allclose(row, hidden.states, atol=1e-5)
+        late = {"input": TEXTS[:2], "late_chunking": True}
+        chunks = client.post("/v1/embeddings", json=late).json()["data"]
+        vectors = model.embed(TEXTS[:2], late_chunking=True)
+        np.testing.assert_allclose([row["embedding"] for row in chunks], vectors, atol=1e-5)
         raw = client.post("/embed", json={"inputs": TEXTS, "normalize": False}).json()
         np.testing.assert_allclose(
             raw / np.linalg.norm(raw, axis=1, keepdims=True), expected, atol=1e-5

@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse.errors import InputError
+from packhorse.results import Aggregation
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects import tasks, zero_shot
 from packhorse.serve.dialects.schemas import (
@@ -163,8 +164,10 @@ class InferenceOptions(LenientBody):
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
     return_all_scores: Annotated[bool | None, only(True, instead="use `top_k`")] = None
     # token-classification
-    aggregation_strategy: Literal["none", "simple"] | None = Field(
-        default=None, description="Return single tokens, or join neighbors of the same label."
+    aggregation_strategy: Aggregation | None = Field(
+        default=None,
+        description="Return single tokens (none), or join neighbors of the same label: tokens "
+        "(simple, the default), or words, labeled by the first token, the average or the maximum.",
     )
     ignore_labels: ListOf[str] | None = None
     stride: int | None = Field(
@@ -480,7 +483,7 @@ async def _classify(request: Request, model: ServedModel, body: InferenceRequest
 
 async def _label(request: Request, model: ServedModel, body: InferenceRequest) -> Any:
     texts, is_single = _texts(body)
-    join = body.option("aggregation_strategy") != "none"
+    aggregation = body.option("aggregation_strategy") or "simple"
     stride = body.option("stride")
     if stride is None:
         truncation = _truncation(body)
@@ -488,8 +491,8 @@ async def _label(request: Request, model: ServedModel, body: InferenceRequest) -
         truncation = Truncation("chunk", allowed=True)
     else:  # our chunks share no tokens, so a text that would need such chunks is refused
         truncation = Truncation(allowed=False)
-    result = await run_task(request, model, "label", texts, truncation, join=join)
-    key = "entity_group" if join else "entity"
+    result = await run_task(request, model, "label", texts, truncation, aggregation=aggregation)
+    key = "entity" if aggregation == "none" else "entity_group"
     ignored = body.option("ignore_labels") or ()
     rows = [
         [

@@ -75,7 +75,7 @@ class InfinityFields(vllm.VllmBody):
     def text_truncation(self) -> Truncation:
         """What to do with a text that is too long; Infinity truncates it, vLLM refuses it."""
         if self.is_infinity and self.truncate_prompt_tokens is None:
-            return Truncation.read(True)
+            return Truncation.read(by_default=True)
         return super().text_truncation
 
 

@@ -93,10 +93,13 @@ async def embed(
     normalize: bool | None = None,
     dimensions: int | None = None,
     prompt: str | None = None,
+    max_length: int | None = None,
+    late_chunking: bool = False,
 ) -> CallResult:
     """Embed each text; with `dimensions`, keep so many numbers of each vector.
 
-    Shortened vectors are scaled to length one again, unless `normalize` is False.
+    Shortened vectors are scaled to length one again, unless `normalize` is False. With
+    `late_chunking` the texts are read as one; see `runtime.tasks`.
     """
     width = model.encoder.width
     if dimensions is not None and dimensions > width:
@@ -104,8 +107,18 @@ async def embed(
             f"dimensions is {dimensions}; vectors of {model.name} have {width} dimensions"
         )
     result = await run_task(
-        request, model, "embed", texts, truncation, normalize=normalize, prompt=prompt
+        request,
+        model,
+        "embed",
+        texts,
+        truncation,
+        normalize=normalize,
+        prompt=prompt,
+        max_length=max_length,
+        late_chunking=late_chunking,
     )
+    if late_chunking:
+        result = replace(result, values=list(result.values[0]))
     if dimensions is None:
         return result
     vectors = [vector[:dimensions] for vector in result.values]

@@ -30,6 +30,7 @@ class EmbedderDescription:
     pooling: tuple[str, ...]
     normalize: bool
     include_prompt: bool
+    is_average: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class ModelDescription:
                 tuple(self.embedder["pooling"]),
                 self.embedder["normalize"],
                 self.embedder["include_prompt"],
+                self.embedder["is_average"],
             )
         return Encoder(
             name=self.name,
@@ -125,7 +127,12 @@ def describe(model: ServedModel) -> ModelDescription:
         embedder=None
         if embedder is None
         else asdict(
-            EmbedderDescription(embedder.pooling, embedder.normalize, embedder.include_prompt)
+            EmbedderDescription(
+                embedder.pooling,
+                embedder.normalize,
+                embedder.include_prompt,
+                embedder.is_average,
+            )
         ),
         similarity=encoder.similarity_fn_name,
         fingerprint=model.fingerprint_parts.parts,
