@@ -91,9 +91,9 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
         server.run(sockets=[bound])
     if server.engine_died:
         raise EngineDied("the engine died; see the log above, and restart the server")
-    if guard.in_flight:
+    if server.unfinished:
         seconds = settings.drain_seconds
-        raise CutShort(f"{guard.in_flight} requests were not finished within {seconds:g} s")
+        raise CutShort(f"{server.unfinished} requests were not finished within {seconds:g} s")
 
 
 def raise_file_limit(settings: ServeSettings) -> None:
@@ -191,6 +191,7 @@ class DrainingServer(uvicorn.Server):
         self.models = models
         self.report_ready = report_ready
         self.engine_died = False
+        self.unfinished = 0  # requests in flight when the time to drain was over
         self._tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
@@ -239,6 +240,7 @@ class DrainingServer(uvicorn.Server):
         deadline = loop.time() + self.guard.settings.drain_seconds
         while self.guard.in_flight and loop.time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
+        self.unfinished = self.guard.in_flight
         self.should_exit = True
 
     async def _watch_engines(self) -> None:

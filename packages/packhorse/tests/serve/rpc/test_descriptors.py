@@ -6,10 +6,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-
-from packhorse.errors import PackhorseError
-
-pytest.importorskip("grpc", reason="the extra grpc is not installed")
 from google.protobuf import descriptor_pb2
 
 from packhorse.serve.rpc.descriptors import parse, read_interface
@@ -56,7 +52,7 @@ def test_a_changed_number_is_another_descriptor() -> None:
     ],
 )
 def test_what_the_parser_does_not_know_is_an_error(text: str) -> None:
-    with pytest.raises(PackhorseError, match=r"x\.proto: did not expect"):
+    with pytest.raises(ValueError, match=r"x\.proto: did not expect"):
         parse(text, "x.proto")
 
 
@@ -65,6 +61,8 @@ def test_a_field_with_presence_knows_whether_it_is_set() -> None:
     request = messages["tei.v1.EmbedRequest"]()
     assert not request.HasField("normalize")
     request.normalize = False
-    assert messages["tei.v1.EmbedRequest"].FromString(request.SerializeToString()).HasField(
-        "normalize"
+    assert (
+        messages["tei.v1.EmbedRequest"]
+        .FromString(request.SerializeToString())
+        .HasField("normalize")
     )

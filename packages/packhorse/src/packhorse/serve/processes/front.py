@@ -483,4 +483,4 @@ def main(control: Control) -> int:
         await server.serve(sockets=[FairSocket(fileno=listening)])
 
     asyncio.run(serve())
-    return 1 if guard.in_flight else 0
+    return 1 if server.unfinished else 0

@@ -21,8 +21,6 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from packhorse.errors import PackhorseError
-
 TOKEN = re.compile(r'"[^"]*"|[\w.]+|[{}()=;]')
 COMMENT = re.compile(r"//[^\n]*")
 Field = descriptor_pb2.FieldDescriptorProto
@@ -50,7 +48,7 @@ def read_interface(*names: str) -> Interface:
     services: dict[str, Any] = {}
     messages: dict[str, Any] = {}
     for name in names:
-        text = (files(__package__) / name).read_text("utf-8")
+        text = (files("packhorse.serve.rpc") / name).read_text("utf-8")
         file = pool.AddSerializedFile(parse(text, name).SerializeToString())
         for service in file.services_by_name.values():
             services[service.full_name] = service
@@ -98,8 +96,8 @@ class _Parser:
             if actual != token:
                 raise self.unexpected(actual)
 
-    def unexpected(self, token: str) -> PackhorseError:
-        return PackhorseError(f"{self.file.name}: did not expect {token!r}")
+    def unexpected(self, token: str) -> ValueError:
+        return ValueError(f"{self.file.name}: did not expect {token!r}")
 
     def read_service(self, service: descriptor_pb2.ServiceDescriptorProto) -> None:
         self.expect("{")

@@ -200,7 +200,7 @@ class RpcServer:
             await asyncio.wait(waiting, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 message = reading.result()
-                return None if message is grpc.aio.EOF else message
+                return message if isinstance(message, bytes) else None  # gRPC's EOF
         except grpc.aio.UsageError as error:  # the call has ended
             raise ClientGone("the client left while it sent its request") from error
         finally:
@@ -216,7 +216,7 @@ class RpcServer:
         body = await context.read()
         message = self.interface.messages["grpc.health.v1.HealthCheckRequest"]()
         try:
-            message.ParseFromString(b"" if body is grpc.aio.EOF else body)
+            message.ParseFromString(body if isinstance(body, bytes) else b"")
         except DecodeError:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read")
         if message.service and message.service not in self.interface.services:
@@ -334,7 +334,7 @@ class _Session:
 
 
 def _coroutine(handler: Any) -> Any:
-    """Return a handler as gRPC calls it; it recognizes coroutine functions, not partials of them."""
+    """Return a coroutine function, which gRPC recognizes; it does not recognize partials."""
 
     async def handle(messages: Any, context: Any) -> None:
         await handler(context)
