@@ -86,7 +86,7 @@ def find_server(url: str, key: str = "") -> VectorServer:
             return VectorServer("OpenAI's API", f"{prefix}/embeddings", names[0], key)
     raise InputError(
         f"{url} has neither /info of text-embeddings-inference nor a list of models at /v1/models; "
-        "name the route that makes vectors, such as http://HOST:PORT/embed"
+        "name the route that makes vectors, such as http://localhost:8080/embed"
     )
 
 

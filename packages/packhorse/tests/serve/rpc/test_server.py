@@ -375,18 +375,37 @@ def test_a_full_server_refuses_and_a_cancelled_call_frees_its_place(running) -> 
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert int(dict(error.trailing_metadata())["retry-after"]) >= 1
     first.cancel()
-    until = time.monotonic() + SECONDS
-    while full.served.guard.in_flight:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: not full.served.guard.in_flight)
     assert full.served.guard.buffered == 0
     leave.set()
     assert len(full.client.ask("Embed/Embed", inputs="cat").embeddings) == 96
-    page = full.served.get("/metrics").text
-    assert 'packhorse_requests_total{route="/tei.v1.Embed/Embed",status="200"} 1.0' in page
-    assert 'packhorse_requests_total{route="/tei.v1.Embed/Embed",status="429"} 1.0' in page
-    assert 'packhorse_requests_total{route="/tei.v1.Embed/Embed",status="499"} 1.0' in page
-    assert "packhorse_dropped_total 1.0" in page
+    counts = [count_requests(full, "/tei.v1.Embed/Embed", status) for status in (200, 429, 499)]
+    assert counts == [1, 1, 1]
+    assert "packhorse_dropped_total 1.0" in full.served.get("/metrics").text
+
+
+def test_a_client_that_does_not_read_is_cut_off(running) -> None:
+    slow = running(send_seconds=0.5, idle_seconds=SECONDS)
+    request = {"inputs": "cat " * 12_000}  # an answer of a quarter of a megabyte
+    unread = slow.client.stream("Tokenize/TokenizeStream", *([request] * 200))
+    wait_for(lambda: count_requests(slow, "/tei.v1.Tokenize/TokenizeStream", 499))
+    assert (slow.served.guard.in_flight, slow.served.guard.buffered) == (0, 0)
+    assert Client(slow.port).ask("Info/Info").model_id == "tiny"
+    unread.cancel()
+
+
+def count_requests(running: Running, route: str, status: int) -> float:
+    """The number of calls that ended so."""
+    page = running.served.get("/metrics").text
+    label = f'packhorse_requests_total{{route="{route}",status="{status}"}} '
+    return next((float(line[len(label) :]) for line in page.splitlines() if label in line), 0.0)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        time.sleep(0.02)
 
 
 def test_health_tells_of_services(running) -> None:

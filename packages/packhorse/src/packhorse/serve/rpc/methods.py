@@ -86,9 +86,14 @@ async def embed_all(call: RpcCall, message: Any) -> Any:
     result = await run_task(
         call.request, model, "hidden", [message.inputs], truncation, prompt=prompt
     )
-    rows = [call.make("TokenEmbedding", embeddings=row) for row in result.values[0].states.tolist()]
     metadata = _metadata(call, result, [message.inputs], start)
-    return call.make("EmbedAllResponse", token_embeddings=rows, metadata=metadata)
+    states = result.values[0].states
+
+    def build() -> Any:
+        rows = [call.make("TokenEmbedding", embeddings=row) for row in states.tolist()]
+        return call.make("EmbedAllResponse", token_embeddings=rows, metadata=metadata)
+
+    return await asyncio.to_thread(build)  # hundreds of thousands of numbers
 
 
 async def embed_sparse(call: RpcCall, message: Any) -> Any:
@@ -189,10 +194,13 @@ async def tokenize(call: RpcCall, message: Any) -> Any:
     check_inputs(call.settings, [message.inputs])
     prompt = _optional(message, "prompt_name")
     texts = cast("list[str]", prompted(model.encoder, [message.inputs], prompt))
-    (rows,) = await asyncio.to_thread(
-        tei.token_rows, model.encoder.tokenizer, texts, message.add_special_tokens
-    )
-    return call.make("EncodeResponse", tokens=[call.make("SimpleToken", **row) for row in rows])
+
+    def build() -> Any:
+        (rows,) = tei.token_rows(model.encoder.tokenizer, texts, message.add_special_tokens)
+        tokens = [call.make("SimpleToken", **row) for row in rows]
+        return call.make("EncodeResponse", tokens=tokens)
+
+    return await asyncio.to_thread(build)
 
 
 async def decode(call: RpcCall, message: Any) -> Any:
@@ -239,7 +247,8 @@ def _truncation(message: Any) -> Truncation:
             f"truncation_direction is {message.truncation_direction}; "
             "it must be 0 (right) or 1 (left)"
         )
-    return Truncation.read(message.truncate, direction)
+    # A field without presence: false may mean that the client said nothing.
+    return Truncation.read(message.truncate or None, direction)
 
 
 def _metadata(call: RpcCall, result: CallResult, texts: Sequence[TaskInput], start: float) -> Any:

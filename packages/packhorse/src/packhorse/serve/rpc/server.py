@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,6 +126,7 @@ class RpcServer:
         """Close all connections; calls that still run are cancelled."""
         if self._server is not None:
             await self._server.stop(None)
+            self._server = None  # gRPC's thread ends with the last server of the process
 
     # Calls -------------------------------------------------------------------------------------
 
@@ -153,8 +153,6 @@ class RpcServer:
         status = CLIENT_GONE  # unless something else ends the call, it was cancelled
         try:
             status = await self._answer(request, method, context)
-        except ClientGone:
-            pass
         except asyncio.CancelledError:
             record.error = ClientGone.__name__
             raise
@@ -183,10 +181,11 @@ class RpcServer:
             failure = Failure(500, "internal server error")
             record.error = type(error).__name__
             logs.LOGGER.error("a call failed in the server", exc_info=True)
+        # Not `context.abort`, which would wait until a client that reads nothing has read this.
+        context.set_code(CODES.get(failure.status, grpc.StatusCode.INTERNAL))
+        context.set_details(failure.message)
         retry = [(key, value) for key, value in failure.headers.items() if key == "retry-after"]
-        code = CODES.get(failure.status, grpc.StatusCode.INTERNAL)
-        with suppress(grpc.aio.AbortError):
-            await context.abort(code, failure.message, (*retry, *_packhorse_headers(record)))
+        context.set_trailing_metadata((*retry, *_packhorse_headers(record)))
         return failure.status
 
     async def read(self, context: Any, seconds: float) -> bytes | None:
@@ -213,7 +212,11 @@ class RpcServer:
 
     async def _health(self, context: Any) -> None:
         """Answer a health check; it needs no key and is answered under any load."""
-        body = await context.read()
+        try:
+            async with asyncio.timeout(self.guard.settings.receive_seconds):
+                body = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message arrived in time")
         message = self.interface.messages["grpc.health.v1.HealthCheckRequest"]()
         try:
             message.ParseFromString(body if isinstance(body, bytes) else b"")
