@@ -47,3 +47,18 @@ def test_the_table_of_kernels_is_true() -> None:
     assert kernel("fused").serves.mismatch(cuda, torch.bfloat16, True, 64) is None
     assert "heads of 32 or 64" in text and list(kernel("fused").serves.head_sizes or ()) == [32, 64]
     assert kernel("varlen").serves.mismatch(cuda, torch.float16, True, 128) is None
+
+
+@pytest.mark.parametrize("name", ["from-tei", "from-vllm", "from-infinity"])
+def test_flags_that_replace_others_exist(name: str) -> None:
+    """Each flag of ours in a table of flags is a setting of `packhorse serve`."""
+    from packhorse.serve.settings import ServeSettings
+    from packhorse.settings import setting_fields
+
+    known = {f"--{field.replace('_', '-')}" for field in setting_fields(ServeSettings)}
+    rows = re.findall(
+        r"^\| (.+?) \| (.+?) \| .*\|$", GUIDE.with_name(f"{name}.md").read_text(), re.M
+    )
+    ours = {flag for _, cell in rows for flag in re.findall(r"--[a-z][\w-]*", cell)}
+    assert len(rows) > 20 and len(ours) > 10
+    assert ours <= known

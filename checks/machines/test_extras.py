@@ -26,6 +26,10 @@ EXTRAS: dict[str, tuple[set[str], str]] = {
         {"fastapi", "uvicorn", "orjson", "prometheus_client"},
         'main(["serve", "--model", "model"])',
     ),
+    "grpc": (
+        {"grpc", "grpc_reflection"},
+        'main(["serve", "--model", "model", "--grpc-port", "50051"])',
+    ),
     "onnx": ({"onnx", "onnxruntime"}, 'main(["convert", "model", "out", "--to", "onnx"])'),
     "plots": ({"matplotlib"}, 'main(["waste", "texts.txt", "-m", "model", "--plot", "x.png"])'),
     "cluster": (

@@ -45,7 +45,10 @@ COMMANDS = {
         "Show the contents of a checkpoint of any format.",
     ),
     "convert": ("packhorse.cli.convert:convert", "Write a checkpoint in another format."),
-    "verify": ("packhorse.cli.verify:verify", "Compare tensors and outputs of two checkpoints."),
+    "verify": (
+        "packhorse.cli.verify:verify",
+        "Compare two checkpoints, or vectors with those you have.",
+    ),
     "onnx": ("packhorse.cli.onnx:app", "Rewrite an ONNX model to take packed rows."),
     "freeze": ("packhorse.cli.freeze:freeze", "Make a frozen graph from a TensorFlow checkpoint."),
     "monitor": ("packhorse.cli.monitor:monitor", "Watch devices and running packhorse processes."),

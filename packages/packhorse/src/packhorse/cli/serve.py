@@ -44,6 +44,7 @@ def serve(
       packhorse serve
       packhorse serve --model qa=FOLDER --model all-MiniLM-L6-v2 --port 9000
       PACKHORSE_API_KEY=secret packhorse serve --host 0.0.0.0
+      packhorse serve --grpc-port 8081
       packhorse serve --engine ray --replicas 2 --max-replicas 8
     """
     settings = resolve(config, os.environ, passed(flags))
@@ -59,11 +60,14 @@ def serve(
     if not settings.is_local and not settings.keys:
         note(f"warning: everyone who reaches {settings.host} may use this server (--insecure)")
     _require_packages()
+    if settings.grpc_port:
+        _require_grpc()
     from packhorse.serve.life import local_app, run
 
     def ready(host: str, port: int, hosts: "ServedModels") -> None:
         models = [{"name": model.name, "tasks": list(model.tasks)} for model in hosts]
-        emit({"host": host, "port": port, "pid": os.getpid(), "models": models}, json)
+        facts = {"host": host, "port": port, "pid": os.getpid(), "models": models}
+        emit({**facts, "grpc_port": settings.grpc_port}, json)
         sys.stdout.flush()  # whoever started the server waits for this line
 
     if settings.engine == "ray":
@@ -91,3 +95,10 @@ def _require_packages() -> None:
         raise MissingExtra("orjson", "serve")
     if find_spec("prometheus_client") is None:
         raise MissingExtra("prometheus-client", "serve")
+
+
+def _require_grpc() -> None:
+    if find_spec("grpc") is None:
+        raise MissingExtra("grpcio", "grpc")
+    if find_spec("grpc_reflection") is None:
+        raise MissingExtra("grpcio-reflection", "grpc")

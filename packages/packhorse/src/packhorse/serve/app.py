@@ -215,8 +215,8 @@ def _add_server_routes(
     app.get("/metrics", **options)(figures)
 
 
-async def _handle_packhorse_error(request: Request, error: Any) -> Response:
-    """Answer with the status of the error's class, or of its nearest base class that has one."""
+def failure_of(request: Request, error: PackhorseError) -> Failure:
+    """Return the status of the error's class, or of its nearest base class that has one."""
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     headers = {}
     if status == 503:
@@ -226,8 +226,11 @@ async def _handle_packhorse_error(request: Request, error: Any) -> Response:
         models: ServedModels = request.app.state.models
         headers["retry-after"] = str((record.model or models.default).retry_after())
     field = "model" if isinstance(error, UnknownModel) else None
-    failure = Failure(status, str(error), headers, field)
-    return _error_response(request, type(error).__name__, failure)
+    return Failure(status, str(error), headers, field)
+
+
+async def _handle_packhorse_error(request: Request, error: Any) -> Response:
+    return _error_response(request, type(error).__name__, failure_of(request, error))
 
 
 async def _handle_invalid(request: Request, error: Any) -> Response:

@@ -55,6 +55,14 @@ SLICE_BYTES = 1 << 18
 CLIENT_GONE = 499  # nginx's status for a client that left; counted and logged, never sent
 
 
+class Refused(Exception):
+    """A gRPC call that the guard refuses."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 class Guard:
     """An ASGI application that checks each request before it passes it on to `app`."""
 
@@ -94,7 +102,7 @@ class Guard:
         finally:
             # A status of 0 means that the connection ended before a response began.
             status = CLIENT_GONE if response.client_gone else response.status or CLIENT_GONE
-            self._report(scope, record, status)
+            self.report(scope, record, status)
 
     async def _handle_other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass lifespan events on; refuse WebSockets, which no route uses."""
@@ -105,7 +113,7 @@ class Guard:
 
     async def _handle(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
         """Check the headers, receive the body, check capacity, run the application."""
-        failure = self._check_headers(scope, response.record)
+        failure = self._check_headers(scope)
         if failure is not None:
             return await _send_failure(scope, response, failure)
         body = b""
@@ -137,6 +145,36 @@ class Guard:
             self.in_flight -= 1
             self.metrics.in_flight.dec()
 
+    async def run_call(
+        self,
+        scope: Scope,
+        receive: Callable[[], Awaitable[bytes]],
+        answer: Callable[[bytes], Awaitable[None]],
+    ) -> None:
+        """Run a gRPC call under the keys, limits and counts of HTTP requests; raises `Refused`.
+
+        `receive` returns the first message. There is no Host header to check: gRPC is HTTP/2 with
+        prior knowledge, which no web page can make a browser speak.
+        """
+        failure = self._check_access(scope, dict(scope["headers"]))
+        if failure is not None:
+            raise Refused(failure)
+        body = await receive()
+        if self.buffered + len(body) > self.settings.max_buffered_bytes:
+            raise Refused(self._overloaded("too many bytes are being received"))
+        failure = self._check_capacity()
+        if failure is not None:
+            raise Refused(failure)
+        self.buffered += len(body)
+        self.in_flight += 1
+        self.metrics.in_flight.inc()
+        try:
+            await answer(body)
+        finally:
+            self.buffered -= len(body)
+            self.in_flight -= 1
+            self.metrics.in_flight.dec()
+
     def _check_capacity(self) -> Failure | None:
         """Bound the requests that are answered at once, and with them memory and event loop time.
 
@@ -147,14 +185,22 @@ class Guard:
             return None
         return self._overloaded("too many requests are being answered")
 
-    def _check_headers(self, scope: Scope, record: RequestRecord) -> Failure | None:
+    def _check_headers(self, scope: Scope) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
+        if not self.keys and not self._is_own_host(headers.get(b"host")):
+            return Failure(403, FOREIGN_HOST, CLOSE)
+        failure = self._check_access(scope, headers)
+        if failure is not None or scope["method"] in METHODS_WITHOUT_BODY:
+            return failure
+        return self._check_body_headers(headers)
+
+    def _check_access(self, scope: Scope, headers: dict[bytes, bytes]) -> Failure | None:
+        """Check the key, and that the server is not shutting down."""
         if sum(name == b"authorization" for name, _ in scope["headers"]) > 1:
             # A proxy that checks the first and a server that checks the last would disagree.
             return Failure(400, "the request has more than one Authorization header", CLOSE)
-        if not self.keys and not self._is_own_host(headers.get(b"host")):
-            return Failure(403, FOREIGN_HOST, CLOSE)
+        record: RequestRecord = scope["packhorse"]
         record.key = self._find_key(headers)
         if self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
@@ -164,9 +210,7 @@ class Guard:
             return Failure(401, "the API key is missing or wrong", {**challenge, **CLOSE})
         if self.draining and scope["path"] not in UNLIMITED_PATHS:
             return Failure(503, "the server is shutting down", {**CLOSE, "retry-after": "1"})
-        if scope["method"] in METHODS_WITHOUT_BODY:
-            return None
-        return self._check_body_headers(headers)
+        return None
 
     def _is_own_host(self, host: bytes | None) -> bool:
         """Return whether a Host header names this server.
@@ -264,7 +308,8 @@ class Guard:
         seconds = max((model.retry_after() for model in self.models), default=1)
         return Failure(429, f"{reason}; try again later", {**CLOSE, "retry-after": str(seconds)})
 
-    def _report(self, scope: Scope, record: RequestRecord, status: int) -> None:
+    def report(self, scope: Scope, record: RequestRecord, status: int) -> None:
+        """Count and log a request that has ended."""
         if status == CLIENT_GONE:
             self.metrics.dropped.inc()
         if record.truncated:

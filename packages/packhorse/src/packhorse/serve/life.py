@@ -23,7 +23,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -36,6 +36,9 @@ from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from packhorse.serve.rpc.server import RpcServer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 POLL_SECONDS = 0.1
@@ -72,20 +75,25 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
     raise_file_limit(settings)
-    bound = bind(settings)
+    bound = bind(settings, settings.port)
+    grpc_bound = bind(settings, settings.grpc_port) if settings.grpc_port else None
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with open_app(settings) as (app, models):
         outer, guard = guarded(app)
         gc.collect()
         gc.freeze()  # models and code live as long as the process; never scan them again
         report = partial(report_ready, ready, bound, models)
-        server = DrainingServer(configuration(outer, settings), guard, models, report)
+        config = configuration(outer, settings)
+        if grpc_bound is not None:
+            grpc_bound.close()  # gRPC binds by itself, and would listen from then on
+        rpc = open_rpc(app, guard)
+        server = DrainingServer(config, guard, models, report, rpc=rpc)
         server.run(sockets=[bound])
     if server.engine_died:
         raise EngineDied("the engine died; see the log above, and restart the server")
-    if guard.in_flight:
+    if server.unfinished:
         seconds = settings.drain_seconds
-        raise CutShort(f"{guard.in_flight} requests were not finished within {seconds:g} s")
+        raise CutShort(f"{server.unfinished} requests were not finished within {seconds:g} s")
 
 
 def raise_file_limit(settings: ServeSettings) -> None:
@@ -106,16 +114,25 @@ def raise_file_limit(settings: ServeSettings) -> None:
         logs.LOGGER.warning(message, soft, settings.max_connections)
 
 
-def bind(settings: ServeSettings) -> socket.socket:
+def open_rpc(app: FastAPI, guard: Guard, share_port: bool = False) -> RpcServer | None:
+    """Return the gRPC server beside this application; None without --grpc-port."""
+    if not guard.settings.grpc_port:
+        return None
+    from packhorse.serve.rpc.server import RpcServer  # which needs the extra `grpc`
+
+    return RpcServer(app, guard, share_port)
+
+
+def bind(settings: ServeSettings, port: int) -> socket.socket:
     """Return a socket that is bound but does not listen yet; raises `InputError`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((settings.host, settings.port))
+        bound.bind((settings.host, port))
     except OSError as error:
         bound.close()
-        address = f"{settings.host}:{settings.port}"
+        address = f"{settings.host}:{port}"
         raise InputError(f"cannot listen on {address}: {error.strerror or error}") from error
     return bound
 
@@ -164,14 +181,17 @@ class DrainingServer(uvicorn.Server):
         models: ServedModels,
         report_ready: Callable[[], None],
         ends_with_engine: bool = True,
+        rpc: RpcServer | None = None,
     ) -> None:
         """`ends_with_engine`: exit if an engine dies, because nobody would restart it."""
         super().__init__(config)
+        self.rpc = rpc  # started, drained and stopped with this server
         self.ends_with_engine = ends_with_engine
         self.guard = guard
         self.models = models
         self.report_ready = report_ready
         self.engine_died = False
+        self.unfinished = 0  # requests in flight when the time to drain was over
         self._tasks: list[asyncio.Task[None]] = []
 
     @contextmanager
@@ -182,6 +202,8 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, install signal handlers, start the background tasks, report readiness."""
         await super().startup(sockets)
+        if self.rpc is not None:
+            await self.rpc.start()
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
@@ -194,6 +216,8 @@ class DrainingServer(uvicorn.Server):
         """Close the connections; the application's lifespan then ends the engines."""
         for task in self._tasks:
             task.cancel()
+        if self.rpc is not None:
+            await self.rpc.stop()
         await super().shutdown(sockets)
 
     def _on_signal(self) -> None:
@@ -206,6 +230,8 @@ class DrainingServer(uvicorn.Server):
         if self.guard.draining:
             return
         self.guard.draining = True
+        if self.rpc is not None:
+            self.rpc.begin_draining()
         logs.LOGGER.info("draining: %d requests in flight", self.guard.in_flight)
         self._tasks.append(asyncio.get_running_loop().create_task(self._drain()))
 
@@ -214,6 +240,7 @@ class DrainingServer(uvicorn.Server):
         deadline = loop.time() + self.guard.settings.drain_seconds
         while self.guard.in_flight and loop.time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
+        self.unfinished = self.guard.in_flight
         self.should_exit = True
 
     async def _watch_engines(self) -> None:

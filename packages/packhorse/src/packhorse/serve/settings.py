@@ -100,6 +100,9 @@ class ServeSettings:
 
     host: str = setting("127.0.0.1", NETWORK, "Address to listen on.")
     port: int = setting(8080, NETWORK, "Port to listen on; 0: any that is free.", maximum=65535)
+    grpc_port: int = setting(
+        0, NETWORK, "Port for gRPC as text-embeddings-inference has it; 0: none.", maximum=65535
+    )
     insecure: bool = setting(False, NETWORK, "Serve the network without an API key.")
     api_key_file: str = setting("", NETWORK, "File of API keys, one per line; read at the start.")
     cors_origin: tuple[str, ...] = setting(
@@ -175,6 +178,10 @@ class ServeSettings:
             raise InputError("--replicas, --max-replicas and --ray-address need --engine ray")
         if self.engine == "ray" and (self.fronts or self.devices):
             raise InputError("--fronts and --devices are for --engine local; Ray has --replicas")
+        if self.engine == "ray" and self.grpc_port:
+            raise InputError("--grpc-port is for --engine local; replicas on Ray answer HTTP alone")
+        if self.grpc_port and self.grpc_port == self.port:
+            raise InputError(f"--port and --grpc-port are both {self.port}; use two ports")
         if len(self.devices) > 1 and self.fronts == 0:
             raise InputError("several --devices need --fronts, or leave it out")
         if self.fronts and not hasattr(os, "memfd_create"):

@@ -464,10 +464,17 @@ def timed_response(
     document: Any, result: CallResult, model: ServedModel, texts: Sequence[TaskInput], start: float
 ) -> Response:
     """Return a response with text-embeddings-inference's headers of times and counts."""
+    return json_response(document, timing_headers(result, model, texts, start))
+
+
+def timing_headers(
+    result: CallResult, model: ServedModel, texts: Sequence[TaskInput], start: float
+) -> dict[str, str]:
+    """Return text-embeddings-inference's headers of times and counts."""
     total = (perf_counter() - start) * 1e3
     spent = result.pack.queue_ms + result.pack.compute_ms
     processor = "cpu" if model.encoder.device.type == "cpu" else "gpu"
-    headers = {
+    return {
         "x-compute-type": f"{processor}+optimized",
         "x-compute-time": f"{total:.0f}",
         "x-compute-characters": str(sum(map(_characters, texts))),
@@ -478,18 +485,19 @@ def timed_response(
         "x-queue-time": f"{result.pack.queue_ms:.0f}",
         "x-inference-time": f"{result.pack.compute_ms:.0f}",
     }
-    return json_response(document, headers)
 
 
 def _characters(text: Any) -> int:
     return sum(map(len, text)) if isinstance(text, tuple) else len(text)
 
 
-def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], body: TokenizeRequest) -> Response:
-    """Tokenize and write the response, both in this thread: there are many small objects."""
-    rows = []
+def token_rows(
+    tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[dict[str, Any]]]:
+    """Return the tokens of each text, with the fields of `Token`."""
+    rows: list[list[dict[str, Any]]] = []
     for encoding in tokenizer.encode(texts, NO_LIMIT):
-        selected = slice(None) if body.add_special_tokens else encoding.spans[0]
+        selected = slice(None) if add_special_tokens else encoding.spans[0]
         columns = (encoding.ids[selected], encoding.special[selected], encoding.offsets[selected])
         rows.append(
             [
@@ -505,7 +513,7 @@ def _tokenize(tokenizer: Tokenizer, texts: Sequence[str], body: TokenizeRequest)
                 )
             ]
         )
-    return json_response(rows)
+    return rows
 
 
 def describe_server(models: ServedModels, settings: ServeSettings) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from packhorse.serve.app import create, guarded
 from packhorse.serve.dialects import token_ids
 from packhorse.serve.failures import TooLarge
 from packhorse.serve.hosting import ServedModel, ServedModels
-from packhorse.serve.life import DrainingServer, configuration, raise_file_limit
+from packhorse.serve.life import DrainingServer, configuration, open_rpc, raise_file_limit
 from packhorse.serve.metrics import families_to_json, merged_page
 from packhorse.serve.processes.arena import Arena
 from packhorse.serve.processes.descriptions import ModelDescription
@@ -461,7 +461,8 @@ def main(control: Control) -> int:
     supervisor = SupervisorClient(control, pool)
     descriptions = [ModelDescription(**model) for model in message["models"]]
     models = open_models(descriptions, pool)
-    outer, guard = guarded(create(settings, models, supervisor), limits)
+    app = create(settings, models, supervisor)
+    outer, guard = guarded(app, limits)
     gc.collect()
     gc.freeze()
     server = DrainingServer(
@@ -470,6 +471,7 @@ def main(control: Control) -> int:
         models,
         lambda: control.send({"kind": "ready"}),
         ends_with_engine=False,
+        rpc=open_rpc(app, guard, share_port=True),
     )
     supervisor.server = server
 
@@ -482,4 +484,4 @@ def main(control: Control) -> int:
         await server.serve(sockets=[FairSocket(fileno=listening)])
 
     asyncio.run(serve())
-    return 1 if guard.in_flight else 0
+    return 1 if server.unfinished else 0

@@ -92,7 +92,10 @@ def count_fronts(settings: ServeSettings) -> int:
 def run(settings: ServeSettings, ready: Ready, fronts: int) -> None:
     """Serve with this many fronts until a signal arrives; `ready` is called once they answer."""
     logs.set_up(settings)
-    bound = bind(settings)
+    bound = bind(settings, settings.port)
+    if settings.grpc_port:
+        # Fronts share this port by SO_REUSEPORT, with which two servers could take the same one.
+        bind(settings, settings.grpc_port).close()
     asyncio.run(Supervisor(settings, bound, ready, fronts).run())
 
 
