@@ -15,18 +15,22 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "clients"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "clients.md"
-REGISTERED = re.compile(r"""\bmethod\(\s*(?P<quote>["'])(?P<name>.+?)(?P=quote),\s*"(?P<kind>[^"]+)\"""")
+REGISTERED = re.compile(
+    r"""\bmethod\(\s*(?P<quote>["'])(?P<name>.+?)(?P=quote),\s*"(?P<kind>[^"]+)\""""
+)
 PACKAGE = re.compile(r"""(?:#|//) package: (\S+)""")
 HEAD = """# Clients
 
-Client libraries that are run against `packhorse serve` as their users run them: with their defaults, a base URL and the
-name of a model. "Works" means that the answer is that of the library: vectors equal to `packhorse.load(…).embed(texts)`
-to 1e-5, rankings, labels, entities and answers the same. "2,048 texts" are sent as the client sends them, in one request
-or in several; "a long text" has more tokens than the model takes and is not shortened by the client.
+Client libraries that are run against `packhorse serve` as their users run them: with their
+defaults, a base URL and the name of a model. A method works if its answer is that of the library:
+vectors equal to `packhorse.load(…).embed(texts)` to 1e-5; rankings, labels, entities and answers
+the same. "2,048 texts" are sent as the client sends them, in one request or in several; "a long
+text" has more tokens than the model takes, and the client does not shorten it.
 
-The table is written by `make test-outside PACKHORSE_TEST_CLIENTS=1`, which runs the scripts of `checks/outside/clients`, each
-in an environment of its own.
+The tables are written by `make test-outside PACKHORSE_TEST_CLIENTS=1`, which runs the scripts of
+`checks/outside/clients`, each in an environment of its own.
 """
+TABLE = "| client | version | method | works |\n| --- | --- | --- | --- |\n"
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def page(works: dict[str, bool]) -> str:
     reasons = {(known.client, known.method): known.reason for known in differences()}
     text = HEAD + f"\nOf {len(works)} methods {sum(works.values())} work.\n"
     for title, chosen in _by_language().items():
-        text += f"\n## {title}\n\n| client | version | method | works |\n| --- | --- | --- | --- |\n"
+        text += f"\n## {title}\n\n{TABLE}"
         for row in chosen:
             answer = "yes" if works[row.id] else reasons.get((row.client, row.method), "no")
             text += f"| {row.package} | {row.version} | `{row.method}` | {answer} |\n"

@@ -86,8 +86,7 @@ class Models:
         return self.raw_vectors()[0]
 
     def compact_vectors(self) -> dict[str, Any]:
-        from packhorse.runtime import quantize
-        from packhorse.runtime.precision import unit_ranges
+        from packhorse.runtime.precision import quantize, unit_ranges
 
         vectors = self.vectors()
         ranges = unit_ranges(vectors.shape[1])
@@ -130,6 +129,9 @@ class Models:
 
     def tokens(self) -> list[int]:
         return self.load("mini").tokenize(TEXTS[:1])[0].ids.tolist()
+
+    def tokens_of_the_text(self) -> list[int]:
+        return self.tokens()[1:-1]  # without [CLS] and [SEP]
 
     def models(self) -> list[str]:
         return list(self.folders)
@@ -259,10 +261,10 @@ def answers(
     @cache
     def run(group: str, script: str) -> dict[str, Any]:
         results = folder / f"{group}-{script}.json"
-        command = prepare(FOLDER / group, environments / group)
-        command[-1] += f"/client_{script}{'.mjs' if group == 'node' else '.py'}"
+        interpreter, scripts = prepare(FOLDER / group, environments / group)
+        (file,) = scripts.glob(f"client_{script}.*")
         completed = subprocess.run(
-            [*command, str(inputs), str(results)],
+            [interpreter, str(file), str(inputs), str(results)],
             cwd=folder,
             env=environment(folder, tiktoken_cache),
             capture_output=True,
@@ -275,14 +277,18 @@ def answers(
     return lambda row: run(row.group, row.script)
 
 
-def prepare(group: Path, folder: Path) -> list[str]:
+def prepare(group: Path, folder: Path) -> tuple[str, Path]:
     """Install the group's packages unless they are there; return interpreter and script folder."""
     is_node = (group / "package.json").exists()
     requirements = group / ("package.json" if is_node else "requirements.txt")
     stamp = folder / "installed"
+    if is_node and not shutil.which("npm"):
+        pytest.skip("no npm on PATH")
     if not stamp.exists() or stamp.read_bytes() != requirements.read_bytes():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        if stamp.exists():  # else it may be a folder of somebody else, and mkdir fails
+            shutil.rmtree(folder)
+        folder.mkdir()
+        stamp.touch()
         if is_node:
             shutil.copy(requirements, folder)
             install = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts"]
@@ -293,10 +299,11 @@ def prepare(group: Path, folder: Path) -> list[str]:
         subprocess.run(install, cwd=folder, check=True, timeout=SECONDS)
         shutil.copy(requirements, stamp)
     if not is_node:
-        return [str(folder / "bin" / "python"), str(group)]
+        return str(folder / "bin" / "python"), group
     # An import in JavaScript looks for packages beside the script, not in the working folder.
-    shutil.copytree(group, folder / "scripts", dirs_exist_ok=True)
-    return ["node", str(folder / "scripts")]
+    scripts = folder / "scripts"
+    shutil.copytree(group, scripts, dirs_exist_ok=True)
+    return "node", scripts
 
 
 def environment(folder: Path, tiktoken_cache: Path) -> dict[str, str]:

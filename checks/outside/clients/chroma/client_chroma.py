@@ -11,8 +11,8 @@ os.environ["CO_API_URL"] = inputs.url
 os.environ["CHROMA_COHERE_API_KEY"] = "none"
 os.environ["CHROMA_OPENAI_API_KEY"] = "none"
 
-import chromadb  # noqa: E402
-from chromadb.utils.embedding_functions import (  # noqa: E402
+import chromadb
+from chromadb.utils.embedding_functions import (
     CohereEmbeddingFunction,
     HuggingFaceEmbeddingServer,
     OpenAIEmbeddingFunction,

@@ -24,13 +24,14 @@ def embed(model: str, path: str, **options: Any) -> list[list[float]]:
     return vectors(response)
 
 
-def rerank(model: str, path: str) -> list[tuple[int, float]]:
+def rerank(model: str, path: str, **options: Any) -> list[tuple[int, float]]:
     response = litellm.rerank(
         model=model,
         query=inputs.query,
         documents=inputs.documents,
         api_base=inputs.url + path,
         api_key="none",
+        **options,
     )
     return ranking(response)
 
@@ -63,7 +64,7 @@ def hosted_vllm() -> list[list[float]]:
 
 @method("embedding, cohere/", "vectors")
 def cohere() -> list[list[float]]:
-    return embed("cohere/mini", "/v1/embed")
+    return embed("cohere/mini", "/v2/embed")
 
 
 @method("embedding, infinity/", "vectors")
@@ -94,6 +95,11 @@ def rerank_cohere() -> list[tuple[int, float]]:
 @method("rerank, infinity/", "ranking")
 def rerank_infinity() -> list[tuple[int, float]]:
     return rerank("infinity/ranker", "")
+
+
+@method("rerank, infinity/, return_documents=False", "ranking")
+def rerank_infinity_without_documents() -> list[tuple[int, float]]:
+    return rerank("infinity/ranker", "", return_documents=False)
 
 
 @method("rerank, hosted_vllm/", "ranking")

@@ -5,9 +5,7 @@
 from harness import inputs, method, run
 from llama_index.embeddings.cohere import CohereEmbedding
 
-embedding = CohereEmbedding(
-    model_name="embed-english-v3.0", base_url=inputs.url, api_key="none"
-)
+embedding = CohereEmbedding(model_name="embed-english-v3.0", base_url=inputs.url, api_key="none")
 
 
 @method("CohereEmbedding.get_text_embedding_batch", "vectors")

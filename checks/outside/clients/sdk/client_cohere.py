@@ -32,7 +32,14 @@ def rerank() -> list[tuple[int, float]]:
     return [(result.index, result.relevance_score) for result in response.results]
 
 
-@method("Client.tokenize", "tokens")
+@method("Client.classify", "labels")
+def classify() -> dict[str, float]:
+    response = v1.classify(model="judge", inputs=[inputs.statement])
+    labels = response.classifications[0].labels
+    return {name: label.confidence for name, label in labels.items()}
+
+
+@method("Client.tokenize", "tokens of the text")
 def tokenize() -> list[int]:
     return v1.tokenize(model="mini", text=inputs.texts[0], offline=False).tokens
 

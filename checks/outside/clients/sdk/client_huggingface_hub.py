@@ -47,9 +47,7 @@ def token_classification() -> list[tuple[str, str, int, int]]:
 
 @method('token_classification, aggregation_strategy="first"', "entities, first")
 def token_classification_first() -> list[tuple[str, str, int, int]]:
-    entities = client("tagger").token_classification(
-        inputs.statement, aggregation_strategy="first"
-    )
+    entities = client("tagger").token_classification(inputs.statement, aggregation_strategy="first")
     return [(entity.entity_group, entity.word, entity.start, entity.end) for entity in entities]
 
 
