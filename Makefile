@@ -9,6 +9,7 @@
 # make test-machines   what depends on the machine, on machines that have less: older processors,
 #                  no compiler, folders that cannot be written, no network, half a core
 # make test-outside   other projects' tests and clients; what needs a folder names a variable
+#                  (PACKHORSE_TEST_CLIENTS=1: client libraries from PyPI and npm, in environments of their own)
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)
 # make peers       add what `packhorse bench encode` and `bench serve` compare with
 # make lock        write locks/ anew from packages/packhorse/pyproject.toml and constraints.txt (needs uv)
@@ -76,8 +77,9 @@ coverage: .venv/.dev
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m "slow and not outside" $(ARGS)
 
-# A group of clients that needs other versions than ours has an environment of its own, as
-# .venv-infinity; PopTorch's tests (PACKHORSE_POPTORCH_TESTS=…/poptorch/tests) need none.
+# PopTorch's tests run with PACKHORSE_POPTORCH_TESTS=…/poptorch/tests. Clients run with
+# PACKHORSE_TEST_CLIENTS=1, or a folder: each group of checks/outside/clients in an environment that is
+# made there on first use. Without these variables nearly everything is skipped.
 test-outside: .venv/.dev
 	$(BIN)/python -m pytest -m outside checks/outside $(ARGS)
 

@@ -415,7 +415,11 @@ async def tokenize(
             f"all texts together have more than {settings.max_input_characters} characters"
         )
     texts = cast("list[str]", prompted(model.encoder, texts, body.prompt_name))
-    return await asyncio.to_thread(_tokenize, model.encoder.tokenizer, texts, body)
+    tokenizer = model.encoder.tokenizer
+    # The response is written in the thread too: there are many small objects.
+    return await asyncio.to_thread(
+        lambda: json_response(token_rows(tokenizer, texts, body.add_special_tokens))
+    )
 
 
 def as_batch(inputs: str | Sequence[Any]) -> list[TaskInput]:
