@@ -160,6 +160,13 @@ class PackRunner:
         """Give back the room of jobs that were reserved and will not be admitted."""
         self._admission.release(*_size(jobs))
 
+    def on_replied(self, callback: Callable[[], None]) -> None:
+        """Call a function on the engine's thread after all requests of a batch were answered.
+
+        For callers that send the answers of a batch on together. It must not raise.
+        """
+        self._engine.on_replied = callback
+
     def wait_for_engine(self) -> None:
         """Wait while the engine prepares a batch for an accelerator or replies to one.
 
