@@ -40,6 +40,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future
+from concurrent.futures._base import (
+    CANCELLED,
+    CANCELLED_AND_NOTIFIED,
+    FINISHED,
+    PENDING,
+    RUNNING,
+)
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -54,10 +61,86 @@ HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no 
 
 
 class PackedFuture(Future[Any]):
-    """A future that, once it has a result, knows the batch it ran in and how long it waited."""
+    """A future that, once it has a result, knows the batch it ran in and how long it waited.
+
+    It behaves as any other future and costs a third: the condition that `result` waits on is
+    created by the first thread that waits, and a request of the server has none, only a callback.
+    Callbacks are let go of when they have run, because they often refer to the future.
+    """
 
     ran: BatchRecord | None = None  # the last of its batches
     waited = 0.0  # seconds from admission until its first batch started
+
+    def __init__(self, on_done: Callable[[Future[Any]], None] | None = None) -> None:
+        """Create a future whose first callback is `on_done`."""
+        # Not that of `Future`, which creates the condition. These are its attributes.
+        self._lock = threading.RLock()
+        self._created: threading.Condition | None = None
+        self._state = PENDING
+        self._result = None
+        self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks = [] if on_done is None else [on_done]
+
+    @property
+    def _condition(self) -> threading.Condition:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the methods of `Future` lock and wait on; its lock is `_lock`."""
+        with self._lock:
+            if self._created is None:
+                self._created = threading.Condition(self._lock)
+            return self._created
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Make the future uncancellable; return False if it was cancelled."""
+        with self._lock:
+            if self._state == PENDING:
+                self._state = RUNNING
+                return True
+        return super().set_running_or_notify_cancel()
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call `fn` with the future when it is done."""
+        with self._lock:
+            if self._state in (PENDING, RUNNING):
+                self._done_callbacks.append(fn)
+                return
+        super().add_done_callback(fn)
+
+    def set_result(self, result: Any) -> None:
+        """Set the result, wake those who wait and run the callbacks."""
+        with self._lock:
+            nobody_waits = self._created is None and self._state in (PENDING, RUNNING)
+            if nobody_waits:
+                self._result = result
+                self._state = FINISHED
+        if nobody_waits:
+            self._invoke_callbacks()
+        else:
+            super().set_result(result)
+
+    def cancelled(self) -> bool:
+        """Return whether the future was cancelled."""
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
+    def done(self) -> bool:
+        """Return whether the future was cancelled or has a result or an error."""
+        return self._state not in (PENDING, RUNNING)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result, or raise the error; wait for it at most `timeout` seconds."""
+        if self._state == FINISHED and self._exception is None:
+            return self._result
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, or None if there is a result; wait at most `timeout` seconds."""
+        if self._state == FINISHED:
+            return self._exception
+        return super().exception(timeout)
+
+    def _invoke_callbacks(self) -> None:
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks = []
 
 
 class QueuedRequest:
@@ -75,13 +158,13 @@ class QueuedRequest:
         "started_at",
     )
 
-    def __init__(self, job: InferenceJob, now: float) -> None:
+    def __init__(
+        self, job: InferenceJob, now: float, on_done: Callable[[Future[Any]], None]
+    ) -> None:
         self.job = job
-        self.queue_key: Hashable = (
-            job.heads,
-            job.only,
-        )  # with the same key, they can share a batch
-        self.future = PackedFuture()
+        # Requests with the same key can share a batch.
+        self.queue_key: Hashable = (job.heads, job.only)
+        self.future = PackedFuture(on_done)
         self.sequences = [QueuedSequence(self, i, item) for i, item in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.sequences)
         self.remaining = len(self.sequences)  # sequences without a result
@@ -298,7 +381,7 @@ class Admission:
                 raise RunnerStopped(self.stopped)
             self.reserved_requests -= job.inputs
             self.reserved_tokens -= job.tokens
-            return self._admit(QueuedRequest(job, self.clock()), job.tokens)
+            return self._admit(job, job.tokens)
 
     def push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
         """Admit a job; where there is no room, wait if `patient`, else raise `Overloaded`."""
@@ -314,7 +397,7 @@ class Admission:
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
-            future = self._admit(QueuedRequest(job, self.clock()), tokens)
+            future = self._admit(job, tokens)
         if patient:
             # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
             with self.engine_busy:
@@ -392,13 +475,13 @@ class Admission:
             f"max_waiting_tokens {self.max_tokens}); try again in a moment"
         )
 
-    def _admit(self, request: QueuedRequest, tokens: int) -> PackedFuture:
-        self.admitted += request.job.inputs
-        self.unanswered_requests += request.job.inputs
+    def _admit(self, job: InferenceJob, tokens: int) -> PackedFuture:
+        request = QueuedRequest(job, self.clock(), self._done)
+        self.admitted += job.inputs
+        self.unanswered_requests += job.inputs
         self.unanswered[request.future] = request
-        request.future.add_done_callback(self._done)
         first = not self.waiting_requests
-        self.waiting_requests += request.job.inputs
+        self.waiting_requests += job.inputs
         self.waiting_tokens += tokens
         queue = self.queues.get(request.queue_key)
         if queue is None:

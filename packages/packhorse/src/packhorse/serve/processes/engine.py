@@ -20,7 +20,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -53,13 +53,15 @@ EXIT_ENGINE_DIED = 70
 EXIT_NOT_OPENED = 71  # the models could not be opened; the supervisor has the reason
 
 
-@dataclass(frozen=True, slots=True)
 class ReceivedSequence:
     """Token ids from a front; all that a batch needs of `tokens.Encoding`."""
 
-    ids: np.ndarray
-    types: np.ndarray
-    prompt_length: int
+    __slots__ = ("ids", "prompt_length", "types")
+
+    def __init__(self, ids: np.ndarray, types: np.ndarray, prompt_length: int) -> None:
+        self.ids = ids
+        self.types = types
+        self.prompt_length = prompt_length
 
     def __len__(self) -> int:
         return len(self.ids)
