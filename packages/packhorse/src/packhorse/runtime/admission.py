@@ -5,7 +5,9 @@ admitted request is packed on arrival into the open batch of its `BatchQueue`, s
 batch is ready when the last one ends. There is one queue for all requests that need the same heads:
 these can share a batch. A batch is due when it is full or when its oldest request has waited
 `timeout`; while another batch runs only a full one is due, because a batch that is not full gains
-by staying open until the device can take it.
+by staying open until the device can take it. Without `wait_alone` a request that nobody is likely
+to join does not wait: one that arrives when no two requests have been here together for
+`COMPANY_SECONDS`.
 
 A caller with many requests may reserve room for all of them and submit them one after another, so
 that requests of other callers come in between; reserved room counts as if it were in use.
@@ -35,6 +37,7 @@ seconds at a time, in case a notification is ever lost.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -57,6 +60,7 @@ from packhorse.runtime.tasks import InferenceJob, Row
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3  # that patient callers keep waiting
+COMPANY_SECONDS = 0.1  # after so long alone, a request expects no other to join its batch
 HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no more than this
 
 
@@ -301,11 +305,13 @@ class Admission:
         max_tokens: int,
         max_requests: int,
         lookahead: int = 0,
+        wait_alone: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shape = shape
         self.timeout = timeout
         self.lookahead = lookahead
+        self.wait_alone = wait_alone
         self.clock = clock
         self.max_tokens = max_tokens
         self.max_requests = max_requests
@@ -324,6 +330,7 @@ class Admission:
         self.unanswered_requests = 0  # inputs of these
         self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
         self.stopped: str | None = None  # the reason why nothing is admitted any more
+        self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
         self.expected = 0  # requests after whose arrival `not_before` ends early
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
@@ -477,6 +484,8 @@ class Admission:
 
     def _admit(self, job: InferenceJob, tokens: int) -> PackedFuture:
         request = QueuedRequest(job, self.clock(), self._done)
+        if self.unanswered:
+            self.company_at = request.admitted_at
         self.admitted += job.inputs
         self.unanswered_requests += job.inputs
         self.unanswered[request.future] = request
@@ -528,7 +537,9 @@ class Admission:
 
     def _deadline(self, queue: BatchQueue) -> float:
         """Return when its batch is due even if it is not full."""
-        return max(queue.oldest + self.timeout, self.not_before)
+        oldest = queue.oldest
+        waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
+        return max(oldest + self.timeout if waits else oldest, self.not_before)
 
     def _take(self, key: Hashable, now: float) -> QueuedBatch | None:
         batch = self.queues[key].take()
