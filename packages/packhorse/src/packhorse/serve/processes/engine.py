@@ -46,7 +46,7 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, merge, start
+from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
 EXIT_ENGINE_DIED = 70
@@ -132,9 +132,7 @@ class EngineRequest:
     def start(self) -> None:
         """Admit the request, or reply why not."""
         runner = self.model.runner
-        jobs = _jobs(self.link.arena, self.run)
-        if self.run.sequences > 1:
-            jobs = merge(jobs, runner.shape.tokens)
+        jobs = _jobs(self.link.arena, self.run, runner.shape.tokens)
         with self._lock:
             try:
                 stream = start(runner, jobs, self._on_end)
@@ -189,8 +187,11 @@ class EngineRequest:
                 offset = end
 
 
-def _jobs(arena: Arena, run: Run) -> list[InferenceJob]:
-    """Read the sequences of a request; one job per input, which returns its rows."""
+def _jobs(arena: Arena, run: Run, batch_tokens: int) -> list[InferenceJob]:
+    """Read the sequences of a request as jobs of at most a batch, which return their rows.
+
+    The same as `streams.merge`, without a job per input in between.
+    """
     n = run.sequences
     heads = _heads(run.heads)
     only = None if run.only < 0 else run.only
@@ -202,16 +203,24 @@ def _jobs(arena: Arena, run: Run) -> list[InferenceJob]:
     if n == 1:
         sequence: Any = ReceivedSequence(ids, rest[: run.tokens], int(numbers[1]))
         return [InferenceJob((sequence,), heads, list, only)]
-    starts = rest[run.tokens : run.tokens + n].tolist()
-    inputs: list[list[Any]] = []
+    ends = np.cumsum(numbers[:n])
+    prompts = numbers[n : 2 * n].tolist()
+    sequences: list[Any] = []
     begin = 0
-    for i, (length, prompt) in enumerate(numbers[: 2 * n].reshape(2, n).T.tolist()):
-        end = begin + length
-        if starts[i]:
-            inputs.append([])
-        inputs[-1].append(ReceivedSequence(ids[begin:end], rest[begin:end], prompt))
+    for end, prompt in zip(ends.tolist(), prompts, strict=True):
+        sequences.append(ReceivedSequence(ids[begin:end], rest[begin:end], prompt))
         begin = end
-    return [InferenceJob(tuple(sequences), heads, list, only) for sequences in inputs]
+    starts = rest[run.tokens : run.tokens + n]  # 1 where an input begins with the sequence
+    jobs: list[InferenceJob] = []
+    first = 0
+    while first < n:
+        # As many sequences as fit into a batch, but at least one.
+        limit = batch_tokens + (int(ends[first - 1]) if first else 0)
+        last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
+        inputs = int(starts[first:last].sum())
+        jobs.append(InferenceJob(tuple(sequences[first:last]), heads, list, only, inputs))
+        first = last
+    return jobs
 
 
 @cache
