@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from packhorse.errors import InputError, Overloaded, RunnerStopped
 from packhorse.packing.online import POLICIES
-from packhorse.runtime.admission import Admission, QueuedBatch
+from packhorse.runtime.admission import COMPANY_SECONDS, Admission, PackedFuture, QueuedBatch
 from packhorse.runtime.batches import MODES, PackedShape
 from packhorse.runtime.tasks import InferenceJob, from_ids
 
@@ -87,6 +91,31 @@ def test_it_waits_no_longer_than_until_all_who_were_answered_are_back() -> None:
     assert queue._due(clock.now, idle=True) is None
     queue.push(job(3))
     assert lengths(queue.next_batch(wait=True)) == [[2, 3]]
+
+
+def test_a_request_without_company_does_not_wait_if_told_so() -> None:
+    queue, clock = admission(RAGGED, wait_alone=False)
+    first = queue.push(job(5))
+    assert lengths(queue.next_batch(wait=True)) == [[5]], "nobody else was here"
+    second = queue.push(job(4))
+    assert queue._due(clock.now, idle=True) is None, "the first one still runs: there are two"
+    clock.now += 1.0
+    assert lengths(queue.next_batch(wait=True)) == [[4]]
+    first.set_result("done")
+    second.set_result("done")
+    queue.push(job(3))
+    assert lengths(queue.next_batch(wait=True)) == [[3]], "the company was a second ago"
+
+
+def test_who_had_company_a_moment_ago_waits_for_more() -> None:
+    queue, clock = admission(RAGGED, wait_alone=False)
+    for future in [queue.push(job(2)), queue.push(job(3))]:
+        future.cancel()
+    clock.now += COMPANY_SECONDS / 2
+    queue.push(job(5))
+    assert queue._due(clock.now, idle=True) is None
+    clock.now += 1.0
+    assert lengths(queue.next_batch(wait=True)) == [[5]]
 
 
 def test_max_sequences_fills_a_batch() -> None:
@@ -215,6 +244,61 @@ def test_stopping_drains_or_empties() -> None:
     assert {request.future for request in queue.stop("closed", drain=False)} == set(futures)
     assert queue.waiting_tokens == queue.waiting_requests == 0
     assert queue.next_batch(wait=True) is None
+
+
+# Every way to change a future or to look at it that does not wait.
+FUTURE_STEPS: dict[str, Callable[[Future[Any], list[str]], Any]] = {
+    "cancel": lambda future, _: future.cancel(),
+    "run": lambda future, _: future.set_running_or_notify_cancel(),
+    "result": lambda future, _: future.set_result("answer"),
+    "error": lambda future, _: future.set_exception(ValueError("no answer")),
+    "callback": lambda future, calls: future.add_done_callback(
+        lambda done: calls.append(f"{done is future}, {done.done()}")
+    ),
+    "wait": lambda future, _: futures.wait([future], timeout=0).done == {future},
+    "get result": lambda future, _: future.result(timeout=0),
+    "get error": lambda future, _: repr(future.exception(timeout=0)),
+    "look": lambda future, _: (future.cancelled(), future.running(), future.done()),
+}
+
+
+@given(st.lists(st.sampled_from(sorted(FUTURE_STEPS)), max_size=12))
+def test_a_packed_future_is_a_future(steps: list[str]) -> None:
+    """The standard library's own does the same at every step, and raises the same."""
+    histories: list[list[Any]] = []
+    for future in (Future[Any](), PackedFuture()):
+        calls: list[str] = []
+        history: list[Any] = [calls]
+        for step in steps:
+            try:
+                history.append(FUTURE_STEPS[step](future, calls))
+            except Exception as error:
+                history.append(type(error))
+        histories.append(history)
+    assert histories[0] == histories[1]
+
+
+def test_a_packed_future_wakes_whoever_waits_for_it() -> None:
+    future = PackedFuture()
+    answers: list[Any] = []
+    waiters = [threading.Thread(target=lambda: answers.append(future.result(60))) for _ in range(3)]
+    for waiter in waiters:
+        waiter.start()
+    future.set_result("answer")
+    for waiter in waiters:
+        waiter.join(60)
+    assert answers == ["answer"] * 3
+
+
+def test_a_packed_future_keeps_no_callback_that_has_run() -> None:
+    future = PackedFuture()
+    kept = threading.Event()
+    reference = weakref.ref(kept)
+    future.add_done_callback(partial(lambda event, _: event.set(), kept))
+    future.set_result("answer")
+    assert kept.is_set()
+    del kept
+    assert reference() is None
 
 
 class Announced:

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from packhorse.errors import RequestFailed
 from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob
 from packhorse.serve import streams
 from packhorse.serve.processes.arena import Arena, create
-from packhorse.serve.processes.engine import EngineRequest
+from packhorse.serve.processes.engine import EngineRequest, ReceivedSequence, _jobs
 from packhorse.serve.processes.messages import DONE, FAILED, Records, Run, unpack_failed
 
 POISON = 20  # its id in the vocabulary of conftest
@@ -114,3 +116,45 @@ def test_results_larger_than_the_block_are_refused(runner) -> None:
         threading.Event().wait(0.01)
     assert link.replies[0][0] == FAILED
     assert not link.arena.array(1028, 100, np.float32).any()
+
+
+@given(
+    inputs=st.lists(
+        st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=3),
+        min_size=1,
+        max_size=8,
+    ),
+    batch_tokens=st.integers(1, 30),
+)
+def test_an_engine_reads_the_jobs_that_merging_one_per_input_gives(
+    inputs: list[list[tuple[int, int]]], batch_tokens: int
+) -> None:
+    """`inputs` has the length and the prompt of each sequence of each input."""
+    sequences = [sequence for sequences in inputs for sequence in sequences]
+    n = len(sequences)
+    lengths, prompts = zip(*sequences, strict=True)
+    tokens = sum(lengths)
+    output = 4 * (2 * n + tokens) + tokens + n
+    arena = Arena(create(1 << 12))
+    arena.array(0, 2 * n + tokens, np.int32)[:] = [*lengths, *prompts, *range(tokens)]
+    types = [token % 2 for token in range(tokens)]
+    starts = [int(index == 0) for part in inputs for index in range(len(part))]
+    arena.array(4 * (2 * n + tokens), tokens + n, np.uint8)[:] = [*types, *starts]
+    run = Run(1, 0, -1, n, tokens, 0, output, output, "embed")
+
+    jobs: list[InferenceJob] = []
+    begin = 0
+    for part in inputs:
+        received: list[Any] = []
+        for length, prompt in part:
+            ids = np.arange(begin, begin + length)
+            received.append(ReceivedSequence(ids, ids % 2, prompt))
+            begin += length
+        jobs.append(InferenceJob(tuple(received), ("embed",), list))
+
+    def plain(job: InferenceJob) -> Any:
+        sequences = [(s.ids.tolist(), s.types.tolist(), s.prompt_length) for s in job.sequences]
+        return sequences, job.heads, job.only, job.inputs
+
+    read = _jobs(arena, run, batch_tokens)
+    assert [*map(plain, read)] == [*map(plain, streams.merge(jobs, batch_tokens))]

@@ -5,7 +5,9 @@ admitted request is packed on arrival into the open batch of its `BatchQueue`, s
 batch is ready when the last one ends. There is one queue for all requests that need the same heads:
 these can share a batch. A batch is due when it is full or when its oldest request has waited
 `timeout`; while another batch runs only a full one is due, because a batch that is not full gains
-by staying open until the device can take it.
+by staying open until the device can take it. Without `wait_alone` a request that nobody is likely
+to join does not wait: one that arrives when no two requests have been here together for
+`COMPANY_SECONDS`.
 
 A caller with many requests may reserve room for all of them and submit them one after another, so
 that requests of other callers come in between; reserved room counts as if it were in use.
@@ -40,11 +42,19 @@ seconds at a time, in case a notification is ever lost.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable
 from concurrent.futures import Future
+from concurrent.futures._base import (
+    CANCELLED,
+    CANCELLED_AND_NOTIFIED,
+    FINISHED,
+    PENDING,
+    RUNNING,
+)
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -55,14 +65,91 @@ from packhorse.runtime.tasks import InferenceJob, Row
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3  # that patient callers keep waiting
+COMPANY_SECONDS = 0.1  # after so long alone, a request expects no other to join its batch
 HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no more than this
 
 
 class PackedFuture(Future[Any]):
-    """A future that, once it has a result, knows the batch it ran in and how long it waited."""
+    """A future that, once it has a result, knows the batch it ran in and how long it waited.
+
+    It behaves as any other future and costs a third: the condition that `result` waits on is
+    created by the first thread that waits, and a request of the server has none, only a callback.
+    Callbacks are let go of when they have run, because they often refer to the future.
+    """
 
     ran: BatchRecord | None = None  # the last of its batches
     waited = 0.0  # seconds from admission until its first batch started
+
+    def __init__(self, on_done: Callable[[Future[Any]], None] | None = None) -> None:
+        """Create a future whose first callback is `on_done`."""
+        # Not that of `Future`, which creates the condition. These are its attributes.
+        self._lock = threading.RLock()
+        self._created: threading.Condition | None = None
+        self._state = PENDING
+        self._result = None
+        self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks = [] if on_done is None else [on_done]
+
+    @property
+    def _condition(self) -> threading.Condition:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the methods of `Future` lock and wait on; its lock is `_lock`."""
+        with self._lock:
+            if self._created is None:
+                self._created = threading.Condition(self._lock)
+            return self._created
+
+    def set_running_or_notify_cancel(self) -> bool:
+        """Make the future uncancellable; return False if it was cancelled."""
+        with self._lock:
+            if self._state == PENDING:
+                self._state = RUNNING
+                return True
+        return super().set_running_or_notify_cancel()
+
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call `fn` with the future when it is done."""
+        with self._lock:
+            if self._state in (PENDING, RUNNING):
+                self._done_callbacks.append(fn)
+                return
+        super().add_done_callback(fn)
+
+    def set_result(self, result: Any) -> None:
+        """Set the result, wake those who wait and run the callbacks."""
+        with self._lock:
+            nobody_waits = self._created is None and self._state in (PENDING, RUNNING)
+            if nobody_waits:
+                self._result = result
+                self._state = FINISHED
+        if nobody_waits:
+            self._invoke_callbacks()
+        else:
+            super().set_result(result)
+
+    def cancelled(self) -> bool:
+        """Return whether the future was cancelled."""
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
+    def done(self) -> bool:
+        """Return whether the future was cancelled or has a result or an error."""
+        return self._state not in (PENDING, RUNNING)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result, or raise the error; wait for it at most `timeout` seconds."""
+        if self._state == FINISHED and self._exception is None:
+            return self._result
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error, or None if there is a result; wait at most `timeout` seconds."""
+        if self._state == FINISHED:
+            return self._exception
+        return super().exception(timeout)
+
+    def _invoke_callbacks(self) -> None:
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks = []
 
 
 class QueuedRequest:
@@ -80,11 +167,13 @@ class QueuedRequest:
         "started_at",
     )
 
-    def __init__(self, job: InferenceJob, now: float) -> None:
+    def __init__(
+        self, job: InferenceJob, now: float, on_done: Callable[[Future[Any]], None]
+    ) -> None:
         self.job = job
         # Requests with the same key can share a batch.
         self.queue_key: Hashable = (job.heads, job.only)
-        self.future = PackedFuture()
+        self.future = PackedFuture(on_done)
         self.sequences = [QueuedSequence(self, i, item) for i, item in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.sequences)
         self.remaining = len(self.sequences)  # sequences without a result
@@ -224,11 +313,13 @@ class Admission:
         max_tokens: int,
         max_requests: int,
         lookahead: int = 0,
+        wait_alone: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shape = shape
         self.timeout = timeout
         self.lookahead = lookahead
+        self.wait_alone = wait_alone
         self.clock = clock
         self.max_tokens = max_tokens
         self.max_requests = max_requests
@@ -247,6 +338,7 @@ class Admission:
         self.unanswered_requests = 0  # inputs of these
         self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
         self.stopped: str | None = None  # the reason why nothing is admitted any more
+        self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
         self.expected = 0  # requests after whose arrival `not_before` ends early
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
@@ -304,7 +396,7 @@ class Admission:
                 raise RunnerStopped(self.stopped)
             self.reserved_requests -= job.inputs
             self.reserved_tokens -= job.tokens
-            return self._admit(QueuedRequest(job, self.clock()), job.tokens)
+            return self._admit(job, job.tokens)
 
     def push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
         """Admit a job; where there is no room, wait if `patient`, else raise `Overloaded`."""
@@ -321,7 +413,7 @@ class Admission:
                 if not patient:
                     self._refuse()
                 self._room.wait(HEARTBEAT)
-            future = self._admit(QueuedRequest(job, self.clock()), tokens)
+            future = self._admit(job, tokens)
         if patient:
             # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
             with self.engine_busy:
@@ -333,7 +425,7 @@ class Admission:
         with self._lock:
             if self.stopped:
                 raise RunnerStopped(self.stopped)
-            return self._admit(QueuedRequest(job, self.clock()), job.tokens)
+            return self._admit(job, job.tokens)
 
     def next_batch(self, wait: bool) -> QueuedBatch | None:
         """Return the batch that is due; None if there is none, or with `wait`, if none will come.
@@ -406,13 +498,15 @@ class Admission:
             f"max_waiting_tokens {self.max_tokens}); try again in a moment"
         )
 
-    def _admit(self, request: QueuedRequest, tokens: int) -> PackedFuture:
-        self.admitted += request.job.inputs
-        self.unanswered_requests += request.job.inputs
+    def _admit(self, job: InferenceJob, tokens: int) -> PackedFuture:
+        request = QueuedRequest(job, self.clock(), self._done)
+        if self.unanswered:
+            self.company_at = request.admitted_at
+        self.admitted += job.inputs
+        self.unanswered_requests += job.inputs
         self.unanswered[request.future] = request
-        request.future.add_done_callback(self._done)
         first = not self.waiting_requests
-        self.waiting_requests += request.job.inputs
+        self.waiting_requests += job.inputs
         self.waiting_tokens += tokens
         queue = self.queues.get(request.queue_key)
         if queue is None:
@@ -459,7 +553,9 @@ class Admission:
 
     def _deadline(self, queue: BatchQueue) -> float:
         """Return when its batch is due even if it is not full."""
-        return max(queue.oldest + self.timeout, self.not_before)
+        oldest = queue.oldest
+        waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
+        return max(oldest + self.timeout if waits else oldest, self.not_before)
 
     def _take(self, key: Hashable, now: float) -> QueuedBatch | None:
         batch = self.queues[key].take()

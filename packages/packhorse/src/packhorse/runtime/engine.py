@@ -91,6 +91,7 @@ class RunnerEngine:
         self.running: BatchInFlight | None = None  # on an accelerator, the last batch launched
         self.finished: BatchInFlight | None = None  # is back and has no replies yet
         self.ended = threading.Event()
+        self.on_replied: Callable[[], None] = _nothing  # called after the replies to a batch
         self.threads = [threading.Thread(target=self._live, name=self.name, daemon=True)]
 
     def start(self, publish: bool) -> None:
@@ -158,6 +159,7 @@ class RunnerEngine:
             waiting = self.admission.stop(reason, drain=False)
             for request in [*waiting, *self.admission.all_unanswered()]:
                 self._fail(request, RunnerStopped(reason))
+            self.on_replied()
             atexit.unregister(self._at_exit)
 
     def _step(self) -> bool:
@@ -173,9 +175,11 @@ class RunnerEngine:
             self.running = self._launch(batch) if batch else None
             if finished:
                 self._finish(finished)
+                self.on_replied()
         self.finished = _wait_for(running) if running else None
         if self.running and on_cpu:  # the launch has computed it
             self._finish(_wait_for(self.running))
+            self.on_replied()
             self.running = None
         return bool(batch or running or finished)
 
@@ -273,6 +277,10 @@ class RunnerEngine:
         """Stop before the interpreter is torn down: a thread inside torch would then crash it."""
         if self.pid == os.getpid():
             self.close("the interpreter exits", drain=False, timeout=EXIT_SECONDS)
+
+
+def _nothing() -> None:
+    """Do nothing after a batch, unless `PackRunner.on_replied` says what."""
 
 
 def _flat(batch: QueuedBatch) -> list[QueuedSequence]:

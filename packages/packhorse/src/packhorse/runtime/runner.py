@@ -53,10 +53,11 @@ class PackRunner:
 
     A batch runs when it is full, when it has `max_sequences`, or when its oldest request has waited
     `timeout` seconds. It waits that long even if the device is idle, because the next request may
-    share the batch; with 0, a batch is whatever waits when the device becomes free. `policy`
-    chooses the row of a sequence in mode "mask". `lookahead` is how many sequences that do not fit
-    may be passed over for later ones that do: rows get fuller and long sequences wait longer; 0 by
-    default.
+    share the batch; with 0, a batch is whatever waits when the device becomes free. With
+    `wait_alone=False` a request does not wait if there was no other beside it or shortly before:
+    the server does this. `policy` chooses the row of a sequence in mode "mask". `lookahead` is how
+    many sequences that do not fit may be passed over for later ones that do: rows get fuller and
+    long sequences wait longer; 0 by default.
 
     At most `max_waiting_tokens` (by default 8 batches) and `max_waiting_requests` wait; beyond that
     `submit` raises `Overloaded`. With `publish`, the default, `packhorse monitor` shows the figures
@@ -76,6 +77,7 @@ class PackRunner:
         rows: int | None = None,
         max_sequences: int | None = None,
         timeout: float = 0.005,
+        wait_alone: bool = True,
         policy: str = "first_fit",
         mode: str | None = None,
         lookahead: int = 0,
@@ -107,6 +109,7 @@ class PackRunner:
             max_tokens=max_tokens,
             max_requests=max_waiting_requests,
             lookahead=lookahead,
+            wait_alone=wait_alone,
         )
         self._engine = RunnerEngine(self.encoder, self._admission)
         # The threads refer to the engine and not to the runner, so that a runner that nobody uses
@@ -169,6 +172,13 @@ class PackRunner:
     def release(self, jobs: Sequence[InferenceJob]) -> None:
         """Give back the room of jobs that were reserved and will not be admitted."""
         self._admission.release(*_size(jobs))
+
+    def on_replied(self, callback: Callable[[], None]) -> None:
+        """Call a function on the engine's thread after all requests of a batch were answered.
+
+        For callers that send the answers of a batch on together. It must not raise.
+        """
+        self._engine.on_replied = callback
 
     def wait_for_engine(self) -> None:
         """Wait while the engine prepares a batch for an accelerator or replies to one.

@@ -220,6 +220,7 @@ def serve_model(
         capacity=capacity,
         rows=rows,
         timeout=settings.batch_wait_ms / 1e3,
+        wait_alone=False,
         max_waiting_tokens=settings.max_queue_tokens or MAX_WAITING_BATCHES * rows * capacity,
         max_waiting_requests=settings.max_queue_inputs,
         publish=publish,

@@ -23,9 +23,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packhorse.runtime.admission import BATCHES_AHEAD, PackedFuture
 from packhorse.runtime.runner import PackRunner
@@ -36,8 +35,7 @@ from packhorse.runtime.tasks import InferenceJob, Row
 STREAM_PARTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class PackInfo:
+class PackInfo(NamedTuple):
     """The batches that a request ran in: means over its jobs, and the longest times."""
 
     fill: float = 1.0  # tokens of inputs / all tokens of the batch
@@ -50,8 +48,7 @@ class PackInfo:
         return f"fill={self.fill:.3f};neighbours={self.neighbors:.0f};queue_ms={self.queue_ms:.1f}"
 
 
-@dataclass(frozen=True, slots=True)
-class StreamResult:
+class StreamResult(NamedTuple):
     """The rows of all sequences of a request, in order, and the batches they ran in."""
 
     rows: list[Row]
@@ -134,25 +131,26 @@ def start(
 class SingleJob:
     """A request of one job, which most are: the same as `RequestStream`, for less."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_future", "_on_end")
 
     def __init__(self, runner: PackRunner, job: InferenceJob, on_end: OnEnd) -> None:
+        self._on_end = on_end
         self._future = runner.enqueue(job)
-
-        def on_answer(future: Future[Any]) -> None:
-            if future.cancelled():
-                return
-            error = future.exception()
-            if error is None:
-                on_end(None, StreamResult(future.result(), pack_info([self._future])))
-            else:
-                on_end(error, None)
-
-        self._future.add_done_callback(on_answer)
+        self._future.add_done_callback(self._on_answer)
 
     def stop(self) -> None:
         """Cancel the job if it has not run yet."""
         self._future.cancel()
+
+    def _on_answer(self, _: Future[Any]) -> None:
+        future = self._future
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is None:
+            self._on_end(None, StreamResult(future.result(), pack_info([future])))
+        else:
+            self._on_end(error, None)
 
 
 class RequestStream:

@@ -35,12 +35,23 @@ class Arena:
         self._map = mmap.mmap(descriptor, self.size)
         os.close(descriptor)
         self.bytes = np.frombuffer(self._map, np.uint8)
+        self._memory = memoryview(self._map)
         self._free = [(0, self.size)]  # (begin, end), in order, never adjacent
 
     def array(self, offset: int, count: int, dtype: type[np.generic]) -> np.ndarray:
         """Return a view of `count` numbers at an offset."""
         size = count * np.dtype(dtype).itemsize
         return self.bytes[offset : offset + size].view(dtype)
+
+    def write(self, offset: int, values: np.ndarray) -> None:
+        """Copy an array to an offset, as float32.
+
+        By `memoryview`: numpy would let go of the interpreter for more than 500 numbers, and then
+        wait for other threads to get it back.
+        """
+        if values.size:
+            data = np.ascontiguousarray(values, np.float32).data.cast("B")
+            self._memory[offset : offset + len(data)] = data
 
     def allocate(self, size: int) -> int | None:
         """Return the offset of a new block; None if there is no room."""

@@ -1,8 +1,12 @@
 """An engine process: opens the models, runs the requests of all fronts, and replies.
 
 The main thread reads the sockets of all links and submits; the runner's thread computes, writes the
-results into the request's block and sends the reply. Every `Run` gets exactly one reply, a
-cancelled one too: only then does its front use the block again.
+results into the request's block and replies. Every `Run` gets exactly one reply, a cancelled one
+too: only then does its front use the block again.
+
+Both threads need the interpreter, and a thread that lets go of it, as `send` and large copies by
+numpy do, waits until the other is done with what it has. So the replies of a batch go out together,
+one `send` per front, and results are copied by `memoryview`, which does not let go.
 """
 
 from __future__ import annotations
@@ -14,10 +18,9 @@ import selectors
 import signal
 import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -43,20 +46,22 @@ from packhorse.serve.processes.messages import (
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, merge, start
+from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
 EXIT_ENGINE_DIED = 70
 EXIT_NOT_OPENED = 71  # the models could not be opened; the supervisor has the reason
 
 
-@dataclass(frozen=True, slots=True)
 class ReceivedSequence:
     """Token ids from a front; all that a batch needs of `tokens.Encoding`."""
 
-    ids: np.ndarray
-    types: np.ndarray
-    prompt_length: int
+    __slots__ = ("ids", "prompt_length", "types")
+
+    def __init__(self, ids: np.ndarray, types: np.ndarray, prompt_length: int) -> None:
+        self.ids = ids
+        self.types = types
+        self.prompt_length = prompt_length
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,29 +70,26 @@ class ReceivedSequence:
 class FrontLink:
     """A front as the engine sees it."""
 
-    def __init__(self, end: socket.socket, arena: Arena, wake: Callable[[], None]) -> None:
+    def __init__(self, end: socket.socket, arena: Arena) -> None:
         end.setblocking(False)
         self.socket = end
         self.arena = arena
         self.records = Records()
         self.requests: dict[int, EngineRequest] = {}  # not replied to yet
         self.closed = False
-        self._wake = wake
-        self._unsent: deque[bytes] = deque()
+        self._unsent = bytearray()
         self._lock = threading.Lock()
 
     def reply(self, request: int, record: bytes) -> None:
-        """Send a reply, from any thread; what the socket does not take is sent by `flush`."""
+        """Add a reply to those that the next `flush` sends, from any thread."""
         with self._lock:
-            if self.requests.pop(request, None) is None or self.closed:
-                return
-            self._unsent.append(record)
-            if self._send():
-                return
-        self._wake()
+            if self.requests.pop(request, None) is not None and not self.closed:
+                self._unsent += record
 
     def flush(self) -> bool:
-        """Send what waits; return whether nothing is left."""
+        """Send the replies that wait, from any thread; return whether none is left."""
+        if not self._unsent:
+            return True
         with self._lock:
             return self.closed or self._send()
 
@@ -104,18 +106,13 @@ class FrontLink:
     def _send(self) -> bool:
         """Send until the socket takes no more; the lock is held."""
         while self._unsent:
-            record = self._unsent[0]
             try:
-                sent = self.socket.send(record)
+                sent = self.socket.send(self._unsent)
             except BlockingIOError:
                 return False
             except OSError:  # the front is gone; the main thread sees that too and closes the link
-                self._unsent.clear()
-                return True
-            if sent < len(record):
-                self._unsent[0] = record[sent:]
-                return False
-            self._unsent.popleft()
+                sent = len(self._unsent)
+            del self._unsent[:sent]
         return True
 
 
@@ -135,9 +132,7 @@ class EngineRequest:
     def start(self) -> None:
         """Admit the request, or reply why not."""
         runner = self.model.runner
-        jobs = _jobs(self.link.arena, self.run)
-        if self.run.sequences > 1:
-            jobs = merge(jobs, runner.shape.tokens)
+        jobs = _jobs(self.link.arena, self.run, runner.shape.tokens)
         with self._lock:
             try:
                 stream = start(runner, jobs, self._on_end)
@@ -184,16 +179,19 @@ class EngineRequest:
         """Write the results head by head, the rows of all sequences one after the other."""
         offset = self.run.output
         for column in zip(*rows, strict=True):
-            flat = [np.ravel(part) for part in column]
-            count = sum(map(len, flat))
-            if offset + 4 * count > self.run.end:  # into the block of another request
-                raise RequestFailed("the results are larger than the model's description says")
-            np.concatenate(flat, out=self.link.arena.array(offset, count, np.float32))
-            offset += 4 * count
+            for part in column:
+                end = offset + part.nbytes
+                if end > self.run.end:  # into the block of another request
+                    raise RequestFailed("the results are larger than the model's description says")
+                self.link.arena.write(offset, part)
+                offset = end
 
 
-def _jobs(arena: Arena, run: Run) -> list[InferenceJob]:
-    """Read the sequences of a request; one job per input, which returns its rows."""
+def _jobs(arena: Arena, run: Run, batch_tokens: int) -> list[InferenceJob]:
+    """Read the sequences of a request as jobs of at most a batch, which return their rows.
+
+    The same as `streams.merge`, without a job per input in between.
+    """
     n = run.sequences
     heads = _heads(run.heads)
     only = None if run.only < 0 else run.only
@@ -205,16 +203,24 @@ def _jobs(arena: Arena, run: Run) -> list[InferenceJob]:
     if n == 1:
         sequence: Any = ReceivedSequence(ids, rest[: run.tokens], int(numbers[1]))
         return [InferenceJob((sequence,), heads, list, only)]
-    starts = rest[run.tokens : run.tokens + n].tolist()
-    inputs: list[list[Any]] = []
+    ends = np.cumsum(numbers[:n])
+    prompts = numbers[n : 2 * n].tolist()
+    sequences: list[Any] = []
     begin = 0
-    for i, (length, prompt) in enumerate(numbers[: 2 * n].reshape(2, n).T.tolist()):
-        end = begin + length
-        if starts[i]:
-            inputs.append([])
-        inputs[-1].append(ReceivedSequence(ids[begin:end], rest[begin:end], prompt))
+    for end, prompt in zip(ends.tolist(), prompts, strict=True):
+        sequences.append(ReceivedSequence(ids[begin:end], rest[begin:end], prompt))
         begin = end
-    return [InferenceJob(tuple(sequences), heads, list, only) for sequences in inputs]
+    starts = rest[run.tokens : run.tokens + n]  # 1 where an input begins with the sequence
+    jobs: list[InferenceJob] = []
+    first = 0
+    while first < n:
+        # As many sequences as fit into a batch, but at least one.
+        limit = batch_tokens + (int(ends[first - 1]) if first else 0)
+        last = max(first + 1, int(np.searchsorted(ends, limit, side="right")))
+        inputs = int(starts[first:last].sum())
+        jobs.append(InferenceJob(tuple(sequences[first:last]), heads, list, only, inputs))
+        first = last
+    return jobs
 
 
 @cache
@@ -232,11 +238,13 @@ class EngineProcess:
         self.labels = labels
         self.metrics = Metrics(models, labels=labels)
         self.selector = selectors.DefaultSelector()
-        self.links: set[FrontLink] = set()
+        self.links: tuple[FrontLink, ...] = ()  # replaced and not changed: runners read it
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.selector.register(control.socket, selectors.EVENT_READ, self._on_control)
         self.selector.register(self._eventfd, selectors.EVENT_READ, self._on_wake)
         self.stopping = False
+        for model in models:
+            model.runner.on_replied(self._send_replies)
 
     def run(self) -> None:
         """Serve until the supervisor says stop or is gone."""
@@ -257,8 +265,8 @@ class EngineProcess:
         message, descriptors = received
         if message["kind"] == "link":
             end = socket.socket(fileno=descriptors[0])
-            link = FrontLink(end, Arena(descriptors[1]), self._wake)
-            self.links.add(link)
+            link = FrontLink(end, Arena(descriptors[1]))
+            self.links = (*self.links, link)
             self.selector.register(end, selectors.EVENT_READ, link)
         elif message["kind"] == "ask":
             with suppress(OSError):  # a supervisor that does not read has no use for them
@@ -287,13 +295,15 @@ class EngineProcess:
             data = b""
         if not data:
             self.selector.unregister(link.socket)
-            self.links.discard(link)
+            self.links = tuple(known for known in self.links if known is not link)
             return link.close()
         for kind, body in link.records.feed(data):
             if kind == RUN:
                 self._start(link, Run.unpack(body))
             elif kind == CANCEL and (request := link.requests.get(unpack_cancel(body))):
                 request.cancel()
+        if not link.flush():  # refusals and cancellations
+            self._watch_writable(link)
 
     def _start(self, link: FrontLink, run: Run) -> None:
         model = self.models[run.model]
@@ -302,16 +312,22 @@ class EngineProcess:
         link.requests[run.request] = request
         request.start()
 
-    def _wake(self) -> None:
-        os.eventfd_write(self._eventfd, 1)
+    def _send_replies(self) -> None:
+        """Send the replies of a batch, on the thread of a runner."""
+        flushed = [link.flush() for link in self.links]
+        if not all(flushed):
+            os.eventfd_write(self._eventfd, 1)
 
     def _on_wake(self) -> None:
-        """Watch the sockets on which replies wait."""
         os.eventfd_read(self._eventfd)
         for link in self.links:
             if not link.flush():
-                both = selectors.EVENT_READ | selectors.EVENT_WRITE
-                self.selector.modify(link.socket, both, link)
+                self._watch_writable(link)
+
+    def _watch_writable(self, link: FrontLink) -> None:
+        """Send what waits on a link as soon as its socket takes it."""
+        both = selectors.EVENT_READ | selectors.EVENT_WRITE
+        self.selector.modify(link.socket, both, link)
 
 
 def _end_with_supervisor(control: Control) -> None:

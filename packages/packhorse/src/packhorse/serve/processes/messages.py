@@ -16,8 +16,7 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from packhorse import errors
 from packhorse.errors import PackhorseError, RequestFailed
@@ -38,8 +37,7 @@ _INLINE_BYTES = 1 << 16  # a longer control message travels in shared memory
 _MAX_DESCRIPTORS = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Run sequences, whose data is in a block of the link's arena; see `front` for its layout."""
 
     request: int
@@ -54,29 +52,17 @@ class Run:
 
     def pack(self) -> bytes:
         """Return the record."""
-        heads = self.heads.encode()
-        body = _RUN.pack(
-            self.request,
-            self.model,
-            self.only,
-            self.sequences,
-            self.tokens,
-            self.offset,
-            self.output,
-            self.end,
-        )
-        return _HEADER.pack(_HEADER.size + len(body) + len(heads), RUN) + body + heads
+        *numbers, heads = self
+        body = _RUN.pack(*numbers) + heads.encode()
+        return _HEADER.pack(_HEADER.size + len(body), RUN) + body
 
     @classmethod
     def unpack(cls, body: bytes) -> Run:
         """Read the record's body."""
-        request, model, only, sequences, tokens, offset, output, end = _RUN.unpack_from(body)
-        heads = body[_RUN.size :].decode()
-        return cls(request, model, only, sequences, tokens, offset, output, end, heads)
+        return cls(*_RUN.unpack_from(body), body[_RUN.size :].decode())
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """The results of a request are in its block."""
 
     request: int
@@ -86,16 +72,7 @@ class Done:
 
     def pack(self) -> bytes:
         """Return the record."""
-        info = self.pack_info
-        body = _DONE.pack(
-            self.request,
-            info.fill,
-            info.neighbors,
-            info.queue_ms,
-            info.compute_ms,
-            self.waiting_tokens,
-            self.rate,
-        )
+        body = _DONE.pack(self.request, *self.pack_info, self.waiting_tokens, self.rate)
         return _HEADER.pack(_HEADER.size + len(body), DONE) + body
 
     @classmethod
