@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from packhorse.errors import InputError
 from packhorse.serve import calls
+from packhorse.serve.settings import ServeSettings
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "."]
 POISON = 20  # its id in the vocabulary of conftest
@@ -282,6 +284,14 @@ def test_a_request_of_too_many_tokens_is_413_before_all_is_tokenized(serving, mo
     refused = served.post("/embed", {"inputs": ["the cat " * 22] * 100})
     assert refused.status_code == 413 and "max_request_tokens" in refused.text
     assert groups == [3] * 4
+
+
+def test_an_input_of_a_later_group_is_named_by_where_its_group_begins(serving, monkeypatch) -> None:
+    monkeypatch.setattr(calls, "GROUP_CHARACTERS", 10)
+    model = serving().models.default
+    texts = ["the cat sat", "on a mat and", "half \ud800 a pair"]
+    with pytest.raises(InputError, match="of the inputs from 2 on, text 0"):
+        calls._prepare(model, "embed", texts, {}, ServeSettings())
 
 
 @pytest.mark.parametrize(

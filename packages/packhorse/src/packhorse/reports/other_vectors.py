@@ -155,12 +155,12 @@ def read_index(path: Path, texts_file: str | None, limit: int) -> tuple[list[str
     if suffix == ".npy":
         if texts_file is None:
             raise InputError(f"{path} has vectors without their texts; pass --texts FILE")
-        texts = [record.text for record in islice(read_texts(texts_file), limit)]
-        return [str(text) for text in texts], _read_npy(path, texts_file, len(texts), limit)
+        texts = [text for _, text in _numbered_texts(texts_file, limit)]
+        return texts, _read_npy(path, texts_file, len(texts), limit)
     if suffix not in (".parquet", ".jsonl"):
         raise InputError(f"{path}: vectors are read from .parquet, .jsonl and .npy")
     known = None if texts_file is None else dict(_numbered_texts(texts_file, limit))
-    texts: list[str] = []
+    texts = []
     rows: list[Any] = []
     vector_column = text_column = ""
     for number, row in enumerate(islice(read_rows(path), limit)):

@@ -24,12 +24,12 @@ runs leaves at once: its place goes to others and its tokens back to the allowan
 **Locks.** `Admission._lock` guards everything here and is held for microseconds: nothing inside it
 computes, tokenizes or calls user code. A thread that needs several locks takes them in this order:
 
-    engine_busy  >  Admission._lock  >  the condition inside a future
+    engine_busy  >  Admission._lock  >  the lock inside a future
 
 The engine replies while it holds `engine_busy`; a reply runs `_done`, which takes `_lock`. `push`
 takes both too, but one after the other, never together. Under `_lock` a future may be claimed
-(`set_running_or_notify_cancel`), which takes its condition; in the other direction nothing happens,
-because a future lets go of its condition before it calls `_done`.
+(`set_running_or_notify_cancel`), which takes its lock; in the other direction nothing happens,
+because a future lets go of its lock before it calls `_done`.
 
 **Waits.** Each of the three ends. The engine waits for a batch to be due: it is notified when one
 becomes full, when the first request arrives and when the runner stops, and wakes by itself at the
@@ -72,7 +72,7 @@ HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no 
 class PackedFuture(Future[Any]):
     """A future that, once it has a result, knows the batch it ran in and how long it waited.
 
-    It behaves as any other future and costs a third: the condition that `result` waits on is
+    It behaves as any other future and costs half as much: the condition that `result` waits on is
     created by the first thread that waits, and a request of the server has none, only a callback.
     Callbacks are let go of when they have run, because they often refer to the future.
     """
@@ -89,7 +89,9 @@ class PackedFuture(Future[Any]):
         self._result = None
         self._exception = None
         self._waiters: list[Any] = []
-        self._done_callbacks = [] if on_done is None else [on_done]
+        self._done_callbacks: list[Callable[[Future[Any]], object]] = []
+        if on_done is not None:
+            self._done_callbacks.append(on_done)
 
     @property
     def _condition(self) -> threading.Condition:  # pyright: ignore[reportIncompatibleVariableOverride]

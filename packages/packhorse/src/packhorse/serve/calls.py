@@ -27,6 +27,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from packhorse.errors import InputError
 from packhorse.runtime.engine import request_error
 from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids, task_prompt
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
@@ -205,8 +206,15 @@ def _prepare(
     limit = settings.max_request_tokens or MAX_REQUEST_TOKENS
     jobs: list[InferenceJob] = []
     tokens = 0
-    for group in _groups(texts):
-        prepared = model.runner.prepare(group, task, **options)
+    # Late chunking reads all texts as one.
+    groups = [texts] if options.get("late_chunking") else _groups(texts)
+    for group in groups:
+        try:
+            prepared = model.runner.prepare(group, task, **options)
+        except InputError as error:
+            if not jobs:
+                raise
+            raise InputError(f"of the inputs from {len(jobs)} on, {error}") from error
         jobs += prepared
         tokens += sum(job.tokens for job in prepared)
         if tokens > limit:

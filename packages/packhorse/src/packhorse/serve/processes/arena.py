@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from bisect import insort
+from bisect import bisect_left
 from contextlib import suppress
 
 import numpy as np
@@ -74,14 +74,15 @@ class Arena:
             end = (offset + size) // page * page
             with suppress(OSError):  # some sandboxes do not have it
                 self._map.madvise(mmap.MADV_REMOVE, begin, end - begin)
-        insort(self._free, (offset, offset + size))
-        merged: list[tuple[int, int]] = []
-        for begin, end in self._free:
-            if merged and merged[-1][1] == begin:
-                merged[-1] = (merged[-1][0], end)
-            else:
-                merged.append((begin, end))
-        self._free = merged
+        begin = offset
+        end = offset + size
+        index = bisect_left(self._free, (begin, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == begin:
+            index -= 1
+            begin = self._free.pop(index)[0]
+        self._free.insert(index, (begin, end))
 
     @property
     def used(self) -> int:

@@ -180,7 +180,7 @@ class EngineRequest:
         offset = self.run.output
         for column in zip(*rows, strict=True):
             for part in column:
-                end = offset + part.nbytes
+                end = offset + 4 * part.size
                 if end > self.run.end:  # into the block of another request
                     raise RequestFailed("the results are larger than the model's description says")
                 self.link.arena.write(offset, part)

@@ -59,7 +59,7 @@ class Run(NamedTuple):
     @classmethod
     def unpack(cls, body: bytes) -> Run:
         """Read the record's body."""
-        return cls(*_RUN.unpack_from(body), body[_RUN.size :].decode())
+        return cls._make((*_RUN.unpack_from(body), body[_RUN.size :].decode()))
 
 
 class Done(NamedTuple):

@@ -212,6 +212,7 @@ class RpcServer:
 
     async def _health(self, context: Any) -> None:
         """Answer a health check; it needs no key and is answered under any load."""
+        body = None
         try:
             async with asyncio.timeout(self.guard.settings.receive_seconds):
                 body = await context.read()
@@ -352,5 +353,9 @@ async def _never() -> dict[str, Any]:
 
 
 def _packhorse_headers(record: RequestRecord) -> Sequence[tuple[str, str]]:
-    headers = [("x-packhorse-pack", record.pack), ("x-packhorse-fingerprint", record.fingerprint)]
+    headers = [
+        ("x-packhorse-pack", record.pack),
+        ("x-packhorse-fingerprint", record.fingerprint),
+        ("x-packhorse-truncated", str(record.truncated or "")),
+    ]
     return [(key, value) for key, value in headers if value]
