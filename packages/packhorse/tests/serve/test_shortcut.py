@@ -75,6 +75,7 @@ def seen(answer: Any) -> tuple[Any, list[float]]:
     )
     if isinstance(document, dict):
         document.pop("id", None)
+        document.pop("created", None)
         for row in document.get("classifications", []):
             row.pop("id")
     return (answer.status_code, headers, document), fractions

@@ -123,6 +123,13 @@ class _LongResponse(Response):
         await super().__call__(scope, receive, send)
 
 
+async def response_content(response: Response) -> bytes:
+    """Return what a response of `json_response` will send, to make it a part of another."""
+    if isinstance(response, _LongResponse):
+        return await asyncio.to_thread(_dump_in_parts, response.document)
+    return bytes(response.body)
+
+
 def _dump(value: Any) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
 

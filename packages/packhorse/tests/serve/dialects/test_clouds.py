@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+
+from packhorse.serve import calls
 
 QUESTION = {"question": "who sat ?", "context": "the cat sat"}
 # A body, and the route whose answer it gets.
@@ -55,6 +58,19 @@ def test_vertex(post):
         for path, body in zip(("/embed", "/rerank", "/predict"), instances, strict=True)
     ]
     assert answer == {"predictions": expected}
+
+
+def test_vertex_with_an_answer_that_is_written_when_it_is_sent(post, server):
+    """Long answers are written in a thread, after the handler has returned."""
+    texts = [f"the cat saw {number} {'sacks ' * (number % 7)}" for number in range(400)]
+    expected = server.encoder("tiny").embed(texts)
+    assert expected.size > calls.MAX_INLINE_VALUES
+    instances = [{"inputs": texts, "model": "tiny"}, {"inputs": texts[:2], "model": "tiny"}]
+    status, answer = post("/vertex", {"instances": instances})
+    assert status == 200
+    long, short = answer["predictions"]
+    assert np.allclose(long, expected, rtol=0, atol=1e-6)
+    assert np.allclose(short, expected[:2], rtol=0, atol=1e-6)
 
 
 def test_vertex_refuses_all_if_one_is_wrong(post):

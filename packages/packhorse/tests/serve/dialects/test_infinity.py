@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from packhorse.serve import calls
+
 TEXTS = ["The horse carries the sacks.", "A mule."]
 # As infinity_client 0.0.78 writes a request in which only the texts are set.
 DEFAULTS = {"model": "default/not-specified", "dimensions": 0, "modality": "text"}
@@ -19,7 +21,7 @@ def test_embeddings(http, server):
     response = http.post("/embeddings", json={"input": TEXTS, **DEFAULTS})
     answer = response.json()
     assert close([item["embedding"] for item in answer["data"]], encoder.embed(TEXTS))
-    assert answer["object"] == "list" and answer["id"].startswith("infinity-")
+    assert answer["object"] == "list" and answer["id"].startswith("embd-")
     assert answer["model"] == "mini" and answer["created"] > 0
     assert set(answer["usage"]) == {"prompt_tokens", "total_tokens"}
     assert response.headers["content-type"] == "application/json"
@@ -29,6 +31,16 @@ def test_embeddings(http, server):
     assert close(item["embedding"], short / np.linalg.norm(short))
     encoded = http.post("/embeddings", json={"input": TEXTS, "encoding_format": "base64"}).json()
     assert isinstance(encoded["data"][0]["embedding"], str)
+
+
+def test_an_answer_that_is_written_when_it_is_sent(post, server):
+    """Long answers are written in a thread, after the handler has returned."""
+    texts = [f"the cat saw {number} {'sacks ' * (number % 7)}" for number in range(400)]
+    expected = server.encoder("tiny").embed(texts)
+    assert expected.size > calls.MAX_INLINE_VALUES
+    status, answer = post("/embeddings", {"input": texts, "model": "tiny"})
+    assert status == 200
+    assert close([item["embedding"] for item in answer["data"]], expected)
 
 
 def test_models(http, server):

@@ -30,6 +30,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse.errors import InputError
+from packhorse.serve.calls import response_content
 from packhorse.serve.dialects.schemas import (
     LenientBody,
     ListOf,
@@ -98,7 +99,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
                 ]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled
-        predictions = b",".join(bytes(task.result().body) for task in running)
+        predictions = b",".join([await response_content(task.result()) for task in running])
         content = b'{"predictions":[' + predictions + b"]}"
         return Response(content, media_type="application/json")
 

@@ -8,11 +8,8 @@ is text-embeddings-inference's path too; it is answered by the handler of `/v1/e
 
 from __future__ import annotations
 
-import time
-import uuid
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import FastAPI
 from pydantic import AfterValidator, BaseModel, Field
 from starlette.requests import Request
@@ -57,13 +54,6 @@ class InfinityEmbeddingsRequest(EmbeddingsRequest):
     dimensions: WholeOrShort = None
 
 
-class InfinityEmbeddings(OpenAiEmbeddings):
-    """The vectors, in the order of the inputs."""
-
-    id: str
-    created: int
-
-
 class QueueStats(BaseModel):
     """What waits for a model."""
 
@@ -100,12 +90,10 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     post = post_routes(app, tags[0], VllmError)
     openai_embeddings = direct_routes(app.routes)["/v1/embeddings"]
 
-    @post("/embeddings", response_model=InfinityEmbeddings)
+    @post("/embeddings", response_model=OpenAiEmbeddings)
     async def embeddings(request: Request, body: InfinityEmbeddingsRequest) -> Response:
         """One vector per input."""
-        response = await openai_embeddings.run(request, body)
-        fields = {"id": f"infinity-{uuid.uuid4()}", "created": int(time.time())}
-        return _extended(response, fields)
+        return await openai_embeddings.run(request, body)
 
     list_errors = error_responses(VllmError, GET_STATUSES)
 
@@ -113,13 +101,6 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     async def infinity_models() -> Response:
         """All served models, and what waits for them."""
         return json_response({"data": [_describe(model) for model in models], "object": "list"})
-
-
-def _extended(response: Response, fields: dict[str, Any]) -> Response:
-    """Add fields to a JSON object that is written already, without parsing its vectors."""
-    content = bytes(response.body)[:-1] + b"," + orjson.dumps(fields)[1:]
-    headers = {name: value for name, value in response.headers.items() if name != "content-length"}
-    return Response(content, response.status_code, headers)
 
 
 def _describe(model: ServedModel) -> dict[str, Any]:

@@ -15,6 +15,8 @@ are about base64 alone, as there.
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -188,8 +190,10 @@ class OpenAiUsage(BaseModel):
 
 
 class OpenAiEmbeddings(BaseModel):
-    """The vectors, in the order of the inputs."""
+    """The vectors, in the order of the inputs; `id` and `created` as vLLM and Mistral have them."""
 
+    id: str
+    created: int
     object: Literal["list"] = "list"
     data: list[OpenAiVector]
     model: str
@@ -258,7 +262,8 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         ]
         total = sum(result.tokens)
         usage = {"prompt_tokens": total, "total_tokens": total}
-        return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
+        answer = {"id": f"embd-{uuid.uuid4()}", "object": "list", "created": int(time.time())}
+        return json_response({**answer, "data": data, "model": model.name, "usage": usage})
 
     @get("/v1/models", name="models", response_model=OpenAiModels)
     async def list_models() -> Response:
