@@ -136,7 +136,9 @@ def test_counters_add_up_to_what_was_sent(serving) -> None:
     assert "packhorse_inputs_total 14.0" in figures
     assert "packhorse_input_tokens_total 56.0" in figures
     assert 'packhorse_runner_answered_total{model="tiny"} 14.0' in figures
-    assert "packhorse_queue_seconds_count 7.0" in figures
+    answered = '{model="tiny",route="/embed",status="200"} 7.0'
+    for name in ("request", "tokenize", "queue", "compute"):
+        assert f"packhorse_{name}_seconds_count{answered}" in figures
 
 
 @pytest.mark.parametrize("form", ["plain", "json"])

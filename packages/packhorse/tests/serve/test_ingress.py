@@ -31,7 +31,7 @@ from .conftest import Served
 
 MINE = ForwardedResponse(200, (), b"mine")
 ASKED = ForwardedRequest("POST", "/embed")
-TIMES = re.compile(r"x-.*-time|x-packhorse-pack")
+TIMES = re.compile(r"x-.*-time|x-packhorse-pack|x-request-id|traceparent")
 
 
 def front(replica: Served, ask: Any = None, **settings: Any) -> Served:

@@ -12,7 +12,7 @@ from packhorse.serve.shortcut import Shortcut
 
 from .bodies import BODIES
 
-TIMES = re.compile("x-.*-time|x-packhorse-pack|content-length")
+TIMES = re.compile("x-.*-time|x-packhorse-pack|x-request-id|traceparent|content-length")
 # With options and inputs of other kinds, where a route has them.
 GOOD: dict[str, dict[str, Any]] = BODIES | {
     "/embed": {"inputs": ["the cat", "a mat"], "normalize": False},

@@ -35,6 +35,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -77,6 +78,7 @@ from packhorse.serve.hosting import OtherProcesses, ServedModels
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.shortcut import Shortcut
+from packhorse.serve.tracing import read_ids
 
 RESTART_SECONDS = 5  # Retry-After where an engine is gone: a new one needs about that long
 STATUS: dict[type[PackhorseError], int] = {
@@ -148,6 +150,14 @@ def create_base(
     return app
 
 
+def create_metrics_app(app: FastAPI, guard: Guard) -> FastAPI:
+    """Return an application with the health and metrics of another one, for a port of its own."""
+    side_app = create_base(app.state.settings, app.state.models, app.state.metrics, None)
+    side_app.state.others = app.state.others
+    side_app.state.guard = guard  # of the other one: /health tells whether that one drains
+    return side_app
+
+
 def guarded(app: FastAPI, limits: ServeSettings | None = None) -> tuple[Any, Guard]:
     """Return the outermost ASGI application, to be served, and the guard within it.
 
@@ -161,7 +171,7 @@ def guarded(app: FastAPI, limits: ServeSettings | None = None) -> tuple[Any, Gua
     # CORS is outside of the guard, because a browser's preflight request carries no key.
     # Credentials are not allowed: in CORS that means cookies, which this server does not use, and
     # not a key in a header.
-    cors = CORSMiddleware(
+    cors = _IdentifiedCors(
         guard,
         allow_origins=settings.cors_origin,
         allow_methods=["GET", "POST"],
@@ -174,10 +184,21 @@ def guarded(app: FastAPI, limits: ServeSettings | None = None) -> tuple[Any, Gua
             "x-packhorse-fingerprint",
             "x-packhorse-ignored-fields",
             "x-packhorse-truncated",
+            "x-request-id",
+            "traceparent",
             "retry-after",
         ],
     )
     return cors, guard
+
+
+class _IdentifiedCors(CORSMiddleware):
+    """CORS whose answers to preflight requests, which the guard never sees, have ids too."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        response.raw_headers += read_ids(request_headers.raw).headers()
+        return response
 
 
 def _add_server_routes(

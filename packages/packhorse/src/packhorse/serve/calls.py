@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -78,14 +79,19 @@ async def call(
     model.check_task(task)
     settings: ServeSettings = request.app.state.settings
     characters = check_inputs(settings, texts, options)
+    inputs = len(options.get("documents", texts))
+    record.task = task
+    record.offered += inputs
     if task != "answer":  # which reads long texts in windows
         # Otherwise the encoder would also warn, and no client would see that.
         options.setdefault("long", "truncate")
     prepare = partial(_prepare, model, task, texts, options, settings)
+    begun = perf_counter()
     if characters <= MAX_INLINE_CHARACTERS:
         jobs = prepare()
     else:
         jobs = await asyncio.to_thread(prepare)
+    record.tokenize_seconds += perf_counter() - begun
     _check_sizes(jobs, model, task)
     truncated = _check_truncation(jobs, model, truncate)
     finished = await _run(model, jobs, request.receive)
@@ -97,7 +103,7 @@ async def call(
     record.fingerprint = model.fingerprint(
         task_prompt(model.encoder, task, texts, options.get("prompt"))
     )
-    _update(record, result, len(options.get("documents", texts)))
+    _update(record, result, inputs)
     record.truncated += truncated
     return result
 

@@ -36,6 +36,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from packhorse.serve import logs
 from packhorse.serve.failures import Failure
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tracing import CURRENT, new_ids
 
 SWEEP_SECONDS = 1.0
 RECHECK_SECONDS = 0.1
@@ -219,7 +220,10 @@ class BoundedConnection(HttpToolsProtocol):
         If an earlier request of this connection still waits for its answer, the connection is only
         aborted: the client would take the error for that answer.
         """
+        ids = new_ids()  # headers that are not understood have none
+        current = CURRENT.set(ids)
         logs.LOGGER.debug("a connection was closed: %s", failure.message)
+        CURRENT.reset(current)
         concerns_current = self.in_body and not self.pipeline and not self.cycle.response_started
         if self.answering and not concerns_current:
             return self.transport.abort()
@@ -229,6 +233,7 @@ class BoundedConnection(HttpToolsProtocol):
         body = failure.body("")
         head = f"HTTP/1.1 {failure.status} {HTTPStatus(failure.status).phrase}\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head += f"x-request-id: {ids.request}\r\ntraceparent: {ids.traceparent}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 

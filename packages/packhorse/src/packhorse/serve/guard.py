@@ -28,6 +28,7 @@ from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tracing import CURRENT, read_ids
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -86,7 +87,8 @@ class Guard:
         """Answer one request and report it to metrics and log, however it ends."""
         if scope["type"] != "http":
             return await self._handle_other(scope, receive, send)
-        record = scope["packhorse"] = RequestRecord()
+        record = scope["packhorse"] = RequestRecord(ids=read_ids(scope["headers"]))
+        current = CURRENT.set(record.ids)  # for the log
         response = _ResponseSender(send, record)
         try:
             await self._handle(scope, receive, response)
@@ -103,6 +105,7 @@ class Guard:
             # A status of 0 means that the connection ended before a response began.
             status = CLIENT_GONE if response.client_gone else response.status or CLIENT_GONE
             self.report(scope, record, status)
+            CURRENT.reset(current)
 
     async def _handle_other(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass lifespan events on; refuse WebSockets, which no route uses."""
@@ -348,6 +351,7 @@ class _ResponseSender:
             self.status = message["status"]
             headers = message["headers"] = list(message.get("headers", ()))
             headers.append((b"x-content-type-options", b"nosniff"))
+            headers += self.record.ids.headers()
             if self.record.pack:
                 headers.append((b"x-packhorse-pack", self.record.pack.encode()))
             if self.record.fingerprint:

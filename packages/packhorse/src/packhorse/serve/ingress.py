@@ -32,6 +32,7 @@ from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.logs import LOGGER
 from packhorse.serve.metrics import Metrics, RequestRecord, RunnerFigures
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tracing import CURRENT, read_ids, replace_ids
 
 MAX_DEATHS = 3  # of replicas under one request
 RETRY_SECONDS = 0.05  # before a replica that could not be reached is tried again
@@ -47,6 +48,9 @@ RECORD_FIELDS = (
     "fingerprint",
     "ignored",
     "truncated",
+    "offered",
+    "task",
+    "tokenize_seconds",
     "queue_seconds",
     "compute_seconds",
     "error",
@@ -247,8 +251,15 @@ class ForwardingApp:
 async def _read_request(scope: Scope, receive: Receive) -> ForwardedRequest:
     # The guard has received the whole body and delivers it in one message.
     body = (await receive()).get("body", b"")
-    headers = tuple((name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS)
-    return ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body)
+    record: RequestRecord = scope["packhorse"]
+    headers = [(name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS]
+    return ForwardedRequest(
+        scope["method"],
+        scope["path"],
+        scope["query_string"],
+        replace_ids(headers, record.ids),  # the replica's work is a child of this span
+        body,
+    )
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -258,7 +269,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 async def run_forwarded(app: Any, request: ForwardedRequest) -> ForwardedResponse:
     """Run the application for a forwarded request, in the process that has the models."""
-    record = RequestRecord()
+    record = RequestRecord(ids=read_ids(request.headers))
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -286,12 +297,15 @@ async def run_forwarded(app: Any, request: ForwardedRequest) -> ForwardedRespons
     async def send(message: Any) -> None:
         messages.append(message)
 
+    current = CURRENT.set(record.ids)  # for the log
     try:
         await app(scope, receive, send)
     except Exception:
         if not messages:
             raise
         LOGGER.error("a request failed in the server", exc_info=True)
+    finally:
+        CURRENT.reset(current)
     start, *parts = messages
     return ForwardedResponse(
         start["status"],

@@ -21,7 +21,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +30,12 @@ from fastapi import FastAPI
 
 from packhorse.errors import InputError, PackhorseError
 from packhorse.serve import hosting, logs
-from packhorse.serve.app import create, guarded
+from packhorse.serve.app import create, create_metrics_app, guarded
 from packhorse.serve.connections import protocol, sweep
 from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
+from packhorse.serve.metrics_port import metrics_port, port_settings
 from packhorse.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
     raise_file_limit(settings)
-    bound = bind(settings, settings.port)
+    bound, side_bound = bind_ports(settings)
     grpc_bound = bind(settings, settings.grpc_port) if settings.grpc_port else None
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     with open_app(settings) as (app, models):
@@ -87,7 +88,11 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
         if grpc_bound is not None:
             grpc_bound.close()  # gRPC binds by itself, and would listen from then on
         rpc = open_rpc(app, guard)
-        server = DrainingServer(config, guard, models, report, rpc=rpc)
+        side_port = None
+        if side_bound is not None:
+            side_app = create_metrics_app(app, guard)
+            side_port = metrics_port(side_app, settings, models, app.state.metrics, side_bound)
+        server = DrainingServer(config, guard, models, report, rpc=rpc, side_port=side_port)
         server.run(sockets=[bound])
     if server.engine_died:
         raise EngineDied("the engine died; see the log above, and restart the server")
@@ -137,6 +142,21 @@ def bind(settings: ServeSettings, port: int) -> socket.socket:
     return bound
 
 
+def bind_ports(settings: ServeSettings) -> tuple[socket.socket, socket.socket | None]:
+    """Return the sockets of --port and --metrics-port, the latter None if there is none."""
+    bound = bind(settings, settings.port)
+    if not settings.metrics_port:
+        return bound, None
+    try:
+        side_bound = bind(port_settings(settings), settings.metrics_port)
+    except InputError:
+        bound.close()
+        raise
+    host, port, *_ = side_bound.getsockname()
+    logs.LOGGER.info("health and metrics, without a key, on port %d of %s", port, host)
+    return bound, side_bound
+
+
 def report_ready(ready: Ready, bound: socket.socket, models: ServedModels) -> None:
     """Log where the server listens and what it serves, and call `ready`."""
     host, port, *_ = bound.getsockname()
@@ -182,10 +202,15 @@ class DrainingServer(uvicorn.Server):
         report_ready: Callable[[], None],
         ends_with_engine: bool = True,
         rpc: RpcServer | None = None,
+        side_port: AbstractAsyncContextManager[Guard] | None = None,
     ) -> None:
-        """`ends_with_engine`: exit if an engine dies, because nobody would restart it."""
+        """Serve on the main port and, if there is one, on `side_port`.
+
+        `ends_with_engine`: exit if an engine dies, because nobody would restart it.
+        """
         super().__init__(config)
         self.rpc = rpc  # started, drained and stopped with this server
+        self.side_port = side_port
         self.ends_with_engine = ends_with_engine
         self.guard = guard
         self.models = models
@@ -198,6 +223,13 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to `startup`; uvicorn would raise a signal again after its shutdown."""
         yield
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to exit; the second port answers until requests are drained."""
+        if self.side_port is None:
+            return await super().serve(sockets)
+        async with self.side_port:
+            await super().serve(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, install signal handlers, start the background tasks, report readiness."""

@@ -2,7 +2,8 @@
 
 Neither texts nor API keys are ever logged. The line about a request has its route, status, sizes
 and times. The line about an error has its class and stack frames but not its message, which may
-repeat request content.
+repeat request content. Every line that is written while a request is answered has the request's
+ids.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import orjson
 
 from packhorse.serve.metrics import RequestRecord
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tracing import CURRENT
 
 LOGGER = logging.getLogger("packhorse.serve")
 REQUESTS = logging.getLogger("packhorse.serve.requests")
@@ -34,6 +36,8 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         line |= getattr(record, "facts", {})
+        if (ids := CURRENT.get()) is not None:
+            line |= ids.facts()
         if record.exc_info and record.exc_info[1]:
             line["error"], line["frames"] = _describe(record.exc_info[1])
         return orjson.dumps(line, default=str).decode()
@@ -41,6 +45,13 @@ class JsonLines(logging.Formatter):
 
 class PlainLines(logging.Formatter):
     """Lines of time, level and message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line, without the stack frames of an error."""
+        line = super().formatMessage(record)
+        if (ids := CURRENT.get()) is None:
+            return line
+        return " ".join([line, *(f"{name}={value}" for name, value in ids.facts().items())])
 
     def formatException(self, ei: Any) -> str:
         """Return the stack frames and the class of an error, without its message."""

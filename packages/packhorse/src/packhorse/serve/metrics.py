@@ -3,6 +3,9 @@
 Every server has a registry of its own, so that two servers in one process do not add up. Labels are
 route templates, status codes and model names, never request content: a client cannot create new
 time series. A runner's figures are read when /metrics is requested and cost no request anything.
+
+Dashboards and alerts made for text-embeddings-inference find its names (te_*) too, as far as they
+mean the same here; `tei_metrics` computes them from ours when /metrics is requested.
 """
 
 from __future__ import annotations
@@ -11,18 +14,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from packhorse.runtime.statistics import RunnerStats
+from packhorse.serve import tei_metrics
 from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.tracing import RequestIds, new_ids
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 UNMATCHED_ROUTE = "other"  # label for requests that match no route
+NO_MODEL = "none"  # label for requests that reached no model
 NO_KEY = "none"  # label for requests of a server without keys, and for those without a valid one
 
 
@@ -34,14 +40,18 @@ class RequestRecord:
     """
 
     started: float = field(default_factory=perf_counter)
+    ids: RequestIds = field(default_factory=new_ids)
     model: ServedModel | None = None  # the model that the request was for
-    inputs: int = 0
+    task: str = ""  # of `runtime.tasks`
+    offered: int = 0  # inputs of the request, answered or not
+    inputs: int = 0  # answered
     tokens: int = 0
     pack: str = ""  # value of the response header x-packhorse-pack; empty if no model ran
     fingerprint: str = ""  # value of x-packhorse-fingerprint
     ignored: str = ""  # value of x-packhorse-ignored-fields
     truncated: int = 0  # inputs that were cut; value of x-packhorse-truncated
     key: str = NO_KEY  # which API key the request came with: "key1" for the first; never the key
+    tokenize_seconds: float = 0.0
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     error: str = ""  # kind of error that the request ended with
@@ -63,6 +73,14 @@ def runner_figures(model: ServedModel, **labels: str) -> RunnerFigures:
     return RunnerFigures(
         {"model": model.name, **labels}, runner.alive, runner.rate(), runner.stats()
     )
+
+
+class _ModelTimers(NamedTuple):
+    """The time series of a model's answers to one route with one status."""
+
+    tokenize: Histogram
+    queue: Histogram
+    compute: Histogram
 
 
 class Metrics:
@@ -89,13 +107,25 @@ class Metrics:
             "packhorse_dropped", "Requests whose client left before the answer.", **here
         )
         self.in_flight = Gauge("packhorse_in_flight", "Requests being answered.", **here)
+        labels_of_times = ["route", "model", "status"]
         self.seconds = Histogram(
-            "packhorse_request_seconds", "Time from headers to answer.", **timed
+            "packhorse_request_seconds", "Time from headers to answer.", labels_of_times, **timed
         )
-        self.queue = Histogram("packhorse_queue_seconds", "Time from queue to device.", **timed)
+        self.tokenize = Histogram(
+            "packhorse_tokenize_seconds", "Time to tokenize the inputs.", labels_of_times, **timed
+        )
+        self.queue = Histogram(
+            "packhorse_queue_seconds", "Time from queue to device.", labels_of_times, **timed
+        )
         self.compute = Histogram(
-            "packhorse_compute_seconds", "Compute time of the request's batch.", **timed
+            "packhorse_compute_seconds",
+            "Compute time of the request's batch.",
+            labels_of_times,
+            **timed,
         )
+        # Looking up a time series by its labels takes longer than adding to it.
+        self._request_timers: dict[tuple[str, str, int], Histogram] = {}
+        self._model_timers: dict[tuple[str, str, int], _ModelTimers] = {}
         self.inputs = Counter("packhorse_inputs", "Texts and pairs answered.", **here)
         self.tokens = Counter("packhorse_input_tokens", "Tokens of answered inputs.", **here)
         self.truncated = Counter(
@@ -110,6 +140,10 @@ class Metrics:
 
         self._runners = _RunnerCollector(read_figures or read_local)
         self.registry.register(self._runners)
+        self.tei = tei_metrics.RequestCollector(
+            self.errors, self.seconds, self.tokenize, self.queue, self.compute, _is_answer
+        )
+        self.registry.register(self.tei)
 
     def runners(self) -> list[Metric]:
         """Return the figures of the runners alone."""
@@ -123,20 +157,44 @@ class Metrics:
     def record(self, record: RequestRecord, route: str, status: int) -> None:
         """Count a request that has ended."""
         self.requests.labels(route, str(status)).inc()
-        self.seconds.observe(perf_counter() - record.started)
+        labels = (route, record.model.name if record.model else NO_MODEL, status)
+        self._find_request_timer(labels).observe(perf_counter() - record.started)
         if record.error:
             self.errors.labels(record.error).inc()
         if record.pack:
-            self.queue.observe(record.queue_seconds)
-            self.compute.observe(record.compute_seconds)
+            timers = self._find_model_timers(labels)
+            timers.tokenize.observe(record.tokenize_seconds)
+            timers.queue.observe(record.queue_seconds)
+            timers.compute.observe(record.compute_seconds)
             self.inputs.inc(record.inputs)
             self.tokens.inc(record.tokens)
         if record.truncated and record.model is not None:
             self.truncated.labels(record.model.name, record.key).inc(record.truncated)
+        if record.offered:
+            self.tei.record(record.task, record.offered, status)
+
+    def _find_request_timer(self, labels: tuple[str, str, int]) -> Histogram:
+        timer = self._request_timers.get(labels)
+        if timer is None:
+            timer = self._request_timers[labels] = self.seconds.labels(*labels)
+        return timer
+
+    def _find_model_timers(self, labels: tuple[str, str, int]) -> _ModelTimers:
+        timers = self._model_timers.get(labels)
+        if timers is None:
+            families = (self.tokenize, self.queue, self.compute)
+            timers = _ModelTimers(*(family.labels(*labels) for family in families))
+            self._model_timers[labels] = timers
+        return timers
 
     def page(self) -> bytes:
         """Return the body of `GET /metrics`."""
         return generate_latest(self.registry)
+
+
+def _is_answer(labels: Mapping[str, str]) -> bool:
+    """Return whether a time series with these labels is of requests that a model answered."""
+    return labels["status"] == "200" and labels["model"] != NO_MODEL
 
 
 def families_to_json(metrics: Iterable[Metric]) -> list[Any]:
@@ -230,6 +288,7 @@ class _RunnerCollector:
             "Tokens of batches that ran.",
             lambda runner: (runner.stats.batches, runner.stats.tokens),
         )
+        yield from tei_metrics.runner_families([runner.stats for runner in runners])
 
 
 def _stat(name: str, runner: RunnerFigures) -> tuple[float]:

@@ -113,6 +113,15 @@ class ServeSettings:
         NETWORK,
         "A host name of this server, for requests without an API key; may be repeated.",
     )
+    metrics_port: int = setting(
+        0,
+        NETWORK,
+        "A second port with /health, /ready and /metrics only, without the API key; 0: none.",
+        maximum=65535,
+    )
+    metrics_host: str = setting(
+        "", NETWORK, "Address that --metrics-port listens on; default: that of --host."
+    )
 
     max_concurrent_requests: int = setting(512, LIMITS, "Requests processed at once.", minimum=1)
     max_connections: int = setting(2048, LIMITS, "Open connections.", minimum=1)
@@ -188,6 +197,10 @@ class ServeSettings:
             raise InputError("--fronts needs Linux: its processes share memory by memfd")
         if self.device and self.devices:
             raise InputError("--device and --devices both name devices; use one of them")
+        if self.metrics_port and self.metrics_port in (self.port, self.grpc_port):
+            raise InputError("--metrics-port must differ from --port and --grpc-port")
+        if self.metrics_host and not self.metrics_port:
+            raise InputError("--metrics-host needs --metrics-port")
         if self.max_replicas and self.max_replicas < self.replicas:
             raise InputError(
                 f"max_replicas is {self.max_replicas}; it must be at least replicas "

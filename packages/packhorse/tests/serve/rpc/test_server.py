@@ -264,6 +264,18 @@ def test_an_answer_has_the_headers_of_http(rpc) -> None:
     assert trailing["x-packhorse-pack"].startswith("fill=")
 
 
+def test_ids_are_those_of_the_call(rpc) -> None:
+    method = rpc.client.method("Embed/Embed")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    ids = [("x-request-id", "Req-1"), ("traceparent", f"00-{trace}-00f067aa0ba902b7-01")]
+    for inputs in (TEXTS[0], ""):  # answered, and refused
+        message = rpc.client.make("Embed/Embed", inputs=inputs)
+        call = method.future(message, metadata=ids, timeout=SECONDS)
+        trailing = dict(call.trailing_metadata())
+        assert trailing["x-request-id"] == "Req-1"
+        assert trailing["traceparent"].startswith(f"00-{trace}-")
+
+
 # Refusals --------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,7 @@ from packhorse.serve.processes.messages import (
     DONE,
     FAILED,
     READ_BYTES,
+    READY,
     Control,
     Done,
     Records,
@@ -345,6 +346,7 @@ class SupervisorClient:
         self.server: DrainingServer | None = None
         self._numbers = count(1)
         self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self) -> None:
         """Handle messages from now on, on the event loop that runs."""
@@ -385,11 +387,31 @@ class SupervisorClient:
             if reply is not None and not reply.done():
                 reply.set_result(message["value"])
         elif message["kind"] == "ask" and self.server is not None:
-            value = families_to_json(self.server.guard.metrics.requests_only())
-            with suppress(OSError):  # a supervisor that does not read has no use for them
-                self.control.send({"kind": "reply", "id": message["id"], "value": value})
+            if message["what"] == "ready":
+                task = asyncio.get_running_loop().create_task(self._check_ready(message["id"]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            else:
+                value = families_to_json(self.server.guard.metrics.requests_only())
+                self._reply(message["id"], value)
         elif message["kind"] == "stop" and self.server is not None:
             self.server.begin_draining()
+
+    async def _check_ready(self, number: int) -> None:
+        """Reply to the supervisor whether requests can be answered."""
+        server = cast(DrainingServer, self.server)
+        try:
+            if server.guard.draining:
+                raise RunnerStopped("this front is shutting down")
+            await server.models.check_ready(server.guard.settings.ready_seconds)
+            value = READY
+        except RunnerStopped as error:
+            value = str(error)
+        self._reply(number, value)
+
+    def _reply(self, number: int, value: Any) -> None:
+        with suppress(OSError):  # a supervisor that does not read has no use for it
+            self.control.send({"kind": "reply", "id": number, "value": value})
 
     def add_link(self, engine: int, descriptors: Sequence[int]) -> None:
         """Use an engine, by the socket and the shared memory that the supervisor sent."""

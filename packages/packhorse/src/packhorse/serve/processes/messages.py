@@ -29,6 +29,7 @@ DONE = 3
 FAILED = 4
 
 READ_BYTES = 1 << 16
+READY = "ready"  # a front's reply to the question whether it is
 _HEADER = struct.Struct("<II")  # bytes of the record with this header, kind
 _RUN = struct.Struct("<QHiIIQQQ")
 _REQUEST = struct.Struct("<Q")

@@ -1,6 +1,7 @@
 """The supervisor: starts fronts and engines, connects them, replaces those that die.
 
-It opens no model and reads no request, so that what kills a front or an engine does not kill it.
+It opens no model and reads no request of clients, so that what kills a front or an engine does not
+kill it. It alone serves --metrics-port, so that the state of the server is known when fronts die.
 Signals reach it alone, because the others run in sessions of their own: it tells the fronts to
 drain and then the engines to stop. If it is killed itself, the others see their control sockets
 closed and end.
@@ -12,19 +13,23 @@ in a row the server ends, so that whoever watches it sees it.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import sys
 import time
 from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 from packhorse import processor
-from packhorse.errors import CheckpointError, PackhorseError
+from packhorse.errors import CheckpointError, PackhorseError, RunnerStopped
 from packhorse.serve import logs
+from packhorse.serve.app import create_base
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.life import (
     EXIT_SECOND_SIGNAL,
@@ -33,11 +38,13 @@ from packhorse.serve.life import (
     EngineDied,
     Ready,
     bind,
+    bind_ports,
     report_ready,
 )
-from packhorse.serve.metrics import merge_counters
+from packhorse.serve.metrics import Metrics, families_to_json, merge_counters, merged_page
+from packhorse.serve.metrics_port import metrics_port
 from packhorse.serve.processes import arena
-from packhorse.serve.processes.messages import Control, rebuild_error
+from packhorse.serve.processes.messages import READY, Control, rebuild_error
 from packhorse.serve.settings import ServeSettings
 
 ARENA_BYTES = 256 << 20  # per front and engine; pages take memory only while they are in use
@@ -92,21 +99,29 @@ def count_fronts(settings: ServeSettings) -> int:
 def run(settings: ServeSettings, ready: Ready, fronts: int) -> None:
     """Serve with this many fronts until a signal arrives; `ready` is called once they answer."""
     logs.set_up(settings)
-    bound = bind(settings, settings.port)
+    bound, side_bound = bind_ports(settings)
     if settings.grpc_port:
         # Fronts share this port by SO_REUSEPORT, with which two servers could take the same one.
         bind(settings, settings.grpc_port).close()
-    asyncio.run(Supervisor(settings, bound, ready, fronts).run())
+    asyncio.run(Supervisor(settings, bound, ready, fronts, side_bound).run())
 
 
 class Supervisor:
     """All processes of a server."""
 
     def __init__(
-        self, settings: ServeSettings, bound: socket.socket, ready: Ready, fronts: int
+        self,
+        settings: ServeSettings,
+        bound: socket.socket,
+        ready: Ready,
+        fronts: int,
+        side_bound: socket.socket | None = None,
     ) -> None:
+        """Prepare; `bound` is the socket for clients, `side_bound` that of --metrics-port."""
         self.settings = settings
         self.bound = bound
+        self.side_bound = side_bound
+        self.side_port: MetricsPort | None = None
         self.ready = ready
         self.devices = settings.devices or (settings.device,)
         self.front_count = fronts
@@ -128,20 +143,26 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
-        try:
-            starting = loop.create_task(self._start_all())
-            stopped = loop.create_task(self.ended.wait())
-            # A signal while models are being loaded ends the server at once: nothing is lost.
-            await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                report_ready(self.ready, self.bound, self._described())
-                await stopped
-            starting.cancel()
-        finally:
-            self.stopping = True
-            self.bound.close()
-            unfinished = await self._stop()
+        async with AsyncExitStack() as stack:  # the second port answers until all is drained
+            try:
+                starting = loop.create_task(self._start_all())
+                stopped = loop.create_task(self.ended.wait())
+                # A signal while models are being loaded ends the server at once: nothing is lost.
+                await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    starting.result()
+                    if self.side_bound is not None:
+                        self.side_port = MetricsPort(self)
+                        await self.side_port.open(stack, self.side_bound)
+                    report_ready(self.ready, self.bound, self.described(None))
+                    await stopped
+                starting.cancel()
+            finally:
+                self.stopping = True
+                if self.side_port is not None:
+                    self.side_port.begin_draining()
+                self.bound.close()
+                unfinished = await self._stop()
         if self.failure is not None:
             raise self.failure
         if unfinished:
@@ -299,7 +320,15 @@ class Supervisor:
         return True
 
     async def _answer(self, front: ChildProcess, message: dict[str, Any]) -> None:
-        """Collect the figures that a front asks for."""
+        """Send the figures that a front asks for."""
+        values = await self.collect(message)
+        try:
+            front.control.send({"kind": "reply", "id": message["id"], "value": values})
+        except OSError:
+            logs.LOGGER.debug("%s was gone before its figures came", front)
+
+    async def collect(self, message: dict[str, Any]) -> list[Any]:
+        """Return the figures of all processes: "metrics", or "engines" for the page."""
         children = list(self.engines.values())
         if message["what"] == "metrics":
             children += self.fronts.values()
@@ -307,10 +336,16 @@ class Supervisor:
         if message["what"] == "metrics":
             values.append(self.retired)
             values += [self._down(i) for i in range(len(self.devices)) if i not in self.engines]
-        try:
-            front.control.send({"kind": "reply", "id": message["id"], "value": values})
-        except OSError:
-            logs.LOGGER.debug("%s was gone before its figures came", front)
+            if self.side_port is not None:
+                values.append(families_to_json(self.side_port.requests.requests_only()))
+        return values
+
+    async def check_ready(self) -> None:
+        """Raise `RunnerStopped` unless a front can reach engines that ran a batch lately."""
+        fronts = list(self.fronts.values())
+        replies = await asyncio.gather(*[self._ask(front, {"what": "ready"}) for front in fronts])
+        if not any(reply == READY for reply in replies):
+            raise RunnerStopped("no front can reach an engine that runs")
 
     def _down(self, number: int) -> list[Any]:
         """Return the metric of an engine that is being replaced."""
@@ -327,12 +362,13 @@ class Supervisor:
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         try:
-            child.control.send({**message, "id": number})
+            child.control.send({**message, "kind": "ask", "id": number})
             async with asyncio.timeout(ASK_SECONDS):
                 value = await reply
         except (OSError, TimeoutError):
             # A front's counters must not go back; what an engine last said is no longer true.
-            return child.metrics if child.kind == "front" else []
+            is_counted = child.kind == "front" and message["what"] == "metrics"
+            return child.metrics if is_counted else []
         finally:
             del self._replies[number]
         if message["what"] == "metrics":
@@ -372,7 +408,7 @@ class Supervisor:
             _kill(child)
             return await child.process.wait()
 
-    def _described(self) -> ServedModels:
+    def described(self, runner: Any) -> ServedModels:
         """Return the models by name and tasks, which is all that is reported about them."""
         return ServedModels(
             [
@@ -380,7 +416,7 @@ class Supervisor:
                     model["name"],
                     model["source"],
                     encoder=cast(Any, SimpleNamespace(**model)),
-                    runner=cast(Any, None),
+                    runner=runner,
                     dispatcher=cast(Any, None),
                     fingerprint_parts=cast(Any, None),
                 )
@@ -393,6 +429,63 @@ class Supervisor:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class MetricsPort:
+    """The server's state on --metrics-port: what the supervisor knows, and what the others reply.
+
+    It takes the place of the models' runners for /health and /ready, and has the metrics of all
+    processes.
+    """
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
+        self.models = supervisor.described(self)
+        self.requests = Metrics(self.models, list)  # of the requests to this port
+        self.app = create_base(supervisor.settings, self.models, self.requests, openapi_url=None)
+        self.app.state.others = self
+
+    async def open(self, stack: AsyncExitStack, bound: socket.socket) -> None:
+        """Listen until the stack is closed."""
+        self.app.state.guard = await stack.enter_async_context(
+            metrics_port(self.app, self.supervisor.settings, self.models, self.requests, bound)
+        )
+
+    def begin_draining(self) -> None:
+        """Report from now on that the server is shutting down."""
+        if (guard := getattr(self.app.state, "guard", None)) is not None:  # else it never listened
+            guard.draining = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered: by a front and an engine that have started."""
+        fronts = self.supervisor.fronts.values()
+        return bool(self.supervisor.engines) and any(front.ready_since for front in fronts)
+
+    def idle_seconds(self) -> float:
+        """Return infinity: fronts know when a model last ran, and are asked each time."""
+        return math.inf
+
+    def submit(self, *_: Any) -> Future[None]:
+        """Let a front run the probe of /ready."""
+        loop = asyncio.get_running_loop()
+        return asyncio.run_coroutine_threadsafe(self.supervisor.check_ready(), loop)
+
+    def rate(self) -> float:
+        """Return 0: no request waits for a model here."""
+        return 0.0
+
+    def close(self, drain: bool = True) -> None:
+        """Do nothing: engines end when the supervisor says so."""
+
+    async def engines(self, batches: int) -> list[dict[str, Any]]:
+        """Return what the page shows of every engine; this port has no page."""
+        message = {"what": "engines", "batches": batches}
+        return [engine for part in await self.supervisor.collect(message) for engine in part]
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all processes."""
+        return merged_page(await self.supervisor.collect({"what": "metrics"}))
 
 
 def _check_same(served: list[dict[str, Any]], opened: list[dict[str, Any]]) -> None:

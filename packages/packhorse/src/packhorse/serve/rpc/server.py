@@ -37,6 +37,7 @@ from packhorse.serve.metrics import RequestRecord
 from packhorse.serve.rpc.descriptors import read_interface
 from packhorse.serve.rpc.methods import METHODS, Method, RpcCall
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tracing import CURRENT, read_ids
 
 # Enough to fill batches on a CPU; a stream never has more than these in the queue, so that one
 # client cannot take all of it.
@@ -133,11 +134,11 @@ class RpcServer:
     async def _handle(self, method: Any, context: Any) -> None:
         """Answer one call and report it to metrics and log, however it ends."""
         path = f"/{method.containing_service.full_name}/{method.name}"
-        record = RequestRecord()
         headers = [
             (key.encode(), value if isinstance(value, bytes) else value.encode())
             for key, value in context.invocation_metadata()
         ]
+        record = RequestRecord(ids=read_ids(headers))
         scope = {
             "type": "http",
             "http_version": "2",
@@ -150,6 +151,7 @@ class RpcServer:
             "packhorse": record,
         }
         request = Request(scope, _never)
+        current = CURRENT.set(record.ids)  # for the log
         status = CLIENT_GONE  # unless something else ends the call, it was cancelled
         try:
             status = await self._answer(request, method, context)
@@ -158,6 +160,7 @@ class RpcServer:
             raise
         finally:
             self.guard.report(scope, record, status)
+            CURRENT.reset(current)
 
     async def _answer(self, request: Request, method: Any, context: Any) -> int:
         """Answer a call, or end it with the code of its error; return the HTTP status of that."""
@@ -357,5 +360,7 @@ def _packhorse_headers(record: RequestRecord) -> Sequence[tuple[str, str]]:
         ("x-packhorse-pack", record.pack),
         ("x-packhorse-fingerprint", record.fingerprint),
         ("x-packhorse-truncated", str(record.truncated or "")),
+        ("x-request-id", record.ids.request),
+        ("traceparent", record.ids.traceparent),
     ]
     return [(key, value) for key, value in headers if value]
