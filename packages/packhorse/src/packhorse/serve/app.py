@@ -211,7 +211,7 @@ def _add_server_routes(
             raise RunnerStopped("the server is shutting down")
         if not models.alive:
             raise RunnerStopped("an engine is not running")
-        return json_response({"status": "ok", "unix": time.time()})
+        return json_response({"status": "ok", "unix": int(time.time())})
 
     async def ready() -> Response:
         """Whether a forward pass succeeded recently."""

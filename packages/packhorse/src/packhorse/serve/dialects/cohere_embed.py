@@ -122,7 +122,7 @@ class EmbedV2(EmbedBody):
         return [_joined(item) for item in self.inputs]
 
 
-class ClassifyRequest(LenientBody):
+class CohereClassifyRequest(LenientBody):
     """Texts to classify by the model's own labels."""
 
     inputs: ListOf[Text] = Field(examples=[["Packing is fun."]])
@@ -142,7 +142,7 @@ class CohereTokenizeRequest(LenientBody):
     model: ModelName = None
 
 
-class DetokenizeRequest(LenientBody):
+class CohereDetokenizeRequest(LenientBody):
     """Token ids to turn into a text."""
 
     tokens: TokenIds = Field(examples=[[101, 2054, 102]])
@@ -291,7 +291,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         )
 
     @post("/v1/classify", response_model=CohereClassifications)
-    async def classify(request: Request, body: ClassifyRequest) -> Response:
+    async def classify(request: Request, body: CohereClassifyRequest) -> Response:
         """The labels of each text, by the model's own classifier."""
         model = models.find(body.model, "classify")
         if model.encoder.problem == "regression":
@@ -320,7 +320,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         return await asyncio.to_thread(tokens)
 
     @post("/v1/detokenize", response_model=CohereText)
-    async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, body: CohereDetokenizeRequest) -> Response:
         """The text of token ids."""
         tokenizer = models.find(body.model).encoder.tokenizer
         if not body.tokens:

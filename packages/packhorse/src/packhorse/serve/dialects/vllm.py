@@ -245,7 +245,7 @@ class PoolingResponse(VllmAnswer):
     data: list[PooledData]
 
 
-class Score(BaseModel):
+class VllmScore(BaseModel):
     """The score of a pair of texts."""
 
     index: int
@@ -257,7 +257,7 @@ class ScoreResponse(VllmAnswer):
     """One score per pair."""
 
     object: Literal["list"] = "list"
-    data: list[Score]
+    data: list[VllmScore]
 
 
 class PromptTokens(BaseModel):
