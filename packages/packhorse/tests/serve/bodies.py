@@ -37,3 +37,5 @@ BODIES: dict[str, dict[str, Any]] = {
     "/invocations": {"inputs": "the cat"},
     "/vertex": {"instances": [{"inputs": "the cat"}]},
 }
+# Routes that run no model.
+TOKENS_ONLY = ("/tokenize", "/detokenize", "/decode", "/v1/tokenize", "/v1/detokenize")

@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .bodies import BODIES
+from .bodies import BODIES, TOKENS_ONLY
 
-# Routes that run no model.
-TOKENS_ONLY = ("/tokenize", "/detokenize", "/decode", "/v1/tokenize", "/v1/detokenize")
 
 slow = pytest.mark.slow
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]

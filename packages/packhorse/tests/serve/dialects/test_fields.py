@@ -177,9 +177,9 @@ def test_what_the_clients_can_send_is_known(server) -> None:
         "/v1/embeddings": openai.EmbeddingsRequest,
         "/v1/embed": cohere_embed.EmbedV1,
         "/v2/embed": cohere_embed.EmbedV2,
-        "/v1/classify": cohere_embed.ClassifyRequest,
+        "/v1/classify": cohere_embed.CohereClassifyRequest,
         "/v1/tokenize": cohere_embed.CohereTokenizeRequest,
-        "/v1/detokenize": cohere_embed.DetokenizeRequest,
+        "/v1/detokenize": cohere_embed.CohereDetokenizeRequest,
         "/v1/rerank": cohere.RerankV1,
         "/v2/rerank": cohere.RerankV2,
     }
