@@ -24,7 +24,6 @@ import pytest
 
 from .bodies import BODIES, TOKENS_ONLY
 
-
 slow = pytest.mark.slow
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "hat", "who", "mule"]
 POISON = 20  # its id in the vocabulary of conftest
