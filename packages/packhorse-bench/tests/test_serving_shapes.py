@@ -45,7 +45,7 @@ def port(tiny_folder: Path) -> Iterator[int]:
     from packhorse.serve.settings import ServeSettings
 
     settings = ServeSettings(model=(f"tiny={tiny_folder}",), port=0, device="cpu")
-    bound = bind(settings)
+    bound = bind(settings, settings.port)
     with local_app(settings) as (app, _):
         outer, _ = guarded(app)
         server = uvicorn.Server(configuration(outer, settings))
