@@ -101,6 +101,12 @@ def test_keys_leave_the_environment_once_read(monkeypatch) -> None:
         (["--port", "99999"], "65535"),
         (["--api-key", "x"], "--api-key"),
         (["--config", "/nowhere.toml"], "cannot be read"),
+        # Files are read before models are loaded.
+        (["--model", "nobody", "--port", "0", "--calibration", "/nowhere.npy"], "/nowhere.npy"),
+        (
+            ["--model", "nobody", "--port", "0", "--fronts", "1", "--calibration", "/nowhere.npy"],
+            "/nowhere.npy",
+        ),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, capsys) -> None:

@@ -254,7 +254,10 @@ STATUS = RunStatus(
 FIGURES = "loss 6.5432, accuracy 0.1234, 1,234.5 seq/s, 213,000 tok/s, 99.8% full, MFU 41.7%"
 
 
-def test_progress_of_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_of_training_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path))  # not what earlier tests publish
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with run_progress(rank=0) as show:
@@ -268,7 +271,10 @@ def test_progress_of_training_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     assert published["does"] == "training, first steps"
 
 
-def test_only_rank_0_shows_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_shows_progress(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACKHORSE_RUNTIME", str(tmp_path))
     with run_progress(rank=1) as show:
         show("training", None)
         show("training", replace(STATUS, evaluation={"f1": 0.25}))

@@ -234,6 +234,38 @@ def test_a_key_is_read_from_the_environment(cli, tiny, serve, texts_file, monkey
     assert cli(*words).code == 0
 
 
+def test_a_redirect_does_not_get_the_key(cli, tiny, texts_file, monkeypatch) -> None:
+    headers: list[Any] = []
+
+    class Target(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            headers.append(self.headers)
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Redirect(Target):
+        def do_GET(self) -> None:
+            assert self.headers["authorization"] == "Bearer secret"
+            self.send_response(302)
+            self.send_header("location", f"http://127.0.0.1:{target.server_address[1]}/")
+            self.end_headers()
+
+    monkeypatch.setenv("PACKHORSE_API_KEY", "secret")
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Target) as target,
+        ThreadingHTTPServer(("127.0.0.1", 0), Redirect) as redirect,
+    ):
+        for server in (target, redirect):
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{redirect.server_address[1]}"
+        assert cli("verify", tiny("embed"), "--against", url, "--texts", texts_file).code == 2
+        for server in (target, redirect):
+            server.shutdown()
+    assert headers and not any("authorization" in sent for sent in headers)
+
+
 def test_a_server_that_is_not_there(cli, tiny, openai_server) -> None:
     gone = cli("verify", tiny("embed"), "--against", "http://127.0.0.1:9")
     assert gone.code == 2 and "is the server running?" in gone.err

@@ -14,6 +14,7 @@ import torch
 import packhorse
 from packhorse.errors import CheckpointError, InputError
 from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.runner import PackRunner
 
 CHUNKS = [
     "Berlin is the capital.",
@@ -76,6 +77,11 @@ def test_chunks_are_averages_of_the_whole_text(encoder: Encoder, states: Any) ->
     assert np.allclose(encoder.embed(CHUNKS, late_chunking=True), normalized(expected), atol=1e-5)
     # The control: chunks that are read alone have other vectors.
     assert not np.allclose(encoder.embed(CHUNKS), normalized(expected), atol=1e-2)
+
+
+def test_a_runner_does_not_take_chunks_apart(encoder: Encoder) -> None:
+    with PackRunner(encoder) as runner, pytest.raises(InputError, match=r"use Encoder\.embed"):
+        runner.run(CHUNKS, late_chunking=True)
 
 
 def test_one_chunk_is_the_text(encoder: Encoder) -> None:

@@ -98,11 +98,11 @@ def request_json(
     Raises `InputError`, with what to do, if it cannot be reached or refuses.
     """
     headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, headers)
+        if key:  # not for another server that this one redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
         with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:

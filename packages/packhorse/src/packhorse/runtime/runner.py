@@ -210,6 +210,11 @@ class PackRunner:
     def run(self, texts: Sequence[TaskInput], task: str = "embed", **options: Any) -> list[Any]:
         """Return all answers, in order; wait for room instead of raising `Overloaded`."""
         self._check_process()
+        if options.get("late_chunking"):
+            raise InputError(
+                "late_chunking reads all texts as one, and the runner takes them apart; use "
+                "Encoder.embed"
+            )
         texts = as_texts(texts)
         if not isinstance(texts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             texts = list(texts)  # users pass any iterable

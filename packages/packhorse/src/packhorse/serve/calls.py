@@ -93,7 +93,7 @@ async def call(
         jobs = await asyncio.to_thread(prepare)
     record.tokenize_seconds += perf_counter() - begun
     _check_sizes(jobs, model, task)
-    truncated = _check_truncation(jobs, model, truncate)
+    truncated = _check_truncation(jobs, model, truncate, options.get("max_length"))
     finished = await _run(model, jobs, request.receive)
     if characters <= MAX_INLINE_CHARACTERS:
         values = _finish(jobs, finished)
@@ -271,17 +271,24 @@ def _result_numbers(job: InferenceJob, model: ServedModel) -> int:
     return masks * model.encoder.tokenizer.vocab_size
 
 
-def _check_truncation(jobs: Sequence[InferenceJob], model: ServedModel, allowed: bool) -> int:
-    """Return how many inputs were cut to the model's length; refuse them if that is not allowed."""
+def _check_truncation(
+    jobs: Sequence[InferenceJob], model: ServedModel, allowed: bool, max_length: int | None
+) -> int:
+    """Return how many inputs were cut, or refuse them if that is not allowed.
+
+    `max_length` is the request's own limit, if it has one.
+    """
     truncated = [
         number
         for number, job in enumerate(jobs)
         if any(sequence.truncated for sequence in job.sequences)
     ]
     if truncated and not allowed:
+        limit = f"{model.encoder.max_length} that {model.name} takes"
+        if max_length is not None and max_length < model.encoder.max_length:
+            limit = f"{max_length} that the request allows"
         raise TooLarge(
-            f"input {truncated[0]} has more tokens than the {model.encoder.max_length} that "
-            f"{model.name} takes; shorten it or set truncate"
+            f"input {truncated[0]} has more tokens than the {limit}; shorten it or set truncate"
         )
     return len(truncated)
 

@@ -291,6 +291,7 @@ def _replica_settings(settings: ServeSettings, deployment: Any) -> ServeSettings
         settings,
         model=tuple(map(_absolute, settings.model)),
         token_ids=_absolute(settings.token_ids),
+        calibration=tuple(map(_absolute, settings.calibration)),
         threads=threads,
         keys=(),
         api_key_file="",

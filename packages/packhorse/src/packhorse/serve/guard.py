@@ -5,7 +5,7 @@ received whole, counted as it arrives and against the clock, before the request 
 answered; so a slow client holds a connection and a few bytes, but no place among the concurrent
 requests. That place is given back exactly once, however the request ends.
 
-Every route needs the API key, unknown routes too; only /health is public. A key comes as
+Every route needs the API key, unknown routes too; only /health and /ping are public. A key comes as
 `Authorization: Bearer KEY`; a browser may send it as the password of Basic authentication, which is
 how the page at / can be opened. A server without keys accepts only requests whose Host header names
 it: otherwise a web page could reach it under a name of its own (DNS rebinding).
@@ -164,7 +164,7 @@ class Guard:
             raise Refused(failure)
         body = await receive()
         if self.buffered + len(body) > self.settings.max_buffered_bytes:
-            raise Refused(self._overloaded("too many bytes are being received"))
+            raise Refused(self.overloaded("too many bytes are being received"))
         failure = self._check_capacity()
         if failure is not None:
             raise Refused(failure)
@@ -186,7 +186,7 @@ class Guard:
         """
         if self.in_flight < self.settings.max_concurrent_requests:
             return None
-        return self._overloaded("too many requests are being answered")
+        return self.overloaded("too many requests are being answered")
 
     def _check_headers(self, scope: Scope) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
@@ -287,7 +287,7 @@ class Guard:
                         return self._body_too_large()
                     # Each body may be within its limit while thousands of them fill the memory.
                     if self.buffered > self.settings.max_buffered_bytes:
-                        return self._overloaded("too many bytes are being received")
+                        return self.overloaded("too many bytes are being received")
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
@@ -307,7 +307,8 @@ class Guard:
         message = f"the body is too large; at most {limit} bytes are allowed (max_body_bytes)"
         return Failure(413, message, CLOSE)
 
-    def _overloaded(self, reason: str) -> Failure:
+    def overloaded(self, reason: str) -> Failure:
+        """Return the answer to a request for which there is no room."""
         seconds = max((model.retry_after() for model in self.models), default=1)
         return Failure(429, f"{reason}; try again later", {**CLOSE, "retry-after": str(seconds)})
 

@@ -23,12 +23,14 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from packhorse.errors import InputError, PackhorseError
+from packhorse.runtime.precision import load_ranges
 from packhorse.serve import hosting, logs
 from packhorse.serve.app import create, create_metrics_app, guarded
 from packhorse.serve.connections import protocol, sweep
@@ -67,14 +69,21 @@ class CutShort(PackhorseError):
 @contextmanager
 def local_app(settings: ServeSettings) -> Iterator[tuple[FastAPI, ServedModels]]:
     """Open the application with its models in this process; its lifespan closes them."""
-    token_ids.load_table(settings.token_ids)  # reports a missing file before models are loaded
     models = hosting.open_models(settings)
     yield create(settings, models), models
+
+
+def check_files(settings: ServeSettings) -> None:
+    """Raise `InputError` for a file of the settings that cannot be read, before models load."""
+    token_ids.load_table(settings.token_ids)
+    for entry in settings.calibration:
+        load_ranges(Path(entry.rpartition("=")[2]))
 
 
 def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) -> None:
     """Serve until a signal arrives; `ready` is called as soon as requests are answered."""
     logs.set_up(settings)
+    check_files(settings)
     raise_file_limit(settings)
     bound, side_bound = bind_ports(settings)
     grpc_bound = bind(settings, settings.grpc_port) if settings.grpc_port else None

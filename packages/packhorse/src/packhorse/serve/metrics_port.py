@@ -1,4 +1,4 @@
-"""A second port for operators: /health, /ready and /metrics, without the API key.
+"""A second port for operators: /health (also as /ping), /ready and /metrics, without the API key.
 
     async with metrics_port(app, settings, models, metrics, bound) as guard: ...
 

@@ -77,6 +77,8 @@ def test_vertex_refuses_all_if_one_is_wrong(post):
     good = {"inputs": "the cat"}
     assert post("/vertex", {"instances": []})[0] == 400
     assert post("/vertex", {"instances": [good] * 5000})[0] == 413
+    many = {"inputs": ["the cat"] * 1025}
+    assert post("/vertex", {"instances": [many] * 2})[0] == 413  # the limit is that of a request
     for wrong, status in (({"inputs": ""}, 400), ({"inputs": 5}, 422), ({}, 422)):
         actual, error = post("/vertex", {"instances": [good, wrong]})
         assert actual == status and set(error) == {"error", "error_type"}

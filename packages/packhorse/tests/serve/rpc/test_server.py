@@ -445,6 +445,33 @@ def test_reflection_has_the_interface(rpc) -> None:
     assert method.input_type.fields_by_name["dimensions"].number == 6
 
 
+def test_who_asks_nothing_of_reflection_loses_the_place(running) -> None:
+    client = running(receive_seconds=0.5).client
+    ask = client.channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    )
+    end = threading.Event()
+
+    def silence() -> Iterator[bytes]:
+        end.wait(SECONDS)
+        yield from ()
+
+    with pytest.raises(grpc.RpcError) as raised:
+        list(ask(silence(), timeout=SECONDS))
+    end.set()
+    assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "no question arrived" in raised.value.details()
+
+
+def test_all_messages_of_a_stream_are_counted(running) -> None:
+    small = running(names=("ranker",), max_buffered_bytes=2000)
+    messages = [{"query": "who sat", "text": "cat " * 100}] * 10
+    with pytest.raises(grpc.RpcError) as raised:
+        small.client.stream("Rerank/RerankStream", *messages)
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert small.served.guard.buffered == 0
+
+
 # Processes -------------------------------------------------------------------------------------
 
 

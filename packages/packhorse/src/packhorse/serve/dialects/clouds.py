@@ -44,6 +44,7 @@ from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.shortcut import DirectRoute, direct_routes
 
+MAX_RUNNING_INSTANCES = 8  # of one request to Vertex AI
 # By the first task that a model supports.
 TEI_PATHS = {"embed": "/embed", "classify": "/predict"}
 VLLM_PATHS = {"embed": "/v1/embeddings", "classify": "/classify"}
@@ -85,23 +86,36 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     @post_routes(app, tag, TeiError)("/vertex", response_model=VertexResponse)
     async def vertex(request: Request, body: VertexRequest) -> Response:
         """What `/invocations` answers to each instance, in their order."""
-        count = len(body.instances)
         limit = settings.max_batch_inputs
-        if not count:
+        if not body.instances:
             raise Empty("the request has no instances")
-        if count > limit:
-            raise TooLarge(f"the request has {count} instances; at most {limit} are allowed")
+        inputs = sum(map(_count_inputs, body.instances))
+        if inputs > limit:
+            raise TooLarge(
+                f"the instances have {inputs} inputs; at most {limit} are allowed "
+                "(max_batch_inputs)"
+            )
+        # A few at a time, as one request of so many inputs would: the queue has room for those.
+        turns = asyncio.Semaphore(MAX_RUNNING_INSTANCES)
+
+        async def answer(instance: dict[str, Any]) -> Response:
+            async with turns:
+                return await _invoke(request, models, table, instance)
+
         try:
             async with asyncio.TaskGroup() as group:
-                running = [
-                    group.create_task(_invoke(request, models, table, instance))
-                    for instance in body.instances
-                ]
+                running = [group.create_task(answer(instance)) for instance in body.instances]
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None  # the others were cancelled
         predictions = b",".join([await response_content(task.result()) for task in running])
         content = b'{"predictions":[' + predictions + b"]}"
         return Response(content, media_type="application/json")
+
+
+def _count_inputs(instance: Mapping[str, Any]) -> int:
+    """Return how many texts, or documents to rank, an instance has."""
+    fields = (instance.get(name) for name in ("inputs", "input", "texts", "documents"))
+    return max((len(value) for value in fields if isinstance(value, list)), default=1)
 
 
 async def _invoke(

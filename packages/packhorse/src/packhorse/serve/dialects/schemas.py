@@ -9,7 +9,7 @@ never changes an answer (`user`) and is described as "No effect." Fields that a 
 declare are ignored and named in the response header `X-Packhorse-Ignored-Fields`; with
 `--strict-fields` they are 422. Our own routes always refuse them.
 
-    late_chunking: Annotated[bool | None, only(False, instead="vectors are of whole texts")] = None
+    modality: Annotated[str | None, only("text", instead="models read texts only")] = None
 """
 
 from __future__ import annotations

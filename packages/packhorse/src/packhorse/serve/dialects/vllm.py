@@ -45,7 +45,7 @@ from packhorse.serve.dialects.schemas import (
     only,
     post_routes,
 )
-from packhorse.serve.dialects.tasks import Truncation, run_task, unit
+from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.dialects.tei import as_batch, problem_of
 from packhorse.serve.failures import TEXT_PAIRS, Empty
 from packhorse.serve.hosting import ServedModel, ServedModels
@@ -347,11 +347,14 @@ async def tokenize(
     (encoding,) = await asyncio.to_thread(tokenizer.encode, [body.prompt], NO_LIMIT)
     ids = encoding.ids if body.add_special_tokens else encoding.ids[encoding.spans[0]]
     tokens: list[int] = ids.tolist()
+    strings = None
+    if body.return_token_strs:
+        strings = await asyncio.to_thread(lambda: list(map(tokenizer.token, tokens)))
     document = {
         "count": len(tokens),
         "max_model_len": model.encoder.max_length,
         "tokens": tokens,
-        "token_strs": list(map(tokenizer.token, tokens)) if body.return_token_strs else None,
+        "token_strs": strings,
     }
     return json_response(document)
 
@@ -384,7 +387,7 @@ async def _pool(request: Request, model: ServedModel, body: PoolingRequest) -> C
         result = await run_task(request, model, "hidden", inputs, truncation, max_length=max_length)
         states: list[np.ndarray] = [value.states for value in result.values]
         if body.use_activation is not False:
-            states = [np.array([unit(vector) for vector in vectors]) for vectors in states]
+            states = [_unit_rows(vectors) for vectors in states]
         return replace(result, values=states)
     result = await run_task(
         request, model, "label", inputs, truncation, max_length=max_length, logits=True
@@ -489,6 +492,12 @@ def _list_answer(
     prefix: str, model: ServedModel, result: CallResult, data: Sequence[Any]
 ) -> dict[str, Any]:
     return {**answer_fields(prefix, model, result), "object": "list", "data": data}
+
+
+def _unit_rows(vectors: np.ndarray) -> np.ndarray:
+    """Scale each row to length one; a row of zeros stays as it is."""
+    lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / np.where(lengths == 0, 1, lengths)
 
 
 def _base64(array: np.ndarray) -> str:

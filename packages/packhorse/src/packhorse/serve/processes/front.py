@@ -27,7 +27,7 @@ from typing import Any, cast
 import numpy as np
 
 from packhorse.checkpoint.fingerprint import Fingerprint
-from packhorse.errors import Overloaded, RunnerStopped
+from packhorse.errors import Overloaded, PackhorseError, RunnerStopped
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
@@ -405,7 +405,7 @@ class SupervisorClient:
                 raise RunnerStopped("this front is shutting down")
             await server.models.check_ready(server.guard.settings.ready_seconds)
             value = READY
-        except RunnerStopped as error:
+        except PackhorseError as error:
             value = str(error)
         self._reply(number, value)
 

@@ -39,6 +39,7 @@ from packhorse.serve.life import (
     Ready,
     bind,
     bind_ports,
+    check_files,
     report_ready,
 )
 from packhorse.serve.metrics import Metrics, families_to_json, merge_counters, merged_page
@@ -99,6 +100,7 @@ def count_fronts(settings: ServeSettings) -> int:
 def run(settings: ServeSettings, ready: Ready, fronts: int) -> None:
     """Serve with this many fronts until a signal arrives; `ready` is called once they answer."""
     logs.set_up(settings)
+    check_files(settings)
     bound, side_bound = bind_ports(settings)
     if settings.grpc_port:
         # Fronts share this port by SO_REUSEPORT, with which two servers could take the same one.
@@ -342,10 +344,17 @@ class Supervisor:
 
     async def check_ready(self) -> None:
         """Raise `RunnerStopped` unless a front can reach engines that ran a batch lately."""
-        fronts = list(self.fronts.values())
-        replies = await asyncio.gather(*[self._ask(front, {"what": "ready"}) for front in fronts])
-        if not any(reply == READY for reply in replies):
-            raise RunnerStopped("no front can reach an engine that runs")
+        # One that is being started does not reply yet; one that hangs must not keep others waiting.
+        fronts = [front for front in self.fronts.values() if front.ready_since]
+        asked = [asyncio.ensure_future(self._ask(front, {"what": "ready"})) for front in fronts]
+        try:
+            for reply in asyncio.as_completed(asked):
+                if await reply == READY:
+                    return
+        finally:
+            for question in asked:
+                question.cancel()
+        raise RunnerStopped("no front can reach an engine that runs")
 
     def _down(self, number: int) -> list[Any]:
         """Return the metric of an engine that is being replaced."""

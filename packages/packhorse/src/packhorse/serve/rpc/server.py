@@ -25,7 +25,7 @@ import grpc
 import grpc.aio
 from fastapi import FastAPI
 from google.protobuf.message import DecodeError
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 from starlette.requests import Request
 
 from packhorse.errors import InputError, PackhorseError
@@ -42,6 +42,7 @@ from packhorse.serve.tracing import CURRENT, read_ids
 # Enough to fill batches on a CPU; a stream never has more than these in the queue, so that one
 # client cannot take all of it.
 MAX_STREAM_MESSAGES = 64
+MAX_REFLECTING = 16  # calls that ask about the interface at once
 HEALTH = "grpc.health.v1.Health"
 HEALTH_SERVING = 1
 HEALTH_NOT_SERVING = 2
@@ -81,6 +82,8 @@ class RpcServer:
         self.interface = read_interface("tei.proto", "health.proto")
         self._server: Any = None
         self._draining: asyncio.Future[None] | None = None
+        self._reflection: Any = None
+        self._reflecting = 0  # calls that ask about the interface
 
     async def start(self) -> None:
         """Listen on `settings.grpc_port`; raises `InputError` if that is not possible."""
@@ -108,7 +111,12 @@ class RpcServer:
             generic = grpc.method_handlers_generic_handler(name, handlers)
             self._server.add_generic_rpc_handlers((generic,))
         names = (*self.interface.services, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server, self.interface.pool)
+        self._reflection = reflection.ReflectionServicer(names, self.interface.pool)
+        handler = grpc.stream_stream_rpc_method_handler(_coroutine(self._reflect))
+        generic = grpc.method_handlers_generic_handler(
+            reflection.SERVICE_NAME, {"ServerReflectionInfo": handler}
+        )
+        self._server.add_generic_rpc_handlers((generic,))
         host = f"[{limits.host}]" if ":" in limits.host else limits.host
         address = f"{host}:{limits.grpc_port}"
         try:
@@ -237,6 +245,33 @@ class RpcServer:
         )
         await context.write(response.SerializeToString())
 
+    # Reflection --------------------------------------------------------------------------------
+
+    async def _reflect(self, context: Any) -> None:
+        """Answer questions about the interface; that needs no key.
+
+        Not by the servicer's own asynchronous form, which waits for questions without limit.
+        """
+        if self._reflecting == MAX_REFLECTING:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many ask; try again later")
+        self._reflecting += 1
+        try:
+            while True:
+                async with asyncio.timeout(self.guard.settings.receive_seconds):
+                    body = await context.read()
+                if not isinstance(body, bytes):
+                    return
+                question = reflection_pb2.ServerReflectionRequest.FromString(body)
+                (answer,) = self._reflection.ServerReflectionInfo(iter([question]), context)
+                async with asyncio.timeout(self.guard.settings.send_seconds):
+                    await context.write(answer.SerializeToString())
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no question arrived in time")
+        except DecodeError:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read")
+        finally:
+            self._reflecting -= 1
+
 
 class _Session:
     """The messages of one call, and its answers."""
@@ -252,6 +287,7 @@ class _Session:
         self.limits = server.guard.settings
         self.has_begun = False  # an answer, and with it the initial metadata, was sent
         self.is_empty = False  # a stream that ended before its first message
+        self.held = 0  # bytes of messages after the first; the guard counts that one
         self.request_class = call.messages[method.input_type.full_name]
 
     async def receive_first(self) -> bytes:
@@ -262,13 +298,28 @@ class _Session:
         return body or b""
 
     async def answer(self, first: bytes) -> None:
-        if not self.method.client_streaming:
-            await self.write(await self.run(self.call, self.parse(first)))
-        elif self.method.server_streaming:
-            await self.answer_stream(first)
-        else:
-            messages = await self.collect(first)
-            await self.write(await self.run(self.call, messages))
+        try:
+            if not self.method.client_streaming:
+                await self.write(await self.run(self.call, self.parse(first)))
+            elif self.method.server_streaming:
+                await self.answer_stream(first)
+            else:
+                messages = await self.collect(first)
+                await self.write(await self.run(self.call, messages))
+        finally:
+            self.release(self.held)
+
+    def hold(self, size: int) -> None:
+        """Count the bytes of a message among all that the server holds."""
+        guard = self.server.guard
+        if guard.buffered + size > self.limits.max_buffered_bytes:
+            raise Refused(guard.overloaded("too many bytes are being received"))
+        guard.buffered += size
+        self.held += size
+
+    def release(self, size: int) -> None:
+        self.server.guard.buffered -= size
+        self.held -= size
 
     async def messages(self, first: bytes) -> AsyncIterator[bytes]:
         """All messages of a stream; time is limited between any two."""
@@ -276,6 +327,8 @@ class _Session:
         while body is not None:
             yield body
             body = await self.server.read(self.context, self.limits.idle_seconds)
+            if body is not None:
+                self.hold(len(body))
 
     async def collect(self, first: bytes) -> list[Any]:
         """Return all messages of a stream, within the limits of a single request."""
@@ -297,16 +350,23 @@ class _Session:
         answers: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue(MAX_STREAM_MESSAGES)
         tasks: set[asyncio.Future[Any]] = set()
 
+        def on_answer(size: int, task: asyncio.Future[Any]) -> None:
+            tasks.discard(task)
+            self.release(size)
+            if not task.cancelled():
+                task.exception()  # so that asyncio logs no error behind the one that is reported
+
         async def read_messages() -> None:
             try:
                 async for body in self.messages(first):
                     task = asyncio.ensure_future(self.run(self.call, self.parse(body)))
                     tasks.add(task)
-                    task.add_done_callback(tasks.discard)
+                    task.add_done_callback(partial(on_answer, 0 if body is first else len(body)))
                     await answers.put(task)
-            except (PackhorseError, Refused) as error:
+            except Exception as error:
                 failed = asyncio.get_running_loop().create_future()
                 failed.set_exception(error)
+                failed.exception()  # as above
                 await answers.put(failed)
             else:
                 await answers.put(None)
