@@ -202,6 +202,7 @@ def test_keras_asks_for_what_is_missing(
     assert str(missing.value) == todos(KERAS)[number]
 
 
+@pytest.mark.slow
 @QUIET
 def test_keras_learns(run: Run, monkeypatch: pytest.MonkeyPatch, tf: Any, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn is not installed (extra tutorials)")

@@ -12,6 +12,7 @@ from packhorse.cli import main
 pytest.importorskip("pyarrow")
 
 
+@pytest.mark.slow
 def test_three_methods_and_what_surrounds_them(
     tmp_path: Path, vocab: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -130,6 +130,7 @@ def test_warming_up_leaves_no_trace(tiny_folder: Path) -> None:
     assert not (lane.passes or lane.closed or lane.opened or lane.batch_ms)
 
 
+@pytest.mark.slow
 def test_a_packed_onnx_graph_is_a_lane_like_the_others() -> None:
     """In fp32 its vectors are ours; in another format it says why it is not there."""
     pytest.importorskip("onnxruntime")

@@ -27,6 +27,7 @@ def names(kind: type) -> set[str]:
     return {field.name for field in fields(kind)}
 
 
+@pytest.mark.slow
 def test_everything_in_one_run(cli, texts: Path, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     note, plot, table = (tmp_path / name for name in ("note.md", "a.png", "a.csv"))

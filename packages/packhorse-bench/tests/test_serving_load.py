@@ -278,6 +278,7 @@ def test_the_generator_has_a_process_of_its_own(stub_port: int, tmp_path: Path) 
     assert process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_warm_up_does_not_count() -> None:
     """A server that refuses requests in the first moments has no errors after a warm-up."""
 

@@ -57,6 +57,7 @@ def port(tiny_folder: Path) -> Iterator[int]:
     bound.close()
 
 
+@pytest.mark.slow
 def test_running_servers_in_both_dialects(
     cli, port: int, tiny_folder: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_server_with_other_vectors_has_no_figures(
     assert set(problems) == {"vllm", "text-embeddings-inference"}
 
 
+@pytest.mark.slow
 def test_our_server_is_started_and_its_cores_are_counted(cli, texts: Path, tmp_path: Path) -> None:
     plot = tmp_path / "a.png"
     result = cli(

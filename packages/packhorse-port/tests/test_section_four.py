@@ -73,6 +73,7 @@ def same(ported: dict[str, Any], plain: dict[str, Any], *names: str) -> None:
         assert torch.equal(torch.as_tensor(ported[name]), torch.as_tensor(plain[name]))
 
 
+@pytest.mark.slow
 def test_the_plain_script_gives_the_same_numbers(tmp_path: Path) -> None:
     text = SCRIPT.read_text().replace("import torch\n", "import torch\ntorch.manual_seed(3)\n", 1)
     # In this process: workers add nothing to the numbers. Two epochs, so that shuffles differ.

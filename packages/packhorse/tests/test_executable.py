@@ -214,6 +214,7 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
         assert bucket.max_seqlen >= int(bucket.lengths.max())
 
 
+@pytest.mark.slow
 def test_an_encoding_that_torchs_compiler_cannot_read_is_named() -> None:
     """Python reads files as ASCII under LANG=C, unless UTF-8 mode is on; torch's have more."""
     code = "from packhorse import executable; print(executable.why_uncompiled())"
@@ -267,6 +268,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(executable.why_uncompiled() != "", reason="nothing can be compiled here")
 def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "PACKHORSE_CACHE": str(tmp_path / "cache")}

@@ -56,6 +56,7 @@ def test_disagreement_fails_the_demo(cli, monkeypatch: pytest.MonkeyPatch) -> No
     assert "do not agree" in result.err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_first_look_decides_how_many(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("packhorse.cli.demo.COMPARE_SECONDS", 1e-9)
     monkeypatch.setattr("packhorse.cli.demo.SEARCH_SECONDS", 1e-9)

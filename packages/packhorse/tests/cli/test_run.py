@@ -357,7 +357,14 @@ def kill_after(process: subprocess.Popen[bytes], state: Path, rows: int, delay: 
     return json.loads(state.read_text())["rows"]
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        pytest.param(".npy", marks=pytest.mark.slow),
+        pytest.param(".jsonl", marks=pytest.mark.slow),
+        ".parquet",
+    ],
+)
 def test_a_killed_process_is_continued(suffix: str, cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """A real signal at no particular moment; what comes out is what an undisturbed run writes."""
     texts, draw = tmp_path / "texts.txt", random.Random(suffix)

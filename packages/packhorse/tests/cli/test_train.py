@@ -188,7 +188,10 @@ def _published(process: subprocess.Popen[bytes]) -> dict[str, Any]:
     return next((entry.figures for entry in status.read() if entry.pid == process.pid), {})
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_a_signal_ends_behind_the_step(
     number: signal.Signals, code: int, cli: Callable, corpus: Path, tmp_path: Path
 ) -> None:

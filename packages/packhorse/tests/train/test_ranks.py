@@ -143,6 +143,7 @@ def test_a_task_is_learned_and_measured_together(ask: Ask, tiny: Path, tmp_path:
 WORDS = ("good", "bad", "fine", "poor", "nice", "ugly", "good", "ugly", "nice", "bad", "fine")
 
 
+@pytest.mark.slow
 def test_two_ranks_stop_and_go_on_to_the_bit(ask: Ask, twenty: dict, tmp_path: Path) -> None:
     whole = ask(2, "whole", twenty)
     assert whole["codes"] == [0, 0]

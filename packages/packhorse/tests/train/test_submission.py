@@ -89,7 +89,8 @@ def test_the_target_ends_a_run_and_the_log_says_so(plan: Make) -> None:
     assert 0 < reached.seconds <= whole
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [5, 1])
 def test_stopped_again_and_again_it_ends_with_the_same_logs(plan: Make, steps: int) -> None:
     whole = list(carry_out(plan()))
     submission_plan, stops, first = plan(out="stopped"), 0, None
@@ -134,6 +135,7 @@ def test_a_crash_behind_an_evaluation_takes_it_back(plan: Make) -> None:
     assert all(set(cut) <= known for cut in cuts)
 
 
+@pytest.mark.slow
 def test_a_log_that_is_gone_means_that_run_again(plan: Make) -> None:
     submission_plan = plan(1)
     (before,) = carry_out(submission_plan)
@@ -144,6 +146,7 @@ def test_a_log_that_is_gone_means_that_run_again(plan: Make) -> None:
     assert after.accuracies == before.accuracies and not marker.exists()
 
 
+@pytest.mark.slow
 def test_more_runs_are_added_and_the_finished_ones_stay(plan: Make) -> None:
     submission_plan = plan(1)
     list(carry_out(submission_plan))
@@ -190,6 +193,7 @@ def test_two_at_once_are_refused(plan: Make) -> None:
     runs.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_missed_the_target_and_the_next_goes_on(
     plan: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

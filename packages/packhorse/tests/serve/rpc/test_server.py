@@ -475,7 +475,7 @@ def test_all_messages_of_a_stream_are_counted(running) -> None:
 # Processes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fronts", ["0", "2"])
+@pytest.mark.parametrize("fronts", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_beside_http_in_the_same_server(start, checkpoint_folder, fronts: str) -> None:
     if fronts != "0" and not hasattr(os, "memfd_create"):
         pytest.skip("fronts share memory by memfd, which is Linux's")
