@@ -518,6 +518,16 @@ def test_every_request_is_counted_once_and_makes_no_new_figures(serving) -> None
     assert label_sets == {key.split("{")[1] for key in requests}
 
 
+def test_the_page_of_figures_costs_little(served) -> None:
+    """Measured as CPU time of the thread that writes it, whatever else runs."""
+    page = served.app.metrics.page
+    page()
+    begun = time.thread_time()
+    for _ in range(5):
+        page()
+    assert (time.thread_time() - begun) / 5 < 0.05
+
+
 # S21: public addresses
 
 
