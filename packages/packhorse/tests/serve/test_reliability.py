@@ -7,6 +7,7 @@ offsets in bytes, with an open network.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
@@ -522,10 +523,17 @@ def test_the_page_of_figures_costs_little(served) -> None:
     """Measured as CPU time of the thread that writes it, whatever else runs."""
     page = served.app.metrics.page
     page()
-    begun = time.thread_time()
-    for _ in range(5):
-        page()
-    assert (time.thread_time() - begun) / 5 < 0.05
+    # As in a server (`life.run`): otherwise collecting the garbage of all earlier tests counts too.
+    gc.collect()
+    gc.freeze()
+    try:
+        begun = time.thread_time()
+        for _ in range(5):
+            page()
+        spent = time.thread_time() - begun
+    finally:
+        gc.unfreeze()
+    assert spent / 5 < 0.05
 
 
 # S21: public addresses
