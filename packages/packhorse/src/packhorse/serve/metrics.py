@@ -140,9 +140,7 @@ class Metrics:
 
         self._runners = _RunnerCollector(read_figures or read_local)
         self.registry.register(self._runners)
-        self.tei = tei_metrics.RequestCollector(
-            self.errors, self.seconds, self.tokenize, self.queue, self.compute, _is_answer
-        )
+        self.tei = tei_metrics.RequestCollector(self.errors, SECONDS)
         self.registry.register(self.tei)
 
     def runners(self) -> list[Metric]:
@@ -158,7 +156,8 @@ class Metrics:
         """Count a request that has ended."""
         self.requests.labels(route, str(status)).inc()
         labels = (route, record.model.name if record.model else NO_MODEL, status)
-        self._find_request_timer(labels).observe(perf_counter() - record.started)
+        seconds = perf_counter() - record.started
+        self._find_request_timer(labels).observe(seconds)
         if record.error:
             self.errors.labels(record.error).inc()
         if record.pack:
@@ -172,6 +171,10 @@ class Metrics:
             self.truncated.labels(record.model.name, record.key).inc(record.truncated)
         if record.offered:
             self.tei.record(record.task, record.offered, status)
+        if record.pack and status == tei_metrics.SUCCESS:
+            self.tei.record_times(
+                seconds, record.tokenize_seconds, record.queue_seconds, record.compute_seconds
+            )
 
     def _find_request_timer(self, labels: tuple[str, str, int]) -> Histogram:
         timer = self._request_timers.get(labels)
@@ -190,11 +193,6 @@ class Metrics:
     def page(self) -> bytes:
         """Return the body of `GET /metrics`."""
         return generate_latest(self.registry)
-
-
-def _is_answer(labels: Mapping[str, str]) -> bool:
-    """Return whether a time series with these labels is of requests that a model answered."""
-    return labels["status"] == "200" and labels["model"] != NO_MODEL
 
 
 def families_to_json(metrics: Iterable[Metric]) -> list[Any]:

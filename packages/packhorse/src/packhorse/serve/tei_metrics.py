@@ -1,4 +1,4 @@
-"""The metrics of text-embeddings-inference, computed from ours when /metrics is requested.
+"""The metrics of text-embeddings-inference, beside ours.
 
 Names, labels and meanings are those of its router and its queue (te_request_count, te_queue_size
 and so on), so that dashboards and alerts made for it go on working. What differs, because nothing
@@ -14,10 +14,10 @@ here measures the same:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
-from prometheus_client import Metric
+from prometheus_client import Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily, SummaryMetricFamily
 
 from packhorse.runtime.statistics import RunnerStats
@@ -54,24 +54,22 @@ class Collected(Protocol):
 class RequestCollector:
     """A Prometheus collector for the metrics of requests; `record` is called once for each."""
 
-    def __init__(
-        self,
-        errors: Collected,
-        seconds: Collected,
-        tokenize: Collected,
-        queue: Collected,
-        compute: Collected,
-        is_answer: Callable[[Mapping[str, str]], bool],
-    ) -> None:
-        """Compute the metrics from these of ours; `is_answer` tells by labels what was answered."""
+    def __init__(self, errors: Collected, buckets: Sequence[float]) -> None:
+        """Create the metrics; failures are computed from `errors`, which counts them by kind."""
         self.errors = errors
-        self.is_answer = is_answer
-        self.times = {
-            "te_request_duration": ("Time from headers to answer.", seconds),
-            "te_request_tokenization_duration": ("Time to tokenize the inputs.", tokenize),
-            "te_request_queue_duration": ("Time from queue to device.", queue),
-            "te_request_inference_duration": ("Compute time of the request's batch.", compute),
-        }
+
+        def histogram(name: str, help: str) -> Histogram:
+            return Histogram(name, help, buckets=buckets, registry=None)
+
+        # Series of their own, not ours added up: that would go through all of those at each scrape.
+        self.seconds = histogram("te_request_duration", "Time from headers to answer.")
+        self.tokenize = histogram(
+            "te_request_tokenization_duration", "Time to tokenize the inputs."
+        )
+        self.queue = histogram("te_request_queue_duration", "Time from queue to device.")
+        self.compute = histogram(
+            "te_request_inference_duration", "Compute time of the request's batch."
+        )
         self.requests: Counter[str] = Counter(dict.fromkeys(METHODS, 0))
         self.successes: Counter[str] = Counter(dict.fromkeys(METHODS, 0))
         self.inputs: Counter[str] = Counter()  # by the name of the metric
@@ -87,6 +85,13 @@ class RequestCollector:
             self.successes[method] += 1
             if kind:
                 self.inputs[f"te_{kind}_success"] += inputs
+
+    def record_times(self, seconds: float, tokenize: float, queue: float, compute: float) -> None:
+        """Add the times of a request that a model answered."""
+        self.seconds.observe(seconds)
+        self.tokenize.observe(tokenize)
+        self.queue.observe(queue)
+        self.compute.observe(compute)
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics of requests; prometheus_client calls this."""
@@ -104,23 +109,8 @@ class RequestCollector:
                 metric = Metric(f"te_{kind}_{name}", help, "unknown")
                 metric.add_sample(metric.name, {}, self.inputs[metric.name])
                 yield metric
-        for name, (help, histogram) in self.times.items():
-            yield self._add_up(name, help, histogram)
-
-    def _add_up(self, name: str, help: str, histogram: Collected) -> Metric:
-        """Add up the time series of a histogram for requests that a model answered."""
-        sums: dict[tuple[str, str], float] = {}
-        for metric in histogram.collect():
-            for sample in metric.samples:
-                suffix = sample.name.removeprefix(metric.name)
-                if suffix == "_created" or not self.is_answer(sample.labels):
-                    continue
-                key = (suffix, sample.labels.get("le", ""))
-                sums[key] = sums.get(key, 0.0) + sample.value
-        total = Metric(name, help, "histogram")
-        for (suffix, bound), value in sums.items():
-            total.add_sample(name + suffix, {"le": bound} if bound else {}, value)
-        return total
+        for histogram in (self.seconds, self.tokenize, self.queue, self.compute):
+            yield from histogram.collect()
 
 
 def runner_families(runners: Sequence[RunnerStats]) -> Iterator[Metric]:
