@@ -95,10 +95,10 @@ def _rows(script: Path) -> list[Row]:
             script.stem.removeprefix("client_"),
             package[1],
             version,
-            found["name"],
-            found["kind"],
+            match["name"],
+            match["kind"],
         )
-        for found in REGISTERED.finditer(source)
+        for match in REGISTERED.finditer(source)
     ]
 
 

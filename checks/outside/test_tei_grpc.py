@@ -120,16 +120,16 @@ def test_their_file_and_ours_are_the_same_interface(tmp_path: Path) -> None:
     target = tmp_path / "descriptors.bin"
     words = ["grpc_tools.protoc", f"-I{FOLDER}", f"--descriptor_set_out={target}", "tei.proto"]
     subprocess.run([sys.executable, "-m", *words], check=True)
-    (theirs,) = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file
+    (official,) = descriptor_pb2.FileDescriptorSet.FromString(target.read_bytes()).file
     # Neither names in JSON nor options are on the wire, nor the order of messages in the file.
-    for message in theirs.message_type:
+    for message in official.message_type:
         for field in message.field:
             field.ClearField("json_name")
-    for service in theirs.service:
+    for service in official.service:
         for method in service.method:
             method.ClearField("options")
     ours = parse((files("packhorse.serve.rpc") / "tei.proto").read_text("utf-8"), "tei.proto")
-    assert by_name(ours) == by_name(theirs)
+    assert by_name(ours) == by_name(official)
 
 
 def by_name(file: Any) -> dict[str, Any]:

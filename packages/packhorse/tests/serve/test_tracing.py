@@ -159,8 +159,8 @@ def test_every_log_line_of_a_request_has_the_ids(serving, place, form, monkeypat
             assert re.fullmatch("[0-9a-f]{16}", record["span_id"])
         assert "request_id" not in records[-1]
     else:
-        told = [line for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
-        assert len(told) >= 5
-        for line in told[:-1]:
+        log_lines = [line for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
+        assert len(log_lines) >= 5
+        for line in log_lines[:-1]:
             assert f" request_id=Req_1.2:3 trace_id={TRACE} span_id=" in line, line
-        assert "request_id" not in told[-1]
+        assert "request_id" not in log_lines[-1]

@@ -244,7 +244,7 @@ def _verify_vectors(
     if not 0 <= min_overlap <= 1:
         raise InputError(f"--min-overlap is {min_overlap:g}; it must be between 0 and 1")
     with progress("asking" if _is_url(against) else "reading") as advance:
-        kind, texts, theirs = _other_vectors(against, input, advance)
+        kind, texts, compared_vectors = _other_vectors(against, input, advance)
     if len(texts) < other_vectors.MIN_TEXTS:
         raise InputError(
             f"there are {len(texts)} different texts; to compare the nearest of each, "
@@ -253,7 +253,7 @@ def _verify_vectors(
     encoder = load(model, dtype="fp32", **model_flags.load_options())
     if prompt == "":
         encoder = replace(encoder, default_prompt=None)
-    dimensions = (encoder.width, theirs.shape[1])
+    dimensions = (encoder.width, compared_vectors.shape[1])
     document = {
         "against": kind,
         "texts": len(texts),
@@ -265,11 +265,16 @@ def _verify_vectors(
         emit({"same": False, "why_not": [reason], **document}, json)
         raise Different(f"not the same vectors: {reason}; it is another model")
     with progress("embedding") as advance:
-        ours = encoder.embed(texts, prompt=prompt or None, long="truncate", progress=advance)
-    agreement = other_vectors.compare(ours, theirs)
-    normalized = (other_vectors.is_normalized(ours), other_vectors.is_normalized(theirs))
+        model_vectors = encoder.embed(
+            texts, prompt=prompt or None, long="truncate", progress=advance
+        )
+    agreement = other_vectors.compare(model_vectors, compared_vectors)
+    normalized = (
+        other_vectors.is_normalized(model_vectors),
+        other_vectors.is_normalized(compared_vectors),
+    )
     used = prompt or encoder.default_prompt
-    better = _better_prompt(encoder, texts, ours, theirs, used)
+    better = _better_prompt(encoder, texts, model_vectors, compared_vectors, used)
     _show_agreement(kind, dimensions, normalized, used, agreement, len(texts))
     is_same = agreement.overlap >= min_overlap
     reason = (
@@ -340,22 +345,22 @@ def _query_texts(input: str | None) -> list[str]:
 def _better_prompt(
     encoder: "Encoder",
     texts: list[str],
-    ours: "np.ndarray",
-    theirs: "np.ndarray",
+    model_vectors: "np.ndarray",
+    compared_vectors: "np.ndarray",
     used: str | None,
 ) -> str | None:
     """Return the prompt with which vectors are clearly nearer to the others; "" for no prompt."""
     from packhorse.reports.other_vectors import compare
 
-    theirs = theirs[:PROMPT_TEXTS]
-    best = compare(ours[:PROMPT_TEXTS], theirs).mean_cosine + PROMPT_GAIN
+    compared_vectors = compared_vectors[:PROMPT_TEXTS]
+    best = compare(model_vectors[:PROMPT_TEXTS], compared_vectors).mean_cosine + PROMPT_GAIN
     better = None
     plain = replace(encoder, default_prompt=None)
     for name in ("", *encoder.prompts):
         if name == (used or ""):
             continue
         vectors = plain.embed(texts[:PROMPT_TEXTS], prompt=name or None, long="truncate")
-        cosine = compare(vectors, theirs).mean_cosine
+        cosine = compare(vectors, compared_vectors).mean_cosine
         if cosine > best:
             best = cosine
             better = name

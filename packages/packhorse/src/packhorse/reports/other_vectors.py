@@ -251,10 +251,10 @@ class Agreement:
     overlap: float  # of the nearest neighbors of each text, by one and by the other
 
 
-def compare(ours: np.ndarray, theirs: np.ndarray) -> Agreement:
+def compare(model_vectors: np.ndarray, compared_vectors: np.ndarray) -> Agreement:
     """Compare vectors of the same dimension; [n, E] both, of n different texts."""
-    first = _directions(ours)
-    second = _directions(theirs)
+    first = _directions(model_vectors)
+    second = _directions(compared_vectors)
     cosines = (first * second).sum(1)  # [n]
     least = int(cosines.argmin())
     return Agreement(float(cosines.mean()), float(cosines[least]), least, _overlap(first, second))

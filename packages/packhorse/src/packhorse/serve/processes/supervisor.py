@@ -346,14 +346,14 @@ class Supervisor:
         """Raise `RunnerStopped` unless a front can reach engines that ran a batch lately."""
         # One that is being started does not reply yet; one that hangs must not keep others waiting.
         fronts = [front for front in self.fronts.values() if front.ready_since]
-        asked = [asyncio.ensure_future(self._ask(front, {"what": "ready"})) for front in fronts]
+        replies = [asyncio.ensure_future(self._ask(front, {"what": "ready"})) for front in fronts]
         try:
-            for reply in asyncio.as_completed(asked):
-                if await reply == READY:
+            for earliest in asyncio.as_completed(replies):
+                if await earliest == READY:
                     return
         finally:
-            for question in asked:
-                question.cancel()
+            for reply in replies:
+                reply.cancel()
         raise RunnerStopped("no front can reach an engine that runs")
 
     def _down(self, number: int) -> list[Any]:
