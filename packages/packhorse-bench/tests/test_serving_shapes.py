@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -51,6 +52,8 @@ def port(tiny_folder: Path) -> Iterator[int]:
         server = uvicorn.Server(configuration(outer, settings))
         thread = Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
         yield bound.getsockname()[1]
         server.should_exit = True
         thread.join()

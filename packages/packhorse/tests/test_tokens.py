@@ -452,13 +452,13 @@ def test_control_a_careless_cut_on_the_left_changes_tokens(bert: Tokenizer, monk
 @pytest.mark.parametrize("text", ["the fox ", "[1],", "字符", "x" * 99 + " "])
 def test_a_cut_on_the_left_saves_work(bert: Tokenizer, text: str, monkeypatch) -> None:
     sizes: list[int] = []
-    call = Tokenizer._call
+    call = Tokenizer._split
 
     def measured(self: Tokenizer, parts: list[str], owners: list[int]) -> list[Any]:
         sizes.extend(map(len, parts))
         return call(self, parts, owners)
 
-    monkeypatch.setattr(Tokenizer, "_call", measured)
+    monkeypatch.setattr(Tokenizer, "_split", measured)
     result = bert.encode([text * 50_000], 128, "truncate_left")[0]
     assert len(result) == 128 and result.truncated
     assert sum(sizes) <= 3 * module.SPARE_CHARS + 126 * sum(module.CHARS_PER_TOKEN)
@@ -471,16 +471,16 @@ def test_truncation_of_a_pair_on_the_left(bert: Tokenizer) -> None:
     assert bert.decode(remaining.ids[remaining.spans[1]]) == "jumps over the lazy dog"
 
 
-def test_the_library_is_asked_no_more_than_it_must(bert: Tokenizer, monkeypatch) -> None:
+def test_texts_are_tokenized_no_more_than_they_must(bert: Tokenizer, monkeypatch) -> None:
     """Short texts once; a long one of long words again, with a larger budget, and then no more."""
     calls: list[int] = []
-    call = Tokenizer._call
+    call = Tokenizer._split
 
     def counted(self: Tokenizer, parts: list[str], owners: list[int]) -> list[Any]:
         calls.append(len(parts))
         return call(self, parts, owners)
 
-    monkeypatch.setattr(Tokenizer, "_call", counted)
+    monkeypatch.setattr(Tokenizer, "_split", counted)
     bert.encode(["fox", "a dog"], 16)
     assert calls == [2]
     calls.clear()
@@ -550,7 +550,7 @@ def test_a_panic_names_its_text_and_spares_nobody_else(bert: Tokenizer) -> None:
     """The library's panic is a BaseException; here a real one, from a pattern `load` refuses."""
     evil = tk.Tokenizer.from_str(bert._library.to_str())
     evil.normalizer = tk.normalizers.Replace(tk.Regex("(a+)+$"), "x")
-    built = dataclasses.replace(bert, _library=evil)
+    built = dataclasses.replace(bert, _library=evil, _ascii=None)
     with pytest.raises(BaseException, match="retry-limit") as direct:
         evil.encode("a" * 40 + "b")
     assert not isinstance(direct.value, Exception)

@@ -22,10 +22,12 @@ class LoadSetup:
     shapes: tuple[Shape, ...] = ()
     open_loop: bool = False  # after the closed loop
     lone: bool = False  # one short query, idle and beside load
+    offline: bool = False  # also our library without a server, on the same token ids
     urls: tuple[tuple[str, Endpoint], ...] = ()  # running servers by name, none is started then
     generators: int = 0  # 0: a quarter of the cores
     connections: int = 0  # of all generators; 0: enough to keep the device busy
     fronts: int | None = None  # of our server; None: its default
+    graphs: bool = False  # of our server and our library
     seconds: float = 5.0  # of a loop
     warm: float = 2.0  # before it
 
@@ -101,7 +103,7 @@ class LoopRow:
 
     server: str
     shape: str = ""  # TOKENSxTEXTS of a request
-    loop: str = ""  # closed, open, lone
+    loop: str = ""  # closed, open, lone, offline
     load: float | None = None  # of the closed loop's rate: open and lone
     connections: int = 0
     requests_per_second: float = 0.0

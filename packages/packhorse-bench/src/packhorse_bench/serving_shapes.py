@@ -75,6 +75,7 @@ LEAST_COSINE = 0.999  # with the vectors in fp32: 16-bit numbers stay above, ano
 TOKENS_IN_FLIGHT = {"cpu": 1 << 14}
 TOKENS_IN_FLIGHT_GPU = 1 << 18
 MAX_CONNECTIONS = 2048
+OFFLINE_TOKENS = 1 << 20  # of a call of the library without a server
 TIMEOUT = 60.0
 # Known servers that run in containers of their own: measured with --url, otherwise missing.
 CONTAINERS = ("text-embeddings-inference", "vLLM")
@@ -218,7 +219,11 @@ def measure(
         )
         report(f"serving: {', '.join(server.name for server in servers) or 'nobody'}")
         _run_rounds(stage, progress or (lambda done, total: None))
-    measured = tuple(trials.row() for trials in stage.trials.values())
+        offline: list[LoopRow] = []
+        if setup.load.offline:
+            with on_cores(division.servers):
+                offline = _offline(setup, folder, device, dtype, request_texts, places)
+    measured = (*(trials.row() for trials in stage.trials.values()), *offline)
     return LoopComparison(
         rows=(*measured, *_missing(setup, problems)),
         trials=tuple(
@@ -353,6 +358,8 @@ def _server_flags(setup: ServingSetup, device: torch.device) -> tuple[str, ...]:
     flags = [part for flag, value in limits.items() for part in (flag, str(value))]
     if setup.load.fronts is not None:
         flags += ["--fronts", str(setup.load.fronts)]
+    if setup.load.graphs:
+        flags.append("--graphs")
     return tuple(flags)
 
 
@@ -508,6 +515,48 @@ def _lone(stage: LoopStage, server: MeasuredServer, load: float, turn: int) -> N
     if not report.answered:
         raise Unserved(f"answered no lone query: {', '.join(report.errors) or 'no answer'}")
     _record(stage, server, (LONE, "lone", load), job, (report, watch.figures()))
+
+
+def _offline(
+    setup: ServingSetup,
+    folder: Path,
+    device: torch.device,
+    dtype: str,
+    request_texts: Sequence[RequestTexts],
+    places: dict[Shape, tuple[int, int]],
+) -> list[LoopRow]:
+    """Our library on the token ids of each shape's requests, without a server: its upper bound."""
+    encoder = load(folder, device=device, dtype=dtype, graphs=setup.load.graphs)
+    rows: list[LoopRow] = []
+    for shape in setup.load.shapes:
+        first, count = places[shape]
+        texts: list[str] = []
+        for request in request_texts[first : first + count]:
+            texts += [request] if isinstance(request, str) else request
+        jobs = encoder.prepare("embed", texts[: max(1, OFFLINE_TOKENS // shape.tokens)])
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        tokens = sum(map(len, sequences))
+        encoder.run(sequences, *jobs[0].heads)  # warm
+        speeds: list[float] = []
+        for _ in range(setup.effort.repeats):
+            done = 0
+            started = time.monotonic()
+            while time.monotonic() - started < setup.load.seconds:
+                encoder.run(sequences, *jobs[0].heads)
+                done += tokens
+            speeds.append(done / (time.monotonic() - started))
+        speed = median(speeds)
+        rows.append(
+            LoopRow(
+                f"{OURS}, offline",
+                shape=str(shape),
+                loop="offline",
+                requests_per_second=speed / shape.all_tokens,
+                texts_per_second=speed / shape.tokens,
+                tokens_per_second=speed,
+            )
+        )
+    return rows
 
 
 def gpu_number(device: torch.device) -> int | None:

@@ -40,6 +40,7 @@ def describe(setup: ServingSetup, comparison: LoopComparison) -> dict[str, str]:
         servers = "running already: " + ", ".join(name for name, _ in loops.urls)
     else:
         fronts = "its default" if loops.fronts is None else str(loops.fronts)
+        fronts += ", with graphs" if loops.graphs else ""
         servers = (
             f"{comparison.server_cores} cores for each in turn, fronts of ours {fronts}, "
             f"peers' batches of {setup.batch_size}"
@@ -73,8 +74,8 @@ def _cells(row: LoopRow) -> tuple[str, ...]:
         rate(row.requests_per_second),
         rate(row.texts_per_second),
         rate(row.tokens_per_second),
-        f"{row.p50_ms:.1f}",
-        f"{row.p99_ms:.1f}",
+        f"{row.p50_ms:.1f}" if row.loop != "offline" else "-",
+        f"{row.p99_ms:.1f}" if row.loop != "offline" else "-",
         row.errors or "0",
         _percent(row.fill),
         "-" if row.tokens_per_batch is None else f"{row.tokens_per_batch:,.0f}",
@@ -91,6 +92,8 @@ def loop_name(row: LoopRow) -> str:
         return f"closed, {row.connections} connections"
     if row.loop == "open":
         return f"open, at {row.load:.0%}"
+    if row.loop == "offline":
+        return "token ids, no server"
     return f"lone, at {row.load:.0%}" if row.load else "lone, idle"
 
 
@@ -104,7 +107,7 @@ def remarks(comparison: LoopComparison) -> list[str]:
     rows = [row for row in comparison.rows if row.problem is None]
     if not rows:
         return lines
-    loaded = [row for row in rows if row.loop != "lone"]
+    loaded = [row for row in rows if row.loop in ("closed", "open")]
     busy = max((row.generator_share for row in loaded), default=0.0)
     late = max((row.generator_late_ms for row in loaded if row.loop == "open"), default=0.0)
     line = f"the busiest generator took {busy:.0%} of its core"

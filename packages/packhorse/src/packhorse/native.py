@@ -82,7 +82,8 @@ def function(
     Raises `Obstacle` if it cannot be built. Callers should cache the result: every call runs the
     compiler for its version, at least.
     """
-    openmp_entry()
+    if not sys.platform.startswith("linux"):
+        raise Obstacle(f"it is built on Linux only, not on {sys.platform}", fixable=False)
     if platform.machine() in ("x86_64", "AMD64") and not features().avx2:
         raise Obstacle("this processor has no AVX2", fixable=False)
     library = _compiled_library(source, defines)
@@ -98,8 +99,6 @@ def function(
 @cache
 def openmp_entry() -> int:
     """The address of GOMP_parallel as torch resolves it; LLVM's and Intel's OpenMP have it too."""
-    if not sys.platform.startswith("linux"):
-        raise Obstacle(f"it is built on Linux only, not on {sys.platform}", fixable=False)
     for library in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
         try:
             entry = ctypes.CDLL(library and str(library)).GOMP_parallel

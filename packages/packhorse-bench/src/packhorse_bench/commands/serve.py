@@ -67,6 +67,10 @@ class Loops:
     lone: Annotated[
         bool, flag("--lone", help="Also one query of 12 tokens: idle, and at 50 and 80 % load.")
     ] = False
+    offline: Annotated[
+        bool,
+        flag("--offline", help="Also our library without a server, on the same token ids."),
+    ] = False
     url: Annotated[
         tuple[str, ...],
         flag(
@@ -78,6 +82,9 @@ class Loops:
     fronts: Annotated[
         int | None, flag("--fronts", help="Of our server, as in `packhorse serve`.")
     ] = None
+    graphs: Annotated[bool, flag("--graphs", help="Of our server, as in `packhorse serve`.")] = (
+        False
+    )
     generators: Annotated[
         int, flag("--generators", help="Processes that send requests; 0: a quarter of the cores.")
     ] = 0
@@ -86,7 +93,7 @@ class Loops:
     @property
     def any_set(self) -> bool:
         """Whether any of these flags asks for loops, in place of the search."""
-        return bool(self.shape or self.loop or self.lone or self.url)
+        return bool(self.shape or self.loop or self.lone or self.offline or self.url)
 
 
 def serve(
@@ -124,7 +131,7 @@ def serve(
     loop, "of PackRunner" its tokens per second against PackRunner.run without
     HTTP beside the same load.
 
-    With --shape (or --loop, --lone, --url) there is no search: every server has
+    With --shape (or --loop, --lone, --offline, --url) there is no search: every server has
     a closed loop of requests of each shape from several processes. The table
     says what the GPU, the server's cores and the generators did meanwhile.
 
@@ -187,10 +194,12 @@ def _load_setup(loops: Loops, seconds: float, connections: int) -> "LoadSetup":
         shapes=shapes,
         open_loop=loops.loop == "open",
         lone=loops.lone,
+        offline=loops.offline,
         urls=tuple(parse_url(url) for url in loops.url),
         generators=loops.generators,
         connections=connections,
         fronts=loops.fronts,
+        graphs=loops.graphs,
         seconds=seconds,
         warm=loops.warm,
     )

@@ -1,8 +1,8 @@
 """Texts and pairs of texts to token ids and back, for any `tokenizer.json` or an old `vocab.txt`.
 
-The `tokenizers` library splits the text, in parallel and without the GIL. This module adds special
-tokens by the file's own template, truncation that is always reported, overlapping windows, and
-offsets that are code points of the original text.
+The `tokenizers` library splits the text, in parallel and without the GIL, or `wordpiece`, where its
+few rules are enough. This module adds special tokens by the file's own template, truncation that is
+always reported, overlapping windows, and offsets that are code points of the original text.
 
 Trade-offs. (1) A text that cannot fit is cut *before* it is tokenized: to as many words as there is
 room for tokens (and 8 more), within 8 characters per token. Only if that gives too few tokens (long
@@ -22,7 +22,7 @@ import re
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, final, get_args
@@ -38,6 +38,7 @@ from packhorse.tokens.files import (
     special_token_id,
     wrap_errors,
 )
+from packhorse.tokens.wordpiece import AsciiWordPiece
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -80,20 +81,24 @@ class Encoding:
 class _TokenizedText(NamedTuple):
     """One tokenized text, before the template; `cut` if characters were left out."""
 
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    ids: np.ndarray  # int32 [n]
+    offsets: np.ndarray  # int32 [n, 2]
     cut: bool = False
 
     def part(self, begin: int, end: int) -> "_TokenizedText":
         return _TokenizedText(self.ids[begin:end], self.offsets[begin:end], self.cut)
 
 
+NO_TOKENS = _TokenizedText(np.empty(0, np.int32), np.empty((0, 2), np.int32))
+
+
 class _Template(NamedTuple):
     """The texts and special tokens of a sequence, in order: one entry for each of them."""
 
     pieces: tuple[int | _TokenizedText, ...]  # the number of a text (0 or 1), or a special token
-    types: np.ndarray  # uint8: token type
-    special: np.ndarray  # bool
+    types: tuple[int, ...]  # token types
+    special: tuple[bool, ...]
+    places: tuple[int, ...]  # of each text among the pieces
 
 
 class _Cut(NamedTuple):
@@ -122,6 +127,7 @@ class Tokenizer:
     digest: str  # equal for tokenizers that turn every text into the same tokens
     _library: "Library" = field(repr=False)
     _templates: tuple[_Template, _Template] = field(repr=False)  # for a text, for a pair
+    _ascii: AsciiWordPiece | None = field(repr=False)  # None: the library gets every text
 
     @classmethod
     def load(
@@ -154,7 +160,16 @@ class Tokenizer:
         if max_length is None and isinstance(stored := config.get("model_max_length"), int):
             max_length = stored if 0 < stored < NO_LIMIT else None  # transformers writes 10**30
         digest = _digest(rules, templates)
-        return cls(size, max_length, *ids, digest=digest, _library=library, _templates=templates)
+        ascii = AsciiWordPiece.of(library)
+        return cls(
+            size,
+            max_length,
+            *ids,
+            digest=digest,
+            _library=library,
+            _templates=templates,
+            _ascii=ascii,
+        )
 
     def copy_library(self) -> "Library":
         """A tokenizer of the `tokenizers` library with these rules, which may be changed."""
@@ -175,7 +190,8 @@ class Tokenizer:
         library = Library.from_str(source)
         path = Path("tokenizer.json")  # for messages; the text was written by a tokenizer of ours
         templates = _template(library, path, pair=False), _template(library, path, pair=True)
-        return cls(*fields, _library=library, _templates=templates)
+        ascii = AsciiWordPiece.of(library)
+        return cls(*fields, _library=library, _templates=templates, _ascii=ascii)
 
     def encode(
         self, texts: Sequence[Text], max_length: int | None = None, on_long: OnLong = "truncate"
@@ -263,7 +279,7 @@ class Tokenizer:
 
     def specials_per(self, pair: bool) -> int:
         """The number of special tokens in a sequence."""
-        return int(self._templates[pair].special.sum())
+        return sum(self._templates[pair].special)
 
     def _room(self, pair: bool, max_length: int | None) -> int:
         """The number of tokens of text that fit in one sequence."""
@@ -290,7 +306,7 @@ class Tokenizer:
         if from_left:
             budgets = (*CHARS_PER_TOKEN, NO_LIMIT)
             cut_text = partial(_cut_left, boundary=self._boundary())
-        result = [[_TokenizedText([], [])] * len(row) for row in rows]
+        result = [[NO_TOKENS] * len(row) for row in rows]
         # (row, text of the row) of all that still has to be tokenized, with a larger budget.
         pending = [(i, j) for i, row in enumerate(rows) for j in range(len(row))]
         for chars in budgets:
@@ -298,9 +314,9 @@ class Tokenizer:
             parts = [
                 rows[i][j][cut.begin : cut.end] for (i, j), cut in zip(pending, cuts, strict=True)
             ]
-            encodings = self._call(parts, [i for i, _ in pending])
-            for (i, j), cut, encoding in zip(pending, cuts, encodings, strict=True):
-                result[i][j] = _reliable(encoding, cut, len(rows[i][j]))
+            tokens = self._split(parts, [i for i, _ in pending])
+            for (i, j), cut, text in zip(pending, cuts, tokens, strict=True):
+                result[i][j] = _reliable(text, cut, len(rows[i][j]))
             pending = [
                 (i, j)
                 for i, j in pending
@@ -319,6 +335,19 @@ class Tokenizer:
             and normalizer.handle_chinese_chars
         )
         return BERT_BOUNDARY if is_bert else BLANK
+
+    def _split(self, parts: list[str], owners: list[int]) -> list[_TokenizedText]:
+        """Tokenize texts whole, each by `wordpiece` if it can be, else by the library."""
+        simple = self._ascii.encode(parts) if self._ascii else [None] * len(parts)
+        others = [index for index, tokens in enumerate(simple) if tokens is None]
+        if not others:
+            return [_TokenizedText(*tokens) for tokens in simple if tokens]
+        encodings = self._call([parts[i] for i in others], [owners[i] for i in others])
+        by_library = dict(zip(others, encodings, strict=True))
+        return [
+            _TokenizedText(*tokens) if tokens else _from_library(by_library[index])
+            for index, tokens in enumerate(simple)
+        ]
 
     def _call(self, parts: list[str], owners: list[int]) -> list[Any]:
         """Call the library; if it fails, again for each text, to name the one it fails on."""
@@ -348,21 +377,44 @@ class Tokenizer:
 
     def _join(self, tokens: list[_TokenizedText], before: int = 0, start: int = 0) -> Encoding:
         """Join texts and special tokens by the template; `before`: tokens before truncation."""
-        pieces, types, special = self._templates[len(tokens) == 2]
+        pieces, types, special, places = self._templates[len(tokens) == 2]
         parts = [tokens[piece] if isinstance(piece, int) else piece for piece in pieces]
-        lengths = [len(part.ids) for part in parts]
-        ends = list(accumulate(lengths))
-        text_indices = [pieces.index(text) for text in range(len(tokens))]
-        offsets = chain.from_iterable(part.offsets for part in parts)
+        layout = _layout(types, special, places, tuple(len(part.ids) for part in parts))
         return Encoding(
-            ids=np.fromiter(chain.from_iterable(part.ids for part in parts), np.int32, ends[-1]),
-            types=types.repeat(lengths),
-            offsets=np.fromiter(chain.from_iterable(offsets), np.int32).reshape(-1, 2),
-            special=special.repeat(lengths),
-            spans=tuple(slice(ends[i] - lengths[i], ends[i]) for i in text_indices),
+            ids=np.concatenate([part.ids for part in parts]),
+            types=layout.types,
+            offsets=np.concatenate([part.offsets for part in parts]),
+            special=layout.special,
+            spans=layout.spans,
             truncated=max(before - _count(tokens), int(any(text.cut for text in tokens))),
             start=start,
         )
+
+
+class _Layout(NamedTuple):
+    """What all sequences of a template with the same lengths share."""
+
+    types: np.ndarray
+    special: np.ndarray
+    spans: tuple[slice, ...]
+
+
+@lru_cache(4096)
+def _layout(
+    types: tuple[int, ...],
+    special: tuple[bool, ...],
+    places: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> _Layout:
+    ends = list(accumulate(lengths))
+    layout = _Layout(
+        np.array(types, np.uint8).repeat(lengths),
+        np.array(special, bool).repeat(lengths),
+        tuple(slice(ends[place] - lengths[place], ends[place]) for place in places),
+    )
+    layout.types.flags.writeable = False
+    layout.special.flags.writeable = False
+    return layout
 
 
 def _count(tokens: Sequence[_TokenizedText]) -> int:
@@ -420,19 +472,24 @@ def _cut_left(text: str, limit: int, chars: int, boundary: re.Pattern[str]) -> _
     return _Cut(len(text), len(text), match.start(), match.start() + DISTRUST)
 
 
-def _reliable(encoding: Any, cut: _Cut, length: int) -> _TokenizedText:
+def _from_library(encoding: Any) -> _TokenizedText:
+    offsets = np.array(encoding.offsets, np.int32).reshape(-1, 2)
+    return _TokenizedText(np.array(encoding.ids, np.int32), offsets)
+
+
+def _reliable(tokens: _TokenizedText, cut: _Cut, length: int) -> _TokenizedText:
     """The tokens of a text of `length` characters that a cut cannot have changed."""
-    ids = encoding.ids
-    offsets = encoding.offsets
     if cut.begin:
-        offsets = [(cut.begin + start, cut.begin + end) for start, end in offsets]
-        starts = (index for index, (start, _) in enumerate(offsets) if start >= cut.reliable_begin)
-        first = next(starts, len(offsets))
-        return _TokenizedText(ids[first:], offsets[first:], True)
-    is_cut = cut.end < length
-    while is_cut and offsets and offsets[-1][0] >= cut.reliable_end:
-        offsets.pop()
-    return _TokenizedText(ids[: len(offsets)], offsets, is_cut)
+        offsets = tokens.offsets + np.int32(cut.begin)
+        reliable = offsets[:, 0] >= cut.reliable_begin
+        first = int(reliable.argmax()) if reliable.any() else len(offsets)
+        return _TokenizedText(tokens.ids[first:], offsets[first:], True)
+    if cut.end == length:
+        return tokens
+    count = len(tokens.ids)
+    while count and tokens.offsets[count - 1, 0] >= cut.reliable_end:
+        count -= 1
+    return _TokenizedText(tokens.ids[:count], tokens.offsets[:count], True)
 
 
 def _fit(
@@ -492,10 +549,17 @@ def _digest(rules: dict[str, Any], templates: tuple[_Template, _Template]) -> st
         decisive["model"] = {**rules["model"], "vocab": numbered}
     decisive["added_tokens"] = sorted(rules.get("added_tokens") or (), key=str)
     decisive["layouts"] = [
-        ([piece if isinstance(piece, int) else piece.ids for piece in pieces], types.tolist())
-        for pieces, types, _ in templates
+        (
+            [piece if isinstance(piece, int) else piece.ids.tolist() for piece in pieces],
+            list(types),
+        )
+        for pieces, types, *_ in templates
     ]
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def _special(id: int) -> _TokenizedText:
+    return _TokenizedText(np.array([id], np.int32), np.zeros((1, 2), np.int32))
 
 
 def _template(library: "Library", path: Path, pair: bool) -> _Template:
@@ -510,11 +574,12 @@ def _template(library: "Library", path: Path, pair: bool) -> _Template:
     for id, type, text in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
         if text is None or text not in pieces:
             types.append(type)
-            pieces.append(_TokenizedText([id], [(0, 0)]) if text is None else text)
-    special = np.array([not isinstance(piece, int) for piece in pieces])
+            pieces.append(_special(id) if text is None else text)
+    special = tuple(not isinstance(piece, int) for piece in pieces)
     texts = 2 if pair else 1
-    if not count or len(encoding) != special.sum() + count * texts:
+    if not count or len(encoding) != sum(special) + count * texts:
         raise CheckpointError(
             f"{path}: it has no token for any text, or its template does not have each text once"
         )
-    return _Template(tuple(pieces), np.array(types, np.uint8), special)
+    places = tuple(pieces.index(text) for text in range(texts))
+    return _Template(tuple(pieces), tuple(types), special, places)

@@ -446,6 +446,7 @@ def open_models(descriptions: Sequence[ModelDescription], pool: EnginePool) -> S
     models: list[ServedModel] = []
     for place, description in enumerate(descriptions):
         encoder = description.encoder()
+        encoder.tokenizer.encode(["the first text builds what the others use"])
         runner = FrontRunner(place, description, encoder, pool)
         models.append(
             ServedModel(
