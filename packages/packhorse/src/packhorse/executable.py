@@ -55,6 +55,19 @@ def compile(modules: Iterable[nn.Module]) -> None:
         module.compile(dynamic=False, fullgraph=True)
 
 
+def compiled(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
+    """Return compiled versions beside the modules themselves, which stay as they are.
+
+    Where nothing can be compiled, warn once and return the modules.
+    """
+    if reason := why_uncompiled():
+        _warn_uncompiled(reason)
+        return list(modules)
+    keep_compiled_code_private()
+    # What `nn.Module.compile` compiles too: so modules of one class share the code.
+    return [torch.compile(m._call_impl, dynamic=False, fullgraph=True) for m in modules]
+
+
 def allow_every_bucket() -> None:
     """Raise torch's limit on compilations in this thread; torch's settings are per thread.
 

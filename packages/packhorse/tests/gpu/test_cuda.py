@@ -15,7 +15,7 @@ from packhorse import attention
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 from packhorse.runtime import proof
-from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.backend import LARGEST_SMALL, TorchBackend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CUDA = torch.device("cuda")
@@ -98,6 +98,30 @@ def test_graphs_equal_eager_and_are_recorded_once_a_bucket(make_model, dtype, li
         for a, b in zip(eager(packed, heads), graphs(packed, heads), strict=True):
             assert float((a - b).abs().max()) <= limit * max(1.0, float(a.abs().max()))
     assert graphs._recorded is not None and len(graphs._recorded.recorded) == 3
+
+
+def test_small_batches_are_recorded_when_there_is_time(make_model) -> None:
+    model = make_model(torch.bfloat16, **BIG)
+    model.bert.use(attention.pick(CUDA, torch.bfloat16).kernel)
+    eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs="small")
+    assert graphs._recorded is not None
+    large = [128] * (LARGEST_SMALL // 128 + 1)
+    graphs.prepare_later([make_packed(large), make_packed([9])])
+    for prepared in (False, True):
+        for seed, lengths in enumerate([[100, 20, 7], [60, 60, 8], [5, 3], large]):
+            packed = make_packed(lengths, seed)
+            (a,), (b,) = (backend(packed, ["hidden"]) for backend in (eager, graphs))
+            assert float((a - b).abs().max()) <= 6e-2 * max(1.0, float(a.abs().max()))
+            other = make_packed(lengths, seed + 10)  # the control: other tokens, other states
+            (c,) = eager(other, ["hidden"])
+            assert float((a - c).abs().max()) > 6e-2 * max(1.0, float(a.abs().max()))
+        if not prepared:
+            assert not graphs._recorded.recorded
+            while graphs.prepare_next():
+                pass
+    # At most 128, 64, 8 and 16 tokens a sequence; the large batch is not recorded.
+    assert len(graphs._recorded.recorded) == 4
+    assert graphs.computed(make_packed(large)) == sum(large)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5, 3], [100, 20, 7, 1]])

@@ -16,6 +16,7 @@ Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from packhorse.model.config import BertConfig
 from packhorse.model.positions import RelativePositionBias, RotaryAttention, rotary_plan
 from packhorse.packing.batch import Packed
 
+Layer = Callable[[Tensor, AttentionPlan], Tensor]
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -55,11 +57,11 @@ class Bert(nn.Module):
         )
         self.norm = _norm(config) if config.norm_first else nn.Identity()
 
-    def forward(self, packed: Packed) -> Tensor:
-        """The last layer's hidden states, [T, E]."""
+    def forward(self, packed: Packed, layers: Sequence[Layer] | None = None) -> Tensor:
+        """The last layer's hidden states, [T, E]; `layers` replace the model's own, compiled."""
         x = self.embed(packed)
         plans = self._plans(packed)
-        for layer, local in zip(self.layers, self.local, strict=True):
+        for layer, local in zip(layers or self.layers, self.local, strict=True):
             x = layer(x, plans[local])
         return self.norm(x)
 

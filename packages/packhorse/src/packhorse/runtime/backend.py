@@ -6,13 +6,21 @@ the encoder is recorded as a graph: a bucket is prepared once and then costs one
 outside the graph, on the batch without padding: they are small. With `fixed`, batches have the
 shapes of `invariant`.
 
+To launch the kernels of a batch takes 4 to 8 ms on CUDA, whatever its size; a small batch computes
+for less. `graphs="small"` therefore records such batches and compiles nothing: a bucket then takes
+50 ms to prepare instead of seconds, and larger batches run as without graphs.
+
+A bucket is prepared when its first batch comes, or after `prepare_later`, when `prepare_next` is
+called: until then its batches run unprepared, so that nobody waits for a compiler.
+
 Shapes: T tokens, S sequences, E hidden width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +32,8 @@ from packhorse.model.model import Model
 from packhorse.packing.batch import Packed
 from packhorse.runtime.invariant import FixedShapes
 
+Graphs = bool | Literal["small"]
+LARGEST_SMALL = 16384  # tokens; larger batches compute for longer than they take to launch
 SMALLEST_BUCKET = 64  # tokens
 SMALLEST_RECORDED_BUCKET = 1024  # tokens; a smaller batch costs no less, launching it dominates
 # A bucket has a slot for a sequence per so many tokens: most batches of a size then share a bucket.
@@ -34,26 +44,30 @@ class TorchBackend:
     """Runs a model in inference mode: frozen, compiled per bucket, or in fixed shapes."""
 
     def __init__(
-        self, model: Model, device: torch.device, graphs: bool = False, fixed: int = 0
+        self, model: Model, device: torch.device, graphs: Graphs = False, fixed: int = 0
     ) -> None:
         self.model = model.eval().to(device)
         self.device = device
-        self.graphs = graphs
         serves = model.bert.kernel.serves
-        if graphs and not serves.compiles:
+        if graphs is True and not serves.compiles:
             name = type(model.bert.kernel).__name__.lower()
             raise KernelError(
                 f"kernel {name!r} makes a new plan for each batch, so graphs cannot be compiled "
                 "with it; leave out graphs, or use another kernel"
             )
-        recorded = graphs and serves.records and device.type == "cuda"
+        recorded = bool(graphs) and serves.records and device.type == "cuda"
+        self.graphs = graphs is True or recorded
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
         self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
+        self.largest = None if graphs is True else LARGEST_SMALL
         if device.type == "cpu":
-            prepare = freeze if can_freeze(next(model.parameters()).dtype) and not graphs else widen
-            prepare(self.model)
-        if graphs:
-            executable.compile(model.bert.layers)
+            frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
+            (freeze if frozen else widen)(self.model)
+        self._compiled: Sequence[Callable[..., Tensor]] | None = None
+        if graphs is True:
+            self._compiled = executable.compiled(model.bert.layers)
+        self._later: dict[Hashable, Packed] | None = None  # None: prepare a bucket when it comes
+        self._prepared: set[Hashable] = set()
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
@@ -63,7 +77,7 @@ class TorchBackend:
         """Return the output of each head; with `at`, per-token heads run on these tokens alone."""
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
-        if self.graphs:
+        if self.graphs and (self.largest is None or len(packed.ids) <= self.largest):
             bucket = _bucket(packed, self.smallest).to(self.device)
             # The padding is at the end.
             hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]
@@ -79,12 +93,37 @@ class TorchBackend:
             return self.fixed.computed(packed)
         tokens = len(packed.ids)
         padded = self.graphs and not packed.capacity
+        padded = padded and (self.largest is None or tokens <= self.largest)
         return executable.round_up(tokens, self.smallest) if padded else tokens
+
+    def prepare_later(self, expected: Sequence[Packed]) -> None:
+        """From now on prepare buckets in `prepare_next` alone: those of batches that come, and at
+        last those of `expected` batches.
+        """
+        buckets = [_bucket(packed, self.smallest) for packed in expected]
+        self._later = {
+            _key(bucket): bucket
+            for bucket in reversed(buckets)
+            if self.largest is None or len(bucket.ids) <= self.largest
+        }
+
+    @torch.inference_mode()
+    def prepare_next(self) -> bool:
+        """Prepare a bucket that is not; return whether there was one."""
+        if not self._later:
+            return False
+        key, bucket = self._later.popitem()  # the newest
+        self._prepared.add(key)
+        self._in_bucket(bucket.to(self.device))
+        return True
 
     def _in_bucket(self, bucket: Packed) -> Tensor:
         executable.allow_every_bucket()
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
-        constants = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
+        constants: dict[str, Any] = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
+        if self._later is not None and (key := _key(bucket)) not in self._prepared:
+            self._later[key] = bucket
+            return self._hidden(*tensors, **constants, unprepared=True)
         return (self._recorded or self._hidden)(*tensors, **constants)
 
     def _hidden(
@@ -96,10 +135,15 @@ class TorchBackend:
         *,
         max_seqlen: int,
         capacity: int,
+        unprepared: bool = False,
     ) -> Tensor:
         """Run the encoder on bare tensors, which is what a recorded graph takes."""
         packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
-        return self.model.bert(packed)
+        return self.model.bert(packed, None if unprepared else self._compiled)
+
+
+def _key(bucket: Packed) -> Hashable:
+    return len(bucket.ids), len(bucket.cu_seqlens), bucket.max_seqlen, bucket.capacity
 
 
 def _bucket(packed: Packed, smallest: int) -> Packed:

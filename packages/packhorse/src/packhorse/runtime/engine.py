@@ -82,7 +82,9 @@ class BatchResults:
 class RunnerEngine:
     """The threads of a runner, and all that they do."""
 
-    def __init__(self, encoder: Encoder, admission: Admission) -> None:
+    def __init__(
+        self, encoder: Encoder, admission: Admission, when_idle: Callable[[], bool] | None
+    ) -> None:
         self.encoder = encoder
         self.admission = admission
         self.recorder = RunnerRecorder()
@@ -91,6 +93,7 @@ class RunnerEngine:
         self.running: BatchInFlight | None = None  # on an accelerator, the last batch launched
         self.finished: BatchInFlight | None = None  # is back and has no replies yet
         self.ended = threading.Event()
+        self.when_idle = when_idle
         self.on_replied: Callable[[], None] = _nothing  # called after the replies to a batch
         self.threads = [threading.Thread(target=self._live, name=self.name, daemon=True)]
 
@@ -169,6 +172,8 @@ class RunnerEngine:
         """
         running = self.running
         finished = self.finished
+        if not (running or finished):
+            self._use_idle_time()
         batch = self.admission.next_batch(wait=not (running or finished))
         on_cpu = self.encoder.device.type == "cpu"
         with nullcontext() if on_cpu else self.admission.engine_busy:
@@ -182,6 +187,16 @@ class RunnerEngine:
             self.on_replied()
             self.running = None
         return bool(batch or running or finished)
+
+    def _use_idle_time(self) -> None:
+        """Do what makes later batches faster until a request comes or nothing is left of it."""
+        while self.when_idle and not (self.admission.queues or self.admission.stopped):
+            try:
+                if not self.when_idle():
+                    return
+            except Exception:
+                LOGGER.warning("batches cannot be prepared; they run slower", exc_info=True)
+                self.when_idle = None
 
     def _launch(self, batch: QueuedBatch) -> BatchInFlight:
         return BatchInFlight(batch, self.admission.clock(), _attempt(self._start, batch))
@@ -213,6 +228,8 @@ class RunnerEngine:
         # Where the device is lost this raises and the engine dies at once, instead of failing
         # request after request.
         torch.zeros(1, device=self.encoder.device).cpu()
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()  # blocks of other sizes, which the halves cannot use
         sequences = _flat(batch)
         if len(sequences) == 1:
             return self._fail(sequences[0].request, request_error(error))

@@ -23,7 +23,7 @@ from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
 from packhorse.runtime import invariant as shapes
-from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.backend import Graphs, TorchBackend
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
 from packhorse.runtime.packed_onnx import open_packed
 
@@ -43,7 +43,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     kernel: str | None = None,
-    graphs: bool = False,
+    graphs: Graphs = False,
     budget: int | None = None,
     invariant: bool = False,
     config: ConfigInput = None,
@@ -59,12 +59,13 @@ def load(
     device: "cpu", "cuda" …; by default the accelerator, if there is one. dtype: "fp32", "bf16",
     "fp16" or "auto"; by default fp32 on a CPU and bf16 on CUDA. kernel: an attention kernel by
     name; by default the fastest that supports device and dtype. graphs: compile each bucket of
-    shapes, and on CUDA replay it as a graph. budget: tokens per batch. invariant: the result for a
-    text is the same bit by bit whatever its neighbors, its position and the batch, see
-    `runtime.invariant`; the number of torch's threads must not change. config, vocab: files to use
-    instead of those in the model's folder. heads: the number of attention heads, if no file has it.
-    gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names in
-    the file that are not part of the model.
+    shapes, and on CUDA replay it as a graph; "small" only does the latter, for batches of up to
+    16,384 tokens, which take longer to launch than to compute. budget: tokens per batch. invariant:
+    the result for a text is the same bit by bit whatever its neighbors, its position and the batch,
+    see `runtime.invariant`; the number of torch's threads must not change. config, vocab: files to
+    use instead of those in the model's folder. heads: the number of attention heads, if no file has
+    it. gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names
+    in the file that are not part of the model.
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
@@ -74,7 +75,7 @@ def load(
     if budget is not None and budget < 1:
         raise InputError(f"budget is {budget} tokens per batch; it must be at least 1")
     if invariant:
-        shapes.check(graphs, dtype)
+        shapes.check(bool(graphs), dtype)
     chosen_device = devices.choose_device(device)
     if onnxpack.is_packed(path := Path(model).expanduser()):
         if invariant:
@@ -106,7 +107,7 @@ def _open(
     device: torch.device,
     dtype: torch.dtype,
     kernel: str | None,
-    graphs: bool,
+    graphs: Graphs,
     budget: int | None,
     invariant: bool = False,
 ) -> Encoder:
@@ -146,7 +147,7 @@ def _fastest(
     load: Load,
     device: torch.device,
     kernel: str | None,
-    graphs: bool,
+    graphs: Graphs,
     budget: int | None,
 ) -> Encoder:
     """Return the encoder in fp32, or in the fastest other format that stays close to it."""

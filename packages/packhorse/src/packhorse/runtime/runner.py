@@ -32,6 +32,7 @@ import numpy as np
 from packhorse.data.tables import as_texts
 from packhorse.errors import InputError, RunnerStopped
 from packhorse.exports import renamed_attribute
+from packhorse.packing.batch import Packed
 from packhorse.runtime.admission import Admission, PackedFuture
 from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -62,6 +63,8 @@ class PackRunner:
     At most `max_waiting_tokens` (by default 8 batches) and `max_waiting_requests` wait; beyond that
     `submit` raises `Overloaded`. With `publish`, the default, `packhorse monitor` shows the figures
     of `stats()`; it costs one small file per second, and a file that cannot be written is no error.
+    `when_idle` is called while no request waits, again and again until it returns False; for work
+    that makes later batches faster.
 
     Coming from PopRT: `timeout_microseconds=15000` is `timeout=0.015`, `max_valid_num` is
     `max_sequences`, `segment_max_size` is `capacity`, the batch size is `rows`, the algorithm is
@@ -84,6 +87,7 @@ class PackRunner:
         max_waiting_tokens: int | None = None,
         max_waiting_requests: int = 1024,
         publish: bool = True,
+        when_idle: Callable[[], bool] | None = None,
     ) -> None:
         if isinstance(encoder, str):
             raise InputError(
@@ -111,7 +115,7 @@ class PackRunner:
             lookahead=lookahead,
             wait_alone=wait_alone,
         )
-        self._engine = RunnerEngine(self.encoder, self._admission)
+        self._engine = RunnerEngine(self.encoder, self._admission, when_idle)
         # The threads refer to the engine and not to the runner, so that a runner that nobody uses
         # any more is collected, and its threads end. At exit the engine has a handler of its own.
         weakref.finalize(self, self._engine.abandon).atexit = False
@@ -235,15 +239,24 @@ class PackRunner:
 
         For an encoder with `graphs`, before the first request; `task` must accept token ids.
         """
+        (job,) = self.encoder.prepare(task, [np.zeros(1, int)])
+        for packed in self.batches_of_every_size():
+            self.encoder.launch(packed, job.heads, job.only).wait()
+
+    def run_largest(self) -> None:
+        """Run a full batch, alone; raises what the device raises if it has no memory for it."""
+        self.encoder.launch(self.batches_of_every_size()[-1], ("hidden",)).wait()
+
+    def batches_of_every_size(self) -> list[Packed]:
+        """Return a batch for each size that is compiled or recorded separately."""
+        packed: list[Packed] = []
         for size in self.shape.sizes():
             full_rows, rest = divmod(size, self.shape.capacity)
-            lengths = [self.shape.capacity] * full_rows
-            if rest:
-                lengths.append(rest)
-            jobs = self.encoder.prepare(task, [np.zeros(length, int) for length in lengths])
+            lengths = [self.shape.capacity] * full_rows + [rest] * bool(rest)
+            jobs = self.encoder.prepare("hidden", [np.zeros(length, int) for length in lengths])
             sequences = [sequence for job in jobs for sequence in job.sequences]
-            packed = self.shape.lay(sequences, [[place] for place in range(len(sequences))])
-            self.encoder.launch(packed, jobs[0].heads, jobs[0].only).wait()
+            packed.append(self.shape.lay(sequences, [[row] for row in range(len(sequences))]))
+        return packed
 
     def stats(self) -> RunnerStats:
         """Return the statistics of this moment."""

@@ -13,13 +13,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
+from packhorse import device as devices
 from packhorse import processor
 from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import CheckpointError, InputError, Overloaded, RunnerStopped
+from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
 from packhorse.runtime.runner import PackRunner
@@ -50,7 +54,7 @@ class ServedModel:
     # By the text of the prompt; a request can only name one of the model's prompts.
     _fingerprints: dict[str, str] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def tasks(self) -> tuple[str, ...]:
         """The tasks of `runtime.tasks` that the model's heads support; `hidden` always is one."""
         labels = self.encoder.labels
@@ -199,9 +203,34 @@ class ServedModels:
 
 
 def open_models(settings: ServeSettings) -> ServedModels:
-    """Load all models and run each once, so that the first client does not pay for warming up."""
+    """Load all models and run each once, so that the first client does not pay for warming up.
+
+    Within `--gpu-memory` each runs its largest batch: what does not fit fails here and not later.
+    """
     _use_threads(settings.threads)
-    return ServedModels([_open(entry, settings) for entry in settings.model])
+    if not settings.gpu_memory:
+        return ServedModels([_open(entry, settings) for entry in settings.model])
+    limit_gpu_memory(devices.choose_device(settings.device or None), settings.gpu_memory)
+    try:
+        models = ServedModels([_open(entry, settings) for entry in settings.model])
+        for model in models:
+            model.runner.run_largest()
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            f"the models and their largest batch need more than the {settings.gpu_memory:g} GiB of "
+            "--gpu-memory; raise it or lower --batch-tokens"
+        ) from error
+    return models
+
+
+def limit_gpu_memory(device: torch.device, gib: float) -> None:
+    """Make torch refuse to take more of a GPU's memory than so much, in this process."""
+    if device.type != "cuda":
+        raise InputError(f"--gpu-memory is for GPUs, and the models run on {device.type}")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if gib * (1 << 30) > total:
+        raise InputError(f"--gpu-memory is {gib:g} GiB, and {device} has {total / (1 << 30):.1f}")
+    torch.cuda.set_per_process_memory_fraction(gib * (1 << 30) / total, device)
 
 
 def serve_model(
@@ -211,10 +240,16 @@ def serve_model(
     source: str = "",
     publish: bool = True,
 ) -> ServedModel:
-    """Start a runner for a loaded model, with the batch size and queue limits of the settings."""
+    """Start a runner for a loaded model, with the batch size and queue limits of the settings.
+
+    With graphs, batches are compiled or recorded while no request waits: first those of sizes that
+    have come, then all others.
+    """
     tokens = settings.batch_tokens or BATCH_TOKENS.get(encoder.device.type, encoder.budget)
     capacity = min(settings.max_input_tokens or encoder.max_length, encoder.max_length)
     rows = max(1, tokens // capacity)
+    backend = encoder.backend
+    graphs = backend if isinstance(backend, TorchBackend) and backend.graphs else None
     runner = PackRunner(
         encoder,
         capacity=capacity,
@@ -224,7 +259,10 @@ def serve_model(
         max_waiting_tokens=settings.max_queue_tokens or MAX_WAITING_BATCHES * rows * capacity,
         max_waiting_requests=settings.max_queue_inputs,
         publish=publish,
+        when_idle=graphs.prepare_next if graphs else None,
     )
+    if graphs:
+        graphs.prepare_later(runner.batches_of_every_size())
     return ServedModel(
         name or encoder.name,
         source or encoder.name,
@@ -238,27 +276,26 @@ def serve_model(
 def _open(entry: str, settings: ServeSettings) -> ServedModel:
     """Load the model of one `--model` entry: MODEL or NAME=MODEL."""
     name, _, source = entry.rpartition("=")
+    graphs = settings.graphs
+    if graphs is None:
+        graphs = False if settings.invariant else "small"
     encoder = load(
         source,
         device=settings.device or None,
         dtype=settings.dtype,
         kernel=settings.kernel or None,
-        graphs=settings.graphs,
+        graphs=graphs,
         budget=settings.batch_tokens or None,
         invariant=settings.invariant,
         gelu=settings.gelu,
         ignore=settings.ignore,
     )
     model = serve_model(encoder, settings, name, source)
-    if settings.graphs:
-        model.runner.warm("hidden")
     model.runner.run([_probe_input()], "hidden")
     return model
 
 
 def _use_threads(count: int) -> None:
-    import torch
-
     torch.set_num_threads(count or processor.usable_cores())
 
 

@@ -57,7 +57,13 @@ class ServeSettings:
         None, MODELS, "Number format; default fp32 on a CPU, bf16 on CUDA."
     )
     kernel: str = setting("", MODELS, "Attention kernel; default the fastest here.")
-    graphs: bool = setting(False, MODELS, "Compile; on CUDA replay as graphs.")
+    graphs: bool | None = setting(
+        None,
+        MODELS,
+        "Compile for every size of batch, on CUDA replay as graphs; default on CUDA: replay small "
+        "batches, compile nothing.",
+        negative="--no-graphs",
+    )
     invariant: bool = setting(False, MODELS, "The same bits for an input in every batch.")
     gelu: Literal["erf", "tanh"] | None = setting(
         None, MODELS, "Form of GELU of a TensorFlow model whose files do not show it."
@@ -81,6 +87,9 @@ class ServeSettings:
         "default: by device and cores.",
     )
     threads: int = setting(0, MODELS, "CPU threads for computing; 0: one per core.")
+    gpu_memory: float = setting(
+        0.0, MODELS, "GiB of a GPU's memory that models and batches may take; 0: all of it."
+    )
     batch_tokens: int = setting(0, MODELS, "Tokens per batch; 0: chosen by device.")
     batch_wait_ms: float = setting(
         2.0, MODELS, "Milliseconds that a request may wait for others to join its batch."

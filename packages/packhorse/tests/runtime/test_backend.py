@@ -1,0 +1,119 @@
+"""Buckets that are prepared while nobody waits; tests/gpu/test_cuda.py has those of CUDA."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packhorse import attention, executable
+from packhorse.packing.batch import Packed
+from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.runner import PackRunner
+
+CPU = torch.device("cpu")
+
+
+class PackedIds:
+    """All that a batch needs of a sequence."""
+
+    prompt_length = 0
+
+    def __init__(self, length: int) -> None:
+        self.ids = np.arange(5, 5 + length, dtype=np.int32)
+        self.types = np.zeros(length, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def batch(*lengths: int) -> Packed:
+    return Packed.build([PackedIds(length) for length in lengths])
+
+
+@pytest.fixture
+def graphs(make_model, monkeypatch: pytest.MonkeyPatch) -> tuple[TorchBackend, list[int]]:
+    """A backend with graphs whose compiler does nothing, and the tokens that went through it."""
+    compiled: list[int] = []
+
+    def compile(modules: Any) -> list[Callable[..., Any]]:
+        def run(module: Any, x: torch.Tensor, plan: Any) -> torch.Tensor:
+            compiled.append(len(x))
+            return module(x, plan)
+
+        return [lambda x, plan, module=module: run(module, x, plan) for module in modules]
+
+    monkeypatch.setattr(executable, "compiled", compile)
+    model = make_model(torch.float32, width=32, heads=2, positions=48)
+    model.bert.use(attention.kernel("bucketed"))
+    return TorchBackend(model, CPU, graphs=True), compiled
+
+
+def test_a_bucket_is_prepared_when_it_comes(graphs: tuple[TorchBackend, list[int]]) -> None:
+    backend, compiled = graphs
+    backend(batch(20, 7), ["hidden"])
+    assert set(compiled) == {64}
+
+
+def test_or_later_and_its_batches_run_unprepared_until_then(
+    graphs: tuple[TorchBackend, list[int]],
+) -> None:
+    backend, compiled = graphs
+    backend.prepare_later([batch(40, 40, 40), batch(48)])
+    before = backend(batch(20, 7), ["hidden"])[0]
+    assert not compiled and before.shape[0] == 27
+    prepared: list[int] = []
+    while backend.prepare_next():
+        prepared.append(max(compiled))
+        compiled.clear()
+    assert prepared == [64, 128, 64]  # what came, then what was expected, in order
+    after = backend(batch(20, 7), ["hidden"])[0]
+    assert set(compiled) == {64}
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    assert not backend.prepare_next()
+
+
+def test_small_graphs_are_for_cuda_alone(make_model) -> None:
+    model = make_model(torch.float32, width=32, heads=2, positions=48)
+    backend = TorchBackend(model, CPU, graphs="small")
+    assert not backend.graphs and backend.computed(batch(20, 7)) == 27
+
+
+def test_an_idle_runner_prepares_until_a_request_comes(make_encoder) -> None:
+    """Work for the time without requests never delays one by more than a piece of it."""
+    pieces: list[int] = []
+    released = threading.Semaphore(0)
+
+    def work() -> bool:
+        released.acquire()
+        pieces.append(runner.stats().requests)
+        return True
+
+    with PackRunner(make_encoder(), when_idle=work) as runner:
+        released.release(3)
+        while len(pieces) < 3:
+            time.sleep(0.001)
+        future = runner.submit("the cat sat")  # while the fourth piece is under way
+        assert not future.done()
+        released.release()
+        assert future.result(60) is not None
+        assert pieces[:3] == [0, 0, 0] and len(pieces) == 4
+        released.release(1000)  # so that it ends
+
+
+def test_work_that_fails_is_given_up(make_encoder, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+
+    def work() -> bool:
+        calls.append(1)
+        raise RuntimeError("out of memory")
+
+    with PackRunner(make_encoder(), when_idle=work) as runner:
+        for _ in range(3):
+            runner.run(["the cat sat"])
+    assert calls == [1] and "they run slower" in caplog.text
