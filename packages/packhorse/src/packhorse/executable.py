@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from packhorse.cache import keep_compiled_code_private
 
 COMPILED_LIMIT = 4096  # buckets before torch stops compiling; its own default is 8
-RECORDED_LIMIT = 64  # CUDA graphs in memory; the least recently used one is dropped
+RECORDED_LIMIT = 128  # CUDA graphs in memory; the least recently used one is dropped
 # torch captures one graph per process at a time. The lock is reentrant because a capture begins
 # with a warm-up that holds it too. Order: `CudaGraphs.turn` before ONE_CAPTURE, never the reverse.
 ONE_CAPTURE = RLock()

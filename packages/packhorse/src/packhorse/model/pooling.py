@@ -26,18 +26,20 @@ def pool(mode: str, hidden: Tensor, packed: Packed) -> Tensor:
     pooled = lengths if prompts is None else lengths - prompts  # [S] tokens that are pooled
     if mode == "cls":
         return _at(packed.starts if prompts is None else _after_prompt(packed, pooled), hidden)
-    nothing = (pooled == 0).unsqueeze(-1)
     if mode == "lasttoken":
-        return _at(packed.cu_seqlens[1:] - 1, hidden).masked_fill(nothing, 0)
+        last = _at(packed.cu_seqlens[1:] - 1, hidden)
+        return last.masked_fill((pooled == 0).unsqueeze(-1), 0)
     if mode == "max":
         # The maximum of nothing is minus infinity, whose gradient is NaN if poolings are combined.
-        return _reduce("max", hidden, packed).masked_fill(nothing, 0)
+        largest = _reduce("max", hidden, lengths, prompts)
+        return largest.masked_fill((pooled == 0).unsqueeze(-1), 0)
     if mode == "weightedmean":
         # The weight of a token is its position, counted from 1 and including the prompt.
-        total = _reduce("sum", hidden * _positions_from_1(hidden, packed).unsqueeze(-1), packed)
+        weighted = hidden * _positions_from_1(hidden, packed).unsqueeze(-1)
+        total = _reduce("sum", weighted, lengths, prompts)
         weight = _sum_to(lengths) - (0 if prompts is None else _sum_to(prompts))
     elif mode in ("mean", "mean_sqrt_len_tokens"):
-        total = _reduce("sum", hidden, packed)
+        total = _reduce("sum", hidden, lengths, prompts)
         weight = pooled
     else:
         raise InputError(f"pooling {mode!r} is unknown; there are {', '.join(POOLINGS)}")
@@ -57,10 +59,8 @@ def _after_prompt(packed: Packed, pooled: Tensor) -> Tensor:
     return packed.starts if prompts is None else packed.starts + prompts.where(pooled > 0, 0)
 
 
-def _reduce(reduction: str, hidden: Tensor, packed: Packed) -> Tensor:
+def _reduce(reduction: str, hidden: Tensor, lengths: Tensor, prompts: Tensor | None) -> Tensor:
     """[T, E] to [S, E], over the tokens that are pooled."""
-    lengths = packed.lengths.long()
-    prompts = packed.prompt_lengths
     if prompts is None:
         # unsafe=True skips torch's check of the lengths, for which the host waits for the device.
         return torch.segment_reduce(hidden, reduction, lengths=lengths, axis=0, unsafe=True)

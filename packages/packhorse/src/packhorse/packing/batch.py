@@ -150,18 +150,18 @@ class Packed:
         lengths = np.full(dummies, self.max_seqlen)
         if dummies:
             lengths[-1] = spare - self.max_seqlen * (dummies - 1)
-        tail = _cumulative(np.append(lengths, np.zeros(empty, int)))[1:] + len(self.ids)
-        zeros = self.ids.new_zeros(spare)
-        positions = torch.from_numpy(_restarting_positions(lengths)).to(self.ids.device)
+        tail = np.full(dummies + empty, tokens)
+        tail[:dummies] = len(self.ids) + np.cumsum(lengths)
+        zeros = np.zeros(spare, np.int64)
         prompt_lengths = self.prompt_lengths
         if prompt_lengths is not None:
             prompt_lengths = F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
         return replace(
             self,
-            ids=torch.cat([self.ids, zeros]),
-            types=torch.cat([self.types, zeros]),
-            positions=torch.cat([self.positions, positions]),
-            cu_seqlens=torch.cat([self.cu_seqlens, tail.to(self.cu_seqlens)]),
+            ids=_extended(self.ids, zeros),
+            types=_extended(self.types, zeros),
+            positions=_extended(self.positions, _restarting_positions(lengths)),
+            cu_seqlens=_extended(self.cu_seqlens, tail),
             prompt_lengths=prompt_lengths,
         )
 
@@ -356,6 +356,14 @@ def _plain_sequence(sequence: Any, index: int) -> _PlainSequence:
 def _concatenate(arrays: Iterable[Any]) -> Tensor:
     pieces = [np.asarray(array) for array in arrays]
     return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
+
+
+def _extended(tensor: Tensor, tail: np.ndarray) -> Tensor:
+    """A tensor with more values at its end; by numpy on the host, where torch takes longer."""
+    if tensor.device.type != "cpu":
+        return torch.cat([tensor, torch.from_numpy(tail).to(tensor)])
+    values = tensor.numpy()
+    return torch.from_numpy(np.concatenate([values, tail.astype(values.dtype, copy=False)]))
 
 
 def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:

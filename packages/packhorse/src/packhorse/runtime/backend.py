@@ -35,7 +35,7 @@ from packhorse.runtime.invariant import FixedShapes
 Graphs = bool | Literal["small"]
 LARGEST_SMALL = 16384  # tokens; larger batches compute for longer than they take to launch
 SMALLEST_BUCKET = 64  # tokens
-SMALLEST_RECORDED_BUCKET = 1024  # tokens; a smaller batch costs no less, launching it dominates
+SMALLEST_RECORDED_BUCKET = 256  # tokens; a smaller batch takes no less time
 # A bucket has a slot for a sequence per so many tokens: most batches of a size then share a bucket.
 TOKENS_PER_SLOT = 64
 

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from types import SimpleNamespace
@@ -174,8 +174,10 @@ class Supervisor:
     # Starting ----------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
+        # Fronts import their code while engines open the models.
+        fronts = [await self._start("front", i) for i in range(self.front_count)]
         await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
-        await asyncio.gather(*[self._start_front(i) for i in range(self.front_count)])
+        await asyncio.gather(*[self._open_front(front) for front in fronts])
 
     async def _start_engine(self, number: int) -> None:
         threads = self.settings.threads
@@ -201,16 +203,19 @@ class Supervisor:
             self._link(front, engine)
 
     async def _start_front(self, number: int) -> None:
-        front = await self._start("front", number)
+        await self._open_front(await self._start("front", number))
+
+    async def _open_front(self, front: ChildProcess) -> None:
         start = {
             "settings": asdict(self.settings),
             "models": self.models,
             "fronts": self.front_count,
         }
-        front.control.send(start, [self.bound.fileno()])
+        with suppress(OSError):  # it is gone, as its first message, which never came, says
+            front.control.send(start, [self.bound.fileno()])
         for engine in self.engines.values():
             self._link(front, engine)
-        self.fronts[number] = front
+        self.fronts[front.number] = front
         await front.first_message
         front.ready_since = time.monotonic()
 
