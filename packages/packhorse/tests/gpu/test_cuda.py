@@ -86,7 +86,7 @@ def test_half_precision_lies_by_float64(dtype: torch.dtype, kernel: str, head_si
         assert float(error) <= 1.5 * float(baseline) + 1e-3, name
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 6e-2), (torch.float16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
 def test_graphs_equal_eager_and_are_recorded_once_a_bucket(make_model, dtype, limit: float) -> None:
     model = make_model(dtype, **BIG)
     model.bert.use(attention.pick(CUDA, dtype).kernel)
@@ -111,10 +111,8 @@ def test_small_batches_are_recorded_when_there_is_time(make_model) -> None:
         for seed, lengths in enumerate([[100, 20, 7], [60, 60, 8], [5, 3], large]):
             packed = make_packed(lengths, seed)
             (a,), (b,) = (backend(packed, ["hidden"]) for backend in (eager, graphs))
-            assert float((a - b).abs().max()) <= 6e-2 * max(1.0, float(a.abs().max()))
-            other = make_packed(lengths, seed + 10)  # the control: other tokens, other states
-            (c,) = eager(other, ["hidden"])
-            assert float((a - c).abs().max()) > 6e-2 * max(1.0, float(a.abs().max()))
+            (c,) = eager(make_packed(lengths, seed + 10), ["hidden"])  # the control: other tokens
+            assert float((a - b).abs().max()) <= float((a - c).abs().max()) / 3
         if not prepared:
             assert not graphs._recorded.recorded
             while graphs.prepare_next():

@@ -230,7 +230,8 @@ def limit_gpu_memory(device: torch.device, gib: float) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     if gib * (1 << 30) > total:
         raise InputError(f"--gpu-memory is {gib:g} GiB, and {device} has {total / (1 << 30):.1f}")
-    torch.cuda.set_per_process_memory_fraction(gib * (1 << 30) / total, device)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(gib * (1 << 30) / total, number)
 
 
 def serve_model(
