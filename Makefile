@@ -70,7 +70,7 @@ test: .venv/.dev
 
 coverage: .venv/.dev
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m "not slow and not outside" -n $(WORKERS) --dist loadfile $(ARGS) || failed=1; \
+	$(BIN)/coverage run -m pytest -m "not slow and not outside and not wheel" -n $(WORKERS) --dist loadfile $(ARGS) || failed=1; \
 	$(BIN)/coverage combine --quiet && $(BIN)/coverage json --quiet -o .coverage.json && \
 	$(BIN)/python docs/coverage_table.py .coverage.json && exit $${failed:-0}
 
