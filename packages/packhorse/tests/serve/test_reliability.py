@@ -179,7 +179,9 @@ def test_what_raises_fails_alone(
     vector = tasks._vector
     if place == "tokenize":
         library = Refusing(encoder.tokenizer._library, error)
-        encoder = replace(encoder, tokenizer=replace(encoder.tokenizer, _library=library))
+        encoder = replace(
+            encoder, tokenizer=replace(encoder.tokenizer, _library=library, _ascii=None)
+        )
     if place == "read":
         monkeypatch.setattr(tasks, "_vector", read)
     served = serving(encoders=[encoder], batch_wait_ms=2.0)
