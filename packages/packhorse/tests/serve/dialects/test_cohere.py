@@ -23,6 +23,21 @@ def test_an_answer_holds_what_jina_reads(post, server):
     assert len(plain) == 3 and all(set(result) == {"index", "relevance_score"} for result in plain)
 
 
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_voyage_reads_data(post, top_k):
+    body = {"query": "who carries", "documents": DOCUMENTS}
+    expected = post("/v1/rerank", body)[1]["results"][:top_k]
+    voyage = body | {"top_k": top_k, "truncation": True, "return_documents": True}
+    response = post("/v1/rerank", voyage)[1]
+    assert set(response) == {"object", "data", "model", "usage"}
+    for row, other in zip(response["data"], expected, strict=True):
+        assert row["index"] == other["index"]
+        assert row["relevance_score"] == pytest.approx(other["relevance_score"])
+        assert row["document"] == DOCUMENTS[row["index"]]
+    # Whoever names `top_n` too is not Voyage's client.
+    assert "results" in post("/v1/rerank", voyage | {"top_n": 2})[1]
+
+
 def test_fields_of_objects_are_ranked_by(post):
     document = {"text": "the cat", "title": "a mule carries sacks", "id": "7"}
     body = {"query": "who", "documents": [document], "return_documents": True}

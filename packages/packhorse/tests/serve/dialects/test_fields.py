@@ -406,7 +406,7 @@ def test_honored_by_the_rankings(http, server) -> None:
     logits = [ranked.score for ranked in expected]
     order = [ranked.index for ranked in expected]
     for path in ("/v1/rerank", "/v2/rerank"):
-        results = ask(http, path, top_k=2, raw_scores=True).json()["results"]
+        results = ask(http, path, top_n=2, raw_scores=True).json()["results"]
         assert [result["index"] for result in results] == order[:2]
         assert np.allclose([result["relevance_score"] for result in results], logits[:2], atol=1e-5)
         long = ask(http, path, documents=[LONG, "a mat"], truncation=False)

@@ -1,9 +1,11 @@
-"""Cohere's rerank (v1 and v2) and Jina's, which share a path and most of a body.
+"""Cohere's rerank (v1 and v2), Jina's and Voyage's, which share a path and most of a body.
 
 An answer has what either client reads: `id`, `results` and `meta` for Cohere, `model`, `object` and
-`usage` for Jina. Scores are between 0 and 1. Documents that are too long are truncated, as both
-servers do, unless the request forbids it. Documents are returned only if `return_documents` is set,
-which is Cohere's default; Jina's is to return them. `rank_fields` are joined by line breaks.
+`usage` for Jina. Voyage's rankings are in `data`; its client always sends `top_k`, as null too,
+which the others call `top_n`. Scores are between 0 and 1. Documents that are too long are
+truncated, as both servers do, unless the request forbids it. Documents are returned only if
+`return_documents` is set, which is Cohere's default; Jina's is to return them. `rank_fields` are
+joined by line breaks.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -67,6 +69,11 @@ class RerankBody(LenientBody):
         bool | None, only(False, instead="a cross-encoder has no vectors")
     ] = None
     user: str | None = NO_EFFECT
+
+    @property
+    def is_voyage(self) -> bool:
+        """Whether the request is written for Voyage."""
+        return "top_k" in self.model_fields_set and "top_n" not in self.model_fields_set
 
     @property
     def document_truncation(self) -> Truncation:
@@ -137,6 +144,27 @@ class Reranked(BaseModel):
     usage: RerankUsage
 
 
+class VoyageRelevance(BaseModel):
+    """The position of a document in the request, and its score."""
+
+    index: int
+    relevance_score: float = Field(examples=[0.93])
+    document: str | None = None
+
+
+class VoyageReranked(BaseModel):
+    """The documents, best first, as Voyage returns them; for requests with `top_k`."""
+
+    object: Literal["list"] = "list"
+    data: list[VoyageRelevance]
+    model: str
+    usage: RerankUsage
+
+
+class AnyReranked(RootModel[Reranked | VoyageReranked]):
+    """The documents, best first, in `results`; in `data` for requests with `top_k`."""
+
+
 def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     post = post_routes(app, "Cohere and Jina", CohereError)
@@ -165,9 +193,12 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             body.raw_scores,
         )
         returned = documents if body.return_documents else None
+        if version == "1" and body.is_voyage:
+            returned = texts if body.return_documents else None
+            return json_response(_voyage_body(model, ranked, result, returned))
         return json_response(_response_body(model, ranked, result, returned, version))
 
-    @post("/v1/rerank", response_model=Reranked)
+    @post("/v1/rerank", response_model=AnyReranked)
     async def rerank(request: Request, body: RerankV1) -> Response:
         """The documents, sorted by how well they answer the query."""
         texts = [_text(document, body.rank_fields) for document in body.documents]
@@ -227,3 +258,17 @@ def _response_body(
         "meta": {"api_version": {"version": version}, "billed_units": {"search_units": 1}},
         "usage": {"prompt_tokens": total, "total_tokens": total},
     }
+
+
+def _voyage_body(
+    model: ServedModel, ranked: Sequence[Ranked], result: CallResult, texts: Sequence[str] | None
+) -> dict[str, Any]:
+    rows = []
+    for rank in ranked:
+        row: dict[str, Any] = {"index": rank.index, "relevance_score": rank.score}
+        if texts is not None:
+            row["document"] = texts[rank.index]
+        rows.append(row)
+    total = sum(result.tokens)
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": rows, "model": model.name, "usage": usage}
