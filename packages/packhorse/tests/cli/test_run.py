@@ -107,7 +107,7 @@ def test_the_old_spellings(cli: Cli, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     from packhorse import executable
 
     compiled: list[object] = []
-    monkeypatch.setattr(executable, "compile", lambda layers: compiled.extend(layers))
+    monkeypatch.setattr(executable, "compiled", lambda layers: compiled.extend(layers) or [*layers])
     model = tiny("embed")
     old = cli(
         "run", "--use_graphs", "-bs", "3", "-i", "2", "-ml", "8", "-cp", model, "-p", "--json"
