@@ -13,7 +13,7 @@ import torch
 
 from packhorse import attention, executable
 from packhorse.packing.batch import Packed
-from packhorse.runtime.backend import TorchBackend
+from packhorse.runtime.backend import PATIENCE, TorchBackend
 from packhorse.runtime.runner import PackRunner
 
 CPU = torch.device("cpu")
@@ -76,6 +76,18 @@ def test_or_later_and_its_batches_run_unprepared_until_then(
     assert set(compiled) == {64}
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
     assert not backend.prepare_next()
+
+
+def test_a_busy_server_prepares_what_comes_again_and_again(
+    graphs: tuple[TorchBackend, list[int]],
+) -> None:
+    backend, compiled = graphs
+    backend.prepare_later([])
+    for _ in range(PATIENCE - 1):
+        backend(batch(20, 7), ["hidden"])
+    assert not compiled
+    backend(batch(20, 7), ["hidden"])
+    assert set(compiled) == {64} and not backend.prepare_next()
 
 
 def test_small_graphs_are_for_cuda_alone(make_model) -> None:

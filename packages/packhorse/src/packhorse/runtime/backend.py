@@ -11,13 +11,16 @@ for less. `graphs="small"` therefore records such batches and compiles nothing: 
 50 ms to prepare instead of seconds, and larger batches run as without graphs.
 
 A bucket is prepared when its first batch comes, or after `prepare_later`, when `prepare_next` is
-called: until then its batches run unprepared, so that nobody waits for a compiler.
+called: until then its batches run unprepared, so that nobody waits for a compiler, except after
+many of them, because a server may never be idle.
 
 Shapes: T tokens, S sequences, E hidden width.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -33,6 +36,7 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime.invariant import FixedShapes
 
 Graphs = bool | Literal["small"]
+PATIENCE = 50  # batches of a bucket that run unprepared on a server that is never idle
 LARGEST_SMALL = 16384  # tokens; larger batches compute for longer than they take to launch
 SMALLEST_BUCKET = 64  # tokens
 SMALLEST_RECORDED_BUCKET = 256  # tokens; a smaller batch takes no less time
@@ -59,7 +63,7 @@ class TorchBackend:
         self.graphs = graphs is True or recorded
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
         self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
-        self.largest = None if graphs is True else LARGEST_SMALL
+        self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)
@@ -67,7 +71,7 @@ class TorchBackend:
         if graphs is True:
             self._compiled = executable.compiled(model.bert.layers)
         self._later: dict[Hashable, Packed] | None = None  # None: prepare a bucket when it comes
-        self._prepared: set[Hashable] = set()
+        self._batches: Counter[Hashable] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
@@ -77,7 +81,7 @@ class TorchBackend:
         """Return the output of each head; with `at`, per-token heads run on these tokens alone."""
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
-        if self.graphs and (self.largest is None or len(packed.ids) <= self.largest):
+        if self.graphs and len(packed.ids) <= self.largest:
             bucket = _bucket(packed, self.smallest).to(self.device)
             # The padding is at the end.
             hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]
@@ -92,20 +96,16 @@ class TorchBackend:
         if self.fixed is not None:
             return self.fixed.computed(packed)
         tokens = len(packed.ids)
-        padded = self.graphs and not packed.capacity
-        padded = padded and (self.largest is None or tokens <= self.largest)
+        padded = self.graphs and tokens <= self.largest and not packed.capacity
         return executable.round_up(tokens, self.smallest) if padded else tokens
 
     def prepare_later(self, expected: Sequence[Packed]) -> None:
-        """From now on prepare buckets in `prepare_next` alone: those of batches that come, and at
-        last those of `expected` batches.
+        """From now on prepare buckets in `prepare_next`: those of batches that come, then those of
+        `expected` batches. Where it is never called, a bucket is prepared after many batches.
         """
         buckets = [_bucket(packed, self.smallest) for packed in expected]
-        self._later = {
-            _key(bucket): bucket
-            for bucket in reversed(buckets)
-            if self.largest is None or len(bucket.ids) <= self.largest
-        }
+        wanted = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
+        self._later = {_key(bucket): bucket for bucket in reversed(wanted)}
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
@@ -113,7 +113,7 @@ class TorchBackend:
         if not self._later:
             return False
         key, bucket = self._later.popitem()  # the newest
-        self._prepared.add(key)
+        self._batches[key] = PATIENCE
         self._in_bucket(bucket.to(self.device))
         return True
 
@@ -121,9 +121,13 @@ class TorchBackend:
         executable.allow_every_bucket()
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
         constants: dict[str, Any] = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
-        if self._later is not None and (key := _key(bucket)) not in self._prepared:
-            self._later[key] = bucket
-            return self._hidden(*tensors, **constants, unprepared=True)
+        if self._later is not None:
+            key = _key(bucket)
+            self._batches[key] += 1
+            if self._batches[key] < PATIENCE:
+                self._later[key] = bucket
+                return self._hidden(*tensors, **constants, unprepared=True)
+            self._later.pop(key, None)
         return (self._recorded or self._hidden)(*tensors, **constants)
 
     def _hidden(
