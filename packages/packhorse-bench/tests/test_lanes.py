@@ -155,7 +155,7 @@ def test_runners_refuse_no_one(opened: tuple[list[ModeLane], Encoder]) -> None:
 )
 def test_a_bucket_is_computed_whole(graphs: bool, capacity: int, counted: int) -> None:
     backend = TorchBackend.__new__(TorchBackend)
-    backend.graphs, backend.smallest, backend.fixed = graphs, 64, None
+    backend.graphs, backend.smallest, backend.largest, backend.fixed = graphs, 64, 1000, None
     zeros = torch.zeros(300, dtype=torch.long)
     packed = Packed(zeros, zeros, zeros, torch.tensor([0, 300]), 300, (0,), capacity)
     assert backend.computed(packed) == counted

@@ -21,7 +21,7 @@ def test_every_setting_is_a_flag(capsys) -> None:
     for name in setting_fields(ServeSettings):
         assert f"--{name.replace('_', '-')}" in output
     assert "--keys" not in output
-    assert re.findall(r"--no-[a-z-]+", output) == ["--no-truncate"]
+    assert re.findall(r"--no-[a-z-]+", output) == ["--no-graphs", "--no-truncate"]
 
 
 def test_truncation_has_three_states(capsys) -> None:
