@@ -139,6 +139,11 @@ def test_other_tokenizers_are_left_to_the_library() -> None:
         assert AsciiWordPiece.of(other) is None
 
 
+def test_a_vocabulary_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wordpiece, "MAX_VOCABULARY_BYTES", 10)
+    assert AsciiWordPiece.of(library()) is None
+
+
 def test_without_a_compiler_the_library_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise Obstacle("no C compiler found; install gcc or clang (for a test)")

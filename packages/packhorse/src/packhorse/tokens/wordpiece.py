@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("wordpiece.c")
 FIRST = 0  # node of the trie where words begin
 CONTINUATION = 1  # node where continuations begin, without their prefix
+# Of all words. A word may be in the trie twice with a node per byte, and wordpiece.c numbers up to
+# 8 million nodes.
+MAX_VOCABULARY_BYTES = 4_000_000
 
 
 @final
@@ -90,11 +93,16 @@ class AsciiWordPiece:
             isinstance(library.normalizer, BertNormalizer)
             and isinstance(library.pre_tokenizer, BertPreTokenizer)
             and isinstance(model, WordPiece)
-            and model.unk_token in library.get_vocab(with_added_tokens=False)
         ):
             return None
         # Tokens that are looked for after the text was normalized cannot be found before that.
         if any(token.normalized for token in library.get_added_tokens_decoder().values()):
+            return None
+        words = library.get_vocab(with_added_tokens=False)
+        if (
+            model.unk_token not in words
+            or sum(len(word.encode()) for word in words) > MAX_VOCABULARY_BYTES
+        ):
             return None
         try:
             _functions()
