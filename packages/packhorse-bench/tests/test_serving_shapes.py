@@ -95,6 +95,20 @@ def test_running_servers_in_both_dialects(
     assert len(lines) == len(measured) and set(lines[0]) == {f.name for f in fields(LoopRow)}
 
 
+def test_the_library_without_a_server_is_a_row_too(
+    cli, port: int, tiny_folder: Path, texts: Path
+) -> None:
+    result = cli(
+        *("bench", "serve", "--model", tiny_folder, "--texts", texts, *SHORT, "--shape", "10x3"),
+        *("--offline", "--url", f"http://127.0.0.1:{port}"),
+    )
+    assert result.code == 0, result.err
+    row = next(row for row in result.document["rows"] if row["loop"] == "offline")
+    assert row["server"] == "packhorse, offline" and row["tokens_per_second"] > 0
+    assert row["tokens_per_second"] == pytest.approx(30 * row["requests_per_second"])
+    assert row["texts_per_second"] == pytest.approx(3 * row["requests_per_second"])
+
+
 def test_a_server_with_other_vectors_has_no_figures(
     cli, port: int, texts: Path, tmp_path: Path
 ) -> None:

@@ -562,6 +562,13 @@ def test_a_panic_names_its_text_and_spares_nobody_else(bert: Tokenizer) -> None:
             raise passing
 
 
+def test_long_sequences_are_not_kept(bert: Tokenizer) -> None:
+    module._layout.cache_clear()
+    short, again, long = bert.encode(["fox", "dog", "fox " * 1000], 1000)
+    assert short.types is again.types and not short.types.flags.writeable
+    assert len(long) == 1000 and module._layout.cache_info().currsize == 1
+
+
 def test_threads_share_one_tokenizer(bert: Tokenizer) -> None:
     with ThreadPoolExecutor(4) as pool:
         runs = list(pool.map(lambda _: bert.encode(TEXTS, 16), range(8)))

@@ -131,8 +131,8 @@ def serve(
     loop, "of PackRunner" its tokens per second against PackRunner.run without
     HTTP beside the same load.
 
-    With --shape (or --loop, --lone, --offline, --url) there is no search: every server has
-    a closed loop of requests of each shape from several processes. The table
+    With --shape (or --loop, --lone, --offline, --url) there is no search: every
+    server has a closed loop of requests of each shape from several processes. The table
     says what the GPU, the server's cores and the generators did meanwhile.
 
     Try:

@@ -104,8 +104,8 @@ class TorchBackend:
         `expected` batches. Where it is never called, a bucket is prepared after many batches.
         """
         buckets = [_bucket(packed, self.smallest) for packed in expected]
-        wanted = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
-        self._later = {_key(bucket): bucket for bucket in reversed(wanted)}
+        small_enough = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
+        self._later = {_key(bucket): bucket for bucket in reversed(small_enough)}
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:

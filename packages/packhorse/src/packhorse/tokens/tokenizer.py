@@ -57,6 +57,7 @@ BLANK = re.compile(f"[{BLANKS}]")
 # BERT's rules make each of these a word of its own, or delete it between words.
 BERT_BOUNDARY = re.compile(f"[{BLANKS}{re.escape(string.punctuation)}\u4e00-\u9fff]")
 NO_LIMIT = 1 << 60
+KEPT_LENGTH = 512  # tokens of a sequence whose layout is kept for others of the same lengths
 SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
@@ -379,7 +380,10 @@ class Tokenizer:
         """Join texts and special tokens by the template; `before`: tokens before truncation."""
         pieces, types, special, places = self._templates[len(tokens) == 2]
         parts = [tokens[piece] if isinstance(piece, int) else piece for piece in pieces]
-        layout = _layout(types, special, places, tuple(len(part.ids) for part in parts))
+        lengths = tuple(len(part.ids) for part in parts)
+        # Long sequences are not kept: thousands of them would fill the memory.
+        make_layout = _layout if sum(lengths) <= KEPT_LENGTH else _layout.__wrapped__
+        layout = make_layout(types, special, places, lengths)
         return Encoding(
             ids=np.concatenate([part.ids for part in parts]),
             types=layout.types,
