@@ -1,7 +1,6 @@
 # The server in a container.
 #
-#   docker pull python:3.12-slim-bookworm                    # says "Digest: sha256:…"
-#   docker build -t packhorse --build-arg BASE_DIGEST=sha256:… .      # and DEVICE=cuda for a GPU
+#   docker build -t packhorse .                              # --build-arg DEVICE=cuda for a GPU
 #   docker run --init -p 127.0.0.1:8080:8080 -e PACKHORSE_API_KEY=secret -v models:/models packhorse
 #
 # It serves the demo model; `--model /models/FOLDER` after the name serves one of the volume, and a
@@ -11,9 +10,10 @@
 #
 # One base for both: torch brings its own CUDA, and only the driver is the host's. The compiler
 # stays in the image, because the CPU's and the GPU's kernels are built for the machine they run on.
-# The base is named by its digest too, so that a build can be repeated. It changes with every fix of
-# Debian's and Python's, so whoever builds says which one was looked at; there is no default.
-ARG BASE_DIGEST
+# The base is named by its digest too, so that a build can be repeated: the image of October 2026, for
+# every processor it exists for. A newer one, with the fixes of Debian and Python since then, is
+# `--build-arg BASE_DIGEST=sha256:…`, as `docker pull python:3.12-slim-bookworm` prints it.
+ARG BASE_DIGEST=sha256:34386ef0cb081344d7ec1c103ba398e6e9f64e9ab3a1509accc92a4e24a07258
 FROM python:3.12-slim-bookworm@${BASE_DIGEST}
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++ \

@@ -47,7 +47,10 @@ def complaints(lines: list[Line], root: Path = REPOSITORY) -> list[str]:
     user = "root"
     for line in lines:
         words = line.text.split()
-        if line.word == "FROM":
+        if line.word == "ARG" and line.text.startswith("BASE_DIGEST"):
+            if not re.fullmatch(r"BASE_DIGEST=sha256:[0-9a-f]{64}", line.text):
+                problems.append("the base image's digest is none")
+        elif line.word == "FROM":
             if not re.fullmatch(r"\S+:(?!latest)\S+@\$\{BASE_DIGEST\}", words[0]):
                 problems.append(f"{words[0]} has no fixed tag and digest")
             user = "root"
@@ -108,6 +111,7 @@ def test_it_is_sound(lines: list[Line]) -> None:
         ("python:3.12-slim-bookworm@", "python@", "no fixed tag"),
         ("python:3.12-slim-bookworm@", "python:latest@", "no fixed tag"),
         ("bookworm@${BASE_DIGEST}", "bookworm", "no fixed tag and digest"),
+        ("ARG BASE_DIGEST=sha256:", "ARG BASE_DIGEST=", "the base image's digest is none"),
         ("--require-hashes", "--no-input", "takes any file"),
         ("--index-url", "--extra-index-url", "takes any file"),
         ("--no-build-isolation", "--no-input", "takes any file"),

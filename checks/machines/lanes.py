@@ -108,6 +108,17 @@ def no_network(scratch: Path) -> Surroundings:
     raise Unavailable("no network namespace can be made: that needs root or user namespaces")
 
 
+def haswell(scratch: Path) -> Surroundings:
+    """A processor that has AVX2 and nothing later, emulated; unlike PACKHORSE_CPU nobody can look behind it.
+
+    The emulation ends at a process that a test starts: that one has all this machine can do.
+    """
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        raise Unavailable("there is no qemu-x86_64; Debian has it in the package qemu-user")
+    return Surroundings({"OMP_NUM_THREADS": "1"}, (emulator, "-cpu", "Haswell-v4"))
+
+
 def half_a_core(scratch: Path) -> Surroundings:
     """A control group, version 1 or 2, that gets half of a core; removed at the end by `main`."""
     old, new = CGROUPS / "cpu", CGROUPS
@@ -128,6 +139,7 @@ def half_a_core(scratch: Path) -> Surroundings:
 
 LANES = {
     "avx2": Lane("AVX2 only", variables(PACKHORSE_CPU="avx2")),
+    "haswell": Lane("AVX2 only, emulated by qemu", haswell),
     "avx512": Lane("AVX-512 without bf16", variables(PACKHORSE_CPU="avx512")),
     "no-compiler": Lane("no C or C++ compiler", no_compiler),
     "cache": Lane("a cache that cannot be written", no_cache),

@@ -93,7 +93,7 @@ def test_two_servers_share_a_gpu(base: Path, tmp_path_factory: pytest.TempPathFa
         def ask(number: int) -> np.ndarray:
             request = urllib.request.Request(
                 f"http://127.0.0.1:{ports[number % 2]}/v1/embeddings",
-                json.dumps({"input": [f"text {number // 2} " * 40] * 16}).encode(),
+                json.dumps({"input": [f"w{number // 2} " * 40] * 16}).encode(),
                 {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=60) as response:
