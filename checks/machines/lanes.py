@@ -109,14 +109,31 @@ def no_network(scratch: Path) -> Surroundings:
 
 
 def haswell(scratch: Path) -> Surroundings:
-    """A processor that has AVX2 and nothing later, emulated; unlike PACKHORSE_CPU nobody can look behind it.
+    """A processor with AVX2 and nothing later, emulated: no program can look behind it.
 
-    The emulation ends at a process that a test starts: that one has all this machine can do.
+    The emulation ends at a process that a test starts, and that has all this machine can do. So
+    compilers are told for which processor they compile.
     """
     emulator = shutil.which("qemu-x86_64")
     if emulator is None:
         raise Unavailable("there is no qemu-x86_64; Debian has it in the package qemu-user")
-    return Surroundings({"OMP_NUM_THREADS": "1"}, (emulator, "-cpu", "Haswell-v4"))
+    programs = scratch / "programs"
+    programs.mkdir()
+    for name in ("cc", "gcc", "g++", "c++"):
+        if compiler := shutil.which(name):
+            wrapper = programs / name
+            wrapper.write_text(
+                f'#!/bin/bash\nexec {compiler} "${{@/-march=native/-march=haswell}}"\n'
+            )
+            wrapper.chmod(0o755)
+    changed = {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PACKHORSE_CACHE": str(
+            scratch / "cache"
+        ),  # compiled code of the real processor is not used
+        "OMP_NUM_THREADS": "1",
+    }
+    return Surroundings(changed, (emulator, "-cpu", "Haswell-v4"))
 
 
 def half_a_core(scratch: Path) -> Surroundings:

@@ -97,6 +97,32 @@ def test_tokens_and_offsets_are_those_of_the_library(kind: str, texts: list[str]
             )
 
 
+@pytest.mark.parametrize("kind", LIBRARIES)
+@given(texts=st.lists(ANY, min_size=1, max_size=6), room=st.integers(0, 8))
+def test_sequences_are_the_tokens_between_special_ones(
+    kind: str, texts: list[str], room: int
+) -> None:
+    ids, sizes, cut = RULES[kind].sequences(texts, before=[2, 4], after=[3], room=room, longest=40)
+    assert len(ids) == sizes.clip(0).sum()
+    begin = 0
+    for text, size, is_cut in zip(texts, sizes.tolist(), cut.tolist(), strict=True):
+        if size < 0:
+            continue
+        expected = tokens_of(LIBRARIES[kind], text)[0]
+        assert ids[begin : begin + size].tolist() == [2, 4, *expected[:room], 3]
+        assert is_cut == (len(expected) > room)
+        begin += size
+
+
+def test_which_texts_become_sequences() -> None:
+    texts = ["hello", "caf\u00e9", "[MASK]", "x" * 41, "a\x00b", "world", "[SE", "P]"]
+    sequences = RULES["lowercase"].sequences(texts, before=[2], after=[3], room=9, longest=40)
+    # The last two are next to each other, and look like [SEP] together.
+    assert (sequences.sizes > 0).tolist() == [True, *[False] * 4, True, False, True]
+    expected = [tokens_of(LIBRARIES["lowercase"], word)[0] for word in ("hello", "world", "P]")]
+    assert sequences.ids.tolist() == [id for ids in expected for id in (2, *ids, 3)]
+
+
 def test_the_comparison_can_fail() -> None:
     ids, _ = RULES["cased"].encode(["Hello"])[0] or ([], [])
     assert list(ids) != tokens_of(LIBRARIES["lowercase"], "Hello")[0]

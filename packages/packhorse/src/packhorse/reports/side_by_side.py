@@ -132,7 +132,7 @@ def _methods(
         run = padded_by_ours(encoder)
     packed = EncodingMethod(
         "packed",
-        list(by_tokens([len(sequence) for sequence in sequences], encoder.budget)),
+        [batch.tolist() for batch in by_tokens(list(map(len, sequences)), encoder.budget)],
         lambda batch: packed_vectors(encoder, batch),
         padded=False,
     )

@@ -40,19 +40,17 @@ SPIN_TOKENS = 1024  # a batch of so many is back from an accelerator within a mi
 PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced")
 
 
-def by_tokens(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+def by_tokens(lengths: Sequence[int] | np.ndarray, budget: int) -> Iterator[np.ndarray]:
     """Yield the indices of each batch; a sequence longer than the budget is a batch by itself."""
-    batch: list[int] = []
-    used = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and used + lengths[index] > budget:
-            yield batch
-            batch = []
-            used = 0
-        batch.append(index)
-        used += lengths[index]
-    if batch:
-        yield batch
+    lengths = np.asarray(lengths, np.int64)
+    order = np.argsort(lengths, kind="stable")
+    ends = np.cumsum(lengths[order])
+    begin = 0
+    while begin < len(order):
+        used = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, used + budget, side="right")))
+        yield order[begin:end]
+        begin = end
 
 
 def lay(sequences: Sequence[TokenSequence], capacity: int) -> Packed:

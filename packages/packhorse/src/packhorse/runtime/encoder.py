@@ -21,12 +21,13 @@ from torch import Tensor
 from packhorse import device
 from packhorse.checkpoint import fingerprint
 from packhorse.checkpoint.fingerprint import Fingerprint
+from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
 from packhorse.exports import renamed_attribute
 from packhorse.model.heads import Embed
 from packhorse.packing.batch import Packed
 from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
-from packhorse.runtime import batches, sentences, tasks
+from packhorse.runtime import batches, bulk, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.precision import Precision, check_precision, quantize
 from packhorse.runtime.tasks import InferenceJob, Long, Row, TaskInput
@@ -170,6 +171,18 @@ class Encoder:
         each vector knows its neighbors; together they must fit the model's length.
         """
         check_precision(precision)
+        texts = as_texts(texts)
+        if not late_chunking and normalise is None and bulk.serves(self, texts, long):
+            vectors = bulk.embed(
+                self,
+                texts,
+                prompt=prompt,
+                max_length=max_length,
+                normalize=normalize,
+                warn=long is None,
+                progress=progress,
+            )
+            return vectors if precision == "float32" else quantize(vectors, precision, ranges)
         jobs = self.prepare(
             "embed",
             texts,
@@ -354,7 +367,8 @@ class Encoder:
         Results are read one batch late, after the next was launched: an accelerator never waits.
         """
         previous: tuple[list[int], LaunchedBatch] | None = None
-        for indices in batches.by_tokens([len(s) for s in sequences], self.budget):
+        for selected in batches.by_tokens([len(s) for s in sequences], self.budget):
+            indices: list[int] = selected.tolist()
             packed = batches.lay([sequences[i] for i in indices], self.capacity)
             batch = self.launch(packed, heads, only)
             if previous is not None:

@@ -122,13 +122,18 @@ def prepare(
         known = ", ".join(name for name, spec in TASKS.items() if spec.prepare)
         raise InputError(f"unknown task {task!r}; use one of {known}")
     texts = as_texts(texts)
-    if spec.head not in ("hidden", *model.heads):
+    check_head(model, spec.head)
+    return spec.prepare(model, texts, **options)
+
+
+def check_head(model: TaskModel, head: str) -> None:
+    """Raise if the model does not have the head of a task."""
+    if head not in ("hidden", *model.heads):
         available = ", ".join(model.heads) or "none"
         raise CheckpointError(
-            f"{model.name} has no {spec.head!r} head (it has: {available}); "
+            f"{model.name} has no {head!r} head (it has: {available}); "
             "load a checkpoint that was trained for this task"
         )
-    return spec.prepare(model, texts, **options)
 
 
 def tokenize(
@@ -165,10 +170,15 @@ def _sequences(
         ]
     if long is None:
         cut = sum(bool(sequence.truncated) for sequences in encoded for sequence in sequences)
-        if cut:
-            message = f"{cut} of {len(encoded)} texts were cut to {limit} tokens"
-            warnings.warn(message, TruncationWarning, stacklevel=depth)
+        warn_of_cut_texts(cut, len(encoded), limit, depth + 1)
     return encoded
+
+
+def warn_of_cut_texts(cut: int, texts: int, limit: int, depth: int) -> None:
+    """Warn, `depth` frames up, if any of so many texts were cut to the limit."""
+    if cut:
+        message = f"{cut} of {texts} texts were cut to {limit} tokens"
+        warnings.warn(message, TruncationWarning, stacklevel=depth)
 
 
 def _whole(
@@ -243,20 +253,13 @@ def _embed(
         message = "normalise= is now called normalize=; the old name goes with 0.3"
         warnings.warn(message, DeprecationWarning, stacklevel=5)
         normalize = normalise if normalize is None else normalize
-    if normalize is False and model.embedder is None:
-        raise CheckpointError(
-            f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
-            "before normalization; leave out normalize=False"
-        )
+    heads = embed_heads(model, normalize)
     if late_chunking:
         return _embed_late(model, texts, prompt, max_length, normalize)
-    raw = normalize is False and model.embedder is not None and model.embedder.normalize
-    heads = ("raw",) if raw else ("embed",)
     encoded = _sequences(model, prompted(model, texts, prompt), max_length, long)
-    excluded = model.embedder is not None and not model.embedder.include_prompt
-    if excluded and (prefix := _prompt(model, texts, prompt)):
-        length = _prompt_length(model.tokenizer, prefix, length_limit(model, max_length))
-        encoded = [_without_prompt(sequences, length, long) for sequences in encoded]
+    prefix = _prompt(model, texts, prompt)
+    if excluded := excluded_tokens(model, prefix, length_limit(model, max_length)):
+        encoded = [_without_prompt(sequences, excluded, long) for sequences in encoded]
     return [
         InferenceJob(sequences, heads, partial(_vector, sequences, normalize))
         for sequences in encoded
@@ -321,9 +324,25 @@ def _embed_late(
     return [InferenceJob((sequence,), ("hidden",), average)]
 
 
-def _prompt_length(tokenizer: Tokenizer, prompt: str, limit: int) -> int:
-    """Count a prompt's tokens with the special ones before it, as sentence-transformers does."""
-    (alone,) = tokenizer.encode([prompt], limit)
+def embed_heads(model: TaskModel, normalize: bool | None) -> tuple[str]:
+    """Return the head that makes vectors: before normalization if that is not wanted."""
+    if normalize is False and model.embedder is None:
+        raise CheckpointError(
+            f"{model.name} is a graph that computes its vectors itself, so they cannot be had "
+            "before normalization; leave out normalize=False"
+        )
+    raw = normalize is False and model.embedder is not None and model.embedder.normalize
+    return ("raw",) if raw else ("embed",)
+
+
+def excluded_tokens(model: TaskModel, prompt: str | None, limit: int) -> int:
+    """Return how many leading tokens pooling leaves out, for models that exclude a prompt.
+
+    They are the prompt's and the special ones before it, as sentence-transformers counts them.
+    """
+    if not prompt or model.embedder is None or model.embedder.include_prompt:
+        return 0
+    (alone,) = model.tokenizer.encode([prompt], limit)
     return len(alone) - int(alone.special[-1])
 
 
@@ -348,8 +367,11 @@ def _vector(
         # An average of unit vectors is shorter than 1: normalize it if those of the chunks are.
         norms = [np.linalg.norm(row[0]) for row in rows]
         normalize = np.allclose(norms, 1, atol=UNIT_NORM_TOLERANCE)
-    if not normalize:
-        return vector
+    return normalized(vector) if normalize else vector
+
+
+def normalized(vector: np.ndarray) -> np.ndarray:
+    """Return a vector at length 1."""
     return vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
 
 

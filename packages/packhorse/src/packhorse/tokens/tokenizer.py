@@ -79,6 +79,20 @@ class Encoding:
         return len(self.ids)
 
 
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatEncodings:
+    """Many tokenized texts in a few arrays, for lists where an object per text is too slow."""
+
+    ids: np.ndarray  # int32 [T], of all sequences, end to end
+    types: np.ndarray | None  # uint8 [T]; None: all 0
+    bounds: np.ndarray  # int64 [N+1]: sequence i is bounds[i]:bounds[i+1]
+    truncated: int  # how many sequences do not have all of their text
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
 class _TokenizedText(NamedTuple):
     """One tokenized text, before the template; `cut` if characters were left out."""
 
@@ -100,6 +114,22 @@ class _Template(NamedTuple):
     types: tuple[int, ...]  # token types
     special: tuple[bool, ...]
     places: tuple[int, ...]  # of each text among the pieces
+
+    def flat(self, encodings: Sequence[Encoding]) -> FlatEncodings:
+        """The same sequences, each of one text, in a few arrays."""
+        sizes = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        ids = np.concatenate([NO_TOKENS.ids, *(encoding.ids for encoding in encodings)])
+        truncated = sum(bool(encoding.truncated) for encoding in encodings)
+        return FlatEncodings(ids, self.flat_types(sizes), _bounds(sizes), truncated)
+
+    def flat_types(self, sizes: np.ndarray) -> np.ndarray | None:
+        """Token types of sequences of these sizes, each of one text; None if all are 0."""
+        if not any(self.types):
+            return None
+        counts = np.ones((len(sizes), len(self.types)), np.int64)
+        (place,) = self.places
+        counts[:, place] = sizes - (len(self.types) - 1)
+        return np.tile(np.array(self.types, np.uint8), len(sizes)).repeat(counts.ravel())
 
 
 class _Cut(NamedTuple):
@@ -213,6 +243,41 @@ class Tokenizer:
             self._join(_fit(tokens, room, on_long, i), before=_count(tokens))
             for i, (tokens, room) in enumerate(zip(tokenized, rooms, strict=True))
         ]
+
+    def encode_flat(self, texts: Sequence[str], max_length: int | None = None) -> FlatEncodings:
+        """Encode texts as `encode` does, into a few arrays and without offsets.
+
+        Where `wordpiece` is enough for a text, no Python code runs for it alone.
+        """
+        template = self._templates[False]
+        room = self._room(False, max_length)
+        if self._ascii is None:
+            return template.flat(self.encode(texts, max_length))
+        (place,) = template.places
+        special = [piece.ids[0] for piece in template.pieces if not isinstance(piece, int)]
+        ids, sizes, cut = self._ascii.sequences(
+            texts,
+            before=special[:place],
+            after=special[place:],
+            room=room,
+            longest=SPARE_CHARS + room * CHARS_PER_TOKEN[0],  # `encode` cuts longer texts first
+        )
+        others = sizes < 0
+        truncated = int(cut.sum())
+        if others.any():
+            try:
+                rest = self.encode([texts[i] for i in others.nonzero()[0].tolist()], max_length)
+            except InputError:
+                self.encode(texts, max_length)  # raises with the right number of the text
+                raise
+            sizes[others] = [len(encoding) for encoding in rest]
+            merged = np.empty(int(sizes.sum()), np.int32)
+            by_library = np.repeat(others, sizes)
+            merged[~by_library] = ids
+            merged[by_library] = np.concatenate([encoding.ids for encoding in rest])
+            ids = merged
+            truncated += sum(bool(encoding.truncated) for encoding in rest)
+        return FlatEncodings(ids, template.flat_types(sizes), _bounds(sizes), truncated)
 
     def windows(
         self, texts: Sequence[Text], max_length: int | None = None, stride: int | None = 0
@@ -419,6 +484,11 @@ def _layout(
     layout.types.flags.writeable = False
     layout.special.flags.writeable = False
     return layout
+
+
+def _bounds(sizes: np.ndarray) -> np.ndarray:
+    """Where each item begins, and the end: [n + 1]."""
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
 def _count(tokens: Sequence[_TokenizedText]) -> int:

@@ -55,64 +55,94 @@ static inline int is_punctuation(uint8_t c) {
            (c >= 123 && c <= 126);
 }
 
+typedef struct {
+    edge *edges;
+    int64_t mask;
+    const int32_t *tokens;
+    int32_t unknown;
+    int64_t longest_word;
+    int lowercase;
+} rules;
+
+/* Return where the word that begins at `at` ends, or -1 if it has a byte that is not ASCII or is a
+   control character. */
+static inline int64_t end_of_word(const uint8_t *text, int64_t at, int64_t end) {
+    if (is_punctuation(text[at]))
+        return at + 1;
+    for (; at < end && !is_blank(text[at]) && !is_punctuation(text[at]); at++)
+        if (text[at] < 32 || text[at] >= 127)
+            return -1;
+    return at;
+}
+
+/* Divide the word text[at:end] into the longest pieces that the vocabulary has. Write their ids and,
+   unless `ends` is NULL, where each ends; return how many there are. An unknown word is one piece. */
+static int64_t divide(const uint8_t *text, int64_t at, int64_t end, const rules *rules, int32_t *ids,
+                      int64_t *ends) {
+    int64_t count = 0, piece = at;
+    int is_unknown = end - at > rules->longest_word;
+    while (!is_unknown && piece < end) {
+        int64_t piece_end = 0;
+        int32_t node = piece == at ? FIRST : CONTINUATION, id = -1;
+        for (int64_t i = piece; i < end; i++) {
+            uint8_t byte = text[i];
+            if (rules->lowercase && byte >= 'A' && byte <= 'Z')
+                byte += 'a' - 'A';
+            edge *found = find(rules->edges, rules->mask, node, byte);
+            if (found->key == NO_EDGE)
+                break;
+            node = found->child;
+            if (rules->tokens[node] >= 0) { /* the longest piece wins */
+                id = rules->tokens[node];
+                piece_end = i + 1;
+            }
+        }
+        is_unknown = id < 0;
+        if (!is_unknown) {
+            ids[count] = id;
+            if (ends)
+                ends[count] = piece_end;
+            count++;
+            piece = piece_end;
+        }
+    }
+    if (is_unknown) { /* the whole word, whatever pieces were found */
+        ids[0] = rules->unknown;
+        if (ends)
+            ends[0] = end;
+        count = 1;
+    }
+    return count;
+}
+
 /* Tokenize texts, end to end in `text`. Tokens of all texts are written to `ids` and `offsets`, which
    have room for a token per byte; `counts` gets the tokens of each text, or -1 if the text has a byte
-   that is not ASCII or is a control character: these need more rules than there are here. */
+   that is not ASCII or is a control character: these need more rules than there are here. `piece_ends`
+   has room for the pieces of the longest word. */
 void packhorse_wordpiece(const uint8_t *text, const int64_t *ends, int64_t texts, edge *edges,
                          int64_t mask, const int32_t *tokens, int32_t unknown, int64_t longest_word,
-                         int lowercase, int32_t *ids, int32_t *offsets, int64_t *counts) {
+                         int lowercase, int32_t *ids, int32_t *offsets, int64_t *counts,
+                         int64_t *piece_ends) {
+    rules rules = {edges, mask, tokens, unknown, longest_word, lowercase};
     int64_t begin = 0;
     for (int64_t number = 0; number < texts; number++) {
         int64_t end = ends[number], at = begin, count = 0;
-        while (at < end && count >= 0) {
-            uint8_t c = text[at];
-            if (is_blank(c)) {
+        while (at < end) {
+            if (is_blank(text[at])) {
                 at++;
                 continue;
             }
-            int64_t word_end = at + 1;
-            if (!is_punctuation(c))
-                while (word_end < end && !is_blank(text[word_end]) &&
-                       !is_punctuation(text[word_end]))
-                    word_end++;
-            int64_t before = count, piece = at;
-            int is_unknown = word_end - at > longest_word;
-            for (int64_t i = at; i < word_end; i++)
-                if (text[i] < 32 || text[i] >= 127)
-                    count = -1;
-            while (count >= 0 && !is_unknown && piece < word_end) {
-                int64_t piece_end = 0;
-                int32_t node = piece == at ? FIRST : CONTINUATION, id = -1;
-                for (int64_t i = piece; i < word_end; i++) {
-                    uint8_t byte = text[i];
-                    if (lowercase && byte >= 'A' && byte <= 'Z')
-                        byte += 'a' - 'A';
-                    edge *found = find(edges, mask, node, byte);
-                    if (found->key == NO_EDGE)
-                        break;
-                    node = found->child;
-                    if (tokens[node] >= 0) { /* the longest piece wins */
-                        id = tokens[node];
-                        piece_end = i + 1;
-                    }
-                }
-                is_unknown = id < 0;
-                if (!is_unknown) {
-                    ids[count] = id;
-                    offsets[2 * count] = (int32_t)(piece - begin);
-                    offsets[2 * count + 1] = (int32_t)(piece_end - begin);
-                    count++;
-                    piece = piece_end;
-                }
+            int64_t word_end = end_of_word(text, at, end);
+            if (word_end < 0) {
+                count = -1;
+                break;
             }
-            if (count >= 0 && is_unknown) { /* the whole word, whatever pieces were found */
-                count = before;
-                ids[count] = unknown;
+            int64_t pieces = divide(text, at, word_end, &rules, ids + count, piece_ends);
+            for (int64_t i = 0; i < pieces; i++, count++) {
                 offsets[2 * count] = (int32_t)(at - begin);
-                offsets[2 * count + 1] = (int32_t)(word_end - begin);
-                count++;
+                offsets[2 * count + 1] = (int32_t)(piece_ends[i] - begin);
+                at = piece_ends[i];
             }
-            at = word_end;
         }
         counts[number] = count;
         if (count > 0) {
@@ -120,5 +150,54 @@ void packhorse_wordpiece(const uint8_t *text, const int64_t *ends, int64_t texts
             offsets += 2 * count;
         }
         begin = end;
+    }
+}
+
+/* The same without offsets: whole sequences, each of `before` special ids, at most `room` tokens of
+   the text, and `after` special ids. `ids` has room for a token per byte and the special ids of every
+   text. `counts` gets the length of each sequence, or -1 as above; `cut` is 1 where text was left. */
+void packhorse_wordpiece_sequences(const uint8_t *text, const int64_t *ends, int64_t texts,
+                                   edge *edges, int64_t mask, const int32_t *tokens,
+                                   int32_t unknown, int64_t longest_word, int lowercase,
+                                   const int32_t *special, int64_t before, int64_t after,
+                                   int64_t room, int32_t *ids, int64_t *counts, uint8_t *cut) {
+    rules rules = {edges, mask, tokens, unknown, longest_word, lowercase};
+    int64_t begin = 0;
+    for (int64_t number = 0; number < texts; number++) {
+        int64_t end = ends[number], at = begin, count = 0;
+        int32_t *out = ids + before;
+        while (at < end) {
+            if (is_blank(text[at])) {
+                at++;
+                continue;
+            }
+            int64_t word_end = end_of_word(text, at, end);
+            if (word_end < 0) {
+                count = -1;
+                break;
+            }
+            if (count >= room) { /* nothing of this word fits; the rest only has to be ASCII */
+                count = room + 1;
+                at = word_end;
+                continue;
+            }
+            count += divide(text, at, word_end, &rules, out + count, 0);
+            at = word_end;
+        }
+        begin = end;
+        counts[number] = -1;
+        cut[number] = 0;
+        if (count < 0)
+            continue;
+        if (count > room) {
+            cut[number] = 1;
+            count = room;
+        }
+        for (int64_t i = 0; i < before; i++)
+            ids[i] = special[i];
+        for (int64_t i = 0; i < after; i++)
+            out[count + i] = special[before + i];
+        counts[number] = before + count + after;
+        ids += counts[number];
     }
 }

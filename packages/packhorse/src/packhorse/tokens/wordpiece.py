@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Trie:
         for root, part in ((FIRST, words), (CONTINUATION, continuations)):
             ends = np.cumsum([len(word) for word in part], dtype=np.int64)
             ids = np.fromiter(part.values(), np.int32, len(part))
-            nodes = _functions()[0](
+            nodes = _functions().add(
                 b"".join(part),
                 ends.ctypes.data,
                 ids.ctypes.data,
@@ -63,6 +63,14 @@ class Trie:
                 self.tokens_address,
             )
         return nodes
+
+
+class WordPieceSequences(NamedTuple):
+    """Sequences end to end; a text that needs the library has the size -1 and no ids."""
+
+    ids: np.ndarray  # int32, of all sequences
+    sizes: np.ndarray  # int64 [n], tokens of each
+    cut: np.ndarray  # bool [n], whether text was left
 
 
 @final
@@ -77,8 +85,10 @@ class AsciiWordPiece:
         self._longest_word: int = model.max_input_chars_per_word
         self._unknown = self._vocabulary[model.unk_token]
         self._lowercase = int(library.normalizer.lowercase)
-        added = [token.content for token in library.get_added_tokens_decoder().values()]
-        self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
+        self._added_tokens = [
+            token.content for token in library.get_added_tokens_decoder().values() if token.content
+        ]
+        self._added = re.compile("|".join(map(re.escape, self._added_tokens)) or r"(?!)")
         self._trie: Trie | None = None
 
     @classmethod
@@ -116,30 +126,26 @@ class AsciiWordPiece:
         simple = [text.isascii() and not self._added.search(text) for text in texts]
         parts = [text if is_simple else "" for text, is_simple in zip(texts, simple, strict=True)]
         data = "".join(parts).encode()
-        # Two arrays in place of four: to ask numpy for an address takes longer than a word.
-        bounds = np.empty((2, len(parts)), np.int64)
-        bounds[0] = list(accumulate(map(len, parts)))
+        # Two arrays in place of five: to ask numpy for an address takes longer than a word.
+        n = len(parts)
+        numbers = np.empty(2 * n + min(self._longest_word, len(data)) + 1, np.int64)
+        numbers[:n] = list(accumulate(map(len, parts)))
         tokens = np.empty(3 * len(data), np.int32)
-        trie = self._trie or self._build()
-        ends_address = bounds.ctypes.data
+        ends_address = numbers.ctypes.data
         ids_address = tokens.ctypes.data
-        _functions()[1](
+        _functions().tokenize(
             data,
             ends_address,
-            len(parts),
-            trie.edges_address,
-            trie.mask,
-            trie.tokens_address,
-            self._unknown,
-            self._longest_word,
-            self._lowercase,
+            n,
+            *self._rules(),
             ids_address,
             ids_address + 4 * len(data),
-            ends_address + 8 * len(parts),
+            ends_address + 8 * n,
+            ends_address + 16 * n,
         )
         ids = tokens[: len(data)]
         offsets = tokens[len(data) :].reshape(-1, 2)
-        counts = bounds[1].tolist()
+        counts = numbers[n : 2 * n].tolist()
         results: list[tuple[np.ndarray, np.ndarray] | None] = []
         begin = 0
         for is_simple, count in zip(simple, counts, strict=True):
@@ -150,6 +156,80 @@ class AsciiWordPiece:
                 results.append((ids[begin:end], offsets[begin:end]))
                 begin = end
         return results
+
+    def sequences(
+        self,
+        texts: Sequence[str],
+        *,
+        before: Sequence[int],
+        after: Sequence[int],
+        room: int,
+        longest: int,
+    ) -> WordPieceSequences:
+        """Return whole sequences: `before`, at most `room` tokens of the text, `after`.
+
+        Texts of more than `longest` characters are left to the library. No Python code runs per
+        text but `len`.
+        """
+        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+        joined = "".join(texts)
+        others = self._needs_library(joined, texts, lengths)
+        others |= lengths > longest
+        if others.any():
+            texts = ["" if other else text for text, other in zip(texts, others, strict=True)]
+            lengths[others] = 0
+            joined = "".join(texts)
+        ends = np.cumsum(lengths)
+        special = np.array([*before, *after], np.int32)
+        ids = np.empty(len(joined) + len(special) * len(texts), np.int32)
+        sizes = np.empty(len(texts), np.int64)
+        cut = np.empty(len(texts), bool)
+        _functions().sequences(
+            joined.encode(),
+            ends.ctypes.data,
+            len(texts),
+            *self._rules(),
+            special.ctypes.data,
+            len(before),
+            len(after),
+            room,
+            ids.ctypes.data,
+            sizes.ctypes.data,
+            cut.ctypes.data,
+        )
+        ids = ids[: sizes.clip(0).sum()]
+        if others.any():  # each has left its special tokens
+            ids = ids[~np.repeat(others, sizes.clip(0))]
+            sizes[others] = -1
+        return WordPieceSequences(ids, sizes, cut)
+
+    def _needs_library(self, joined: str, texts: Sequence[str], lengths: np.ndarray) -> np.ndarray:
+        """Return which texts are not ASCII, or spell out an added token."""
+        others = np.zeros(len(texts), bool)
+        if not joined.isascii():
+            others[:] = [not text.isascii() for text in texts]
+        ends = np.cumsum(lengths)
+        # One search for each token, because a pattern of all of them is ten times as slow. The end
+        # of a text and the beginning of the next may look like one, which costs nothing but speed.
+        for token in self._added_tokens:
+            position = joined.find(token)
+            while position >= 0:
+                owner = int(np.searchsorted(ends, position, side="right"))
+                others[owner] = True
+                position = joined.find(token, int(ends[owner]))
+        return others
+
+    def _rules(self) -> tuple[int, ...]:
+        """Return what wordpiece.c needs to know of the vocabulary."""
+        trie = self._trie or self._build()
+        return (
+            trie.edges_address,
+            trie.mask,
+            trie.tokens_address,
+            self._unknown,
+            self._longest_word,
+            self._lowercase,
+        )
 
     def _build(self) -> Trie:
         """Build the trie; two threads that do so at once build the same."""
@@ -166,17 +246,35 @@ class AsciiWordPiece:
         return trie
 
 
+class _Functions(NamedTuple):
+    """The functions of wordpiece.c."""
+
+    add: Any
+    tokenize: Any
+    sequences: Any
+
+
 @cache
-def _functions() -> tuple[Any, Any]:
-    """The functions of wordpiece.c that add to a trie and that tokenize."""
+def _functions() -> _Functions:
     text = ctypes.c_char_p
     trie = (POINTER, LONG, POINTER)  # edges, mask, tokens
-    add_types = (text, POINTER, POINTER, LONG, INT, INT)
-    add = function(SOURCE, "packhorse_wordpiece_add", add_types + trie, returns=INT)
-    input_types = (text, POINTER, LONG)
-    rule_types = (INT, LONG, INT)  # unknown, longest word, lowercase
-    output_types = (POINTER, POINTER, POINTER)  # ids, offsets, counts
-    tokenize = function(
-        SOURCE, "packhorse_wordpiece", input_types + trie + rule_types + output_types
+    rules = (*trie, INT, LONG, INT)  # unknown, longest word, lowercase
+    texts = (text, POINTER, LONG)
+    return _Functions(
+        add=function(
+            SOURCE,
+            "packhorse_wordpiece_add",
+            (text, POINTER, POINTER, LONG, INT, INT, *trie),
+            returns=INT,
+        ),
+        # ids, offsets, counts, ends of pieces
+        tokenize=function(
+            SOURCE, "packhorse_wordpiece", (*texts, *rules, POINTER, POINTER, POINTER, POINTER)
+        ),
+        # special ids, how many before and after, room; ids, counts, cut
+        sequences=function(
+            SOURCE,
+            "packhorse_wordpiece_sequences",
+            (*texts, *rules, POINTER, LONG, LONG, LONG, POINTER, POINTER, POINTER),
+        ),
     )
-    return add, tokenize
