@@ -425,6 +425,26 @@ def test_several_poisons_and_windows_in_one_batch(make_encoder) -> None:
         assert runner.stats().waiting_tokens == 0 and runner.stats().failed == 2
 
 
+def test_a_failed_batch_is_gone_when_its_halves_run(make_encoder) -> None:
+    """Its frames hold its tensors, and halves of a batch without memory need that memory."""
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    alive: list[bool] = []
+
+    def fail_at_first(packed: Packed) -> None:
+        states = packed.ids.float()
+        alive.extend(tensor() is not None for tensor in tensors)
+        tensors.append(weakref.ref(states))
+        if len(tensors) == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    with PackRunner(make_encoder(before=fail_at_first), rows=4, timeout=0.05) as runner:
+        futures = [runner.submit(text) for text in ("the cat", "on a mat")]
+        for future in futures:
+            future.result(PATIENCE)
+        assert runner.stats().reruns == 2
+    assert alive and not any(alive)
+
+
 def test_an_answer_that_cannot_be_read_fails_alone(make_encoder) -> None:
     encoder = replace(make_encoder(), labels=())
     with PackRunner(encoder, timeout=0.01) as runner:

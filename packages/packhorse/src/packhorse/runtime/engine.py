@@ -228,6 +228,9 @@ class RunnerEngine:
         # Where the device is lost this raises and the engine dies at once, instead of failing
         # request after request.
         torch.zeros(1, device=self.encoder.device).cpu()
+        # The frames where it was raised hold the tensors of the whole batch, which the halves need
+        # the memory of.
+        traceback.clear_frames(error.__traceback__)
         if isinstance(error, torch.OutOfMemoryError):
             torch.cuda.empty_cache()  # blocks of other sizes, which the halves cannot use
         sequences = _flat(batch)
