@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,17 @@ def test_rows_of_ours_and_a_peer() -> None:
         assert 0 < row.slowest <= row.sequences_per_second <= row.fastest
         assert row.cosine_min > (0.99999 if row.dtype == "fp32" else 0.999)
         assert row.cosine_min <= row.cosine_mean
+
+
+def test_passages_of_an_exact_length() -> None:
+    texts = ("a mule carries sacks to the market", "the old horse is good with no load at all")
+    request = request_for(lengths=None, texts=texts, tokens=9, count=300, repeats=1)
+    measured = encode.measure(request)
+    assert measured.lengths.tolist() == [9] * 300
+    assert [row.order for row in measured.rows] == ["arrival", "sorted"]
+    assert min(row.cosine_min for row in measured.rows) > 0.99999
+    with pytest.raises(InputError, match="--tokens 600: the model takes 512"):
+        encode.measure(replace(request, tokens=600))
 
 
 def test_a_peer_that_fails_is_a_row() -> None:

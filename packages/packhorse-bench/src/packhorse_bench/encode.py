@@ -7,18 +7,19 @@ includes tokenizing, sorting, padding or packing, and the copy of the vectors to
 the median round, with the slowest and the fastest round beside it. Vectors are compared with our
 own in fp32.
 
-In the order "sorted", our engine sorts and packs the whole workload; in "arrival" it cuts it into
-batches of the same number of tokens in the order given, which is what a server can do. Peers get
-batches with a fixed number of sequences.
+In the order "sorted", our engine gets the whole list in one call of `Encoder.embed`; in "arrival"
+it cuts it into batches of the same number of tokens in the order given, which is what a server can
+do. Peers get batches with a fixed number of sequences.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,15 +31,17 @@ from packhorse import device as devices
 from packhorse.checkpoint import sentence
 from packhorse.errors import InputError
 from packhorse.model.heads import Embed
-from packhorse.reports import subject
+from packhorse.reports import random_model, subject
 from packhorse.reports.padded import ORDERS, PeerEngine, PeerSetting, TextsOrTokens
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
-from packhorse.tokens import Encoding
+from packhorse.tokens import Encoding, Tokenizer
 from packhorse_bench import peers, workloads
+from packhorse_bench.serving_texts import exact_texts, learn_vocabulary
 
 Progress = Callable[[int, int], None]
+DISTINCT = 16384  # passages, which then come again; no engine remembers texts
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class EncodeRequest:
 
     model: str
     texts: tuple[str, ...] = ()
+    tokens: int | None = None  # encode passages of `texts` of exactly so many tokens each
+    count: int = 256  # how many of these; texts and lengths are as many as are given
     lengths: np.ndarray | None = None
     config: str | None = None
     vocab: str | None = None
@@ -131,6 +136,8 @@ def measure(request: EncodeRequest, progress: Progress | None = None) -> EncodeC
     _check(request)
     device = devices.choose_device(request.device)
     with TemporaryDirectory(prefix="packhorse-bench-", ignore_cleanup_errors=True) as scratch:
+        if request.tokens is not None:
+            request = _with_passages(request, Path(scratch))
         folder = subject.folder(request, Path(scratch))
         work, lengths, expected = _reference(request, folder, device)
         setting = _peer_setting(request, folder, device, int(lengths.max()), Path(scratch))
@@ -171,6 +178,9 @@ def packhorse_engine(
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
 
     def run(work: TextsOrTokens, order: str) -> np.ndarray:
+        texts = [item for item in work if isinstance(item, str)]
+        if texts and order == "sorted":
+            return encoder.embed(texts, long="truncate")
         sequences = _tokenized(encoder, work)
         chunks = (
             [sequences]
@@ -180,6 +190,26 @@ def packhorse_engine(
         return np.stack([row for chunk in chunks for (row,) in encoder.run(chunk, "embed")])
 
     return PeerEngine(_engine_name(variant), dtype, ORDERS, run)
+
+
+def _with_passages(request: EncodeRequest, scratch: Path) -> EncodeRequest:
+    """Replace the texts by passages of an exact length; random weights learn a vocabulary first."""
+    if request.config in random_model.CONFIGS and not request.vocab:
+        size = random_model.CONFIGS[request.config].vocab_size
+        vocab = learn_vocabulary(request.texts, size, scratch / "vocab.txt")
+        request = replace(request, vocab=str(vocab))
+    folder = subject.folder(request, scratch)
+    tokenizer = Tokenizer.load(_tokenizer_folder(folder))
+    words = [word for text in request.texts for word in text.split()]
+    passages = exact_texts(
+        request.tokens or 0, min(request.count, DISTINCT), tokenizer, words, request.seed
+    )
+    return replace(request, texts=tuple(islice(cycle(passages), request.count)))
+
+
+def _tokenizer_folder(folder: Path) -> Path:
+    layout = sentence.read(folder)
+    return layout.transformer if layout else folder
 
 
 def _tokenized(encoder: Encoder, work: TextsOrTokens) -> list[Encoding]:
@@ -224,8 +254,7 @@ def _check(request: EncodeRequest) -> None:
 def _peer_setting(
     request: EncodeRequest, folder: Path, device: torch.device, longest: int, scratch: Path
 ) -> PeerSetting:
-    layout = sentence.read(folder)
-    home = layout.transformer if layout else folder
+    home = _tokenizer_folder(folder)
     return PeerSetting(home, device, request.batch_size, longest, scratch)
 
 
@@ -234,6 +263,10 @@ def _reference(
 ) -> tuple[TextsOrTokens, np.ndarray, np.ndarray]:
     """The workload (texts or tokens), its lengths in tokens, and its vectors in fp32."""
     encoder = load(folder, device=device, dtype="fp32", budget=request.budget)
+    if (request.tokens or 0) > encoder.max_length:
+        raise InputError(
+            f"--tokens {request.tokens}: the model takes {encoder.max_length} tokens per text"
+        )
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
     sequences = (
         encoder.tokenize(request.texts) if request.texts else _random_sequences(request, encoder)

@@ -151,6 +151,9 @@ def encode(
         Path | None,
         flag("--texts", help="txt, jsonl, csv …; default docstrings of the standard library."),
     ] = None,
+    tokens: Annotated[
+        int | None, flag("--tokens", help="Passages of the texts, of exactly so many tokens each.")
+    ] = None,
     dtype: Annotated[str, flag("--dtype", help="fp32, bf16, fp16; several with commas.")] = "fp32",
     device: Annotated[str | None, flag("--device", help="cpu, cuda …")] = None,
     count: Annotated[int, flag("--count", help="Texts or sequences.")] = 256,
@@ -177,6 +180,7 @@ def encode(
     Try:
       packhorse bench encode --dtype fp32,bf16 --note note.md
       packhorse bench encode --texts mine.jsonl
+      packhorse bench encode --device cuda --dtype bf16 --tokens 50 --count 200000
       packhorse bench encode --config large --dtype bf16 --compile-peers --workload squad
     """
     from packhorse.device import choose_device
@@ -188,11 +192,15 @@ def encode(
 
     keep.check()
     random_ids = load.workload is not None or load.histogram is not None
-    if random_ids and texts:
+    if random_ids and (texts or tokens):
         raise InputError("--texts are encoded, or random ids (--workload, --histogram): pass one")
+    if tokens is not None and tokens < 3:
+        raise InputError(f"--tokens {tokens}: a text has 3 tokens or more, special ones included")
     request = bench.EncodeRequest(
         **asdict(subject),
-        texts=() if random_ids else read_some(texts, count, load.seed),
+        texts=() if random_ids else read_some(texts, None if tokens else count, load.seed),
+        tokens=tokens,
+        count=count,
         lengths=load.lengths(count) if random_ids else None,
         dtypes=split_names(dtype),
         device=device,
@@ -226,16 +234,16 @@ def _source(load: LoadFlags, texts: Path | None, random_ids: bool) -> str:
     return "docstrings of the standard library" if texts is None else texts.name
 
 
-def read_some(path: Path | None, count: int, seed: int) -> tuple[str, ...]:
-    """`count` texts of a file, or of the standard library's docstrings, drawn by seed."""
+def read_some(path: Path | None, count: int | None, seed: int) -> tuple[str, ...]:
+    """`count` texts (None: all) of a file or the standard library's docstrings, drawn by seed."""
     from random import Random
 
     from packhorse.reports import docstrings
 
-    if count < 1:
+    if count is not None and count < 1:
         raise InputError(f"--count {count} encodes nothing; pass 1 or more")
     texts = [entry.text for entry in docstrings.read()] if path is None else file_texts(path)
-    return tuple(Random(seed).sample(texts, min(count, len(texts))))
+    return tuple(Random(seed).sample(texts, min(count or len(texts), len(texts))))
 
 
 def file_texts(path: str | Path) -> tuple[str, ...]:
