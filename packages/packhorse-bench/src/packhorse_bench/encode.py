@@ -7,9 +7,9 @@ includes tokenizing, sorting, padding or packing, and the copy of the vectors to
 the median round, with the slowest and the fastest round beside it. Vectors are compared with our
 own in fp32.
 
-In the order "sorted", our engine gets the whole list in one call of `Encoder.embed`; in "arrival"
-it cuts it into batches of the same number of tokens in the order given, which is what a server can
-do. Peers get batches with a fixed number of sequences.
+In the order "sorted", our engine sorts and packs the list, as `Encoder.embed` does; in "arrival" it
+cuts it into batches of the same number of tokens in the order given, which is what a server can do.
+Peers get batches with a fixed number of sequences.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from packhorse.errors import InputError
 from packhorse.model.heads import Embed
 from packhorse.reports import random_model, subject
 from packhorse.reports.padded import ORDERS, PeerEngine, PeerSetting, TextsOrTokens
+from packhorse.runtime import bulk
 from packhorse.runtime.backend import TorchBackend
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.loading import load
@@ -179,8 +180,8 @@ def packhorse_engine(
 
     def run(work: TextsOrTokens, order: str) -> np.ndarray:
         texts = [item for item in work if isinstance(item, str)]
-        if texts and order == "sorted":
-            return encoder.embed(texts, long="truncate")
+        if bulk.serves(encoder, texts, "truncate"):
+            return bulk.embed(encoder, texts, by_length=order == "sorted")
         sequences = _tokenized(encoder, work)
         chunks = (
             [sequences]

@@ -40,10 +40,15 @@ SPIN_TOKENS = 1024  # a batch of so many is back from an accelerator within a mi
 PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced")
 
 
-def by_tokens(lengths: Sequence[int] | np.ndarray, budget: int) -> Iterator[np.ndarray]:
-    """Yield the indices of each batch; a sequence longer than the budget is a batch by itself."""
+def by_tokens(
+    lengths: Sequence[int] | np.ndarray, budget: int, *, by_length: bool = True
+) -> Iterator[np.ndarray]:
+    """Yield the indices of each batch; a sequence longer than the budget is a batch by itself.
+
+    Without `by_length` batches are cut in the order of the sequences.
+    """
     lengths = np.asarray(lengths, np.int64)
-    order = np.argsort(lengths, kind="stable")
+    order = np.argsort(lengths, kind="stable") if by_length else np.arange(len(lengths))
     ends = np.cumsum(lengths[order])
     begin = 0
     while begin < len(order):

@@ -54,13 +54,17 @@ def embed(
     encoder: Encoder,
     texts: Sequence[Any],
     *,
-    prompt: str | None,
-    max_length: int | None,
-    normalize: bool | None,
-    warn: bool,
-    progress: Progress | None,
+    prompt: str | None = None,
+    max_length: int | None = None,
+    normalize: bool | None = None,
+    warn: bool = False,
+    progress: Progress | None = None,
+    by_length: bool = True,
 ) -> np.ndarray:
-    """Return one vector per text, [n, width], as `Encoder.embed` does; it checks what can be."""
+    """Return one vector per text, [n, width], as `Encoder.embed` does.
+
+    Without `by_length` batches are cut in the order of the texts, as if these just came in.
+    """
     tasks.check_head(encoder, "embed")
     heads = tasks.embed_heads(encoder, normalize)
     prefix = tasks.prompt_text(encoder, prompt) or ""
@@ -95,7 +99,7 @@ def embed(
         if not lengths.all():
             index = piece.start + int(lengths.argmin())
             raise InputError(f"text {index} has no tokens; leave it out")
-        for selected in batches.by_tokens(lengths, encoder.budget):
+        for selected in batches.by_tokens(lengths, encoder.budget, by_length=by_length):
             batch = encoder.launch(gather(flat, selected, excluded), heads)
             if running is not None:  # read one batch late, so that the device never waits
                 keep(*running)
