@@ -47,7 +47,8 @@ def test_rows_of_ours_and_a_peer() -> None:
         assert row.cosine_min <= row.cosine_mean
 
 
-def test_passages_of_an_exact_length() -> None:
+def test_passages_of_an_exact_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "DISTINCT", 16)
     texts = ("a mule carries sacks to the market", "the old horse is good with no load at all")
     request = request_for(lengths=None, texts=texts, tokens=9, count=300, repeats=1)
     measured = encode.measure(request)

@@ -269,12 +269,13 @@ def _reference(
             f"--tokens {request.tokens}: the model takes {encoder.max_length} tokens per text"
         )
     _torch_backend(encoder.backend).model.heads["embed"] = Embed(("mean",), normalize=True)
-    sequences = (
-        encoder.tokenize(request.texts) if request.texts else _random_sequences(request, encoder)
-    )
+    # Passages come again after so many: their vectors are compared once.
+    texts = request.texts[:DISTINCT] if request.tokens else request.texts
+    sequences = encoder.tokenize(texts) if texts else _random_sequences(request, encoder)
     lengths = np.array([len(sequence) for sequence in sequences])
     vectors = np.stack([row for (row,) in encoder.run(sequences, "embed")])
-    return request.texts or sequences, lengths, vectors
+    work = request.texts or sequences
+    return work, np.resize(lengths, len(work)), vectors
 
 
 def _random_sequences(request: EncodeRequest, encoder: Encoder) -> list[Encoding]:
@@ -373,8 +374,9 @@ def _rows(
         hf_sorted = medians.get(("transformers", dtype, "sorted"))
         hf_arrival = medians.get(("transformers", dtype, "arrival"))
         # Vectors that a library normalized in bf16 do not have length 1.
-        norms = np.linalg.norm(trial.vectors, axis=1) * np.linalg.norm(expected, axis=1)
-        cosines = (trial.vectors * expected).sum(1) / norms
+        vectors = trial.vectors[: len(expected)]
+        norms = np.linalg.norm(vectors, axis=1) * np.linalg.norm(expected, axis=1)
+        cosines = (vectors * expected).sum(1) / norms
         rows.append(
             EncodeRow(
                 engine=name,

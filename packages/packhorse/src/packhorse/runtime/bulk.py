@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,11 +27,8 @@ from packhorse.errors import InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime import batches, tasks
 from packhorse.runtime.batches import LaunchedBatch
-from packhorse.runtime.tasks import Long, Progress, TaskInput
+from packhorse.runtime.tasks import Long, Progress, TaskInput, TaskModel
 from packhorse.tokens.tokenizer import FlatEncodings
-
-if TYPE_CHECKING:
-    from packhorse.runtime.encoder import Encoder
 
 # Characters of the texts that are tokenized together: a quarter of a million tokens and more, so
 # that batches by length are full, and a few hundredths of a second for one thread.
@@ -39,7 +36,20 @@ PIECE_CHARACTERS = 1 << 20
 PIECES_AHEAD = 2
 
 
-def serves(encoder: Encoder, texts: Sequence[TaskInput], long: Long | None) -> bool:
+class BulkModel(TaskModel, Protocol):
+    """What this way needs of an encoder; `Encoder` implements it."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def launch(self) -> Callable[[Packed, tuple[str, ...]], LaunchedBatch]: ...
+
+
+def serves(encoder: BulkModel, texts: Sequence[TaskInput], long: Long | None) -> bool:
     """Return whether `embed` can be used: plain texts that are cut at the end, a ragged batch."""
     return (
         long in (None, "truncate")
@@ -51,7 +61,7 @@ def serves(encoder: Encoder, texts: Sequence[TaskInput], long: Long | None) -> b
 
 
 def embed(
-    encoder: Encoder,
+    encoder: BulkModel,
     texts: Sequence[Any],
     *,
     prompt: str | None = None,
