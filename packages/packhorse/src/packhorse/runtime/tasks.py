@@ -185,6 +185,8 @@ def _chunks(tokenizer: Tokenizer, texts: Sequence[Text], limit: int) -> list[tup
 
 def is_ids(text: TaskInput) -> bool:
     """Return whether the input is token ids, rather than a text to tokenize."""
+    if isinstance(text, str):  # most are, and a request may have thousands
+        return False
     if isinstance(text, Encoding | np.ndarray):
         return True
     return isinstance(text, list | tuple) and isinstance(text[:1] and text[0], int | np.integer)
