@@ -339,7 +339,8 @@ def test_values_are_counted_outside_of_strings(body: bytes, more: bool) -> None:
 
 @settings(max_examples=200)
 @given(
-    st.lists(st.sampled_from([b'"', b"\\", b",", b"a", b'\\"', b"[1,", b"{"]), max_size=60), st.data()
+    st.lists(st.sampled_from([b'"', b"\\", b",", b"a", b'\\"', b"[1,", b"{"]), max_size=60),
+    st.data(),
 )
 def test_slices_are_counted_as_one(parts: list[bytes], data: st.DataObject) -> None:
     body = b"".join(parts)
