@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -202,10 +203,33 @@ def test_clients_that_stall_hold_up_nobody(server, asked, rest) -> None:
     check_rest(server, rest)
 
 
-def connect(server: Any) -> socket.socket:
-    """Open a connection that takes little of what is sent to it."""
+@pytest.mark.parametrize(
+    ("last", "pause"),
+    [(b"", 0.05), pytest.param(b"Connection: close\r\n", 0.2, marks=pytest.mark.slow)],
+)
+def test_a_client_that_reads_slowly_gets_all_of_its_answer(
+    server, rest, last: bytes, pause: float
+) -> None:
+    """It takes longer than --send-seconds, and than a closed connection lingers."""
+    body = json.dumps({**LARGE, "inputs": [*LARGE["inputs"]] * 2}).encode()
+    head = HEADERS.replace(b"/embed", b"/embed_all") + last
+    with connect(server, 1 << 18) as client:
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        received = client.recv(1 << 16)
+        assert received.startswith(b"HTTP/1.1 200")
+        size = int(re.search(rb"content-length: (\d+)", received)[1])
+        size += received.index(b"\r\n\r\n") + 4
+        while len(received) < size and (part := client.recv(1 << 17)):
+            received += part
+            time.sleep(pause)
+    assert len(received) == size
+    check_rest(server, rest)
+
+
+def connect(server: Any, size: int = 4096) -> socket.socket:
+    """Open a connection that takes little of what is sent to it before it is read."""
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
     connection.connect(("127.0.0.1", server.port))
     connection.settimeout(60)
     return connection

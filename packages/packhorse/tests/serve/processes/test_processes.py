@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -199,6 +200,31 @@ def test_one_device_without_fronts_is_that_device(start) -> None:
     assert children(process.popen.pid) == {"front": [], "engine": []}
     assert httpx.get(f"{process.url}/info").json()["models"][0]["device"] == "cpu"
     assert process.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "cores", "fronts"),
+    [
+        ({}, "cpu", 64, 0),
+        ({}, "cuda", 2, 0),
+        ({}, "cuda", 4, 2),
+        ({}, "cuda", 16, 8),
+        ({}, "cuda", 128, 8),
+        ({"fronts": 3}, "cpu", 2, 3),
+        ({"devices": ("cpu", "cpu")}, "cpu", 2, 2),
+    ],
+)
+def test_fronts_follow_the_cores(
+    settings: dict[str, Any], kind: str, cores: int, fronts: int, monkeypatch
+) -> None:
+    """On machines that are not this one: with GPUs and more cores, or a quota of fewer."""
+    from packhorse import device, processor
+    from packhorse.serve.processes.supervisor import count_fronts
+    from packhorse.serve.settings import ServeSettings
+
+    monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type=kind))
+    monkeypatch.setattr(processor, "usable_cores", lambda: cores)
+    assert count_fronts(ServeSettings(**settings)) == fronts
 
 
 def test_settings_that_exclude_each_other(cli) -> None:
