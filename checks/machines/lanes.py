@@ -143,7 +143,7 @@ def container(scratch: Path) -> Surroundings:
         raise Unavailable("no mount namespace can be made: that needs root")
     group = limited_group(scratch, 2)
     # As in a container, the group's own files are at the root of the mount.
-    enter = f'echo $$ > {group}/cgroup.procs && mount --bind {group} {group.parent} && {MOUNTS}'
+    enter = f"echo $$ > {group}/cgroup.procs && mount --bind {group} {group.parent} && {MOUNTS}"
     variables = {
         "PACKHORSE_TEST_CGROUP": str(group),
         "PACKHORSE_CACHE": "/tmp/cache",

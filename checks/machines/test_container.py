@@ -29,7 +29,7 @@ pytestmark = [
 ]
 SHARED = Path("/dev/shm")
 TEXTS = ["w1 w2 w3", "w4 " * 20, "w5"]
-LARGE = ["w1 w2 w3 w4 " * 100] * 128  # 13 MiB of states of all tokens
+LARGE = ["w1 w2 w3 w4 " * 100] * 80  # 8 MiB of states of all tokens, in JSON 24
 
 
 def ask(port: int, path: str, texts: list[str]) -> list[list[float]]:
@@ -67,8 +67,8 @@ def test_fronts_and_an_engine_serve_in_a_container(tmp_path: Path) -> None:
         port = json.loads(line)["port"]
         expected = packhorse.load(folder, device="cpu").embed(TEXTS)
         np.testing.assert_allclose(ask(port, "/embed", TEXTS), expected, atol=1e-5)
-        with ThreadPoolExecutor(8) as pool:  # more at once than there is room in /dev/shm
-            for states in pool.map(lambda _: ask(port, "/embed_all", LARGE), range(8)):
+        with ThreadPoolExecutor(10) as pool:  # more at once than there is room in /dev/shm
+            for states in pool.map(lambda _: ask(port, "/embed_all", LARGE), range(10)):
                 assert len(states) == len(LARGE)
         assert list(SHARED.iterdir()) == [], "something uses shared memory with a name"
         process.terminate()

@@ -9,9 +9,9 @@ and its share of shared memory; not the code of libraries, whose pages count les
 programs on the machine use them too), open files, threads; and the memory of the GPU. A few texts are asked then, and their vectors compared with those of the library in fp32.
 
 The last line of the output is JSON. Exit code 1 means that the server grew by more than 16 MiB from
-the first pause to the last, or holds more files or threads than halfway (pools of threads fill up
-slowly), that a request was not answered with 200, or that a vector was wrong. `--leak BYTES` makes
-the server lose so much per request, which must be noticed.
+the first pause to the last, or holds more files, or more threads than its pools may have, that a
+request was not answered with 200, or that a vector was wrong. `--leak BYTES` makes the server lose
+so much per request, which must be noticed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from packhorse.processor import usable_cores
 from packhorse.reports import docstrings, random_model
 from packhorse.runtime.loading import load
 from packhorse_bench.serving_host import (
@@ -194,16 +195,16 @@ def _mib(size: int) -> float:
 
 def judge(soak: Soak) -> list[str]:
     """Return what is wrong."""
-    first, halfway, last = soak.pauses[0], soak.pauses[len(soak.pauses) // 2], soak.pauses[-1]
+    first, last = soak.pauses[0], soak.pauses[-1]
     wrong = [f"{count} requests: {error}" for error, count in soak.errors.items()]
     grown = last["memory_mib"] - first["memory_mib"]
     if grown > ROOM / 2**20:
         wrong.append(f"memory grew by {grown:.1f} MiB")
-    wrong += [
-        f"{name}: {halfway[name]} halfway, {last[name]} at the end"
-        for name in ("files", "threads")
-        if last[name] > halfway[name]
-    ]
+    # The pool of a process, which starts a thread when all others are busy.
+    pools = min(32, usable_cores() + 4) * len(last["processes"])
+    for name, room in (("files", 0), ("threads", pools)):
+        if last[name] > first[name] + room:
+            wrong.append(f"{name}: {first[name]} at first, {last[name]} at the end")
     if first["processes"].keys() != last["processes"].keys():
         wrong.append("other processes run at the end than at first")
     if min(pause["cosine_min"] for pause in soak.pauses) < LEAST_COSINE:

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from .processes.server import children
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
@@ -46,8 +48,11 @@ KINDS = {
 
 
 def memory(process: Any) -> int:
-    pages = Path(f"/proc/{process.popen.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    """Return the resident memory of the server: of all its processes."""
+    parent = process.popen.pid
+    pids = [parent, *sum(children(parent).values(), [])] if process.has_fronts else [parent]
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Watch:
@@ -123,9 +128,14 @@ def settled(server: Any, reached: Callable[[int], bool], seconds: float = 20.0) 
     return now
 
 
-@pytest.fixture(scope="module")
-def server(start) -> Any:
-    server = start("--receive-seconds", "600", "--max-connections", "4096").wait_until_ready()
+@pytest.fixture(
+    scope="module", params=[(), ("--fronts", "2", "--device", "cpu")], ids=["one", "fronts"]
+)
+def server(start, request) -> Any:
+    """One process, and fronts; these share the limit on connections, and not evenly."""
+    words = ["--receive-seconds", "600", "--max-connections", "8192", *request.param]
+    server = start(*words).wait_until_ready()
+    server.has_fronts = bool(request.param)
     with Watch(server):  # the first request allocates
         time.sleep(1)
     with held(server, b""):
