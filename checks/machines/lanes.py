@@ -34,7 +34,7 @@ with socket.socket() as any_socket:
     fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-# In a mount namespace of its own: only /tmp and shared memory of Docker's default size are writable.
+# In a mount namespace of its own: only /tmp is writable, and /dev/shm has Docker's default size.
 MOUNTS = (
     "mount --make-rprivate / && mount -o remount,ro,bind / && mount -t tmpfs tmpfs /tmp"
     " && mount -t tmpfs -o size=64m tmpfs /dev/shm"

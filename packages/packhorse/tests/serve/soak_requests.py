@@ -1,4 +1,4 @@
-"""Send a million requests to `packhorse serve`, and compare its memory after 100,000 and at the end.
+"""Send a million requests to `packhorse serve`; compare its memory after 100,000 and at the end.
 
     python tests/serve/soak_requests.py --requests 1000000 --config base --device cuda --fronts 8
 
@@ -6,7 +6,8 @@ The model has random weights. Several generator processes send texts of 8 to 512
 more often than long ones, in a closed loop. Every tenth of the requests the load pauses until the
 server is at rest, and what each of its processes holds is read from /proc: memory (its own pages
 and its share of shared memory; not the code of libraries, whose pages count less or more as other
-programs on the machine use them too), open files, threads; and the memory of the GPU. A few texts are asked then, and their vectors compared with those of the library in fp32.
+programs on the machine use them too), open files, threads; and the memory of the GPU. A few texts
+are asked then, and their vectors compared with those of the library in fp32.
 
 The last line of the output is JSON. Exit code 1 means that the server grew by more than 16 MiB from
 the first pause to the last, or holds more files, or more threads than its pools may have, that a

@@ -47,11 +47,9 @@ KINDS = {
 }
 
 
-def memory(process: Any) -> int:
-    """Return the resident memory of the server: of all its processes."""
-    parent = process.popen.pid
-    pids = [parent, *sum(children(parent).values(), [])] if process.has_fronts else [parent]
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+def memory(server: Any) -> int:
+    """Return the resident memory of all processes of the server."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in server.pids)
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -128,14 +126,14 @@ def settled(server: Any, reached: Callable[[int], bool], seconds: float = 20.0) 
     return now
 
 
-@pytest.fixture(
-    scope="module", params=[(), ("--fronts", "2", "--device", "cpu")], ids=["one", "fronts"]
-)
+@pytest.fixture(scope="module", params=["one process", "fronts"])
 def server(start, request) -> Any:
-    """One process, and fronts; these share the limit on connections, and not evenly."""
-    words = ["--receive-seconds", "600", "--max-connections", "8192", *request.param]
-    server = start(*words).wait_until_ready()
-    server.has_fronts = bool(request.param)
+    """In one process, and over fronts: these divide the limit on connections evenly."""
+    words = ["--fronts", "2", "--device", "cpu"] if request.param == "fronts" else []
+    limits = ["--receive-seconds", "600", "--max-connections", "8192"]
+    server = start(*limits, *words).wait_until_ready()
+    kinds = children(server.popen.pid)
+    server.pids = [server.popen.pid, *kinds["front"], *kinds["engine"]]
     with Watch(server):  # the first request allocates
         time.sleep(1)
     with held(server, b""):
