@@ -34,6 +34,11 @@ with socket.socket() as any_socket:
     fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
 os.execvp(sys.argv[1], sys.argv[1:])
 """
+# In a mount namespace of its own: only /tmp is writable, and /dev/shm has Docker's default size.
+MOUNTS = (
+    "mount --make-rprivate / && mount -o remount,ro,bind / && mount -t tmpfs tmpfs /tmp"
+    " && mount -t tmpfs -o size=64m tmpfs /dev/shm"
+)
 
 
 class Unavailable(Exception):
@@ -128,21 +133,20 @@ def haswell(scratch: Path) -> Surroundings:
             wrapper.chmod(0o755)
     changed = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PACKHORSE_CACHE": str(
-            scratch / "cache"
-        ),  # compiled code of the real processor is not used
+        # Not the cache that has compiled code of the real processor.
+        "PACKHORSE_CACHE": str(scratch / "cache"),
         "OMP_NUM_THREADS": "1",
     }
     return Surroundings(changed, (emulator, "-cpu", "Haswell-v4"))
 
 
-def half_a_core(scratch: Path) -> Surroundings:
-    """A control group, version 1 or 2, that gets half of a core; removed at the end by `main`."""
+def limited_group(scratch: Path, cores: float) -> Path:
+    """Make a control group, version 1 or 2, that gets so many cores; `main` removes it."""
     old, new = CGROUPS / "cpu", CGROUPS
     parent, file, value = (
-        (old, "cpu.cfs_quota_us", f"{PERIOD // 2}")
+        (old, "cpu.cfs_quota_us", f"{cores * PERIOD:.0f}")
         if old.is_dir()
-        else (new, "cpu.max", f"{PERIOD // 2} {PERIOD}")
+        else (new, "cpu.max", f"{cores * PERIOD:.0f} {PERIOD}")
     )
     group = parent / scratch.name
     try:
@@ -150,8 +154,30 @@ def half_a_core(scratch: Path) -> Surroundings:
         (group / file).write_text(value)
     except OSError as error:
         raise Unavailable(f"no control group can be made: {error}") from error
+    return group
+
+
+def half_a_core(scratch: Path) -> Surroundings:
+    group = limited_group(scratch, 0.5)
     enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
     return Surroundings({"PACKHORSE_TEST_CGROUP": str(group)}, ("sh", "-c", enter, "sh"))
+
+
+def container(scratch: Path) -> Surroundings:
+    """What Docker gives with --cpus 2 --read-only --tmpfs /tmp, and 64 MB of shared memory."""
+    prefix = ("unshare", "--mount", "sh", "-c")
+    if not shutil.which("unshare") or subprocess.run([*prefix, MOUNTS], check=False).returncode:
+        raise Unavailable("no mount namespace can be made: that needs root")
+    group = limited_group(scratch, 2)
+    # As in a container, the group's own files are at the root of the mount.
+    enter = f"echo $$ > {group}/cgroup.procs && mount --bind {group} {group.parent} && {MOUNTS}"
+    variables = {
+        "PACKHORSE_TEST_CGROUP": str(group),
+        "PACKHORSE_CACHE": "/tmp/cache",
+        "HF_HOME": "/tmp/hub",
+        "HYPOTHESIS_STORAGE_DIRECTORY": "/tmp/hypothesis",
+    }
+    return Surroundings(variables, (*prefix, f'{enter} && exec "$@"', "sh"))
 
 
 LANES = {
@@ -165,6 +191,7 @@ LANES = {
     "thread": Lane("one thread", one_thread),
     "network": Lane("no network", no_network),
     "half": Lane("half a core", half_a_core),
+    "container": Lane("two cores, a read-only root, 64 MB /dev/shm", container),
     "extras": Lane("without each extra", variables(), "extra"),
 }
 

@@ -232,3 +232,27 @@ def test_a_model_in_bf16_on_every_rung(rung: str, minilm: Path) -> None:
     result = report(ENCODE, minilm, **{VARIABLE: rung})
     assert min(result["cosines"]) > 0.999
     assert ("bf16" in result["features"]) <= (rung in ("bf16", "amx"))
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "200000 100000"}, 2),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "5000 100000"}, 1),
+        ({"cpu.max": "12800000 100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        ({"cpu.max": "of another version"}, 64),
+    ],
+)
+def test_a_containers_quota_limits_the_cores(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert processor.usable_cores(tmp_path) == cores

@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from .processes.server import children
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
@@ -45,9 +47,10 @@ KINDS = {
 }
 
 
-def memory(process: Any) -> int:
-    pages = Path(f"/proc/{process.popen.pid}/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+def memory(server: Any) -> int:
+    """Return the resident memory of all processes of the server."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in server.pids)
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Watch:
@@ -123,9 +126,14 @@ def settled(server: Any, reached: Callable[[int], bool], seconds: float = 20.0) 
     return now
 
 
-@pytest.fixture(scope="module")
-def server(start) -> Any:
-    server = start("--receive-seconds", "600", "--max-connections", "4096").wait_until_ready()
+@pytest.fixture(scope="module", params=["one process", "fronts"])
+def server(start, request) -> Any:
+    """In one process, and over fronts: these divide the limit on connections evenly."""
+    words = ["--fronts", "2", "--device", "cpu"] if request.param == "fronts" else []
+    limits = ["--receive-seconds", "600", "--max-connections", "8192"]
+    server = start(*limits, *words).wait_until_ready()
+    kinds = children(server.popen.pid)
+    server.pids = [server.popen.pid, *kinds["front"], *kinds["engine"]]
     with Watch(server):  # the first request allocates
         time.sleep(1)
     with held(server, b""):

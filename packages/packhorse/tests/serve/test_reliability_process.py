@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 SOAK = Path(__file__).with_name("soak.py")
+REQUESTS = Path(__file__).with_name("soak_requests.py")
 # Records and refuses all connections and name lookups, and checks at once that it does.
 SHUT = """
 import socket
@@ -81,6 +82,34 @@ def test_a_sudden_end_leaves_nothing_behind(shut) -> None:
     again.bind(("127.0.0.1", shut.port))
     again.listen()
     again.close()
+
+
+def sent(*words: str) -> tuple[int, dict[str, Any]]:
+    """Send requests to fronts; returns exit code and figures. PACKHORSE_SOAK_REQUESTS: so many."""
+    count = os.environ.get("PACKHORSE_SOAK_REQUESTS", "20000")
+    command = [sys.executable, str(REQUESTS), "--requests", count, "--fronts", "2", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    assert ran.stdout, ran.stderr
+    return ran.returncode, json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell")
+def test_fronts_and_an_engine_do_not_grow() -> None:
+    code, figures = sent()
+    assert (code, figures["wrong"]) == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the kernel does not tell")
+def test_fronts_that_lose_two_kibibytes_a_request_are_noticed(monkeypatch) -> None:
+    """The control."""
+    monkeypatch.delenv("PACKHORSE_SOAK_REQUESTS", raising=False)
+    code, figures = sent("--leak", "2048")
+    assert code == 1
+    assert any("memory grew" in message for message in figures["wrong"])
 
 
 def soaked(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:

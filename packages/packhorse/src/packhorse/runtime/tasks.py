@@ -195,9 +195,12 @@ def _chunks(tokenizer: Tokenizer, texts: Sequence[Text], limit: int) -> list[tup
 
 def is_ids(text: TaskInput) -> bool:
     """Return whether the input is token ids, rather than a text to tokenize."""
-    if isinstance(text, Encoding | np.ndarray):
-        return True
-    return isinstance(text, list | tuple) and isinstance(text[:1] and text[0], int | np.integer)
+    if isinstance(text, str):  # most are, and a request may have thousands
+        return False
+    # Tuples of classes: `list | tuple` would make a new object at every call.
+    if isinstance(text, (list, tuple)):
+        return len(text) > 0 and isinstance(text[0], (int, np.integer))
+    return isinstance(text, (Encoding, np.ndarray))
 
 
 def from_ids(ids: TaskInput, limit: int, vocabulary: int) -> Encoding:

@@ -19,13 +19,17 @@ uvicorn waits forever for headers that arrive one byte at a time, for a client t
 answer, and for a closed connection whose last bytes the client never takes. A connection records
 since when it has been in such a state, and `sweep` aborts those that stay in it too long. One pass
 per second over all connections takes the place of one timer per request: a deadline is precise to a
-second, and costs a request two comparisons.
+second, and costs a request two comparisons. A client that takes its answer, only slowly, gets the
+same time again for each `MIN_TAKEN_BYTES`: an answer may be as large as 64 MiB.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import fcntl
+import termios
+from array import array
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -42,6 +46,7 @@ SWEEP_SECONDS = 1.0
 RECHECK_SECONDS = 0.1
 TRIM_CONNECTIONS = 256  # after a peak of this many, free memory is returned to the system
 LINGER_SECONDS = 5.0  # for a client to take the last bytes of a closed connection
+MIN_TAKEN_BYTES = 1 << 16  # of its answer, within a deadline, by a client that gets more time
 MAX_PIPELINED = 64  # requests per connection that wait for an answer
 MAX_LINE_BYTES = 8192  # of the request target or of one header; also the limit of Apache and nginx
 BAD_REQUEST = Failure(400, "this is not a valid HTTP/1.1 request")
@@ -76,6 +81,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.headers_since: float | None = None  # it sends, or should send, headers
         self.unread_since: float | None = None  # the client does not read its answer
         self.closing_since: float | None = None
+        self.unsent_bytes = 0  # of answers, when the last two were last renewed
 
     # Limits of size and number -----------------------------------------------------------------
 
@@ -267,11 +273,38 @@ class BoundedConnection(HttpToolsProtocol):
             self.closing_since = self.closing_since or now
         elif self.answering:
             self.headers_since = None
+        self._renew(now)
         return (
             _over(self.headers_since, now, self.settings.receive_seconds)
             or _over(self.unread_since, now, self.settings.send_seconds)
             or _over(self.closing_since, now, LINGER_SECONDS)
         )
+
+    def _renew(self, now: float) -> None:
+        """Let the deadlines of a client that takes its answer begin again."""
+        if self.unread_since is None and self.closing_since is None:
+            self.unsent_bytes = 0
+            return
+        unsent = self.transport.get_write_buffer_size() + _queued_bytes(self.transport)
+        if unsent > self.unsent_bytes:  # more was written
+            self.unsent_bytes = unsent
+        elif unsent <= self.unsent_bytes - MIN_TAKEN_BYTES:
+            self.unsent_bytes = unsent
+            self.unread_since = self.unread_since and now
+            self.closing_since = self.closing_since and now
+
+
+def _queued_bytes(transport: Any) -> int:
+    """Return the bytes that the kernel holds until the client has received them; 0 if unknown.
+
+    It takes more only when a third of its buffer, which may be megabytes, is free again.
+    """
+    queued = array("i", [0])
+    try:
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+    except (OSError, AttributeError):
+        return 0
+    return queued[0]
 
 
 async def sweep(connections: set[Any]) -> None:

@@ -54,6 +54,8 @@ FOREIGN_HOST = (
 # Of a body, looked at by one call. Longer ones are looked at in a thread, slice by slice: one call
 # for all of it would keep Python's global lock, and with it the event loop.
 SLICE_BYTES = 1 << 18
+# A list, an object or a field takes as long to validate as this many numbers.
+COMPOUND_VALUES = 4
 CLIENT_GONE = 499  # nginx's status for a client that left; counted and logged, never sent
 
 
@@ -130,7 +132,10 @@ class Guard:
         try:
             if await self._has_too_many_values(body):
                 limit = self.settings.max_body_values
-                message = f"the body has more than {limit} JSON values (max_body_values)"
+                message = (
+                    f"the body has more than {limit} JSON values (max_body_values), of which a "
+                    f"list, an object or a field counts {COMPOUND_VALUES}"
+                )
                 return await _send_failure(scope, response, Failure(413, message, CLOSE))
             await self._run_app(scope, replay(body, receive), response)
         finally:
@@ -400,22 +405,29 @@ def has_more_values(body: bytes, limit: int) -> bool:
 
     Two megabytes of small values take seconds to validate, during which no other request is
     answered; two megabytes of text take a millisecond. Commas separate values, but only those
-    outside of strings count. Each string is a value too, with two quotes.
+    outside of strings count. Each string is a value too, with two quotes. Lists, objects and
+    fields count `COMPOUND_VALUES` each.
     """
-    if body.count(b",") <= limit:
+    if _count_values(body) <= limit:
         return False
     quotes = 0
-    commas = 0
+    values = 0
     for part in _slices(body):
         if b"\\" in part:  # with pairs of backslashes gone, each that is left escapes a character
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         pieces = part.split(b'"')
         # Every other piece is outside of strings: the first, if the slice does not begin in one.
-        commas += sum(piece.count(b",") for piece in pieces[quotes % 2 :: 2])
+        values += _count_values(b"".join(pieces[quotes % 2 :: 2]))
         quotes += len(pieces) - 1
-        if commas > limit or quotes > 2 * limit + 2:
+        if values > limit or quotes > 2 * limit + 2:
             return True
     return False
+
+
+def _count_values(text: bytes) -> int:
+    """Count the values in a part of a body without strings, but for the last in each list."""
+    compounds = text.count(b"[") + text.count(b"{") + text.count(b":")
+    return text.count(b",") + COMPOUND_VALUES * compounds
 
 
 def _slices(body: bytes) -> Iterator[bytes]:

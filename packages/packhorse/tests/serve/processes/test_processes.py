@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -19,33 +16,12 @@ import pytest
 
 import packhorse
 
+from .server import Load, Question, children, questions, total, wait_for
+
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="fronts share memory by memfd, which is Linux's"
 )
 TEXTS = ["w1 w2 w3", "w4 " * 20, "w5", "w6 w7 " * 8]
-
-
-def children(pid: int) -> dict[str, list[int]]:
-    """The fronts and engines of a server, by kind."""
-    kinds: dict[str, list[int]] = {"front": [], "engine": []}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                parent = re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-            except OSError:  # it has ended
-                continue
-            if parent and int(parent[1]) == pid and b"packhorse.serve.processes" in words:
-                kinds[words[-3].decode()].append(int(folder.name))
-    return kinds
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    until = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < until, "it never came"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture(scope="module")
@@ -59,47 +35,9 @@ def expected(checkpoint_folder) -> np.ndarray:
     return packhorse.load(checkpoint_folder, device="cpu").embed(TEXTS)
 
 
-class Load:
-    """Clients that send the texts again and again; counts statuses and wrong vectors."""
-
-    def __init__(self, url: str, expected: np.ndarray, clients: int = 8) -> None:
-        self.url = url
-        self.expected = expected
-        self.statuses: Counter[Any] = Counter()
-        self.wrong = 0
-        self.retry_after: set[str] = set()
-        self.stopped = threading.Event()
-        self.threads = [threading.Thread(target=self._send, daemon=True) for _ in range(clients)]
-
-    def __enter__(self) -> Load:
-        for thread in self.threads:
-            thread.start()
-        wait_for(lambda: self.statuses[200] >= 20)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stopped.set()
-        for thread in self.threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a request hangs"
-
-    def _send(self) -> None:
-        while not self.stopped.is_set():
-            with httpx.Client(base_url=self.url, timeout=60) as client:
-                try:
-                    self._send_until_lost(client)
-                except httpx.TransportError:
-                    self.statuses["lost"] += 1
-
-    def _send_until_lost(self, client: httpx.Client) -> None:
-        while not self.stopped.is_set():
-            response = client.post("/embed", json={"inputs": TEXTS})
-            self.statuses[response.status_code] += 1
-            if response.status_code == 200:
-                self.wrong += not np.allclose(response.json(), self.expected, atol=1e-5)
-            else:
-                self.retry_after.add(response.headers.get("retry-after", ""))
-                time.sleep(0.01)
+@pytest.fixture(scope="module")
+def asked(checkpoint_folder) -> list[Question]:
+    return questions(packhorse.load(checkpoint_folder, device="cpu"))
 
 
 def test_answers_are_those_of_the_library(server, expected, checkpoint_folder) -> None:
@@ -139,11 +77,6 @@ def test_truncation_is_told_by_any_front(server, checkpoint_folder) -> None:
     assert total(server, "packhorse_truncated_inputs_total") == before + 4
 
 
-def total(server: Any, name: str) -> float:
-    page = httpx.get(f"{server.url}/metrics", timeout=60).text
-    return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
-
-
 def test_fronts_share_one_queue_and_one_set_of_metrics(server, expected) -> None:
     requests = 'packhorse_requests_total{route="/embed",status="200"}'
     before = total(server, requests)
@@ -163,37 +96,17 @@ def test_fronts_share_one_queue_and_one_set_of_metrics(server, expected) -> None
     assert max(lengths) > len(TEXTS), "no batch held the texts of two requests"
 
 
-def test_a_front_that_is_killed_is_replaced(server, expected) -> None:
-    requests = 'packhorse_requests_total{route="/embed",status="200"}'
-    before = total(server, requests)
-    victim, survivor = children(server.popen.pid)["front"]
-    with Load(server.url, expected) as load:
-        os.kill(victim, signal.SIGKILL)
-        fronts = wait_for(
-            lambda: [pid for pid in children(server.popen.pid)["front"] if pid != victim][1:]
-        )
-        answered = load.statuses[200]
-        wait_for(lambda: load.statuses[200] > answered + 20)
-    assert load.wrong == 0
-    # Clients of the other front noticed nothing; the dead one's lost their connections.
-    assert load.statuses.keys() <= {200, "lost"} and load.statuses["lost"] <= 16
-    assert survivor in children(server.popen.pid)["front"] and fronts
-    assert total(server, requests) >= before, "a counter went back"
-    wait_for(lambda: total(server, "packhorse_in_flight") == 0)
-
-
-def test_an_engine_that_is_killed_is_replaced(server, expected) -> None:
+def test_the_only_engine_that_is_killed_is_replaced(server, asked) -> None:
+    """What happens to fronts, and to one of several engines, is in test_faults.py."""
     (victim,) = children(server.popen.pid)["engine"]
-    with Load(server.url, expected) as load:
+    with Load(server.port, asked) as load:
         os.kill(victim, signal.SIGKILL)
         wait_for(lambda: load.statuses[503])
-        answered = load.statuses[200]
-        wait_for(lambda: load.statuses[200] > answered + 20)
-    assert load.wrong == 0
-    assert load.statuses.keys() <= {200, 503}
-    assert load.retry_after == {"5"}
+        wait_for(lambda: victim not in children(server.popen.pid)["engine"])
+        load.check_served()
+    assert load.statuses.keys() == {200, 503}
+    assert {refusal.retry_after for refusal in load.refusals} == {"5"}
     assert total(server, "packhorse_up") == 1
-    assert children(server.popen.pid)["engine"] not in ([], [victim])
     assert "it is replaced" in server.log()
 
 
@@ -208,28 +121,15 @@ def test_a_client_that_leaves_takes_nothing_with_it(server, expected) -> None:
     assert httpx.post(f"{server.url}/embed_all", json=body, timeout=60).status_code == 200
 
 
-def test_it_drains_and_leaves_no_process(server, expected) -> None:
-    """The last test of this server."""
-    everyone = children(server.popen.pid)
-    with Load(server.url, expected) as load:
-        server.popen.send_signal(signal.SIGTERM)
-        wait_for(lambda: load.statuses["lost"])
-        load.stopped.set()
-    assert server.popen.wait(60) == 0
-    assert load.wrong == 0 and load.statuses.keys() <= {200, 503, "lost"}
-    for pid in (*everyone["front"], *everyone["engine"]):
-        assert not Path(f"/proc/{pid}").exists()
-
-
 @pytest.fixture
 def two_engines(start) -> Iterator[Any]:
     yield start("--devices", "cpu", "--devices", "cpu", "--max-queue-tokens", "700")
 
 
-def test_two_engines_share_the_work_and_a_full_queue_refuses(two_engines, expected) -> None:
+def test_two_engines_share_the_work_and_a_full_queue_refuses(two_engines, asked) -> None:
     server = two_engines.wait_until_ready()
     assert len(children(server.popen.pid)["engine"]) == 2
-    with Load(server.url, expected, clients=16) as load:
+    with Load(server.port, asked, clients=16) as load:
         both = (
             'packhorse_runner_answered_total{engine="0"',
             'packhorse_runner_answered_total{engine="1"',
@@ -247,7 +147,7 @@ def test_two_engines_share_the_work_and_a_full_queue_refuses(two_engines, expect
 
         with ThreadPoolExecutor(12) as pool:
             wait_for(lambda: statuses() == {200, 429})
-    assert load.wrong == 0 and load.statuses[200] and load.statuses.keys() <= {200, 429}
+    assert load.statuses.keys() <= {200, 429}
     # A supervisor that is gone takes everyone with it.
     everyone = children(server.popen.pid)
     assert server.end(signal.SIGKILL) == -signal.SIGKILL
@@ -300,6 +200,31 @@ def test_one_device_without_fronts_is_that_device(start) -> None:
     assert children(process.popen.pid) == {"front": [], "engine": []}
     assert httpx.get(f"{process.url}/info").json()["models"][0]["device"] == "cpu"
     assert process.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "cores", "fronts"),
+    [
+        ({}, "cpu", 64, 0),
+        ({}, "cuda", 2, 0),
+        ({}, "cuda", 4, 2),
+        ({}, "cuda", 16, 8),
+        ({}, "cuda", 128, 8),
+        ({"fronts": 3}, "cpu", 2, 3),
+        ({"devices": ("cpu", "cpu")}, "cpu", 2, 2),
+    ],
+)
+def test_fronts_follow_the_cores(
+    settings: dict[str, Any], kind: str, cores: int, fronts: int, monkeypatch
+) -> None:
+    """On machines that are not this one: with GPUs and more cores, or a quota of fewer."""
+    from packhorse import device, processor
+    from packhorse.serve.processes.supervisor import count_fronts
+    from packhorse.serve.settings import ServeSettings
+
+    monkeypatch.setattr(device, "choose_device", lambda name: SimpleNamespace(type=kind))
+    monkeypatch.setattr(processor, "usable_cores", lambda: cores)
+    assert count_fronts(ServeSettings(**settings)) == fronts
 
 
 def test_settings_that_exclude_each_other(cli) -> None:

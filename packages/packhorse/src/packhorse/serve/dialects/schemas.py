@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial, wraps
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import FastAPI
@@ -157,7 +158,8 @@ def unknown_fields(body: BaseModel, prefix: str = "") -> Iterator[str]:
 def _listed(names: list[str]) -> str:
     """Join names for a header; names that could break it, and those beyond a limit, are counted."""
     distinct = list(dict.fromkeys(names))
-    listed = [name for name in distinct if HEADER_NAME.fullmatch(name)][:MAX_NAMES_LISTED]
+    allowed = (name for name in distinct if HEADER_NAME.fullmatch(name))
+    listed = list(islice(allowed, MAX_NAMES_LISTED))
     rest = len(distinct) - len(listed)
     if rest:
         listed.append(f"and {rest} more")
