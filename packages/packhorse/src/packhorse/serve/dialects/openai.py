@@ -35,6 +35,7 @@ from packhorse.serve.dialects.schemas import (
     GET_STATUSES,
     NO_EFFECT,
     Direction,
+    EmbeddingsError,
     LenientBody,
     ListOf,
     LongText,
@@ -223,7 +224,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     calibration = vectors.load_calibration(settings.calibration, models)
     tags: Any = ["OpenAI"]
     get = partial(app.get, tags=tags, responses=error_responses(OpenAiError, GET_STATUSES))
-    post = post_routes(app, tags[0], OpenAiError)
+    post = post_routes(app, tags[0], EmbeddingsError)
 
     @post("/v1/embeddings", response_model=OpenAiEmbeddings)
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
