@@ -1,6 +1,6 @@
 """The client of text-embeddings-inference that speaks gRPC; each of its calls is a stream.
 
-Its classification and ranking ask `Info` first, and refuse a server whose first model makes vectors.
+Its classification and ranking ask `Info` first, and refuse a server whose first model embeds.
 """
 
 # package: tei-client
