@@ -156,6 +156,30 @@ async def rerank(
     return ranked, result
 
 
+async def label(
+    request: Request,
+    model: ServedModel,
+    texts: Sequence[TaskInput],
+    truncation: Truncation,
+    *,
+    stride: int | None = None,
+    **options: Any,
+) -> CallResult:
+    """Find the entities of each text; with `stride` a long one is read in windows.
+
+    Windows may share at most half of their tokens, so that a text is read at most twice.
+    """
+    if stride is None:
+        return await run_task(request, model, "label", texts, truncation, **options)
+    length = model.encoder.max_length
+    max_stride = (length - model.encoder.tokenizer.specials_per(pair=False)) // 2
+    if stride > max_stride:
+        raise InputError(f"stride is {stride}; windows of {length} tokens can share {max_stride}")
+    return await run_task(
+        request, model, "label", texts, truncation, stride=stride, long=None, **options
+    )
+
+
 async def answer(
     request: Request,
     model: ServedModel,

@@ -4,7 +4,7 @@ Shared by the dialects whose bodies name a number type (`output_dtype`, `embeddi
 the texts are for (`input_type`, `task`).
 
 int8 and uint8 use the ranges of `--calibration`. Without it the ranges are fixed, so that a vector
-does not depend on the other inputs of its request: see `runtime.precision.unit_ranges`.
+does not depend on the other inputs of its request: see `runtime.precision.quantize_singly`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Literal
 import numpy as np
 
 from packhorse.errors import InputError
-from packhorse.runtime.precision import Precision, load_ranges, quantize, unit_ranges
-from packhorse.serve.dialects.tasks import unit
+from packhorse.runtime.precision import Precision, load_ranges, quantize_singly
 from packhorse.serve.hosting import ServedModel, ServedModels
 
 NumberType = Literal["float", "int8", "uint8", "binary", "ubinary"]
@@ -66,19 +65,14 @@ def quantize_vectors(
     if numbers == "float":
         return vectors
     precision: Precision = numbers
-    if numbers in ("binary", "ubinary"):
-        return list(quantize(np.stack(vectors), precision))
     ranges = calibration.get(model.name)
     width = len(vectors[0])
-    if ranges is None:
-        vectors = [unit(vector) for vector in vectors]
-        ranges = unit_ranges(width)
-    elif ranges.shape[1] != width:
+    if numbers in ("int8", "uint8") and ranges is not None and ranges.shape[1] != width:
         raise InputError(
             f"the ranges of --calibration are for {ranges.shape[1]} dimensions, these vectors have "
             f"{width}; ask for {ranges.shape[1]}, or calibrate the server with vectors of {width}"
         )
-    return list(quantize(np.stack(vectors), precision, ranges))
+    return list(quantize_singly(np.stack(vectors), precision, ranges))
 
 
 def to_base64(
