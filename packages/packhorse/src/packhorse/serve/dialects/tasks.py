@@ -72,11 +72,15 @@ async def run_task(
     **options: Any,
 ) -> CallResult:
     """Run a task for each text; texts longer than the model takes are cut or refused."""
-    max_length = model.encoder.max_length
+    limit = model.encoder.max_length
+    whose = f"{model.name} takes"
+    if 0 < (options.get("max_length") or 0) < limit:
+        limit = options["max_length"]
+        whose = "the request allows"
     for number, text in enumerate(texts):
-        if is_ids(text) and len(cast("Sequence[int]", text)) > max_length:
+        if is_ids(text) and len(cast("Sequence[int]", text)) > limit:
             raise TooLarge(
-                f"input {number} has more token ids than the {max_length} that {model.name} takes; "
+                f"input {number} has more token ids than the {limit} that {whose}; "
                 "token ids are never truncated"
             )
     allowed = truncation.is_allowed(request.app.state.settings)

@@ -9,6 +9,7 @@ does not depend on the other inputs of its request: see `runtime.precision.quant
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from packhorse.serve.hosting import ServedModel, ServedModels
 NumberType = Literal["float", "int8", "uint8", "binary", "ubinary"]
 FloatType = Literal["float32", "float16", "bfloat16"]
 Endianness = Literal["native", "little", "big"]
+MAX_INLINE_BYTES = 1 << 18  # of vectors that are written as base64 on the event loop
+BASE64_PART = 3 << 18  # bytes
 Ranges = Mapping[str, np.ndarray]  # [2, dimensions] by the name of the model
 
 # What a client may call a purpose, and the names of prompts that serve it, best first.
@@ -75,10 +78,19 @@ def quantize_vectors(
     return list(quantize_singly(np.stack(vectors), precision, ranges))
 
 
+async def base64_texts(
+    vectors: Sequence[np.ndarray], floats: FloatType = "float32", endianness: Endianness = "little"
+) -> list[str]:
+    """Return the bytes of each array as text; many are written in a thread, off the event loop."""
+    if sum(vector.nbytes for vector in vectors) <= MAX_INLINE_BYTES:
+        return [to_base64(vector, floats, endianness) for vector in vectors]
+    return await asyncio.to_thread(lambda: [to_base64(v, floats, endianness) for v in vectors])
+
+
 def to_base64(
     vector: np.ndarray, floats: FloatType = "float32", endianness: Endianness = "little"
 ) -> str:
-    """Return the bytes of a vector as text; those of floats in this type and byte order."""
+    """Return the bytes of an array as text; those of floats in this type and byte order."""
     if vector.dtype.kind == "f":
         if floats == "bfloat16":
             vector = _bfloat16_bits(vector.astype(np.float32))
@@ -86,7 +98,13 @@ def to_base64(
             vector = vector.astype(floats, copy=False)
         if endianness == "big":  # all processors that we run on are little-endian
             vector = vector.byteswap()
-    return base64.b64encode(vector.tobytes()).decode()
+    content = memoryview(vector.tobytes())
+    # In parts, because encoding holds Python's global lock; whole groups of three bytes each.
+    parts = [
+        base64.b64encode(content[begin : begin + BASE64_PART])
+        for begin in range(0, len(content), BASE64_PART)
+    ]
+    return b"".join(parts).decode()
 
 
 def _bfloat16_bits(vector: np.ndarray) -> np.ndarray:
