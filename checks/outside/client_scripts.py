@@ -19,6 +19,7 @@ REGISTERED = re.compile(
     r"""\bmethod\(\s*(?P<quote>["'])(?P<name>.+?)(?P=quote),\s*"(?P<kind>[^"]+)\""""
 )
 PACKAGE = re.compile(r"""(?:#|//) package: (\S+)""")
+NEEDS = re.compile(r"""(?:#|//) needs: (\S+)""")
 HEAD = """# Clients
 
 Client libraries that are run against `packhorse serve` as their users run them: with their
@@ -27,8 +28,9 @@ vectors equal to `packhorse.load(…).embed(texts)` to 1e-5; rankings, labels, e
 the same. "2,048 texts" are sent as the client sends them, in one request or in several; "a long
 text" has more tokens than the model takes, and the client does not shorten it.
 
-The tables are written by `make test-outside PACKHORSE_TEST_CLIENTS=1`, which runs the scripts of
-`checks/outside/clients`, each in an environment of its own.
+The tables are written by `make test-outside PACKHORSE_TEST_CLIENTS=1 PACKHORSE_TEI_PROTO=FOLDER`,
+which runs the scripts of `checks/outside/clients`, each in an environment of its own. FOLDER is the
+absolute path of `proto` in a clone of text-embeddings-inference, for its gRPC services.
 """
 TABLE = "| client | version | method | works |\n| --- | --- | --- | --- |\n"
 
@@ -43,6 +45,7 @@ class Row:
     version: str
     method: str
     kind: str
+    needs: str = ""  # an environment variable without which the script cannot run
 
     @property
     def client(self) -> str:
@@ -89,6 +92,7 @@ def _rows(script: Path) -> list[Row]:
     package = PACKAGE.search(source)
     assert package, f"{script.name} does not name its package"
     version = pins(script.parent)[package[1]]
+    needs = NEEDS.search(source)
     return [
         Row(
             script.parent.name,
@@ -97,6 +101,7 @@ def _rows(script: Path) -> list[Row]:
             version,
             match["name"],
             match["kind"],
+            needs[1] if needs else "",
         )
         for match in REGISTERED.finditer(source)
     ]

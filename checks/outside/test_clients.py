@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -46,8 +47,8 @@ QUESTION = "what carries sacks"
 MASKED = "the horse carries [MASK] to market"
 # By the head that the fixture `tiny` gives them.
 SMALL_MODELS = {
+    "judge": "classify",  # before the ranker: gRPC's Predict takes the first that can classify
     "ranker": "rerank",
-    "judge": "classify",
     "tagger": "tokens",
     "reader": "span",
     "filler": "mlm",
@@ -109,8 +110,14 @@ class Models:
         ranking = self.load("ranker").rerank(QUERY, DOCUMENTS)
         return [(ranked.index, 1 / (1 + np.exp(-ranked.score))) for ranked in ranking]
 
+    def first_two(self) -> list[tuple[int, float]]:
+        return self.ranking()[:2]
+
     def labels(self) -> dict[str, float]:
         return self.load("judge").classify([STATEMENT])[0].scores
+
+    def labels_of_a_pair(self) -> dict[str, float]:
+        return self.load("judge").classify([(QUESTION, STATEMENT)])[0].scores
 
     def entities(self) -> list[tuple[str, str, int, int]]:
         entities = self.load("tagger").label([STATEMENT])[0]
@@ -130,8 +137,17 @@ class Models:
     def tokens(self) -> list[int]:
         return self.load("mini").tokenize(TEXTS[:1])[0].ids.tolist()
 
+    def states(self) -> Any:
+        return self.load("mini").hidden(TEXTS[:1])[0].states
+
+    def decoded(self) -> str:
+        return self.load("mini").tokenizer.decode(self.tokens(), True)
+
     def tokens_of_the_text(self) -> list[int]:
         return self.tokens()[1:-1]  # without [CLS] and [SEP]
+
+    def unknown_model(self) -> str:
+        return f"no model of that name is served; there are: {', '.join(self.folders)}"
 
     def models(self) -> list[str]:
         return list(self.folders)
@@ -187,9 +203,18 @@ def models(minilm: Path, tiny: Callable[[str], Path]) -> Models:
 
 
 @pytest.fixture(scope="module")
-def url(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a server of all models, with its default settings."""
+def grpc_port() -> int:
+    """A port that was free a moment ago: gRPC binds by itself and takes no 0."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        return unused.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def url(models: Models, grpc_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of a server of all models, with its default settings and gRPC."""
     words = [f"--model={name}={path}" for name, path in models.folders.items()]
+    words.append(f"--grpc-port={grpc_port}")
     with running_server(tmp_path_factory.mktemp("server"), words) as url:
         yield url
 
@@ -231,6 +256,7 @@ def running_server(folder: Path, words: list[str]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def answers(
     url: str,
+    grpc_port: int,
     decoding_url: str,
     tiktoken_cache: Path,
     environments: Path,
@@ -243,6 +269,7 @@ def answers(
         json.dumps(
             {
                 "url": url,
+                "grpc_address": f"127.0.0.1:{grpc_port}",
                 "decoding_url": decoding_url,
                 "texts": TEXTS,
                 "many": MANY,
@@ -259,14 +286,16 @@ def answers(
     )
 
     @cache
-    def run(group: str, script: str) -> dict[str, Any]:
+    def run(group: str, script: str, needs: str) -> dict[str, Any]:
+        if needs and needs not in os.environ:
+            pytest.skip(f"{needs} is not set")
         results = folder / f"{group}-{script}.json"
         interpreter, scripts = prepare(FOLDER / group, environments / group)
         (file,) = scripts.glob(f"client_{script}.*")
         completed = subprocess.run(
             [interpreter, str(file), str(inputs), str(results)],
             cwd=folder,
-            env=environment(folder, tiktoken_cache),
+            env=environment(folder, tiktoken_cache, needs),
             capture_output=True,
             text=True,
             timeout=SECONDS,
@@ -274,7 +303,7 @@ def answers(
         assert results.exists(), completed.stdout + completed.stderr
         return json.loads(results.read_text("utf-8"))
 
-    return lambda row: run(row.group, row.script)
+    return lambda row: run(row.group, row.script, row.needs)
 
 
 def prepare(group: Path, folder: Path) -> tuple[str, Path]:
@@ -306,9 +335,9 @@ def prepare(group: Path, folder: Path) -> tuple[str, Path]:
     return "node", scripts
 
 
-def environment(folder: Path, tiktoken_cache: Path) -> dict[str, str]:
+def environment(folder: Path, tiktoken_cache: Path, needs: str) -> dict[str, str]:
     """The variables of a script: nothing of ours but the harness, nothing sent to their makers."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", needs) if name in os.environ}
     return kept | {
         "HOME": str(folder),
         "PYTHONPATH": str(FOLDER),

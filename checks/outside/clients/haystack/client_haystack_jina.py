@@ -24,6 +24,15 @@ def embed_documents() -> list[list[float]]:
     return [document.embedding for document in documents]
 
 
+@method("JinaTextEmbedder.run, the message of an error", "unknown_model")
+def name_a_wrong_model() -> str:
+    try:
+        JinaTextEmbedder(**{**settings, "model": "none"}).run(inputs.texts[0])
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
 @method("JinaRanker.run", "ranking")
 def rank() -> list[tuple[int, float]]:
     documents = [

@@ -117,4 +117,9 @@ def rerank_voyage() -> list[tuple[int, float]]:
     return rerank("voyage/ranker", "/v1")
 
 
+@method("rerank, voyage/, top_n=2", "first_two")
+def rerank_voyage_best() -> list[tuple[int, float]]:
+    return rerank("voyage/ranker", "/v1", top_n=2)
+
+
 run()

@@ -29,4 +29,10 @@ def rerank() -> list[tuple[int, float]]:
     return [(result.index, result.relevance_score) for result in response.results]
 
 
+@method("Client.rerank, top_k=2", "first_two")
+def rerank_best() -> list[tuple[int, float]]:
+    response = client.rerank(inputs.query, inputs.documents, model="ranker", top_k=2)
+    return [(result.index, result.relevance_score) for result in response.results]
+
+
 run()

@@ -268,6 +268,25 @@ def entities(
     return [span for span in spans if span.label != "O" and span.end > span.start]
 
 
+def without_overlaps(spans: Sequence[Entity]) -> list[Entity]:
+    """Entities of windows that share tokens, with one where several windows found the same.
+
+    In the order of the text. Of two that overlap the longer one stays, or the surer one of equal
+    length, as in transformers: a window that cuts an entity sees less of it.
+    """
+    kept: list[Entity] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if not kept or span.start >= kept[-1].end:
+            kept.append(span)
+        elif _rank(span) > _rank(kept[-1]):
+            kept[-1] = span
+    return kept
+
+
+def _rank(span: Entity) -> tuple[int, float]:
+    return span.end - span.start, span.score
+
+
 def _words(encoding: Encoding, continues: np.ndarray) -> list[list[int]]:
     """The tokens of each word of the text."""
     words: list[list[int]] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 Cli = Callable[..., Any]
@@ -119,6 +121,16 @@ def test_what_cannot_be_meant_is_refused(cli: Cli, tiny: Tiny, tmp_path: Path) -
         (squad(path, "--predictions-in", path), "question 'data': not a text"),
         (squad(path, "-m", tiny("embed")), "no 'span' head"),
         (squad(path, "-m", tiny("span"), "--stride", 64), "stride is 64"),
+        (squad(path, "-m", "x", "--precision", "int8"), "--precision is for --task stsb or sts"),
+        (
+            [*task("stsb", path), "--precision", "int8", "--beside", "transformers"],
+            "leave out --beside",
+        ),
+        ([*task("stsb", path), "--calibration", path], "pass --precision int8"),
+        (
+            [*task("stsb", path), "--precision", "int8", "--calibration", path],
+            "not an array that numpy.save wrote",
+        ),
         (["evaluate", "--task", "chess", "--input", path], "chess"),
         (["evaluate", "--task", "squad"], "input"),
     ]:
@@ -179,6 +191,52 @@ def test_real_pairs_are_equal_to_four_digits(
     assert document["ratio"] == pytest.approx(
         document["engines"][1]["seconds"] / document["engines"][0]["seconds"]
     )
+
+
+def test_vectors_in_fewer_bytes_are_scored_beside_floats(
+    cli: Cli, minilm: Path, shared_data: Path, tmp_path: Path
+) -> None:
+    """Equal to scipy's correlation over what sentence-transformers' function makes of vectors."""
+    stats = pytest.importorskip("scipy.stats")
+    quantization = pytest.importorskip("sentence_transformers.util.quantization")
+    import packhorse
+    from packhorse.runtime.precision import unit_ranges
+
+    source = shared_data / "glue" / "stsb-en-dev.csv"
+    rows = list(csv.reader(source.read_text("utf-8").splitlines()[:64]))
+    texts = tmp_path / "texts.csv"
+    with texts.open("w", encoding="utf-8") as file:
+        csv.writer(file).writerows([["text"], *([row[0]] for row in rows)])
+    model = ("-m", minilm, "--device", "cpu", "--dtype", "fp32")
+    ranges = tmp_path / "ranges.npy"
+    written = cli("run", "--task", "embed", "--input", texts, *model, "--write-calibration", ranges)
+    assert written.code == 0 and "64 texts calibrate badly" in written.err, written.err
+    flags = ("--limit", 64, "--precision", "int8", "--precision", "ubinary", "--json")
+    document = cli(*task("stsb", source, *model, *flags, "--calibration", ranges)).document
+    assert sides(document) == [
+        *("packhorse", "packhorse int8", "packhorse int8 calibrated", "packhorse ubinary")
+    ]
+    assert document["largest_difference"] is None
+
+    vectors = packhorse.load(minilm).embed([row[0] for row in rows] + [row[1] for row in rows])
+    scores = [float(row[2]) for row in rows]
+    own_ranges = np.stack([vectors[:64].min(axis=0), vectors[:64].max(axis=0)])
+    assert np.abs(np.load(ranges) - own_ranges).max() < 1e-6
+    expected = [
+        vectors,
+        quantization.quantize_embeddings(vectors, "int8", unit_ranges(384)),
+        quantization.quantize_embeddings(vectors, "int8", np.load(ranges)),
+        np.sign(vectors),
+    ]
+    correlations = []
+    for engine, matrix in zip(document["engines"], expected, strict=True):
+        unit = matrix.astype(np.float64)
+        unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+        # Pearson's: ties of bits are broken by rounding, which moves Spearman's.
+        correlation = stats.pearsonr((unit[:64] * unit[64:]).sum(axis=1), scores).statistic
+        assert engine["metrics"]["cosine_pearson"] == pytest.approx(correlation, abs=1e-4)
+        correlations.append(correlation)
+    assert abs(correlations[0] - correlations[3]) > 1e-3, "the control: bits are others"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -213,6 +214,8 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     with (odd / "vocab.txt").open("a") as words:
         words.write("extra\n")
     model, out = ["-m", tiny("embed")], ["--out", tmp_path / "o.jsonl"]
+    int8 = ["--task", "embed", "--precision", "int8"]
+    np.save(tmp_path / "five.npy", np.array([[0.0] * 5, [1.0] * 5]))
     cases = [
         ([""], "text 1 is empty"),
         (["one", "  "], "text 2 is empty"),
@@ -238,6 +241,13 @@ def test_mistakes_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
         (["--task", "embed", "--prompt", "x", *model], "no prompt 'x'"),
         (["--task", "rerank", *model], "rerank needs --query"),
         (["--task", "answer", *model], "answer needs --question"),
+        (["--precision", "int8", *model], "--precision is for the task embed"),
+        (["--write-calibration", tmp_path / "r.npy", *model], "--write-calibration is for the"),
+        ([*int8, "--write-calibration", tmp_path / "r.npy"], "leave out --out, --perf and"),
+        (["--task", "embed", "--precision", "binary", "-p"], "leave out --precision"),
+        (["--task", "embed", "--calibration", odd], "--calibration is for --precision int8"),
+        ([*int8, "--calibration", tmp_path / "gaps.txt"], "not an array that numpy.save wrote"),
+        ([*int8, "--calibration", tmp_path / "five.npy", *model], "the ranges have 5 dimensions"),
         (["--query", "x"], "--query is for the tasks rerank and answer"),
         (["--pair", "alone"], "text 1: not a pair"),
         (["--task", "fill", "--pair", "a\tb"], "fill takes single texts"),
@@ -305,6 +315,101 @@ def test_every_format_holds_the_same(cli: Cli, tiny: Tiny, several: Path, tmp_pa
     assert not list(tmp_path.glob("*.partial*"))
 
 
+@pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
+def test_vectors_in_fewer_bytes(
+    precision: str, cli: Cli, tiny: Tiny, several: Path, tmp_path: Path
+) -> None:
+    """They are those of `encode`, and so of sentence-transformers' own function."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantization = pytest.importorskip("sentence_transformers.util.quantization")
+    import packhorse
+    from packhorse.runtime import calibrate
+
+    encoder = packhorse.load(tiny("embed"))
+    texts = [json.loads(line)["text"] for line in several.read_text().splitlines()]
+    np.save(tmp_path / "ranges.npy", ranges := calibrate(vectors := encoder.embed(texts)))
+    command = ["run", "--input", several, "--task", "embed", "-m", tiny("embed"), "--chunk", "100"]
+    command += ["--precision", precision]
+    if precision.endswith("int8"):
+        command += ["--calibration", tmp_path / "ranges.npy"]
+    for suffix in (".npy", ".jsonl", ".parquet"):
+        result = cli(*command, "--out", tmp_path / f"v{suffix}")
+        assert result.code == 0, result.err
+    expected = quantization.quantize_embeddings(vectors, precision, ranges)
+    assert (encoder.encode(texts, precision=precision, ranges=ranges) == expected).all()
+    written = np.load(tmp_path / "v.npy")
+    assert written.dtype == expected.dtype and written.shape == expected.shape
+    # Batches are cut otherwise, so that a number in ten thousand is on the other side of a step.
+    different = written != expected
+    assert different.mean() < 1e-3 and (abs(1.0 * written - expected) <= 1)[different].all()
+    assert (expected[1:] != expected[:-1]).mean() > 0.1, "the control: vectors differ"
+    for name in ("v.jsonl", "v.parquet"):
+        assert [row["vector"] for row in read(tmp_path / name)] == written.tolist()
+    (column,) = {str(parquet.read_schema(tmp_path / "v.parquet").field("vector").type)}
+    assert column == f"list<element: {expected.dtype}>"
+    metadata = json.loads((tmp_path / "v.npy.meta.json").read_text())
+    assert metadata["precision"] == precision
+    assert bool(metadata["calibration"]) == precision.endswith("int8")
+
+
+def test_bytes_without_calibration_do_not_depend_on_the_other_texts(
+    cli: Cli, tiny: Tiny, several: Path, tmp_path: Path
+) -> None:
+    """They are the server's, by fixed ranges; `several` is cut into three chunks."""
+    import packhorse
+    from packhorse.runtime.precision import quantize, unit_ranges
+
+    command = ["run", "--task", "embed", "-m", tiny("embed"), "--precision", "int8"]
+    out = tmp_path / "v.npy"
+    assert cli(*command, "--input", several, "--chunk", "100", "--out", out).code == 0
+    texts = [json.loads(line)["text"] for line in several.read_text().splitlines()]
+    vectors = packhorse.load(tiny("embed")).embed(texts)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    expected = quantize(vectors, "int8", unit_ranges(vectors.shape[1]))
+    assert (np.load(out) != expected).mean() < 1e-3
+    (row,) = cli(*command, texts[0], "--json").document["results"]
+    assert abs(np.array(row["vector"]) - expected[0]).max() <= 1
+    shown = cli(*command, texts[0]).out
+    assert f" {row['vector'][0]} " in shown and "." not in shown.splitlines()[-1].split()[-1]
+
+
+def test_ranges_are_written_in_chunks(cli: Cli, tiny: Tiny, several: Path, tmp_path: Path) -> None:
+    import packhorse
+    from packhorse.runtime import calibrate
+
+    out = tmp_path / "ranges.npy"
+    command = ["run", "--task", "embed", "-m", tiny("embed"), "--write-calibration", out]
+    document = cli(*command, "--input", several, "--chunk", "70", "--json").document
+    texts = [json.loads(line)["text"] for line in several.read_text().splitlines()]
+    expected = calibrate(packhorse.load(tiny("embed")).embed(texts))
+    assert np.abs(np.load(out) - expected).max() < 1e-6 and document["rows"] == 300
+    assert np.load(out).dtype == np.float32
+    assert "pass --overwrite" in cli(*command, "hello").err
+    result = cli(*command, "hello", "--overwrite")
+    assert result.code == 0 and "1 texts calibrate badly" in result.err
+
+
+def test_bytes_are_not_continued_with_other_ranges(
+    cli: Cli, tiny: Tiny, several: Path, tmp_path: Path
+) -> None:
+    np.save(ranges := tmp_path / "ranges.npy", np.array([[-1.0] * 32, [1.0] * 32]))
+    whole = several.read_text()
+    several.write_text(whole + "{broken\n")
+    out = tmp_path / "v.npy"
+    command = ["run", "--task", "embed", "-m", tiny("embed"), "--precision", "int8", "--chunk", "9"]
+    command += ["--input", several, "--out", out]
+    calibrated = [*command, "--calibration", ranges]
+    assert "line 301" in cli(*calibrated).err
+    again = cli(*calibrated)
+    assert "resuming after 297 rows" in again.err and "line 301" in again.err
+    assert "another calibration" in cli(*command).err
+    np.save(ranges, np.array([[-2.0] * 32, [1.0] * 32]))
+    assert "another calibration" in cli(*calibrated).err
+    command[command.index("int8")] = "uint8"
+    assert "another precision" in cli(*command).err
+
+
 @pytest.mark.parametrize("task", ["hidden", "fill", "classify", "label", "answer"])
 def test_other_tasks_into_files(task: str, cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     head = {"hidden": "span", "fill": "mlm", "label": "tokens", "answer": "span"}.get(task, task)
@@ -322,6 +427,23 @@ def test_other_tasks_into_files(task: str, cli: Cli, tiny: Tiny, tmp_path: Path)
         assert [row["id"] for row in rows] == [0, 1, 2]
         for row, changed in zip(rows, shown, strict=True):
             same(row, {key: value for key, value in changed.items() if key != "text"})
+
+
+def test_windows_over_long_texts(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    import packhorse
+
+    long = "The good horse carries sacks to market. " * 40
+    out = tmp_path / "o.jsonl"
+    command = ["run", long, "--task", "label", "-m", tiny("tokens"), "--stride", "9"]
+    assert cli(*command, "--out", out).code == 0
+    (row,) = read(out)
+    (entities,) = packhorse.load(tiny("tokens")).label([long], stride=9)
+    places = [(entity.label, entity.start, entity.end) for entity in entities]
+    assert [(e["label"], e["start"], e["end"]) for e in row["entities"]] == places
+    assert places[-1][2] > len(long) - 100
+    assert cli(*command[:-2], "--json").document["results"][0]["entities"][-1]["end"] < 500
+    refused = cli("run", "--stride", "9")
+    assert refused.code == 2 and "--stride is for the tasks label and answer" in refused.err
 
 
 def same(first: object, second: object) -> None:

@@ -317,6 +317,7 @@ def test_a_long_answer_is_written_in_parts(monkeypatch) -> None:
         [rng.standard_normal((50, 33), np.float32), np.zeros((0, 33), np.float32)],
         {"data": [{"embedding": vector, "index": i} for i, vector in enumerate(vectors)], "n": 1},
         {"a": {"b": ["é" for _ in range(2000)], 'quote"d': None}, "c": []},
+        {"data": [{"embedding": "QUJD" * 250, "index": i} for i in range(40)]},
         rng.standard_normal(1000, np.float32),
     ]
     for document in documents:

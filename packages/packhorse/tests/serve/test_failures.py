@@ -59,6 +59,21 @@ def test_openai_errors_name_the_parameter(served, content: bytes, status: int, p
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
 
 
+def test_errors_about_embeddings_have_what_clients_of_openai_and_of_jina_read(served) -> None:
+    answer = served.post("/v1/embeddings", {"input": "a", "model": "none"}).json()
+    assert answer["detail"] == answer["error"]["message"] and "served" in answer["detail"]
+    assert "detail" not in served.get("/v1/models/none").json()
+
+
+def test_a_client_that_names_no_content_type_is_read_and_told_what_is_wrong(served) -> None:
+    def post(content: bytes, **headers: str) -> Any:
+        return served.post("/v1/embeddings", content=content, headers=headers)
+
+    assert post(b'{"input": "the cat"}').status_code == 200
+    assert post(b'{"input": 5}').json()["error"]["param"] == "input"
+    assert post(b'{"input": "the cat"}', origin="https://other.example").status_code == 415
+
+
 def test_what_was_sent_is_not_repeated_at_length(served) -> None:
     documents = [{"brown mule " * 100 + str(i): i for i in range(500)}]
     answer = served.post("/v1/rerank", {"query": "a", "documents": documents})

@@ -362,6 +362,31 @@ def test_only_its_own_script_and_its_own_server(visit, watched, site) -> None:
     assert page.evaluate("window.foreign") is None
 
 
+def test_a_page_of_another_site_that_sends_bytes_without_a_type_names_its_origin(browser) -> None:
+    """What the guard relies on when it reads a body without Content-Type."""
+    posts: list[dict[bytes, bytes]] = []
+
+    async def blank(scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "POST":
+            posts.append(dict(scope["headers"]))
+        headers = [(b"content-type", b"text/html"), (b"referrer-policy", b"no-referrer")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    sites = [at_port(blank) for _ in range(2)]
+    page = browser.new_page()
+    page.goto(sites[0][0])
+    page.evaluate(
+        """url => fetch(url, { method: "POST", mode: "no-cors", body: new Uint8Array([123]) })""",
+        sites[1][0],
+    )
+    page.close()
+    for _, end in sites:
+        end()
+    (headers,) = posts
+    assert b"content-type" not in headers and b"origin" in headers
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_theme_follows_the_system_until_it_is_chosen(visit, scheme) -> None:
     page = visit(color_scheme=scheme)

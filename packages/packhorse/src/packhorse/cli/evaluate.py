@@ -31,6 +31,8 @@ from packhorse.cli.flags import DEFAULT_MODEL, ModelFlags, flag
 from packhorse.errors import InputError, PackhorseError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from packhorse.data.tasks.labeled import LabeledTexts
     from packhorse.data.tasks.retrieval import Collection
     from packhorse.data.tasks.squad import Score, SquadQuestion
@@ -53,6 +55,7 @@ SQUAD_PARTS = {
 # The tasks of each flag; a flag that is not listed belongs to all of them.
 SQUAD_ONLY = ("squad",)
 LABELED = ("stsb", "sts", "classification")
+VECTORS_ONLY = ("stsb", "sts", "retrieval")
 NOT_SQUAD = ("stsb", "sts", "retrieval", "classification")
 TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "stride": SQUAD_ONLY,
@@ -68,6 +71,8 @@ TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "split": ("retrieval",),
     "similarity": ("retrieval",),
     "skip_same_id": ("retrieval",),
+    "precision": VECTORS_ONLY,
+    "calibration": VECTORS_ONLY,
     "peer": NOT_SQUAD,
     "batch_size": NOT_SQUAD,
     "note": NOT_SQUAD,
@@ -155,6 +160,21 @@ class EvaluateFlags:
             help="For retrieval: never count the document with the query's own id (ArguAna).",
         ),
     ] = False
+    precision: Annotated[
+        tuple[Literal["int8", "ubinary"], ...],
+        flag(
+            group=COMPARED,
+            help="For similarity and retrieval: also score vectors in bytes (int8) or bits "
+            "(ubinary), beside our own; repeatable.",
+        ),
+    ] = ()
+    calibration: Annotated[
+        Path | None,
+        flag(
+            group=COMPARED,
+            help="Also score int8 by the ranges of this file, which run --write-calibration wrote.",
+        ),
+    ] = None
     note: Annotated[
         Path | None,
         flag(
@@ -212,6 +232,7 @@ def evaluate(flags: EvaluateFlags) -> None:
 
     Try:
       packhorse evaluate --task stsb --input stsb-en-dev.csv
+      packhorse evaluate --task stsb --input dev.csv --precision int8 --precision ubinary
       packhorse evaluate --task retrieval --input ./scifact --beside none
       packhorse evaluate --task retrieval --input dev-v1.1.json --json
       packhorse evaluate --task classification --input test.tsv --train train.tsv
@@ -226,7 +247,7 @@ def evaluate(flags: EvaluateFlags) -> None:
 
 
 def _check_flags(flags: EvaluateFlags) -> None:
-    """Refuse counts below 1, and flags of another task."""
+    """Refuse counts below 1, flags of another task, and those that contradict each other."""
     for name in POSITIVE_FLAGS:
         value = getattr(flags, name)
         if value is not None and value < 1:
@@ -235,6 +256,14 @@ def _check_flags(flags: EvaluateFlags) -> None:
         tasks = TASKS_OF_FLAG.get(field.name, (flags.task,))
         if flags.task not in tasks and getattr(flags, field.name) != field.default:
             raise InputError(f"{_spelling(field.name)} is for --task {' or '.join(tasks)}")
+    if flags.precision and flags.peer not in (None, "none"):
+        raise InputError("--precision compares our own vectors; leave out --beside")
+    if flags.calibration and "int8" not in flags.precision:
+        raise InputError("--calibration has ranges of int8; pass --precision int8")
+    if flags.calibration:
+        from packhorse.runtime.precision import load_ranges
+
+        load_ranges(flags.calibration)  # refuses what is no such file
 
 
 def _spelling(field_name: str) -> str:
@@ -382,12 +411,14 @@ def _score_engines(
     """Score ours, then the peer; the peer is opened first, so that its errors show at once."""
     from packhorse.reports import quality, text_peers
     from packhorse.runtime.encoder import TruncationWarning
-    from packhorse.runtime.evaluation.reading import reader
+    from packhorse.runtime.evaluation.reading import quantized, reader
 
-    peer = None if flags.peer == "none" else text_peers.choose_peer(flags.peer, work.head)
-    if peer is None and flags.peer is None:
+    is_alone = flags.peer == "none" or bool(flags.precision)
+    peer = None if is_alone else text_peers.choose_peer(flags.peer, work.head)
+    if peer is None and not is_alone:
         note("neither sentence-transformers nor transformers is installed: ours alone is scored")
     max_length = flags.max_length if (flags.max_length or 0) > 0 else None
+    precisions = _precisions(flags)
     scores: list[EngineScore] = []
 
     def measure(engine: str, read: "TextReader") -> None:
@@ -407,11 +438,27 @@ def _score_engines(
                 )
                 peer_reader = text_peers.open_peer(peer, setting)
         with summarize_warnings(TruncationWarning):
-            measure(quality.OURS, reader(encoder, work.head, max_length))
+            ours = reader(encoder, work.head, max_length)
+            measure(quality.OURS, ours)
+            for name, precision, ranges in precisions:
+                measure(name, quantized(ours, precision, ranges))
         with _optional_peer(flags):
             if peer and peer_reader:
                 measure(peer, peer_reader)
     return scores
+
+
+def _precisions(flags: EvaluateFlags) -> "list[tuple[str, str, np.ndarray | None]]":
+    """Return the number types to score beside floats: a name, the type, its ranges."""
+    from packhorse.reports.quality import OURS
+    from packhorse.runtime.precision import load_ranges
+
+    rows: list[tuple[str, str, np.ndarray | None]] = []
+    for precision in flags.precision:
+        rows.append((f"{OURS} {precision}", precision, None))
+        if precision == "int8" and flags.calibration:
+            rows.append((f"{OURS} int8 calibrated", precision, load_ranges(flags.calibration)))
+    return rows
 
 
 @contextmanager
@@ -447,7 +494,7 @@ def _show_scores(
     from packhorse.reports import quality
     from packhorse.reports import tables as report
 
-    difference = quality.difference(scores)
+    difference = None if flags.precision else quality.difference(scores)
     shown = quality.table(scores)
     table(None, shown.columns, shown.rows)
     remarks = [] if difference is None else [f"largest difference of a measure: {difference:.1e}"]

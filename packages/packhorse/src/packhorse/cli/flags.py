@@ -166,6 +166,28 @@ class RunFlags:
             "--top-k", "--top_k", group=TASK, help="For fill, answer and rerank: how many results."
         ),
     ] = None
+    stride: Annotated[
+        int | None,
+        flag(
+            group=TASK,
+            help="For label and answer: read long texts in windows that share this many tokens; "
+            "answer always does, label cuts them by default.",
+        ),
+    ] = None
+    precision: Annotated[
+        Literal["float32", "int8", "uint8", "binary", "ubinary"],
+        flag(
+            group=TASK,
+            help="For embed: a byte per number, or a bit; default float32.",
+        ),
+    ] = "float32"
+    calibration: Annotated[
+        Path | None,
+        flag(
+            group=TASK,
+            help="File with the ranges of int8 and uint8; default fixed ones, as the server's.",
+        ),
+    ] = None
 
     input: Annotated[
         str | None,
@@ -188,6 +210,14 @@ class RunFlags:
         flag(
             group=FILES,
             help="Write results to npy, jsonl or parquet. The same command resumes after a kill.",
+        ),
+    ] = None
+    write_calibration: Annotated[
+        Path | None,
+        flag(
+            group=FILES,
+            help="Write the ranges of the texts' vectors to this npy file, for --calibration here "
+            "and of serve.",
         ),
     ] = None
     overwrite: Annotated[
@@ -224,4 +254,12 @@ class RunFlags:
     @property
     def task_options(self) -> TaskOptions:
         """Return what the task needs besides its texts."""
-        return TaskOptions(self.query, self.prompt, self.top_k, self.max_length)
+        return TaskOptions(
+            self.query,
+            self.prompt,
+            self.top_k,
+            self.max_length,
+            self.precision,
+            self.calibration,
+            self.stride,
+        )

@@ -21,7 +21,7 @@ from packhorse.cli import perf
 from packhorse.cli.console import emit, note, summarize_warnings
 from packhorse.cli.flags import RunFlags
 from packhorse.cli.tasks import TASKS, prepare_texts, result_rows, spec_of
-from packhorse.cli.writing import run_facts, write
+from packhorse.cli.writing import run_facts, write, write_calibration
 from packhorse.data.output import Row, format_of
 from packhorse.data.tables import Record, read_texts, split_pair
 from packhorse.errors import InputError
@@ -44,6 +44,7 @@ def run(
       packhorse run "Paris is the capital of France." --task embed
       packhorse run --task answer --question "Who rode?" "Ann rode." -m FOLDER
       packhorse run --task embed --input texts.csv --column body --out vectors.npy
+      packhorse run --task embed --precision int8 --input texts.txt --out vectors.npy
       packhorse run --dtype bf16 --graphs -bs 12 -i 100 --perf
     """
     if not texts and not flags.input and _is_piped():
@@ -56,6 +57,9 @@ def run(
     with summarize_warnings(TruncationWarning):
         if flags.perf:
             _measure(records, encoder, flags)
+        elif flags.write_calibration:
+            facts = write_calibration(records, encoder, flags)
+            emit({**run_facts(encoder, flags), **facts}, flags.json)
         elif flags.out:
             emit({**run_facts(encoder, flags), **write(records, encoder, flags)}, flags.json)
         else:
@@ -84,10 +88,23 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
             raise InputError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
     has_copies = flags.batch_size > 1
     is_rerank = flags.task == "rerank"
+    is_quantized = flags.precision != "float32"
     conflicts = {
         "TEXT and --input both name texts; leave one out": texts and flags.input,
         "--column is for files; pass --input": flags.column and not flags.input,
         "--prompt is for the task embed": flags.prompt and flags.task != "embed",
+        "--stride is for the tasks label and answer": flags.stride is not None
+        and flags.task not in ("label", "answer"),
+        "--precision is for the task embed": is_quantized and flags.task != "embed",
+        "--calibration is for --precision int8 and uint8": flags.calibration
+        and flags.precision not in ("int8", "uint8"),
+        "--perf measures the model alone; leave out --precision": flags.perf and is_quantized,
+        "--write-calibration is for the task embed": flags.write_calibration
+        and flags.task != "embed",
+        "--write-calibration takes vectors as they are; leave out --out, --perf and --precision": (
+            flags.write_calibration and (flags.out or flags.perf or is_quantized)
+        ),
+        "--perf reads no windows; leave out --stride": flags.perf and flags.stride is not None,
         "--perf takes no --prompt; write it into the text": flags.prompt and flags.perf,
         "--perf measures and writes no results; leave out --out": flags.out and flags.perf,
         "--out writes each text once; leave out --batch-size and --iterations": flags.out
@@ -100,6 +117,10 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
     for message, conflict in conflicts.items():
         if conflict:
             raise InputError(message)
+    if flags.calibration:
+        from packhorse.runtime.precision import load_ranges
+
+        load_ranges(flags.calibration)  # refuses what is no such file
     if flags.out:  # refuses a format that cannot hold the results
         format_of(flags.out, {"vector": []} if flags.task == "embed" else {})
 

@@ -6,6 +6,7 @@ formats that must know them in advance. States and vectors stay arrays until the
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.console import short, table
@@ -29,6 +30,14 @@ class TaskOptions:
     prompt: str | None = None
     top_k: int | None = None
     max_length: int | None = None
+    precision: str = "float32"
+    calibration: Path | None = None
+    stride: int | None = None
+
+    @property
+    def vector_type(self) -> str:
+        """The number type of a vector."""
+        return {"binary": "int8", "ubinary": "uint8"}.get(self.precision, self.precision)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class Task:
     """A task: one row per text, in the order of the texts (rerank: of the ranking)."""
 
     rows: Callable[["Encoder", Sequence["Text"], TaskOptions], list["Row"]]
-    shape: Callable[["Encoder"], "Shape"]
+    shape: Callable[["Encoder", TaskOptions], "Shape"]
     show: Callable[[Sequence["Row"]], None]
     chunk: int = 2048  # texts per chunk of a file, so that their results fit in memory
 
@@ -89,6 +98,11 @@ def _hidden(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
 
 def _embed(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     vectors = encoder.embed(texts, prompt=options.prompt, max_length=options.max_length)
+    if options.precision != "float32":
+        from packhorse.runtime.precision import load_ranges, quantize_singly
+
+        ranges = load_ranges(options.calibration) if options.calibration else None
+        vectors = quantize_singly(vectors, options.precision, ranges)
     return [{"vector": vector} for vector in vectors]
 
 
@@ -107,7 +121,9 @@ def _rerank(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
 
 def _answer(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     pairs = [text for text in texts if isinstance(text, tuple)]
-    results = encoder.answer(pairs, top_k=options.top_k or 1, max_length=options.max_length)
+    results = encoder.answer(
+        pairs, top_k=options.top_k or 1, max_length=options.max_length, stride=options.stride
+    )
     return [{"answers": [asdict(answer) for answer in answers]} for answers in results]
 
 
@@ -119,13 +135,14 @@ def _fill(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> 
 
 def _label(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     single_texts = [str(text) for text in texts]
-    results = encoder.label(single_texts, max_length=options.max_length)
+    results = encoder.label(single_texts, max_length=options.max_length, stride=options.stride)
     return [{"entities": [asdict(entity) for entity in entities]} for entities in results]
 
 
 def _numbers(values: Any) -> list[str]:
     """Format the numbers at both ends of a vector."""
-    shown = [f"{float(value):+.4f}" for value in values]
+    style = "d" if values.dtype.kind in "iu" else "+.4f"
+    shown = [format(value, style) for value in values.tolist()]
     return shown if len(shown) <= 2 * EDGE else [*shown[:EDGE], "…", *shown[-EDGE:]]
 
 
@@ -200,16 +217,20 @@ _STATES = {"tokens": [str], "states": [["float32"]], "pooled": ["float32"]}
 _WORDS = {"masks": [[{"word": str, "score": float, "text": str, "id": int}]]}
 
 
-def _labels(encoder: "Encoder") -> "Shape":
+def _vector(encoder: "Encoder", options: TaskOptions) -> "Shape":
+    return {"vector": [options.vector_type]}
+
+
+def _labels(encoder: "Encoder", options: TaskOptions) -> "Shape":
     return {"label": str, "score": float, "scores": dict.fromkeys(encoder.labels, float)}
 
 
 TASKS = {
-    "hidden": Task(_hidden, lambda encoder: _STATES, _show_hidden, chunk=64),
-    "embed": Task(_embed, lambda encoder: {"vector": ["float32"]}, _show_embed),
-    "fill": Task(_fill, lambda encoder: _WORDS, _show_fill),
-    "answer": Task(_answer, lambda encoder: {"answers": [_SPAN]}, _show_answer),
+    "hidden": Task(_hidden, lambda *_: _STATES, _show_hidden, chunk=64),
+    "embed": Task(_embed, _vector, _show_embed),
+    "fill": Task(_fill, lambda *_: _WORDS, _show_fill),
+    "answer": Task(_answer, lambda *_: {"answers": [_SPAN]}, _show_answer),
     "classify": Task(_classify, _labels, _show_classify),
-    "rerank": Task(_rerank, lambda encoder: {}, _show_rerank),
-    "label": Task(_label, lambda encoder: {"entities": [{"label": str, **_SPAN}]}, _show_label),
+    "rerank": Task(_rerank, lambda *_: {}, _show_rerank),
+    "label": Task(_label, lambda *_: {"entities": [{"label": str, **_SPAN}]}, _show_label),
 }

@@ -1,5 +1,7 @@
 """Write the results of a stream of texts to a file, chunk by chunk, for `packhorse run --out`.
 
+The ranges of their vectors are written here too, for `--write-calibration`.
+
 Memory is bounded by one chunk. Everything that decides the rows (input, model, task, how it runs)
 is stored with the unfinished file, and work that was begun with other settings is not resumed. The
 model is known by the parts of its fingerprint, which the finished file carries too. For the input,
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packhorse import __version__
+from packhorse.atomic import new_file
 from packhorse.cli.console import note, progress
 from packhorse.cli.flags import RunFlags
 from packhorse.cli.tasks import TASKS, result_rows
@@ -46,9 +49,14 @@ def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dic
         "model": encoder.name,
         "fingerprint": str(fingerprint),
         "fingerprint_parts": fingerprint.parts,
+        **_number_facts(flags),
     }
     file = ResumableFile(
-        out, task.shape(encoder), settings, metadata=metadata, overwrite=flags.overwrite
+        out,
+        task.shape(encoder, flags.task_options),
+        settings,
+        metadata=metadata,
+        overwrite=flags.overwrite,
     )
     start = time.perf_counter()
     rows_before = file.rows
@@ -66,6 +74,35 @@ def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dic
     new_rows = file.rows - rows_before
     note(f"{out}: {file.rows:,} rows, {new_rows:,} of them new, in {seconds:.1f} s")
     return {"out": str(out), "rows": file.rows, "resumed_after": rows_before, "seconds": seconds}
+
+
+def write_calibration(
+    records: Iterable[Record], encoder: "Encoder", flags: RunFlags
+) -> dict[str, Any]:
+    """Write the ranges of all vectors to `flags.write_calibration`; returns the path and rows."""
+    import numpy as np
+
+    from packhorse.runtime.precision import FEW_VECTORS
+
+    path = flags.write_calibration or Path()
+    if path.exists() and not flags.overwrite:
+        raise InputError(f"{path} exists already; pass --overwrite to replace it")
+    extremes: list[np.ndarray] = []
+    rows = 0
+    facts = {"model": encoder.name, "device": str(encoder.device)}
+    with progress(f"calibrating {path}", counts="sequences", facts=facts) as advance:
+        for chunk in _chunks(records, flags.chunk or TASKS[flags.task].chunk, skip=0):
+            vectors = np.stack([row["vector"] for row in _encode_chunk(chunk, encoder, flags)])
+            extremes += [vectors.min(axis=0), vectors.max(axis=0)]
+            rows += len(vectors)
+            advance(rows, 0)
+    if rows < FEW_VECTORS:
+        note(f"warning: {rows} texts calibrate badly; take a few thousand like those to embed")
+    ranges = np.stack([np.min(extremes, axis=0), np.max(extremes, axis=0)]).astype(np.float32)
+    with new_file(path) as file:
+        np.save(file, ranges)
+    note(f"{path}: the ranges of {rows:,} vectors of {ranges.shape[1]} dimensions")
+    return {"calibration": str(path), "rows": rows}
 
 
 def run_facts(encoder: "Encoder", flags: RunFlags) -> dict[str, Any]:
@@ -105,6 +142,19 @@ def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
         "pair": flags.pair,
         "query": flags.query,
         "top_k": flags.top_k,
+        "stride": flags.stride,
+        **_number_facts(flags),
+    }
+
+
+def _number_facts(flags: RunFlags) -> dict[str, Any]:
+    """Return the number type of vectors that are not floats, and a digest of its ranges."""
+    if flags.precision == "float32":
+        return {}
+    content = flags.calibration.read_bytes() if flags.calibration else b""
+    return {
+        "precision": flags.precision,
+        "calibration": hashlib.sha256(content).hexdigest()[:16] if content else None,
     }
 
 

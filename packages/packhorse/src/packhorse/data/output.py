@@ -36,7 +36,8 @@ from packhorse.atomic import lock, new_file, sync
 from packhorse.errors import InputError, MissingExtra
 
 Row = dict[str, Any]
-# The columns by name: str, int, float, "float32", [the type of items], {the columns of a struct}.
+# The columns by name: str, int, float, "float32", "int8", "uint8", [the type of items],
+# {the columns of a struct}.
 Shape = Mapping[str, Any]
 
 Metadata = Mapping[str, Any]  # as JSON can hold it
@@ -110,18 +111,24 @@ def _finish_nothing(partial: BinaryIO, rows: int, whole: Path) -> None:
     """Nothing to do: the partial file is complete as it is."""
 
 
-def _npy_header(width: int, rows: int) -> bytes:
+def _npy_header(width: int, rows: int, numbers: str) -> bytes:
     """A header that has the same length for any number of rows, so it can be replaced."""
     import numpy as np
 
     buffer = io.BytesIO()
-    description = {"descr": "<f4", "fortran_order": False, "shape": (rows, width)}
+    description = {"descr": numbers, "fortran_order": False, "shape": (rows, width)}
     np.lib.format.write_array_header_1_0(buffer, description)
     return buffer.getvalue()
 
 
 def _npy_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
-    return [_npy_header(len(rows[0]["vector"]), 0), b""]
+    vector = rows[0]["vector"]
+    return [_npy_header(len(vector), 0, _npy_numbers(vector)), b""]
+
+
+def _npy_numbers(vector: Any) -> str:
+    """The number type as npy names it: bytes as they are, anything else as float32."""
+    return vector.dtype.str if vector.dtype.itemsize == 1 else "<f4"
 
 
 def _npy_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
@@ -129,7 +136,7 @@ def _npy_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
 
     vectors = np.stack([row["vector"] for row in rows])
     ids = "".join(_json_line(row["id"]) for row in rows)
-    return [vectors.astype("<f4").tobytes(), ids.encode()]
+    return [vectors.astype(_npy_numbers(vectors)).tobytes(), ids.encode()]
 
 
 def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
@@ -137,9 +144,9 @@ def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
 
     partial.seek(0)
     np.lib.format.read_magic(partial)
-    (_, width), _, _ = np.lib.format.read_array_header_1_0(partial)
+    (_, width), _, numbers = np.lib.format.read_array_header_1_0(partial)
     partial.seek(0)
-    partial.write(_npy_header(width, rows))
+    partial.write(_npy_header(width, rows, numbers.str))
 
 
 def _parquet_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
@@ -200,7 +207,9 @@ def _arrow_type(kind: Any) -> Any:
         return pa.list_(_arrow_type(kind[0]))
     if isinstance(kind, Mapping):
         return pa.struct({name: _arrow_type(item) for name, item in kind.items()})
-    return {str: pa.string(), int: pa.int64(), float: pa.float64(), "float32": pa.float32()}[kind]
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+    types |= {"float32": pa.float32(), "int8": pa.int8(), "uint8": pa.uint8()}
+    return types[kind]
 
 
 def import_pyarrow() -> Any:

@@ -78,7 +78,8 @@ def measure(
         read(sample[:WARM_UP])
     reader = TimedReader(read)
     metrics = task(reader, progress)
-    engine_version = __version__ if engine == OURS else version(engine)
+    # Our own name may be followed by the number type of the vectors.
+    engine_version = __version__ if engine.split()[0] == OURS else version(engine)
     return EngineScore(engine, engine_version, metrics, reader.texts, reader.seconds)
 
 

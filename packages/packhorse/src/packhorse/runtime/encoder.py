@@ -300,15 +300,23 @@ class Encoder:
         max_length: int | None = None,
         long: Long | None = None,
         aggregation: Aggregation = "simple",
+        stride: int | None = None,
         progress: Progress | None = None,
     ) -> list[list[Entity]]:
         """Return the labeled spans of each text (names, places …).
 
         `aggregation` says how labels of tokens become those of spans: "none", "simple", "first",
-        "average" or "max", as in transformers; see `results.entities`.
+        "average" or "max", as in transformers; see `results.entities`. With `stride` a long text is
+        read in windows that share so many tokens, and what two windows find is one span, as in
+        transformers; offsets are those of the text.
         """
         jobs = self.prepare(
-            "label", texts, max_length=max_length, long=long, aggregation=aggregation
+            "label",
+            texts,
+            max_length=max_length,
+            long=long,
+            aggregation=aggregation,
+            stride=stride,
         )
         return self._finish(jobs, progress)
 

@@ -11,8 +11,8 @@ is whether a number is above 0, eight to a byte with the first in the highest pl
 
 The ranges decide what a byte means, so vectors that are compared must share them. Where there are
 none, `quantize` takes them from the vectors themselves, as sentence-transformers does, and a vector
-then depends on its neighbors. A server cannot: `unit_ranges` are its default, which depend on the
-number of dimensions alone.
+then depends on its neighbors. A server cannot, nor can a file that is written in chunks: for them
+`quantize_singly` takes `unit_ranges`, which depend on the number of dimensions alone.
 
 Shapes: N vectors, E dimensions.
 """
@@ -76,6 +76,22 @@ def quantize(
     steps = np.where(steps == 0, 1, steps)  # a dimension that is the same in all vectors
     places = np.clip(np.floor((vectors - lowest) / steps), 0, 255)
     return places.astype(np.uint8) if precision == "uint8" else (places - 128).astype(np.int8)
+
+
+def quantize_singly(
+    vectors: np.ndarray, precision: Precision | str, ranges: np.ndarray | None = None
+) -> np.ndarray:
+    """Quantize [N, E] vectors so that the bytes of one do not depend on the others.
+
+    As `quantize`, but int8 and uint8 without `ranges` are of the vectors scaled to length one, by
+    `unit_ranges`.
+    """
+    if ranges is None and precision in ("int8", "uint8"):
+        vectors = _checked_vectors(vectors)
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        vectors = vectors / np.where(norms == 0, 1, norms)
+        ranges = unit_ranges(vectors.shape[1])
+    return quantize(vectors, precision, ranges)
 
 
 def unit_ranges(width: int) -> np.ndarray:

@@ -523,6 +523,7 @@ def _label(
     max_length: int | None = None,
     long: Long | None = None,
     aggregation: Aggregation = "simple",
+    stride: int | None = None,
 ) -> list[InferenceJob]:
     labels = model.labels
     tokenizer = model.tokenizer
@@ -535,11 +536,25 @@ def _label(
             merged: list[Entity] = []
             for (logits,), sequence in zip(rows, sequences, strict=True):
                 merged += results.entities(logits, sequence, text, labels, aggregation, tokenizer)
+            if stride is not None and len(sequences) > 1:
+                return results.without_overlaps(merged)
             return merged
 
         return InferenceJob(sequences, ("tokens",), entities)
 
-    encoded = _sequences(model, _single(texts, "label"), max_length, long)
+    texts = cast("Sequence[str]", _single(texts, "label"))
+    if stride is None:
+        encoded = _sequences(model, texts, max_length, long)
+    else:
+        if aggregation == "none" or logits:
+            raise InputError(
+                "with stride a token can be in two windows, and only entities are joined; "
+                'use another aggregation than "none", or long="chunk"'
+            )
+        if long is not None:
+            raise InputError(f"stride reads the whole text; leave out long={long!r}")
+        windows = tokenizer.windows(texts, length_limit(model, max_length), stride)
+        encoded = list(map(tuple, windows))
     if logits:
         return [InferenceJob(sequences, ("tokens",), _token_logits) for sequences in encoded]
     return list(map(job, encoded, texts))

@@ -135,6 +135,7 @@ def create_base(
         docs_url=None,  # FastAPI's documentation page loads scripts from other hosts
         redoc_url=None,
         openapi_url=openapi_url,
+        strict_content_type=False,  # the guard knows better which bodies are JSON
         redirect_slashes=False,  # the redirect's Location would repeat the Host that was sent
         lifespan=lifespan,
     )

@@ -47,6 +47,7 @@ GROUP_CHARACTERS = 1 << 16
 MAX_RESULT_BYTES = {"hidden": 64 << 20, "fill": 256 << 20}
 # Numbers and texts in an answer. Writing more takes milliseconds, and so happens in a thread.
 MAX_INLINE_VALUES = 1 << 15
+CHARACTERS_PER_VALUE = 32  # of a text, which take about as long to write as a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,7 @@ def _dump_in_parts(value: Any) -> bytes:
         items = cast("dict[str, Any]", value).items()
         pairs = (_dump(name) + b":" + _dump_in_parts(item) for name, item in items)
         return b"{" + b",".join(pairs) + b"}"
-    if isinstance(value, np.ndarray) and value.ndim == 1:
+    if isinstance(value, str) or (isinstance(value, np.ndarray) and value.ndim == 1):
         return _dump(value)
     return b"[" + b",".join(map(_dump_in_parts, value)) + b"]"
 
@@ -157,6 +158,8 @@ def _count_values(value: Any, limit: int) -> int:
     """Count the numbers and texts in a document; stops soon after `limit`."""
     if isinstance(value, np.ndarray):
         return value.size
+    if isinstance(value, str):
+        return 1 + len(value) // CHARACTERS_PER_VALUE
     if not isinstance(value, list | dict):
         return 1
     items = cast("Iterable[Any]", value.values() if isinstance(value, dict) else value)

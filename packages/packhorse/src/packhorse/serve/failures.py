@@ -87,6 +87,11 @@ def _openai(failure: Failure) -> dict[str, Any]:
     return {"error": problem}
 
 
+def _embeddings(failure: Failure) -> dict[str, Any]:
+    # Jina's API has the path of OpenAI's, and its clients read `detail`.
+    return {**_openai(failure), "detail": failure.message}
+
+
 def _vllm(failure: Failure) -> dict[str, Any]:
     # Infinity's errors have these fields too.
     default_type = "InternalServerError" if failure.status >= 500 else "BadRequestError"
@@ -110,7 +115,7 @@ def _hugging_face(failure: Failure) -> dict[str, Any]:
 
 # The first matching prefix wins; all other paths use text-embeddings-inference's error body.
 DIALECTS: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
-    ("/v1/embeddings", _openai),
+    ("/v1/embeddings", _embeddings),
     ("/v1/classify", _cohere),
     ("/v1/detokenize", _cohere),
     ("/v1/embed", _cohere),

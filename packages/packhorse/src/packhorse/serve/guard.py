@@ -265,9 +265,11 @@ class Guard:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             message = "compressed bodies are not supported; send it without Content-Encoding"
             return Failure(415, message, CLOSE)
-        # Also keeps out HTML forms of other sites, which cannot send this content type.
         content_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if content_type != b"application/json":
+        # Some clients name no type. Pages of other sites can send a form, or bytes without a type,
+        # but not this type; and a browser's POST has an Origin.
+        is_untyped_client = not content_type and b"origin" not in headers
+        if content_type != b"application/json" and not is_untyped_client:
             return Failure(415, "the body must be JSON, with Content-Type: application/json", CLOSE)
         return None
 

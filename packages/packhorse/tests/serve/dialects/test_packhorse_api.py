@@ -95,3 +95,21 @@ def test_ner(post, server):
     assert whole[-1]["end"] > len(CONTEXT) * 7
     assert all(LONG[name["start"] : name["end"]] == name["text"] for name in whole)
     assert post("/ner", {"inputs": CONTEXT, "model": "judge"})[0] == 424
+
+
+def test_ner_of_a_long_text(post, server):
+    encoder = server.encoder("tagger")
+    most = (encoder.max_length - 2) // 2
+    for options in ({"stride": 0}, {"stride": most}, {"stride": 8, "aggregation": "first"}):
+        (names,) = post("/ner", {"inputs": LONG, **options})[1]
+        (expected,) = encoder.label([LONG], **options)
+        assert [(n["label"], n["text"], n["start"], n["end"]) for n in names] == [
+            (e.label, e.text, e.start, e.end) for e in expected
+        ]
+    (overlapping,) = post("/ner", {"inputs": LONG, "stride": 8})[1]
+    assert overlapping != post("/ner", {"inputs": LONG, "long": "chunk"})[1][0]  # the control
+    status, error = post("/ner", {"inputs": LONG, "stride": most + 1})
+    assert status == 422 and f"can share {most}" in error["error"]
+    status, error = post("/ner", {"inputs": LONG, "stride": 1, "long": "chunk"})
+    assert status == 422 and "either stride or long" in error["error"]
+    assert post("/ner", {"inputs": LONG, "stride": 1, "aggregation": "none"})[0] == 422

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -124,3 +126,22 @@ def test_no_prompt_is_not_the_default_prompt(listen, encoders) -> None:
     for fields, expected in [({}, query), ({"task": "retrieval.passage"}, plain)]:
         answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": "the cat"} | fields)
         assert np.allclose(answer.json()["data"][0]["embedding"], expected[0], atol=1e-6)
+
+
+def test_long_base64_is_written_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In parts that end between groups of three bytes; short ones stay, as a thread costs more."""
+    threads: list[int] = []
+    write = vectors.to_base64
+
+    def recorded(*arguments: Any) -> str:
+        threads.append(threading.get_ident())
+        return write(*arguments)
+
+    monkeypatch.setattr(vectors, "to_base64", recorded)
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal((2, vectors.BASE64_PART // 4 + 1), np.float32)
+    for arrays, is_inline in ((list(wide), False), ([wide[0][:100]], True)):
+        threads.clear()
+        written = asyncio.run(vectors.base64_texts(arrays))
+        assert written == [base64.b64encode(array.tobytes()).decode() for array in arrays]
+        assert [thread == threading.get_ident() for thread in threads] == [is_inline] * len(arrays)

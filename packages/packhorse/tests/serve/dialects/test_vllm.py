@@ -114,6 +114,15 @@ def test_long_texts(post, server):
     )
     assert close(left, encoder.embed([LONG], max_length=6, long="truncate_left"))
     assert post("/pooling", body | {"truncate_prompt_tokens": 49})[0] == 422
+    ids = encoder.tokenize(["the cat sat on a mat"])[0].ids.tolist()
+    status, error = post("/pooling", {"input": ids, "model": "tiny", "truncate_prompt_tokens": 5})
+    assert (status, error["error"]["message"]) == (
+        413,
+        "input 0 has more token ids than the 5 that the request allows; "
+        "token ids are never truncated",
+    )
+    same = {"input": ids, "model": "tiny", "truncate_prompt_tokens": len(ids)}
+    assert post("/pooling", same)[0] == 200
 
 
 def test_tokenize_and_detokenize(post, server):

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from packhorse.runtime.encoder import Encoder, Progress
+from packhorse.runtime.precision import quantize_singly
 from packhorse.tokens.tokenizer import Text
 
 Role = Literal["query", "document"]
@@ -39,6 +40,26 @@ def prompt_of(role: Role | None, prompts: Mapping[str, str]) -> str | None:
 def reader(encoder: Encoder, head: str, max_length: int | None = None) -> TextReader:
     """Return a reader of an encoder's vectors (embed) or logits (classify)."""
     return partial({"embed": _vectors, "classify": _logits}[head], encoder, max_length)
+
+
+def quantized(read: TextReader, precision: str, ranges: np.ndarray | None = None) -> TextReader:
+    """Return a reader of the same vectors in fewer bytes, as numbers that an index compares.
+
+    Bytes are numbers as they are, and bits -1 or 1, whose cosines order texts as their Hamming
+    distances do.
+    """
+
+    def read_quantized(
+        texts: Sequence[Text], role: Role | None = None, progress: Progress | None = None
+    ) -> np.ndarray:
+        vectors = read(texts, role, progress)
+        rows = quantize_singly(vectors, precision, ranges)
+        if precision in ("binary", "ubinary"):
+            bits = np.unpackbits(rows.view(np.uint8), axis=1, count=vectors.shape[1])
+            return np.where(bits, np.float32(1), np.float32(-1))
+        return rows.astype(np.float32)
+
+    return read_quantized
 
 
 def _vectors(

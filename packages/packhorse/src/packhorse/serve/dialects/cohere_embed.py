@@ -251,7 +251,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         for name in types:
             numbers: NumberType = "float" if name == "base64" else name
             rows = vectors.quantize_vectors(model, result.values, numbers, calibration)
-            by_type[name] = [vectors.to_base64(row) for row in rows] if name == "base64" else rows
+            by_type[name] = await vectors.base64_texts(rows) if name == "base64" else rows
         return by_type, texts, result
 
     @post("/v1/embed", response_model=CohereEmbeddings)

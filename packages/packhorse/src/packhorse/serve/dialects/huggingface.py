@@ -174,8 +174,8 @@ class InferenceOptions(LenientBody):
         default=None,
         ge=0,
         le=2**20,
-        description="With 0 a long text is read in chunks, which share no tokens. With more, a "
-        "text that needs chunks is 413.",
+        description="Read a long text in windows that share this many tokens. Not with "
+        "`aggregation_strategy` none.",
     )
     # zero-shot-classification
     candidate_labels: str | ListOf[str] | None = Field(
@@ -485,13 +485,9 @@ async def _label(request: Request, model: ServedModel, body: InferenceRequest) -
     texts, is_single = _texts(body)
     aggregation = body.option("aggregation_strategy") or "simple"
     stride = body.option("stride")
-    if stride is None:
-        truncation = _truncation(body)
-    elif stride == 0:
-        truncation = Truncation("chunk", allowed=True)
-    else:  # our chunks share no tokens, so a text that would need such chunks is refused
-        truncation = Truncation(allowed=False)
-    result = await run_task(request, model, "label", texts, truncation, aggregation=aggregation)
+    result = await tasks.label(
+        request, model, texts, _truncation(body), stride=stride, aggregation=aggregation
+    )
     key = "entity" if aggregation == "none" else "entity_group"
     ignored = body.option("ignore_labels") or ()
     rows = [

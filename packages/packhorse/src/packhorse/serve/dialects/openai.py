@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from starlette.requests import Request
@@ -35,6 +34,7 @@ from packhorse.serve.dialects.schemas import (
     GET_STATUSES,
     NO_EFFECT,
     Direction,
+    EmbeddingsError,
     LenientBody,
     ListOf,
     LongText,
@@ -223,7 +223,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     calibration = vectors.load_calibration(settings.calibration, models)
     tags: Any = ["OpenAI"]
     get = partial(app.get, tags=tags, responses=error_responses(OpenAiError, GET_STATUSES))
-    post = post_routes(app, tags[0], OpenAiError)
+    post = post_routes(app, tags[0], EmbeddingsError)
 
     @post("/v1/embeddings", response_model=OpenAiEmbeddings)
     async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
@@ -249,16 +249,14 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             late_chunking=bool(body.late_chunking),
         )
         rows = vectors.quantize_vectors(model, result.values, number_type, calibration)
-        encode: Callable[[np.ndarray], Any] = np.asarray
+        written: Sequence[Any] = rows
         if body.is_base64:
-            encode = partial(
-                vectors.to_base64,
-                floats=body.embed_dtype or "float32",
-                endianness=body.endianness or "little",
+            written = await vectors.base64_texts(
+                rows, body.embed_dtype or "float32", body.endianness or "little"
             )
         data = [
-            {"object": "embedding", "index": index, "embedding": encode(row)}
-            for index, row in enumerate(rows)
+            {"object": "embedding", "index": index, "embedding": embedding}
+            for index, embedding in enumerate(written)
         ]
         total = sum(result.tokens)
         usage = {"prompt_tokens": total, "total_tokens": total}

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, RootModel, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from packhorse.results import Aggregation
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects import tasks
 from packhorse.serve.dialects.schemas import (
@@ -87,8 +88,25 @@ class NerRequest(StrictBody):
     """Texts to search for names."""
 
     inputs: Texts = Field(examples=["Ada lives in London."])
+    aggregation: Aggregation = Field(
+        default="simple",
+        description="Return single tokens (none), or join neighbors of the same label: tokens "
+        "(simple), or words, labeled by the first token, the average or the maximum.",
+    )
+    stride: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**20,
+        description="Read a long text in windows that share this many tokens; instead of `long`.",
+    )
     long: LongText | None = None
     model: ModelName = None
+
+    @model_validator(mode="after")
+    def _check_reading(self) -> NerRequest:
+        if self.stride is not None and self.long is not None:
+            raise ValueError("send either stride or long")
+        return self
 
 
 class AnswerSpan(BaseModel):
@@ -175,11 +193,13 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
 
     @post("/ner", response_model=NerResponse)
     async def ner(request: Request, body: NerRequest) -> Response:
-        """The names in each text."""
+        """The names in each text, at their places in it."""
         model = models.find(body.model, "label")
         texts = _as_list(body.inputs)
         truncation = Truncation.read(long=body.long)
-        result = await run_task(request, model, "label", texts, truncation)
+        result = await tasks.label(
+            request, model, texts, truncation, stride=body.stride, aggregation=body.aggregation
+        )
         return json_response(result.values)
 
 

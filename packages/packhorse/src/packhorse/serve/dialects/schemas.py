@@ -193,6 +193,12 @@ class OpenAiError(BaseModel):
     error: OpenAiProblem
 
 
+class EmbeddingsError(OpenAiError):
+    """The error body of OpenAI's API, with the field of Jina's."""
+
+    detail: str = Field(examples=["the request has no input"])
+
+
 class VllmProblem(BaseModel):
     """The content of a `VllmError`."""
 

@@ -72,11 +72,15 @@ async def run_task(
     **options: Any,
 ) -> CallResult:
     """Run a task for each text; texts longer than the model takes are cut or refused."""
-    max_length = model.encoder.max_length
+    limit = model.encoder.max_length
+    whose = f"{model.name} takes"
+    if 0 < (options.get("max_length") or 0) < limit:
+        limit = options["max_length"]
+        whose = "the request allows"
     for number, text in enumerate(texts):
-        if is_ids(text) and len(cast("Sequence[int]", text)) > max_length:
+        if is_ids(text) and len(cast("Sequence[int]", text)) > limit:
             raise TooLarge(
-                f"input {number} has more token ids than the {max_length} that {model.name} takes; "
+                f"input {number} has more token ids than the {limit} that {whose}; "
                 "token ids are never truncated"
             )
     allowed = truncation.is_allowed(request.app.state.settings)
@@ -154,6 +158,30 @@ async def rerank(
     order: list[int] = np.argsort(-logits, kind="stable")[:top].tolist()
     ranked = [Ranked(i, float(scores[i]), documents[i]) for i in order]
     return ranked, result
+
+
+async def label(
+    request: Request,
+    model: ServedModel,
+    texts: Sequence[TaskInput],
+    truncation: Truncation,
+    *,
+    stride: int | None = None,
+    **options: Any,
+) -> CallResult:
+    """Find the entities of each text; with `stride` a long one is read in windows.
+
+    Windows may share at most half of their tokens, so that a text is read at most twice.
+    """
+    if stride is None:
+        return await run_task(request, model, "label", texts, truncation, **options)
+    length = model.encoder.max_length
+    max_stride = (length - model.encoder.tokenizer.specials_per(pair=False)) // 2
+    if stride > max_stride:
+        raise InputError(f"stride is {stride}; windows of {length} tokens can share {max_stride}")
+    return await run_task(
+        request, model, "label", texts, truncation, stride=stride, long=None, **options
+    )
 
 
 async def answer(

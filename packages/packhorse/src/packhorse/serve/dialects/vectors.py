@@ -4,11 +4,12 @@ Shared by the dialects whose bodies name a number type (`output_dtype`, `embeddi
 the texts are for (`input_type`, `task`).
 
 int8 and uint8 use the ranges of `--calibration`. Without it the ranges are fixed, so that a vector
-does not depend on the other inputs of its request: see `runtime.precision.unit_ranges`.
+does not depend on the other inputs of its request: see `runtime.precision.quantize_singly`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Literal
 import numpy as np
 
 from packhorse.errors import InputError
-from packhorse.runtime.precision import Precision, load_ranges, quantize, unit_ranges
-from packhorse.serve.dialects.tasks import unit
+from packhorse.runtime.precision import Precision, load_ranges, quantize_singly
 from packhorse.serve.hosting import ServedModel, ServedModels
 
 NumberType = Literal["float", "int8", "uint8", "binary", "ubinary"]
 FloatType = Literal["float32", "float16", "bfloat16"]
 Endianness = Literal["native", "little", "big"]
+MAX_INLINE_BYTES = 1 << 18  # of vectors that are written as base64 on the event loop
+BASE64_PART = 3 << 18  # bytes
 Ranges = Mapping[str, np.ndarray]  # [2, dimensions] by the name of the model
 
 # What a client may call a purpose, and the names of prompts that serve it, best first.
@@ -66,25 +68,29 @@ def quantize_vectors(
     if numbers == "float":
         return vectors
     precision: Precision = numbers
-    if numbers in ("binary", "ubinary"):
-        return list(quantize(np.stack(vectors), precision))
     ranges = calibration.get(model.name)
     width = len(vectors[0])
-    if ranges is None:
-        vectors = [unit(vector) for vector in vectors]
-        ranges = unit_ranges(width)
-    elif ranges.shape[1] != width:
+    if numbers in ("int8", "uint8") and ranges is not None and ranges.shape[1] != width:
         raise InputError(
             f"the ranges of --calibration are for {ranges.shape[1]} dimensions, these vectors have "
             f"{width}; ask for {ranges.shape[1]}, or calibrate the server with vectors of {width}"
         )
-    return list(quantize(np.stack(vectors), precision, ranges))
+    return list(quantize_singly(np.stack(vectors), precision, ranges))
+
+
+async def base64_texts(
+    vectors: Sequence[np.ndarray], floats: FloatType = "float32", endianness: Endianness = "little"
+) -> list[str]:
+    """Return the bytes of each array as text; many are written in a thread, off the event loop."""
+    if sum(vector.nbytes for vector in vectors) <= MAX_INLINE_BYTES:
+        return [to_base64(vector, floats, endianness) for vector in vectors]
+    return await asyncio.to_thread(lambda: [to_base64(v, floats, endianness) for v in vectors])
 
 
 def to_base64(
     vector: np.ndarray, floats: FloatType = "float32", endianness: Endianness = "little"
 ) -> str:
-    """Return the bytes of a vector as text; those of floats in this type and byte order."""
+    """Return the bytes of an array as text; those of floats in this type and byte order."""
     if vector.dtype.kind == "f":
         if floats == "bfloat16":
             vector = _bfloat16_bits(vector.astype(np.float32))
@@ -92,7 +98,13 @@ def to_base64(
             vector = vector.astype(floats, copy=False)
         if endianness == "big":  # all processors that we run on are little-endian
             vector = vector.byteswap()
-    return base64.b64encode(vector.tobytes()).decode()
+    content = memoryview(vector.tobytes())
+    # In parts, because encoding holds Python's global lock; whole groups of three bytes each.
+    parts = [
+        base64.b64encode(content[begin : begin + BASE64_PART])
+        for begin in range(0, len(content), BASE64_PART)
+    ]
+    return b"".join(parts).decode()
 
 
 def _bfloat16_bits(vector: np.ndarray) -> np.ndarray:

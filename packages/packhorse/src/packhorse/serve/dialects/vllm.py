@@ -13,7 +13,6 @@ vLLM's `/rerank`, `/classify` and `/tokenize` are paths of other servers too: se
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 import uuid
 from collections.abc import Sequence
@@ -47,6 +46,7 @@ from packhorse.serve.dialects.schemas import (
 )
 from packhorse.serve.dialects.tasks import Truncation, run_task
 from packhorse.serve.dialects.tei import as_batch, problem_of
+from packhorse.serve.dialects.vectors import base64_texts
 from packhorse.serve.failures import TEXT_PAIRS, Empty
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.settings import ServeSettings
@@ -294,10 +294,12 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         """Vectors or scores of each input or of its tokens; 424 if the model has no such head."""
         model = models.find(body.model, POOLING_TASKS[body.task] if body.task else None)
         result = await _pool(request, model, body)
-        encode = _base64 if body.encoding_format == "base64" else np.asarray
+        values: Sequence[Any] = result.values
+        if body.encoding_format == "base64":
+            values = await base64_texts(values)
         data = [
-            {"index": index, "object": "pooling", "data": encode(value)}
-            for index, value in enumerate(result.values)
+            {"index": index, "object": "pooling", "data": value}
+            for index, value in enumerate(values)
         ]
         return json_response(_list_answer("pool", model, result, data))
 
@@ -387,14 +389,16 @@ async def _pool(request: Request, model: ServedModel, body: PoolingRequest) -> C
         result = await run_task(request, model, "hidden", inputs, truncation, max_length=max_length)
         states: list[np.ndarray] = [value.states for value in result.values]
         if body.use_activation is not False:
-            states = [_unit_rows(vectors) for vectors in states]
+            # Millions of numbers, as many as an answer may have.
+            states = await asyncio.to_thread(lambda: list(map(_unit_rows, states)))
         return replace(result, values=states)
     result = await run_task(
         request, model, "label", inputs, truncation, max_length=max_length, logits=True
     )
     if body.use_activation is False:
         return result
-    return replace(result, values=[softmax(logits) for logits in result.values])
+    probabilities = await asyncio.to_thread(lambda: list(map(softmax, result.values)))
+    return replace(result, values=probabilities)
 
 
 async def classify_inputs(
@@ -498,10 +502,6 @@ def _unit_rows(vectors: np.ndarray) -> np.ndarray:
     """Scale each row to length one; a row of zeros stays as it is."""
     lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / np.where(lengths == 0, 1, lengths)
-
-
-def _base64(array: np.ndarray) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, "<f4").tobytes()).decode()
 
 
 def _as_list(texts: str | list[str]) -> list[str]:
