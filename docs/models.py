@@ -28,10 +28,11 @@ INTRODUCTION = """# Which models run
 Written by `docs/models.py`: the few fields of each model's configuration that decide, written down
 by hand, are put before the check that `packhorse.load` makes; no model was fetched. "Understood"
 says no more than that. That a family's numbers are those of transformers is tested on random models
-of every class (`tests/checkpoint/test_families.py`, `tests/checkpoint/test_newer.py`), and on the
-real weights of all-MiniLM-L6-v2; that vectors are those of sentence-transformers, on random models
-which it saved, with every module below (`tests/runtime/test_sentence_models.py`). A model that is
-not here is tried by loading it: what does not run is refused by name, before a weight is placed.
+of every class (`test_families.py`, `test_newer.py` and `test_later.py` in `tests/checkpoint`), and
+on the real weights of all-MiniLM-L6-v2; that vectors are those of sentence-transformers, on random
+models which it saved, with every module below (`tests/runtime/test_sentence_models.py`). A model
+that is not here is tried by loading it: what does not run is refused by name, before a weight is
+placed.
 
 A model needs a `tokenizer.json` or a `vocab.txt` beside its weights. Code that a repository brings
 along is never run.
@@ -105,6 +106,15 @@ def modernbert(hidden: int = 768, kind: str = "Model") -> Raw:
     return {**sizes(hidden, layers, 50368), "intermediate_size": between, **own, **named}
 
 
+def nomic(**more: Any) -> Raw:
+    shape = {"vocab_size": 30528, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": 3072}
+    own = {"activation_function": "swiglu", "rotary_emb_fraction": 1.0, "rotary_emb_base": 1000}
+    biases = dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
+    own |= {"n_positions": 8192, "max_trained_positions": 2048, "prenorm": False, **biases}
+    named = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}
+    return {**shape, **own, **named, **more}
+
+
 def other(kind: str, shape: Raw = BASE) -> Raw:
     return {**shape, "model_type": kind}
 
@@ -159,11 +169,12 @@ MODELS: dict[str, dict[str, Raw]] = {
         "Snowflake/snowflake-arctic-embed-m": bert(),
         "Snowflake/snowflake-arctic-embed-l": bert(LARGE),
         "Snowflake/snowflake-arctic-embed-l-v2.0": xlmr(LARGE, max_position_embeddings=8194),
-        "Snowflake/snowflake-arctic-embed-m-long": other("nomic_bert"),
+        "Snowflake/snowflake-arctic-embed-m-long": nomic(),
         "mixedbread-ai/mxbai-embed-large-v1": bert(LARGE),
         "mixedbread-ai/mxbai-rerank-base-v1": other("deberta-v2"),
         "nomic-ai/modernbert-embed-base": modernbert(),
-        "nomic-ai/nomic-embed-text-v1.5": other("nomic_bert"),
+        "nomic-ai/nomic-embed-text-v1": nomic(),
+        "nomic-ai/nomic-embed-text-v1.5": nomic(),
         "jinaai/jina-embeddings-v2-base-en": bert(position_embedding_type="alibi"),
         "jinaai/jina-embeddings-v3": xlmr(LARGE, position_embedding_type="rotary"),
         "Qwen/Qwen3-Embedding-0.6B": other("qwen3"),
@@ -205,6 +216,17 @@ MODELS: dict[str, dict[str, Raw]] = {
     },
 }
 
+# Where the layouts of families were taken from that bring code of their own along or are new in
+# transformers, and against what the results are tested.
+TRANSFORMERS = "transformers 5.22, `src/transformers/models/{0}/modeling_{0}.py`"
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "nomic_bert": (
+        "nomic-ai/contrastors, `src/contrastors/models/huggingface/modeling_hf_nomic_bert.py`, "
+        "613ddfd37309; " + TRANSFORMERS.format("nomic_bert"),
+        "transformers' classes, each saved and loaded",
+    ),
+}
+
 # What would have to be built, by the value that is refused.
 MISSING = {
     "albert": "layers that share their weights, and embeddings factored in two",
@@ -212,7 +234,6 @@ MISSING = {
     "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
     "new": "its own layout: rotary positions stretched for length, gates, norms after",
-    "nomic_bert": "its own code: rotary positions with SwiGLU, norms after",
     "qwen3": "causal attention, grouped keys, RMS norms; the last token's state as the vector",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",
@@ -259,6 +280,10 @@ def page() -> str:
         for _, name, raw, good, why in (row for row in found if row[0] == group):
             lines.append(f"| {name} | {raw['model_type']} | {'understood' if good else why} |")
         lines.append("")
+    lines += ["## Where layouts were taken from\n", "| family | public files | tested against |"]
+    lines.append("|---|---|---|")
+    lines += [f"| {kind} | {source} | {oracle} |" for kind, (source, oracle) in LAYOUTS.items()]
+    lines.append("")
     lines += ["## What is missing for the rest\n", "| refused | models | what it would take |"]
     lines.append("|---|---|---|")
     refused = [(lacking(raw), name) for _, name, raw, good, _ in found if not good]

@@ -167,8 +167,8 @@ def pick(
     """Choose the kernel called `name` or, without a name, the fastest that can run here.
 
     backward: for training; dropout: with dropout of attention probabilities. windows, biases,
-    causal: the model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel that needs
-    rows is chosen only by name: a ragged batch has none.
+    causal: the model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel
+    that needs rows is chosen only by name: a ragged batch has none.
     """
     needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
     if name is not None and name != "auto":

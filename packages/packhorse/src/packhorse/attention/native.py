@@ -2,8 +2,8 @@
 
 The fastest on a CPU at BERT's lengths: nothing is padded, gathered or masked, and scores never
 leave the cache. Blocks of keys that a window or causal attention hides are skipped; what a distance
-adds to a score, minus infinity where a key is hidden, is a table that the C code reads. The cost is a C compiler on the
-machine, and there is no backward pass.
+adds to a score, minus infinity where a key is hidden, is a table that the C code reads. The cost is
+a C compiler on the machine, and there is no backward pass.
 
 Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """

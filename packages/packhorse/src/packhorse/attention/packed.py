@@ -46,9 +46,9 @@ class PackedAttention:
     """Attention over one batch, for all layers of a model: create it at the start of `forward`.
 
     dropout: fraction of attention probabilities to drop, drawn anew in each call (0 in evaluation).
-    scope: a window, causal attention, or scores that depend on distance. kernel: the name of a kernel to use; without one
-    the fastest that can run is chosen in the first call, and another one if dtype, head size or the
-    need of gradients changes.
+    scope: a window, causal attention, or scores that depend on distance. kernel: the name of a
+    kernel to use; without one the fastest that can run is chosen in the first call, and another one
+    if dtype, head size or the need of gradients changes.
     """
 
     def __init__(

@@ -15,7 +15,8 @@ the training get angles that the model has seen ("NTK-aware", bloc97 2023): by a
 the length of the text. That length is each sequence's own here; where a batch is padded, libraries
 take the longest of the batch, and a text's result depends on its neighbors.
 
-Shapes: T tokens, H heads, D head width, W rotated width, R the largest distance with its own number.
+Shapes: T tokens, H heads, D head width, W the width of a head that is rotated, R the largest
+distance with its own number.
 """
 
 from __future__ import annotations

@@ -97,12 +97,12 @@ def _root(names: Collection[str], family: Family) -> str:
     if not roots:
         return family.prefix if any(name.startswith(family.prefix) for name in names) else ""
     # The encoder's usual prefix is preferred to no prefix, and both to any other.
-    likely = roots & {family.prefix, ""} or roots
+    likely = roots & {family.prefix, ""} or roots & set(family.other_prefixes) or roots
     if len(likely) > 1 and family.prefix not in likely:
         raise CheckpointError(f"there are several encoders, under {', '.join(sorted(roots))}")
     root = family.prefix if family.prefix in likely else next(iter(likely))
     attribute = f"{root.rstrip('.').rpartition('.')[2]}."
-    if attribute != family.prefix and attribute in PREFIXES:
+    if attribute not in (family.prefix, *family.other_prefixes) and attribute in PREFIXES:
         raise CheckpointError(
             f"the tensors are named {root}…, but those of the configuration's model_type "
             f"{family.prefix}…; one of the two is not this model's"

@@ -10,7 +10,6 @@ from torch import Tensor
 from packhorse.checkpoint.names.families import (
     ACTIVATION_FIELDS,
     ACTIVATIONS,
-    FAMILIES,
     PROBLEMS,
     Family,
     encoder_modules,
@@ -42,7 +41,7 @@ def export(
     foreign = {key: value for key, value in raw.items() if key not in DROPPED_KEYS}
     foreign |= _export_config(config, family)
     foreign |= {
-        "model_type": next(kind for kind, known in FAMILIES.items() if known is family),
+        "model_type": raw.get("model_type") or "bert",
         "architectures": [architecture],
         "tie_word_embeddings": tied,
         "torch_dtype": str(words.dtype).removeprefix("torch."),
@@ -76,6 +75,7 @@ def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
     foreign = {key: getattr(config, name) for name, key in family.config.items()}
     for name in ACTIVATION_FIELDS & family.config.keys():
         foreign[family.config[name]] = _reverse(ACTIVATIONS)[getattr(config, name)]
+    foreign |= family.exports(config)
     if family.after_padding:
         foreign[family.config["max_positions"]] += config.position_offset
     if family.after_padding and family.padding is None:

@@ -8,7 +8,9 @@ To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
 (Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
-2024); names as transformers writes them today.
+2024), NomicBERT (Nussbaum et al. 2024), GTE (Zhang et al. 2024); names as transformers writes them
+today. Families whose models on the hub bring code along are read by the names and keys of that
+code, which is never run; docs/models.md says which public file each layout was taken from.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from packhorse.errors import CheckpointError
 from packhorse.json_types import is_list, is_object
+from packhorse.model.config import BertConfig
 
 Entry = str | tuple[str, ...]  # one foreign module, or several to concatenate
 Table = Mapping[str, Entry]  # our module → foreign modules
@@ -44,6 +47,11 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     # Heads share the names of their tensors, so that only the class tells them apart.
     heads_by_class: bool = False
+    aliases: dict[str, str] = field(default_factory=dict[str, str])  # key → its other name
+    other_prefixes: tuple[str, ...] = ()  # under which files of this family have the encoder too
+    positions: str = "absolute"  # the one value of `position_embedding_type` that runs
+    # Keys that are written beside those of `config`, from a configuration.
+    exports: Callable[[BertConfig], dict[str, Any]] = lambda config: {}
 
 
 SIZES = {
@@ -422,6 +430,168 @@ MODERNBERT = Family(
     heads_by_class=True,
 )
 
+ROPE_TABLE = "rope_parameters"  # how transformers 5 writes the angles; older files have rope_theta
+
+
+def _rope_table(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says about rotary angles, in transformers' newest spelling."""
+    table: Any = raw.get(ROPE_TABLE) or {}
+    scaling: Any = raw.get("rope_scaling") or {}
+    if not is_object(table) or not is_object(scaling):
+        raise CheckpointError(f"config: rotary positions of {table or scaling!r} are not supported")
+    kinds = [entry.get("rope_type", entry.get("type")) for entry in (table, scaling)]
+    kind = next((kind for kind in kinds if kind is not None), "default")
+    base = {"rope_theta": raw["rope_theta"]} if "rope_theta" in raw else {}
+    return {**base, **scaling, **table, "rope_type": kind}
+
+
+def _rope_number(table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if type(value) not in (int, float):
+        raise CheckpointError(f"config: {key} {value!r} of the rotary positions is not a number")
+    return float(value)
+
+
+def _check_rope(table: Mapping[str, Any], *allowed: str) -> None:
+    """Raise for a kind of angles, or a number that shapes them, beyond those in `allowed`."""
+    known = {"rope_type", "type", "rope_theta"} | {
+        "factor" for kind in allowed if kind != "default"
+    }
+    spare = {key for key, value in table.items() if key not in known and value is not None}
+    if table["rope_type"] not in allowed or spare:
+        raise CheckpointError(f"config: rotary positions of {dict(table)!r} are not supported")
+
+
+def _only(raw: Mapping[str, Any], **values: Any) -> None:
+    """Raise if a key has a value other than the one that runs here; absent keys and null do."""
+    for key, value in values.items():
+        if raw.get(key, value) not in (value, None):
+            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int) -> int:
+    """A count of a family whose code takes null for the default."""
+    value = raw.get(key)
+    return _count({key: default if value is None else value}, key, default, 10_000_000)
+
+
+def _nomic_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """NomicBERT's fields, by the keys of its own code and by those of transformers.
+
+    Its own code takes GPT-2's keys and those of flash-attention's BERT; such a file is recognized
+    by one of them, and then follows the defaults of that code.
+    """
+    _only(
+        raw,
+        prenorm=False,
+        parallel_block=False,
+        use_rms_norm=False,
+        causal=False,
+        rotary_emb_scale_base=None,
+        num_experts=0,
+    )
+    table = _rope_table(raw)
+    _check_rope(table, "default", "dynamic")
+    own_code = "rotary_emb_fraction" in raw or "n_embd" in raw
+    settings: dict[str, Any] = {
+        "attention_bias": _flag(raw, "qkv_proj_bias", own_code),
+        "mlp_bias": _flag(raw, "mlp_fc2_bias", own_code),
+        "up_bias": _flag(raw, "mlp_fc1_bias", own_code),
+        "rotary_base": _rope_number(table, "rope_theta", 1000.0),
+        "rotary_interleaved": _flag(raw, "rotary_emb_interleaved", False),
+        "max_positions": _size(raw, "max_position_embeddings", 2048),
+    }
+    factor: Any = table.get("factor", 0.0) if table["rope_type"] == "dynamic" else 0.0
+    trained = settings["max_positions"]
+    if own_code:
+        settings |= _nomic_own_settings(raw)
+        if "rope_theta" not in table:
+            settings["rotary_base"] = _rope_number(raw, "rotary_emb_base", 10_000.0)
+        factor = raw.get("rotary_scaling_factor") or factor
+        trained = _size(raw, "max_trained_positions", 2048)
+    if factor:
+        settings["dynamic_stretch"] = _rope_number({"factor": factor}, "factor", 1.0)
+        settings["trained_positions"] = trained
+    return settings
+
+
+def _nomic_own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    _only(raw, activation_function="swiglu", rotary_emb_fraction=1.0)
+    between = raw.get("intermediate_size")
+    if "n_inner" in raw:  # that code rounds it up
+        between = -(-_size(raw, "n_inner", 4 * _size(raw, "n_embd", 768)) // 256) * 256
+    positions = _size(raw, "n_positions", 0) if raw.get("n_positions") else None
+    return {
+        "activation": "silu",
+        "intermediate_size": between,
+        "head_bias": _flag(raw, "mlp_fc1_bias", True),
+        "decoder_bias": _flag(raw, "mlp_fc1_bias", True),
+        **({"max_positions": positions} if positions else {}),
+    }
+
+
+def _rope_exports(config: BertConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.dynamic_stretch:
+        table |= {"rope_type": "dynamic", "factor": config.dynamic_stretch}
+    return {ROPE_TABLE: table}
+
+
+def _gated_classes(name: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Classes of a family that has none for answers."""
+    classes = _classes(name, **more)
+    del classes[f"{name}ForQuestionAnswering"]
+    return classes
+
+
+NOMIC_BERT = Family(
+    prefix="nomic_bert.",
+    config=SIZES,
+    tensors={
+        "bert.embed.words": "nomic_bert.embeddings.word_embeddings",
+        "bert.embed.types": "nomic_bert.embeddings.token_type_embeddings",
+        "bert.embed.norm": "nomic_bert.emb_ln",
+        "bert.layers.{}.attention.qkv": "nomic_bert.encoder.layers.{}.attn.Wqkv",
+        "bert.layers.{}.attention.out": "nomic_bert.encoder.layers.{}.attn.out_proj",
+        "bert.layers.{}.attention_norm": "nomic_bert.encoder.layers.{}.norm1",
+        "bert.layers.{}.up.dense": (
+            "nomic_bert.encoder.layers.{}.mlp.fc12",
+            "nomic_bert.encoder.layers.{}.mlp.fc11",
+        ),
+        "bert.layers.{}.down": "nomic_bert.encoder.layers.{}.mlp.fc2",
+        "bert.layers.{}.norm": "nomic_bert.encoder.layers.{}.norm2",
+    },
+    heads={
+        "pooled": {"heads.pooled.dense": "nomic_bert.pooler.dense"},
+        "mlm": {
+            "heads.mlm.dense": "cls.predictions.transform.dense",
+            "heads.mlm.norm": "cls.predictions.transform.layer_norm",
+            "heads.mlm.decoder": "cls.predictions.decoder",
+        },
+        "classify": {
+            "heads.classify.pooler.dense": "nomic_bert.pooler.dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures=_gated_classes("NomicBert", ForPreTraining=("mlm",)),
+    harmless=re.compile(r"nomic_bert\..*\.inv_freq|cls\..*"),
+    defaults={"activation": "silu", "gated": True, "dropout": 0.0},
+    settings=_nomic_settings,
+    second_bias="cls.predictions.bias",
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_dropout_prob": "resid_pdrop",
+    },
+    other_prefixes=("bert.",),
+    exports=_rope_exports,
+)
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -431,6 +601,7 @@ FAMILIES = {
     "electra": ELECTRA,
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
+    "nomic_bert": NOMIC_BERT,
 }
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
@@ -452,7 +623,6 @@ PROBLEMS = {
 }
 # Any other value of these keys would change results.
 REQUIRED = {
-    "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
 }
@@ -466,10 +636,9 @@ def family_of(raw: Mapping[str, Any]) -> Family:
             f"config: model_type {model_type!r} does not run here; those that do: "
             f"{', '.join(FAMILIES)}"
         )
-    for key, value in REQUIRED.items():
-        if raw.get(key, value) not in (value, None):
-            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    _only(raw, position_embedding_type=family.positions, **REQUIRED)
+    return family
 
 
 def encoder_modules(family: Family) -> set[str]:
