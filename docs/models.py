@@ -115,6 +115,13 @@ def nomic(**more: Any) -> Raw:
     return {**shape, **own, **named, **more}
 
 
+def gte(shape: Raw = BASE, factor: float = 2.0, base: int = 500_000, **more: Any) -> Raw:
+    angles = {"rope_theta": base, "rope_scaling": {"type": "ntk", "factor": factor}}
+    own = {"position_embedding_type": "rope", "max_position_embeddings": 8192, **angles}
+    named = {"model_type": "new", "architectures": ["NewModel"]}
+    return {**shape, **own, **named, "type_vocab_size": 0, **more}
+
+
 def other(kind: str, shape: Raw = BASE) -> Raw:
     return {**shape, "model_type": kind}
 
@@ -160,9 +167,23 @@ MODELS: dict[str, dict[str, Raw]] = {
         "thenlper/gte-large": bert(LARGE),
         "Alibaba-NLP/gte-modernbert-base": modernbert(),
         "Alibaba-NLP/gte-reranker-modernbert-base": modernbert(768, RANKS),
-        "Alibaba-NLP/gte-base-en-v1.5": other("new"),
-        "Alibaba-NLP/gte-large-en-v1.5": other("new", LARGE),
-        "Alibaba-NLP/gte-multilingual-base": other("new"),
+        "Alibaba-NLP/gte-base-en-v1.5": gte(),
+        "Alibaba-NLP/gte-large-en-v1.5": gte(LARGE, base=160_000),
+        "Alibaba-NLP/gte-multilingual-base": gte(
+            factor=8.0, base=20_000, vocab_size=250048, type_vocab_size=1
+        ),
+        "Alibaba-NLP/gte-multilingual-reranker-base": gte(
+            factor=8.0,
+            base=20_000,
+            vocab_size=250048,
+            type_vocab_size=1,
+            architectures=["NewForSequenceClassification"],
+        ),
+        "alibaba-nlp-community/gte-multilingual-base": {
+            **sizes(768, 12, 250048),
+            "model_type": "gte",
+            "architectures": ["GteModel"],
+        },
     },
     "Arctic, mxbai, Nomic, Jina and later": {
         "Snowflake/snowflake-arctic-embed-xs": bert(sizes(384, 6, 30522)),
@@ -225,6 +246,11 @@ LAYOUTS: dict[str, tuple[str, str]] = {
         "613ddfd37309; " + TRANSFORMERS.format("nomic_bert"),
         "transformers' classes, each saved and loaded",
     ),
+    "gte, new": (
+        "xuhaike/SparseCL (the authors' code with additions), `sparsecl/gte/modeling.py`, "
+        "14fcd8bcfeef; " + TRANSFORMERS.format("gte"),
+        "transformers' classes; stretched angles, which these lack, the authors' code run in place",
+    ),
 }
 
 # What would have to be built, by the value that is refused.
@@ -233,7 +259,6 @@ MISSING = {
     "deberta-v2": "disentangled attention: content and distance scored against each other",
     "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
-    "new": "its own layout: rotary positions stretched for length, gates, norms after",
     "qwen3": "causal attention, grouped keys, RMS norms; the last token's state as the vector",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",

@@ -6,7 +6,11 @@ has the names of the hub's files, so that a file of the hub is read by the same 
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -63,6 +67,16 @@ FAMILIES = {
             {"hidden_act": "gelu"},
         ),
         types=2,
+    ),
+    "Gte": Family(
+        "Gte",
+        ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+        others=({"hidden_act": "relu", "type_vocab_size": 0},),
+        wrong=(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            {"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_parameters": None},
+            {"hidden_act": "silu"},
+        ),
     ),
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
@@ -313,6 +327,87 @@ def alone(model: Any, item: SyntheticSequence) -> torch.Tensor:
     again = type(model)(model.config).eval()
     again.load_state_dict(model.state_dict())
     return again(input_ids=torch.from_numpy(item.ids)[None]).last_hidden_state[0]
+
+
+GTE = {  # as files of the hub have them
+    "architectures": ["NewModel"],
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_clip1": False,
+    "logn_attention_scale": False,
+    "max_position_embeddings": 8192,
+    "model_type": "new",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "pack_qkv": True,
+    "position_embedding_type": "rope",
+    "rope_scaling": {"factor": 8.0, "type": "ntk"},
+    "rope_theta": 20000,
+    "type_vocab_size": 1,
+    "unpad_inputs": True,
+    "use_memory_efficient_attention": True,
+    "vocab_size": 50,
+}
+
+
+def test_the_keys_of_gtes_own_code(transformers: ModuleType, tmp_path: Path) -> None:
+    """Without stretched angles they mean what transformers' keys mean."""
+    family = FAMILIES["Gte"]
+    model = make(transformers, family, "Model")
+    model.save_pretrained(tmp_path)
+    raw = GTE | {"rope_scaling": None, "rope_theta": 160_000}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"new.{name}": tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    same(model, checkpoint.load(tmp_path).model, family)
+    assert names.understand(GTE | {"type_vocab_size": 0}).type_vocab_size == 0
+    assert names.understand(GTE).max_positions == 8192
+    refused = {
+        "logn_attention_scale": True,
+        "layer_norm_type": "rms_norm",
+        "position_embedding_type": "absolute",
+        "rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.6},
+    }
+    for key, value in refused.items():
+        with pytest.raises(CheckpointError, match=r"(is|are) not supported"):
+            names.understand(GTE | {key: value})
+
+
+def test_gtes_stretched_angles_are_those_of_its_authors(tmp_path: Path) -> None:
+    """Against the public code itself, run where it lies."""
+    folder = os.environ.get("PACKHORSE_TEST_GTE")
+    if not folder:
+        pytest.skip("PACKHORSE_TEST_GTE names no folder with GTE's configuration.py, modeling.py")
+    code = outside(Path(folder), "modeling")
+    plain = {"unpad_inputs": False, "use_memory_efficient_attention": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that code was written for an older transformers
+        config = sys.modules["outside_code.configuration"].NewConfig(**GTE | plain)
+        config._attn_implementation, config.pad_token_id = "eager", None
+        torch.manual_seed(3)
+        model = code.NewModel(config).eval()
+    # Of transformers' base class until release 5.
+    model.get_extended_attention_mask = lambda mask, shape: (1.0 - mask[:, None, None]) * -1e9
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(GTE))
+    same(model, checkpoint.load(tmp_path).model, FAMILIES["Gte"], kernels=tuple(KERNELS))
+    for factor in (1.0, 7.0):  # the control
+        raw = GTE | {"rope_scaling": {"type": "ntk", "factor": factor}}
+        with pytest.raises(AssertionError):
+            same(model, checkpoint.load(tmp_path, config=raw).model, FAMILIES["Gte"])
+
+
+def outside(folder: Path, module: str) -> ModuleType:
+    """A module of someone's code, which imports its neighbors, from the folder it lies in."""
+    package = ModuleType("outside_code")
+    package.__path__ = [str(folder)]
+    sys.modules["outside_code"] = package
+    return importlib.import_module(f"outside_code.{module}")
 
 
 # ---- whole folders ----

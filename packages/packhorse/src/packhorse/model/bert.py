@@ -246,12 +246,11 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.shape = (3, config.heads, config.head_size)
         self.kv_heads = config.kv_heads
         # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
         grouped = config.kv_heads != config.heads
         self.stacked_tensors = {"kv": 2} if grouped else {"qkv": 3}
-        self.head_size = config.head_size
         self.rotary = config.rotary_base > 0
         self.interleaved = config.rotary_interleaved
         inputs = config.hidden_size
@@ -282,17 +281,18 @@ class SelfAttention(nn.Module):
 
     def _project(self, x: Tensor) -> Tensor:
         """[T, E] to [T, 3, H, D]."""
-        if self.kv_heads == self.heads:
-            qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_size))
+        _, heads, width = self.shape
+        shared = heads // self.kv_heads
+        if shared == 1:
+            qkv = self.qkv(x).unflatten(-1, self.shape)
             if not self.normalized:
                 return qkv
             q, k, v = qkv.unbind(1)
         else:
-            q = self.q(x).unflatten(-1, (self.heads, self.head_size))
-            k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_size)).unbind(1)
+            q = self.q(x).unflatten(-1, (heads, width))
+            k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, width)).unbind(1)
         if self.normalized:
             q, k = self._normalize(self.query_norm, q), self._normalize(self.key_norm, k)
-        shared = self.heads // self.kv_heads
         if shared > 1:
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         return torch.stack((q, k, v), 1)

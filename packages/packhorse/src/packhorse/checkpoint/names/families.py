@@ -532,6 +532,8 @@ def _nomic_own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope_exports(config: BertConfig) -> dict[str, Any]:
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.rotary_stretch != 1:
+        return {}  # as the file has it: transformers has no such angles
     if config.dynamic_stretch:
         table |= {"rope_type": "dynamic", "factor": config.dynamic_stretch}
     return {ROPE_TABLE: table}
@@ -592,6 +594,66 @@ NOMIC_BERT = Family(
 )
 
 
+def _gte_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """GTE's fields. Its own code knows one stretching of angles, which transformers has not."""
+    _only(raw, layer_norm_type="layer_norm", logn_attention_scale=False, pack_qkv=True)
+    table = _rope_table(raw)
+    _check_rope(table, "default", "ntk")
+    default = 10_000.0 if raw["model_type"] == "new" else 160_000.0
+    stretch = _rope_number(table, "factor", 1.0) if table["rope_type"] == "ntk" else 1.0
+    return {
+        "rotary_base": _rope_number(table, "rope_theta", default),
+        "rotary_stretch": stretch,
+        "type_vocab_size": _count({"types": raw.get("type_vocab_size", 1) + 1}, "types", 2, 1001)
+        - 1,
+    }
+
+
+def _gte(name: str, prefix: str) -> Family:
+    """GTE under the names of its own code ("new") or those of transformers."""
+    layer = f"{prefix}encoder.layer.{{}}."
+    return Family(
+        prefix=prefix,
+        config=SIZES,
+        tensors={
+            "bert.embed.words": f"{prefix}embeddings.word_embeddings",
+            "bert.embed.types": f"{prefix}embeddings.token_type_embeddings",
+            "bert.embed.norm": f"{prefix}embeddings.LayerNorm",
+            "bert.layers.{}.attention.qkv": f"{layer}attention.qkv_proj",
+            "bert.layers.{}.attention.out": f"{layer}attention.o_proj",
+            "bert.layers.{}.attention_norm": f"{layer}attn_ln",
+            "bert.layers.{}.up.dense": f"{layer}mlp.up_gate_proj",
+            "bert.layers.{}.down": f"{layer}mlp.down_proj",
+            "bert.layers.{}.norm": f"{layer}mlp_ln",
+        },
+        heads={
+            "pooled": {"heads.pooled.dense": f"{prefix}pooler.dense"},
+            "mlm": {
+                "heads.mlm.dense": "lm_head.dense",
+                "heads.mlm.norm": "lm_head.norm",
+                "heads.mlm.decoder": "lm_head.decoder",
+            },
+            "classify": {
+                "heads.classify.pooler.dense": f"{prefix}pooler.dense",
+                "heads.classify.dense": "classifier",
+            },
+            **TOKENS,
+        },
+        architectures=_gated_classes(name),
+        harmless=re.compile(r"lm_head\..*"),
+        defaults={
+            "gated": True,
+            "gate_first": True,
+            "up_bias": False,
+            "max_positions": 8192 if name == "Gte" else 2048,
+            **({"mlm_activation": "gelu"} if name == "Gte" else {}),
+        },
+        settings=_gte_settings,
+        positions="rope",
+        exports=_rope_exports,
+    )
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -602,6 +664,8 @@ FAMILIES = {
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
+    "new": _gte("New", "new."),
+    "gte": _gte("Gte", "gte."),
 }
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
