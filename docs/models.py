@@ -122,6 +122,33 @@ def gte(shape: Raw = BASE, factor: float = 2.0, base: int = 500_000, **more: Any
     return {**shape, **own, **named, "type_vocab_size": 0, **more}
 
 
+def qwen3(hidden: int, layers: int, kind: str = "ForCausalLM") -> Raw:
+    shape = sizes(hidden, layers, 151669) | {"num_attention_heads": 16 if hidden == 1024 else 32}
+    own = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000}
+    return {**shape, **own, "model_type": "qwen3", "architectures": [f"Qwen3{kind}"]}
+
+
+def eurobert(hidden: int = 768, kv_heads: int = 12) -> Raw:
+    own = {"num_key_value_heads": kv_heads, "rope_theta": 250_000}
+    named = {"model_type": "eurobert", "architectures": ["EuroBertForMaskedLM"]}
+    return {**sizes(hidden, 12, 128256), **own, **named}
+
+
+EMBEDDING_GEMMA = {
+    **sizes(768, 24, 262144),
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3TextModel"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window": 512,
+    "use_bidirectional_attention": True,
+}
+
+
 def other(kind: str, shape: Raw = BASE) -> Raw:
     return {**shape, "model_type": kind}
 
@@ -198,8 +225,10 @@ MODELS: dict[str, dict[str, Raw]] = {
         "nomic-ai/nomic-embed-text-v1.5": nomic(),
         "jinaai/jina-embeddings-v2-base-en": bert(position_embedding_type="alibi"),
         "jinaai/jina-embeddings-v3": xlmr(LARGE, position_embedding_type="rotary"),
-        "Qwen/Qwen3-Embedding-0.6B": other("qwen3"),
-        "google/embeddinggemma-300m": other("gemma3_text"),
+        "Qwen/Qwen3-Embedding-0.6B": qwen3(1024, 28),
+        "Qwen/Qwen3-Embedding-4B": qwen3(2560, 36),
+        "Qwen/Qwen3-Embedding-8B": qwen3(4096, 36),
+        "google/embeddinggemma-300m": EMBEDDING_GEMMA,
     },
     "Rerankers and other cross-encoders": {
         "cross-encoder/ms-marco-MiniLM-L6-v2": bert(sizes(384, 6, 30522), RANKS),
@@ -207,6 +236,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "cross-encoder/ms-marco-TinyBERT-L2-v2": bert(sizes(128, 2, 30522), RANKS),
         "cross-encoder/ms-marco-electra-base": electra(768, RANKS),
         "cross-encoder/stsb-roberta-base": roberta(BASE, RANKS),
+        "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": qwen3(1024, 28, RANKS),
         "cross-encoder/nli-deberta-v3-base": other("deberta-v2"),
     },
     "To fine-tune, and fine-tuned": {
@@ -225,6 +255,8 @@ MODELS: dict[str, dict[str, Raw]] = {
         "microsoft/mpnet-base": mpnet(WORDS),
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
+        "EuroBERT/EuroBERT-210m": eurobert(),
+        "EuroBERT/EuroBERT-610m": eurobert(1152, 6),
         "microsoft/deberta-v3-base": other("deberta-v2"),
         "albert/albert-base-v2": other("albert"),
         "allenai/longformer-base-4096": other("longformer"),
@@ -251,15 +283,21 @@ LAYOUTS: dict[str, tuple[str, str]] = {
         "14fcd8bcfeef; " + TRANSFORMERS.format("gte"),
         "transformers' classes; stretched angles, which these lack, the authors' code run in place",
     ),
+    **{
+        kind: (TRANSFORMERS.format(module), "transformers' classes, each saved and loaded")
+        for kind, module in (
+            ("qwen3", "qwen3"),
+            ("gemma3_text", "gemma3"),
+            ("eurobert", "eurobert"),
+        )
+    },
 }
 
 # What would have to be built, by the value that is refused.
 MISSING = {
     "albert": "layers that share their weights, and embeddings factored in two",
     "deberta-v2": "disentangled attention: content and distance scored against each other",
-    "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
-    "qwen3": "causal attention, grouped keys, RMS norms; the last token's state as the vector",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",
     "rotary": "its own code: rotary positions, and an adapter for each task",

@@ -25,7 +25,7 @@ from torch.testing import assert_close
 import packhorse
 from packhorse import attention, checkpoint
 from packhorse.checkpoint import names
-from packhorse.errors import CheckpointError
+from packhorse.errors import CheckpointError, InputError
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import SyntheticSequence
@@ -77,6 +77,57 @@ FAMILIES = {
             {"rope_scaling": {"type": "ntk", "factor": 2.0}, "rope_parameters": None},
             {"hidden_act": "silu"},
         ),
+    ),
+    "Qwen3": Family(
+        "Qwen3",
+        ("Model", "ForSequenceClassification", "ForTokenClassification"),
+        settings={"num_key_value_heads": 2, "head_dim": 16},
+        others=(
+            {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-4},
+            {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+        ),
+        wrong=(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            {"rms_norm_eps": 0.1},
+            {"layer_types": None, "use_sliding_window": True, "sliding_window": 100}
+            | {"max_window_layers": 0},
+        ),
+        wide=False,
+    ),
+    "Gemma3Text": Family(
+        "Gemma3Text",
+        ("Model", "ForSequenceClassification"),
+        settings={
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "use_bidirectional_attention": True,
+        },
+        others=({"use_bidirectional_attention": False, "hidden_activation": "silu"},),
+        wrong=(
+            {"sliding_window": 14},
+            {"use_bidirectional_attention": False},
+            {"layer_types": ["full_attention"] * 3},
+            {"rms_norm_eps": 0.1},
+        ),
+        wide=False,
+    ),
+    "EuroBert": Family(
+        "EuroBert",
+        ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+        settings={"num_key_value_heads": 2},
+        others=(
+            {"mlp_bias": True, "attention_bias": True, "classifier_pooling": "mean"},
+            {"num_key_value_heads": 4, "classifier_pooling": "bos", "tie_word_embeddings": True},
+        ),
+        wrong=(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            {"rms_norm_eps": 0.1},
+            {"hidden_act": "gelu"},
+        ),
+        wide=False,
     ),
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
@@ -410,6 +461,60 @@ def outside(folder: Path, module: str) -> ModuleType:
     return importlib.import_module(f"outside_code.{module}")
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_a_decoder_leaves_its_scores_of_words_out(
+    name: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    """Embedding models are often saved as what they were made of; `model.` may be left off too."""
+    family = FAMILIES["Qwen3" if name == "Qwen3" else "Gemma3Text"]
+    settings = {"tie_word_embeddings": False, "num_labels": 2}
+    config = getattr(transformers, f"{family.name}Config")(
+        **make(transformers, family, "Model").config.to_dict() | settings
+    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.save_pretrained(tmp_path)
+    loaded = checkpoint.load(tmp_path)
+    same(model.model, loaded.model, family)
+    assert list(loaded.model.heads) == ["embed"] and "lm_head.weight" in loaded.notes[-1]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    same(model.model, checkpoint.load(tmp_path).model, family)
+
+
+DECODER_REFUSALS: dict[str, dict[str, tuple[Any, str]]] = {
+    "Qwen3": {
+        "rope_scaling": ({"rope_type": "yarn", "factor": 4.0}, "rotary positions of .*factor"),
+        "num_key_value_heads": (3, "3 heads of keys and values do not divide 4"),
+        "hidden_act": ("mish", "'mish' is unknown"),
+        "architectures": (["Qwen3ForQuestionAnswering"], "does not run here"),
+    },
+    "Gemma3Text": {
+        "query_pre_attn_scalar": (32, "query_pre_attn_scalar 32 is not supported"),
+        "attn_logit_softcapping": (50.0, "attn_logit_softcapping 50.0 is not supported"),
+        "rope_parameters": (
+            {"full_attention": {"rope_type": "linear", "factor": 8.0}},
+            "rotary positions of .*linear",
+        ),
+    },
+    "EuroBert": {"classifier_pooling": ("max", "classifier pooling 'max' is unknown")},
+}
+
+
+@pytest.mark.parametrize("name", DECODER_REFUSALS)
+def test_what_would_change_a_decoders_numbers_is_refused(
+    name: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    make(transformers, FAMILIES[name], "Model").save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for key, (value, message) in DECODER_REFUSALS[name].items():
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load(tmp_path, config=raw | {key: value})
+    with pytest.raises(InputError, match="models cannot be written as 'onnx'"):
+        checkpoint.write(tmp_path / "onnx", checkpoint.load(tmp_path), to="onnx")
+
+
 # ---- whole folders ----
 
 WORDS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"abcdefghijklmnopqrstuvwxyz", "horse", "pack"]
@@ -452,6 +557,75 @@ def test_a_folder_runs_in_every_way(name: str, transformers: ModuleType, tmp_pat
     np.testing.assert_allclose(together, expected, atol=1e-5)
     for text, vector in zip(texts, together, strict=True):
         assert np.array_equal(fixed.embed([text])[0], vector)
+
+
+def write_decoder_tokenizer(folder: Path) -> None:
+    """Bytes in pairs, as Qwen3's: no word begins a text, and the padding word ends it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: number for number, word in enumerate(["<|endoftext|>", *letters, "or", "se"])}
+    built = Tokenizer(models.BPE(words, [("o", "r"), ("s", "e")]))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.post_processor = processors.TemplateProcessing(
+        single="$A <|endoftext|>",
+        pair="$A $B:1 <|endoftext|>:1",
+        special_tokens=[("<|endoftext|>", 0)],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=built,
+        model_max_length=64,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+    ).save_pretrained(folder)
+
+
+TEXTS = ["horse", "pack a horse " * 9, "b c d", "", "zebra, äöü and more"]
+# As the folders on the hub have them: pooling, prompts and what comes after.
+FOLDERS: dict[str, tuple[str, dict[str, str]]] = {
+    "Qwen3": ("lasttoken", {"query": "Instruct: search\nQuery:", "document": ""}),
+    "Gemma3Text": ("mean", {"query": "task: search result | query: ", "STS": "task: sts | "}),
+    "EuroBert": ("mean", {}),
+    "NomicBert": ("mean", {"query": "search_query: ", "document": "search_document: "}),
+    "Gte": ("cls", {}),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_vectors_are_those_of_sentence_transformers(
+    name: str, transformers: ModuleType, tmp_path: Path
+) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    pooling, prompts = FOLDERS[name]
+    home = tmp_path / "transformer"
+    model = make(transformers, FAMILIES[name], "Model", vocab_size=260, pad_token_id=0)
+    model.save_pretrained(home)
+    write_decoder_tokenizer(home)
+    torch.manual_seed(4)
+    parts = [modules.Transformer(str(home)), modules.Pooling(32, pooling_mode=pooling)]
+    if name == "Gemma3Text":
+        linear = {"bias": False, "activation_function": torch.nn.Identity()}
+        parts += [modules.Dense(32, 48, **linear), modules.Dense(48, 32, **linear)]
+    parts.append(modules.Normalize())
+    theirs = sentence_transformers.SentenceTransformer(
+        modules=parts,
+        prompts=prompts,
+        device="cpu",
+        truncate_dim=16 if name == "NomicBert" else None,
+    )
+    theirs.save(str(tmp_path / "saved"), create_model_card=False)
+    ours = packhorse.load(tmp_path / "saved", device="cpu")
+    plain = theirs.encode(TEXTS, prompt="", show_progress_bar=False)
+    assert np.abs(ours.encode(TEXTS, prompt="") - plain).max() < 2e-6
+    for prompt in prompts:
+        expected = theirs.encode(TEXTS, prompt_name=prompt, show_progress_bar=False)
+        assert np.abs(ours.encode(TEXTS, prompt_name=prompt) - expected).max() < 2e-6
+    if prompts:  # the control
+        assert np.abs(ours.encode(TEXTS, prompt_name="query") - plain).max() > 1e-3
 
 
 def test_a_configuration_needs_nothing_but_its_fields() -> None:

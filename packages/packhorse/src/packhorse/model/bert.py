@@ -98,7 +98,7 @@ class Bert(nn.Module):
                 module.use(kernel)
 
 
-def _norm(config: BertConfig, width: int = 0) -> nn.Module:
+def _norm(config: BertConfig, width: int = 0) -> nn.LayerNorm | RMSNorm:
     width = width or config.hidden_size
     if config.norm_kind == "layer":
         return nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)

@@ -12,9 +12,9 @@ from packhorse.checkpoint.names.families import (
     ACTIVATIONS,
     PROBLEMS,
     Family,
+    decoder_source,
     encoder_modules,
     family_of,
-    source,
     sources,
     table,
 )
@@ -89,7 +89,7 @@ def _export_tensors(state: Mapping[str, Tensor], family: Family, tied: bool) -> 
     for name, tensor in state.items():
         parts = sources(name, templates)
         result.update(zip(parts, tensor.chunk(len(parts)), strict=True))
-    bias = source("heads.mlm.decoder.bias", family)
+    bias = decoder_source("bias", family)
     if family.second_bias and bias in result:
         # Where the scores are not tied, transformers expects the bias under both names.
         result[family.second_bias] = result.pop(bias) if tied else result[bias].clone()
