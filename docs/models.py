@@ -28,10 +28,11 @@ INTRODUCTION = """# Which models run
 Written by `docs/models.py`: the few fields of each model's configuration that decide, written down
 by hand, are put before the check that `packhorse.load` makes; no model was fetched. "Understood"
 says no more than that. That a family's numbers are those of transformers is tested on random models
-of every class (`tests/checkpoint/test_families.py`, `tests/checkpoint/test_newer.py`), and on the
-real weights of all-MiniLM-L6-v2; that vectors are those of sentence-transformers, on random models
-which it saved, with every module below (`tests/runtime/test_sentence_models.py`). A model that is
-not here is tried by loading it: what does not run is refused by name, before a weight is placed.
+of every class (`test_families.py`, `test_newer.py` and `test_later.py` in `tests/checkpoint`), and
+on the real weights of all-MiniLM-L6-v2; that vectors are those of sentence-transformers, on random
+models which it saved, with every module below (`tests/runtime/test_sentence_models.py`). A model
+that is not here is tried by loading it: what does not run is refused by name, before a weight is
+placed.
 
 A model needs a `tokenizer.json` or a `vocab.txt` beside its weights. Code that a repository brings
 along is never run.
@@ -105,6 +106,49 @@ def modernbert(hidden: int = 768, kind: str = "Model") -> Raw:
     return {**sizes(hidden, layers, 50368), "intermediate_size": between, **own, **named}
 
 
+def nomic(**more: Any) -> Raw:
+    shape = {"vocab_size": 30528, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": 3072}
+    own = {"activation_function": "swiglu", "rotary_emb_fraction": 1.0, "rotary_emb_base": 1000}
+    biases = dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
+    own |= {"n_positions": 8192, "max_trained_positions": 2048, "prenorm": False, **biases}
+    named = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"]}
+    return {**shape, **own, **named, **more}
+
+
+def gte(shape: Raw = BASE, factor: float = 2.0, base: int = 500_000, **more: Any) -> Raw:
+    angles = {"rope_theta": base, "rope_scaling": {"type": "ntk", "factor": factor}}
+    own = {"position_embedding_type": "rope", "max_position_embeddings": 8192, **angles}
+    named = {"model_type": "new", "architectures": ["NewModel"]}
+    return {**shape, **own, **named, "type_vocab_size": 0, **more}
+
+
+def qwen3(hidden: int, layers: int, kind: str = "ForCausalLM") -> Raw:
+    shape = sizes(hidden, layers, 151669) | {"num_attention_heads": 16 if hidden == 1024 else 32}
+    own = {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000}
+    return {**shape, **own, "model_type": "qwen3", "architectures": [f"Qwen3{kind}"]}
+
+
+def eurobert(hidden: int = 768, kv_heads: int = 12) -> Raw:
+    own = {"num_key_value_heads": kv_heads, "rope_theta": 250_000}
+    named = {"model_type": "eurobert", "architectures": ["EuroBertForMaskedLM"]}
+    return {**sizes(hidden, 12, 128256), **own, **named}
+
+
+EMBEDDING_GEMMA = {
+    **sizes(768, 24, 262144),
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3TextModel"],
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "sliding_window": 512,
+    "use_bidirectional_attention": True,
+}
+
+
 def other(kind: str, shape: Raw = BASE) -> Raw:
     return {**shape, "model_type": kind}
 
@@ -150,24 +194,41 @@ MODELS: dict[str, dict[str, Raw]] = {
         "thenlper/gte-large": bert(LARGE),
         "Alibaba-NLP/gte-modernbert-base": modernbert(),
         "Alibaba-NLP/gte-reranker-modernbert-base": modernbert(768, RANKS),
-        "Alibaba-NLP/gte-base-en-v1.5": other("new"),
-        "Alibaba-NLP/gte-large-en-v1.5": other("new", LARGE),
-        "Alibaba-NLP/gte-multilingual-base": other("new"),
+        "Alibaba-NLP/gte-base-en-v1.5": gte(),
+        "Alibaba-NLP/gte-large-en-v1.5": gte(LARGE, base=160_000),
+        "Alibaba-NLP/gte-multilingual-base": gte(
+            factor=8.0, base=20_000, vocab_size=250048, type_vocab_size=1
+        ),
+        "Alibaba-NLP/gte-multilingual-reranker-base": gte(
+            factor=8.0,
+            base=20_000,
+            vocab_size=250048,
+            type_vocab_size=1,
+            architectures=["NewForSequenceClassification"],
+        ),
+        "alibaba-nlp-community/gte-multilingual-base": {
+            **sizes(768, 12, 250048),
+            "model_type": "gte",
+            "architectures": ["GteModel"],
+        },
     },
     "Arctic, mxbai, Nomic, Jina and later": {
         "Snowflake/snowflake-arctic-embed-xs": bert(sizes(384, 6, 30522)),
         "Snowflake/snowflake-arctic-embed-m": bert(),
         "Snowflake/snowflake-arctic-embed-l": bert(LARGE),
         "Snowflake/snowflake-arctic-embed-l-v2.0": xlmr(LARGE, max_position_embeddings=8194),
-        "Snowflake/snowflake-arctic-embed-m-long": other("nomic_bert"),
+        "Snowflake/snowflake-arctic-embed-m-long": nomic(),
         "mixedbread-ai/mxbai-embed-large-v1": bert(LARGE),
         "mixedbread-ai/mxbai-rerank-base-v1": other("deberta-v2"),
         "nomic-ai/modernbert-embed-base": modernbert(),
-        "nomic-ai/nomic-embed-text-v1.5": other("nomic_bert"),
+        "nomic-ai/nomic-embed-text-v1": nomic(),
+        "nomic-ai/nomic-embed-text-v1.5": nomic(),
         "jinaai/jina-embeddings-v2-base-en": bert(position_embedding_type="alibi"),
         "jinaai/jina-embeddings-v3": xlmr(LARGE, position_embedding_type="rotary"),
-        "Qwen/Qwen3-Embedding-0.6B": other("qwen3"),
-        "google/embeddinggemma-300m": other("gemma3_text"),
+        "Qwen/Qwen3-Embedding-0.6B": qwen3(1024, 28),
+        "Qwen/Qwen3-Embedding-4B": qwen3(2560, 36),
+        "Qwen/Qwen3-Embedding-8B": qwen3(4096, 36),
+        "google/embeddinggemma-300m": EMBEDDING_GEMMA,
     },
     "Rerankers and other cross-encoders": {
         "cross-encoder/ms-marco-MiniLM-L6-v2": bert(sizes(384, 6, 30522), RANKS),
@@ -175,6 +236,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "cross-encoder/ms-marco-TinyBERT-L2-v2": bert(sizes(128, 2, 30522), RANKS),
         "cross-encoder/ms-marco-electra-base": electra(768, RANKS),
         "cross-encoder/stsb-roberta-base": roberta(BASE, RANKS),
+        "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": qwen3(1024, 28, RANKS),
         "cross-encoder/nli-deberta-v3-base": other("deberta-v2"),
     },
     "To fine-tune, and fine-tuned": {
@@ -193,6 +255,8 @@ MODELS: dict[str, dict[str, Raw]] = {
         "microsoft/mpnet-base": mpnet(WORDS),
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
+        "EuroBERT/EuroBERT-210m": eurobert(),
+        "EuroBERT/EuroBERT-610m": eurobert(1152, 6),
         "microsoft/deberta-v3-base": other("deberta-v2"),
         "albert/albert-base-v2": other("albert"),
         "allenai/longformer-base-4096": other("longformer"),
@@ -205,15 +269,35 @@ MODELS: dict[str, dict[str, Raw]] = {
     },
 }
 
+# Where the layouts of families were taken from that bring code of their own along or are new in
+# transformers, and against what the results are tested.
+TRANSFORMERS = "transformers 5.22, `src/transformers/models/{0}/modeling_{0}.py`"
+LAYOUTS: dict[str, tuple[str, str]] = {
+    "nomic_bert": (
+        "nomic-ai/contrastors, `src/contrastors/models/huggingface/modeling_hf_nomic_bert.py`, "
+        "613ddfd37309; " + TRANSFORMERS.format("nomic_bert"),
+        "transformers' classes, each saved and loaded",
+    ),
+    "gte, new": (
+        "xuhaike/SparseCL (the authors' code with additions), `sparsecl/gte/modeling.py`, "
+        "14fcd8bcfeef; " + TRANSFORMERS.format("gte"),
+        "transformers' classes; stretched angles, which these lack, the authors' code run in place",
+    ),
+    **{
+        kind: (TRANSFORMERS.format(module), "transformers' classes, each saved and loaded")
+        for kind, module in (
+            ("qwen3", "qwen3"),
+            ("gemma3_text", "gemma3"),
+            ("eurobert", "eurobert"),
+        )
+    },
+}
+
 # What would have to be built, by the value that is refused.
 MISSING = {
     "albert": "layers that share their weights, and embeddings factored in two",
     "deberta-v2": "disentangled attention: content and distance scored against each other",
-    "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
-    "new": "its own layout: rotary positions stretched for length, gates, norms after",
-    "nomic_bert": "its own code: rotary positions with SwiGLU, norms after",
-    "qwen3": "causal attention, grouped keys, RMS norms; the last token's state as the vector",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",
     "rotary": "its own code: rotary positions, and an adapter for each task",
@@ -259,6 +343,10 @@ def page() -> str:
         for _, name, raw, good, why in (row for row in found if row[0] == group):
             lines.append(f"| {name} | {raw['model_type']} | {'understood' if good else why} |")
         lines.append("")
+    lines += ["## Where layouts were taken from\n", "| family | public files | tested against |"]
+    lines.append("|---|---|---|")
+    lines += [f"| {kind} | {source} | {oracle} |" for kind, (source, oracle) in LAYOUTS.items()]
+    lines.append("")
     lines += ["## What is missing for the rest\n", "| refused | models | what it would take |"]
     lines.append("|---|---|---|")
     refused = [(lacking(raw), name) for _, name, raw, good, _ in found if not good]

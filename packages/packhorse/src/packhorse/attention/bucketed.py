@@ -62,7 +62,7 @@ class GroupedPlan:
 class Bucketed:
     """Groups of similar length; compiled, it is one opaque operator without a backward pass."""
 
-    serves = KernelSupport(compiles=True, windows=True, biases=True)
+    serves = KernelSupport(compiles=True, windows=True, biases=True, causal=True)
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
@@ -76,7 +76,9 @@ class Bucketed:
         if torch.compiler.is_compiling():
             if plan.dropout:
                 raise KernelError(f"kernel 'bucketed', compiled: {NO_DROPOUT}; do not compile")
-            return _opaque(q, k, v, plan.cu_seqlens, plan.scope.window, plan.scope.bias)
+            scope = plan.scope
+            options = (scope.window, scope.bias, scope.causal, scope.slopes)
+            return _opaque(q, k, v, plan.cu_seqlens, *options)
         return attend_groups(q, k, v, plan)
 
 
@@ -88,9 +90,11 @@ def _opaque(
     cu_seqlens: Tensor,
     window: int | None = None,
     bias: Tensor | None = None,
+    causal: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph: groups depend on the data, the graph must not."""
-    plan = plan_groups(cu_seqlens, 0.0, AttentionScope(window, bias))
+    plan = plan_groups(cu_seqlens, 0.0, AttentionScope(window, bias, causal, slopes))
     return attend_groups(q, k, v, plan).contiguous()
 
 
@@ -205,7 +209,8 @@ def _gather(x: Tensor, group: LengthGroup) -> Tensor:
 def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float) -> Tensor:
     mask = group.visible
     if group.bias is not None:
-        mask = group.bias if mask is None else torch.where(mask, group.bias, float("-inf"))
+        bias = group.bias.to(q.dtype)
+        mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
     return scaled_dot_product_attention(q, k, v, mask, dropout)
 
 
@@ -216,7 +221,7 @@ def _attend_by_products(
     q = q * q.shape[-1] ** -0.5
     scores = q @ k.transpose(-1, -2)  # [n, H, L, L]
     if group.bias is not None:
-        scores = scores + group.bias
+        scores = scores + group.bias.to(scores.dtype)
     if group.visible is not None:
         scores = scores.masked_fill(~group.visible, float("-inf"))
     probabilities = scores.softmax(-1)

@@ -25,7 +25,8 @@ from packhorse.packing.batch import Packed
 
 NO_DROPOUT = "it cannot drop attention probabilities out"
 NO_WINDOW = "it does not support layers with a local window"
-NO_BIAS = "it does not support scores that depend on distance (relative position bias)"
+NO_BIAS = "it does not support scores that depend on distance (relative position bias, ALiBi)"
+NO_CAUSAL = "it does not support causal attention"
 
 # What `Kernel.plan` returns: everything that all layers need to know about a batch. Its type is
 # the kernel's own (`GroupedPlan`, `NativePlan`, …); everyone else only hands it back to the kernel.
@@ -49,7 +50,8 @@ class KernelSupport:
     # kernels put several sequences into one product, as wide as the longest of them.
     one_at_a_time: bool = False
     windows: bool = False  # supports `AttentionScope.window`
-    biases: bool = False  # supports `AttentionScope.bias`
+    biases: bool = False  # supports `AttentionScope.bias` and `slopes`
+    causal: bool = False  # supports `AttentionScope.causal`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
     warn: Callable[[], None] = lambda: None  # warns about an obstacle that a user can remove
 
@@ -62,9 +64,10 @@ class KernelSupport:
         dropout: bool = False,
         windows: bool = False,
         biases: bool = False,
+        causal: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None if it can."""
-        needs = (device, dtype, backward, head_size, dropout, windows, biases)
+        needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
         return self.mismatch(*needs) or self.obstacle(device)
 
     def mismatch(
@@ -76,6 +79,7 @@ class KernelSupport:
         dropout: bool = False,
         windows: bool = False,
         biases: bool = False,
+        causal: bool = False,
     ) -> str | None:
         """Why the kernel could not run there whatever was installed, or None."""
         if self.devices is not None and device.type not in self.devices:
@@ -91,6 +95,8 @@ class KernelSupport:
             return NO_WINDOW
         if biases and not self.biases:
             return NO_BIAS
+        if causal and not self.causal:
+            return NO_CAUSAL
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
@@ -156,14 +162,15 @@ def pick(
     dropout: bool = False,
     windows: bool = False,
     biases: bool = False,
+    causal: bool = False,
 ) -> KernelChoice:
     """Choose the kernel called `name` or, without a name, the fastest that can run here.
 
-    backward: for training; dropout: with dropout of attention probabilities. windows, biases: the
-    model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel that needs
-    rows is chosen only by name: a ragged batch has none.
+    backward: for training; dropout: with dropout of attention probabilities. windows, biases,
+    causal: the model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel
+    that needs rows is chosen only by name: a ragged batch has none.
     """
-    needs = (device, dtype, backward, head_size, dropout, windows, biases)
+    needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
     if name is not None and name != "auto":
         return _pick_by_name(name, *needs)
     rejected: list[str] = []
@@ -182,8 +189,10 @@ def pick(
 def check_scope(name: str, scope: AttentionScope, serves: KernelSupport) -> None:
     """Raise if a kernel does not support this scope."""
     refusal = NO_WINDOW if scope.window is not None and not serves.windows else None
-    if scope.bias is not None and not serves.biases:
+    if scope.biased and not serves.biases:
         refusal = NO_BIAS
+    if scope.causal and not serves.causal:
+        refusal = NO_CAUSAL
     if refusal:
         raise KernelError(f"kernel {name!r} cannot run this model: {refusal}; use 'bucketed'")
 
@@ -210,9 +219,11 @@ def _pick_by_name(
     dropout: bool,
     windows: bool,
     biases: bool,
+    causal: bool,
 ) -> KernelChoice:
     instance = kernel(name)
-    refusal = instance.serves.refusal(device, dtype, backward, head_size, dropout, windows, biases)
+    needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
+    refusal = instance.serves.refusal(*needs)
     if refusal is None:
         return KernelChoice(name, instance, "asked for")
     alternative = pick(
@@ -223,5 +234,6 @@ def _pick_by_name(
         dropout=dropout,
         windows=windows,
         biases=biases,
+        causal=causal,
     )
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {alternative.name!r}")

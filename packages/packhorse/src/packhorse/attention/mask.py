@@ -48,6 +48,7 @@ class Mask:
         records=True,
         windows=True,
         biases=True,
+        causal=True,
     )
 
     def plan(
@@ -75,7 +76,8 @@ class Mask:
         q, k, v = qkv.unbind(1)
         poisoned = _poisoned(q, k, v, plan)  # [T, 1, 1]
         q, k, v = (_to_rows(x.masked_fill(poisoned, 0), plan) for x in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, plan.mask, plan.dropout)  # [R, H, C, D]
+        mask = plan.mask.to(q.dtype) if plan.mask.is_floating_point() else plan.mask
+        out = scaled_dot_product_attention(q, k, v, mask, plan.dropout)  # [R, H, C, D]
         return out.transpose(1, 2).flatten(0, 1).masked_fill(poisoned, float("nan"))
 
 

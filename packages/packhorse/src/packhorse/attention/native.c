@@ -58,7 +58,8 @@ typedef struct {
     const float *table;      /* NULL, or the bias by distance: heads are `t_step` apart; distance 0
                                 is at `longest` - 1, and keys before the query follow */
     long items, heads, width, q_step, k_step, v_step, t_step;
-    long longest, window;    /* tokens of the longest sequence; tokens visible on either side */
+    long longest;            /* tokens of the longest sequence */
+    long before, after;      /* tokens that a query sees before and after itself */
     float scale;             /* of scores, times log2 e, because exponentials are powers of two */
     float unit;              /* of the table, in units of scores before they are scaled */
     atomic_long next;        /* the first work item that no thread has taken */
@@ -317,8 +318,8 @@ static void attend(const Job *job, Scratch *t, long item) {
     const long start = chunk[0], length = chunk[1], token = start + chunk[2];
     const long rows = least(length - chunk[2], CHUNK);
     const long head = item % job->heads * job->width, out_step = job->heads * job->width;
-    const long nearest = chunk[2] > job->window ? chunk[2] - job->window : 0;
-    const long end = least(length, chunk[2] + rows + job->window);
+    const long nearest = chunk[2] > job->before ? chunk[2] - job->before : 0;
+    const long end = least(length, chunk[2] + rows + job->after);
     const float *table = NULL;
     if (job->table) table = job->table + item % job->heads * job->t_step + job->longest - 1;
     pack_queries(t, job->q + token * job->q_step + head, job->q_step, rows);
@@ -373,10 +374,10 @@ typedef void Parallel(void (*body)(void *), void *shared, unsigned threads, unsi
 /* Returns 0, or 1 if no thread had memory: then nothing was computed. */
 int packhorse_attend(const number *q, const number *k, const number *v, number *out,
                      const int32_t *chunks, const float *table, long items, long heads, long width,
-                     long q_step, long k_step, long v_step, long t_step, long longest, long window,
-                     float scale, float unit, Parallel *parallel, unsigned threads) {
-    Job job = {q,      k,      v,      out,    chunks,  table,  items, heads, width,
-               q_step, k_step, v_step, t_step, longest, window, scale, unit,  0};
+                     long q_step, long k_step, long v_step, long t_step, long longest, long before,
+                     long after, float scale, float unit, Parallel *parallel, unsigned threads) {
+    Job job = {q,      k,      v,      out,     chunks, table, items, heads, width, q_step,
+               k_step, v_step, t_step, longest, before, after, scale, unit,  0};
     parallel(work, &job, threads, 0);
     return job.next < items * heads;
 }

@@ -1,9 +1,9 @@
 """Attention for CPUs in one pass over the batch: native.c, compiled at first use.
 
 The fastest on a CPU at BERT's lengths: nothing is padded, gathered or masked, and scores never
-leave the cache. Blocks of keys outside a window are skipped; what a distance adds to a score, minus
-infinity outside the window, is a table that the C code reads. The cost is a C compiler on the
-machine, and there is no backward pass.
+leave the cache. Blocks of keys that a window or causal attention hides are skipped; what a distance
+adds to a score, minus infinity where a key is hidden, is a table that the C code reads. The cost is
+a C compiler on the machine, and there is no backward pass.
 
 Shapes: T tokens, H heads, D head width, L tokens of the longest sequence.
 """
@@ -91,6 +91,7 @@ class Native:
         one_at_a_time=True,
         windows=True,
         biases=True,
+        causal=True,
         obstacle=lambda device: obstacle(),
         warn=_warn,
     )
@@ -107,7 +108,9 @@ class Native:
         """[T, 3, H, D] to [T, H, D]."""
         q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
-            return _opaque(q, k, v, plan.cu_seqlens, plan.scope.window, plan.scope.bias)
+            scope = plan.scope
+            options = (scope.window, scope.bias, scope.causal, scope.slopes)
+            return _opaque(q, k, v, plan.cu_seqlens, *options)
         return attend(q, k, v, plan)
 
 
@@ -119,9 +122,11 @@ def _opaque(
     cu_seqlens: Tensor,
     window: int | None = None,
     bias: Tensor | None = None,
+    causal: bool = False,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph."""
-    return attend(q, k, v, _plan(cu_seqlens, AttentionScope(window, bias)))
+    return attend(q, k, v, _plan(cu_seqlens, AttentionScope(window, bias, causal, slopes)))
 
 
 @_opaque.register_fake
@@ -187,10 +192,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> Tensor:
         q.stride(0),
         k.stride(0),
         v.stride(0),
-        # All heads share a table that has only a window.
+        # All heads share a table that only hides keys.
         0 if table is None or len(table) == 1 else table.stride(0),
         plan.longest,
         plan.longest if window is None else window,
+        _visible_after(plan),
         width**-0.5 * log2(e),  # scale of the scores; C computes powers of two
         width**0.5,  # unit of the table, which is added before the scores are scaled
         openmp_entry(),
@@ -201,10 +207,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> Tensor:
     return out
 
 
+def _visible_after(plan: NativePlan) -> int:
+    """How many tokens after itself a query sees."""
+    if plan.scope.causal:
+        return 0
+    return plan.longest if plan.scope.window is None else plan.scope.window
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: NativePlan) -> None:
     """Check what torch would check: C reads or writes out of bounds instead of raising."""
-    bias = plan.scope.bias
-    inputs = (q, k, v) if bias is None else (q, k, v, bias)
+    added = [x for x in (plan.scope.bias, plan.scope.slopes) if x is not None]
+    inputs = (q, k, v, *added)
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     refusal = Native.serves.refusal(q.device, q.dtype, backward)
     if refusal is None and not all(x.dtype == q.dtype and x.device == q.device for x in (k, v)):
@@ -241,5 +254,5 @@ def _function(bf16: bool) -> Callable[..., int]:
     if bf16 and not features().avx512_bf16:
         raise Obstacle("this processor has no AVX512-BF16", fixable=False)
     defines = (f"BF16={int(bf16)}", f"CHUNK={CHUNK}", f"WIDEST={WIDEST}")
-    argument_types = (*[POINTER] * 6, *[LONG] * 9, FLOAT, FLOAT, POINTER, UNSIGNED)
+    argument_types = (*[POINTER] * 6, *[LONG] * 10, FLOAT, FLOAT, POINTER, UNSIGNED)
     return function(SOURCE, "packhorse_attend", argument_types, defines, returns=INT)

@@ -11,6 +11,8 @@ Shapes: T tokens, H heads, D head width.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ def attend(
     scope: AttentionScope = FULL_SCOPE,
     kernel: str | None = None,
 ) -> Tensor:
-    """Bidirectional self-attention within each sequence of `packed`: [T, H, D] each to [T, H, D].
+    """Self-attention within each sequence of `packed`: [T, H, D] each to [T, H, D].
 
     It equals torch's `scaled_dot_product_attention` of every sequence alone, forward and backward,
     on CPU and CUDA; the fastest kernel for the device, dtype, head size and pass is chosen. For the
@@ -44,9 +46,9 @@ class PackedAttention:
     """Attention over one batch, for all layers of a model: create it at the start of `forward`.
 
     dropout: fraction of attention probabilities to drop, drawn anew in each call (0 in evaluation).
-    scope: a window or a relative position bias. kernel: the name of a kernel to use; without one
-    the fastest that can run is chosen in the first call, and another one if dtype, head size or the
-    need of gradients changes.
+    scope: a window, causal attention, or scores that depend on distance. kernel: the name of a
+    kernel to use; without one the fastest that can run is chosen in the first call, and another one
+    if dtype, head size or the need of gradients changes.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class PackedAttention:
         if not 0 <= dropout < 1:
             raise InputError(f"dropout must be at least 0 and below 1, got {dropout}")
         if scope.window is not None and scope.window >= packed.max_seqlen - 1:
-            scope = AttentionScope(None, scope.bias)  # it hides nothing, and every kernel will do
+            scope = replace(scope, window=None)  # it hides nothing, and every kernel will do
         self.packed = packed
         self.dropout = dropout
         self.scope = scope
@@ -70,8 +72,8 @@ class PackedAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys and values, [T, H, D] each, to [T, H, D]."""
         self._check(q, k, v)
-        bias = self.scope.bias
-        inputs = (q, k, v) if bias is None else (q, k, v, bias)
+        added = [x for x in (self.scope.bias, self.scope.slopes) if x is not None]
+        inputs = (q, k, v, *added)
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
         key = (q.dtype, q.shape[-1], backward)
         if key not in self._prepared:
@@ -83,7 +85,8 @@ class PackedAttention:
                 head_size=q.shape[-1],
                 dropout=self.dropout > 0,
                 windows=self.scope.window is not None,
-                biases=bias is not None,
+                biases=self.scope.biased,
+                causal=self.scope.causal,
             )
             plan = choice.kernel.plan(self.packed, self.dropout, self.scope)
             self._prepared[key] = choice.kernel, plan

@@ -34,7 +34,7 @@ class ReferencePlan:
 class Reference:
     """One call per sequence."""
 
-    serves = KernelSupport(one_at_a_time=True, windows=True, biases=True)
+    serves = KernelSupport(one_at_a_time=True, windows=True, biases=True, causal=True)
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
@@ -64,6 +64,7 @@ def _mask(scope: AttentionScope, length: int, device: torch.device) -> Tensor | 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, H, L, D]
-    mask = None if mask is None else mask.unsqueeze(0)
+    if mask is not None:
+        mask = (mask.to(q.dtype) if mask.is_floating_point() else mask).unsqueeze(0)
     out = scaled_dot_product_attention(q, k, v, mask, dropout)
     return out.squeeze(0).transpose(0, 1)

@@ -19,7 +19,7 @@ from packhorse.packing.batch import Packed
 class Repack:
     """All sequences in one padded group."""
 
-    serves = KernelSupport(windows=True, biases=True)
+    serves = KernelSupport(windows=True, biases=True, causal=True)
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE

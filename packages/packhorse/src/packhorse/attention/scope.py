@@ -1,11 +1,13 @@
 """`AttentionScope`: how far a token sees within its sequence, and what distance adds to a score.
 
-Newer encoders vary attention in two ways. A *window* hides keys that are farther away (Beltagy et
-al. 2020, Longformer; the local layers of ModernBERT). A *bias* is added to each score depending on
-the key's distance from the query (relative position bias: Raffel et al. 2020, T5; MPNet). Both
-depend only on the distance, so a kernel gets numbers by distance and need not know how a model
-computes them. The cost is an [L, L] matrix per length in kernels that cannot do better; it is
-computed once per batch and shared by all layers.
+Newer encoders vary attention in four ways. A *window* hides keys that are farther away (Beltagy et
+al. 2020, Longformer; the local layers of ModernBERT). *Causal* attention hides keys that come later
+(decoders, as Qwen3). A *bias* is added to each score depending on the key's distance from the query
+(relative position bias: Raffel et al. 2020, T5; MPNet). *Slopes* are a bias that falls with the
+distance without end (ALiBi: Press et al. 2022; Jina's models). All depend only on the distance, so
+a kernel gets numbers by distance and need not know how a model computes them. The cost is an [L, L]
+matrix per length in kernels that cannot do better; it is computed once per batch and shared by all
+layers.
 
 Shapes: H heads, L tokens of a sequence, R the largest distance that has its own bias.
 """
@@ -17,50 +19,75 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from packhorse.errors import KernelError
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionScope:
-    """Window and bias of a layer's attention; by default neither."""
+    """What a layer's tokens see, and what distance adds; by default all, and nothing."""
 
     window: int | None = None  # tokens visible on either side; None: all
     bias: Tensor | None = None  # [H, 2R+1], key R before to R after the query; beyond R: as at R
+    causal: bool = False  # hides the keys after the query
+    slopes: Tensor | None = None  # [H] fp32 or wider: what one token of distance takes off a score
+
+    @property
+    def biased(self) -> bool:
+        """Does distance add to the scores?"""
+        return self.bias is not None or self.slopes is not None
+
+    def hides(self, longest: int) -> bool:
+        """Is any pair of tokens hidden in sequences of up to `longest` tokens?"""
+        wide = self.window is None or self.window >= longest - 1
+        return longest > 1 and (self.causal or not wide)
 
     def visible(self, length: int, device: torch.device) -> Tensor | None:
         """[L, L] which (query, key) pairs of a sequence see each other; None: all of them."""
-        if self.window is None or self.window >= length - 1:
+        if not self.hides(length):
             return None
         positions = torch.arange(length, device=device)
-        return (positions - positions[:, None]).abs() <= self.window
+        return self._sees(positions - positions[:, None])
+
+    def _sees(self, distances: Tensor) -> Tensor:
+        """Which of the distances, key minus query, are visible."""
+        farthest = distances.numel() if self.window is None else self.window
+        near = distances.abs() <= farthest
+        return near & (distances <= 0) if self.causal else near
 
     def bias_matrix(self, length: int) -> Tensor | None:
         """[H, L, L] what is added to the scores (query, key); None: nothing."""
-        if self.bias is None:
-            return None
+        numbers = self._by_distance(length)
         # Query i needs the distances -i … L-1-i. In the list of distances 1-L … L-1 that is the
         # window of L entries which starts one earlier than that of query i-1: unfold, then flip.
-        return self._by_distance(self.bias, length).unfold(-1, length, 1).flip(-2)
+        return None if numbers is None else numbers.unfold(-1, length, 1).flip(-2)
 
     def bias_table(self, length: int) -> Tensor | None:
-        """[H or 1, 2L-1] in fp32, bias and window in one: minus infinity outside the window.
+        """[H or 1, 2L-1] in fp32, all of the scope in one: minus infinity where a key is hidden.
 
         Indexed by how far the key lies *before* the query, which is the order in which native.c
         walks it: from the key L-1 after the query to the key L-1 before it.
         """
-        if self.bias is None and self.window is None:
+        numbers = self._by_distance(length)
+        if numbers is None and self.window is None and not self.causal:
             return None
-        numbers = torch.zeros(1, 1) if self.bias is None else self.bias.float()
-        table = self._by_distance(numbers, length).flip(-1)
-        if self.window is None:
+        table = torch.zeros(1, 2 * length - 1) if numbers is None else numbers.float().flip(-1)
+        if self.window is None and not self.causal:
             return table.contiguous()
-        outside = torch.arange(1 - length, length, device=table.device).abs() > self.window
-        return table.masked_fill(outside, float("-inf"))
+        before = torch.arange(1 - length, length, device=table.device)
+        return table.masked_fill(~self._sees(-before), float("-inf"))
 
-    @staticmethod
-    def _by_distance(numbers: Tensor, length: int) -> Tensor:
-        """[H, 2R+1] to [H, 2L-1]: the numbers for all distances within a sequence."""
-        farthest = numbers.shape[-1] // 2
-        distances = torch.arange(1 - length, length, device=numbers.device)
-        return numbers[:, distances.clamp(-farthest, farthest) + farthest]
+    def _by_distance(self, length: int) -> Tensor | None:
+        """[H, 2L-1]: what the distances -(L-1) … L-1 within a sequence add; None: nothing."""
+        if self.bias is not None and self.slopes is not None:
+            raise KernelError("a scope has a bias or slopes, not both; add the slopes to the bias")
+        if self.slopes is not None:
+            distances = torch.arange(1 - length, length, device=self.slopes.device)
+            return -self.slopes[:, None] * distances.abs()
+        if self.bias is None:
+            return None
+        distances = torch.arange(1 - length, length, device=self.bias.device)
+        farthest = self.bias.shape[-1] // 2
+        return self.bias[:, distances.clamp(-farthest, farthest) + farthest]
 
 
 FULL_SCOPE = AttentionScope()

@@ -36,6 +36,7 @@ class VarlenPlan:
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
     window: int | None = None
+    causal: bool = False
 
 
 class Varlen:
@@ -51,6 +52,7 @@ class Varlen:
         one_at_a_time=True,
         dropout=False,
         windows=True,
+        causal=True,
         obstacle=_obstacle,
     )
 
@@ -61,7 +63,7 @@ class Varlen:
         check_scope("varlen", scope, self.serves)
         if dropout:
             raise KernelError(f"kernel 'varlen': {NO_DROPOUT}; use 'bucketed', or a rate of 0")
-        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen, scope.window)
+        return VarlenPlan(packed.cu_seqlens, packed.max_seqlen, scope.window, scope.causal)
 
     def __call__(self, qkv: Tensor, plan: VarlenPlan) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
@@ -72,9 +74,11 @@ class Varlen:
         longest = plan.max_seqlen
         # Boundaries and longest length twice: once for queries, once for keys.
         arguments = (q, k, v, bounds, bounds, longest, longest)
-        if plan.window is None:
+        before = -1 if plan.window is None else plan.window  # -1: all
+        after = 0 if plan.causal else before
+        if before == after == -1:
             out = varlen_attn(*arguments)
         else:
-            out = varlen_attn(*arguments, window_size=(plan.window, plan.window))
+            out = varlen_attn(*arguments, window_size=(before, after))
         # By its annotation it may return (out, logsumexp), which only `return_aux` asks for.
         return out if isinstance(out, Tensor) else out[0]

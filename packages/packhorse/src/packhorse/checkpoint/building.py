@@ -34,6 +34,7 @@ from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import (
     Embed,
+    LastTokenLabels,
     Mlm,
     PooledLabels,
     Pooler,
@@ -45,7 +46,7 @@ from packhorse.model.model import Model
 Shape = tuple[int, ...]
 Ignored = dict[str, str]  # name in the file → the pattern that matched it
 LISTED = 8  # names that a message lists
-WORD_EMBEDDINGS = re.compile(r"(.*[/.])?(word|tok)_embeddings(\.weight)?")
+WORD_EMBEDDINGS = re.compile(r"(.*[/.])?((word|tok)_embeddings|embed_tokens)(\.weight)?")
 ANY_LAYER = "987654321"  # a layer's number in a spelled name, before it becomes a pattern
 
 
@@ -82,6 +83,8 @@ def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[st
     pooler = Pooler(config)
 
     def classifier() -> nn.Module:
+        if not config.classify_dense:
+            return LastTokenLabels(config, labels)
         if not config.classify_activation:
             return PooledLabels(config, pooler, labels)
         separate = Pooler(config, config.classify_activation, config.classify_pooling)

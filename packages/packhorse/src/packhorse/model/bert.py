@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts that
-`BertConfig` selects when a model is built, so that nothing is left to decide when it runs. There is
+RoBERTa, DistilBERT, ELECTRA, MPNet, ModernBERT and later encoders are this model too, and so are
+the decoders that embedding models are made of: they differ in parts that `BertConfig` selects when
+a model is built, so that nothing is left to decide when it runs. There is
 no padded variant of this model. Attention is the only place where sequences could mix; it is a
 kernel passed in from outside, which plans once per batch (once more for layers with a local window)
 and is shared by every layer. In training hidden states are dropped out. Attention probabilities are
@@ -17,7 +18,7 @@ Shapes: T tokens, H heads, D head width, E hidden width, F feed-forward width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,12 @@ from torch.nn import functional as F
 from packhorse.attention.kernels import AttentionPlan, Kernel
 from packhorse.attention.scope import AttentionScope
 from packhorse.model.config import BertConfig
-from packhorse.model.positions import RelativePositionBias, RotaryAttention, rotary_plan
+from packhorse.model.positions import (
+    RelativePositionBias,
+    RotaryAttention,
+    alibi_slopes,
+    rotary_plan,
+)
 from packhorse.packing.batch import Packed
 
 Layer = Callable[[Tensor, AttentionPlan], Tensor]
@@ -76,11 +82,13 @@ class Bert(nn.Module):
         options: dict[str, Any] = {}
         if self.training and self.attention_dropout:
             options["dropout"] = self.attention_dropout
-        if local or bias is not None:
-            options["scope"] = AttentionScope(config.window if local else None, bias)
+        if local or bias is not None or config.causal or config.alibi:
+            slopes = alibi_slopes(config.heads, packed.ids.device) if config.alibi else None
+            window = config.window if local else None
+            options["scope"] = AttentionScope(window, bias, config.causal, slopes)
         plan = self.kernel.plan(packed, **options)
         base = config.local_rotary_base if local else config.rotary_base
-        return rotary_plan(plan, packed.positions, base, config.head_size) if base else plan
+        return rotary_plan(plan, packed, base, config) if base else plan
 
     def use(self, kernel: Kernel) -> None:
         """Replace the attention kernel; the weights stay."""
@@ -90,23 +98,48 @@ class Bert(nn.Module):
                 module.use(kernel)
 
 
-def _norm(config: BertConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+def _norm(config: BertConfig, width: int = 0) -> nn.LayerNorm | RMSNorm:
+    width = width or config.hidden_size
+    if config.norm_kind == "layer":
+        return nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
+    return RMSNorm(width, config.norm_eps, config.norm_kind == "rms_offset")
+
+
+class RMSNorm(nn.Module):
+    """Division by the root mean square (Zhang and Sennrich 2019), in fp32 or wider.
+
+    Gemma stores weights that are 1 less, so that they start at 0, and multiplies before it rounds.
+    """
+
+    def __init__(self, width: int, eps: float, offset: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.offset = offset
+        self.weight = nn.Parameter((torch.zeros if offset else torch.ones)(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, E] to [… E]."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.offset:
+            return (y * (1 + self.weight.to(y.dtype))).to(x.dtype)
+        return y.to(x.dtype) * self.weight
 
 
 class BertEmbeddings(nn.Module):
-    """Word + position + token type, normalized; projected if the layers are wider."""
+    """Word + position + token type, normalized or scaled; projected if the layers are wider."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         width = config.embedding_size
         self.offset = config.position_offset
         self.words = nn.Embedding(config.vocab_size, width)
-        rows = 0 if config.rotary_base else config.max_positions + self.offset
+        rows = config.max_positions + self.offset if config.has_position_table else 0
         self.positions = nn.Embedding(rows, width) if rows else None
         types = config.type_vocab_size
         self.types = nn.Embedding(types, width) if types else None
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
+        self.scale = width**0.5 if config.scaled_words else None
+        self.norm = _norm(config, width) if config.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
         projected = width != config.hidden_size
         self.project = nn.Linear(width, config.hidden_size) if projected else nn.Identity()
@@ -114,6 +147,8 @@ class BertEmbeddings(nn.Module):
     def forward(self, packed: Packed) -> Tensor:
         """[T, E]."""
         x = self.words(packed.ids)
+        if self.scale is not None:
+            x = x * x.new_full((), self.scale)  # rounded to the dtype first, as Gemma does
         if self.types is not None:
             # A tokenizer may give the second text of a pair type 1 even if the model has only one
             # type (RoBERTa): looking it up would index out of range.
@@ -158,21 +193,26 @@ class BertLayer(nn.Module):
 class PreNormLayer(nn.Module):
     """The same parts with a LayerNorm before each (Xiong et al. 2020).
 
-    The first layer has no norm before its attention: the embeddings have just been normalized.
+    The first layer has no norm before its attention if the embeddings have just been normalized.
+    Gemma normalizes the results of attention and feed-forward too, before they are added.
     """
 
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
-        self.attention_norm = nn.Identity() if first else _norm(config)
+        normalized = first and config.embed_norm
+        self.attention_norm = nn.Identity() if normalized else _norm(config)
         self.attention = SelfAttention(config, kernel)
         self.norm = _norm(config)
         self.up, self.down = _feed_forward(config)
+        self.attention_result_norm = _norm(config) if config.branch_norms else nn.Identity()
+        self.result_norm = _norm(config) if config.branch_norms else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), plan))
-        return x + self.dropout(self.down(self.up(self.norm(x))))
+        attended = self.attention_result_norm(self.attention(self.attention_norm(x), plan))
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.result_norm(self.down(self.up(self.norm(x)))))
 
 
 def _feed_forward(config: BertConfig) -> tuple[UpProjection | GatedUpProjection, nn.Linear]:
@@ -198,28 +238,68 @@ class AddNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Queries, keys and values in one product; the kernel; the output product."""
+    """Queries, keys and values in one product; the kernel; the output product.
 
-    # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
-    stacked_tensors: ClassVar[dict[str, int]] = {"qkv": 3}
+    Where several heads of queries share one of keys and values (Ainslie et al. 2023), queries have
+    a product of their own, and keys and values are repeated, so that a kernel need not know of it.
+    """
 
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.shape = (3, config.heads, config.head_size)
+        self.kv_heads = config.kv_heads
+        # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
+        grouped = config.kv_heads != config.heads
+        self.stacked_tensors = {"kv": 2} if grouped else {"qkv": 3}
         self.rotary = config.rotary_base > 0
-        width = config.hidden_size
-        self.qkv = nn.Linear(width, 3 * width, bias=config.attention_bias)
-        self.out = nn.Linear(width, width, bias=config.attention_bias)
+        self.interleaved = config.rotary_interleaved
+        inputs = config.hidden_size
+        width = config.heads * config.head_size
+        bias = config.attention_bias
+        if grouped:
+            self.q = nn.Linear(inputs, width, bias=bias)
+            self.kv = nn.Linear(inputs, 2 * config.kv_heads * config.head_size, bias=bias)
+        else:
+            self.qkv = nn.Linear(inputs, 3 * width, bias=bias)
+        self.out = nn.Linear(width, inputs, bias=bias)
+        self.normalized = config.query_key_norm
+        if self.normalized == "head":
+            self.query_norm = _norm(config, config.head_size)
+            self.key_norm = _norm(config, config.head_size)
+        elif self.normalized:
+            self.query_norm = _norm(config, width)
+            self.key_norm = _norm(config, width)
         self.use(kernel)
 
     def use(self, kernel: Kernel) -> None:
         """Replace the kernel."""
-        self.kernel = RotaryAttention(kernel) if self.rotary else kernel
+        self.kernel = RotaryAttention(kernel, self.interleaved) if self.rotary else kernel
 
     def forward(self, x: Tensor, plan: AttentionPlan) -> Tensor:
         """[T, E] to [T, E]."""
-        qkv = self.qkv(x).unflatten(-1, self.shape)  # [T, 3, H, D]
-        return self.out(self.kernel(qkv, plan).flatten(1))
+        return self.out(self.kernel(self._project(x), plan).flatten(1))
+
+    def _project(self, x: Tensor) -> Tensor:
+        """[T, E] to [T, 3, H, D]."""
+        _, heads, width = self.shape
+        shared = heads // self.kv_heads
+        if shared == 1:
+            qkv = self.qkv(x).unflatten(-1, self.shape)
+            if not self.normalized:
+                return qkv
+            q, k, v = qkv.unbind(1)
+        else:
+            q = self.q(x).unflatten(-1, (heads, width))
+            k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, width)).unbind(1)
+        if self.normalized:
+            q, k = self._normalize(self.query_norm, q), self._normalize(self.key_norm, k)
+        if shared > 1:
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        return torch.stack((q, k, v), 1)
+
+    def _normalize(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """[T, heads, D]."""
+        return norm(x) if self.normalized == "head" else norm(x.flatten(1)).view_as(x)
 
 
 class UpProjection(nn.Module):
@@ -227,7 +307,8 @@ class UpProjection(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        bias = config.mlp_bias and config.up_bias
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,10 +322,14 @@ class GatedUpProjection(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         outputs = 2 * config.intermediate_size
-        self.dense = nn.Linear(config.hidden_size, outputs, bias=config.mlp_bias)
+        bias = config.mlp_bias and config.up_bias
+        self.dense = nn.Linear(config.hidden_size, outputs, bias=bias)
         self.activation = config.activation
+        self.gate_first = config.gate_first
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] to [T, F]."""
         values, gates = self.dense(x).chunk(2, -1)
+        if self.gate_first:
+            values, gates = gates, values
         return ACTIVATIONS[self.activation](values) * gates

@@ -2,9 +2,10 @@
 
 The families around BERT differ in a few places, and each is a field here, not a class: where
 positions begin (RoBERTa), whether there are token types (DistilBERT has none), the width of the
-embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet); and for
-ModernBERT rotary positions, a gated feed-forward, norms that come first, layers with a local
-window, and products without biases.
+embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet); for ModernBERT
+rotary positions, a gated feed-forward, norms that come first, layers with a local window, and
+products without biases; stretched rotary angles (Nomic, GTE) and ALiBi (Jina); and for decoders
+causal attention, grouped heads, RMS norms, and norms of queries and keys (Qwen3, Gemma 3).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 from packhorse.errors import CheckpointError
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
-CLASSIFY_POOLINGS = ("cls", "mean")
+# "late" pools what the dense layer and the activation make of each token, the others its state.
+CLASSIFY_POOLINGS = ("cls", "mean", "late", "lasttoken")
+NORMS = ("layer", "rms", "rms_offset")  # rms_offset: RMSNorm whose stored weight is 1 less (Gemma)
+QUERY_KEY_NORMS = ("", "head", "whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,30 @@ class BertConfig:
     norm_bias: bool = True
     norm_first: bool = False  # norms before attention and feed-forward, and once at the end
     gated: bool = False  # half of the up-projection gates the other half (GLU, Shazeer 2020)
+    gate_first: bool = False  # the second half is activated, not the first
+    up_bias: bool = True  # whether the product before the activation has one, where mlp_bias is on
     rotary_base: float = 0.0  # base of the rotary angles; 0: a learned position table instead
     local_rotary_base: float = 0.0  # base in local layers; 0 means that of the other layers
     local_layers: tuple[int, ...] = ()  # numbers of the layers with a local window
     window: int = 0  # tokens that a local layer sees on either side
     distance_buckets: int = 0  # buckets of the relative position bias; 0: no such bias
+    alibi: bool = False  # scores fall with the distance, by a fixed slope for each head
+    rotary_width: int = 0  # leading numbers of a head that are rotated; 0: all of them
+    rotary_interleaved: bool = False  # pairs (2i, 2i + 1) instead of (i, i + width / 2)
+    rotary_stretch: float = 1.0  # angles for texts so many times as long as in training (NTK)
+    # The same by the length of each text, where it exceeds the positions of the training.
+    dynamic_stretch: float = 0.0  # 0: angles do not depend on the length
+    trained_positions: int = 0
+    kv_heads: int = 0  # heads of keys and values, each shared by several queries; 0: as many
+    head_width: int = 0  # width of a head; 0: the hidden size divided by the heads
+    causal: bool = False  # a token sees none that comes after it
+    norm_kind: str = "layer"
+    embed_norm: bool = True  # the embeddings are normalized
+    scaled_words: bool = False  # the embeddings are multiplied by the root of their width
+    branch_norms: bool = False  # of the results of attention and feed-forward too (norm_first)
+    query_key_norm: str = ""  # RMSNorm over each "head", or LayerNorm over the "whole"
+    mlm_dense: bool = True  # word scores begin with a dense layer, an activation and a norm
+    classify_dense: bool = True  # and so does the classifier, else it is one product without bias
 
     def __post_init__(self) -> None:
         if self.embedding_size == 0:
@@ -60,10 +83,7 @@ class BertConfig:
         if not self.mlm_activation:
             object.__setattr__(self, "mlm_activation", self.activation)
         self._check_counts()
-        if self.hidden_size % self.heads:
-            raise CheckpointError(
-                f"config: {self.heads} heads do not divide the hidden size {self.hidden_size}"
-            )
+        self._check_heads()
         for name in (self.activation, self.mlm_activation, self.classify_activation or "tanh"):
             if name not in ACTIVATIONS:
                 raise CheckpointError(
@@ -80,8 +100,29 @@ class BertConfig:
                 f"config: classifier pooling {self.classify_pooling!r} is unknown; "
                 f"there are {', '.join(CLASSIFY_POOLINGS)}"
             )
-        if not (self.norm_first or self.norm_bias):
-            raise CheckpointError("config: norm_bias=False needs norm_first=True; set one of them")
+        if self.norm_kind not in NORMS or self.query_key_norm not in QUERY_KEY_NORMS:
+            raise CheckpointError(
+                f"config: norms of kind {self.norm_kind!r}, {self.query_key_norm!r} are unknown; "
+                f"there are {', '.join(NORMS)} and {', '.join(filter(None, QUERY_KEY_NORMS))}"
+            )
+        if not (self.norm_first or (self.norm_bias and self.norm_kind == "layer")):
+            raise CheckpointError(
+                "config: norm_bias=False and RMS norms need norm_first=True; set one of them"
+            )
+        if self.branch_norms and not self.norm_first:
+            raise CheckpointError("config: branch_norms needs norm_first=True; set both or none")
+
+    def _check_heads(self) -> None:
+        if self.hidden_size % self.heads and not self.head_width:
+            raise CheckpointError(
+                f"config: {self.heads} heads do not divide the hidden size {self.hidden_size}"
+            )
+        if self.kv_heads == 0:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"config: {self.kv_heads} heads of keys and values do not divide {self.heads} heads"
+            )
 
     def _check_positions(self) -> None:
         if self.local_rotary_base == 0:
@@ -93,10 +134,26 @@ class BertConfig:
             raise CheckpointError(
                 "config: local layers have rotary positions and the others do not; set rotary_base"
             )
-        if self.rotary_base and self.head_size % 2:
+        if self.rotary_width == 0:
+            object.__setattr__(self, "rotary_width", self.head_size)
+        if self.rotary_base and self.rotary_width % 2:
             raise CheckpointError(
-                f"config: rotary positions need an even head size, and it is {self.head_size}"
+                f"config: rotary positions need an even head size, and it is {self.rotary_width}"
             )
+        if self.rotary_width > self.head_size:
+            raise CheckpointError(
+                f"config: {self.rotary_width} numbers of a head of {self.head_size} are rotated"
+            )
+        for factor in (self.rotary_stretch, self.dynamic_stretch or 1.0):
+            if not 1 <= factor <= 1_000:
+                raise CheckpointError(f"config: the rotary factor {factor!r} is not in [1, 1000]")
+        if self.dynamic_stretch and not (self.trained_positions and self.rotary_width > 2):
+            raise CheckpointError(
+                "config: angles that depend on a text's length need trained_positions and heads "
+                "wider than 2"
+            )
+        if self.alibi and (self.distance_buckets or self.rotary_base):
+            raise CheckpointError("config: alibi goes with no other kind of positions; choose one")
         # Half of the buckets are for each direction, and half of those for exact distances.
         if self.distance_buckets not in (0, *range(4, 257, 4)):
             raise CheckpointError(
@@ -116,7 +173,12 @@ class BertConfig:
     @property
     def head_size(self) -> int:
         """D, the width of one attention head."""
-        return self.hidden_size // self.heads
+        return self.head_width or self.hidden_size // self.heads
+
+    @property
+    def has_position_table(self) -> bool:
+        """Are positions learned and added to the embeddings?"""
+        return not (self.rotary_base or self.alibi)
 
     @property
     def needs(self) -> dict[str, Any]:
@@ -124,7 +186,8 @@ class BertConfig:
         return {
             "head_size": self.head_size,
             "windows": bool(self.local_layers),
-            "biases": bool(self.distance_buckets),
+            "biases": bool(self.distance_buckets) or self.alibi,
+            "causal": self.causal,
         }
 
     @property
@@ -136,6 +199,13 @@ class BertConfig:
             or self.norm_first
             or self.gated
             or self.local_layers
+            or self.alibi
+            or self.causal
+            or self.head_width
+            or self.kv_heads != self.heads
+            or self.query_key_norm
+            or self.scaled_words
+            or not (self.embed_norm and self.attention_bias and self.mlp_bias and self.mlm_dense)
         )
 
 
@@ -153,5 +223,10 @@ _LIMITS = {
     "embedding_size": 65_536,
     "window": 1_000_000,
     "distance_buckets": 256,
+    "rotary_width": 65_536,
+    "trained_positions": 1_000_000,
+    "kv_heads": 1_024,
+    "head_width": 65_536,
 }
 _MAY_BE_ZERO = ("type_vocab_size", "position_offset", "window", "distance_buckets")
+_MAY_BE_ZERO += ("rotary_width", "trained_positions", "kv_heads", "head_width")

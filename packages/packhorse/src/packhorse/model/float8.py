@@ -33,6 +33,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 SMALLEST = 1e-30  # lower bound of a row's largest number, so that a row of zeros has a scale
 PRODUCTS = ("attention.qkv", "attention.out", "up.dense", "down")  # in a layer
+GROUPED = ("attention.q", "attention.kv")  # instead of the first, where heads share keys and values
 MULTIPLE = 16  # torch._scaled_mm needs both sides of a weight to be multiples of this
 
 
@@ -42,8 +43,10 @@ def use(bert: Bert) -> list[str]:
     A product can if its sizes are multiples of 16 and it has a bias.
     """
     unsupported = []
+    grouped = bert.config.kv_heads != bert.config.heads
+    products = (*GROUPED, *PRODUCTS[1:]) if grouped else PRODUCTS
     for number, layer in enumerate(bert.layers):
-        for name in PRODUCTS:
+        for name in products:
             parent, _, attribute = name.rpartition(".")
             plain: Any = layer.get_submodule(name)
             fits = not (plain.in_features % MULTIPLE or plain.out_features % MULTIPLE)

@@ -33,8 +33,12 @@ class Pooler(nn.Module):
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, E]."""
-        x = self.dense(pool(self.pooling, hidden, packed))
-        return self.norm(ACTIVATIONS[self.activation](x))
+        if self.pooling == "late":
+            return pool("mean", self._transform(hidden), packed)
+        return self._transform(pool(self.pooling, hidden, packed))
+
+    def _transform(self, x: Tensor) -> Tensor:
+        return self.norm(ACTIVATIONS[self.activation](self.dense(x)))
 
 
 class Transform(nn.Module):
@@ -65,9 +69,11 @@ class Mlm(nn.Module):
     def __init__(self, config: BertConfig, words: nn.Embedding, tied: bool = True) -> None:
         super().__init__()
         width = config.embedding_size
-        self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
-        self.activation = config.mlm_activation
-        self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
+        self.transformed = config.mlm_dense
+        if self.transformed:
+            self.dense = nn.Linear(config.hidden_size, width, bias=config.head_bias)
+            self.activation = config.mlm_activation
+            self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
         self.decoder = nn.Linear(width, config.vocab_size, bias=config.decoder_bias)
         self.spare = -config.vocab_size % 8  # up to the next multiple of 8, see `_scores`
         if tied:
@@ -75,6 +81,8 @@ class Mlm(nn.Module):
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[n, E] states of any tokens to [n, V]."""
+        if not self.transformed:
+            return self._scores(hidden)
         return self._scores(self.norm(ACTIVATIONS[self.activation](self.dense(hidden))))
 
     def _scores(self, x: Tensor) -> Tensor:
@@ -113,6 +121,18 @@ class PooledLabels(nn.Module):
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[S, C]."""
         return self.dense(self.dropout(self.pooler(hidden, packed)))
+
+
+class LastTokenLabels(nn.Module):
+    """A product with the state of the last token, without a bias: how decoders classify."""
+
+    def __init__(self, config: BertConfig, labels: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, labels, bias=False)
+
+    def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
+        """[S, C]."""
+        return self.dense(pool("lasttoken", hidden, packed))
 
 
 class TokenLabels(nn.Module):

@@ -84,9 +84,11 @@ def operations(config: BertConfig, work: StepWork) -> float:
     """The operations of a training step, forward and backward."""
     hidden = config.hidden_size
     matrices = 3 if config.gated else 2  # of the feed-forward layer
-    weights = 4 * hidden * hidden + matrices * hidden * config.intermediate_size  # per layer
+    attended = config.heads * config.head_size
+    projections = 2 * hidden * config.head_size * (config.heads + config.kv_heads)
+    weights = projections + matrices * hidden * config.intermediate_size  # per layer
     linear = 2 * config.layers * weights * work.tokens
-    attention = 4 * config.layers * hidden * work.squares
+    attention = 4 * config.layers * attended * work.squares
     words = 2 * config.embedding_size * (hidden + config.vocab_size) * work.masked
     return 3.0 * (linear + attention + words)
 
@@ -117,5 +119,6 @@ def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
 def parameters(config: BertConfig) -> int:
     """The approximate number of parameters."""
     matrices = 3 if config.gated else 2
-    layer = 4 * config.hidden_size**2 + matrices * config.hidden_size * config.intermediate_size
+    projections = 2 * config.head_size * (config.heads + config.kv_heads)
+    layer = config.hidden_size * (projections + matrices * config.intermediate_size)
     return config.layers * layer + config.vocab_size * config.embedding_size

@@ -28,6 +28,7 @@ from packhorse.checkpoint.names.families import BERT as BERT
 from packhorse.checkpoint.names.families import (
     PREFIXES,
     Family,
+    decoder_source,
     encoder_modules,
     family_of,
     modules_of,
@@ -64,7 +65,7 @@ class CanonicalCheckpoint:
         """The name of a tensor in the file, or the name it would have there."""
         if name in self.in_file:
             return self.in_file[name]
-        if name == source("heads.mlm.decoder.bias", self.family):
+        if name == decoder_source("bias", self.family):
             name = self.family.second_bias or name  # files with tied scores write this one
         if name.startswith(self.family.prefix):
             return self.foreign(self.root + name.removeprefix(self.family.prefix))
@@ -97,12 +98,12 @@ def _root(names: Collection[str], family: Family) -> str:
     if not roots:
         return family.prefix if any(name.startswith(family.prefix) for name in names) else ""
     # The encoder's usual prefix is preferred to no prefix, and both to any other.
-    likely = roots & {family.prefix, ""} or roots
+    likely = roots & {family.prefix, ""} or roots & set(family.other_prefixes) or roots
     if len(likely) > 1 and family.prefix not in likely:
         raise CheckpointError(f"there are several encoders, under {', '.join(sorted(roots))}")
     root = family.prefix if family.prefix in likely else next(iter(likely))
     attribute = f"{root.rstrip('.').rpartition('.')[2]}."
-    if attribute != family.prefix and attribute in PREFIXES:
+    if attribute not in (family.prefix, *family.other_prefixes) and attribute in PREFIXES:
         raise CheckpointError(
             f"the tensors are named {root}…, but those of the configuration's model_type "
             f"{family.prefix}…; one of the two is not this model's"
@@ -135,8 +136,8 @@ def _canonical_names(names: Collection[str], family: Family, root: str) -> dict[
         if new in result:
             raise CheckpointError(f"{name} and {result[new]} are two names of one tensor")
         result[new] = name
-    bias = source("heads.mlm.decoder.bias", family)
-    if family.second_bias in result and bias not in result:
+    bias = decoder_source("bias", family)
+    if bias is not None and family.second_bias in result and bias not in result:
         result[bias] = result.pop(family.second_bias)
     return result
 
@@ -190,8 +191,10 @@ def _heads_by_class(
         raise CheckpointError(
             "config: architectures is missing, so the classifier's task is unknown"
         )
-    mlm = source("heads.mlm.dense.weight", checkpoint.family) in checkpoint.tensors
-    return ("mlm",) if mlm else ()
+    scores = checkpoint.family.heads.get("mlm", {})
+    first = "heads.mlm.dense" if "heads.mlm.dense" in scores else "heads.mlm.decoder"
+    found = scores and source(f"{first}.weight", checkpoint.family) in checkpoint.tensors
+    return ("mlm",) if found else ()
 
 
 def _required_heads(checkpoint: CanonicalCheckpoint, classes: Collection[str]) -> set[str]:
@@ -202,8 +205,16 @@ def _required_heads(checkpoint: CanonicalCheckpoint, classes: Collection[str]) -
         for head in required
         if head in PRETRAINING_HEADS
         and _unshared_tensors(checkpoint, head).isdisjoint(checkpoint.tensors)
+        and not (head == "mlm" and _needs_only_embeddings(checkpoint))
     }
     return required - absent
+
+
+def _needs_only_embeddings(checkpoint: CanonicalCheckpoint) -> bool:
+    """Are the scores of words their embeddings and nothing else, so that no file stores them?"""
+    family = checkpoint.family
+    tied = checkpoint.raw.get("tie_word_embeddings", family.tied)
+    return bool(tied) and list(family.heads["mlm"]) == ["heads.mlm.decoder"]
 
 
 def _is_present(checkpoint: CanonicalCheckpoint, head: str) -> bool:
@@ -220,7 +231,7 @@ def _is_present(checkpoint: CanonicalCheckpoint, head: str) -> bool:
 
 def _is_complete(checkpoint: CanonicalCheckpoint, head: str) -> bool:
     needed = _tensors_of(checkpoint.family.heads.get(head, {}))
-    tied = {source("heads.mlm.decoder.weight", checkpoint.family)}  # stored as the embeddings
+    tied = {decoder_source("weight", checkpoint.family)}  # stored as the embeddings
     return needed - tied <= checkpoint.tensors.keys()
 
 
@@ -257,9 +268,10 @@ def resolve_tied_words(checkpoint: CanonicalCheckpoint) -> bool:
     Score weights that differ from the embeddings are used as they are, whatever the configuration
     says.
     """
-    if checkpoint.raw.get("tie_word_embeddings", True) is False:
+    decoder = decoder_source("weight", checkpoint.family)
+    tied = checkpoint.raw.get("tie_word_embeddings", checkpoint.family.tied)
+    if tied is False or decoder is None:
         return False
-    decoder = source("heads.mlm.decoder.weight", checkpoint.family)
     words = checkpoint.tensors.get(source("bert.embed.words.weight", checkpoint.family))
     scores = checkpoint.tensors.get(decoder)
     if scores is not None:
@@ -272,9 +284,9 @@ def resolve_tied_words(checkpoint: CanonicalCheckpoint) -> bool:
 
 def _check_bias(checkpoint: CanonicalCheckpoint) -> None:
     """Raise if tied scores have two biases; of untied ones transformers adds the decoder's only."""
-    name = source("heads.mlm.decoder.bias", checkpoint.family)
+    name = decoder_source("bias", checkpoint.family)
     second_name = checkpoint.family.second_bias
-    if second_name is None or not {name, second_name} <= checkpoint.tensors.keys():
+    if name is None or second_name is None or not {name, second_name} <= checkpoint.tensors.keys():
         return
     bias = checkpoint.tensors[name]
     second = checkpoint.tensors[second_name]
@@ -334,8 +346,9 @@ def _check_rotary(trained: int, size: int) -> None:
 
 def _resize_words(checkpoint: CanonicalCheckpoint, size: int) -> list[str]:
     changes: list[str] = []
-    tables = ("bert.embed.words.weight", "heads.mlm.decoder.weight", "heads.mlm.decoder.bias")
-    for name in (source(key, checkpoint.family) for key in tables):
+    family = checkpoint.family
+    scores = [decoder_source(kind, family) for kind in ("weight", "bias")]
+    for name in filter(None, (source("bert.embed.words.weight", family), *scores)):
         tensor = checkpoint.tensors.get(name)
         if tensor is None or not tensor.ndim or len(tensor) == size:
             continue

@@ -39,6 +39,7 @@ def understand(raw: Mapping[str, Any]) -> BertConfig:
     family = family_of(raw)
     architectures(raw, family)
     keys = family.config
+    raw = {**{key: raw[other] for key, other in family.aliases.items() if other in raw}, **raw}
     configured = {name: raw[key] for name, key in keys.items() if key in raw}
     for name in ("vocab_size", "hidden_size", "layers", "heads", "intermediate_size"):
         if name not in configured:

@@ -10,12 +10,11 @@ from torch import Tensor
 from packhorse.checkpoint.names.families import (
     ACTIVATION_FIELDS,
     ACTIVATIONS,
-    FAMILIES,
     PROBLEMS,
     Family,
+    decoder_source,
     encoder_modules,
     family_of,
-    source,
     sources,
     table,
 )
@@ -42,7 +41,7 @@ def export(
     foreign = {key: value for key, value in raw.items() if key not in DROPPED_KEYS}
     foreign |= _export_config(config, family)
     foreign |= {
-        "model_type": next(kind for kind, known in FAMILIES.items() if known is family),
+        "model_type": raw.get("model_type") or "bert",
         "architectures": [architecture],
         "tie_word_embeddings": tied,
         "torch_dtype": str(words.dtype).removeprefix("torch."),
@@ -76,6 +75,7 @@ def _export_config(config: BertConfig, family: Family) -> dict[str, Any]:
     foreign = {key: getattr(config, name) for name, key in family.config.items()}
     for name in ACTIVATION_FIELDS & family.config.keys():
         foreign[family.config[name]] = _reverse(ACTIVATIONS)[getattr(config, name)]
+    foreign |= family.exports(config)
     if family.after_padding:
         foreign[family.config["max_positions"]] += config.position_offset
     if family.after_padding and family.padding is None:
@@ -89,7 +89,7 @@ def _export_tensors(state: Mapping[str, Tensor], family: Family, tied: bool) -> 
     for name, tensor in state.items():
         parts = sources(name, templates)
         result.update(zip(parts, tensor.chunk(len(parts)), strict=True))
-    bias = source("heads.mlm.decoder.bias", family)
+    bias = decoder_source("bias", family)
     if family.second_bias and bias in result:
         # Where the scores are not tied, transformers expects the bias under both names.
         result[family.second_bias] = result.pop(bias) if tied else result[bias].clone()

@@ -8,7 +8,10 @@ To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
 (Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
-2024); names as transformers writes them today.
+2024), NomicBERT (Nussbaum et al. 2024), GTE (Zhang et al. 2024), EuroBERT (Boizard et al. 2025),
+and the decoders Qwen3 and Gemma 3 (2025); names as transformers writes them today. Families whose
+models on the hub bring code along are read by the names and keys of that code, which is never run;
+docs/models.md says which public file each layout was taken from.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 from packhorse.errors import CheckpointError
 from packhorse.json_types import is_list, is_object
+from packhorse.model.config import BertConfig
 
 Entry = str | tuple[str, ...]  # one foreign module, or several to concatenate
 Table = Mapping[str, Entry]  # our module → foreign modules
@@ -44,6 +48,12 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     # Heads share the names of their tensors, so that only the class tells them apart.
     heads_by_class: bool = False
+    aliases: dict[str, str] = field(default_factory=dict[str, str])  # key → its other name
+    other_prefixes: tuple[str, ...] = ()  # under which files of this family have the encoder too
+    positions: str = "absolute"  # the one value of `position_embedding_type` that runs
+    # Keys that are written beside those of `config`, from a configuration.
+    exports: Callable[[BertConfig], dict[str, Any]] = lambda config: {}
+    tied: bool = True  # words are scored by their own embeddings, if no key says so
 
 
 SIZES = {
@@ -284,8 +294,16 @@ MPNET = Family(
 
 
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # kind → is it local?
-ROPE_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}  # defaults
-OLD_ROPE_KEYS = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
+# Kind of layer → key of the rotary base in transformers 4, and its default.
+RopeKeys = Mapping[str, tuple[str, float]]
+MODERN_ROPE: RopeKeys = {
+    "full_attention": ("global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", 10_000.0),
+}
+GEMMA_ROPE: RopeKeys = {
+    "full_attention": ("rope_theta", 1_000_000.0),
+    "sliding_attention": ("rope_local_base_freq", 10_000.0),
+}
 ROPE_KEYS = {"rope_type", "type", "rope_theta"}  # of rope_parameters; others would change angles
 BIASES = {  # field of BertConfig → key, default
     "attention_bias": ("attention_bias", False),
@@ -306,7 +324,7 @@ def _modernbert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     understood is refused, by name.
     """
     local = _local_layers(raw)
-    bases = {kind: _rotary_base(raw, kind) for kind in LAYER_TYPES}
+    bases = {kind: _rotary_base(raw, kind, MODERN_ROPE) for kind in LAYER_TYPES}
     return {
         **{name: _flag(raw, key, default) for name, (key, default) in BIASES.items()},
         "local_layers": local,
@@ -333,7 +351,7 @@ def _local_layers(raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(number for number, kind in enumerate(kinds) if LAYER_TYPES[kind])
 
 
-def _rotary_base(raw: Mapping[str, Any], kind: str) -> float:
+def _rotary_base(raw: Mapping[str, Any], kind: str, keys: RopeKeys) -> float:
     """The base of the rotary angles of one kind of layer; scaled angles are refused."""
     tables: Any = raw.get("rope_parameters") or {}
     table: Any = (tables.get(kind) if is_object(tables) else tables) or {}
@@ -341,9 +359,10 @@ def _rotary_base(raw: Mapping[str, Any], kind: str) -> float:
     if scaled or {table.get("rope_type"), table.get("type")} - {None, "default"}:
         setting = raw.get("rope_scaling") or table
         raise CheckpointError(f"config: rotary positions of {setting!r} are not supported")
-    base = table.get("rope_theta", raw.get(OLD_ROPE_KEYS[kind], ROPE_THETAS[kind]))
+    key, default = keys[kind]
+    base = table.get("rope_theta", raw.get(key, default))
     if type(base) not in (int, float) or not 1 < base < 1e12:
-        raise CheckpointError(f"config: {OLD_ROPE_KEYS[kind]} {base!r} is not in (1, 1e12)")
+        raise CheckpointError(f"config: {key} {base!r} is not in (1, 1e12)")
     return float(base)
 
 
@@ -422,6 +441,438 @@ MODERNBERT = Family(
     heads_by_class=True,
 )
 
+ROPE_TABLE = "rope_parameters"  # how transformers 5 writes the angles; older files have rope_theta
+
+
+def _rope_table(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a configuration says about rotary angles, in transformers' newest spelling."""
+    table: Any = raw.get(ROPE_TABLE) or {}
+    scaling: Any = raw.get("rope_scaling") or {}
+    if not is_object(table) or not is_object(scaling):
+        raise CheckpointError(f"config: rotary positions of {table or scaling!r} are not supported")
+    kinds = [entry.get("rope_type", entry.get("type")) for entry in (table, scaling)]
+    kind = next((kind for kind in kinds if kind is not None), "default")
+    base = {"rope_theta": raw["rope_theta"]} if "rope_theta" in raw else {}
+    return {**base, **scaling, **table, "rope_type": kind}
+
+
+def _rope_number(table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if type(value) not in (int, float):
+        raise CheckpointError(f"config: {key} {value!r} of the rotary positions is not a number")
+    return float(value)
+
+
+def _check_rope(table: Mapping[str, Any], *allowed: str) -> None:
+    """Raise for a kind of angles, or a number that shapes them, beyond those in `allowed`."""
+    known = {"rope_type", "type", "rope_theta"} | {
+        "factor" for kind in allowed if kind != "default"
+    }
+    spare = {key for key, value in table.items() if key not in known and value is not None}
+    if table["rope_type"] not in allowed or spare:
+        raise CheckpointError(f"config: rotary positions of {dict(table)!r} are not supported")
+
+
+def _only(raw: Mapping[str, Any], **values: Any) -> None:
+    """Raise if a key has a value other than the one that runs here; absent keys and null do."""
+    for key, value in values.items():
+        if raw.get(key, value) not in (value, None):
+            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int) -> int:
+    """A count of a family whose code takes null for the default."""
+    return default if raw.get(key) is None else _count(raw, key, default, 10_000_000)
+
+
+def _nomic_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """NomicBERT's fields, by the keys of its own code and by those of transformers.
+
+    Its own code takes GPT-2's keys and those of flash-attention's BERT; such a file is recognized
+    by one of them, and then follows the defaults of that code.
+    """
+    _only(
+        raw,
+        prenorm=False,
+        parallel_block=False,
+        use_rms_norm=False,
+        causal=False,
+        rotary_emb_scale_base=None,
+        num_experts=0,
+    )
+    table = _rope_table(raw)
+    _check_rope(table, "default", "dynamic")
+    own_code = "rotary_emb_fraction" in raw or "n_embd" in raw
+    settings: dict[str, Any] = {
+        "attention_bias": _flag(raw, "qkv_proj_bias", own_code),
+        "mlp_bias": _flag(raw, "mlp_fc2_bias", own_code),
+        "up_bias": _flag(raw, "mlp_fc1_bias", own_code),
+        "rotary_base": _rope_number(table, "rope_theta", 1000.0),
+        "rotary_interleaved": _flag(raw, "rotary_emb_interleaved", False),
+        "max_positions": _size(raw, "max_position_embeddings", 2048),
+    }
+    factor: Any = table.get("factor", 0.0) if table["rope_type"] == "dynamic" else 0.0
+    trained = settings["max_positions"]
+    if own_code:
+        settings |= _nomic_own_settings(raw)
+        if "rope_theta" not in table:
+            settings["rotary_base"] = _rope_number(raw, "rotary_emb_base", 10_000.0)
+        factor = raw.get("rotary_scaling_factor") or factor
+        trained = _size(raw, "max_trained_positions", 2048)
+    if factor:
+        settings["dynamic_stretch"] = _rope_number({"factor": factor}, "factor", 1.0)
+        settings["trained_positions"] = trained
+    return settings
+
+
+def _nomic_own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    _only(raw, activation_function="swiglu", rotary_emb_fraction=1.0)
+    between = raw.get("intermediate_size")
+    if "n_inner" in raw:  # that code rounds it up
+        between = -(-_size(raw, "n_inner", 4 * _size(raw, "n_embd", 768)) // 256) * 256
+    positions = _size(raw, "n_positions", 0)
+    return {
+        "activation": "silu",
+        "intermediate_size": between,
+        "head_bias": _flag(raw, "mlp_fc1_bias", True),
+        "decoder_bias": _flag(raw, "mlp_fc1_bias", True),
+        **({"max_positions": positions} if positions else {}),
+    }
+
+
+def _rope_exports(config: BertConfig) -> dict[str, Any]:
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.rotary_stretch != 1:
+        return {}  # as the file has it: transformers has no such angles
+    if config.dynamic_stretch:
+        table |= {"rope_type": "dynamic", "factor": config.dynamic_stretch}
+    return {ROPE_TABLE: table}
+
+
+def _gated_classes(name: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Classes of a family that has none for answers."""
+    classes = _classes(name, **more)
+    del classes[f"{name}ForQuestionAnswering"]
+    return classes
+
+
+NOMIC_BERT = Family(
+    prefix="nomic_bert.",
+    config=SIZES,
+    tensors={
+        "bert.embed.words": "nomic_bert.embeddings.word_embeddings",
+        "bert.embed.types": "nomic_bert.embeddings.token_type_embeddings",
+        "bert.embed.norm": "nomic_bert.emb_ln",
+        "bert.layers.{}.attention.qkv": "nomic_bert.encoder.layers.{}.attn.Wqkv",
+        "bert.layers.{}.attention.out": "nomic_bert.encoder.layers.{}.attn.out_proj",
+        "bert.layers.{}.attention_norm": "nomic_bert.encoder.layers.{}.norm1",
+        "bert.layers.{}.up.dense": (
+            "nomic_bert.encoder.layers.{}.mlp.fc12",
+            "nomic_bert.encoder.layers.{}.mlp.fc11",
+        ),
+        "bert.layers.{}.down": "nomic_bert.encoder.layers.{}.mlp.fc2",
+        "bert.layers.{}.norm": "nomic_bert.encoder.layers.{}.norm2",
+    },
+    heads={
+        "pooled": {"heads.pooled.dense": "nomic_bert.pooler.dense"},
+        "mlm": {
+            "heads.mlm.dense": "cls.predictions.transform.dense",
+            "heads.mlm.norm": "cls.predictions.transform.layer_norm",
+            "heads.mlm.decoder": "cls.predictions.decoder",
+        },
+        "classify": {
+            "heads.classify.pooler.dense": "nomic_bert.pooler.dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures=_gated_classes("NomicBert", ForPreTraining=("mlm",)),
+    harmless=re.compile(r"nomic_bert\..*\.inv_freq|cls\..*"),
+    defaults={"activation": "silu", "gated": True, "dropout": 0.0},
+    settings=_nomic_settings,
+    second_bias="cls.predictions.bias",
+    aliases={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_dropout_prob": "resid_pdrop",
+    },
+    other_prefixes=("bert.",),
+    exports=_rope_exports,
+)
+
+
+def _gte_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """GTE's fields. Its own code knows one stretching of angles, which transformers has not."""
+    _only(raw, layer_norm_type="layer_norm", logn_attention_scale=False, pack_qkv=True)
+    table = _rope_table(raw)
+    _check_rope(table, "default", "ntk")
+    default = 10_000.0 if raw["model_type"] == "new" else 160_000.0
+    stretch = _rope_number(table, "factor", 1.0) if table["rope_type"] == "ntk" else 1.0
+    return {
+        "rotary_base": _rope_number(table, "rope_theta", default),
+        "rotary_stretch": stretch,
+    }
+
+
+def _gte(name: str, prefix: str) -> Family:
+    """GTE under the names of its own code ("new") or those of transformers."""
+    layer = f"{prefix}encoder.layer.{{}}."
+    return Family(
+        prefix=prefix,
+        config=SIZES,
+        tensors={
+            "bert.embed.words": f"{prefix}embeddings.word_embeddings",
+            "bert.embed.types": f"{prefix}embeddings.token_type_embeddings",
+            "bert.embed.norm": f"{prefix}embeddings.LayerNorm",
+            "bert.layers.{}.attention.qkv": f"{layer}attention.qkv_proj",
+            "bert.layers.{}.attention.out": f"{layer}attention.o_proj",
+            "bert.layers.{}.attention_norm": f"{layer}attn_ln",
+            "bert.layers.{}.up.dense": f"{layer}mlp.up_gate_proj",
+            "bert.layers.{}.down": f"{layer}mlp.down_proj",
+            "bert.layers.{}.norm": f"{layer}mlp_ln",
+        },
+        heads={
+            "pooled": {"heads.pooled.dense": f"{prefix}pooler.dense"},
+            "mlm": {
+                "heads.mlm.dense": "lm_head.dense",
+                "heads.mlm.norm": "lm_head.norm",
+                "heads.mlm.decoder": "lm_head.decoder",
+            },
+            "classify": {
+                "heads.classify.pooler.dense": f"{prefix}pooler.dense",
+                "heads.classify.dense": "classifier",
+            },
+            **TOKENS,
+        },
+        architectures=_gated_classes(name),
+        harmless=re.compile(r"lm_head\..*"),
+        defaults={
+            "gated": True,
+            "gate_first": True,
+            "up_bias": False,
+            "type_vocab_size": 1,
+            "max_positions": 8192 if name == "Gte" else 2048,
+            **({"mlm_activation": "gelu"} if name == "Gte" else {}),
+        },
+        settings=_gte_settings,
+        positions="rope",
+        exports=_rope_exports,
+    )
+
+
+def _decoder_layers(normed: str) -> dict[str, Entry]:
+    """Llama's names, which decoders and encoders made of them share.
+
+    `normed` is the norm before the feed-forward: what Llama calls the norm after attention is in
+    Gemma a norm of the attention's result.
+    """
+    layer = "model.layers.{}."
+    projections = tuple(f"{layer}self_attn.{part}_proj" for part in "qkv")
+    return {
+        "bert.embed.words": "model.embed_tokens",
+        "bert.layers.{}.attention_norm": f"{layer}input_layernorm",
+        "bert.layers.{}.attention.qkv": projections,
+        "bert.layers.{}.attention.q": projections[0],  # where heads share keys and values
+        "bert.layers.{}.attention.kv": projections[1:],
+        "bert.layers.{}.attention.out": f"{layer}self_attn.o_proj",
+        "bert.layers.{}.norm": layer + normed,
+        "bert.layers.{}.up.dense": (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"),
+        "bert.layers.{}.down": f"{layer}mlp.down_proj",
+        "bert.norm": "model.norm",
+    }
+
+
+QUERY_KEY_NORMS: dict[str, Entry] = {
+    "bert.layers.{}.attention.query_norm": "model.layers.{}.self_attn.q_norm",
+    "bert.layers.{}.attention.key_norm": "model.layers.{}.self_attn.k_norm",
+}
+DECODER_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "activation": "hidden_act",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+DECODER_DEFAULTS: dict[str, Any] = {
+    "type_vocab_size": 0,
+    "dropout": 0.0,
+    "norm_first": True,
+    "norm_kind": "rms",
+    "embed_norm": False,
+    "gated": True,
+    "mlp_bias": False,
+    "mlm_activation": "gelu",
+    "mlm_dense": False,
+}
+# Decoders classify by the last token's state; the scores of words, which come after the layers
+# that are run here, are left out.
+DECODER_HEADS: dict[str, Table] = {
+    "classify": {"heads.classify.dense": "score"},
+    "tokens": {"heads.tokens.dense": "score"},
+}
+
+
+def _decoder_classes(name: str, *others: str) -> dict[str, tuple[str, ...]]:
+    return {
+        f"{name}ForSequenceClassification": ("classify",),
+        f"{name}ForTokenClassification": ("tokens",),
+        f"{name}Model": (),
+        **dict.fromkeys(others, ()),
+    }
+
+
+def _head_counts(raw: Mapping[str, Any], kv_heads: int, width: int) -> dict[str, int]:
+    """Heads of keys and values, and their width; 0: as many as the others, and their share."""
+    return {
+        "kv_heads": _size(raw, "num_key_value_heads", kv_heads),
+        "head_width": _size(raw, "head_dim", width),
+    }
+
+
+def _named_layers(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The layers that `layer_types` calls local; None if there is no such key."""
+    return None if raw.get("layer_types") is None else _local_layers(raw)
+
+
+def _qwen3_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3's fields; a window counts the token itself, and hides what comes later."""
+    table = _rope_table(raw)
+    _check_rope(table, "default")
+    layers = _count(raw, "num_hidden_layers", 0, 1000)
+    local = ()
+    if _flag(raw, "use_sliding_window", False) and raw.get("sliding_window") is not None:
+        first: Any = raw.get("max_window_layers", 28)
+        if type(first) is not int or first < 0:
+            raise CheckpointError(f"config: max_window_layers is {first!r}, not a count")
+        local = _named_layers(raw) or tuple(range(first, layers))
+    return {
+        "attention_bias": _flag(raw, "attention_bias", False),
+        "rotary_base": _rope_number(table, "rope_theta", 10_000.0),
+        "local_layers": local,
+        "window": _size(raw, "sliding_window", 4096) - 1 if local else 0,
+        **_head_counts(raw, 32, 128),
+    }
+
+
+QWEN3 = Family(
+    prefix="model.",
+    config=DECODER_SIZES,
+    tensors=_decoder_layers("post_attention_layernorm") | QUERY_KEY_NORMS,
+    heads=DECODER_HEADS,
+    architectures=_decoder_classes("Qwen3", "Qwen3ForCausalLM"),
+    harmless=re.compile(r"lm_head\..*"),
+    defaults=DECODER_DEFAULTS
+    | {
+        "activation": "silu",
+        "max_positions": 32_768,
+        "norm_eps": 1e-6,
+        "causal": True,
+        "query_key_norm": "head",
+        "classify_dense": False,
+    },
+    settings=_qwen3_settings,
+    heads_by_class=True,
+)
+
+
+def _gemma3_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Gemma 3's fields. Two-way, as in EmbeddingGemma, half of the window lies on either side."""
+    _only(raw, attn_logit_softcapping=None, final_logit_softcapping=None)
+    counts = _head_counts(raw, 4, 256)
+    scale = raw.get("query_pre_attn_scalar", 256)
+    if scale != counts["head_width"]:
+        raise CheckpointError(
+            f"config: query_pre_attn_scalar {scale!r} is not supported, only the head's width "
+            f"{counts['head_width']}"
+        )
+    key = "use_bidirectional_attention"
+    two_way = raw.get(key) is not None and _flag(raw, key, False)
+    local = _named_layers(raw)
+    if local is None:
+        interval = _size(raw, "sliding_window_pattern", _size(raw, "_sliding_window_pattern", 6))
+        layers = range(_count(raw, "num_hidden_layers", 0, 1000))
+        local = tuple(number for number in layers if (number + 1) % interval)
+    window = _size(raw, "sliding_window", 4096)
+    return {
+        "attention_bias": _flag(raw, "attention_bias", False),
+        "causal": not two_way,
+        "rotary_base": _rotary_base(raw, "full_attention", GEMMA_ROPE),
+        "local_rotary_base": _rotary_base(raw, "sliding_attention", GEMMA_ROPE),
+        "local_layers": local,
+        "window": (window // 2 if two_way else window - 1) if local else 0,
+        **counts,
+    }
+
+
+GEMMA3 = Family(
+    prefix="model.",
+    config=DECODER_SIZES | {"activation": "hidden_activation"},
+    tensors={
+        **_decoder_layers("pre_feedforward_layernorm"),
+        **QUERY_KEY_NORMS,
+        "bert.layers.{}.attention_result_norm": "model.layers.{}.post_attention_layernorm",
+        "bert.layers.{}.result_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
+    heads=DECODER_HEADS,
+    architectures=_decoder_classes("Gemma3Text", "Gemma3ForCausalLM"),
+    harmless=re.compile(r"lm_head\..*"),
+    defaults=DECODER_DEFAULTS
+    | {
+        "activation": "gelu_pytorch_tanh",
+        "max_positions": 131_072,
+        "norm_eps": 1e-6,
+        "norm_kind": "rms_offset",
+        "scaled_words": True,
+        "branch_norms": True,
+        "query_key_norm": "head",
+        "classify_dense": False,
+    },
+    settings=_gemma3_settings,
+    heads_by_class=True,
+)
+
+
+def _eurobert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    table = _rope_table(raw)
+    _check_rope(table, "default")
+    pooling = raw.get("classifier_pooling", "late")
+    return {
+        "attention_bias": _flag(raw, "attention_bias", False),
+        "mlp_bias": _flag(raw, "mlp_bias", False),
+        "decoder_bias": _flag(raw, "mlp_bias", False),
+        "rotary_base": _rope_number(table, "rope_theta", 10_000.0),
+        "classify_pooling": "cls" if pooling == "bos" else pooling,
+        **_head_counts(raw, 0, 0),
+    }
+
+
+EUROBERT = Family(
+    prefix="model.",
+    config=DECODER_SIZES,
+    tensors=_decoder_layers("post_attention_layernorm"),
+    heads={
+        "mlm": {"heads.mlm.decoder": "lm_head"},
+        "classify": {
+            "heads.classify.pooler.dense": "dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures=_gated_classes("EuroBert"),
+    harmless=re.compile(r"lm_head\..*"),
+    defaults=DECODER_DEFAULTS | {"activation": "silu", "max_positions": 8192, "norm_eps": 1e-5},
+    settings=_eurobert_settings,
+    heads_by_class=True,
+    tied=False,
+)
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -431,6 +882,12 @@ FAMILIES = {
     "electra": ELECTRA,
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
+    "nomic_bert": NOMIC_BERT,
+    "new": _gte("New", "new."),
+    "gte": _gte("Gte", "gte."),
+    "qwen3": QWEN3,
+    "gemma3_text": GEMMA3,
+    "eurobert": EUROBERT,
 }
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
@@ -452,7 +909,6 @@ PROBLEMS = {
 }
 # Any other value of these keys would change results.
 REQUIRED = {
-    "position_embedding_type": "absolute",
     "is_decoder": False,
     "add_cross_attention": False,
 }
@@ -466,10 +922,9 @@ def family_of(raw: Mapping[str, Any]) -> Family:
             f"config: model_type {model_type!r} does not run here; those that do: "
             f"{', '.join(FAMILIES)}"
         )
-    for key, value in REQUIRED.items():
-        if raw.get(key, value) not in (value, None):
-            raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    _only(raw, position_embedding_type=family.positions, **REQUIRED)
+    return family
 
 
 def encoder_modules(family: Family) -> set[str]:
@@ -498,6 +953,11 @@ def sources(name: str, table: Table) -> tuple[str, ...]:
         return tuple(f"{part}.{kind}" for part in modules_of(table[module]))
     template = module.replace(layer[0], ".layers.{}.")
     return tuple(f"{part}.{kind}".format(layer[1]) for part in modules_of(table[template]))
+
+
+def decoder_source(kind: str, family: Family) -> str | None:
+    """The canonical tensor, weight or bias, that scores words; None if the family scores none."""
+    return source(f"heads.mlm.decoder.{kind}", family) if "mlm" in family.heads else None
 
 
 def source(name: str, family: Family) -> str:

@@ -285,7 +285,7 @@ def _embed(graph: _GraphWriter, embed: BertEmbeddings, ids: str) -> str:
         if embed.types.num_embeddings > 1:
             types = graph.op("Gather", types, graph.input("token_type_ids"))
         x = graph.op("Add", x, types)
-    if embed.positions is None:
+    if embed.positions is None or not isinstance(embed.norm, nn.LayerNorm):
         raise CheckpointError("positions that are computed cannot be written as ONNX")
     positions = _after_padding(graph, ids, embed.offset) if embed.offset else _range(graph, ids)
     x = graph.op("Add", x, graph.op("Gather", graph.weight(embed.positions.weight), positions))
