@@ -86,6 +86,12 @@ def distilbert(kind: str = "Model", words: int = 30522) -> Raw:
     return {**shape, "model_type": "distilbert", "architectures": [f"DistilBert{kind}"]}
 
 
+def albert(kind: str = "ForMaskedLM") -> Raw:
+    own = {"embedding_size": 128, "num_hidden_groups": 1, "inner_group_num": 1}
+    named = {"model_type": "albert", "architectures": [f"Albert{kind}"], "hidden_act": "gelu_new"}
+    return {**sizes(768, 12, 30000), **own, **named}
+
+
 def electra(hidden: int, kind: str = "ForPreTraining") -> Raw:
     own = {"embedding_size": 128 if hidden == 256 else hidden}
     named = {"model_type": "electra", "architectures": [f"Electra{kind}"]}
@@ -194,7 +200,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
         "microsoft/deberta-v3-base": other("deberta-v2"),
-        "albert/albert-base-v2": other("albert"),
+        "albert/albert-base-v2": albert(),
         "allenai/longformer-base-4096": other("longformer"),
         "distilbert/distilbert-base-uncased-finetuned-sst-2-english": distilbert(RANKS),
         "cardiffnlp/twitter-roberta-base-sentiment-latest": roberta(BASE, RANKS),
@@ -205,9 +211,17 @@ MODELS: dict[str, dict[str, Raw]] = {
     },
 }
 
+# The public file that the names and the arithmetic of a family were taken from.
+LAYOUTS = {
+    "albert": (
+        "huggingface/transformers",
+        "src/transformers/models/albert/modeling_albert.py",
+        "3c354ea20e347edb9413ada30911e9fdc242719d",
+    ),
+}
+
 # What would have to be built, by the value that is refused.
 MISSING = {
-    "albert": "layers that share their weights, and embeddings factored in two",
     "deberta-v2": "disentangled attention: content and distance scored against each other",
     "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
@@ -259,6 +273,11 @@ def page() -> str:
         for _, name, raw, good, why in (row for row in found if row[0] == group):
             lines.append(f"| {name} | {raw['model_type']} | {'understood' if good else why} |")
         lines.append("")
+    lines += ["## Where layouts come from\n", "| family | repository | file | commit |"]
+    lines.append("|---|---|---|---|")
+    for kind, (repository, path, commit) in LAYOUTS.items():
+        lines.append(f"| {kind} | {repository} | `{path}` | `{commit[:12]}` |")
+    lines.append("")
     lines += ["## What is missing for the rest\n", "| refused | models | what it would take |"]
     lines.append("|---|---|---|")
     refused = [(lacking(raw), name) for _, name, raw, good, _ in found if not good]

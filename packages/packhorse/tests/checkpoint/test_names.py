@@ -95,7 +95,7 @@ def test_every_table_is_whole(kind: str) -> None:
     family = FAMILIES[kind]
     entries = [part for entry in names.table(family).values() for part in modules_of(entry)]
     shared = {name for name in entries if entries.count(name) > 1}
-    allowed = {f"{family.prefix}pooler.dense", "classifier"}
+    allowed = {f"{family.prefix}pooler.dense", f"{family.prefix}pooler", "classifier"}
     assert shared <= allowed | ({"head.dense", "head.norm"} if family.heads_by_class else set())
     assert {head for heads in family.architectures.values() for head in heads} <= set(family.heads)
     assert list(family.architectures.values())[-1] == ()  # else none after it is ever written

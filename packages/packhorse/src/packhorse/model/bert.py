@@ -1,12 +1,12 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts that
-`BertConfig` selects when a model is built, so that nothing is left to decide when it runs. There is
-no padded variant of this model. Attention is the only place where sequences could mix; it is a
-kernel passed in from outside, which plans once per batch (once more for layers with a local window)
-and is shared by every layer. In training hidden states are dropped out. Attention probabilities are
-dropped out only if a rate is set (`attention_dropout`), because not every kernel can, and MLPerf's
-packed BERT reached its target without.
+RoBERTa, DistilBERT, ALBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts
+that `BertConfig` selects when a model is built, so that nothing is left to decide when it runs.
+There is no padded variant of this model. Attention is the only place where sequences could mix; it
+is a kernel passed in from outside, which plans once per batch (once more for layers with a local
+window) and is shared by every layer. In training hidden states are dropped out. Attention
+probabilities are dropped out only if a rate is set (`attention_dropout`), because not every kernel
+can, and MLPerf's packed BERT reached its target without.
 
 The names of modules and parameters are those of saved training states and of the tables in
 `checkpoint.names`: renaming one changes the file format.
@@ -50,10 +50,11 @@ class Bert(nn.Module):
         self.embed = BertEmbeddings(config)
         buckets = config.distance_buckets
         self.distances = RelativePositionBias(buckets, config.heads) if buckets else None
-        self.local = [number in config.local_layers for number in range(config.layers)]
+        self.order = config.layer_order or tuple(range(config.layers))
+        self.local = [step in config.local_layers for step in range(len(self.order))]
         layer = PreNormLayer if config.norm_first else BertLayer
         self.layers = nn.ModuleList(
-            layer(config, kernel, first=number == 0) for number in range(config.layers)
+            layer(config, kernel, first=number == 0) for number in range(config.stored_layers)
         )
         self.norm = _norm(config) if config.norm_first else nn.Identity()
 
@@ -61,8 +62,9 @@ class Bert(nn.Module):
         """The last layer's hidden states, [T, E]; `layers` replace the model's own, compiled."""
         x = self.embed(packed)
         plans = self._plans(packed)
-        for layer, local in zip(layers or self.layers, self.local, strict=True):
-            x = layer(x, plans[local])
+        stored = layers or self.layers
+        for number, local in zip(self.order, self.local, strict=True):
+            x = stored[number](x, plans[local])
         return self.norm(x)
 
     def _plans(self, packed: Packed) -> dict[bool, AttentionPlan]:
@@ -108,7 +110,7 @@ class BertEmbeddings(nn.Module):
         self.types = nn.Embedding(types, width) if types else None
         self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
         self.dropout = nn.Dropout(config.dropout)
-        projected = width != config.hidden_size
+        projected = config.always_project or width != config.hidden_size
         self.project = nn.Linear(width, config.hidden_size) if projected else nn.Identity()
 
     def forward(self, packed: Packed) -> Tensor:

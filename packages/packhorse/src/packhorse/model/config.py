@@ -2,9 +2,9 @@
 
 The families around BERT differ in a few places, and each is a field here, not a class: where
 positions begin (RoBERTa), whether there are token types (DistilBERT has none), the width of the
-embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet); and for
-ModernBERT rotary positions, a gated feed-forward, norms that come first, layers with a local
-window, and products without biases.
+embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet), layers that share
+their weights (ALBERT); and for ModernBERT rotary positions, a gated feed-forward, norms that come
+first, layers with a local window, and products without biases.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class BertConfig:
     # padding token's id, so this is that id + 1. `max_positions` counts the usable rows only.
     position_offset: int = 0
     embedding_size: int = 0  # 0 means the hidden size; if it differs, embeddings are projected
+    always_project: bool = False  # embeddings of the hidden size are projected too
+    # Numbers of the stored layers in the order in which they run; empty: each runs once. ALBERT
+    # stores one layer and runs it twelve times.
+    layer_order: tuple[int, ...] = ()
     mlm_activation: str = ""  # empty means that of the layers
     classify_activation: str = ""  # of the classifier's own pooler; empty: it shares the model's
     classify_pooling: str = "cls"
@@ -75,6 +79,7 @@ class BertConfig:
             if not 0 <= rate < 1:
                 raise CheckpointError(f"config: dropout {rate!r} is not in [0, 1)")
         self._check_positions()
+        self._check_order()
         if self.classify_pooling not in CLASSIFY_POOLINGS:
             raise CheckpointError(
                 f"config: classifier pooling {self.classify_pooling!r} is unknown; "
@@ -113,6 +118,19 @@ class BertConfig:
                     f"config: {name} is {value!r}, not a count from {least} to {limit}"
                 )
 
+    def _check_order(self) -> None:
+        order = self.layer_order
+        if order and (len(order) > _MOST_STEPS or set(order) != set(range(max(order) + 1))):
+            raise CheckpointError(
+                f"config: layer_order runs {len(order)} layers; it must name each stored layer "
+                f"and at most {_MOST_STEPS} steps"
+            )
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have weights of their own."""
+        return max(self.layer_order) + 1 if self.layer_order else self.layers
+
     @property
     def head_size(self) -> int:
         """D, the width of one attention head."""
@@ -136,6 +154,8 @@ class BertConfig:
             or self.norm_first
             or self.gated
             or self.local_layers
+            or self.layer_order
+            or self.always_project
         )
 
 
@@ -154,4 +174,5 @@ _LIMITS = {
     "window": 1_000_000,
     "distance_buckets": 256,
 }
+_MOST_STEPS = 10_000
 _MAY_BE_ZERO = ("type_vocab_size", "position_offset", "window", "distance_buckets")

@@ -145,9 +145,9 @@ def config(checkpoint: CanonicalCheckpoint) -> BertConfig:
     """Our configuration; unknown keys of the foreign one are ignored."""
     result = understand(checkpoint.raw)
     # Checked here, before the model is built: num_hidden_layers may be any number.
-    if result.layers > len(checkpoint.tensors):
+    if result.stored_layers > len(checkpoint.tensors):
         raise CheckpointError(
-            f"config: {result.layers} layers in a file of {len(checkpoint.tensors)} tensors"
+            f"config: {result.stored_layers} layers in a file of {len(checkpoint.tensors)} tensors"
         )
     return result
 

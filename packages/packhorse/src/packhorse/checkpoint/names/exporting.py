@@ -10,7 +10,6 @@ from torch import Tensor
 from packhorse.checkpoint.names.families import (
     ACTIVATION_FIELDS,
     ACTIVATIONS,
-    FAMILIES,
     PROBLEMS,
     Family,
     encoder_modules,
@@ -42,7 +41,7 @@ def export(
     foreign = {key: value for key, value in raw.items() if key not in DROPPED_KEYS}
     foreign |= _export_config(config, family)
     foreign |= {
-        "model_type": next(kind for kind, known in FAMILIES.items() if known is family),
+        "model_type": raw.get("model_type") or "bert",
         "architectures": [architecture],
         "tie_word_embeddings": tied,
         "torch_dtype": str(words.dtype).removeprefix("torch."),

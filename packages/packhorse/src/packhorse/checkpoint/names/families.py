@@ -1,21 +1,21 @@
 """The tables: what each family of models calls its configuration keys, tensors, heads and classes.
 
 A template maps one of our modules to the foreign module that holds its weight and bias; `{}` is the
-number of a layer; a tuple of three modules is concatenated row by row (queries, keys and values are
-one matrix here). There is one model class for all families: where families differ in more than
-names, they differ in fields of `BertConfig`, and `defaults` and `settings` give a family's values.
-To add a family, fill in a `Family`.
+number of a layer, unless a layer has a template of its own; a tuple of three modules is
+concatenated row by row (queries, keys and values are one matrix here). There is one model class for
+all families: where families differ in more than names, they differ in fields of `BertConfig`, and
+`defaults` and `settings` give a family's values. To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
-(Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
-2024); names as transformers writes them today.
+(Sanh et al. 2019), ALBERT (Lan et al. 2020), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020),
+ModernBERT (Warner et al. 2024); names as transformers writes them today.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packhorse.errors import CheckpointError
@@ -44,6 +44,8 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     # Heads share the names of their tensors, so that only the class tells them apart.
     heads_by_class: bool = False
+    # Fields of this class that follow from the configuration.
+    variant: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
 
 
 SIZES = {
@@ -234,6 +236,101 @@ ELECTRA = Family(
         r"|generator(_predictions|_lm_head)?\..*"
     ),
     defaults={"embedding_size": 128, "mlm_activation": "gelu", "classify_activation": "gelu"},
+)
+
+
+ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.{}."
+
+
+def _albert_layer(number: str, module: str) -> dict[str, Entry]:
+    """The names of one stored layer; `module` is the foreign name of that layer."""
+    ours = f"bert.layers.{number}."
+    return {
+        f"{ours}attention.qkv": (
+            f"{module}attention.query",
+            f"{module}attention.key",
+            f"{module}attention.value",
+        ),
+        f"{ours}attention.out": f"{module}attention.dense",
+        f"{ours}attention_norm": f"{module}attention.LayerNorm",
+        f"{ours}up.dense": f"{module}ffn",
+        f"{ours}down": f"{module}ffn_output",
+        f"{ours}norm": f"{module}full_layer_layer_norm",
+    }
+
+
+ALBERT_TENSORS: dict[str, Entry] = {
+    "bert.embed.words": "albert.embeddings.word_embeddings",
+    "bert.embed.positions": "albert.embeddings.position_embeddings",
+    "bert.embed.types": "albert.embeddings.token_type_embeddings",
+    "bert.embed.norm": "albert.embeddings.LayerNorm",
+    "bert.embed.project": "albert.encoder.embedding_hidden_mapping_in",
+}
+
+
+def _albert_groups(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """Groups of stored layers, and the layers of a group, which run one after the other."""
+    return _count(raw, "num_hidden_groups", 1, 1000), _count(raw, "inner_group_num", 1, 100)
+
+
+def _albert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """ALBERT's layers: each step runs a whole group, and consecutive steps share one."""
+    layers = _count(raw, "num_hidden_layers", 12, 1000)
+    groups, inner = _albert_groups(raw)
+    if groups > layers:
+        raise CheckpointError(
+            f"config: num_hidden_groups {groups} is more than num_hidden_layers {layers}"
+        )
+    # Divided in this order, rounding included, as transformers does.
+    steps = [int(step / (layers / groups)) for step in range(layers)]
+    order = tuple(group * inner + number for group in steps for number in range(inner))
+    return {"layer_order": order}
+
+
+def _albert_variant(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A template per stored layer where a group holds several: two numbers are one of ours."""
+    groups, inner = _albert_groups(raw)
+    if inner == 1:
+        return {}
+    tensors = dict(ALBERT_TENSORS)
+    for number in range(groups * inner):
+        tensors |= _albert_layer(str(number), ALBERT_LAYER.format(*divmod(number, inner)))
+    return {"tensors": tensors}
+
+
+ALBERT = Family(
+    prefix="albert.",
+    config={**SIZES, "embedding_size": "embedding_size"},
+    tensors={**ALBERT_TENSORS, **_albert_layer("{}", ALBERT_LAYER.format("{}", 0))},
+    heads={
+        "pooled": {"heads.pooled.dense": "albert.pooler"},
+        "mlm": {
+            "heads.mlm.dense": "predictions.dense",
+            "heads.mlm.norm": "predictions.LayerNorm",
+            "heads.mlm.decoder": "predictions.decoder",
+        },
+        **SPAN,
+        "classify": {
+            "heads.classify.pooler.dense": "albert.pooler",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    # The classifier of sentence order is no head here, for it answers another question than BERT's
+    # of the next sentence.
+    architectures=_classes("Albert", ForMaskedLM=("mlm",), ForPreTraining=("mlm",)),
+    harmless=re.compile(
+        r"albert\.embeddings\.position_ids|predictions\..*|sop_classifier\.classifier\..*"
+    ),
+    defaults={
+        "activation": "gelu_new",
+        "embedding_size": 128,
+        "dropout": 0.0,
+        "always_project": True,
+    },
+    second_bias="predictions.bias",
+    settings=_albert_settings,
+    variant=_albert_variant,
 )
 
 
@@ -428,6 +525,7 @@ FAMILIES = {
     "xlm-roberta": _roberta("XLMRoberta"),
     "camembert": _roberta("Camembert"),
     "distilbert": DISTILBERT,
+    "albert": ALBERT,
     "electra": ELECTRA,
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
@@ -469,7 +567,9 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     for key, value in REQUIRED.items():
         if raw.get(key, value) not in (value, None):
             raise CheckpointError(f"config: {key} {raw[key]!r} is not supported, only {value!r}")
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    fields = family.variant(raw)
+    return replace(family, **fields) if fields else family
 
 
 def encoder_modules(family: Family) -> set[str]:
@@ -494,7 +594,7 @@ def sources(name: str, table: Table) -> tuple[str, ...]:
         return modules_of(table[name])
     module, kind = name.rsplit(".", 1)
     layer = re.search(r"\.layers\.(\d+)\.", module)
-    if layer is None:
+    if layer is None or module in table:
         return tuple(f"{part}.{kind}" for part in modules_of(table[module]))
     template = module.replace(layer[0], ".layers.{}.")
     return tuple(f"{part}.{kind}".format(layer[1]) for part in modules_of(table[template]))
