@@ -103,6 +103,16 @@ def mpnet(kind: str = "Model") -> Raw:
     return {**BASE, **own, "model_type": "mpnet", "architectures": [f"MPNet{kind}"]}
 
 
+def deberta(kind: str) -> Raw:
+    """Of v3, whose configurations say v2; Microsoft's own name no class."""
+    own = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_buckets": 256}
+    own |= {"max_relative_positions": -1, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+    own |= {"position_biased_input": False, "type_vocab_size": 0, "layer_norm_eps": 1e-7}
+    named: Raw = {"model_type": "deberta-v2"}
+    named |= {"architectures": [f"DebertaV2{kind}"]} if kind else {}
+    return {**sizes(768, 12, 128100), **own, **named}
+
+
 def modernbert(hidden: int = 768, kind: str = "Model") -> Raw:
     own = {"global_attn_every_n_layers": 3, "local_attention": 128, "global_rope_theta": 160000.0}
     own |= {"local_rope_theta": 10000.0, "max_position_embeddings": 8192}
@@ -167,7 +177,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "Snowflake/snowflake-arctic-embed-l-v2.0": xlmr(LARGE, max_position_embeddings=8194),
         "Snowflake/snowflake-arctic-embed-m-long": other("nomic_bert"),
         "mixedbread-ai/mxbai-embed-large-v1": bert(LARGE),
-        "mixedbread-ai/mxbai-rerank-base-v1": other("deberta-v2"),
+        "mixedbread-ai/mxbai-rerank-base-v1": deberta(RANKS),
         "nomic-ai/modernbert-embed-base": modernbert(),
         "nomic-ai/nomic-embed-text-v1.5": other("nomic_bert"),
         "jinaai/jina-embeddings-v2-base-en": bert(position_embedding_type="alibi"),
@@ -181,7 +191,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "cross-encoder/ms-marco-TinyBERT-L2-v2": bert(sizes(128, 2, 30522), RANKS),
         "cross-encoder/ms-marco-electra-base": electra(768, RANKS),
         "cross-encoder/stsb-roberta-base": roberta(BASE, RANKS),
-        "cross-encoder/nli-deberta-v3-base": other("deberta-v2"),
+        "cross-encoder/nli-deberta-v3-base": deberta(RANKS),
     },
     "To fine-tune, and fine-tuned": {
         "google-bert/bert-base-uncased": bert(BASE, WORDS),
@@ -199,7 +209,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "microsoft/mpnet-base": mpnet(WORDS),
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
-        "microsoft/deberta-v3-base": other("deberta-v2"),
+        "microsoft/deberta-v3-base": deberta(""),
         "albert/albert-base-v2": albert(),
         "allenai/longformer-base-4096": other("longformer"),
         "distilbert/distilbert-base-uncased-finetuned-sst-2-english": distilbert(RANKS),
@@ -218,11 +228,15 @@ LAYOUTS = {
         "src/transformers/models/albert/modeling_albert.py",
         "3c354ea20e347edb9413ada30911e9fdc242719d",
     ),
+    "deberta-v2": (
+        "huggingface/transformers",
+        "src/transformers/models/deberta_v2/modeling_deberta_v2.py",
+        "967ed0db036766dc1e9a964eca66a8c07df1b902",
+    ),
 }
 
 # What would have to be built, by the value that is refused.
 MISSING = {
-    "deberta-v2": "disentangled attention: content and distance scored against each other",
     "gemma3_text": "a decoder's layers: grouped keys, RMS norms; and vectors made of them",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
     "new": "its own layout: rotary positions stretched for length, gates, norms after",

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from packhorse.attention.disentangled import PositionTerms
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.device import dtype_name
 from packhorse.errors import KernelError
@@ -26,6 +27,7 @@ from packhorse.packing.batch import Packed
 NO_DROPOUT = "it cannot drop attention probabilities out"
 NO_WINDOW = "it does not support layers with a local window"
 NO_BIAS = "it does not support scores that depend on distance (relative position bias)"
+NO_POSITIONS = "it does not support scores of content against distance (disentangled attention)"
 
 # What `Kernel.plan` returns: everything that all layers need to know about a batch. Its type is
 # the kernel's own (`GroupedPlan`, `NativePlan`, …); everyone else only hands it back to the kernel.
@@ -50,6 +52,7 @@ class KernelSupport:
     one_at_a_time: bool = False
     windows: bool = False  # supports `AttentionScope.window`
     biases: bool = False  # supports `AttentionScope.bias`
+    disentangled: bool = False  # supports `AttentionScope.rows`, and is a `DisentangledKernel`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
     warn: Callable[[], None] = lambda: None  # warns about an obstacle that a user can remove
 
@@ -62,9 +65,10 @@ class KernelSupport:
         dropout: bool = False,
         windows: bool = False,
         biases: bool = False,
+        disentangled: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None if it can."""
-        needs = (device, dtype, backward, head_size, dropout, windows, biases)
+        needs = (device, dtype, backward, head_size, dropout, windows, biases, disentangled)
         return self.mismatch(*needs) or self.obstacle(device)
 
     def mismatch(
@@ -76,6 +80,7 @@ class KernelSupport:
         dropout: bool = False,
         windows: bool = False,
         biases: bool = False,
+        disentangled: bool = False,
     ) -> str | None:
         """Why the kernel could not run there whatever was installed, or None."""
         if self.devices is not None and device.type not in self.devices:
@@ -91,6 +96,8 @@ class KernelSupport:
             return NO_WINDOW
         if biases and not self.biases:
             return NO_BIAS
+        if disentangled and not self.disentangled:
+            return NO_POSITIONS
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
@@ -115,6 +122,16 @@ class Kernel(Protocol):
 
     def __call__(self, qkv: Tensor, plan: AttentionPlan) -> Tensor:
         """Queries, keys and values side by side, [T, 3, H, D], to [T, H, D]."""
+        ...
+
+
+class DisentangledKernel(Kernel, Protocol):
+    """A kernel that also scores content against distance, if a layer passes the vectors."""
+
+    def __call__(
+        self, qkv: Tensor, plan: AttentionPlan, positions: PositionTerms | None = None
+    ) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]; with `positions` if the plan's scope has rows."""
         ...
 
 
@@ -156,14 +173,15 @@ def pick(
     dropout: bool = False,
     windows: bool = False,
     biases: bool = False,
+    disentangled: bool = False,
 ) -> KernelChoice:
     """Choose the kernel called `name` or, without a name, the fastest that can run here.
 
-    backward: for training; dropout: with dropout of attention probabilities. windows, biases: the
-    model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel that needs
-    rows is chosen only by name: a ragged batch has none.
+    backward: for training; dropout: with dropout of attention probabilities. windows, biases,
+    disentangled: the model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A
+    kernel that needs rows is chosen only by name: a ragged batch has none.
     """
-    needs = (device, dtype, backward, head_size, dropout, windows, biases)
+    needs = (device, dtype, backward, head_size, dropout, windows, biases, disentangled)
     if name is not None and name != "auto":
         return _pick_by_name(name, *needs)
     rejected: list[str] = []
@@ -184,6 +202,8 @@ def check_scope(name: str, scope: AttentionScope, serves: KernelSupport) -> None
     refusal = NO_WINDOW if scope.window is not None and not serves.windows else None
     if scope.bias is not None and not serves.biases:
         refusal = NO_BIAS
+    if scope.rows is not None and not serves.disentangled:
+        refusal = NO_POSITIONS
     if refusal:
         raise KernelError(f"kernel {name!r} cannot run this model: {refusal}; use 'bucketed'")
 
@@ -210,9 +230,12 @@ def _pick_by_name(
     dropout: bool,
     windows: bool,
     biases: bool,
+    disentangled: bool,
 ) -> KernelChoice:
     instance = kernel(name)
-    refusal = instance.serves.refusal(device, dtype, backward, head_size, dropout, windows, biases)
+    refusal = instance.serves.refusal(
+        device, dtype, backward, head_size, dropout, windows, biases, disentangled
+    )
     if refusal is None:
         return KernelChoice(name, instance, "asked for")
     alternative = pick(
@@ -223,5 +246,6 @@ def _pick_by_name(
         dropout=dropout,
         windows=windows,
         biases=biases,
+        disentangled=disentangled,
     )
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {alternative.name!r}")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packhorse.attention.kernels import NO_DROPOUT, KernelSupport
+from packhorse.attention.kernels import NO_DROPOUT, KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.native import (
@@ -99,6 +99,7 @@ class Native:
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
     ) -> NativePlan:
         """Cut the batch into work items."""
+        check_scope("native", scope, self.serves)
         if dropout:
             raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
         return _plan(packed.cu_seqlens, scope)

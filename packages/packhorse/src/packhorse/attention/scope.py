@@ -24,6 +24,7 @@ class AttentionScope:
 
     window: int | None = None  # tokens visible on either side; None: all
     bias: Tensor | None = None  # [H, 2R+1], key R before to R after the query; beyond R: as at R
+    rows: Tensor | None = None  # [2R+1] of the vectors that score distances (`disentangled`)
 
     def visible(self, length: int, device: torch.device) -> Tensor | None:
         """[L, L] which (query, key) pairs of a sequence see each other; None: all of them."""
@@ -54,6 +55,10 @@ class AttentionScope:
             return table.contiguous()
         outside = torch.arange(1 - length, length, device=table.device).abs() > self.window
         return table.masked_fill(outside, float("-inf"))
+
+    def position_rows(self, length: int) -> Tensor | None:
+        """[2L-1] the rows for all distances, from a key L-1 before its query to one after it."""
+        return None if self.rows is None else self._by_distance(self.rows[None], length)[0]
 
     @staticmethod
     def _by_distance(numbers: Tensor, length: int) -> Tensor:

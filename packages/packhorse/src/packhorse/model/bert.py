@@ -1,12 +1,13 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT, ALBERT, ELECTRA, MPNet and ModernBERT are this model too: they differ in parts
-that `BertConfig` selects when a model is built, so that nothing is left to decide when it runs.
-There is no padded variant of this model. Attention is the only place where sequences could mix; it
-is a kernel passed in from outside, which plans once per batch (once more for layers with a local
-window) and is shared by every layer. In training hidden states are dropped out. Attention
-probabilities are dropped out only if a rate is set (`attention_dropout`), because not every kernel
-can, and MLPerf's packed BERT reached its target without.
+RoBERTa, DistilBERT, ALBERT, DeBERTa, ELECTRA, MPNet and ModernBERT are this model too: they differ
+in parts that `BertConfig` selects when a model is built, so that nothing is left to decide when it
+runs. There is no padded variant of this model. Attention is the only place where sequences could
+mix, beside DeBERTa's convolution, which knows their bounds; it is a kernel passed in from outside,
+which plans once per batch (once more for layers with a local window) and is shared by every layer.
+In training hidden states are dropped out. Attention probabilities are dropped out only if a rate is
+set (`attention_dropout`), because not every kernel can, and MLPerf's packed BERT reached its target
+without.
 
 The names of modules and parameters are those of saved training states and of the tables in
 `checkpoint.names`: renaming one changes the file format.
@@ -26,6 +27,12 @@ from torch.nn import functional as F
 from packhorse.attention.kernels import AttentionPlan, Kernel
 from packhorse.attention.scope import AttentionScope
 from packhorse.model.config import BertConfig
+from packhorse.model.disentangled import (
+    Convolution,
+    DisentangledPlan,
+    DisentangledSelfAttention,
+    DistanceTable,
+)
 from packhorse.model.positions import RelativePositionBias, RotaryAttention, rotary_plan
 from packhorse.packing.batch import Packed
 
@@ -50,6 +57,10 @@ class Bert(nn.Module):
         self.embed = BertEmbeddings(config)
         buckets = config.distance_buckets
         self.distances = RelativePositionBias(buckets, config.heads) if buckets else None
+        self.relative = DistanceTable(config) if config.disentangled else None
+        self.folded = False  # layers have the vectors of distances projected
+        activation = ACTIVATIONS[config.conv_activation]
+        self.convolution = Convolution(config, activation) if config.conv_width else None
         self.order = config.layer_order or tuple(range(config.layers))
         self.local = [step in config.local_layers for step in range(len(self.order))]
         layer = PreNormLayer if config.norm_first else BertLayer
@@ -63,8 +74,10 @@ class Bert(nn.Module):
         x = self.embed(packed)
         plans = self._plans(packed)
         stored = layers or self.layers
-        for number, local in zip(self.order, self.local, strict=True):
-            x = stored[number](x, plans[local])
+        for step, (number, local) in enumerate(zip(self.order, self.local, strict=True)):
+            y = stored[number](x, plans[local])
+            mixed = self.convolution if step == 0 else None
+            x = y if mixed is None else mixed(x, y, packed)
         return self.norm(x)
 
     def _plans(self, packed: Packed) -> dict[bool, AttentionPlan]:
@@ -78,9 +91,12 @@ class Bert(nn.Module):
         options: dict[str, Any] = {}
         if self.training and self.attention_dropout:
             options["dropout"] = self.attention_dropout
-        if local or bias is not None:
-            options["scope"] = AttentionScope(config.window if local else None, bias)
+        rows = self.relative.rows(packed.ids.device) if self.relative is not None else None
+        if local or bias is not None or rows is not None:
+            options["scope"] = AttentionScope(config.window if local else None, bias, rows)
         plan = self.kernel.plan(packed, **options)
+        if self.relative is not None:
+            return DisentangledPlan(plan, None if self.folded else self.relative())
         base = config.local_rotary_base if local else config.rotary_base
         return rotary_plan(plan, packed.positions, base, config.head_size) if base else plan
 
@@ -88,8 +104,18 @@ class Bert(nn.Module):
         """Replace the attention kernel; the weights stay."""
         self.kernel = kernel
         for module in self.modules():
-            if isinstance(module, SelfAttention):
+            if isinstance(module, SelfAttention | DisentangledSelfAttention):
                 module.use(kernel)
+
+    def fold(self) -> None:
+        """Compute what is the same for all batches; the weights must not change afterwards."""
+        if self.relative is None or self.folded:
+            return
+        table = self.relative()
+        for module in self.modules():
+            if isinstance(module, DisentangledSelfAttention):
+                module.fold(table)
+        self.folded = True
 
 
 def _norm(config: BertConfig) -> nn.LayerNorm:
@@ -104,7 +130,7 @@ class BertEmbeddings(nn.Module):
         width = config.embedding_size
         self.offset = config.position_offset
         self.words = nn.Embedding(config.vocab_size, width)
-        rows = 0 if config.rotary_base else config.max_positions + self.offset
+        rows = config.position_rows
         self.positions = nn.Embedding(rows, width) if rows else None
         types = config.type_vocab_size
         self.types = nn.Embedding(types, width) if types else None
@@ -145,7 +171,7 @@ class BertLayer(nn.Module):
 
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
-        self.attention = SelfAttention(config, kernel)
+        self.attention = _attention(config, kernel)
         self.attention_norm = AddNorm(config.hidden_size, config.norm_eps)
         self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
@@ -166,7 +192,7 @@ class PreNormLayer(nn.Module):
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.Identity() if first else _norm(config)
-        self.attention = SelfAttention(config, kernel)
+        self.attention = _attention(config, kernel)
         self.norm = _norm(config)
         self.up, self.down = _feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -175,6 +201,13 @@ class PreNormLayer(nn.Module):
         """[T, E] to [T, E]."""
         x = x + self.dropout(self.attention(self.attention_norm(x), plan))
         return x + self.dropout(self.down(self.up(self.norm(x))))
+
+
+def _attention(config: BertConfig, kernel: Kernel) -> SelfAttention | DisentangledSelfAttention:
+    disentangled = bool(config.disentangled)
+    return (
+        DisentangledSelfAttention(config, kernel) if disentangled else SelfAttention(config, kernel)
+    )
 
 
 def _feed_forward(config: BertConfig) -> tuple[UpProjection | GatedUpProjection, nn.Linear]:

@@ -3,8 +3,9 @@
 The families around BERT differ in a few places, and each is a field here, not a class: where
 positions begin (RoBERTa), whether there are token types (DistilBERT has none), the width of the
 embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet), layers that share
-their weights (ALBERT); and for ModernBERT rotary positions, a gated feed-forward, norms that come
-first, layers with a local window, and products without biases.
+their weights (ALBERT), scores of content against distance (DeBERTa); and for ModernBERT rotary
+positions, a gated feed-forward, norms that come first, layers with a local window, and products
+without biases.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ class BertConfig:
     local_layers: tuple[int, ...] = ()  # numbers of the layers with a local window
     window: int = 0  # tokens that a local layer sees on either side
     distance_buckets: int = 0  # buckets of the relative position bias; 0: no such bias
+    absolute_positions: bool = True  # a learned position table, unless positions are rotary
+    # Disentangled attention (DeBERTa): "c2p", "p2c" or both; empty: none.
+    disentangled: tuple[str, ...] = ()
+    distance_span: int = 0  # vectors of distances on either side
+    distance_reach: int = 0  # where logarithmic ranges of distances end; 0: a vector for each
+    distance_norm: bool = False  # the vectors of distances are normalized
+    share_distance_keys: bool = False  # they are projected as queries and keys are
+    conv_width: int = 0  # tokens that a convolution beside the first layer sees; 0: none
+    conv_activation: str = "tanh"
 
     def __post_init__(self) -> None:
         if self.embedding_size == 0:
@@ -80,6 +90,7 @@ class BertConfig:
                 raise CheckpointError(f"config: dropout {rate!r} is not in [0, 1)")
         self._check_positions()
         self._check_order()
+        self._check_disentangled()
         if self.classify_pooling not in CLASSIFY_POOLINGS:
             raise CheckpointError(
                 f"config: classifier pooling {self.classify_pooling!r} is unknown; "
@@ -126,6 +137,39 @@ class BertConfig:
                 f"and at most {_MOST_STEPS} steps"
             )
 
+    def _check_disentangled(self) -> None:
+        kinds = self.disentangled
+        if set(kinds) - {"c2p", "p2c"} or len(set(kinds)) != len(kinds):
+            raise CheckpointError(f"config: disentangled is {kinds!r}; it holds c2p, p2c or both")
+        if bool(kinds) != bool(self.distance_span):
+            raise CheckpointError(
+                f"config: disentangled attention {kinds!r} has distance_span {self.distance_span}"
+            )
+        if kinds and (self.rotary_base or self.distance_buckets):
+            raise CheckpointError(
+                "config: disentangled attention cannot be combined with rotary positions or a bias"
+            )
+        if self.distance_reach and self.distance_reach - 1 <= self.distance_span // 2:
+            raise CheckpointError(
+                f"config: logarithmic distances end at {self.distance_reach}, within the "
+                f"{self.distance_span // 2} that are exact"
+            )
+        if self.distance_reach and self.distance_span < 2:
+            raise CheckpointError("config: logarithmic distances need a span of 2 or more")
+        if self.conv_width and self.conv_width % 2 == 0:
+            raise CheckpointError(f"config: conv_width {self.conv_width} is not odd")
+        if self.conv_activation not in ACTIVATIONS:
+            raise CheckpointError(
+                f"config: activation {self.conv_activation!r} is unknown; "
+                f"there are {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned table of positions; 0 if there is none."""
+        learned = self.absolute_positions and not self.rotary_base
+        return self.max_positions + self.position_offset if learned else 0
+
     @property
     def stored_layers(self) -> int:
         """How many layers have weights of their own."""
@@ -143,6 +187,7 @@ class BertConfig:
             "head_size": self.head_size,
             "windows": bool(self.local_layers),
             "biases": bool(self.distance_buckets),
+            "disentangled": bool(self.disentangled),
         }
 
     @property
@@ -156,6 +201,9 @@ class BertConfig:
             or self.local_layers
             or self.layer_order
             or self.always_project
+            or self.disentangled
+            or not self.absolute_positions
+            or self.conv_width
         )
 
 
@@ -173,6 +221,17 @@ _LIMITS = {
     "embedding_size": 65_536,
     "window": 1_000_000,
     "distance_buckets": 256,
+    "distance_span": 65_536,
+    "distance_reach": 1_000_000,
+    "conv_width": 99,
 }
 _MOST_STEPS = 10_000
-_MAY_BE_ZERO = ("type_vocab_size", "position_offset", "window", "distance_buckets")
+_MAY_BE_ZERO = (
+    "type_vocab_size",
+    "position_offset",
+    "window",
+    "distance_buckets",
+    "distance_span",
+    "distance_reach",
+    "conv_width",
+)

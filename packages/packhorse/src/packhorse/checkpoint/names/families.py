@@ -8,7 +8,8 @@ all families: where families differ in more than names, they differ in fields of
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
 (Sanh et al. 2019), ALBERT (Lan et al. 2020), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020),
-ModernBERT (Warner et al. 2024); names as transformers writes them today.
+DeBERTa v2 and v3 (He et al. 2021), ModernBERT (Warner et al. 2024); names as transformers writes
+them today.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
     # Heads share the names of their tensors, so that only the class tells them apart.
     heads_by_class: bool = False
+    # Older beginnings of names and those of today; what the configuration says of such a file.
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    if_renamed: dict[str, Any] = field(default_factory=dict[str, Any])
     # Fields of this class that follow from the configuration.
     variant: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
 
@@ -380,6 +384,129 @@ MPNET = Family(
 )
 
 
+DEBERTA_SELF = "deberta.encoder.layer.{}.attention.self."
+
+
+def _deberta_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """DeBERTa's fields of BertConfig: which distances have a vector, and what it meets.
+
+    What would change results and is not understood is refused, by name.
+    """
+    positions = _count(raw, "max_position_embeddings", 512, 1_000_000)
+    reach = _whole(raw, "max_relative_positions", -1)
+    reach = reach if reach > 0 else positions
+    buckets = _whole(raw, "position_buckets", -1)
+    norms = raw.get("norm_rel_ebd", "none")
+    if not isinstance(norms, str) or set(_parts(norms)) - {"none", "layer_norm"}:
+        raise CheckpointError(f"config: norm_rel_ebd {norms!r} is unknown; there is layer_norm")
+    hidden = _count(raw, "hidden_size", 1536, 1_000_000)
+    only: dict[str, Any] = {
+        "relative_attention": True,
+        "embedding_size": hidden,
+        "pooler_hidden_size": hidden,
+        "attention_head_size": hidden // _count(raw, "num_attention_heads", 24, 1_000_000),
+        "conv_groups": 1,
+    }
+    for key, value in only.items():
+        default = False if key == "relative_attention" else value
+        if raw.get(key, default) != value:
+            raise CheckpointError(
+                f"config: {key} {raw.get(key, default)!r} is not supported, only {value!r}"
+            )
+    return {
+        "disentangled": _score_types(raw),
+        "distance_span": buckets if buckets > 0 else reach,
+        "distance_reach": reach if buckets > 0 else 0,
+        "distance_norm": "layer_norm" in _parts(norms),
+        "share_distance_keys": _flag(raw, "share_att_key", False),
+        "absolute_positions": _flag(raw, "position_biased_input", True),
+        "conv_width": max(0, _whole(raw, "conv_kernel_size", 0)),
+        "conv_activation": _named_activation(raw, "conv_act", "tanh"),
+        "classify_activation": _named_activation(raw, "pooler_hidden_act", "gelu"),
+    }
+
+
+def _score_types(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which products with distances are added: "c2p" (content to position), "p2c" or both."""
+    kinds: Any = raw.get("pos_att_type")
+    kinds = _parts(kinds) if isinstance(kinds, str) else kinds
+    known = ("c2p", "p2c")
+    if not is_list(kinds) or not kinds or any(kind not in known for kind in kinds):
+        raise CheckpointError(
+            f"config: pos_att_type {raw.get('pos_att_type')!r} is not supported, only c2p, p2c "
+            f"or both"
+        )
+    return tuple(kind for kind in known if kind in kinds)
+
+
+def _parts(joined: str) -> list[str]:
+    return [part.strip() for part in joined.lower().split("|")]
+
+
+def _whole(raw: Mapping[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if type(value) is not int:
+        raise CheckpointError(f"config: {key} {value!r} is not a whole number")
+    return value
+
+
+def _named_activation(raw: Mapping[str, Any], key: str, default: str) -> str:
+    name = raw.get(key, default)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config: {key} {name!r} is unknown; there are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+DEBERTA = Family(
+    prefix="deberta.",
+    config=SIZES,
+    tensors={
+        **_encoder("deberta."),
+        "bert.layers.{}.attention.qkv": (
+            f"{DEBERTA_SELF}query_proj",
+            f"{DEBERTA_SELF}key_proj",
+            f"{DEBERTA_SELF}value_proj",
+        ),
+        "bert.layers.{}.attention.distance_keys": f"{DEBERTA_SELF}pos_key_proj",
+        "bert.layers.{}.attention.distance_queries": f"{DEBERTA_SELF}pos_query_proj",
+        "bert.relative.table": "deberta.encoder.rel_embeddings",
+        "bert.relative.norm": "deberta.encoder.LayerNorm",
+        "bert.convolution.conv": "deberta.encoder.conv.conv",
+        "bert.convolution.norm": "deberta.encoder.conv.LayerNorm",
+    },
+    heads={
+        "mlm": {
+            "heads.mlm.dense": "cls.predictions.transform.dense",
+            "heads.mlm.norm": "cls.predictions.transform.LayerNorm",
+            "heads.mlm.decoder": "cls.predictions.decoder",
+        },
+        **SPAN,
+        "classify": {
+            "heads.classify.pooler.dense": "pooler.dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures=_classes("DebertaV2"),
+    harmless=re.compile(
+        # `mask_predictions` is the discriminator of v3's pretraining, which no class has.
+        r"deberta\.embeddings\.position_(ids|embeddings\.weight)|cls\..*|mask_predictions\..*"
+    ),
+    defaults={"type_vocab_size": 0, "norm_eps": 1e-7},
+    second_bias="cls.predictions.bias",
+    # Microsoft's files, and transformers with legacy=False: the same layers, always tied.
+    renamed={
+        "lm_predictions.lm_head.dense.": "cls.predictions.transform.dense.",
+        "lm_predictions.lm_head.LayerNorm.": "cls.predictions.transform.LayerNorm.",
+        "lm_predictions.lm_head.bias": "cls.predictions.bias",
+    },
+    if_renamed={"legacy": True, "tie_word_embeddings": True},
+    settings=_deberta_settings,
+)
+
+
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}  # kind → is it local?
 ROPE_THETAS = {"full_attention": 160_000.0, "sliding_attention": 10_000.0}  # defaults
 OLD_ROPE_KEYS = {"full_attention": "global_rope_theta", "sliding_attention": "local_rope_theta"}
@@ -528,6 +655,7 @@ FAMILIES = {
     "albert": ALBERT,
     "electra": ELECTRA,
     "mpnet": MPNET,
+    "deberta-v2": DEBERTA,
     "modernbert": MODERNBERT,
 }
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
