@@ -206,11 +206,11 @@ def attend_groups(
     scale = q.shape[-1] ** -0.5
     outputs = []
     for group in plan.groups:
-        gathered = tuple(_gather(x, group) for x in (q, k, v))  # [n, H, L, D]
+        gathered = _gather(q, group), _gather(k, group), _gather(v, group)  # [n, H, L, D]
         if positions is None or group.rows is None:
             out = attend(*gathered, group, plan.dropout, scale)
         else:
-            out = _attend_to_distances(attend, gathered, group, plan.dropout, positions)
+            out = _attend_to_distances(attend, gathered, group, group.rows, plan.dropout, positions)
         out = out.transpose(1, 2)  # [n, L, H, D]
         outputs.append(out.flatten(0, 1) if group.real is None else out[group.real])
     joined = torch.cat(outputs)
@@ -219,8 +219,9 @@ def attend_groups(
 
 def _attend_to_distances(
     attend: Callable[..., Tensor],
-    gathered: tuple[Tensor, ...],
+    gathered: tuple[Tensor, Tensor, Tensor],
     group: LengthGroup,
+    rows: Tensor,
     dropout: float,
     positions: PositionTerms,
 ) -> Tensor:
@@ -233,7 +234,7 @@ def _attend_to_distances(
         some = slice(first, first + step)
         q, k, v = (x[:, some] for x in gathered)
         terms = positions.of_heads(some)
-        bias = position_scores(q.transpose(0, 1), k.transpose(0, 1), terms, group.rows)
+        bias = position_scores(q.transpose(0, 1), k.transpose(0, 1), terms, rows)
         bias = bias.transpose(0, 1)  # [n, H, L, L]
         bias = bias if group.bias is None else bias + group.bias[some]
         changed = replace(group, bias=bias)
