@@ -87,6 +87,12 @@ def distilbert(kind: str = "Model", words: int = 30522) -> Raw:
     return {**shape, "model_type": "distilbert", "architectures": [f"DistilBert{kind}"]}
 
 
+def albert(kind: str = "ForMaskedLM") -> Raw:
+    own = {"embedding_size": 128, "num_hidden_groups": 1, "inner_group_num": 1}
+    named = {"model_type": "albert", "architectures": [f"Albert{kind}"], "hidden_act": "gelu_new"}
+    return {**sizes(768, 12, 30000), **own, **named}
+
+
 def electra(hidden: int, kind: str = "ForPreTraining") -> Raw:
     own = {"embedding_size": 128 if hidden == 256 else hidden}
     named = {"model_type": "electra", "architectures": [f"Electra{kind}"]}
@@ -96,6 +102,16 @@ def electra(hidden: int, kind: str = "ForPreTraining") -> Raw:
 def mpnet(kind: str = "Model") -> Raw:
     own = {"vocab_size": 30527, "max_position_embeddings": 514}
     return {**BASE, **own, "model_type": "mpnet", "architectures": [f"MPNet{kind}"]}
+
+
+def deberta(kind: str) -> Raw:
+    """Of v3, whose configurations say v2; Microsoft's own name no class."""
+    own = {"relative_attention": True, "pos_att_type": "p2c|c2p", "position_buckets": 256}
+    own |= {"max_relative_positions": -1, "norm_rel_ebd": "layer_norm", "share_att_key": True}
+    own |= {"position_biased_input": False, "type_vocab_size": 0, "layer_norm_eps": 1e-7}
+    named: Raw = {"model_type": "deberta-v2"}
+    named |= {"architectures": [f"DebertaV2{kind}"]} if kind else {}
+    return {**sizes(768, 12, 128100), **own, **named}
 
 
 def modernbert(hidden: int = 768, kind: str = "Model") -> Raw:
@@ -219,7 +235,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "Snowflake/snowflake-arctic-embed-l-v2.0": xlmr(LARGE, max_position_embeddings=8194),
         "Snowflake/snowflake-arctic-embed-m-long": nomic(),
         "mixedbread-ai/mxbai-embed-large-v1": bert(LARGE),
-        "mixedbread-ai/mxbai-rerank-base-v1": other("deberta-v2"),
+        "mixedbread-ai/mxbai-rerank-base-v1": deberta(RANKS),
         "nomic-ai/modernbert-embed-base": modernbert(),
         "nomic-ai/nomic-embed-text-v1": nomic(),
         "nomic-ai/nomic-embed-text-v1.5": nomic(),
@@ -237,7 +253,7 @@ MODELS: dict[str, dict[str, Raw]] = {
         "cross-encoder/ms-marco-electra-base": electra(768, RANKS),
         "cross-encoder/stsb-roberta-base": roberta(BASE, RANKS),
         "tomaarsen/Qwen3-Reranker-0.6B-seq-cls": qwen3(1024, 28, RANKS),
-        "cross-encoder/nli-deberta-v3-base": other("deberta-v2"),
+        "cross-encoder/nli-deberta-v3-base": deberta(RANKS),
     },
     "To fine-tune, and fine-tuned": {
         "google-bert/bert-base-uncased": bert(BASE, WORDS),
@@ -257,8 +273,8 @@ MODELS: dict[str, dict[str, Raw]] = {
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
         "EuroBERT/EuroBERT-210m": eurobert(),
         "EuroBERT/EuroBERT-610m": eurobert(1152, 6),
-        "microsoft/deberta-v3-base": other("deberta-v2"),
-        "albert/albert-base-v2": other("albert"),
+        "microsoft/deberta-v3-base": deberta(""),
+        "albert/albert-base-v2": albert(),
         "allenai/longformer-base-4096": other("longformer"),
         "distilbert/distilbert-base-uncased-finetuned-sst-2-english": distilbert(RANKS),
         "cardiffnlp/twitter-roberta-base-sentiment-latest": roberta(BASE, RANKS),
@@ -291,12 +307,18 @@ LAYOUTS: dict[str, tuple[str, str]] = {
             ("eurobert", "eurobert"),
         )
     },
+    "albert": (
+        TRANSFORMERS.format("albert") + ", 3c354ea20e34",
+        "transformers' classes, each saved and loaded",
+    ),
+    "deberta-v2": (
+        TRANSFORMERS.format("deberta_v2") + ", 967ed0db0367",
+        "transformers' classes, each saved and loaded",
+    ),
 }
 
 # What would have to be built, by the value that is refused.
 MISSING = {
-    "albert": "layers that share their weights, and embeddings factored in two",
-    "deberta-v2": "disentangled attention: content and distance scored against each other",
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",

@@ -24,7 +24,7 @@ from packhorse.errors import CheckpointError, InputError
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import prove
 
-FAMILIES = ("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Electra")
+FAMILIES = ("Roberta", "XLMRoberta", "Camembert", "DistilBert", "Albert", "Electra")
 # End of a class's name → our heads, and where transformers puts the same.
 CLASSES = {
     "Model": {"hidden": "last_hidden_state"},
@@ -35,6 +35,7 @@ CLASSES = {
 }
 CASES = [(family, ending) for family in FAMILIES for ending in CLASSES]
 CASES += [("Electra", "ForPreTraining")]
+NO_OFFSET = ("DistilBert", "Albert", "Electra")  # positions begin with the first row
 Tensors = dict[str, torch.Tensor]
 
 
@@ -50,6 +51,8 @@ class Sizes(NamedTuple):
     lengths: tuple[int, ...] = (5, 24, 1, 9)
     seed: int = 7
     tied: bool = True
+    groups: int = 1  # of ALBERT's layers
+    inner: int = 1
 
 
 USUAL = Sizes()
@@ -57,7 +60,7 @@ USUAL = Sizes()
 
 def make(transformers: ModuleType, family: str, ending: str, sizes: Sizes = USUAL) -> Any:
     """A random model of transformers, in float64."""
-    rows = max(sizes.lengths) + (0 if family in ("DistilBert", "Electra") else sizes.pad + 1)
+    rows = max(sizes.lengths) + (0 if family in NO_OFFSET else sizes.pad + 1)
     settings: dict[str, Any] = {
         "hidden_size": sizes.heads * sizes.head_size,
         "num_hidden_layers": sizes.layers,
@@ -71,8 +74,10 @@ def make(transformers: ModuleType, family: str, ending: str, sizes: Sizes = USUA
     if family == "DistilBert":
         keys = ("dim", "n_layers", "n_heads", "hidden_dim", "activation")
         settings = dict(zip(keys, settings.values(), strict=False))
-    if family == "Electra":
+    if family in ("Albert", "Electra"):
         settings["embedding_size"] = sizes.embedding
+    if family == "Albert":
+        settings |= {"num_hidden_groups": sizes.groups, "inner_group_num": sizes.inner}
     labels = {} if ending == "ForQuestionAnswering" else {"num_labels": 3}
     config = getattr(transformers, f"{family}Config")(
         vocab_size=50,
@@ -140,7 +145,7 @@ def same(model: Any, folder: Path, sizes: Sizes = USUAL) -> None:
     loaded, sequences = checkpoint.load(folder, dtype=torch.float64), sequences_of(sizes)
     ending = type(model).__name__.partition("For")
     outputs = CLASSES.get(ending[1] + ending[2] or "Model", {"replaced": "logits"})
-    if "pooled" in loaded.model.heads:
+    if "pooled" in loaded.model.heads and not ending[1]:
         outputs = {**outputs, "pooled": "pooler_output"}
     for head, output in outputs.items():
         with torch.inference_mode():
@@ -159,6 +164,40 @@ def test_every_class(family: str, ending: str, transformers: ModuleType, tmp_pat
         same(model, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("layers", "groups", "inner", "order"),
+    [
+        (3, 1, 1, (0, 0, 0)),
+        (4, 2, 1, (0, 0, 1, 1)),
+        (5, 3, 2, (0, 1, 0, 1, 2, 3, 2, 3, 4, 5)),
+        (3, 3, 1, (0, 1, 2)),
+    ],
+)
+def test_layers_that_share_weights(
+    layers: int,
+    groups: int,
+    inner: int,
+    order: tuple[int, ...],
+    transformers: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """ALBERT's, in groups; the control runs the stored layers in another order."""
+    sizes = Sizes(layers=layers, groups=groups, inner=inner, embedding=32)
+    model = make(transformers, "Albert", "Model", sizes)
+    same(model, saved(model, tmp_path), sizes)
+    loaded = checkpoint.load(tmp_path, dtype=torch.float64)
+    assert loaded.config.layer_order == order
+    assert len(loaded.model.bert.layers) == loaded.config.stored_layers == groups * inner
+    packed = Packed.build(sequences_of(sizes))
+    (hidden,) = loaded.model(packed, "hidden")
+    loaded.model.bert.order = order[:-1] + order[:1] if len(set(order)) > 1 else order[:-1]
+    loaded.model.bert.local = loaded.model.bert.local[: len(loaded.model.bert.order)]
+    assert not torch.allclose(loaded.model(packed, "hidden")[0], hidden, atol=1e-3)
+    checkpoint.write(tmp_path / "ours", checkpoint.load(tmp_path, dtype=torch.float64))
+    before, after = (load_file(f / "model.safetensors") for f in (tmp_path, tmp_path / "ours"))
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
+
+
 RANDOM = st.builds(
     Sizes,
     layers=st.integers(1, 3),
@@ -172,6 +211,8 @@ RANDOM = st.builds(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
     seed=st.integers(0, 2**16),
     tied=st.booleans(),
+    groups=st.just(1),
+    inner=st.integers(1, 2),
 ).filter(lambda sizes: sizes.heads * sizes.head_size >= 8)
 
 
@@ -219,7 +260,7 @@ def test_transformers_loads_what_we_write(
     again, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert again.dtype == torch.float64
-    unused = set() if tied else {"lm_head.bias"}
+    unused = set() if tied else {"lm_head.bias", "predictions.bias"}
     for name in model.state_dict().keys() - unused:
         assert torch.equal(model.state_dict()[name], again.state_dict()[name]), name
     unlike = {k for k, v in model.config.to_dict().items() if again.config.to_dict()[k] != v}
@@ -235,7 +276,12 @@ def test_transformers_loads_what_we_write(
 
 # ---- what a file may call its tensors ----
 
-PREFIXES = {"Roberta": "roberta.", "DistilBert": "distilbert.", "Electra": "electra."}
+PREFIXES = {
+    "Roberta": "roberta.",
+    "DistilBert": "distilbert.",
+    "Albert": "albert.",
+    "Electra": "electra.",
+}
 
 
 def rename(change: Callable[[str], str]) -> Callable[[Tensors], object]:
@@ -512,6 +558,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "wide embeddings": ("Electra", {"embedding_size": 10**9}, "embedding_size is"),
     "decoder": ("Electra", {"is_decoder": True}, "is_decoder True"),
     "positions": ("XLMRoberta", {"position_embedding_type": "relative_key"}, "relative_key"),
+    "more groups than layers": ("Albert", {"num_hidden_groups": 3}, "num_hidden_groups 3 is more"),
+    "no inner layer": ("Albert", {"inner_group_num": 0}, "inner_group_num is 0"),
     "no width": ("DistilBert", {"dim": None}, "hidden_size is None"),
     "activation": ("DistilBert", {"activation": "mish"}, "activation 'mish' is unknown"),
     "dropout": ("DistilBert", {"dropout": 10**400}, "dropout"),
@@ -520,7 +568,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": (
         "Roberta",
         {"model_type": "roberta-prelayernorm"},
-        "those that do: bert, roberta, xlm-roberta, camembert, distilbert, electra",
+        "those that do: bert, roberta, xlm-roberta, camembert, distilbert, albert, electra",
     ),
 }
 
@@ -575,7 +623,7 @@ def byte_level(folder: Path) -> None:
 TEXTS = ["a horse", "pack", "the <pad> word", "a b c d e f g h i j k l m n o p", "horse " * 9]
 
 
-@pytest.mark.parametrize("family", ["Roberta", "DistilBert", "Electra"])
+@pytest.mark.parametrize("family", ["Roberta", "DistilBert", "Albert", "Electra"])
 @pytest.mark.parametrize("kernel", ["native", "bucketed", "mask"])
 def test_an_encoder_gives_the_same_vectors(
     family: str, kernel: str, transformers: ModuleType, tmp_path: Path
@@ -601,7 +649,8 @@ def test_an_encoder_gives_the_same_vectors(
 
 
 @pytest.mark.parametrize(
-    ("family", "ending"), [("Roberta", "ForMaskedLM"), ("Electra", "ForPreTraining")]
+    ("family", "ending"),
+    [("Roberta", "ForMaskedLM"), ("Albert", "ForMaskedLM"), ("Electra", "ForPreTraining")],
 )
 def test_results_do_not_depend_on_neighbors(
     family: str, ending: str, transformers: ModuleType, tmp_path: Path
@@ -613,7 +662,7 @@ def test_results_do_not_depend_on_neighbors(
     assert all(proof.passed for proof in proofs), [p for p in proofs if not p.passed]
 
 
-@pytest.mark.parametrize("family", ["XLMRoberta", "DistilBert", "Electra"])
+@pytest.mark.parametrize("family", ["XLMRoberta", "DistilBert", "Albert", "Electra"])
 def test_sentence_transformers(family: str, transformers: ModuleType, tmp_path: Path) -> None:
     library = pytest.importorskip("sentence_transformers")
     from sentence_transformers.sentence_transformer import modules

@@ -95,7 +95,8 @@ def test_every_table_is_whole(kind: str) -> None:
     family = FAMILIES[kind]
     entries = [part for entry in names.table(family).values() for part in modules_of(entry)]
     shared = {name for name in entries if entries.count(name) > 1}
-    allowed = {f"{family.prefix}pooler.dense", "classifier", "score"}
+    poolers = {f"{family.prefix}pooler.dense", f"{family.prefix}pooler"}
+    allowed = poolers | {"classifier", "score"}
     # In one product, or that of queries apart where heads share keys and values.
     allowed |= {f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"}
     assert shared <= allowed | ({"head.dense", "head.norm"} if family.heads_by_class else set())

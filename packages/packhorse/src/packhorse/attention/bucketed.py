@@ -18,6 +18,7 @@ Shapes: T tokens, n sequences of a group, L their padded length, H heads, D head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
+from packhorse.attention.disentangled import PositionTerms, position_scores
 from packhorse.attention.kernels import NO_DROPOUT, KernelSupport
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
@@ -34,6 +36,7 @@ from packhorse.packing.batch import Packed
 
 STEP = 16  # lengths are rounded up to a multiple of this to be grouped
 CACHED_SCORES = 1 << 15  # n · L² of a group on a CPU: with 12 heads in fp32, 1.5 MB of scores
+CACHED_DISTANCES = 1 << 18  # n · L² · H at once, with three times as many scores of distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class LengthGroup:
     count: int  # n
     width: int  # L
     visible: Tensor | None = None  # [n or 1, 1, L or 1, L] keys that a query sees; None: all
-    bias: Tensor | None = None  # [H, L, L] added to the scores
+    bias: Tensor | None = None  # [H, L, L] or [n, H, L, L] added to the scores
+    rows: Tensor | None = None  # [2L-1] of the vectors that score distances
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class GroupedPlan:
 class Bucketed:
     """Groups of similar length; compiled, it is one opaque operator without a backward pass."""
 
-    serves = KernelSupport(compiles=True, windows=True, biases=True, causal=True)
+    serves = KernelSupport(compiles=True, windows=True, biases=True, causal=True, disentangled=True)
 
     def plan(
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
@@ -70,16 +74,21 @@ class Bucketed:
         """Group the batch's sequences by length."""
         return plan_groups(packed.cu_seqlens, dropout, scope)
 
-    def __call__(self, qkv: Tensor, plan: GroupedPlan) -> Tensor:
+    def __call__(
+        self, qkv: Tensor, plan: GroupedPlan, positions: PositionTerms | None = None
+    ) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
         q, k, v = qkv.unbind(1)
         if torch.compiler.is_compiling():
             if plan.dropout:
                 raise KernelError(f"kernel 'bucketed', compiled: {NO_DROPOUT}; do not compile")
             scope = plan.scope
-            options = (scope.window, scope.bias, scope.causal, scope.slopes)
-            return _opaque(q, k, v, plan.cu_seqlens, *options)
-        return attend_groups(q, k, v, plan)
+            keys, queries = (
+                (None, None) if positions is None else (positions.keys, positions.queries)
+            )
+            scores = (scope.window, scope.bias, scope.rows, scope.causal, scope.slopes)
+            return _opaque(q, k, v, plan.cu_seqlens, *scores, keys, queries)
+        return attend_groups(q, k, v, plan, positions)
 
 
 @torch.library.custom_op("packhorse::bucketed", mutates_args=())
@@ -90,12 +99,16 @@ def _opaque(
     cu_seqlens: Tensor,
     window: int | None = None,
     bias: Tensor | None = None,
+    rows: Tensor | None = None,
     causal: bool = False,
     slopes: Tensor | None = None,
+    position_keys: Tensor | None = None,
+    position_queries: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph: groups depend on the data, the graph must not."""
-    plan = plan_groups(cu_seqlens, 0.0, AttentionScope(window, bias, causal, slopes))
-    return attend_groups(q, k, v, plan).contiguous()
+    plan = plan_groups(cu_seqlens, 0.0, AttentionScope(window, bias, rows, causal, slopes))
+    positions = None if rows is None else PositionTerms(position_keys, position_queries)
+    return attend_groups(q, k, v, plan, positions).contiguous()
 
 
 @_opaque.register_fake
@@ -137,11 +150,13 @@ def _with_scope(
     widths = {group.width for group in groups}
     windows = {width: scope.visible(width, device) for width in widths}
     biases = {width: scope.bias_matrix(width) for width in widths}
+    rows = {width: scope.position_rows(width) for width in widths}
     return tuple(
         replace(
             group,
             visible=_visible(group.real, windows[group.width]),
             bias=biases[group.width],
+            rows=rows[group.width],
         )
         for group in groups
     )
@@ -185,16 +200,48 @@ def _group(spans: list[tuple[int, int]], device: torch.device) -> LengthGroup:
     return LengthGroup(tokens, None if bool(real.all()) else real.to(device), len(spans), width)
 
 
-def attend_groups(q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan) -> Tensor:
+def attend_groups(
+    q: Tensor, k: Tensor, v: Tensor, plan: GroupedPlan, positions: PositionTerms | None = None
+) -> Tensor:
     """Attend group by group and put the tokens back in their order: [T, H, D]."""
     attend = _attend_by_products if q.device.type == "cpu" else _attend_fused
+    scale = q.shape[-1] ** -0.5
     outputs = []
     for group in plan.groups:
-        out = attend(_gather(q, group), _gather(k, group), _gather(v, group), group, plan.dropout)
+        gathered = _gather(q, group), _gather(k, group), _gather(v, group)  # [n, H, L, D]
+        if positions is None or group.rows is None:
+            out = attend(*gathered, group, plan.dropout, scale)
+        else:
+            out = _attend_to_distances(attend, gathered, group, group.rows, plan.dropout, positions)
         out = out.transpose(1, 2)  # [n, L, H, D]
         outputs.append(out.flatten(0, 1) if group.real is None else out[group.real])
     joined = torch.cat(outputs)
     return joined if plan.inverse is None else joined[plan.inverse]
+
+
+def _attend_to_distances(
+    attend: Callable[..., Tensor],
+    gathered: tuple[Tensor, Tensor, Tensor],
+    group: LengthGroup,
+    rows: Tensor,
+    dropout: float,
+    positions: PositionTerms,
+) -> Tensor:
+    """Attend with scores of distances, on a CPU so many heads at once that scores stay in cache."""
+    heads, width = gathered[0].shape[1], gathered[0].shape[3]
+    scores = group.count * group.width**2
+    step = max(1, CACHED_DISTANCES // scores) if gathered[0].device.type == "cpu" else heads
+    outputs: list[Tensor] = []
+    for first in range(0, heads, step):
+        some = slice(first, first + step)
+        q, k, v = (x[:, some] for x in gathered)
+        terms = positions.of_heads(some)
+        bias = position_scores(q.transpose(0, 1), k.transpose(0, 1), terms, rows)
+        bias = bias.transpose(0, 1)  # [n, H, L, L]
+        bias = bias if group.bias is None else bias + group.bias[some]
+        changed = replace(group, bias=bias)
+        outputs.append(attend(q, k, v, changed, dropout, positions.scale(width)))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
 def _gather(x: Tensor, group: LengthGroup) -> Tensor:
@@ -206,20 +253,21 @@ def _gather(x: Tensor, group: LengthGroup) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _attend_fused(q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float) -> Tensor:
+def _attend_fused(
+    q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float, scale: float
+) -> Tensor:
     mask = group.visible
     if group.bias is not None:
         bias = group.bias.to(q.dtype)
         mask = bias if mask is None else torch.where(mask, bias, float("-inf"))
-    return scaled_dot_product_attention(q, k, v, mask, dropout)
+    return scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
 
 
 def _attend_by_products(
-    q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, group: LengthGroup, dropout: float, scale: float
 ) -> Tensor:
     # Scaling the queries costs nothing: the product copies them into a contiguous layout anyway.
-    q = q * q.shape[-1] ** -0.5
-    scores = q @ k.transpose(-1, -2)  # [n, H, L, L]
+    scores = (q * scale) @ k.transpose(-1, -2)  # [n, H, L, L]
     if group.bias is not None:
         scores = scores + group.bias.to(scores.dtype)
     if group.visible is not None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from packhorse.attention.disentangled import PositionTerms
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.device import dtype_name
 from packhorse.errors import KernelError
@@ -27,6 +28,7 @@ NO_DROPOUT = "it cannot drop attention probabilities out"
 NO_WINDOW = "it does not support layers with a local window"
 NO_BIAS = "it does not support scores that depend on distance (relative position bias, ALiBi)"
 NO_CAUSAL = "it does not support causal attention"
+NO_POSITIONS = "it does not support scores of content against distance (disentangled attention)"
 
 # What `Kernel.plan` returns: everything that all layers need to know about a batch. Its type is
 # the kernel's own (`GroupedPlan`, `NativePlan`, …); everyone else only hands it back to the kernel.
@@ -52,6 +54,7 @@ class KernelSupport:
     windows: bool = False  # supports `AttentionScope.window`
     biases: bool = False  # supports `AttentionScope.bias` and `slopes`
     causal: bool = False  # supports `AttentionScope.causal`
+    disentangled: bool = False  # supports `AttentionScope.rows`, and is a `DisentangledKernel`
     obstacle: Callable[[torch.device], str | None] = lambda device: None  # what a machine lacks
     warn: Callable[[], None] = lambda: None  # warns about an obstacle that a user can remove
 
@@ -65,9 +68,11 @@ class KernelSupport:
         windows: bool = False,
         biases: bool = False,
         causal: bool = False,
+        disentangled: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there, or None if it can."""
-        needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
+        scores = (windows, biases, causal, disentangled)
+        needs = (device, dtype, backward, head_size, dropout, *scores)
         return self.mismatch(*needs) or self.obstacle(device)
 
     def mismatch(
@@ -80,6 +85,7 @@ class KernelSupport:
         windows: bool = False,
         biases: bool = False,
         causal: bool = False,
+        disentangled: bool = False,
     ) -> str | None:
         """Why the kernel could not run there whatever was installed, or None."""
         if self.devices is not None and device.type not in self.devices:
@@ -97,6 +103,8 @@ class KernelSupport:
             return NO_BIAS
         if causal and not self.causal:
             return NO_CAUSAL
+        if disentangled and not self.disentangled:
+            return NO_POSITIONS
         if self.head_sizes and head_size is not None and head_size not in self.head_sizes:
             widths = f"multiples of {self.head_sizes.step} up to {self.head_sizes[-1]}"
             return f"it serves heads of {widths} wide, not of {head_size}"
@@ -121,6 +129,16 @@ class Kernel(Protocol):
 
     def __call__(self, qkv: Tensor, plan: AttentionPlan) -> Tensor:
         """Queries, keys and values side by side, [T, 3, H, D], to [T, H, D]."""
+        ...
+
+
+class DisentangledKernel(Kernel, Protocol):
+    """A kernel that also scores content against distance, if a layer passes the vectors."""
+
+    def __call__(
+        self, qkv: Tensor, plan: AttentionPlan, positions: PositionTerms | None = None
+    ) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]; with `positions` if the plan's scope has rows."""
         ...
 
 
@@ -163,14 +181,16 @@ def pick(
     windows: bool = False,
     biases: bool = False,
     causal: bool = False,
+    disentangled: bool = False,
 ) -> KernelChoice:
     """Choose the kernel called `name` or, without a name, the fastest that can run here.
 
     backward: for training; dropout: with dropout of attention probabilities. windows, biases,
-    causal: the model has layers with such an `AttentionScope` (`BertConfig.needs` tells). A kernel
-    that needs rows is chosen only by name: a ragged batch has none.
+    causal, disentangled: the model has layers with such an `AttentionScope` (`BertConfig.needs`
+    tells). A kernel that needs rows is chosen only by name: a ragged batch has none.
     """
-    needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
+    scores = (windows, biases, causal, disentangled)
+    needs = (device, dtype, backward, head_size, dropout, *scores)
     if name is not None and name != "auto":
         return _pick_by_name(name, *needs)
     rejected: list[str] = []
@@ -193,6 +213,8 @@ def check_scope(name: str, scope: AttentionScope, serves: KernelSupport) -> None
         refusal = NO_BIAS
     if scope.causal and not serves.causal:
         refusal = NO_CAUSAL
+    if scope.rows is not None and not serves.disentangled:
+        refusal = NO_POSITIONS
     if refusal:
         raise KernelError(f"kernel {name!r} cannot run this model: {refusal}; use 'bucketed'")
 
@@ -220,10 +242,11 @@ def _pick_by_name(
     windows: bool,
     biases: bool,
     causal: bool,
+    disentangled: bool,
 ) -> KernelChoice:
     instance = kernel(name)
-    needs = (device, dtype, backward, head_size, dropout, windows, biases, causal)
-    refusal = instance.serves.refusal(*needs)
+    scores = (windows, biases, causal, disentangled)
+    refusal = instance.serves.refusal(device, dtype, backward, head_size, dropout, *scores)
     if refusal is None:
         return KernelChoice(name, instance, "asked for")
     alternative = pick(
@@ -235,5 +258,6 @@ def _pick_by_name(
         windows=windows,
         biases=biases,
         causal=causal,
+        disentangled=disentangled,
     )
     raise KernelError(f"kernel {name!r} cannot run here: {refusal}; use {alternative.name!r}")

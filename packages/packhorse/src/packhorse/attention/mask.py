@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from packhorse.attention.kernels import KernelSupport
+from packhorse.attention.kernels import KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
@@ -55,6 +55,7 @@ class Mask:
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
     ) -> MaskPlan:
         """Compare the sequence numbers of the tokens in each row."""
+        check_scope("mask", scope, self.serves)
         if not packed.capacity:
             raise KernelError("kernel 'mask' needs a batch in rows; build it with Packed.rows")
         numbers = torch.arange(len(packed), device=packed.ids.device)

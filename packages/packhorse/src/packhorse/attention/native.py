@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from packhorse.attention.kernels import NO_DROPOUT, KernelSupport
+from packhorse.attention.kernels import NO_DROPOUT, KernelSupport, check_scope
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
 from packhorse.errors import KernelError
 from packhorse.native import (
@@ -100,6 +100,7 @@ class Native:
         self, packed: Packed, dropout: float = 0.0, scope: AttentionScope = FULL_SCOPE
     ) -> NativePlan:
         """Cut the batch into work items."""
+        check_scope("native", scope, self.serves)
         if dropout:
             raise KernelError(f"kernel 'native': {NO_DROPOUT}; use 'reference', or a rate of 0")
         return _plan(packed.cu_seqlens, scope)
@@ -126,7 +127,8 @@ def _opaque(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """The kernel as one node of a compiled graph."""
-    return attend(q, k, v, _plan(cu_seqlens, AttentionScope(window, bias, causal, slopes)))
+    scope = AttentionScope(window, bias, causal=causal, slopes=slopes)
+    return attend(q, k, v, _plan(cu_seqlens, scope))
 
 
 @_opaque.register_fake

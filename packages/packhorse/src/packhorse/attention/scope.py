@@ -28,6 +28,7 @@ class AttentionScope:
 
     window: int | None = None  # tokens visible on either side; None: all
     bias: Tensor | None = None  # [H, 2R+1], key R before to R after the query; beyond R: as at R
+    rows: Tensor | None = None  # [2R+1] of the vectors that score distances (`disentangled`)
     causal: bool = False  # hides the keys after the query
     slopes: Tensor | None = None  # [H] fp32 or wider: what one token of distance takes off a score
 
@@ -56,7 +57,7 @@ class AttentionScope:
 
     def bias_matrix(self, length: int) -> Tensor | None:
         """[H, L, L] what is added to the scores (query, key); None: nothing."""
-        numbers = self._by_distance(length)
+        numbers = self._added(length)
         # Query i needs the distances -i … L-1-i. In the list of distances 1-L … L-1 that is the
         # window of L entries which starts one earlier than that of query i-1: unfold, then flip.
         return None if numbers is None else numbers.unfold(-1, length, 1).flip(-2)
@@ -67,7 +68,7 @@ class AttentionScope:
         Indexed by how far the key lies *before* the query, which is the order in which native.c
         walks it: from the key L-1 after the query to the key L-1 before it.
         """
-        numbers = self._by_distance(length)
+        numbers = self._added(length)
         if numbers is None and self.window is None and not self.causal:
             return None
         table = torch.zeros(1, 2 * length - 1) if numbers is None else numbers.float().flip(-1)
@@ -76,18 +77,25 @@ class AttentionScope:
         before = torch.arange(1 - length, length, device=table.device)
         return table.masked_fill(~self._sees(-before), float("-inf"))
 
-    def _by_distance(self, length: int) -> Tensor | None:
+    def position_rows(self, length: int) -> Tensor | None:
+        """[2L-1] the rows for all distances, from a key L-1 before its query to one after it."""
+        return None if self.rows is None else _by_distance(self.rows[None], length)[0]
+
+    def _added(self, length: int) -> Tensor | None:
         """[H, 2L-1]: what the distances -(L-1) … L-1 within a sequence add; None: nothing."""
         if self.bias is not None and self.slopes is not None:
             raise KernelError("a scope has a bias or slopes, not both; add the slopes to the bias")
         if self.slopes is not None:
             distances = torch.arange(1 - length, length, device=self.slopes.device)
             return -self.slopes[:, None] * distances.abs()
-        if self.bias is None:
-            return None
-        distances = torch.arange(1 - length, length, device=self.bias.device)
-        farthest = self.bias.shape[-1] // 2
-        return self.bias[:, distances.clamp(-farthest, farthest) + farthest]
+        return None if self.bias is None else _by_distance(self.bias, length)
+
+
+def _by_distance(numbers: Tensor, length: int) -> Tensor:
+    """[H, 2R+1] to [H, 2L-1]: the numbers for all distances within a sequence."""
+    farthest = numbers.shape[-1] // 2
+    distances = torch.arange(1 - length, length, device=numbers.device)
+    return numbers[:, distances.clamp(-farthest, farthest) + farthest]
 
 
 FULL_SCOPE = AttentionScope()

@@ -1,13 +1,14 @@
 """BERT (Devlin et al. 2018) over a flat batch: every linear layer works on real tokens only.
 
-RoBERTa, DistilBERT, ELECTRA, MPNet, ModernBERT and later encoders are this model too, and so are
-the decoders that embedding models are made of: they differ in parts that `BertConfig` selects when
-a model is built, so that nothing is left to decide when it runs. There is
-no padded variant of this model. Attention is the only place where sequences could mix; it is a
-kernel passed in from outside, which plans once per batch (once more for layers with a local window)
-and is shared by every layer. In training hidden states are dropped out. Attention probabilities are
-dropped out only if a rate is set (`attention_dropout`), because not every kernel can, and MLPerf's
-packed BERT reached its target without.
+RoBERTa, DistilBERT, ALBERT, DeBERTa, ELECTRA, MPNet, ModernBERT and later encoders are this model
+too, and so are the decoders that embedding models are made of: they differ in parts that
+`BertConfig` selects when a model is built, so that nothing is left to decide when it runs. There is
+no padded variant of this model. Attention is the only place where sequences could mix, beside
+DeBERTa's convolution, which knows their bounds; it is a kernel passed in from outside, which plans
+once per batch (once more for layers with a local window) and is shared by every layer. In training
+hidden states are dropped out. Attention probabilities are dropped out only if a rate is set
+(`attention_dropout`), because not every kernel can, and MLPerf's packed BERT reached its target
+without.
 
 The names of modules and parameters are those of saved training states and of the tables in
 `checkpoint.names`: renaming one changes the file format.
@@ -27,6 +28,12 @@ from torch.nn import functional as F
 from packhorse.attention.kernels import AttentionPlan, Kernel
 from packhorse.attention.scope import AttentionScope
 from packhorse.model.config import BertConfig
+from packhorse.model.disentangled import (
+    Convolution,
+    DisentangledPlan,
+    DisentangledSelfAttention,
+    DistanceTable,
+)
 from packhorse.model.positions import (
     RelativePositionBias,
     RotaryAttention,
@@ -56,10 +63,15 @@ class Bert(nn.Module):
         self.embed = BertEmbeddings(config)
         buckets = config.distance_buckets
         self.distances = RelativePositionBias(buckets, config.heads) if buckets else None
-        self.local = [number in config.local_layers for number in range(config.layers)]
+        self.relative = DistanceTable(config) if config.disentangled else None
+        self.folded = False  # layers have the vectors of distances projected
+        activation = ACTIVATIONS[config.conv_activation]
+        self.convolution = Convolution(config, activation) if config.conv_width else None
+        self.order = config.layer_order or tuple(range(config.layers))
+        self.local = [step in config.local_layers for step in range(len(self.order))]
         layer = PreNormLayer if config.norm_first else BertLayer
         self.layers = nn.ModuleList(
-            layer(config, kernel, first=number == 0) for number in range(config.layers)
+            layer(config, kernel, first=number == 0) for number in range(config.stored_layers)
         )
         self.norm = _norm(config) if config.norm_first else nn.Identity()
 
@@ -67,8 +79,11 @@ class Bert(nn.Module):
         """The last layer's hidden states, [T, E]; `layers` replace the model's own, compiled."""
         x = self.embed(packed)
         plans = self._plans(packed)
-        for layer, local in zip(layers or self.layers, self.local, strict=True):
-            x = layer(x, plans[local])
+        stored = layers or self.layers
+        for step, (number, local) in enumerate(zip(self.order, self.local, strict=True)):
+            y = stored[number](x, plans[local])
+            mixed = self.convolution if step == 0 else None
+            x = y if mixed is None else mixed(x, y, packed)
         return self.norm(x)
 
     def _plans(self, packed: Packed) -> dict[bool, AttentionPlan]:
@@ -82,11 +97,14 @@ class Bert(nn.Module):
         options: dict[str, Any] = {}
         if self.training and self.attention_dropout:
             options["dropout"] = self.attention_dropout
-        if local or bias is not None or config.causal or config.alibi:
-            slopes = alibi_slopes(config.heads, packed.ids.device) if config.alibi else None
-            window = config.window if local else None
-            options["scope"] = AttentionScope(window, bias, config.causal, slopes)
+        rows = self.relative.rows(packed.ids.device) if self.relative is not None else None
+        slopes = alibi_slopes(config.heads, packed.ids.device) if config.alibi else None
+        window = config.window if local else None
+        if local or config.causal or any(x is not None for x in (bias, rows, slopes)):
+            options["scope"] = AttentionScope(window, bias, rows, config.causal, slopes)
         plan = self.kernel.plan(packed, **options)
+        if self.relative is not None:
+            return DisentangledPlan(plan, None if self.folded else self.relative())
         base = config.local_rotary_base if local else config.rotary_base
         return rotary_plan(plan, packed, base, config) if base else plan
 
@@ -94,8 +112,18 @@ class Bert(nn.Module):
         """Replace the attention kernel; the weights stay."""
         self.kernel = kernel
         for module in self.modules():
-            if isinstance(module, SelfAttention):
+            if isinstance(module, SelfAttention | DisentangledSelfAttention):
                 module.use(kernel)
+
+    def fold(self) -> None:
+        """Compute what is the same for all batches; the weights must not change afterwards."""
+        if self.relative is None or self.folded:
+            return
+        table = self.relative()
+        for module in self.modules():
+            if isinstance(module, DisentangledSelfAttention):
+                module.fold(table)
+        self.folded = True
 
 
 def _norm(config: BertConfig, width: int = 0) -> nn.LayerNorm | RMSNorm:
@@ -134,14 +162,14 @@ class BertEmbeddings(nn.Module):
         width = config.embedding_size
         self.offset = config.position_offset
         self.words = nn.Embedding(config.vocab_size, width)
-        rows = config.max_positions + self.offset if config.has_position_table else 0
+        rows = config.position_rows
         self.positions = nn.Embedding(rows, width) if rows else None
         types = config.type_vocab_size
         self.types = nn.Embedding(types, width) if types else None
         self.scale = width**0.5 if config.scaled_words else None
         self.norm = _norm(config, width) if config.embed_norm else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
-        projected = width != config.hidden_size
+        projected = config.always_project or width != config.hidden_size
         self.project = nn.Linear(width, config.hidden_size) if projected else nn.Identity()
 
     def forward(self, packed: Packed) -> Tensor:
@@ -178,7 +206,7 @@ class BertLayer(nn.Module):
 
     def __init__(self, config: BertConfig, kernel: Kernel, first: bool = False) -> None:
         super().__init__()
-        self.attention = SelfAttention(config, kernel)
+        self.attention = _attention(config, kernel)
         self.attention_norm = AddNorm(config.hidden_size, config.norm_eps)
         self.up, self.down = _feed_forward(config)
         self.norm = AddNorm(config.hidden_size, config.norm_eps)
@@ -201,7 +229,7 @@ class PreNormLayer(nn.Module):
         super().__init__()
         normalized = first and config.embed_norm
         self.attention_norm = nn.Identity() if normalized else _norm(config)
-        self.attention = SelfAttention(config, kernel)
+        self.attention = _attention(config, kernel)
         self.norm = _norm(config)
         self.up, self.down = _feed_forward(config)
         self.attention_result_norm = _norm(config) if config.branch_norms else nn.Identity()
@@ -213,6 +241,13 @@ class PreNormLayer(nn.Module):
         attended = self.attention_result_norm(self.attention(self.attention_norm(x), plan))
         x = x + self.dropout(attended)
         return x + self.dropout(self.result_norm(self.down(self.up(self.norm(x)))))
+
+
+def _attention(config: BertConfig, kernel: Kernel) -> SelfAttention | DisentangledSelfAttention:
+    disentangled = bool(config.disentangled)
+    return (
+        DisentangledSelfAttention(config, kernel) if disentangled else SelfAttention(config, kernel)
+    )
 
 
 def _feed_forward(config: BertConfig) -> tuple[UpProjection | GatedUpProjection, nn.Linear]:

@@ -2,10 +2,11 @@
 
 The families around BERT differ in a few places, and each is a field here, not a class: where
 positions begin (RoBERTa), whether there are token types (DistilBERT has none), the width of the
-embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet); for ModernBERT
-rotary positions, a gated feed-forward, norms that come first, layers with a local window, and
-products without biases; stretched rotary angles (Nomic, GTE) and ALiBi (Jina); and for decoders
-causal attention, grouped heads, RMS norms, and norms of queries and keys (Qwen3, Gemma 3).
+embeddings (ELECTRA), the activation of the heads, relative position bias (MPNet), layers that share
+their weights (ALBERT), scores of content against distance (DeBERTa); for ModernBERT rotary
+positions, a gated feed-forward, norms that come first, layers with a local window, and products
+without biases; stretched rotary angles (Nomic, GTE) and ALiBi (Jina); and for decoders causal
+attention, grouped heads, RMS norms, and norms of queries and keys (Qwen3, Gemma 3).
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class BertConfig:
     # padding token's id, so this is that id + 1. `max_positions` counts the usable rows only.
     position_offset: int = 0
     embedding_size: int = 0  # 0 means the hidden size; if it differs, embeddings are projected
+    always_project: bool = False  # embeddings of the hidden size are projected too
+    # Numbers of the stored layers in the order in which they run; empty: each runs once. ALBERT
+    # stores one layer and runs it twelve times.
+    layer_order: tuple[int, ...] = ()
     mlm_activation: str = ""  # empty means that of the layers
     classify_activation: str = ""  # of the classifier's own pooler; empty: it shares the model's
     classify_pooling: str = "cls"
@@ -76,6 +81,15 @@ class BertConfig:
     query_key_norm: str = ""  # RMSNorm over each "head", or LayerNorm over the "whole"
     mlm_dense: bool = True  # word scores begin with a dense layer, an activation and a norm
     classify_dense: bool = True  # and so does the classifier, else it is one product without bias
+    absolute_positions: bool = True  # a learned position table, unless positions are rotary
+    # Disentangled attention (DeBERTa): "c2p", "p2c" or both; empty: none.
+    disentangled: tuple[str, ...] = ()
+    distance_span: int = 0  # vectors of distances on either side
+    distance_reach: int = 0  # where logarithmic ranges of distances end; 0: a vector for each
+    distance_norm: bool = False  # the vectors of distances are normalized
+    share_distance_keys: bool = False  # they are projected as queries and keys are
+    conv_width: int = 0  # tokens that a convolution beside the first layer sees; 0: none
+    conv_activation: str = "tanh"
 
     def __post_init__(self) -> None:
         if self.embedding_size == 0:
@@ -95,6 +109,8 @@ class BertConfig:
             if not 0 <= rate < 1:
                 raise CheckpointError(f"config: dropout {rate!r} is not in [0, 1)")
         self._check_positions()
+        self._check_order()
+        self._check_disentangled()
         if self.classify_pooling not in CLASSIFY_POOLINGS:
             raise CheckpointError(
                 f"config: classifier pooling {self.classify_pooling!r} is unknown; "
@@ -170,6 +186,52 @@ class BertConfig:
                     f"config: {name} is {value!r}, not a count from {least} to {limit}"
                 )
 
+    def _check_order(self) -> None:
+        order = self.layer_order
+        if order and (len(order) > _MOST_STEPS or set(order) != set(range(max(order) + 1))):
+            raise CheckpointError(
+                f"config: layer_order runs {len(order)} layers; it must name each stored layer "
+                f"and at most {_MOST_STEPS} steps"
+            )
+
+    def _check_disentangled(self) -> None:
+        kinds = self.disentangled
+        if set(kinds) - {"c2p", "p2c"} or len(set(kinds)) != len(kinds):
+            raise CheckpointError(f"config: disentangled is {kinds!r}; it holds c2p, p2c or both")
+        if bool(kinds) != bool(self.distance_span):
+            raise CheckpointError(
+                f"config: disentangled attention {kinds!r} has distance_span {self.distance_span}"
+            )
+        if kinds and (self.rotary_base or self.distance_buckets):
+            raise CheckpointError(
+                "config: disentangled attention cannot be combined with rotary positions or a bias"
+            )
+        if self.distance_reach and self.distance_reach - 1 <= self.distance_span // 2:
+            raise CheckpointError(
+                f"config: logarithmic distances end at {self.distance_reach}, within the "
+                f"{self.distance_span // 2} that are exact"
+            )
+        if self.distance_reach and self.distance_span < 2:
+            raise CheckpointError("config: logarithmic distances need a span of 2 or more")
+        if self.conv_width and self.conv_width % 2 == 0:
+            raise CheckpointError(f"config: conv_width {self.conv_width} is not odd")
+        if self.conv_activation not in ACTIVATIONS:
+            raise CheckpointError(
+                f"config: activation {self.conv_activation!r} is unknown; "
+                f"there are {', '.join(ACTIVATIONS)}"
+            )
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned table of positions; 0 if there is none."""
+        learned = self.absolute_positions and not self.rotary_base
+        return self.max_positions + self.position_offset if learned else 0
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have weights of their own."""
+        return max(self.layer_order) + 1 if self.layer_order else self.layers
+
     @property
     def head_size(self) -> int:
         """D, the width of one attention head."""
@@ -188,6 +250,7 @@ class BertConfig:
             "windows": bool(self.local_layers),
             "biases": bool(self.distance_buckets) or self.alibi,
             "causal": self.causal,
+            "disentangled": bool(self.disentangled),
         }
 
     @property
@@ -206,6 +269,11 @@ class BertConfig:
             or self.query_key_norm
             or self.scaled_words
             or not (self.embed_norm and self.attention_bias and self.mlp_bias and self.mlm_dense)
+            or self.layer_order
+            or self.always_project
+            or self.disentangled
+            or not self.absolute_positions
+            or self.conv_width
         )
 
 
@@ -227,6 +295,21 @@ _LIMITS = {
     "trained_positions": 1_000_000,
     "kv_heads": 1_024,
     "head_width": 65_536,
+    "distance_span": 65_536,
+    "distance_reach": 1_000_000,
+    "conv_width": 99,
 }
-_MAY_BE_ZERO = ("type_vocab_size", "position_offset", "window", "distance_buckets")
-_MAY_BE_ZERO += ("rotary_width", "trained_positions", "kv_heads", "head_width")
+_MOST_STEPS = 10_000
+_MAY_BE_ZERO = (
+    "type_vocab_size",
+    "position_offset",
+    "window",
+    "distance_buckets",
+    "rotary_width",
+    "trained_positions",
+    "kv_heads",
+    "head_width",
+    "distance_span",
+    "distance_reach",
+    "conv_width",
+)

@@ -64,6 +64,8 @@ class TorchBackend:
         self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
         self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
+        with torch.inference_mode():
+            model.bert.fold()
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)

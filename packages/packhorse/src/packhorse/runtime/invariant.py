@@ -275,8 +275,9 @@ def _first_layers(bert: Bert) -> Bert:
     short = copy(bert)
     # torch has no public name for modules that may be None.
     children = bert._modules  # pyright: ignore[reportPrivateUsage]
-    modules = {**children, "layers": bert.layers[:LAYERS]}
-    short.__dict__ |= {"_modules": modules, "local": bert.local[:LAYERS]}
+    order = bert.order[:LAYERS]
+    modules = {**children, "layers": bert.layers[: max(order) + 1]}
+    short.__dict__ |= {"_modules": modules, "order": order, "local": bert.local[:LAYERS]}
     return short
 
 

@@ -211,9 +211,9 @@ class _UnboundedKernel:
         whole = replace(packed, cu_seqlens=bounds, max_seqlen=len(packed.ids))
         return self.kernel.plan(whole, *args, **kwargs)
 
-    def __call__(self, qkv: Tensor, plan: Any) -> Tensor:
+    def __call__(self, qkv: Tensor, plan: Any, *positions: Any) -> Tensor:
         """[T, 3, H, D] to [T, H, D]."""
-        return self.kernel(qkv, plan)
+        return self.kernel(qkv, plan, *positions)
 
 
 def _rows(output: Tensor, packed: Packed) -> list[np.ndarray]:

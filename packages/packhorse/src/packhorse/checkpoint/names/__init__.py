@@ -88,6 +88,11 @@ def canonical(
     keys = _canonical_names(tensors, family, root)
     renamed = {name: tensors.pop(key) for name, key in keys.items()}
     in_file = {name: (names_in_file or {}).get(key, key) for name, key in keys.items()}
+    old = tuple(family.renamed)
+    if old and any(
+        key.removeprefix(_head_root(root, family)).startswith(old) for key in keys.values()
+    ):
+        raw = {**raw, **family.if_renamed}
     return CanonicalCheckpoint(raw, family, renamed, in_file, root, foreign)
 
 
@@ -133,6 +138,7 @@ def _canonical_names(names: Collection[str], family: Family, root: str) -> dict[
             new = new.removeprefix(head_root)
         else:
             new = family.prefix + rest if encoder_only or rest.split(".")[0] in encoder else rest
+        new = _todays_name(new, family)
         if new in result:
             raise CheckpointError(f"{name} and {result[new]} are two names of one tensor")
         result[new] = name
@@ -142,13 +148,20 @@ def _canonical_names(names: Collection[str], family: Family, root: str) -> dict[
     return result
 
 
+def _todays_name(name: str, family: Family) -> str:
+    for old, new in family.renamed.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
 def config(checkpoint: CanonicalCheckpoint) -> BertConfig:
     """Our configuration; unknown keys of the foreign one are ignored."""
     result = understand(checkpoint.raw)
     # Checked here, before the model is built: num_hidden_layers may be any number.
-    if result.layers > len(checkpoint.tensors):
+    if result.stored_layers > len(checkpoint.tensors):
         raise CheckpointError(
-            f"config: {result.layers} layers in a file of {len(checkpoint.tensors)} tensors"
+            f"config: {result.stored_layers} layers in a file of {len(checkpoint.tensors)} tensors"
         )
     return result
 
@@ -319,10 +332,12 @@ def resize(
         raw[keys["vocab_size"]] = vocab_size
     if max_positions is not None:
         raw[keys["max_positions"]] = max_positions + before.position_offset
+        if before.disentangled:  # otherwise the ranges of distances would follow this number
+            raw["max_relative_positions"] = before.distance_reach or before.distance_span
     result = replace(checkpoint, raw=raw)
     config(result)  # refuses sizes beyond BertConfig's bounds before anything is allocated
     changes: list[str] = []
-    if max_positions is not None and "bert.embed.positions" not in checkpoint.family.tensors:
+    if max_positions is not None and not before.position_rows:
         _check_rotary(before.max_positions, max_positions)
     elif max_positions is not None:  # before the words, which are never refused
         changes += _resize_positions(
@@ -336,7 +351,7 @@ def resize(
 
 
 def _check_rotary(trained: int, size: int) -> None:
-    """Rotary positions are computed, so there is no table to crop or to repeat."""
+    """Rotary positions and distances have no table that could be cropped or repeated."""
     if size > trained:
         raise InputError(
             f"the model was made for {trained} positions, not {size}: the model was not "

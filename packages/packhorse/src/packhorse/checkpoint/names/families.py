@@ -1,24 +1,25 @@
 """The tables: what each family of models calls its configuration keys, tensors, heads and classes.
 
 A template maps one of our modules to the foreign module that holds its weight and bias; `{}` is the
-number of a layer; a tuple of three modules is concatenated row by row (queries, keys and values are
-one matrix here). There is one model class for all families: where families differ in more than
-names, they differ in fields of `BertConfig`, and `defaults` and `settings` give a family's values.
-To add a family, fill in a `Family`.
+number of a layer, unless a layer has a template of its own; a tuple of three modules is
+concatenated row by row (queries, keys and values are one matrix here). There is one model class for
+all families: where families differ in more than names, they differ in fields of `BertConfig`, and
+`defaults` and `settings` give a family's values. To add a family, fill in a `Family`.
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) with XLM-RoBERTa and CamemBERT, DistilBERT
-(Sanh et al. 2019), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020), ModernBERT (Warner et al.
-2024), NomicBERT (Nussbaum et al. 2024), GTE (Zhang et al. 2024), EuroBERT (Boizard et al. 2025),
-and the decoders Qwen3 and Gemma 3 (2025); names as transformers writes them today. Families whose
-models on the hub bring code along are read by the names and keys of that code, which is never run;
-docs/models.md says which public file each layout was taken from.
+(Sanh et al. 2019), ALBERT (Lan et al. 2020), ELECTRA (Clark et al. 2020), MPNet (Song et al. 2020),
+DeBERTa v2 and v3 (He et al. 2021), ModernBERT (Warner et al. 2024), NomicBERT (Nussbaum et al.
+2024), GTE (Zhang et al. 2024), EuroBERT (Boizard et al. 2025), and the decoders Qwen3 and Gemma 3
+(2025); names as transformers writes them today. Families whose models on the hub bring code along
+are read by the names and keys of that code, which is never run; docs/models.md says which public
+file each layout was taken from.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packhorse.errors import CheckpointError
@@ -54,6 +55,11 @@ class Family:
     # Keys that are written beside those of `config`, from a configuration.
     exports: Callable[[BertConfig], dict[str, Any]] = lambda config: {}
     tied: bool = True  # words are scored by their own embeddings, if no key says so
+    # Older beginnings of names and those of today; what the configuration says of such a file.
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+    if_renamed: dict[str, Any] = field(default_factory=dict[str, Any])
+    # Fields of this class that follow from the configuration.
+    variant: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda raw: {}
 
 
 SIZES = {
@@ -247,6 +253,101 @@ ELECTRA = Family(
 )
 
 
+ALBERT_LAYER = "albert.encoder.albert_layer_groups.{}.albert_layers.{}."
+
+
+def _albert_layer(number: str, module: str) -> dict[str, Entry]:
+    """The names of one stored layer; `module` is the foreign name of that layer."""
+    ours = f"bert.layers.{number}."
+    return {
+        f"{ours}attention.qkv": (
+            f"{module}attention.query",
+            f"{module}attention.key",
+            f"{module}attention.value",
+        ),
+        f"{ours}attention.out": f"{module}attention.dense",
+        f"{ours}attention_norm": f"{module}attention.LayerNorm",
+        f"{ours}up.dense": f"{module}ffn",
+        f"{ours}down": f"{module}ffn_output",
+        f"{ours}norm": f"{module}full_layer_layer_norm",
+    }
+
+
+ALBERT_TENSORS: dict[str, Entry] = {
+    "bert.embed.words": "albert.embeddings.word_embeddings",
+    "bert.embed.positions": "albert.embeddings.position_embeddings",
+    "bert.embed.types": "albert.embeddings.token_type_embeddings",
+    "bert.embed.norm": "albert.embeddings.LayerNorm",
+    "bert.embed.project": "albert.encoder.embedding_hidden_mapping_in",
+}
+
+
+def _albert_groups(raw: Mapping[str, Any]) -> tuple[int, int]:
+    """Groups of stored layers, and the layers of a group, which run one after the other."""
+    return _count(raw, "num_hidden_groups", 1, 1000), _count(raw, "inner_group_num", 1, 100)
+
+
+def _albert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """ALBERT's layers: each step runs a whole group, and consecutive steps share one."""
+    layers = _count(raw, "num_hidden_layers", 12, 1000)
+    groups, inner = _albert_groups(raw)
+    if groups > layers:
+        raise CheckpointError(
+            f"config: num_hidden_groups {groups} is more than num_hidden_layers {layers}"
+        )
+    # Divided in this order, rounding included, as transformers does.
+    steps = [int(step / (layers / groups)) for step in range(layers)]
+    order = tuple(group * inner + number for group in steps for number in range(inner))
+    return {"layer_order": order}
+
+
+def _albert_variant(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A template per stored layer where a group holds several: two numbers are one of ours."""
+    groups, inner = _albert_groups(raw)
+    if inner == 1:
+        return {}
+    tensors = dict(ALBERT_TENSORS)
+    for number in range(groups * inner):
+        tensors |= _albert_layer(str(number), ALBERT_LAYER.format(*divmod(number, inner)))
+    return {"tensors": tensors}
+
+
+ALBERT = Family(
+    prefix="albert.",
+    config={**SIZES, "embedding_size": "embedding_size"},
+    tensors={**ALBERT_TENSORS, **_albert_layer("{}", ALBERT_LAYER.format("{}", 0))},
+    heads={
+        "pooled": {"heads.pooled.dense": "albert.pooler"},
+        "mlm": {
+            "heads.mlm.dense": "predictions.dense",
+            "heads.mlm.norm": "predictions.LayerNorm",
+            "heads.mlm.decoder": "predictions.decoder",
+        },
+        **SPAN,
+        "classify": {
+            "heads.classify.pooler.dense": "albert.pooler",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    # The classifier of sentence order is no head here, for it answers another question than BERT's
+    # of the next sentence.
+    architectures=_classes("Albert", ForMaskedLM=("mlm",), ForPreTraining=("mlm",)),
+    harmless=re.compile(
+        r"albert\.embeddings\.position_ids|predictions\..*|sop_classifier\.classifier\..*"
+    ),
+    defaults={
+        "activation": "gelu_new",
+        "embedding_size": 128,
+        "dropout": 0.0,
+        "always_project": True,
+    },
+    second_bias="predictions.bias",
+    settings=_albert_settings,
+    variant=_albert_variant,
+)
+
+
 def _mpnet_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """MPNet's relative position bias: its code uses 32 buckets whatever the configuration says."""
     buckets = raw.get("relative_attention_num_buckets", 32)
@@ -290,6 +391,129 @@ MPNET = Family(
     after_padding=True,
     padding=1,
     settings=_mpnet_settings,
+)
+
+
+DEBERTA_SELF = "deberta.encoder.layer.{}.attention.self."
+
+
+def _deberta_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """DeBERTa's fields of BertConfig: which distances have a vector, and what it meets.
+
+    What would change results and is not understood is refused, by name.
+    """
+    positions = _count(raw, "max_position_embeddings", 512, 1_000_000)
+    reach = _whole(raw, "max_relative_positions", -1)
+    reach = reach if reach > 0 else positions
+    buckets = _whole(raw, "position_buckets", -1)
+    norms = raw.get("norm_rel_ebd", "none")
+    if not isinstance(norms, str) or set(_parts(norms)) - {"none", "layer_norm"}:
+        raise CheckpointError(f"config: norm_rel_ebd {norms!r} is unknown; there is layer_norm")
+    hidden = _count(raw, "hidden_size", 1536, 1_000_000)
+    only: dict[str, Any] = {
+        "relative_attention": True,
+        "embedding_size": hidden,
+        "pooler_hidden_size": hidden,
+        "attention_head_size": hidden // _count(raw, "num_attention_heads", 24, 1_000_000),
+        "conv_groups": 1,
+    }
+    for key, value in only.items():
+        default = False if key == "relative_attention" else value
+        if raw.get(key, default) != value:
+            raise CheckpointError(
+                f"config: {key} {raw.get(key, default)!r} is not supported, only {value!r}"
+            )
+    return {
+        "disentangled": _score_types(raw),
+        "distance_span": buckets if buckets > 0 else reach,
+        "distance_reach": reach if buckets > 0 else 0,
+        "distance_norm": "layer_norm" in _parts(norms),
+        "share_distance_keys": _flag(raw, "share_att_key", False),
+        "absolute_positions": _flag(raw, "position_biased_input", True),
+        "conv_width": max(0, _whole(raw, "conv_kernel_size", 0)),
+        "conv_activation": _named_activation(raw, "conv_act", "tanh"),
+        "classify_activation": _named_activation(raw, "pooler_hidden_act", "gelu"),
+    }
+
+
+def _score_types(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which products with distances are added: "c2p" (content to position), "p2c" or both."""
+    kinds: Any = raw.get("pos_att_type")
+    kinds = _parts(kinds) if isinstance(kinds, str) else kinds
+    known = ("c2p", "p2c")
+    if not is_list(kinds) or not kinds or any(kind not in known for kind in kinds):
+        raise CheckpointError(
+            f"config: pos_att_type {raw.get('pos_att_type')!r} is not supported, only c2p, p2c "
+            f"or both"
+        )
+    return tuple(kind for kind in known if kind in kinds)
+
+
+def _parts(joined: str) -> list[str]:
+    return [part.strip() for part in joined.lower().split("|")]
+
+
+def _whole(raw: Mapping[str, Any], key: str, default: int) -> int:
+    value = raw.get(key, default)
+    if type(value) is not int:
+        raise CheckpointError(f"config: {key} {value!r} is not a whole number")
+    return value
+
+
+def _named_activation(raw: Mapping[str, Any], key: str, default: str) -> str:
+    name = raw.get(key, default)
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"config: {key} {name!r} is unknown; there are {', '.join(ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
+
+
+DEBERTA = Family(
+    prefix="deberta.",
+    config=SIZES,
+    tensors={
+        **_encoder("deberta."),
+        "bert.layers.{}.attention.qkv": (
+            f"{DEBERTA_SELF}query_proj",
+            f"{DEBERTA_SELF}key_proj",
+            f"{DEBERTA_SELF}value_proj",
+        ),
+        "bert.layers.{}.attention.distance_keys": f"{DEBERTA_SELF}pos_key_proj",
+        "bert.layers.{}.attention.distance_queries": f"{DEBERTA_SELF}pos_query_proj",
+        "bert.relative.table": "deberta.encoder.rel_embeddings",
+        "bert.relative.norm": "deberta.encoder.LayerNorm",
+        "bert.convolution.conv": "deberta.encoder.conv.conv",
+        "bert.convolution.norm": "deberta.encoder.conv.LayerNorm",
+    },
+    heads={
+        "mlm": {
+            "heads.mlm.dense": "cls.predictions.transform.dense",
+            "heads.mlm.norm": "cls.predictions.transform.LayerNorm",
+            "heads.mlm.decoder": "cls.predictions.decoder",
+        },
+        **SPAN,
+        "classify": {
+            "heads.classify.pooler.dense": "pooler.dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures=_classes("DebertaV2"),
+    harmless=re.compile(
+        # `mask_predictions` is the discriminator of v3's pretraining, which no class has.
+        r"deberta\.embeddings\.position_(ids|embeddings\.weight)|cls\..*|mask_predictions\..*"
+    ),
+    defaults={"type_vocab_size": 0, "norm_eps": 1e-7},
+    second_bias="cls.predictions.bias",
+    # Microsoft's files, and transformers with legacy=False: the same layers, always tied.
+    renamed={
+        "lm_predictions.lm_head.dense.": "cls.predictions.transform.dense.",
+        "lm_predictions.lm_head.LayerNorm.": "cls.predictions.transform.LayerNorm.",
+        "lm_predictions.lm_head.bias": "cls.predictions.bias",
+    },
+    if_renamed={"legacy": True, "tie_word_embeddings": True},
+    settings=_deberta_settings,
 )
 
 
@@ -879,8 +1103,10 @@ FAMILIES = {
     "xlm-roberta": _roberta("XLMRoberta"),
     "camembert": _roberta("Camembert"),
     "distilbert": DISTILBERT,
+    "albert": ALBERT,
     "electra": ELECTRA,
     "mpnet": MPNET,
+    "deberta-v2": DEBERTA,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "new": _gte("New", "new."),
@@ -924,7 +1150,8 @@ def family_of(raw: Mapping[str, Any]) -> Family:
         )
     family = FAMILIES[model_type]
     _only(raw, position_embedding_type=family.positions, **REQUIRED)
-    return family
+    fields = family.variant(raw)
+    return replace(family, **fields) if fields else family
 
 
 def encoder_modules(family: Family) -> set[str]:
@@ -949,7 +1176,7 @@ def sources(name: str, table: Table) -> tuple[str, ...]:
         return modules_of(table[name])
     module, kind = name.rsplit(".", 1)
     layer = re.search(r"\.layers\.(\d+)\.", module)
-    if layer is None:
+    if layer is None or module in table:
         return tuple(f"{part}.{kind}" for part in modules_of(table[module]))
     template = module.replace(layer[0], ".layers.{}.")
     return tuple(f"{part}.{kind}".format(layer[1]) for part in modules_of(table[template]))

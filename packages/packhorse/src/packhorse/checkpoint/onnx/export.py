@@ -309,7 +309,8 @@ def _after_padding(graph: _GraphWriter, ids: str, offset: int) -> str:
 
 
 def _layer(graph: _GraphWriter, x: str, layer: BertLayer, shift: str, result: str) -> str:
-    attended = graph.op("Add", x, _attention(graph, x, layer.attention, shift))
+    attention = cast("SelfAttention", layer.attention)  # only classic layers are written
+    attended = graph.op("Add", x, _attention(graph, x, attention, shift))
     x = graph.norm(attended, layer.attention_norm)
     up = graph.activate(graph.linear(x, layer.up.dense), layer.up.activation)
     return graph.norm(graph.op("Add", x, graph.linear(up, layer.down)), layer.norm, result)
