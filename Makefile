@@ -7,7 +7,7 @@
 # make docs        the documentation as a site, in site/; a broken link fails
 # make test-slow   the sweeps and soaks
 # make test-machines   what depends on the machine, on machines that have less: older processors,
-#                  no compiler, folders that cannot be written, no network, half a core
+#                  no compiler, folders that cannot be written, no network, half a core, a container
 # make test-outside   other projects' tests and clients; what needs a folder names a variable
 #                  (PACKHORSE_TEST_CLIENTS=1: client libraries from PyPI and npm, in environments of their own)
 # make fuzz        mutated files against every reader, FUZZ_SECONDS each (600)

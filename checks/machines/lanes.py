@@ -171,13 +171,13 @@ def container(scratch: Path) -> Surroundings:
     group = limited_group(scratch, 2)
     # As in a container, the group's own files are at the root of the mount.
     enter = f"echo $$ > {group}/cgroup.procs && mount --bind {group} {group.parent} && {MOUNTS}"
-    variables = {
+    changed: dict[str, str | None] = {
         "PACKHORSE_TEST_CGROUP": str(group),
         "PACKHORSE_CACHE": "/tmp/cache",
         "HF_HOME": "/tmp/hub",
         "HYPOTHESIS_STORAGE_DIRECTORY": "/tmp/hypothesis",
     }
-    return Surroundings(variables, (*prefix, f'{enter} && exec "$@"', "sh"))
+    return Surroundings(changed, (*prefix, f'{enter} && exec "$@"', "sh"))
 
 
 LANES = {

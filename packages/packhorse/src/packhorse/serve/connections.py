@@ -44,7 +44,7 @@ from packhorse.serve.tracing import CURRENT, new_ids
 
 SWEEP_SECONDS = 1.0
 RECHECK_SECONDS = 0.1
-TRIM_CONNECTIONS = 256  # after a peak of this many, free memory is returned to the system
+TRIM_CONNECTIONS = 32  # after a peak of this many, free memory is returned to the system
 LINGER_SECONDS = 5.0  # for a client to take the last bytes of a closed connection
 MIN_TAKEN_BYTES = 1 << 16  # of its answer, within a deadline, by a client that gets more time
 MAX_PIPELINED = 64  # requests per connection that wait for an answer

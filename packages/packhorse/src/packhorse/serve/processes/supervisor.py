@@ -175,6 +175,7 @@ class Supervisor:
 
     async def _start_all(self) -> None:
         # Fronts import their code while engines open the models.
+        logs.LOGGER.info("starting; fronts: %d, engines: %d", self.front_count, len(self.devices))
         fronts = [await self._start("front", i) for i in range(self.front_count)]
         await asyncio.gather(*[self._start_engine(i) for i in range(len(self.devices))])
         await asyncio.gather(*[self._open_front(front) for front in fronts])
@@ -198,6 +199,7 @@ class Supervisor:
             _kill(engine)
             raise
         engine.ready_since = time.monotonic()
+        logs.LOGGER.info("%s is ready", engine)
         self.engines[number] = engine
         for front in self.fronts.values():
             self._link(front, engine)
@@ -218,6 +220,7 @@ class Supervisor:
         self.fronts[front.number] = front
         await front.first_message
         front.ready_since = time.monotonic()
+        logs.LOGGER.info("%s is ready", front)
 
     async def _start(self, kind: Literal["front", "engine"], number: int) -> ChildProcess:
         control, child_end = Control.pair()
