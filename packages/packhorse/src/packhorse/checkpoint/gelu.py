@@ -59,8 +59,9 @@ def choose(
     """Return the configuration with the form of GELU written into it; warn if it is a guess."""
     if requested not in (None, *get_args(Form)):
         raise InputError(f"--gelu (gelu=) is {requested!r}; it is erf or tanh")
-    key = family_of(raw).config["activation"]
-    activation = raw.get(key, "gelu")
+    family = family_of(raw)
+    key = family.config["activation"]
+    activation = raw.get(key, family.defaults.get("activation", "gelu"))
     configured = FORMS.get(ACTIVATIONS.get(activation, "")) if isinstance(activation, str) else None
     if configured is None:
         if requested:

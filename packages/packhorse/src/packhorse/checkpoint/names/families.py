@@ -773,7 +773,7 @@ QWEN3 = Family(
         "max_positions": 32_768,
         "norm_eps": 1e-6,
         "causal": True,
-        "query_key_norm": "head",
+        "query_key_norm": True,
         "classify_dense": False,
     },
     settings=_qwen3_settings,
@@ -830,7 +830,7 @@ GEMMA3 = Family(
         "norm_kind": "rms_offset",
         "scaled_words": True,
         "branch_norms": True,
-        "query_key_norm": "head",
+        "query_key_norm": True,
         "classify_dense": False,
     },
     settings=_gemma3_settings,
@@ -873,6 +873,42 @@ EUROBERT = Family(
 )
 
 
+def _jina_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Jina's BERT: its code reads the activation of the gates from the feed-forward's kind."""
+    if "qk-post-norm" in f"{raw.get('auto_map')} {raw.get('_name_or_path')}":
+        raise CheckpointError(
+            "config: jina-bert-v2-qk-post-norm is not supported: it normalizes queries and keys, "
+            "and the attention's result twice"
+        )
+    kind = raw.get("feed_forward_type", "original")
+    if not isinstance(kind, str) or kind not in JINA_GATES:
+        raise CheckpointError(
+            f"config: feed_forward_type {kind!r} is not supported; there are "
+            f"{', '.join(JINA_GATES)}"
+        )
+    return {"activation": JINA_GATES[kind], "mlm_activation": raw.get("hidden_act", "gelu")}
+
+
+JINA_GATES = {"geglu": "gelu", "reglu": "relu"}
+JINA_BERT = Family(
+    prefix="bert.",
+    config=SIZES,
+    tensors={
+        **{name: entry for name, entry in _encoder("bert.").items() if "positions" not in name},
+        "bert.layers.{}.up.dense": "bert.encoder.layer.{}.mlp.gated_layers",
+        "bert.layers.{}.down": "bert.encoder.layer.{}.mlp.wo",
+        "bert.layers.{}.norm": "bert.encoder.layer.{}.mlp.layernorm",
+    },
+    heads=BERT.heads,
+    architectures=_classes("JinaBert"),
+    harmless=BERT.harmless,
+    defaults={"alibi": True, "gated": True, "up_bias": False},
+    settings=_jina_settings,
+    second_bias=BERT.second_bias,
+    positions="alibi",
+)
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -889,6 +925,8 @@ FAMILIES = {
     "gemma3_text": GEMMA3,
     "eurobert": EUROBERT,
 }
+# Families that share a `model_type` with another and are told from it by how positions enter.
+VARIANTS = {("bert", "alibi"): JINA_BERT}
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
@@ -922,7 +960,10 @@ def family_of(raw: Mapping[str, Any]) -> Family:
             f"config: model_type {model_type!r} does not run here; those that do: "
             f"{', '.join(FAMILIES)}"
         )
+    positions: Any = raw.get("position_embedding_type")
     family = FAMILIES[model_type]
+    if isinstance(positions, str):
+        family = VARIANTS.get((model_type, positions), family)
     _only(raw, position_embedding_type=family.positions, **REQUIRED)
     return family
 
