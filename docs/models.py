@@ -266,6 +266,13 @@ MODELS: dict[str, dict[str, Raw]] = {
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
         "EuroBERT/EuroBERT-210m": eurobert(),
+        "chandar-lab/NeoBERT": {
+            **sizes(768, 28, 30522),
+            "model_type": "neobert",
+            "architectures": ["NeoBERTLMHead"],
+            "hidden_act": "SwiGLU",
+            "max_length": 4096,
+        },
         "EuroBERT/EuroBERT-610m": eurobert(1152, 6),
         "microsoft/deberta-v3-base": other("deberta-v2"),
         "albert/albert-base-v2": other("albert"),
@@ -296,6 +303,11 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     "bert with alibi (Jina v2)": (
         "huggingface/text-embeddings-inference, `backends/candle/src/models/jina.rs`, 02506d0b3879",
         "a reference in float64 written from the paper; unproven against the authors' code",
+    ),
+    "neobert": (
+        "the authors' first commit in JonasNasimzada/NeoBERT, `src/neobert/model/model.py`, "
+        "c898c9794322",
+        "the authors' code run in place",
     ),
     **{
         kind: (TRANSFORMERS.format(module), "transformers' classes, each saved and loaded")

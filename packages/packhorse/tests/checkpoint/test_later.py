@@ -7,6 +7,7 @@ has the names of the hub's files, so that a file of the hub is read by the same 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -587,8 +588,99 @@ def test_what_jinas_code_says(tmp_path: Path) -> None:
         },
         {"architectures": ["BertModel"]},
     ):
-        with pytest.raises(CheckpointError, match="is not supported|does not run here"):
+        with pytest.raises(CheckpointError, match=r"is not supported|does not run here"):
             names.understand(JINA | change)
+
+
+NEOBERT = {  # as files of the hub have them
+    "architectures": ["NeoBERTLMHead"],
+    "hidden_act": "SwiGLU",
+    "hidden_size": 32,
+    "intermediate_size": 36,
+    "max_length": 4096,
+    "model_type": "neobert",
+    "norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "vocab_size": 50,
+}
+
+
+@torch.inference_mode()
+def test_neoberts_pairs_and_heads_are_those_of_its_authors(tmp_path: Path) -> None:
+    """Against the public code itself, run where it lies; each text alone, and ours together."""
+    folder = os.environ.get("PACKHORSE_TEST_NEOBERT")
+    if not folder:
+        pytest.skip("PACKHORSE_TEST_NEOBERT names no folder with NeoBERT's model.py, rotary.py")
+    add_xformers()
+    code = outside(Path(folder), "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that code was written for an older transformers
+        config = code.NeoBERTConfig(**NEOBERT, flash_attention=False)
+        torch.manual_seed(3)
+        model = code.NeoBERTLMHead(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(NEOBERT))
+    loaded = checkpoint.load(tmp_path).model
+    entries = sequences()
+    for kernel in KERNELS:
+        if attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+            continue
+        loaded.bert.use(attention.kernel(kernel))
+        packed = Packed.build(entries)
+        states, scores = (packed.split(x) for x in loaded(packed, "hidden", "mlm"))
+        for number, item in enumerate(entries):
+            result = model(torch.from_numpy(item.ids)[None])
+            assert_close(states[number], result["hidden_representation"][0], atol=1e-5, rtol=1e-5)
+            assert_close(scores[number], result["logits"][0], atol=1e-5, rtol=1e-5)
+    loaded.bert.layers[0].attention.by_head = False  # the control
+    wrong = loaded(Packed.build(entries), "hidden")[0]
+    assert not torch.allclose(wrong, torch.cat(list(states)), atol=1e-3)
+
+
+def add_xformers() -> None:
+    """What NeoBERT's code imports of xformers, where that is not installed."""
+    if importlib.util.find_spec("xformers"):
+        return
+
+    class SwiGLU(torch.nn.Module):
+        def __init__(self, inputs: int, between: int, outputs: int, bias: bool) -> None:
+            super().__init__()
+            self.w12 = torch.nn.Linear(inputs, 2 * between, bias)
+            self.w3 = torch.nn.Linear(between, outputs, bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gates, values = self.w12(x).chunk(2, -1)
+            return self.w3(torch.nn.functional.silu(gates) * values)
+
+    ops = ModuleType("xformers.ops")
+    ops.SwiGLU = SwiGLU  # pyright: ignore[reportAttributeAccessIssue]
+    ops.memory_efficient_attention = None  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules |= {"xformers": ModuleType("xformers"), "xformers.ops": ops}
+
+
+def test_what_neoberts_code_says(tmp_path: Path) -> None:
+    config = names.understand(NEOBERT)
+    assert config.intermediate_size == 24 and config.max_positions == 4096
+    assert not config.classic and config.qkv_by_head and config.rotary_interleaved
+    save_random(NEOBERT | {"architectures": ["NeoBERT"]}, tmp_path)
+    write_tokenizer(tmp_path)
+    loaded = checkpoint.load(tmp_path)
+    checkpoint.write(tmp_path / "again", loaded)
+    again = checkpoint.load(tmp_path / "again")
+    assert again.config == loaded.config
+    states = [model.model(Packed.build(sequences()), "hidden")[0] for model in (loaded, again)]
+    assert torch.equal(*states)
+    vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
+    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+        others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
+        assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
+    for change in ({"hidden_act": "gelu"}, {"rms_norm": False}, {"rope": False}, {"ngpt": True}):
+        with pytest.raises(CheckpointError, match="is not supported"):
+            names.understand(NEOBERT | change)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])

@@ -250,7 +250,8 @@ class SelfAttention(nn.Module):
         self.kv_heads = config.key_heads
         # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
         grouped = config.key_heads != config.heads
-        self.stacked_tensors = {"kv": 2} if grouped else {"qkv": 3}
+        self.by_head = config.qkv_by_head
+        self.stacked_tensors = {} if self.by_head else {"kv": 2} if grouped else {"qkv": 3}
         self.rotary = config.rotary_base > 0
         self.interleaved = config.rotary_interleaved
         inputs = config.hidden_size
@@ -281,7 +282,11 @@ class SelfAttention(nn.Module):
         _, heads, width = self.shape
         shared = heads // self.kv_heads
         if shared == 1:
-            qkv = self.qkv(x).unflatten(-1, self.shape)
+            qkv = self.qkv(x)
+            if self.by_head:
+                qkv = qkv.unflatten(-1, (heads, 3, width)).transpose(1, 2)
+            else:
+                qkv = qkv.unflatten(-1, self.shape)
             if not self.normalized:
                 return qkv
             q, k, v = qkv.unbind(1)

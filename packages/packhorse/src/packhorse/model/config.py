@@ -67,6 +67,7 @@ class BertConfig:
     trained_positions: int = 0
     kv_heads: int = 0  # heads of keys and values, each shared by several queries; 0: as many
     head_width: int = 0  # width of a head; 0: the hidden size divided by the heads
+    qkv_by_head: bool = False  # rows of the joint product: q, k, v of each head, head after head
     causal: bool = False  # a token sees none that comes after it
     norm_kind: str = "layer"
     embed_norm: bool = True  # the embeddings are normalized
@@ -116,6 +117,8 @@ class BertConfig:
             raise CheckpointError(
                 f"config: {self.heads} heads do not divide the hidden size {self.hidden_size}"
             )
+        if self.qkv_by_head and self.key_heads != self.heads:
+            raise CheckpointError("config: qkv_by_head and kv_heads do not go together; set one")
         if self.heads % self.key_heads:
             raise CheckpointError(
                 f"config: {self.kv_heads} heads of keys and values do not divide {self.heads} heads"
@@ -209,6 +212,7 @@ class BertConfig:
             or self.head_width
             or self.key_heads != self.heads
             or self.query_key_norm
+            or self.qkv_by_head
             or self.scaled_words
             or not (self.embed_norm and self.attention_bias and self.mlp_bias and self.mlm_dense)
         )

@@ -909,6 +909,69 @@ JINA_BERT = Family(
 )
 
 
+def _neobert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """NeoBERT's fields: its code takes two thirds of the feed-forward width, in steps of 8."""
+    _only(raw, rms_norm=True, rope=True, ngpt=False)
+    kind = raw.get("hidden_act", "SwiGLU")
+    if not isinstance(kind, str) or kind.lower() != "swiglu":
+        raise CheckpointError(f"config: hidden_act {kind!r} is not supported, only 'SwiGLU'")
+    between = int(2 * _size(raw, "intermediate_size", 3072) / 3)
+    return {"intermediate_size": -(-between // 8) * 8}
+
+
+NEOBERT = Family(
+    prefix="model.",
+    config={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "intermediate_size": "intermediate_size",
+        "max_positions": "max_length",
+        "norm_eps": "norm_eps",
+    },
+    tensors={
+        "bert.embed.words": "model.encoder",
+        "bert.layers.{}.attention_norm": "model.transformer_encoder.{}.attention_norm",
+        "bert.layers.{}.attention.qkv": "model.transformer_encoder.{}.qkv",
+        "bert.layers.{}.attention.out": "model.transformer_encoder.{}.wo",
+        "bert.layers.{}.norm": "model.transformer_encoder.{}.ffn_norm",
+        "bert.layers.{}.up.dense": "model.transformer_encoder.{}.ffn.w12",
+        "bert.layers.{}.down": "model.transformer_encoder.{}.ffn.w3",
+        "bert.norm": "model.layer_norm",
+    },
+    heads={
+        "mlm": {"heads.mlm.decoder": "decoder"},
+        "classify": {
+            "heads.classify.pooler.dense": "dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures={
+        "NeoBERTForSequenceClassification": ("classify",),
+        "NeoBERTLMHead": ("mlm",),
+        "NeoBERT": (),
+    },
+    harmless=re.compile(r"decoder\..*|model\.freqs_cis"),
+    defaults=DECODER_DEFAULTS
+    | {
+        "activation": "silu",
+        "mlm_activation": "tanh",
+        "max_positions": 1024,
+        "norm_eps": 1e-6,
+        "attention_bias": False,
+        "rotary_base": 10_000.0,
+        "rotary_interleaved": True,
+        "qkv_by_head": True,
+    },
+    settings=_neobert_settings,
+    heads_by_class=True,
+    tied=False,
+    exports=lambda config: {"intermediate_size": config.intermediate_size * 3 // 2},
+)
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -924,6 +987,7 @@ FAMILIES = {
     "qwen3": QWEN3,
     "gemma3_text": GEMMA3,
     "eurobert": EUROBERT,
+    "neobert": NEOBERT,
 }
 # Families that share a `model_type` with another and are told from it by how positions enter.
 VARIANTS = {("bert", "alibi"): JINA_BERT}
