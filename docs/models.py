@@ -165,6 +165,12 @@ EMBEDDING_GEMMA = {
 }
 
 
+def jina(shape: Raw = BASE, kind: str = "ForMaskedLM") -> Raw:
+    own = {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    own |= {"max_position_embeddings": 8192}
+    return {**shape, **own, "model_type": "bert", "architectures": [f"JinaBert{kind}"]}
+
+
 def other(kind: str, shape: Raw = BASE) -> Raw:
     return {**shape, "model_type": kind}
 
@@ -239,7 +245,11 @@ MODELS: dict[str, dict[str, Raw]] = {
         "nomic-ai/modernbert-embed-base": modernbert(),
         "nomic-ai/nomic-embed-text-v1": nomic(),
         "nomic-ai/nomic-embed-text-v1.5": nomic(),
-        "jinaai/jina-embeddings-v2-base-en": bert(position_embedding_type="alibi"),
+        "jinaai/jina-embeddings-v2-base-en": jina(),
+        "jinaai/jina-embeddings-v2-small-en": jina(sizes(512, 4, 30528)),
+        "jinaai/jina-embeddings-v2-base-de": jina(sizes(768, 12, 61056)),
+        "jinaai/jina-embeddings-v2-base-code": jina(sizes(768, 12, 61056))
+        | {"_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"},
         "jinaai/jina-embeddings-v3": xlmr(LARGE, position_embedding_type="rotary"),
         "Qwen/Qwen3-Embedding-0.6B": qwen3(1024, 28),
         "Qwen/Qwen3-Embedding-4B": qwen3(2560, 36),
@@ -272,6 +282,13 @@ MODELS: dict[str, dict[str, Raw]] = {
         "answerdotai/ModernBERT-base": modernbert(768, WORDS),
         "answerdotai/ModernBERT-large": modernbert(1024, WORDS),
         "EuroBERT/EuroBERT-210m": eurobert(),
+        "chandar-lab/NeoBERT": {
+            **sizes(768, 28, 30522),
+            "model_type": "neobert",
+            "architectures": ["NeoBERTLMHead"],
+            "hidden_act": "SwiGLU",
+            "max_length": 4096,
+        },
         "EuroBERT/EuroBERT-610m": eurobert(1152, 6),
         "microsoft/deberta-v3-base": deberta(""),
         "albert/albert-base-v2": albert(),
@@ -299,6 +316,15 @@ LAYOUTS: dict[str, tuple[str, str]] = {
         "14fcd8bcfeef; " + TRANSFORMERS.format("gte"),
         "transformers' classes; stretched angles, which these lack, the authors' code run in place",
     ),
+    "bert with alibi (Jina v2)": (
+        "huggingface/text-embeddings-inference, `backends/candle/src/models/jina.rs`, 02506d0b3879",
+        "a reference in float64 written from the paper; unproven against the authors' code",
+    ),
+    "neobert": (
+        "the authors' first commit in JonasNasimzada/NeoBERT, `src/neobert/model/model.py`, "
+        "c898c9794322",
+        "the authors' code run in place",
+    ),
     **{
         kind: (TRANSFORMERS.format(module), "transformers' classes, each saved and loaded")
         for kind, module in (
@@ -321,7 +347,8 @@ LAYOUTS: dict[str, tuple[str, str]] = {
 MISSING = {
     "longformer": "tokens that see everything beside those that see a window, chosen by the task",
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
-    "alibi": "scores that fall with the distance by a fixed slope, and gated feed-forward",
+    "jinaai/jina-bert-v2-qk-post-norm": "norms of all heads of queries and keys at once, and two "
+    "norms after attention",
     "rotary": "its own code: rotary positions, and an adapter for each task",
     "HF_ColBERT": "a vector for each token, projected, and how two such sets are compared",
 }
@@ -344,7 +371,12 @@ def rows() -> Iterator[tuple[str, str, Raw, bool, str]]:
 
 def lacking(raw: Mapping[str, Any]) -> str:
     """What of `MISSING` a refused configuration is about."""
-    values = [raw.get("position_embedding_type"), *raw.get("architectures", []), raw["model_type"]]
+    values = [
+        raw.get("_name_or_path"),
+        raw.get("position_embedding_type"),
+        *raw.get("architectures", []),
+        raw["model_type"],
+    ]
     return next(value for value in values if value in MISSING)
 
 

@@ -7,6 +7,7 @@ has the names of the hub's files, so that a file of the hub is read by the same 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ import packhorse
 from packhorse import attention, checkpoint
 from packhorse.checkpoint import names
 from packhorse.errors import CheckpointError, InputError
+from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.packing.batch import Packed
 from packhorse.runtime.proof import SyntheticSequence
@@ -459,6 +461,226 @@ def outside(folder: Path, module: str) -> ModuleType:
     package.__path__ = [str(folder)]
     sys.modules["outside_code"] = package
     return importlib.import_module(f"outside_code.{module}")
+
+
+# ---- families without a class in transformers: references in float64 ----
+
+JINA = {  # as files of the hub have them
+    "_name_or_path": "jinaai/jina-bert-implementation",
+    "architectures": ["JinaBertForMaskedLM"],
+    "emb_pooler": "mean",
+    "feed_forward_type": "geglu",
+    "hidden_act": "gelu",
+    "hidden_size": 48,
+    "intermediate_size": 24,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 8192,
+    "model_type": "bert",
+    "num_attention_heads": 6,
+    "num_hidden_layers": 2,
+    "position_embedding_type": "alibi",
+    "type_vocab_size": 2,
+    "vocab_size": 50,
+}
+
+
+def save_random(raw: Raw, folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of random weights in float64 for a configuration; its tensors by name."""
+    config = names.understand(raw)
+    family = names.canonical(raw, {}).family
+    table = names.table(family)
+    generator = torch.Generator().manual_seed(7)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in Bert(config, attention.kernel("reference")).state_dict().items():
+        parts = names.sources(f"bert.{name}", table)
+        for part in parts:
+            size = (len(tensor) // len(parts), *tensor.shape[1:])
+            tensors[part] = torch.randn(size, generator=generator, dtype=torch.float64) * 0.2
+            if tensor.ndim == 1 and part.endswith("weight"):
+                tensors[part] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw))
+    return tensors
+
+
+def jina_states(
+    tensors: dict[str, torch.Tensor], item: SyntheticSequence, raw: Raw = JINA
+) -> torch.Tensor:
+    """The last hidden states of one text, step by step as the paper of Jina's models says it."""
+
+    def part(name: str) -> torch.Tensor:
+        return tensors[f"bert.{name}"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        bias = tensors.get(f"bert.{name}.bias")
+        y = x @ part(f"{name}.weight").T
+        return y if bias is None else y + bias
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        y = (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, unbiased=False, keepdim=True) + 1e-12
+        ).sqrt()
+        return y * part(f"{name}.weight") + part(f"{name}.bias")
+
+    heads, width = raw["num_attention_heads"], raw["hidden_size"] // raw["num_attention_heads"]
+    x = part("embeddings.word_embeddings.weight")[torch.from_numpy(item.ids)]
+    x = x + part("embeddings.token_type_embeddings.weight")[torch.from_numpy(item.types)]
+    x = norm(x, "embeddings.LayerNorm")
+    slopes = [2.0 ** (-8 * (n + 1) / 4) for n in range(4)] + [2.0**-1, 2.0**-3]  # of six heads
+    distance = (torch.arange(len(x))[:, None] - torch.arange(len(x))).abs()
+    for number in range(raw["num_hidden_layers"]):
+        layer = f"encoder.layer.{number}."
+        mixed = []
+        for head, slope in enumerate(slopes[:heads]):
+            columns = slice(head * width, (head + 1) * width)
+            q, k, v = (
+                linear(x, f"{layer}attention.self.{kind}")[:, columns]
+                for kind in ("query", "key", "value")
+            )
+            scores = q @ k.T / width**0.5 - slope * distance
+            mixed.append(scores.softmax(-1) @ v)
+        attended = linear(torch.cat(mixed, -1), f"{layer}attention.output.dense")
+        x = norm(x + attended, f"{layer}attention.output.LayerNorm")
+        gated, others = linear(x, f"{layer}mlp.gated_layers").chunk(2, -1)
+        result = linear(torch.nn.functional.gelu(gated) * others, f"{layer}mlp.wo")
+        x = norm(x + result, f"{layer}mlp.layernorm")
+    return x
+
+
+@torch.inference_mode()
+def test_jinas_slopes_reach_any_distance(tmp_path: Path) -> None:
+    """In fp32 and float64, for texts far longer than a learned bias knows, alone and together."""
+    tensors = save_random(JINA, tmp_path)
+    entries = sequences(2, (5, 400, 1, 150))
+    expected = torch.cat([jina_states(tensors, item) for item in entries])
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-10)):
+        loaded = checkpoint.load(tmp_path, dtype=dtype)
+        assert "mlm" not in loaded.model.heads and loaded.max_length == 8192
+        for kernel in KERNELS:
+            if attention.kernel(kernel).serves.refusal(CPU, dtype):
+                continue
+            loaded.model.bert.use(attention.kernel(kernel))
+            states = loaded.model(Packed.build(entries), "hidden")[0]
+            assert_close(states, expected.to(dtype), atol=tolerance, rtol=tolerance)
+    flat = [SyntheticSequence(item.ids, item.types * 0) for item in entries]  # the control
+    assert not torch.allclose(loaded.model(Packed.build(flat), "hidden")[0], expected, atol=1e-3)
+
+
+def test_what_jinas_code_says(tmp_path: Path) -> None:
+    assert names.understand(JINA | {"feed_forward_type": "reglu"}).activation == "relu"
+    assert names.understand(JINA).alibi and not names.understand(JINA).classic
+    save_random(JINA, tmp_path)
+    write_tokenizer(tmp_path)
+    checkpoint.write(tmp_path / "again", checkpoint.load(tmp_path))
+    loaded = checkpoint.load(tmp_path / "again")
+    assert loaded.config == names.understand(JINA)
+    assert loaded.raw["model_type"] == "bert"
+    vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
+    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+        others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
+        assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
+    for change in (
+        {"feed_forward_type": "original"},
+        {
+            "auto_map": {
+                "AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"
+            }
+        },
+        {"architectures": ["BertModel"]},
+    ):
+        with pytest.raises(CheckpointError, match=r"is not supported|does not run here"):
+            names.understand(JINA | change)
+
+
+NEOBERT = {  # as files of the hub have them
+    "architectures": ["NeoBERTLMHead"],
+    "hidden_act": "SwiGLU",
+    "hidden_size": 32,
+    "intermediate_size": 36,
+    "max_length": 4096,
+    "model_type": "neobert",
+    "norm_eps": 1e-5,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "vocab_size": 50,
+}
+
+
+@torch.inference_mode()
+def test_neoberts_pairs_and_heads_are_those_of_its_authors(tmp_path: Path) -> None:
+    """Against the public code itself, run where it lies; each text alone, and ours together."""
+    folder = os.environ.get("PACKHORSE_TEST_NEOBERT")
+    if not folder:
+        pytest.skip("PACKHORSE_TEST_NEOBERT names no folder with NeoBERT's model.py, rotary.py")
+    add_xformers()
+    code = outside(Path(folder), "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that code was written for an older transformers
+        config = code.NeoBERTConfig(**NEOBERT, flash_attention=False)
+        torch.manual_seed(3)
+        model = code.NeoBERTLMHead(config).eval()
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(NEOBERT))
+    loaded = checkpoint.load(tmp_path).model
+    entries = sequences()
+    for kernel in KERNELS:
+        if attention.kernel(kernel).serves.refusal(CPU, torch.float32):
+            continue
+        loaded.bert.use(attention.kernel(kernel))
+        packed = Packed.build(entries)
+        states, scores = (packed.split(x) for x in loaded(packed, "hidden", "mlm"))
+        for number, item in enumerate(entries):
+            result = model(torch.from_numpy(item.ids)[None])
+            assert_close(states[number], result["hidden_representation"][0], atol=1e-5, rtol=1e-5)
+            assert_close(scores[number], result["logits"][0], atol=1e-5, rtol=1e-5)
+    loaded.bert.layers[0].attention.by_head = False  # the control
+    wrong = loaded(Packed.build(entries), "hidden")[0]
+    assert not torch.allclose(wrong, torch.cat(list(states)), atol=1e-3)
+
+
+def add_xformers() -> None:
+    """What NeoBERT's code imports of xformers, where that is not installed."""
+    if importlib.util.find_spec("xformers"):
+        return
+
+    class SwiGLU(torch.nn.Module):
+        def __init__(self, inputs: int, between: int, outputs: int, bias: bool) -> None:
+            super().__init__()
+            self.w12 = torch.nn.Linear(inputs, 2 * between, bias)
+            self.w3 = torch.nn.Linear(between, outputs, bias)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            gates, values = self.w12(x).chunk(2, -1)
+            return self.w3(torch.nn.functional.silu(gates) * values)
+
+    ops = ModuleType("xformers.ops")
+    ops.SwiGLU = SwiGLU  # pyright: ignore[reportAttributeAccessIssue]
+    ops.memory_efficient_attention = None  # pyright: ignore[reportAttributeAccessIssue]
+    sys.modules |= {"xformers": ModuleType("xformers"), "xformers.ops": ops}
+
+
+def test_what_neoberts_code_says(tmp_path: Path) -> None:
+    config = names.understand(NEOBERT)
+    assert config.intermediate_size == 24 and config.max_positions == 4096
+    assert not config.classic and config.qkv_by_head and config.rotary_interleaved
+    save_random(NEOBERT | {"architectures": ["NeoBERT"]}, tmp_path)
+    write_tokenizer(tmp_path)
+    loaded = checkpoint.load(tmp_path)
+    checkpoint.write(tmp_path / "again", loaded)
+    again = checkpoint.load(tmp_path / "again")
+    assert again.config == loaded.config
+    states = [model.model(Packed.build(sequences()), "hidden")[0] for model in (loaded, again)]
+    assert torch.equal(*states)
+    vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
+    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+        others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
+        assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
+    for change in ({"hidden_act": "gelu"}, {"rms_norm": False}, {"rope": False}, {"ngpt": True}):
+        with pytest.raises(CheckpointError, match="is not supported"):
+            names.understand(NEOBERT | change)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])

@@ -138,7 +138,7 @@ def test_heads_that_share_keys_are_heads_with_equal_keys(kernel: str) -> None:
     """A model whose weights of keys and values are repeated gives the same without grouping."""
     if refusal := attention.kernel(kernel).serves.refusal(torch.device("cpu"), torch.float32):
         pytest.skip(refusal)
-    axes: dict[str, Any] = {**MODERN, "causal": True, "norm_kind": "rms", "query_key_norm": "head"}
+    axes: dict[str, Any] = {**MODERN, "causal": True, "norm_kind": "rms", "query_key_norm": True}
     grouped = Bert(config(**axes, head_width=8, kv_heads=1), attention.kernel(kernel)).eval()
     for parameter in grouped.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -216,7 +216,6 @@ def test_what_a_model_asks_of_a_kernel() -> None:
         {"rotary_base": 10.0, "alibi": True},
         {"norm_kind": "rms"},
         {"norm_kind": "batch", "norm_first": True},
-        {"query_key_norm": "tail"},
         {"branch_norms": True},
         {"rotary_base": float("nan")},
         {"local_rotary_base": 10_000.0},

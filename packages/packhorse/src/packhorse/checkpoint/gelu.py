@@ -60,7 +60,7 @@ def choose(
     if requested not in (None, *get_args(Form)):
         raise InputError(f"--gelu (gelu=) is {requested!r}; it is erf or tanh")
     family = family_of(raw)
-    key = family.config["activation"]
+    key = family.config.get("activation", "hidden_act")
     activation = raw.get(key, family.defaults.get("activation", "gelu"))
     configured = FORMS.get(ACTIVATIONS.get(activation, "")) if isinstance(activation, str) else None
     if configured is None:

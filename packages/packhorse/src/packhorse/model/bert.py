@@ -282,10 +282,11 @@ class SelfAttention(nn.Module):
     def __init__(self, config: BertConfig, kernel: Kernel) -> None:
         super().__init__()
         self.shape = (3, config.heads, config.head_size)
-        self.kv_heads = config.kv_heads
+        self.kv_heads = config.key_heads
         # LAMB takes the trust ratio of query, key and value separately (`optim.parameter_groups`).
-        grouped = config.kv_heads != config.heads
-        self.stacked_tensors = {"kv": 2} if grouped else {"qkv": 3}
+        grouped = config.key_heads != config.heads
+        self.by_head = config.qkv_by_head
+        self.stacked_tensors = {} if self.by_head else {"kv": 2} if grouped else {"qkv": 3}
         self.rotary = config.rotary_base > 0
         self.interleaved = config.rotary_interleaved
         inputs = config.hidden_size
@@ -293,17 +294,14 @@ class SelfAttention(nn.Module):
         bias = config.attention_bias
         if grouped:
             self.q = nn.Linear(inputs, width, bias=bias)
-            self.kv = nn.Linear(inputs, 2 * config.kv_heads * config.head_size, bias=bias)
+            self.kv = nn.Linear(inputs, 2 * config.key_heads * config.head_size, bias=bias)
         else:
             self.qkv = nn.Linear(inputs, 3 * width, bias=bias)
         self.out = nn.Linear(width, inputs, bias=bias)
         self.normalized = config.query_key_norm
-        if self.normalized == "head":
+        if self.normalized:
             self.query_norm = _norm(config, config.head_size)
             self.key_norm = _norm(config, config.head_size)
-        elif self.normalized:
-            self.query_norm = _norm(config, width)
-            self.key_norm = _norm(config, width)
         self.use(kernel)
 
     def use(self, kernel: Kernel) -> None:
@@ -319,7 +317,11 @@ class SelfAttention(nn.Module):
         _, heads, width = self.shape
         shared = heads // self.kv_heads
         if shared == 1:
-            qkv = self.qkv(x).unflatten(-1, self.shape)
+            qkv = self.qkv(x)
+            if self.by_head:
+                qkv = qkv.unflatten(-1, (heads, 3, width)).transpose(1, 2)
+            else:
+                qkv = qkv.unflatten(-1, self.shape)
             if not self.normalized:
                 return qkv
             q, k, v = qkv.unbind(1)
@@ -327,14 +329,10 @@ class SelfAttention(nn.Module):
             q = self.q(x).unflatten(-1, (heads, width))
             k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, width)).unbind(1)
         if self.normalized:
-            q, k = self._normalize(self.query_norm, q), self._normalize(self.key_norm, k)
+            q, k = self.query_norm(q), self.key_norm(k)
         if shared > 1:
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         return torch.stack((q, k, v), 1)
-
-    def _normalize(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """[T, heads, D]."""
-        return norm(x) if self.normalized == "head" else norm(x.flatten(1)).view_as(x)
 
 
 class UpProjection(nn.Module):

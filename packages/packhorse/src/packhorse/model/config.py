@@ -20,7 +20,6 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 # "late" pools what the dense layer and the activation make of each token, the others its state.
 CLASSIFY_POOLINGS = ("cls", "mean", "late", "lasttoken")
 NORMS = ("layer", "rms", "rms_offset")  # rms_offset: RMSNorm whose stored weight is 1 less (Gemma)
-QUERY_KEY_NORMS = ("", "head", "whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +72,13 @@ class BertConfig:
     trained_positions: int = 0
     kv_heads: int = 0  # heads of keys and values, each shared by several queries; 0: as many
     head_width: int = 0  # width of a head; 0: the hidden size divided by the heads
+    qkv_by_head: bool = False  # rows of the joint product: q, k, v of each head, head after head
     causal: bool = False  # a token sees none that comes after it
     norm_kind: str = "layer"
     embed_norm: bool = True  # the embeddings are normalized
     scaled_words: bool = False  # the embeddings are multiplied by the root of their width
     branch_norms: bool = False  # of the results of attention and feed-forward too (norm_first)
-    query_key_norm: str = ""  # RMSNorm over each "head", or LayerNorm over the "whole"
+    query_key_norm: bool = False  # each head of queries and keys is normalized
     mlm_dense: bool = True  # word scores begin with a dense layer, an activation and a norm
     classify_dense: bool = True  # and so does the classifier, else it is one product without bias
     absolute_positions: bool = True  # a learned position table, unless positions are rotary
@@ -116,10 +116,10 @@ class BertConfig:
                 f"config: classifier pooling {self.classify_pooling!r} is unknown; "
                 f"there are {', '.join(CLASSIFY_POOLINGS)}"
             )
-        if self.norm_kind not in NORMS or self.query_key_norm not in QUERY_KEY_NORMS:
+        if self.norm_kind not in NORMS:
             raise CheckpointError(
-                f"config: norms of kind {self.norm_kind!r}, {self.query_key_norm!r} are unknown; "
-                f"there are {', '.join(NORMS)} and {', '.join(filter(None, QUERY_KEY_NORMS))}"
+                f"config: norms of kind {self.norm_kind!r} are unknown; there are "
+                f"{', '.join(NORMS)}"
             )
         if not (self.norm_first or (self.norm_bias and self.norm_kind == "layer")):
             raise CheckpointError(
@@ -133,9 +133,9 @@ class BertConfig:
             raise CheckpointError(
                 f"config: {self.heads} heads do not divide the hidden size {self.hidden_size}"
             )
-        if self.kv_heads == 0:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.heads % self.kv_heads:
+        if self.qkv_by_head and self.key_heads != self.heads:
+            raise CheckpointError("config: qkv_by_head and kv_heads do not go together; set one")
+        if self.heads % self.key_heads:
             raise CheckpointError(
                 f"config: {self.kv_heads} heads of keys and values do not divide {self.heads} heads"
             )
@@ -150,11 +150,9 @@ class BertConfig:
             raise CheckpointError(
                 "config: local layers have rotary positions and the others do not; set rotary_base"
             )
-        if self.rotary_width == 0:
-            object.__setattr__(self, "rotary_width", self.head_size)
-        if self.rotary_base and self.rotary_width % 2:
+        if self.rotary_base and self.rotated_width % 2:
             raise CheckpointError(
-                f"config: rotary positions need an even head size, and it is {self.rotary_width}"
+                f"config: rotary positions need an even head size, and it is {self.rotated_width}"
             )
         if self.rotary_width > self.head_size:
             raise CheckpointError(
@@ -163,7 +161,7 @@ class BertConfig:
         for factor in (self.rotary_stretch, self.dynamic_stretch or 1.0):
             if not 1 <= factor <= 1_000:
                 raise CheckpointError(f"config: the rotary factor {factor!r} is not in [1, 1000]")
-        if self.dynamic_stretch and not (self.trained_positions and self.rotary_width > 2):
+        if self.dynamic_stretch and not (self.trained_positions and self.rotated_width > 2):
             raise CheckpointError(
                 "config: angles that depend on a text's length need trained_positions and heads "
                 "wider than 2"
@@ -238,6 +236,16 @@ class BertConfig:
         return self.head_width or self.hidden_size // self.heads
 
     @property
+    def key_heads(self) -> int:
+        """The heads of keys and values."""
+        return self.kv_heads or self.heads
+
+    @property
+    def rotated_width(self) -> int:
+        """W, how many numbers of a head are rotated."""
+        return self.rotary_width or self.head_size
+
+    @property
     def has_position_table(self) -> bool:
         """Are positions learned and added to the embeddings?"""
         return not (self.rotary_base or self.alibi)
@@ -265,8 +273,9 @@ class BertConfig:
             or self.alibi
             or self.causal
             or self.head_width
-            or self.kv_heads != self.heads
+            or self.key_heads != self.heads
             or self.query_key_norm
+            or self.qkv_by_head
             or self.scaled_words
             or not (self.embed_norm and self.attention_bias and self.mlp_bias and self.mlm_dense)
             or self.layer_order

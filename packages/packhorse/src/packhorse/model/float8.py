@@ -43,7 +43,7 @@ def use(bert: Bert) -> list[str]:
     A product can if its sizes are multiples of 16 and it has a bias.
     """
     unsupported = []
-    grouped = bert.config.kv_heads != bert.config.heads
+    grouped = bert.config.key_heads != bert.config.heads
     products = (*GROUPED, *PRODUCTS[1:]) if grouped else PRODUCTS
     for number, layer in enumerate(bert.layers):
         for name in products:

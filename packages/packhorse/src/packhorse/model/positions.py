@@ -46,7 +46,7 @@ class RotaryPlan:
 
 def rotary_plan(plan: AttentionPlan, packed: Packed, base: float, config: BertConfig) -> RotaryPlan:
     """Add the rotations of a batch's tokens to a kernel's plan."""
-    width = config.rotary_width
+    width = config.rotated_width
     # RoFormer's θᵢ = base^(-2i/W); the pair i of the token at position m is rotated by m·θᵢ.
     device = packed.positions.device
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=device) / width  # [W/2]
@@ -65,7 +65,7 @@ def _growth(packed: Packed, config: BertConfig) -> Tensor:
     lengths = packed.lengths.repeat_interleave(packed.lengths, output_size=len(packed.ids))
     factor = config.dynamic_stretch
     beyond = (lengths / config.trained_positions).clamp(min=1)
-    width = config.rotary_width
+    width = config.rotated_width
     return ((factor * beyond - (factor - 1)) ** (width / (width - 2)))[:, None]
 
 

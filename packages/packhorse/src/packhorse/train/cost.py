@@ -85,7 +85,7 @@ def operations(config: BertConfig, work: StepWork) -> float:
     hidden = config.hidden_size
     matrices = 3 if config.gated else 2  # of the feed-forward layer
     attended = config.heads * config.head_size
-    projections = 2 * hidden * config.head_size * (config.heads + config.kv_heads)
+    projections = 2 * hidden * config.head_size * (config.heads + config.key_heads)
     weights = projections + matrices * hidden * config.intermediate_size  # per layer
     linear = 2 * config.layers * weights * work.tokens
     attention = 4 * config.layers * attended * work.squares
@@ -119,6 +119,6 @@ def micro_tokens(config: BertConfig, device: torch.device, half: bool) -> int:
 def parameters(config: BertConfig) -> int:
     """The approximate number of parameters."""
     matrices = 3 if config.gated else 2
-    projections = 2 * config.head_size * (config.heads + config.kv_heads)
+    projections = 2 * config.head_size * (config.heads + config.key_heads)
     layer = config.hidden_size * (projections + matrices * config.intermediate_size)
     return config.layers * layer + config.vocab_size * config.embedding_size

@@ -997,7 +997,7 @@ QWEN3 = Family(
         "max_positions": 32_768,
         "norm_eps": 1e-6,
         "causal": True,
-        "query_key_norm": "head",
+        "query_key_norm": True,
         "classify_dense": False,
     },
     settings=_qwen3_settings,
@@ -1054,7 +1054,7 @@ GEMMA3 = Family(
         "norm_kind": "rms_offset",
         "scaled_words": True,
         "branch_norms": True,
-        "query_key_norm": "head",
+        "query_key_norm": True,
         "classify_dense": False,
     },
     settings=_gemma3_settings,
@@ -1097,6 +1097,105 @@ EUROBERT = Family(
 )
 
 
+def _jina_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Jina's BERT: its code reads the activation of the gates from the feed-forward's kind."""
+    if "qk-post-norm" in f"{raw.get('auto_map')} {raw.get('_name_or_path')}":
+        raise CheckpointError(
+            "config: jina-bert-v2-qk-post-norm is not supported: it normalizes queries and keys, "
+            "and the attention's result twice"
+        )
+    kind = raw.get("feed_forward_type", "original")
+    if not isinstance(kind, str) or kind not in JINA_GATES:
+        raise CheckpointError(
+            f"config: feed_forward_type {kind!r} is not supported; there are "
+            f"{', '.join(JINA_GATES)}"
+        )
+    return {"activation": JINA_GATES[kind], "mlm_activation": raw.get("hidden_act", "gelu")}
+
+
+JINA_GATES = {"geglu": "gelu", "reglu": "relu"}
+JINA_BERT = Family(
+    prefix="bert.",
+    config=SIZES,
+    tensors={
+        **{name: entry for name, entry in _encoder("bert.").items() if "positions" not in name},
+        "bert.layers.{}.up.dense": "bert.encoder.layer.{}.mlp.gated_layers",
+        "bert.layers.{}.down": "bert.encoder.layer.{}.mlp.wo",
+        "bert.layers.{}.norm": "bert.encoder.layer.{}.mlp.layernorm",
+    },
+    heads=BERT.heads,
+    architectures=_classes("JinaBert"),
+    harmless=BERT.harmless,
+    defaults={"alibi": True, "gated": True, "up_bias": False},
+    settings=_jina_settings,
+    second_bias=BERT.second_bias,
+    positions="alibi",
+)
+
+
+def _neobert_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """NeoBERT's fields: its code takes two thirds of the feed-forward width, in steps of 8."""
+    _only(raw, rms_norm=True, rope=True, ngpt=False)
+    kind = raw.get("hidden_act", "SwiGLU")
+    if not isinstance(kind, str) or kind.lower() != "swiglu":
+        raise CheckpointError(f"config: hidden_act {kind!r} is not supported, only 'SwiGLU'")
+    between = int(2 * _size(raw, "intermediate_size", 3072) / 3)
+    return {"intermediate_size": -(-between // 8) * 8}
+
+
+NEOBERT = Family(
+    prefix="model.",
+    config={
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "intermediate_size": "intermediate_size",
+        "max_positions": "max_length",
+        "norm_eps": "norm_eps",
+    },
+    tensors={
+        "bert.embed.words": "model.encoder",
+        "bert.layers.{}.attention_norm": "model.transformer_encoder.{}.attention_norm",
+        "bert.layers.{}.attention.qkv": "model.transformer_encoder.{}.qkv",
+        "bert.layers.{}.attention.out": "model.transformer_encoder.{}.wo",
+        "bert.layers.{}.norm": "model.transformer_encoder.{}.ffn_norm",
+        "bert.layers.{}.up.dense": "model.transformer_encoder.{}.ffn.w12",
+        "bert.layers.{}.down": "model.transformer_encoder.{}.ffn.w3",
+        "bert.norm": "model.layer_norm",
+    },
+    heads={
+        "mlm": {"heads.mlm.decoder": "decoder"},
+        "classify": {
+            "heads.classify.pooler.dense": "dense",
+            "heads.classify.dense": "classifier",
+        },
+        **TOKENS,
+    },
+    architectures={
+        "NeoBERTForSequenceClassification": ("classify",),
+        "NeoBERTLMHead": ("mlm",),
+        "NeoBERT": (),
+    },
+    harmless=re.compile(r"decoder\..*|model\.freqs_cis"),
+    defaults=DECODER_DEFAULTS
+    | {
+        "activation": "silu",
+        "mlm_activation": "tanh",
+        "max_positions": 1024,
+        "norm_eps": 1e-6,
+        "attention_bias": False,
+        "rotary_base": 10_000.0,
+        "rotary_interleaved": True,
+        "qkv_by_head": True,
+    },
+    settings=_neobert_settings,
+    heads_by_class=True,
+    tied=False,
+    exports=lambda config: {"intermediate_size": config.intermediate_size * 3 // 2},
+)
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -1114,7 +1213,10 @@ FAMILIES = {
     "qwen3": QWEN3,
     "gemma3_text": GEMMA3,
     "eurobert": EUROBERT,
+    "neobert": NEOBERT,
 }
+# Families that share a `model_type` with another and are told from it by how positions enter.
+VARIANTS = {("bert", "alibi"): JINA_BERT}
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
@@ -1148,7 +1250,10 @@ def family_of(raw: Mapping[str, Any]) -> Family:
             f"config: model_type {model_type!r} does not run here; those that do: "
             f"{', '.join(FAMILIES)}"
         )
+    positions: Any = raw.get("position_embedding_type")
     family = FAMILIES[model_type]
+    if isinstance(positions, str):
+        family = VARIANTS.get((model_type, positions), family)
     _only(raw, position_embedding_type=family.positions, **REQUIRED)
     fields = family.variant(raw)
     return replace(family, **fields) if fields else family
