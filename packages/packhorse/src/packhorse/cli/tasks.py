@@ -6,6 +6,7 @@ formats that must know them in advance. States and vectors stay arrays until the
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from packhorse.cli.console import short, table
@@ -29,6 +30,7 @@ class TaskOptions:
     prompt: str | None = None
     top_k: int | None = None
     max_length: int | None = None
+    as_query: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,34 @@ def _hidden(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
 def _embed(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     vectors = encoder.embed(texts, prompt=options.prompt, max_length=options.max_length)
     return [{"vector": vector} for vector in vectors]
+
+
+def _sparse(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    vectors = encoder.sparse(
+        texts,
+        query=options.as_query,
+        prompt=options.prompt,
+        top_k=options.top_k,
+        max_length=options.max_length,
+    )
+    from packhorse.results import SparseVector, words
+
+    rows: list[Row] = []
+    for begin, end in pairwise(vectors.indptr.tolist()):
+        vector = SparseVector(vectors.indices[begin:end], vectors.data[begin:end])
+        named = words(vector, encoder.tokenizer)
+        rows.append({"indices": vector.indices, "weights": vector.weights, "words": named})
+    return rows
+
+
+def _multi(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    vectors = encoder.multi(
+        [str(text) for text in texts],
+        query=options.as_query,
+        prompt=options.prompt,
+        max_length=options.max_length,
+    )
+    return [{"vectors": vector} for vector in vectors]
 
 
 def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
@@ -154,6 +184,26 @@ def _show_embed(rows: Sequence["Row"]) -> None:
     table(f"vectors: [{len(rows)}, {width}]", ["text", *_indices(width)], lines)
 
 
+def _show_sparse(rows: Sequence["Row"]) -> None:
+    def heaviest(row: "Row") -> str:
+        words = sorted(zip(row["weights"], row["words"], strict=True), key=lambda pair: -pair[0])
+        return ", ".join(f"{word} {weight:.2f}" for weight, word in words[: 2 * EDGE])
+
+    lines = [[short(row["text"]), len(row["indices"]), heaviest(row)] for row in rows]
+    table("sparse vectors", ["text", "words", "heaviest"], lines)
+
+
+def _show_multi(rows: Sequence["Row"]) -> None:
+    width = rows[0]["vectors"].shape[1]
+    lines = [
+        [short(row["text"]) if i == 0 else "", str(i), *_numbers(vector)]
+        for row in rows
+        for i, vector in enumerate(row["vectors"][: 2 * EDGE])
+    ]
+    table(f"vectors of tokens, the first of each text: [{width}]",
+          ["text", "token", *_indices(width)], lines)
+
+
 def _show_classify(rows: Sequence["Row"]) -> None:
     def others(row: "Row") -> str:
         return ", ".join(f"{k} {v:.3f}" for k, v in list(row["scores"].items())[1:4])
@@ -197,6 +247,8 @@ def _show_label(rows: Sequence["Row"]) -> None:
 
 _SPAN = {"text": str, "start": int, "end": int, "score": float}
 _STATES = {"tokens": [str], "states": [["float32"]], "pooled": ["float32"]}
+_SPARSE = {"indices": [int], "weights": ["float32"], "words": [str]}
+_VECTORS = {"vectors": [["float32"]]}
 _WORDS = {"masks": [[{"word": str, "score": float, "text": str, "id": int}]]}
 
 
@@ -207,6 +259,8 @@ def _labels(encoder: "Encoder") -> "Shape":
 TASKS = {
     "hidden": Task(_hidden, lambda encoder: _STATES, _show_hidden, chunk=64),
     "embed": Task(_embed, lambda encoder: {"vector": ["float32"]}, _show_embed),
+    "sparse": Task(_sparse, lambda encoder: _SPARSE, _show_sparse),
+    "multi": Task(_multi, lambda encoder: _VECTORS, _show_multi, chunk=512),
     "fill": Task(_fill, lambda encoder: _WORDS, _show_fill),
     "answer": Task(_answer, lambda encoder: {"answers": [_SPAN]}, _show_answer),
     "classify": Task(_classify, _labels, _show_classify),

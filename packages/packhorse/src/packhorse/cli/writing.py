@@ -47,6 +47,8 @@ def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dic
         "fingerprint": str(fingerprint),
         "fingerprint_parts": fingerprint.parts,
     }
+    if flags.task == "sparse" and encoder.sparse_settings is not None:
+        metadata["width"] = encoder.sparse_settings.width
     file = ResumableFile(
         out, task.shape(encoder), settings, metadata=metadata, overwrite=flags.overwrite
     )
@@ -105,6 +107,7 @@ def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
         "pair": flags.pair,
         "query": flags.query,
         "top_k": flags.top_k,
+        **({"as_query": True} if flags.as_query else {}),
     }
 
 

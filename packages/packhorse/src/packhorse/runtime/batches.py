@@ -37,15 +37,18 @@ from packhorse.runtime.tasks import Row
 MODES = ("ragged", "mask", "repack")
 SPIN_TOKENS = 1024  # a batch of so many is back from an accelerator within a millisecond
 # Heads with one output per token; all others have one per sequence.
-PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced")
+PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced", "lexical", "multi")
 
 
-def by_tokens(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Yield the indices of each batch; a sequence longer than the budget is a batch by itself."""
+def by_tokens(lengths: Sequence[int], budget: int, most: int = 0) -> Iterator[list[int]]:
+    """Yield the indices of each batch; a sequence longer than the budget is a batch by itself.
+
+    most: sequences in a batch; 0: any number.
+    """
     batch: list[int] = []
     used = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and used + lengths[index] > budget:
+        if batch and (used + lengths[index] > budget or len(batch) == most):
             yield batch
             batch = []
             used = 0
