@@ -41,6 +41,10 @@ def bert(folder: Path, kind: str = "BertForMaskedLM") -> Path:
     model = getattr(transformers, kind)(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    torch.nn.init.normal_(model.base_model.embeddings.word_embeddings.weight, std=3)
+    for name, parameter in model.named_parameters():
+        if name.endswith("LayerNorm.weight"):  # around 1, so that words stay far apart
+            torch.nn.init.normal_(parameter, mean=1, std=0.1)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY))

@@ -199,7 +199,9 @@ def test_filled_and_plain_sequences_share_batches(ours: Encoder, quiet_runtime: 
     kernel = bert.kernel
     bert.use(kernel.inner)  # which lets all tokens be attended to
     try:
-        assert difference(ours.multi(TEXTS, query=True, long="truncate"), alone) > 0.01, "the control"
+        assert difference(ours.multi(TEXTS, query=True, long="truncate"), alone) > 0.01, (
+            "the control"
+        )
     finally:
         bert.use(kernel)
 
@@ -241,7 +243,9 @@ def test_hidden_keys_over_every_kernel(name: str) -> None:
 
 
 def test_a_neighbor_that_is_not_finite_stays_away(ours: Encoder) -> None:
-    sequences = [job.sequences[0] for job in ours.prepare("multi", TEXTS[:3], query=True, long="truncate")]
+    sequences = [
+        job.sequences[0] for job in ours.prepare("multi", TEXTS[:3], query=True, long="truncate")
+    ]
     packed = Packed.build(sequences)
     bert = ours.backend.model.bert  # type: ignore[attr-defined]
 
@@ -324,7 +328,7 @@ def test_three_outputs_of_one_pass(
     assert runs == [("embed", "lexical", "multi")], "one pass"
     for i, (dense, row, tokens) in enumerate(want):
         assert abs(found["embed"][i] - dense).max() < 1e-5
-        assert abs(found["sparse"].toarray()[i] - row).max() < 1e-5
+        assert abs(found["sparse"].toarray()[i] - row).max() < 1e-5 * max(1.0, row.max())
         assert abs(found["multi"][i] - tokens).max() < 1e-5
     assert any(row.any() for _, row, _ in want) and found["sparse"].nnz < len(TEXTS) * 40
     # Each output by itself is the same, and none is that of another text.

@@ -200,8 +200,11 @@ def _show_multi(rows: Sequence["Row"]) -> None:
         for row in rows
         for i, vector in enumerate(row["vectors"][: 2 * EDGE])
     ]
-    table(f"vectors of tokens, the first of each text: [{width}]",
-          ["text", "token", *_indices(width)], lines)
+    table(
+        f"vectors of tokens, the first of each text: [{width}]",
+        ["text", "token", *_indices(width)],
+        lines,
+    )
 
 
 def _show_classify(rows: Sequence["Row"]) -> None:

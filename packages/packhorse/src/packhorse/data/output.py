@@ -166,7 +166,10 @@ def _npz_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
     parts: list[bytes] = []
     for row in rows:
         if "vectors" in row:
-            parts += [np.int32(len(row["vectors"])).tobytes(), row["vectors"].astype("<f2").tobytes()]
+            parts += [
+                np.int32(len(row["vectors"])).tobytes(),
+                row["vectors"].astype("<f2").tobytes(),
+            ]
             continue
         indices = np.asarray(row["indices"], "<i4")
         weights = np.asarray(row["weights"], "<f4")

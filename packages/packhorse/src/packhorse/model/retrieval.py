@@ -138,7 +138,7 @@ def _parts(ends: Tensor, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 class TokenWeights(nn.Module):
-    """A weight per token, which its sequence gives to the token's word: at least 0."""
+    """A weight per token, which its sequence gives to the token's word if it is above 0."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class TokenWeights(nn.Module):
 
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[T]."""
-        return self.linear(hidden).squeeze(-1).relu()
+        return self.linear(hidden).squeeze(-1)
 
 
 class TokenVectors(nn.Module):

@@ -295,27 +295,28 @@ class Encoder:
         names: Sequence[str] = ("embed", "sparse", "multi"),
         *,
         query: bool = False,
+        prompt: str | None = None,
         max_length: int | None = None,
         long: Long | None = None,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
         """Return several outputs of each text from one pass of the model, by name of the task.
 
-        Each is what the method of that name returns (`embed`, `sparse`, `multi`). The texts of all
-        must be read alike: a model that marks its queries, or has prompts for one of the outputs
-        only, is run once per output.
+        Each is what the method of that name returns (`embed`, `sparse`, `multi`), and `query` is
+        theirs. `prompt` is for all; without it that of queries or of documents, if there is one.
+        Outputs for which texts become other tokens, as a model that marks its queries needs them,
+        take a pass of their own.
         """
         unknown = [name for name in names if name not in OUTPUTS]
         if unknown:
             raise InputError(f"there is no output {unknown[0]!r}; there are {', '.join(OUTPUTS)}")
         options: dict[str, Any] = {"max_length": max_length, "long": long}
-        side = {"query": query}
-        prompt = ("query" if query else "document") if any(self.prompts.values()) else None
-        prompt = prompt if prompt in self.prompts else None
+        side = "query" if query else "document"
+        prompt = side if prompt is None and side in self.prompts else prompt
         jobs: dict[str, list[InferenceJob]] = {}
         for name in names:
-            others = {"prompt": prompt} if name == "embed" else side
-            jobs[name] = self.prepare(name, texts, **options, **others)
+            others = {} if name == "embed" else {"query": query}
+            jobs[name] = self.prepare(name, texts, prompt=prompt, **options, **others)
             options["long"] = long or "truncate"  # one warning is enough
         found: dict[str, Any] = {}
         for name, answers in self._finish_together(jobs, progress).items():
@@ -502,7 +503,9 @@ class Encoder:
                 passes.append((sequences, [name]))
         found: dict[str, list[Any]] = {}
         for sequences, names in passes:
-            heads = tuple(dict.fromkeys(head for n in names for job in jobs[n][:1] for head in job.heads))
+            heads = tuple(
+                dict.fromkeys(head for n in names for job in jobs[n][:1] for head in job.heads)
+            )
             rows = self.run(sequences, *heads, progress=progress)
             for name in names:
                 columns = [heads.index(head) for job in jobs[name][:1] for head in job.heads]

@@ -163,9 +163,7 @@ def _described(settings: SparseSettings | MultiSettings | None) -> dict[str, Any
 def _sparse_settings(fields: Mapping[str, Any]) -> SparseSettings:
     weights = fields["query_weights"]
     array = None if weights is None else np.array(weights, np.float32)
-    return SparseSettings(
-        **{**fields, "skipped": tuple(fields["skipped"]), "query_weights": array}
-    )
+    return SparseSettings(**{**fields, "skipped": tuple(fields["skipped"]), "query_weights": array})
 
 
 def _multi_settings(fields: Mapping[str, Any]) -> MultiSettings:
