@@ -145,7 +145,7 @@ def csr(vectors: Sequence[SparseVector], width: int) -> csr_array:
 
 
 def words(vector: SparseVector, tokenizer: Tokenizer) -> list[str]:
-    """The words of a vector, in its order; a row of a padded table that has no word is "#NUMBER"."""
+    """The words of a vector, in its order; a row of a padded table without a word is "#NUMBER"."""
     size = tokenizer.vocab_size
     ids: list[int] = vector.indices.tolist()
     return [tokenizer.token(id) if id < size else f"#{id}" for id in ids]

@@ -139,7 +139,7 @@ def test_refusals(ours: Encoder, base: Path, tmp_path: Path) -> None:
         ours.sparse(["mule"], top_k=0)
     with pytest.raises(CheckpointError, match="no 'multi' head"):
         ours.multi(["mule"])
-    with pytest.raises(CheckpointError, match="no 'sparse' head .it has: mlm, embed"):
+    with pytest.raises(CheckpointError, match=r"no 'sparse' head .it has: mlm, embed"):
         packhorse.load(base).sparse(["mule"])
     models.splade(base, tmp_path / "model", "max", "relu")
     settings = tmp_path / "model" / "1_SpladePooling" / "config.json"
@@ -255,3 +255,35 @@ def test_the_runner_gives_the_same(ours: Encoder, quiet_runtime: Any) -> None:
             vector = runner.submit(text, "sparse").result(30)
             assert np.allclose(row[vector.indices], vector.weights, atol=1e-6)
             assert len(vector.indices) == (row > 0).sum()
+
+
+ODD: list[Any] = [None, True, -1, 1e999, "x", [[]], {"x": [1]}]
+
+
+def test_odd_values_in_any_file_of_settings(base: Path, tmp_path: Path) -> None:
+    """The model loads, or a `CheckpointError` says why not."""
+    import json
+
+    bare = models.bert(tmp_path / "bare", "BertModel")
+    models.inference_free(base, tmp_path / "routed")
+    models.late(bare, tmp_path / "late", query_expansion={"strategy": "fixed", "length": 12})
+    models.pylate(bare, tmp_path / "pylate")
+    models.stanford(bare, tmp_path / "stanford")
+    outcomes = {True: 0, False: 0}
+    names = ("router_config.json", "config_sentence_transformers.json", "artifact.metadata")
+    names += ("1_Dense/config.json", "2_MultiVectorMask/config.json", "sentence_bert_config.json")
+    names += ("document_1_SpladePooling/config.json", "query_0_SparseStaticEmbedding/config.json")
+    for folder in ("routed", "late", "pylate", "stanford"):
+        for path in filter(Path.exists, (tmp_path / folder / name for name in names)):
+            original = path.read_text()
+            settings = json.loads(original)
+            for key in settings:
+                for value in ODD:
+                    path.write_text(json.dumps(settings | {key: value}))
+                    try:
+                        packhorse.load(tmp_path / folder)
+                        outcomes[True] += 1
+                    except CheckpointError:
+                        outcomes[False] += 1
+            path.write_text(original)
+    assert min(outcomes.values()) > 20, outcomes

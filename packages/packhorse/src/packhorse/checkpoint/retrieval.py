@@ -116,7 +116,7 @@ def query_weights(folder: Path, tokenizer: Tokenizer, width: int) -> np.ndarray:
         if by_word is None:
             raise CheckpointError(f"{folder}: there is no {IDF} with the weights of words")
         for word, weight in files.read_object(by_word, IDF).items():
-            if type(weight) not in (int, float):
+            if type(weight) not in (int, float) or not np.isfinite(weight):
                 raise CheckpointError(f"{by_word / IDF}: the weight of {word!r} is {weight!r}")
             weights[tokenizer.id(word)] = weight
         return weights
@@ -124,6 +124,8 @@ def query_weights(folder: Path, tokenizer: Tokenizer, width: int) -> np.ndarray:
     if tensor is None or tensor.ndim != 1 or len(tensor) > width:
         raise CheckpointError(f"{folder}: there is no tensor 'weight' of up to {width} numbers")
     weights[: len(tensor)] = tensor.float().numpy()
+    if not np.isfinite(weights).all():
+        raise CheckpointError(f"{folder}: the weights of words are not all finite")
     return weights
 
 
@@ -214,7 +216,8 @@ def _read_pylate(settings: Mapping[str, Any]) -> MultiLayout:
 def read_colbert(folder: Path) -> MultiLayout | None:
     """The settings of an original ColBERT checkpoint; None if the folder is none."""
     config = files.read_object(folder, "config.json", optional=True)
-    if COLBERT not in (config.get("architectures") or ()):
+    named: Any = config.get("architectures")
+    if not is_list(named) or COLBERT not in named:
         return None
     raw: dict[str, Any] = {}
     if files.exists(folder, ARTIFACT):

@@ -421,6 +421,9 @@ def heads(
     if layout.multi:
         width = config.hidden_size
         stages = [layer.build() for layer in layout.layers if layer.outputs]
+        unsized = any(not layer.outputs for layer in layout.layers if layer.kind == "Dense")
+        if not vectors and (unsized or layout.m3):
+            raise CheckpointError("the projection of the vectors of tokens has no weight")
         if vectors:
             stages = [Dense(width, vectors, retrieval.VECTORS in layout.m3, "Identity")]
         found["multi"] = TokenVectors(stages, layout.multi.normalize)
@@ -433,7 +436,7 @@ def vectors_width(layout: SentenceLayout | None, tensors: Mapping[str, Tensor]) 
         return 0
     name = f"{retrieval.VECTORS}.weight" if layout.m3 else "linear.weight"
     weight = tensors.get(name)
-    return 0 if weight is None else len(weight)
+    return len(weight) if weight is not None and weight.ndim == 2 else 0
 
 
 def read_tensors(layout: SentenceLayout) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ class Splade(nn.Module):
 def _parts(ends: Tensor, scores: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield the sequences of a block and their rows; on a CPU this is the faster way by far."""
     bounds: list[int] = ends.tolist()
-    for row, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for row, (begin, end) in enumerate(pairwise(bounds)):
         if begin < end:
             yield row, scores[begin:end]
 

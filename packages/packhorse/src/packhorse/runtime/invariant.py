@@ -152,7 +152,7 @@ class FixedShapes:
         """Run one head; `selected` are the rows of `hidden` that per-token heads run on."""
         if name == "hidden":
             return selected
-        head = self.model.heads[name] if name in self.model.heads else None
+        head = dict(self.model.heads).get(name)
         if isinstance(head, HEADS_BY_TOKEN):
             return self._per_token(name, selected, packed)
         if isinstance(head, Splade):
@@ -166,7 +166,7 @@ class FixedShapes:
         return torch.cat(outputs)[: len(states)]
 
     def _one_by_one(self, name: str, hidden: Tensor, packed: Packed) -> Tensor:
-        """[T, E] to [S, …]: a sequence by itself always has the same shape, and so the same bits."""
+        """[T, E] to [S, …]: a sequence by itself always has one shape, and so the same bits."""
         outputs: list[Tensor] = []
         for states in hidden.split(packed.lengths.tolist()):
             bounds = self._to_device(torch.tensor([0, len(states)], dtype=torch.int32))

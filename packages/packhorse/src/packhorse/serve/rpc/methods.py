@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from packhorse.errors import CheckpointError, InputError
+from packhorse.errors import InputError
 from packhorse.runtime.tasks import TaskInput, prompted
 from packhorse.serve.calls import CallResult, check_inputs
 from packhorse.serve.dialects import tasks, tei
