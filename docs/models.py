@@ -43,7 +43,13 @@ MODULES = """## sentence-transformers folders
 Their modules run one after the other, in the layout of every release since 2:
 
 - modules: {kinds}.
-  Others (`CNN`, `LSTM`, `BoW`, `WordEmbeddings`, `StaticEmbedding`, `Router`) are refused by name.
+  Others (`CNN`, `LSTM`, `BoW`, `WordEmbeddings`, `StaticEmbedding`) are refused by name.
+- sparse models (`SparseEncoder`): a transformer that scores words, as `Transformer` or
+  `MLMTransformer`, and `SpladePooling`; behind a `Router`, queries as `SparseStaticEmbedding`, the
+  inference-free kind.
+- multi-vector models: `Dense`, `MultiVectorMask` and `Normalize` on tokens, PyLate's folders, and
+  the original ColBERT's (class `HF_ColBERT` with `artifact.metadata`).
+- bge-m3's `sparse_linear.pt` and `colbert_linear.pt` beside its modules: three outputs of one pass.
 - `Pooling`, in one mode or several side by side: {poolings}.
   With `include_prompt` false the tokens of a prompt take no part.
 - `Dense`, with or without bias and residual, any number in a row; activations of torch's own:
@@ -350,7 +356,6 @@ MISSING = {
     "jinaai/jina-bert-v2-qk-post-norm": "norms of all heads of queries and keys at once, and two "
     "norms after attention",
     "rotary": "its own code: rotary positions, and an adapter for each task",
-    "HF_ColBERT": "a vector for each token, projected, and how two such sets are compared",
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -18,8 +18,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from packhorse.errors import InputError
 from packhorse.tokens import Encoding, Tokenizer
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
 # How the labels of tokens become those of spans; see `entities`.
 Aggregation = Literal["none", "simple", "first", "average", "max"]
+MAXSIM_NUMBERS = 1 << 22  # similarities of tokens that exist at a time
 OVERFLOWED = 1e9  # replaces an infinite logit: above all others, yet sums of two still compare
 
 
@@ -30,6 +34,14 @@ class Hidden:
     states: np.ndarray  # [n, E]
     pooled: np.ndarray | None  # [E]
     tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseVector:
+    """The words of the vocabulary that have a weight in a text."""
+
+    indices: np.ndarray  # [k] int32, ascending: token ids
+    weights: np.ndarray  # [k] float32, above 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +104,88 @@ def classified(logits: np.ndarray, labels: Sequence[str], problem: str) -> Class
     order = [int(i) for i in np.argsort(-scores, kind="stable")]
     by_score = {labels[i]: float(scores[i]) for i in order}
     return Classified(labels[order[0]], float(scores[order[0]]), by_score)
+
+
+def sparse(weights: np.ndarray, top_k: int | None = None) -> SparseVector:
+    """[V] weights of all words to those above 0, or to the largest `top_k` of them."""
+    indices = np.flatnonzero(weights > 0)
+    return largest(SparseVector(indices.astype(np.int32), weights[indices]), top_k)
+
+
+def lexical(
+    rows: Sequence[np.ndarray], ids: Sequence[np.ndarray], skipped: Sequence[int]
+) -> SparseVector:
+    """[n] weights of the tokens of each part of a text to those of words: the largest of each."""
+    tokens = np.concatenate(ids)
+    weights = np.concatenate(rows).astype(np.float32)
+    counted = (weights > 0) & ~np.isin(tokens, skipped)
+    indices, inverse = np.unique(tokens[counted], return_inverse=True)
+    result = np.zeros(len(indices), np.float32)
+    np.maximum.at(result, inverse, weights[counted])
+    return SparseVector(indices.astype(np.int32), result)
+
+
+def largest(vector: SparseVector, top_k: int | None) -> SparseVector:
+    """The words with the largest weights; of equal ones those that come first."""
+    if top_k is None or top_k >= len(vector.indices):
+        return vector
+    kept = np.sort(np.argsort(-vector.weights, kind="stable")[:top_k])
+    return SparseVector(vector.indices[kept], vector.weights[kept])
+
+
+def csr(vectors: Sequence[SparseVector], width: int) -> csr_array:
+    """One row per vector, as scipy has them."""
+    from scipy.sparse import csr_array
+
+    ends = np.cumsum([0, *(len(vector.indices) for vector in vectors)], dtype=np.int64)
+    indices = [vector.indices for vector in vectors] or [np.empty(0, np.int32)]
+    weights = [vector.weights for vector in vectors] or [np.empty(0, np.float32)]
+    parts = (np.concatenate(weights), np.concatenate(indices), ends)
+    return csr_array(parts, shape=(len(vectors), width))
+
+
+def words(vector: SparseVector, tokenizer: Tokenizer) -> list[str]:
+    """The words of a vector, in its order; a row of a padded table without a word is "#NUMBER"."""
+    size = tokenizer.vocab_size
+    ids: list[int] = vector.indices.tolist()
+    return [tokenizer.token(id) if id < size else f"#{id}" for id in ids]
+
+
+def maxsim(queries: Sequence[np.ndarray], documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Score documents by the best match of each token of a query, summed over its tokens (ColBERT).
+
+    Both are lists of [n, D], as `Encoder.multi` returns them; the result is [queries, documents].
+    A document without a token scores 0. Memory is bounded: documents are compared in blocks.
+    """
+    scores = np.zeros((len(queries), len(documents)), np.float32)
+    asked = [i for i, query in enumerate(queries) if len(query)]
+    if not asked:
+        return scores
+    questions = np.concatenate([queries[i] for i in asked])  # [n, D]
+    first = np.cumsum([0, *(len(queries[i]) for i in asked[:-1])])
+    room = max(1, MAXSIM_NUMBERS // len(questions))  # tokens of documents in a block
+    block: list[int] = []
+    tokens = 0
+    for i, document in enumerate(documents):
+        if block and tokens + len(document) > room:
+            scores[np.ix_(asked, block)] = _maxsim(questions, first, documents, block)
+            block = []
+            tokens = 0
+        if len(document):
+            block.append(i)
+            tokens += len(document)
+    if block:
+        scores[np.ix_(asked, block)] = _maxsim(questions, first, documents, block)
+    return scores
+
+
+def _maxsim(
+    questions: np.ndarray, first: np.ndarray, documents: Sequence[np.ndarray], block: Sequence[int]
+) -> np.ndarray:
+    tokens = np.concatenate([documents[i] for i in block])
+    starts = np.cumsum([0, *(len(documents[i]) for i in block[:-1])])
+    best = np.maximum.reduceat(questions @ tokens.T, starts, axis=1)  # [n, documents]
+    return np.add.reduceat(best, first, axis=0)
 
 
 def ranked(scores: np.ndarray, documents: Sequence[str], top_k: int | None = None) -> list[Ranked]:

@@ -33,6 +33,7 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
         pytest.skip(f"{kernel} does not serve {dtype} here")
     proofs = list(proof.prove(make_model(dtype), CPU, [kernel], packs=3))
     heads = {"hidden", "pooled", "embed", "mlm", "nsp", "span", "classify", "tokens"}
+    heads |= {"sparse", "lexical", "multi"}
     assert {p.head for p in proofs} == heads
     assert {p.check for p in proofs} == set(proof.CHECKS)
     assert [p for p in proofs if not p.passed] == []

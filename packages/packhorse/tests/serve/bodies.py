@@ -11,6 +11,8 @@ from typing import Any
 BODIES: dict[str, dict[str, Any]] = {
     "/embed": {"inputs": ["the cat", "a mat"]},
     "/embed_all": {"inputs": "the cat"},
+    "/embed_sparse": {"inputs": "the cat"},
+    "/embed_multi": {"inputs": "the cat"},
     "/predict": {"inputs": "the cat"},
     "/rerank": {"query": "who sat", "texts": ["the cat", "a mat"]},
     "/similarity": {"inputs": {"source_sentence": "the cat", "sentences": ["a mat"]}},

@@ -27,7 +27,10 @@ VOCABULARY = (
 )
 LABELS = {"tiny": ("good", "bad", "ugly"), "ranker": ("score",)}
 LABELS["tagger"] = ("B-CAT", "I-CAT", "B-MAT", "I-MAT", "O")
-HEADS = {"tiny": ("pooled", "embed", "mlm", "span", "classify"), "ranker": ("pooled", "classify")}
+HEADS = {
+    "tiny": ("pooled", "embed", "mlm", "span", "classify", "sparse", "multi"),
+    "ranker": ("pooled", "classify"),
+}
 HEADS["tagger"] = ("pooled", "tokens")
 
 
@@ -49,8 +52,10 @@ def tiny(make_model, tmp_path_factory):
     import torch
 
     from packhorse import attention
+    from packhorse.attention.hidden_keys import HiddenKeys
     from packhorse.model.heads import PooledLabels
     from packhorse.model.model import Model
+    from packhorse.model.retrieval import MultiSettings, SparseSettings, TokenSide
     from packhorse.runtime.backend import TorchBackend
     from packhorse.runtime.encoder import Encoder
     from packhorse.tokens import Tokenizer
@@ -59,7 +64,7 @@ def tiny(make_model, tmp_path_factory):
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY.split()))
     torch.set_num_threads(1)
     model = make_model(torch.float32, width=32, heads=2, positions=48)
-    model.bert.use(attention.kernel("bucketed"))
+    model.bert.use(HiddenKeys(attention.kernel("bucketed")))
     pooler = model.heads["pooled"]
     score = PooledLabels(model.bert.config, pooler, 1)
     ranker = Model(model.bert, {"pooled": pooler, "classify": score})
@@ -81,6 +86,10 @@ def tiny(make_model, tmp_path_factory):
         digests={"weights": "of no file", "config": "of no file"},
         budget=4 * 48,
         embedder=model.heads["embed"],
+        sparse_settings=SparseSettings(97, "sparse"),
+        multi_settings=MultiSettings(
+            16, query=TokenSide(8, marker=5, filler=4), document=TokenSide(skipped=(19,))
+        ),
     )
 
     backends = {"ranker": TorchBackend(ranker, torch.device("cpu"))}

@@ -78,7 +78,9 @@ def script(
         ("POST", "/predict", {"inputs": "the cat"}),
         ("POST", "/answer", {"question": "who sat ?", "context": "the cat sat"}),
         ("POST", "/rerank", {"query": "cat", "texts": ["a mat", "the cat"]}),
-        ("POST", "/embed_sparse", {"inputs": "the cat"}),  # 424
+        ("POST", "/embed_sparse", {"inputs": "the cat"}),
+        ("POST", "/embed_multi", {"inputs": "the cat"}),
+        ("POST", "/ner", {"inputs": "the cat", "model": "tiny"}),  # 424
         ("POST", "/v1/embeddings", {"input": "the cat " * 40, "model": "tiny"}),  # truncated
         ("POST", "/embed", {"inputs": ["a"] * 2049}),  # 413
         ("POST", "/embed", {"inputs": ""}),  # 400

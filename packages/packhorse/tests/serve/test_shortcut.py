@@ -94,7 +94,7 @@ def status(served: Any, long: Any, path: str, content: bytes) -> int:
 @pytest.mark.parametrize("path", GOOD)
 def test_answers_are_those_of_the_long_way(served, long, path: str) -> None:
     actual = status(served, long, path, json.dumps(GOOD[path]).encode())
-    assert actual == (424 if path == "/embed_sparse" else 200)
+    assert actual == 200
 
 
 @pytest.mark.parametrize("path", ["/embed", "/classify"])  # lenient, strict

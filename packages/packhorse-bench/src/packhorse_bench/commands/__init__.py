@@ -34,6 +34,8 @@ app.command("packhorse_bench.commands.data:data", name="data")
 app.command("packhorse_bench.commands.train:train", name="train")
 app.command("packhorse_bench.commands.serve:serve", name="serve")
 app.command("packhorse_bench.commands.port:port", name="port")
+app.command("packhorse_bench.commands.retrieval:sparse", name="sparse")
+app.command("packhorse_bench.commands.retrieval:multi", name="multi")
 
 Mix = Literal["wikipedia", "squad", "normal"]
 

@@ -57,11 +57,19 @@ def build(
     labels: int,
     tied: bool,
     layout: sentence.SentenceLayout | None,
+    vectors: int = 0,
 ) -> Model:
-    """The encoder with these heads, and the head for vectors that the layout describes."""
+    """The encoder with these heads, and those that the layout describes.
+
+    vectors: the width of a token's vector, where only the weights say.
+    """
     with torch.device("meta"), _NoInitialization():
         bert = Bert(config, kernel)
-        all_heads = _heads(bert, heads, labels, tied) | _embed_head(layout, heads, config)
+        all_heads = _heads(bert, heads, labels, tied)
+        if layout:
+            all_heads |= sentence.heads(layout, config, all_heads, vectors)
+        elif not {"span", "classify", "tokens"} & set(heads):
+            all_heads["embed"] = Embed(("mean",), normalize=False)
         return Model(bert, all_heads).eval()
 
 
@@ -100,16 +108,6 @@ def _heads(bert: Bert, heads: Iterable[str], labels: int, tied: bool) -> dict[st
         "tokens": lambda: TokenLabels(config, labels, config.dropout),
     }
     return {head: constructors[head]() for head in heads}
-
-
-def _embed_head(
-    layout: sentence.SentenceLayout | None, heads: Iterable[str], config: BertConfig
-) -> dict[str, nn.Module]:
-    if layout:
-        return {"embed": sentence.embed(layout, config)} if layout.pooling else {}
-    if {"span", "classify", "tokens"} & set(heads):
-        return {}
-    return {"embed": Embed(("mean",), normalize=False)}
 
 
 def drop_ignored(tensors: dict[str, Tensor], patterns: Sequence[str]) -> Ignored:

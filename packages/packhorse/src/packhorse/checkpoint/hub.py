@@ -49,6 +49,14 @@ PATTERNS = [
     "[0-9]_*/*.json",
     "[0-9]_*/*.safetensors",
     "[0-9]_*/vocab.txt",
+    # Sparse and multi-vector models.
+    "router_config.json",
+    "query_*/*",
+    "document_*/*",
+    "idf.json",
+    "artifact.metadata",
+    "sparse_linear.pt",
+    "colbert_linear.pt",
 ]
 # Downloaded only if a model has no safetensors: most models that have those have both.
 TORCH_MODULES = "[0-9]_*/pytorch_model.bin"

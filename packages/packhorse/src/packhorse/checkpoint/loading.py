@@ -177,7 +177,15 @@ def _without_weights(
     kernel = kernel or attention.kernel("reference")
     return Checkpoint(
         config=config,
-        model=building.build(config, kernel, heads, len(labels), tied, layout),
+        model=building.build(
+            config,
+            kernel,
+            heads,
+            len(labels),
+            tied,
+            layout,
+            sentence.vectors_width(layout, canonical.tensors),
+        ),
         vocabulary=vocabulary,
         name="",
         max_length=_max_length(config, layout, vocabulary),

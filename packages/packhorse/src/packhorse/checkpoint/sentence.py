@@ -3,7 +3,8 @@
 `modules.json` lists modules that run one after the other; here they become one `Embed` head: a
 transformer, its pooling, and any number of dense layers, norms, dropouts and normalizations, each
 in a folder with a `config.json` and, for dense layers and norms, a file of weights. A transformer
-alone is a cross-encoder. Another module, another order or a setting that would change the vectors
+alone is a cross-encoder; with modules for retrieval (`retrieval`) it makes sparse vectors or one
+vector per token. Another module, another order or a setting that would change the vectors
 is refused by name, never skipped. No code that a file names is imported: the classes of
 sentence-transformers and torch are recognized by their dotted names. Files are written as release 2
 wrote them, which every later release reads.
@@ -13,18 +14,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from packhorse.checkpoint import files, hf
+from packhorse.checkpoint import files, hf, retrieval
 from packhorse.errors import CheckpointError
 from packhorse.json_types import is_list, is_object
 from packhorse.model.config import BertConfig
-from packhorse.model.heads import Embed
+from packhorse.model.heads import Embed, Mlm
 from packhorse.model.pooling import POOLINGS
+from packhorse.model.retrieval import Splade, TokenVectors, TokenWeights
 from packhorse.model.vectors import ACTIVATIONS, Dense, UnitLength, VectorNorm, width_after
 
 MODULES = "modules.json"
@@ -35,9 +37,13 @@ TRANSFORMER_SETTINGS = tuple(
     for family in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
 )
 LAYER_KINDS = ("Dense", "LayerNorm", "Dropout", "Normalize")
-KINDS = ("Transformer", "Pooling", *LAYER_KINDS)
+SPARSE_KINDS = ("SpladePooling", "SparseStaticEmbedding")
+KINDS = ("Transformer", "Pooling", *LAYER_KINDS, *SPARSE_KINDS, "MultiVectorMask")
+OLD_KINDS = {"MLMTransformer": "Transformer"}
+PACKAGES = ("sentence_transformers", "pylate")
 WEIGHTED = ("Dense", "LayerNorm")  # kinds of layers that have a file of weights
-ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
+ORDER = re.compile(rf"Transformer( SpladePooling| Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
+MULTI_ORDER = re.compile(r"Transformer(?=.)( (Dense|LayerNorm))*( MultiVectorMask)?( Normalize)?")
 WIDTH_LIMIT = 65_536  # numbers in a vector: in_features, out_features and dimension are a file's
 INSTEAD = "encode with sentence-transformers itself, or load a model without it"
 
@@ -64,6 +70,11 @@ FEATURE_DEFAULTS = {
     "module_input_name": "sentence_embedding",
     "module_output_name": "sentence_embedding",
 }
+SPARSE_DEFAULTS = {**TRANSFORMER_DEFAULTS, "transformer_task": "fill-mask"}
+MULTI_DEFAULTS = {
+    key: TRANSFORMER_DEFAULTS[key] for key in ("transformer_task", "module_output_name")
+}
+TOKEN_FEATURES = dict.fromkeys(FEATURE_DEFAULTS, "token_embeddings")
 # The modules in which torch defines its activations, and the one that re-exports them.
 TORCH = ("torch.nn.modules.activation", "torch.nn.modules.linear", "torch.nn")
 # Our submodules with weights → those of sentence-transformers.
@@ -107,6 +118,9 @@ class SentenceLayout:
     include_prompt: bool = True
     layers: tuple[SentenceLayer, ...] = ()
     normalize: bool = False
+    splade: retrieval.SpladeLayout | None = None
+    multi: retrieval.MultiLayout | None = None  # then `layers` are those of tokens
+    m3: tuple[str, ...] = ()  # bge-m3's files for further heads
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     transformer_settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -118,29 +132,33 @@ class SentenceLayout:
     @property
     def table(self) -> dict[str, str]:
         """The templates of the layers' weights, to be used with those of the family."""
-        return {
-            f"heads.embed.stages.{number}.{name}": f"{layer.folder}/{foreign}"
+        head = "multi" if self.multi and not self.m3 else "embed"
+        layers = {
+            f"heads.{head}.stages.{number}.{name}": "/".join(filter(None, (layer.folder, foreign)))
             for number, layer in enumerate(self.layers)
             for name, foreign in WEIGHTS.items()
         }
+        return layers | {retrieval.M3_FILES[name]: name for name in self.m3}
 
 
 def read(folder: Path) -> SentenceLayout | None:
-    """The layout of a folder; None if it has no modules.json."""
+    """The layout of a folder; None if it has none."""
     if not files.exists(folder, MODULES):
-        return None
-    modules = _read_modules(folder)
+        return _read_colbert(folder)
+    modules, query = _read_routes(folder)
     kinds = [kind for kind, _ in modules]
+    if MULTI_ORDER.fullmatch(" ".join(kinds)):
+        return _read_multi(folder, modules)
     if not ORDER.fullmatch(" ".join(kinds)):
         raise CheckpointError(f"{folder / MODULES}: {', '.join(kinds)} do not run in this order")
     path = modules[0][1]
     transformer = files.inside(folder, path) if path else folder
-    settings = next(
-        (name for name in TRANSFORMER_SETTINGS if files.exists(transformer, name)), None
-    )
     pooling: tuple[str, ...] = ()
     include_prompt = True
-    if len(modules) > 1:
+    splade = None
+    if kinds[-1] == "SpladePooling":
+        splade = retrieval.read_splade(files.inside(folder, modules[1][1]), query)
+    elif len(modules) > 1:
         pooling, include_prompt = _read_pooling(folder, modules[1][1])
     normalize = kinds[-1] == "Normalize"
     between = modules[2:-1] if normalize else modules[2:]
@@ -153,13 +171,79 @@ def read(folder: Path) -> SentenceLayout | None:
         include_prompt=include_prompt,
         layers=tuple(_read_layer(folder, kind, path) for kind, path in between),
         normalize=normalize,
+        splade=splade,
         settings=files.read_object(folder, SETTINGS, optional=True),
-        transformer_settings=files.read_object(transformer, settings) if settings else {},
+        transformer_settings=_transformer_settings(transformer),
     )
-    if pooling:
-        _check_settings(transformer, layout.transformer_settings, TRANSFORMER_DEFAULTS)
+    if pooling and (m3 := retrieval.m3_files(folder)):
+        multi = retrieval.MultiLayout(drops_first=True) if retrieval.VECTORS in m3 else None
+        layout = replace(layout, m3=m3, multi=multi)
+    if pooling or splade:
+        supported = SPARSE_DEFAULTS if splade else TRANSFORMER_DEFAULTS
+        _check_settings(transformer, layout.transformer_settings, supported)
     _check_lowercasing(layout)
     return layout
+
+
+def _transformer_settings(transformer: Path) -> dict[str, Any]:
+    present = (name for name in TRANSFORMER_SETTINGS if files.exists(transformer, name))
+    settings = next(present, None)
+    return files.read_object(transformer, settings) if settings else {}
+
+
+def _read_routes(folder: Path) -> tuple[list[tuple[str, str]], Path | None]:
+    """The modules for documents, and the folder of the weights of words in queries, if any."""
+    modules = _read_modules(folder)
+    kind, path = modules[0]
+    if kind not in retrieval.ROUTERS:
+        return modules, None
+    routes = {
+        route: [(_kind(folder, kind), path) for kind, path in parts]
+        for route, parts in retrieval.read_routes(folder, path).items()
+    }
+    kinds = {route: [kind for kind, _ in parts] for route, parts in routes.items()}
+    sparse = {"query": ["SparseStaticEmbedding"], "document": ["Transformer", "SpladePooling"]}
+    if kinds != sparse or len(modules) > 1:
+        raise CheckpointError(
+            f"{folder / MODULES}: routes run here for sparse models only, of queries as "
+            f"SparseStaticEmbedding and of documents as Transformer, SpladePooling; {INSTEAD}"
+        )
+    return routes["document"], files.inside(folder, routes["query"][0][1])
+
+
+def _read_multi(folder: Path, modules: list[tuple[str, str]]) -> SentenceLayout:
+    """The layout of a model that makes a vector per token."""
+    paths = dict(modules)  # of the kinds that are there once
+    transformer = files.inside(folder, modules[0][1]) if modules[0][1] else folder
+    transformer_settings = _transformer_settings(transformer)
+    settings = files.read_object(folder, SETTINGS, optional=True)
+    mask = None
+    if "MultiVectorMask" in paths:
+        mask = files.read_object(files.inside(folder, paths["MultiVectorMask"]), "config.json")
+    layout = SentenceLayout(
+        root=folder,
+        transformer=transformer,
+        layers=tuple(
+            _read_layer(folder, kind, path, TOKEN_FEATURES)
+            for kind, path in modules[1:]
+            if kind in WEIGHTED
+        ),
+        multi=retrieval.read_multi(transformer_settings, settings, mask, "Normalize" in paths),
+        settings=settings,
+        transformer_settings=transformer_settings,
+    )
+    _check_settings(transformer, transformer_settings, MULTI_DEFAULTS)
+    _check_lowercasing(layout)
+    return layout
+
+
+def _read_colbert(folder: Path) -> SentenceLayout | None:
+    """The layout of an original ColBERT checkpoint, whose projection is among its tensors."""
+    multi = retrieval.read_colbert(folder)
+    if multi is None:
+        return None
+    linear = SentenceLayer("Dense", "", bias=False)  # its widths are those of the tensor
+    return SentenceLayout(folder, folder, layers=(linear,), multi=multi)
 
 
 def _read_modules(folder: Path) -> list[tuple[str, str]]:
@@ -169,14 +253,20 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
     for module in document if is_list(document) else [document]:
         fields = module if is_object(module) else {"type": "", "path": ""}
         kind = fields.get("type")
-        package, _, name = str(kind).rpartition(".")
-        if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
-            raise CheckpointError(
-                f"{folder / MODULES}: module {kind!r} does not run here "
-                f"(those that do: {', '.join(KINDS)}); {INSTEAD}"
-            )
-        modules.append((name, str(fields.get("path"))))
+        modules.append((_kind(folder, kind), str(fields.get("path"))))
     return modules
+
+
+def _kind(folder: Path, module: Any) -> str:
+    """The kind of a module, from the dotted name of its class."""
+    package, _, name = str(module).rpartition(".")
+    name = OLD_KINDS.get(name, name)
+    if package.split(".")[0] not in PACKAGES or name not in (*KINDS, *retrieval.ROUTERS):
+        raise CheckpointError(
+            f"{folder / MODULES}: module {module!r} does not run here "
+            f"(those that do: {', '.join(KINDS)}); {INSTEAD}"
+        )
+    return name
 
 
 def _read_pooling(folder: Path, path: str) -> tuple[tuple[str, ...], bool]:
@@ -197,12 +287,14 @@ def _read_pooling(folder: Path, path: str) -> tuple[tuple[str, ...], bool]:
     return tuple(modes), raw.get("include_prompt", True) is not False
 
 
-def _read_layer(folder: Path, kind: str, path: str) -> SentenceLayer:
+def _read_layer(
+    folder: Path, kind: str, path: str, features: Mapping[str, Any] = FEATURE_DEFAULTS
+) -> SentenceLayer:
     """The layer that the config.json of a module after the pooling describes."""
     home = files.inside(folder, path)
     raw = files.read_object(home, "config.json", optional=kind == "Normalize")
     if kind == "Dense":
-        return _read_dense(home, path, raw)
+        return _read_dense(home, path, raw, features)
     if kind == "Dropout":
         rate = raw.get("dropout", 0.2)
         if type(rate) not in (int, float) or not 0 <= rate <= 1:
@@ -211,12 +303,14 @@ def _read_layer(folder: Path, kind: str, path: str) -> SentenceLayer:
     if kind == "LayerNorm":
         width = _width(home, "dimension", raw.get("dimension"))
         return SentenceLayer(kind, path, inputs=width, outputs=width)
-    _check_settings(home, raw, FEATURE_DEFAULTS)
+    _check_settings(home, raw, features)
     return SentenceLayer(kind, path)
 
 
-def _read_dense(home: Path, path: str, raw: Mapping[str, Any]) -> SentenceLayer:
-    _check_settings(home, raw, FEATURE_DEFAULTS)
+def _read_dense(
+    home: Path, path: str, raw: Mapping[str, Any], features: Mapping[str, Any]
+) -> SentenceLayer:
+    _check_settings(home, raw, features)
     outputs = _width(home, "out_features", raw.get("out_features"))
     activation = _activation(home, raw.get("activation_function", f"{TORCH[0]}.Tanh"))
     residual = raw.get("use_residual", False) is True
@@ -306,12 +400,56 @@ def embed(layout: SentenceLayout, config: BertConfig) -> Embed:
     return Embed(layout.pooling, stages, layout.normalize, layout.include_prompt)
 
 
+def heads(
+    layout: SentenceLayout, config: BertConfig, others: Mapping[str, nn.Module], vectors: int
+) -> dict[str, nn.Module]:
+    """The heads that the layout describes, without their weights.
+
+    others: those that the weights have; vectors: the width of a token's vector, where only the
+    weights say.
+    """
+    found: dict[str, nn.Module] = {}
+    if layout.pooling:
+        found["embed"] = embed(layout, config)
+    if layout.splade:
+        scores = others.get("mlm")
+        if not isinstance(scores, Mlm):
+            raise CheckpointError("SPLADE needs the scores of words, and there is no MLM head")
+        found["sparse"] = Splade(scores, layout.splade.pooling, layout.splade.activation)
+    if retrieval.LEXICAL in layout.m3:
+        found["lexical"] = TokenWeights(config.hidden_size)
+    if layout.multi:
+        width = config.hidden_size
+        stages = [layer.build() for layer in layout.layers if layer.outputs]
+        unsized = any(not layer.outputs for layer in layout.layers if layer.kind == "Dense")
+        if not vectors and (unsized or layout.m3):
+            raise CheckpointError("the projection of the vectors of tokens has no weight")
+        if vectors:
+            stages = [Dense(width, vectors, retrieval.VECTORS in layout.m3, "Identity")]
+        found["multi"] = TokenVectors(stages, layout.multi.normalize)
+    return found
+
+
+def vectors_width(layout: SentenceLayout | None, tensors: Mapping[str, Tensor]) -> int:
+    """The width of a token's vector where only the weights say; else 0."""
+    if layout is None or layout.multi is None:
+        return 0
+    name = f"{retrieval.VECTORS}.weight" if layout.m3 else "linear.weight"
+    weight = tensors.get(name)
+    return len(weight) if weight is not None and weight.ndim == 2 else 0
+
+
 def read_tensors(layout: SentenceLayout) -> dict[str, Tensor]:
     """The weights of all layers that have any, named by folder and tensor."""
-    return {
+    further = {
+        f"{file}.{name}": tensor
+        for file in layout.m3
+        for name, tensor in hf.read_file(layout.root / file).tensors.items()
+    }
+    return further | {
         f"{layer.folder}/{name}": tensor
         for layer in layout.layers
-        if layer.kind in WEIGHTED
+        if layer.kind in WEIGHTED and layer.folder
         for name, tensor in hf.read_weights(files.inside(layout.root, layer.folder)).items()
     }
 

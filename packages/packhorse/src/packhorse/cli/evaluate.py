@@ -73,6 +73,9 @@ TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "skip_same_id": ("retrieval",),
     "precision": VECTORS_ONLY,
     "calibration": VECTORS_ONLY,
+    "outputs": ("retrieval",),
+    "fusion": ("retrieval",),
+    "weights": ("retrieval",),
     "peer": NOT_SQUAD,
     "batch_size": NOT_SQUAD,
     "note": NOT_SQUAD,
@@ -175,6 +178,28 @@ class EvaluateFlags:
             help="Also score int8 by the ranges of this file, which run --write-calibration wrote.",
         ),
     ] = None
+    outputs: Annotated[
+        str | None,
+        flag(
+            group=COMPARED,
+            help="For retrieval: what to compare by, of dense, sparse and multi, as dense,sparse; "
+            "each is scored by itself, and several also together. Default dense, or what the "
+            "model makes.",
+        ),
+    ] = None
+    fusion: Annotated[
+        Literal["rrf", "weighted"],
+        flag(
+            group=COMPARED,
+            help="For several outputs: combine them by their ranks (rrf), or by a weighted sum of "
+            "their scores, each scaled to 0 … 1 for a query.",
+            show_default=True,
+        ),
+    ] = "rrf"
+    weights: Annotated[
+        str | None,
+        flag(group=COMPARED, help="Weights of the outputs, as 0.4,0.2,0.4; default all equal."),
+    ] = None
     note: Annotated[
         Path | None,
         flag(
@@ -234,6 +259,7 @@ def evaluate(flags: EvaluateFlags) -> None:
       packhorse evaluate --task stsb --input stsb-en-dev.csv
       packhorse evaluate --task stsb --input dev.csv --precision int8 --precision ubinary
       packhorse evaluate --task retrieval --input ./scifact --beside none
+      packhorse evaluate --task retrieval --input ./scifact --outputs dense,sparse,multi
       packhorse evaluate --task retrieval --input dev-v1.1.json --json
       packhorse evaluate --task classification --input test.tsv --train train.tsv
       packhorse evaluate --task squad --input dev-v1.1.json --model ./bert-squad
@@ -298,6 +324,7 @@ class PreparedTask:
     task: "ScoringTask"
     sample: Sequence["Text"]
     counts: dict[str, int]  # what the input holds
+    outputs: tuple[str, ...] = ()  # of retrieval by other outputs than dense vectors
 
 
 @dataclass(frozen=True)
@@ -350,10 +377,25 @@ def _prepare(
     data: "LabeledTexts | Collection", encoder: "Encoder", flags: EvaluateFlags
 ) -> PreparedTask:
     from packhorse.data.tasks.retrieval import Collection
-    from packhorse.runtime.evaluation import retrieval, similarity
+    from packhorse.runtime.evaluation import fusion, retrieval, similarity
 
     if isinstance(data, Collection):
         default = "dot" if encoder.similarity_fn_name == "dot" else "cosine"
+        counts = {"documents": len(data.documents), "queries": len(data.queries)}
+        outputs = _outputs(encoder, flags)
+        if outputs != ("dense",):
+            task = partial(
+                _judge,
+                fusion.judge,
+                data,
+                outputs=outputs,
+                fusion=flags.fusion,
+                weights=fusion.parse_weights(flags.weights, outputs),
+                similarity=flags.similarity or default,
+                skip_same_id=flags.skip_same_id,
+            )
+            sample = list(data.documents.values())
+            return PreparedTask("outputs", task, sample, counts, outputs)
         task = partial(
             _judge,
             retrieval.judge,
@@ -361,11 +403,27 @@ def _prepare(
             similarity=flags.similarity or default,
             skip_same_id=flags.skip_same_id,
         )
-        counts = {"documents": len(data.documents), "queries": len(data.queries)}
         return PreparedTask("embed", task, list(data.documents.values()), counts)
     task = partial(_judge, similarity.judge, data.texts, data.targets)
     sample = [text for pair in data.texts[:32] for text in pair]
     return PreparedTask("embed", task, sample, {"pairs": len(data.texts)})
+
+
+def _outputs(encoder: "Encoder", flags: EvaluateFlags) -> tuple[str, ...]:
+    """Return the outputs to compare by, which the model must have."""
+    from packhorse.runtime.evaluation.fusion import OUTPUTS, parse_outputs
+    from packhorse.runtime.tasks import TASKS
+
+    able = [o for o, task in OUTPUTS.items() if TASKS[task].is_served_by(encoder.heads)]
+    if flags.outputs is None:
+        return ("dense",) if "dense" in able or not able else (able[0],)
+    outputs = parse_outputs(flags.outputs)
+    lacking = [output for output in outputs if output not in able]
+    if lacking:
+        raise InputError(
+            f"{encoder.name} makes no {lacking[0]} output; it makes {', '.join(able) or 'none'}"
+        )
+    return outputs
 
 
 def _judge(judge: Any, *arguments: Any, **options: Any) -> dict[str, float]:
@@ -411,6 +469,7 @@ def _score_engines(
     """Score ours, then the peer; the peer is opened first, so that its errors show at once."""
     from packhorse.reports import quality, text_peers
     from packhorse.runtime.encoder import TruncationWarning
+    from packhorse.runtime.evaluation import fusion
     from packhorse.runtime.evaluation.reading import quantized, reader
 
     is_alone = flags.peer == "none" or bool(flags.precision)
@@ -435,10 +494,15 @@ def _score_engines(
                     work.head,
                     max_length or encoder.max_length,
                     flags.batch_size,
+                    work.outputs,
                 )
                 peer_reader = text_peers.open_peer(peer, setting)
         with summarize_warnings(TruncationWarning):
-            ours = reader(encoder, work.head, max_length)
+            ours: Any = (
+                fusion.reader(encoder, work.outputs, max_length)
+                if work.outputs
+                else reader(encoder, work.head, max_length)
+            )
             measure(quality.OURS, ours)
             for name, precision, ranges in precisions:
                 measure(name, quantized(ours, precision, ranges))

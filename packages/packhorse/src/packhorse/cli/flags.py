@@ -149,7 +149,9 @@ class RunFlags:
     ] = 0
 
     task: Annotated[
-        Literal["hidden", "embed", "fill", "answer", "classify", "rerank", "label"],
+        Literal[
+            "hidden", "embed", "sparse", "multi", "fill", "answer", "classify", "rerank", "label"
+        ],
         flag(group=TASK, help="What to compute; default hidden (the hidden states)."),
     ] = "hidden"
     query: Annotated[
@@ -158,12 +160,20 @@ class RunFlags:
     ] = None
     pair: Annotated[bool, flag(group=TASK, help="Each text is a pair, separated by a tab.")] = False
     prompt: Annotated[
-        str | None, flag(group=TASK, help="For embed: name of one of the model's prompts.")
+        str | None,
+        flag(group=TASK, help="For embed, sparse and multi: name of one of the model's prompts."),
     ] = None
+    as_query: Annotated[
+        bool,
+        flag(group=TASK, help="For sparse and multi: the texts are queries, not documents."),
+    ] = False
     top_k: Annotated[
         int | None,
         flag(
-            "--top-k", "--top_k", group=TASK, help="For fill, answer and rerank: how many results."
+            "--top-k",
+            "--top_k",
+            group=TASK,
+            help="For fill, answer and rerank: how many results; for sparse: words of a text.",
         ),
     ] = None
     stride: Annotated[
@@ -209,7 +219,8 @@ class RunFlags:
         Path | None,
         flag(
             group=FILES,
-            help="Write results to npy, jsonl or parquet. The same command resumes after a kill.",
+            help="Write results to npy, npz (sparse and multi), jsonl or parquet. The same command "
+            "resumes after a kill.",
         ),
     ] = None
     write_calibration: Annotated[
@@ -262,4 +273,5 @@ class RunFlags:
             self.precision,
             self.calibration,
             self.stride,
+            self.as_query,
         )

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 DEFAULT_TEXT = "Hello world!"
 MAX_SHOWN = 20  # texts of a file that are shown on the screen
+# The columns by which formats that hold only vectors know them.
+VECTOR_SHAPES = {
+    "embed": {"vector": []},
+    "sparse": {"indices": [], "weights": [], "words": []},
+    "multi": {"vectors": []},
+}
 PIPE_SECONDS = 2.0  # without input from a pipe, after which a note says what the command waits for
 
 
@@ -92,7 +98,10 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
     conflicts = {
         "TEXT and --input both name texts; leave one out": texts and flags.input,
         "--column is for files; pass --input": flags.column and not flags.input,
-        "--prompt is for the task embed": flags.prompt and flags.task != "embed",
+        "--prompt is for the tasks embed, sparse and multi": flags.prompt
+        and flags.task not in VECTOR_SHAPES,
+        "--as-query is for the tasks sparse and multi": flags.as_query
+        and flags.task not in ("sparse", "multi"),
         "--stride is for the tasks label and answer": flags.stride is not None
         and flags.task not in ("label", "answer"),
         "--precision is for the task embed": is_quantized and flags.task != "embed",
@@ -122,7 +131,7 @@ def _check_flags(texts: Sequence[str], flags: RunFlags) -> None:
 
         load_ranges(flags.calibration)  # refuses what is no such file
     if flags.out:  # refuses a format that cannot hold the results
-        format_of(flags.out, {"vector": []} if flags.task == "embed" else {})
+        format_of(flags.out, VECTOR_SHAPES.get(flags.task, {}))
 
 
 def _read_records(texts: Sequence[str], flags: RunFlags) -> Iterable[Record]:
@@ -193,7 +202,8 @@ def _measure(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> 
     if flags.task == "rerank":
         texts = [(flags.query or "", str(text)) for text in texts]
     sizes = {"batch_size": flags.batch_size, "iterations": flags.iterations}
-    head = spec_of(flags.task).head
+    spec = spec_of(flags.task)
+    head = spec.head if spec.head in ("hidden", *encoder.heads) else spec.instead or spec.head
     figures = perf.measure(encoder, texts, head, max_length=flags.max_length, **sizes)
     if not flags.json:
         perf.show(figures)

@@ -6,6 +6,7 @@ formats that must know them in advance. States and vectors stay arrays until the
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class TaskOptions:
     precision: str = "float32"
     calibration: Path | None = None
     stride: int | None = None
+    as_query: bool = False
 
     @property
     def vector_type(self) -> str:
@@ -106,6 +108,34 @@ def _embed(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) ->
     return [{"vector": vector} for vector in vectors]
 
 
+def _sparse(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    vectors = encoder.sparse(
+        texts,
+        query=options.as_query,
+        prompt=options.prompt,
+        top_k=options.top_k,
+        max_length=options.max_length,
+    )
+    from packhorse.results import SparseVector, words
+
+    rows: list[Row] = []
+    for begin, end in pairwise(vectors.indptr.tolist()):
+        vector = SparseVector(vectors.indices[begin:end], vectors.data[begin:end])
+        named = words(vector, encoder.tokenizer)
+        rows.append({"indices": vector.indices, "weights": vector.weights, "words": named})
+    return rows
+
+
+def _multi(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
+    vectors = encoder.multi(
+        [str(text) for text in texts],
+        query=options.as_query,
+        prompt=options.prompt,
+        max_length=options.max_length,
+    )
+    return [{"vectors": vector} for vector in vectors]
+
+
 def _classify(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:
     results = encoder.classify(texts, max_length=options.max_length)
     return [asdict(result) for result in results]
@@ -171,6 +201,29 @@ def _show_embed(rows: Sequence["Row"]) -> None:
     table(f"vectors: [{len(rows)}, {width}]", ["text", *_indices(width)], lines)
 
 
+def _show_sparse(rows: Sequence["Row"]) -> None:
+    def heaviest(row: "Row") -> str:
+        words = sorted(zip(row["weights"], row["words"], strict=True), key=lambda pair: -pair[0])
+        return ", ".join(f"{word} {weight:.2f}" for weight, word in words[: 2 * EDGE])
+
+    lines = [[short(row["text"]), len(row["indices"]), heaviest(row)] for row in rows]
+    table("sparse vectors", ["text", "words", "heaviest"], lines)
+
+
+def _show_multi(rows: Sequence["Row"]) -> None:
+    width = rows[0]["vectors"].shape[1]
+    lines = [
+        [short(row["text"]) if i == 0 else "", str(i), *_numbers(vector)]
+        for row in rows
+        for i, vector in enumerate(row["vectors"][: 2 * EDGE])
+    ]
+    table(
+        f"vectors of tokens, the first of each text: [{width}]",
+        ["text", "token", *_indices(width)],
+        lines,
+    )
+
+
 def _show_classify(rows: Sequence["Row"]) -> None:
     def others(row: "Row") -> str:
         return ", ".join(f"{k} {v:.3f}" for k, v in list(row["scores"].items())[1:4])
@@ -214,6 +267,8 @@ def _show_label(rows: Sequence["Row"]) -> None:
 
 _SPAN = {"text": str, "start": int, "end": int, "score": float}
 _STATES = {"tokens": [str], "states": [["float32"]], "pooled": ["float32"]}
+_SPARSE = {"indices": [int], "weights": ["float32"], "words": [str]}
+_VECTORS = {"vectors": [["float32"]]}
 _WORDS = {"masks": [[{"word": str, "score": float, "text": str, "id": int}]]}
 
 
@@ -228,6 +283,8 @@ def _labels(encoder: "Encoder", options: TaskOptions) -> "Shape":
 TASKS = {
     "hidden": Task(_hidden, lambda *_: _STATES, _show_hidden, chunk=64),
     "embed": Task(_embed, _vector, _show_embed),
+    "sparse": Task(_sparse, lambda *_: _SPARSE, _show_sparse),
+    "multi": Task(_multi, lambda *_: _VECTORS, _show_multi, chunk=512),
     "fill": Task(_fill, lambda *_: _WORDS, _show_fill),
     "answer": Task(_answer, lambda *_: {"answers": [_SPAN]}, _show_answer),
     "classify": Task(_classify, _labels, _show_classify),

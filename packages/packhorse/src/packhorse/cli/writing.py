@@ -51,6 +51,8 @@ def write(records: Iterable[Record], encoder: "Encoder", flags: RunFlags) -> dic
         "fingerprint_parts": fingerprint.parts,
         **_number_facts(flags),
     }
+    if flags.task == "sparse" and encoder.sparse_settings is not None:
+        metadata["width"] = encoder.sparse_settings.width
     file = ResumableFile(
         out,
         task.shape(encoder, flags.task_options),
@@ -143,6 +145,7 @@ def _input_facts(records: Iterable[Record], flags: RunFlags) -> dict[str, Any]:
         "query": flags.query,
         "top_k": flags.top_k,
         "stride": flags.stride,
+        **({"as_query": True} if flags.as_query else {}),
         **_number_facts(flags),
     }
 

@@ -3,8 +3,11 @@
 A format turns rows (plain dicts, each with an `id`) into bytes that are valid as soon as they are
 on disk, and makes the finished file from them at the end. npy and jsonl can be appended to.
 parquet has its index at the end and cannot, so its rows are first an Arrow stream, whose messages
-can be appended one by one, and are rewritten once. npy has no room for ids, so they go to a second
-file next to it.
+can be appended one by one, and are rewritten once. So is npz, whose rows are first records of a
+count and that many numbers: sparse vectors become the arrays of `scipy.sparse.load_npz`, vectors of
+tokens `embeddings` in fp16, all texts end to end, and `doclens`, the tokens of each, as indexes of
+late interaction (PLAID) take them. npy and npz have no room for ids, so they go to a second file
+next to it.
 
 Metadata about all rows (the model that made them) is part of a parquet file; npy and jsonl have no
 place that every reader skips, so it goes to `FILE.meta.json`.
@@ -26,7 +29,8 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +44,7 @@ Row = dict[str, Any]
 # {the columns of a struct}.
 Shape = Mapping[str, Any]
 
+SPARSE_COLUMNS = ("indices", "weights", "words")  # of rows that npz can hold
 Metadata = Mapping[str, Any]  # as JSON can hold it
 
 AGAIN = "pass --overwrite to begin again"
@@ -67,6 +72,11 @@ def format_of(path: Path, shape: Shape) -> Format:
         raise InputError(f"{path}: cannot write results as {suffix or 'this'}; use one of {known}")
     if suffix == ".npy" and set(shape) != {"vector"}:
         raise InputError(f"{path}: npy holds one vector per text, these are not; write .jsonl")
+    if suffix == ".npz" and set(shape) not in (set(SPARSE_COLUMNS), {"vectors"}):
+        raise InputError(
+            f"{path}: npz holds sparse vectors or one vector per token, these are neither; "
+            "write .jsonl"
+        )
     if suffix == ".parquet":
         import_pyarrow()
     return FORMATS[suffix]
@@ -149,6 +159,81 @@ def _npy_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
     partial.write(_npy_header(width, rows, numbers.str))
 
 
+def _npz_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
+    import numpy as np
+
+    is_sparse = "vectors" not in shape
+    width = metadata.get("width", 0) if is_sparse else rows[0]["vectors"].shape[1]
+    return [np.array([is_sparse, width], "<i8").tobytes(), b""]
+
+
+def _npz_body(rows: Sequence[Row], head: bytes) -> list[bytes]:
+    import numpy as np
+
+    parts: list[bytes] = []
+    for row in rows:
+        if "vectors" in row:
+            parts += [
+                np.int32(len(row["vectors"])).tobytes(),
+                row["vectors"].astype("<f2").tobytes(),
+            ]
+            continue
+        indices = np.asarray(row["indices"], "<i4")
+        weights = np.asarray(row["weights"], "<f4")
+        parts += [np.int32(len(indices)).tobytes(), indices.tobytes(), weights.tobytes()]
+    ids = "".join(_json_line(row["id"]) for row in rows)
+    return [b"".join(parts), ids.encode()]
+
+
+def _npz_finish(partial: BinaryIO, rows: int, whole: Path) -> None:
+    """Write the arrays of the records one after the other; none is in memory as a whole."""
+    import numpy as np
+
+    is_sparse, width = np.fromfile(partial.name, "<i8", 2).tolist()
+    size = 8 if is_sparse else 2 * width  # bytes of one of a record's numbers
+    records = np.memmap(partial.name, np.uint8, "r", offset=16)
+    lengths = np.empty(rows, "<i4")
+    starts = np.empty(rows, np.int64)
+    at = 0
+    for row in range(rows):
+        lengths[row] = records[at : at + 4].view("<i4")[0]
+        starts[row] = at + 4
+        at += 4 + size * int(lengths[row])
+    total = int(lengths.sum(dtype=np.int64))
+
+    def column(begin: int, each: int) -> Iterator[bytes]:
+        """Of every record the bytes from `begin` times its count on, `each` times its count."""
+        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+            first = start + begin * length
+            yield records[first : first + each * length].tobytes()
+
+    with zipfile.ZipFile(whole, "w") as archive:
+        if is_sparse:
+            ends = np.concatenate([[0], lengths.cumsum(dtype=np.int64)])
+            _add_array(archive, "indices", "<i4", (total,), column(0, 4))
+            _add_array(archive, "indptr", "<i8", (rows + 1,), [ends.tobytes()])
+            _add_array(archive, "format", "|S3", (), [b"csr"])
+            _add_array(archive, "shape", "<i8", (2,), [np.array([rows, width], "<i8").tobytes()])
+            _add_array(archive, "data", "<f4", (total,), column(4, 4))
+        else:
+            _add_array(archive, "embeddings", "<f2", (total, width), column(0, size))
+            _add_array(archive, "doclens", "<i4", (rows,), [lengths.tobytes()])
+
+
+def _add_array(
+    archive: zipfile.ZipFile, name: str, descr: str, shape: tuple[int, ...], parts: Iterable[bytes]
+) -> None:
+    import numpy as np
+
+    header = {"descr": descr, "fortran_order": False, "shape": shape}
+    # A date of its own would make equal results unequal files.
+    entry = zipfile.ZipInfo(f"{name}.npy")
+    with archive.open(entry, "w", force_zip64=True) as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for part in parts:
+            file.write(part)
+
+
 def _parquet_head(rows: Sequence[Row], shape: Shape, metadata: Metadata) -> list[bytes]:
     pa = import_pyarrow()
     fields = {"id": pa.int64() if all(map(_has_integer_id, rows)) else pa.string()}
@@ -224,6 +309,7 @@ def import_pyarrow() -> Any:
 
 FORMATS = {
     ".npy": Format((".ids.jsonl",), _npy_head, _npy_body, _npy_finish),
+    ".npz": Format((".ids.jsonl",), _npz_head, _npz_body, _npz_finish),
     ".jsonl": Format((), _jsonl_head, _jsonl_body, _finish_nothing),
     ".parquet": Format((), _parquet_head, _parquet_body, _parquet_finish, holds_metadata=True),
 }

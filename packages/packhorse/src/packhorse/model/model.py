@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from packhorse.errors import CheckpointError
 from packhorse.model.bert import Bert
-from packhorse.model.heads import TOKEN_HEADS, Embed
+from packhorse.model.heads import Embed
+from packhorse.model.retrieval import HEADS_BY_TOKEN
 from packhorse.packing.batch import Packed
 
 
@@ -38,7 +39,7 @@ class Model(nn.Module):
                 outputs.append(selected)
                 continue
             head = self._head_function(name)
-            outputs.append(head(selected if isinstance(head, TOKEN_HEADS) else hidden, packed))
+            outputs.append(head(selected if isinstance(head, HEADS_BY_TOKEN) else hidden, packed))
         return outputs
 
     def _head_function(self, name: str) -> Callable[[Tensor, Packed], Tensor]:

@@ -61,6 +61,8 @@ class Packed:
     capacity: int = 0  # tokens per row if sequences may not cross rows; 0 = no rows
     # [S] int64, leading tokens of each sequence that pooling leaves out; None: pool all tokens
     prompt_lengths: Tensor | None = None
+    # [S] int64, leading tokens of each sequence that its tokens attend to; None: to all tokens
+    key_lengths: Tensor | None = None
 
     @classmethod
     def build(cls, sequences: Sequence[TokenSequence | IdSequence]) -> Packed:
@@ -89,6 +91,7 @@ class Packed:
             max_seqlen=int(lengths.max()),
             places=tuple(range(len(sequences))),
             prompt_lengths=_prompt_lengths(sequences, lengths),
+            key_lengths=_key_lengths(sequences, lengths),
         )
 
     @classmethod
@@ -156,6 +159,10 @@ class Packed:
         prompt_lengths = self.prompt_lengths
         if prompt_lengths is not None:
             prompt_lengths = F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
+        key_lengths = self.key_lengths
+        if key_lengths is not None:
+            whole = torch.from_numpy(np.diff(tail, prepend=len(self.ids)))
+            key_lengths = torch.cat([key_lengths, whole.to(key_lengths)])
         return replace(
             self,
             ids=_extended(self.ids, zeros),
@@ -163,6 +170,7 @@ class Packed:
             positions=_extended(self.positions, _restarting_positions(lengths)),
             cu_seqlens=_extended(self.cu_seqlens, tail),
             prompt_lengths=prompt_lengths,
+            key_lengths=key_lengths,
         )
 
     def to(self, device: torch.device | str) -> Packed:
@@ -173,6 +181,7 @@ class Packed:
         if target.type == "cuda" and self.ids.device.type == "cpu":
             return self._to_cuda(target)
         prompts = self.prompt_lengths
+        keys = self.key_lengths
         return replace(
             self,
             ids=self.ids.to(target),
@@ -180,6 +189,7 @@ class Packed:
             positions=self.positions.to(target),
             cu_seqlens=self.cu_seqlens.to(target),
             prompt_lengths=None if prompts is None else prompts.to(target),
+            key_lengths=None if keys is None else keys.to(target),
         )
 
     def _to_cuda(self, target: torch.device) -> Packed:
@@ -201,6 +211,9 @@ class Packed:
         prompts = self.prompt_lengths
         if prompts is not None:  # few models have prompts, so a second copy is acceptable
             prompts = prompts.pin_memory().to(target, non_blocking=True)
+        keys = self.key_lengths
+        if keys is not None:
+            keys = keys.pin_memory().to(target, non_blocking=True)
         return replace(
             self,
             ids=ids,
@@ -208,6 +221,7 @@ class Packed:
             positions=positions,
             cu_seqlens=on_device[3 * tokens :].view(torch.int32)[:bounds],
             prompt_lengths=prompts,
+            key_lengths=keys,
         )
 
     def __len__(self) -> int:
@@ -370,6 +384,14 @@ def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> 
     """[S] prompt tokens that pooling leaves out, or None if no sequence has any."""
     prompts = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
     return torch.from_numpy(np.minimum(prompts, lengths)) if prompts.any() else None
+
+
+def _key_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:
+    """[S] tokens that others attend to, or None if they attend to all tokens of every sequence."""
+    keys = np.array([getattr(sequence, "key_length", 0) for sequence in sequences], np.int64)
+    if not keys.any():
+        return None
+    return torch.from_numpy(np.where(keys > 0, np.minimum(keys, lengths), lengths))
 
 
 def _cumulative(lengths: np.ndarray) -> Tensor:

@@ -41,6 +41,7 @@ class TextPeerSetting:
     head: str  # embed or classify
     max_length: int
     batch_size: int = 32
+    outputs: tuple[str, ...] = ()  # of the head "outputs": dense, sparse, multi
 
 
 class TextPeer(NamedTuple):
@@ -247,7 +248,65 @@ PADDED_POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": _first,
     "max": _largest,
 }
+
+
+def _outputs(name: str, setting: TextPeerSetting) -> Callable[[Sequence[str], Role | None], Any]:
+    """Open sentence-transformers' model for an output: a function from texts to that output."""
+    import sentence_transformers as library
+
+    encoder = setting.encoder
+    if name != "dense" and "lexical" in encoder.heads:
+        raise InputError(
+            f"sentence-transformers has no {name} output of {encoder.name}; pass --beside none"
+        )
+    kind = {
+        "dense": "SentenceTransformer",
+        "sparse": "SparseEncoder",
+        "multi": "MultiVectorEncoder",
+    }
+    model = getattr(library, kind[name])(
+        str(setting.folder), device=str(encoder.device), model_kwargs={"dtype": encoder.dtype}
+    ).eval()
+    options: dict[str, Any] = {"batch_size": setting.batch_size, "show_progress_bar": False}
+
+    def read(texts: Sequence[str], role: Role | None) -> Any:
+        encode = model.encode_query if role == "query" else model.encode_document
+        found = encode(list(texts), **options)
+        if name == "sparse":
+            from scipy.sparse import coo_array
+
+            found = found.coalesce().cpu()
+            values = found.values().float().numpy()
+            return coo_array((values, found.indices().numpy()), tuple(found.shape)).tocsr()
+        if name == "multi":
+            return [torch.as_tensor(vectors).float().cpu().numpy() for vectors in found]
+        return np.asarray(found, np.float32)
+
+    return read
+
+
+def _sentence_transformers_outputs(setting: TextPeerSetting) -> Any:
+    models = {name: _outputs(name, setting) for name in setting.outputs}
+
+    def read(
+        texts: Sequence[str], role: Role | None = None, progress: Progress | None = None
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, (name, encode) in enumerate(models.items(), 1):
+            found[name] = encode(texts, role)
+            if progress is not None:
+                progress(number * len(texts), len(models) * len(texts))
+        return found
+
+    return read
+
+
+def _open_sentence_transformers(setting: TextPeerSetting) -> Any:
+    opened = _sentence_transformers_outputs if setting.outputs else _sentence_transformers
+    return opened(setting)
+
+
 PEERS = {  # the preferred one first
-    "sentence-transformers": TextPeer(_sentence_transformers, ("embed",), "peers"),
+    "sentence-transformers": TextPeer(_open_sentence_transformers, ("embed", "outputs"), "peers"),
     "transformers": TextPeer(_transformers, ("embed", "classify"), "hf"),
 }

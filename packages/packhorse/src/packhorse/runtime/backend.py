@@ -83,7 +83,7 @@ class TorchBackend:
         """Return the output of each head; with `at`, per-token heads run on these tokens alone."""
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
-        if self.graphs and len(packed.ids) <= self.largest:
+        if self.graphs and len(packed.ids) <= self.largest and packed.key_lengths is None:
             bucket = _bucket(packed, self.smallest).to(self.device)
             # The padding is at the end.
             hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]

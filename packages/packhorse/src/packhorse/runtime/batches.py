@@ -37,15 +37,16 @@ from packhorse.runtime.tasks import Row
 MODES = ("ragged", "mask", "repack")
 SPIN_TOKENS = 1024  # a batch of so many is back from an accelerator within a millisecond
 # Heads with one output per token; all others have one per sequence.
-PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced")
+PER_TOKEN = ("hidden", "span", "tokens", "mlm", "replaced", "lexical", "multi")
 
 
 def by_tokens(
-    lengths: Sequence[int] | np.ndarray, budget: int, *, by_length: bool = True
+    lengths: Sequence[int] | np.ndarray, budget: int, most: int = 0, *, by_length: bool = True
 ) -> Iterator[np.ndarray]:
     """Yield the indices of each batch; a sequence longer than the budget is a batch by itself.
 
-    Without `by_length` batches are cut in the order of the sequences.
+    most: sequences in a batch; 0: any number. Without `by_length` batches are cut in the order of
+    the sequences.
     """
     lengths = np.asarray(lengths, np.int64)
     order = np.argsort(lengths, kind="stable") if by_length else np.arange(len(lengths))
@@ -54,6 +55,8 @@ def by_tokens(
     while begin < len(order):
         used = int(ends[begin - 1]) if begin else 0
         end = max(begin + 1, int(np.searchsorted(ends, used + budget, side="right")))
+        if most:
+            end = min(end, begin + most)
         yield order[begin:end]
         begin = end
 

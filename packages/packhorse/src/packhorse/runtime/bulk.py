@@ -75,7 +75,7 @@ def embed(
 
     Without `by_length` batches are cut in the order of the texts, as if these just came in.
     """
-    tasks.check_head(encoder, "embed")
+    tasks.check_head(encoder, tasks.TASKS["embed"])
     heads = tasks.embed_heads(encoder, normalize)
     prefix = tasks.prompt_text(encoder, prompt) or ""
     limit = tasks.length_limit(encoder, max_length)

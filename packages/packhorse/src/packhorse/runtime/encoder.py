@@ -9,24 +9,35 @@ was written for sentence-transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import Any, NoReturn, Protocol
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from packhorse import device
+from packhorse import device, results
 from packhorse.checkpoint import fingerprint
 from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.data.tables import as_texts
 from packhorse.errors import InputError
 from packhorse.exports import renamed_attribute
 from packhorse.model.heads import Embed
+from packhorse.model.retrieval import MultiSettings, SparseSettings
 from packhorse.packing.batch import Packed
-from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import (
+    Aggregation,
+    Answer,
+    Classified,
+    Entity,
+    Filled,
+    Hidden,
+    Ranked,
+    SparseVector,
+    csr,
+)
 from packhorse.runtime import batches, bulk, sentences, tasks
 from packhorse.runtime.batches import LaunchedBatch
 from packhorse.runtime.precision import Precision, check_precision, quantize
@@ -35,7 +46,21 @@ from packhorse.runtime.tasks import Progress as Progress
 from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
 from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}  # by device type
+# In a batch of sparse vectors: each has a number per word of the vocabulary until it is read.
+SPARSE_PER_BATCH = 512
+OUTPUTS = ("embed", "sparse", "multi")  # that `Encoder.outputs` can return together
+
+
+def _are_equal(first: Sequence[Encoding], second: Sequence[Encoding]) -> bool:
+    """Return whether these run as the same tokens."""
+    return len(first) == len(second) and all(
+        np.array_equal(a.ids, b.ids) and a.key_length == b.key_length
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 class Backend(Protocol):
@@ -67,6 +92,8 @@ class Encoder:
     capacity: int = 0  # tokens per row, for kernels that need rows
     budget: int = 4096  # tokens per batch
     embedder: Embed | None = None  # the head that makes vectors; None: the graph does
+    sparse_settings: SparseSettings | None = None
+    multi_settings: MultiSettings | None = None
     similarity_fn_name: str = "cosine"
     truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
     # Of weights and configuration; empty if the encoder was not opened by `load`.
@@ -216,6 +243,103 @@ class Encoder:
         jobs = self.prepare("hidden", texts, prompt=prompt, max_length=max_length, long=long)
         return self._finish(jobs, progress)
 
+    def sparse(
+        self,
+        texts: Sequence[Text],
+        *,
+        query: bool = False,
+        prompt: str | None = None,
+        top_k: int | None = None,
+        max_length: int | None = None,
+        long: Long | None = None,
+        progress: Progress | None = None,
+    ) -> csr_array:
+        """Return the weights of words in each text, [n, words of the vocabulary], as scipy's CSR.
+
+        `words` names them. `query` says that the texts are queries, which some models read in
+        another way, and takes the model's prompt of that name; `prompt` names another. `top_k`
+        keeps the heaviest words of each text. Of a text in chunks a word has its largest weight.
+        """
+        jobs = self.prepare(
+            "sparse",
+            texts,
+            query=query,
+            prompt=prompt,
+            top_k=top_k,
+            max_length=max_length,
+            long=long,
+        )
+        vectors: list[SparseVector] = self._finish(jobs, progress)
+        return csr(vectors, self.sparse_settings.width if self.sparse_settings else 0)
+
+    def words(self, vectors: csr_array, top_k: int | None = None) -> list[dict[str, float]]:
+        """Return the words of each row of `sparse` with their weights, the heaviest first."""
+        rows: list[dict[str, float]] = []
+        for begin, end in pairwise(vectors.indptr.tolist()):
+            order = begin + np.argsort(-vectors.data[begin:end], kind="stable")[:top_k]
+            vector = SparseVector(vectors.indices[order], vectors.data[order])
+            names = results.words(vector, self.tokenizer)
+            rows.append(dict(zip(names, vector.weights.tolist(), strict=True)))
+        return rows
+
+    def multi(
+        self,
+        texts: Sequence[str],
+        *,
+        query: bool = False,
+        prompt: str | None = None,
+        max_length: int | None = None,
+        long: Long | None = None,
+        progress: Progress | None = None,
+    ) -> list[np.ndarray]:
+        """Return one vector per token of each text, [tokens, width] of float32 each.
+
+        `query` says that the texts are queries: those of a ColBERT are marked and filled up with
+        mask tokens, and documents are without punctuation. `results.maxsim` compares both.
+        """
+        jobs = self.prepare(
+            "multi", texts, query=query, prompt=prompt, max_length=max_length, long=long
+        )
+        return self._finish(jobs, progress)
+
+    def outputs(
+        self,
+        texts: Sequence[str],
+        names: Sequence[str] = ("embed", "sparse", "multi"),
+        *,
+        query: bool = False,
+        prompt: str | None = None,
+        max_length: int | None = None,
+        long: Long | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Return several outputs of each text from one pass of the model, by name of the task.
+
+        Each is what the method of that name returns (`embed`, `sparse`, `multi`), and `query` is
+        theirs. `prompt` is for all; without it that of queries or of documents, if there is one.
+        Outputs for which texts become other tokens, as a model that marks its queries needs them,
+        take a pass of their own.
+        """
+        unknown = [name for name in names if name not in OUTPUTS]
+        if unknown:
+            raise InputError(f"there is no output {unknown[0]!r}; there are {', '.join(OUTPUTS)}")
+        options: dict[str, Any] = {"max_length": max_length, "long": long}
+        side = "query" if query else "document"
+        prompt = side if prompt is None and side in self.prompts else prompt
+        jobs: dict[str, list[InferenceJob]] = {}
+        for name in names:
+            others = {} if name == "embed" else {"query": query}
+            jobs[name] = self.prepare(name, texts, prompt=prompt, **options, **others)
+            options["long"] = long or "truncate"  # one warning is enough
+        found: dict[str, Any] = {}
+        for name, answers in self._finish_together(jobs, progress).items():
+            if name == "embed":
+                answers = np.stack(answers) if answers else np.empty((0, self.width), np.float32)
+            elif name == "sparse":
+                answers = csr(answers, self.sparse_settings.width if self.sparse_settings else 0)
+            found[name] = answers
+        return found
+
     def classify(
         self,
         texts: Sequence[Text],
@@ -357,15 +481,15 @@ class Encoder:
 
         With `only`, per-token heads run on the tokens with this id alone.
         """
-        results: list[Row] = [()] * len(sequences)
+        outputs: list[Row] = [()] * len(sequences)
         finished = 0
         for indices, rows in self._batch_by_batch(sequences, heads, only):
             for index, row in zip(indices, rows, strict=True):
-                results[index] = row
+                outputs[index] = tasks.compact(heads, row)
             finished += len(indices)
             if progress is not None:
                 progress(finished, len(sequences))
-        return results
+        return outputs
 
     def _batch_by_batch(
         self, sequences: Sequence[Encoding], heads: tuple[str, ...], only: int | None
@@ -375,7 +499,9 @@ class Encoder:
         Results are read one batch late, after the next was launched: an accelerator never waits.
         """
         previous: tuple[list[int], LaunchedBatch] | None = None
-        for selected in batches.by_tokens([len(s) for s in sequences], self.budget):
+        most = SPARSE_PER_BATCH if "sparse" in heads else 0
+        lengths = [len(sequence) for sequence in sequences]
+        for selected in batches.by_tokens(lengths, self.budget, most):
             indices: list[int] = selected.tolist()
             packed = batches.lay([sequences[i] for i in indices], self.capacity)
             batch = self.launch(packed, heads, only)
@@ -384,6 +510,33 @@ class Encoder:
             previous = indices, batch
         if previous is not None:
             yield previous[0], previous[1].rows()
+
+    def _finish_together(
+        self, jobs: Mapping[str, Sequence[InferenceJob]], progress: Progress | None
+    ) -> dict[str, list[Any]]:
+        """Run jobs of several tasks, one pass for all tasks whose sequences are the same."""
+        passes: list[tuple[list[Encoding], list[str]]] = []
+        for name, group in jobs.items():
+            sequences = [sequence for job in group for sequence in job.sequences]
+            for first, names in passes:
+                if _are_equal(first, sequences):
+                    names.append(name)
+                    break
+            else:
+                passes.append((sequences, [name]))
+        found: dict[str, list[Any]] = {}
+        for sequences, names in passes:
+            heads = tuple(
+                dict.fromkeys(head for n in names for job in jobs[n][:1] for head in job.heads)
+            )
+            rows = self.run(sequences, *heads, progress=progress)
+            for name in names:
+                columns = [heads.index(head) for job in jobs[name][:1] for head in job.heads]
+                own = iter([tuple(row[column] for column in columns) for row in rows])
+                found[name] = [
+                    job.finish(list(islice(own, len(job.sequences)))) for job in jobs[name]
+                ]
+        return {name: found[name] for name in jobs}
 
     def _finish(self, jobs: Sequence[InferenceJob], progress: Progress | None) -> list[Any]:
         """Run jobs of one task and return their answers."""

@@ -37,8 +37,8 @@ from packhorse import attention, executable
 from packhorse.attention import KernelChoice
 from packhorse.errors import InputError, KernelError
 from packhorse.model.bert import Bert
-from packhorse.model.heads import TOKEN_HEADS
 from packhorse.model.model import Model
+from packhorse.model.retrieval import HEADS_BY_TOKEN, Splade
 from packhorse.packing.batch import Packed
 
 SMALLEST = 16  # tokens
@@ -152,8 +152,11 @@ class FixedShapes:
         """Run one head; `selected` are the rows of `hidden` that per-token heads run on."""
         if name == "hidden":
             return selected
-        if name in self.model.heads and isinstance(self.model.heads[name], TOKEN_HEADS):
+        head = dict(self.model.heads).get(name)
+        if isinstance(head, HEADS_BY_TOKEN):
             return self._per_token(name, selected, packed)
+        if isinstance(head, Splade):
+            return self._one_by_one(name, hidden, packed)
         return self._per_sequence(name, hidden, packed)
 
     def _per_token(self, name: str, states: Tensor, packed: Packed) -> Tensor:
@@ -161,6 +164,15 @@ class FixedShapes:
         padded = F.pad(states, (0, 0, 0, -len(states) % ROWS))
         outputs = [self.model.apply_heads(rows, packed, [name])[0] for rows in padded.split(ROWS)]
         return torch.cat(outputs)[: len(states)]
+
+    def _one_by_one(self, name: str, hidden: Tensor, packed: Packed) -> Tensor:
+        """[T, E] to [S, …]: a sequence by itself always has one shape, and so the same bits."""
+        outputs: list[Tensor] = []
+        for states in hidden.split(packed.lengths.tolist()):
+            bounds = self._to_device(torch.tensor([0, len(states)], dtype=torch.int32))
+            alone = replace(packed, cu_seqlens=bounds)
+            outputs += self.model.apply_heads(states.clone(), alone, [name])  # aligned as any other
+        return torch.cat(outputs)
 
     def _per_sequence(self, name: str, hidden: Tensor, packed: Packed) -> Tensor:
         """[T, E] to [S, …], `ROWS` at a time; the last group is padded with empty sequences."""

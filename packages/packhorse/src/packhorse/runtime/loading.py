@@ -18,10 +18,12 @@ import torch
 
 from packhorse import attention, checkpoint, onnxpack
 from packhorse import device as devices
-from packhorse.checkpoint import Checkpoint, fingerprint, sentence
+from packhorse.attention.hidden_keys import HiddenKeys
+from packhorse.checkpoint import Checkpoint, fingerprint, retrieval, sentence
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
+from packhorse.model.retrieval import TokenVectors
 from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import Graphs, TorchBackend
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
@@ -118,11 +120,25 @@ def _open(
     choice = pick(device, dtype, name=kernel, **loaded.config.needs)
     tokens = budget or TOKENS_PER_BATCH.get(device.type, 16384)
     fixed = shapes.largest(tokens, loaded.max_length) if invariant else 0
-    loaded.model.bert.use(choice.kernel)
-    head = dict(loaded.model.heads).get("embed")
+    tokenizer = checkpoint.tokenizer(loaded)
+    layout = loaded.layout
+    heads = dict(loaded.model.heads)
+    head = heads.get("embed")
+    vectors = heads.get("multi")
+    width = vectors.width(loaded.config.hidden_size) if isinstance(vectors, TokenVectors) else 0
+    multi = retrieval.multi_settings(layout.multi if layout else None, [*heads], tokenizer, width)
+    splade = layout.splade if layout else None
+    sparse = retrieval.sparse_settings(splade, [*heads], tokenizer, loaded.config.vocab_size)
+    hides = multi is not None and multi.hides_filler
+    if hides and invariant:
+        raise InputError(
+            f"{loaded.name} fills queries up with tokens that are not attended to, and that is not "
+            "invariant; leave out invariant"
+        )
+    loaded.model.bert.use(HiddenKeys(choice.kernel) if hides else choice.kernel)
     return Encoder(
         name=loaded.name,
-        tokenizer=checkpoint.tokenizer(loaded),
+        tokenizer=tokenizer,
         backend=TorchBackend(loaded.model, device, graphs, fixed),
         heads=tuple(loaded.model.heads),
         width=head.width(loaded.config.hidden_size) if isinstance(head, Embed) else 0,
@@ -138,6 +154,8 @@ def _open(
         capacity=loaded.max_length if choice.kernel.serves.rows else 0,
         budget=tokens,
         embedder=head if isinstance(head, Embed) else None,
+        sparse_settings=sparse,
+        multi_settings=multi,
         digests=fingerprint.digests(loaded),
         **sentence.comparing(loaded.layout),
     )

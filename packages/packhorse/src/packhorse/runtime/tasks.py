@@ -35,17 +35,28 @@ import numpy as np
 from packhorse import results
 from packhorse.data.tables import as_texts
 from packhorse.errors import CheckpointError, InputError
-from packhorse.results import Aggregation, Answer, Classified, Entity, Filled, Hidden, Ranked
+from packhorse.results import (
+    Aggregation,
+    Answer,
+    Classified,
+    Entity,
+    Filled,
+    Hidden,
+    Ranked,
+    SparseVector,
+)
 from packhorse.tokens.tokenizer import Encoding, OnLong, Text, Tokenizer
 
 if TYPE_CHECKING:
     from packhorse.model.heads import Embed
+    from packhorse.model.retrieval import MultiSettings, SparseSettings, TokenSide
 
 TaskInput = Text | Encoding | Sequence[int] | np.ndarray  # a text, a pair, or token ids
 Row = tuple[np.ndarray, ...]  # the outputs for one sequence, one array per head
 Progress = Callable[[int, int], None]  # called with the sequences done, and all sequences
 Long = Literal["truncate", "truncate_left", "error", "chunk"]
 UNIT_NORM_TOLERANCE = 1e-3  # how far the norm of a normalized vector may be from 1
+COMPACT = np.dtype([("index", np.int32), ("weight", np.float32)])  # of a word with a weight
 UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}  # by bytes per number
 
 
@@ -74,6 +85,10 @@ class TaskModel(Protocol):
     def max_length(self) -> int: ...
     @property
     def embedder(self) -> Embed | None: ...
+    @property
+    def sparse_settings(self) -> SparseSettings | None: ...
+    @property
+    def multi_settings(self) -> MultiSettings | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,11 @@ class TaskSpec:
     takes_query: bool = False  # one question or query is asked of all inputs
     uses_labels: bool = False  # the head's outputs are named by the model's labels
     fine_tuned: bool = False  # states of a model with this head do not make good sentence vectors
+    instead: str | None = None  # another head that does as well
+
+    def is_served_by(self, heads: Sequence[str]) -> bool:
+        """Whether a model with these heads has one for this task."""
+        return self.head == "hidden" or self.head in heads or self.instead in heads
 
 
 def prepare(
@@ -122,16 +142,16 @@ def prepare(
         known = ", ".join(name for name, spec in TASKS.items() if spec.prepare)
         raise InputError(f"unknown task {task!r}; use one of {known}")
     texts = as_texts(texts)
-    check_head(model, spec.head)
+    check_head(model, spec)
     return spec.prepare(model, texts, **options)
 
 
-def check_head(model: TaskModel, head: str) -> None:
+def check_head(model: TaskModel, spec: TaskSpec) -> None:
     """Raise if the model does not have the head of a task."""
-    if head not in ("hidden", *model.heads):
+    if not spec.is_served_by(model.heads):
         available = ", ".join(model.heads) or "none"
         raise CheckpointError(
-            f"{model.name} has no {head!r} head (it has: {available}); "
+            f"{model.name} has no {spec.head!r} head (it has: {available}); "
             "load a checkpoint that was trained for this task"
         )
 
@@ -422,6 +442,220 @@ def _classify(
     return list(map(job, _sequences(model, texts, max_length, long)))
 
 
+def _sparse(
+    model: TaskModel,
+    texts: Sequence[TaskInput],
+    query: bool = False,
+    prompt: str | None = None,
+    top_k: int | None = None,
+    max_length: int | None = None,
+    long: Long | None = None,
+) -> list[InferenceJob]:
+    settings = model.sparse_settings
+    if settings is None:
+        raise CheckpointError(f"{model.name} has no settings for sparse vectors")
+    if top_k is not None and top_k < 1:
+        raise InputError(f"top_k is {top_k}; keep at least 1 word of each text")
+    texts = prompted(model, texts, _side_prompt(model, texts, query, prompt))
+    weights = settings.query_weights if query else None
+    if weights is not None:
+        return _weighed(model, texts, weights, top_k, max_length, long)
+
+    def job(sequences: tuple[Encoding, ...]) -> InferenceJob:
+        def vector(rows: Sequence[Row]) -> SparseVector:
+            columns = [row[0] for row in rows]
+            if settings.head == "sparse":
+                return results.largest(_heaviest(columns), top_k)
+            ids = [sequence.ids for sequence in sequences]
+            return results.largest(results.lexical(columns, ids, settings.skipped), top_k)
+
+        return InferenceJob(sequences, (settings.head,), vector)
+
+    return list(map(job, _sequences(model, texts, max_length, long)))
+
+
+def _heaviest(chunks: Sequence[np.ndarray]) -> SparseVector:
+    """The weights of words in a text: of those of its chunks the largest."""
+    vectors = [
+        SparseVector(chunk["index"], chunk["weight"])
+        if chunk.dtype == COMPACT
+        else results.sparse(chunk)
+        for chunk in chunks
+    ]
+    if len(vectors) == 1:
+        return vectors[0]
+    return results.lexical([v.weights for v in vectors], [v.indices for v in vectors], ())
+
+
+def compact(heads: Sequence[str], row: Row) -> Row:
+    """A row that a list of many can hold: of all words of a vocabulary those that have a weight."""
+    if "sparse" not in heads:
+        return row
+    return tuple(
+        _compact(column) if head == "sparse" else column
+        for head, column in zip(heads, row, strict=True)
+    )
+
+
+def _compact(weights: np.ndarray) -> np.ndarray:
+    vector = results.sparse(weights)
+    column = np.empty(len(vector.indices), COMPACT)
+    column["index"] = vector.indices
+    column["weight"] = vector.weights
+    return column
+
+
+def _weighed(
+    model: TaskModel,
+    texts: Sequence[TaskInput],
+    weights: np.ndarray,
+    top_k: int | None,
+    max_length: int | None,
+    long: Long | None,
+) -> list[InferenceJob]:
+    """Jobs that run nothing: the words of a query have weights of their own."""
+    jobs: list[InferenceJob] = []
+    # Of such a query the library that has these models counts the tokens without special ones.
+    specials = model.tokenizer.specials_per(pair=False)
+    limit = length_limit(model, max_length)
+    encoded = [
+        (from_ids(text, limit, model.tokenizer.vocab_size),)
+        if is_ids(text)
+        else _whole(model.tokenizer, [cast("Text", text)], limit + specials, "truncate")[0]
+        for text in texts
+    ]
+    if long == "error":
+        cut = next((i for i, (sequence,) in enumerate(encoded) if sequence.truncated), None)
+        if cut is not None:
+            raise InputError(f"text {cut} is too long: the model takes {limit} tokens")
+    for (sequence,) in encoded:
+        words = np.unique(sequence.ids[~sequence.special])
+        vector = results.largest(SparseVector(words, weights[words]), top_k)
+        kept = vector.weights > 0
+        vector = SparseVector(vector.indices[kept].astype(np.int32), vector.weights[kept])
+        jobs.append(InferenceJob((), ("sparse",), partial(_constant, vector)))
+    return jobs
+
+
+def _constant(value: Any, rows: Sequence[Row]) -> Any:
+    return value
+
+
+def _side_prompt(
+    model: TaskModel, texts: Sequence[TaskInput], query: bool, prompt: str | None
+) -> str | None:
+    """The name of the prompt before queries or documents: the model's own, unless one is named."""
+    side = "query" if query else "document"
+    if prompt is not None or side not in model.prompts or all(map(is_ids, texts)):
+        return prompt
+    return side if model.prompts[side] else ""
+
+
+def _multi(
+    model: TaskModel,
+    texts: Sequence[TaskInput],
+    query: bool = False,
+    prompt: str | None = None,
+    max_length: int | None = None,
+    long: Long | None = None,
+) -> list[InferenceJob]:
+    settings = model.multi_settings
+    if settings is None:
+        raise CheckpointError(f"{model.name} has no settings for vectors of tokens")
+    encoded = _token_side(model, settings, texts, query, prompt, max_length, long)
+    side = settings.query if query else settings.document
+    return [
+        InferenceJob((sequence,), ("multi",), partial(_kept, settings, side, sequence))
+        for sequence in encoded
+    ]
+
+
+def _token_side(
+    model: TaskModel,
+    settings: MultiSettings,
+    texts: Sequence[TaskInput],
+    query: bool,
+    prompt: str | None,
+    max_length: int | None,
+    long: Long | None,
+) -> list[Encoding]:
+    """Queries or documents with the tokens that tell them apart, and queries filled up."""
+    if long == "chunk":
+        raise InputError('vectors of tokens are not made in chunks; use long="truncate"')
+    texts = prompted(model, texts, _side_prompt(model, texts, query, prompt))
+    texts = _single(cast("Sequence[Text]", texts), "multi")
+    side = settings.query if query else settings.document
+    limit = length_limit(model, max_length)
+    limit = min(limit, side.length or limit)
+    marked = side.marker is not None
+    encoded = _sequences(model, texts, limit - marked, long, depth=7)
+    return [_filled_up(sequence, side, settings, limit) for (sequence,) in encoded]
+
+
+def _filled_up(
+    sequence: Encoding, side: TokenSide, settings: MultiSettings, limit: int
+) -> Encoding:
+    if side.marker is not None:
+        sequence = _with_tokens(sequence, 1, [side.marker])
+    if side.filler is None or len(sequence) >= limit:
+        return sequence
+    length = len(sequence)
+    filled = _with_tokens(sequence, length, [side.filler] * (limit - length))
+    return filled if settings.attends_to_filler else replace(filled, key_length=length)
+
+
+def _with_tokens(sequence: Encoding, at: int, ids: Sequence[int]) -> Encoding:
+    """The sequence with special tokens before the one at `at`."""
+    place = [at] * len(ids)
+    shift = len(ids) if at <= sequence.spans[0].start else 0
+    spans = tuple(slice(span.start + shift, span.stop + shift) for span in sequence.spans)
+    return replace(
+        sequence,
+        ids=np.insert(sequence.ids, place, ids),
+        types=np.insert(sequence.types, place, 0),
+        offsets=np.insert(sequence.offsets, place, 0, axis=0),
+        special=np.insert(sequence.special, place, True),
+        spans=spans,
+    )
+
+
+def _kept(
+    settings: MultiSettings, side: TokenSide, sequence: Encoding, rows: Sequence[Row]
+) -> np.ndarray:
+    """[n, D] the vectors of the tokens that count."""
+    kept = ~np.isin(sequence.ids, side.skipped)
+    if settings.drops_first:
+        kept[0] = False
+    return rows[0][0][kept]
+
+
+def _rerank_by_tokens(
+    model: TaskModel,
+    settings: MultiSettings,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    top_k: int | None,
+    max_length: int | None,
+    long: Long | None,
+) -> list[InferenceJob]:
+    """Jobs that rank documents by `results.maxsim`."""
+    asked = _token_side(model, settings, queries, True, None, max_length, long)
+    read = _token_side(model, settings, documents, False, None, max_length, long)
+
+    def job(question: Encoding) -> InferenceJob:
+        def ranked(rows: Sequence[Row]) -> list[Ranked]:
+            query = _kept(settings, settings.query, question, rows[:1])
+            vectors = [
+                _kept(settings, settings.document, sequence, [row])
+                for sequence, row in zip(read, rows[1:], strict=True)
+            ]
+            return results.ranked(results.maxsim([query], vectors)[0], documents, top_k)
+
+        return InferenceJob((question, *read), ("multi",), ranked)
+
+    return list(map(job, asked))
+
+
 def _rerank(
     model: TaskModel,
     queries: Sequence[str],
@@ -433,6 +667,16 @@ def _rerank(
     if long == "chunk":
         raise InputError(
             'rerank cannot run documents in chunks; use long="truncate", or split them'
+        )
+    if model.multi_settings is not None and "classify" not in model.heads:
+        return _rerank_by_tokens(
+            model,
+            model.multi_settings,
+            as_texts(queries),
+            as_texts(documents),
+            top_k,
+            max_length,
+            long,
         )
     if len(model.labels) != 1:
         raise CheckpointError(
@@ -594,6 +838,7 @@ TASKS: dict[str, TaskSpec] = {
         takes_query=True,
         uses_labels=True,
         fine_tuned=True,
+        instead="multi",
     ),
     # The server makes a pair of the text and each label of the request, and classifies the pairs.
     "zero_shot": TaskSpec(
@@ -632,6 +877,23 @@ TASKS: dict[str, TaskSpec] = {
         uses_labels=True,
         fine_tuned=True,
     ),
+    "sparse": TaskSpec(
+        head="sparse",
+        method="sparse",
+        route="/embed_sparse",
+        command="sparse",
+        prepare=_sparse,
+        takes_pairs=False,
+        instead="lexical",
+    ),
+    "multi": TaskSpec(
+        head="multi",
+        method="multi",
+        route="/embed_multi",
+        command="multi",
+        prepare=_multi,
+        takes_pairs=False,
+    ),
     "hidden": TaskSpec(
         head="hidden",
         method="hidden",
@@ -667,7 +929,7 @@ def prompted(
 
 def task_prompt(model: TaskModel, task: str, texts: Sequence[TaskInput], prompt: str | None) -> str:
     """Return what a task puts before these texts; empty if nothing."""
-    if task == "embed":
+    if task in ("embed", "sparse", "multi"):
         return _prompt(model, texts, prompt) or ""
     return (prompt_text(model, prompt) or "") if prompt is not None else ""
 

@@ -44,7 +44,13 @@ MAX_REQUEST_TOKENS = 2048 * 512
 # Tokenized at a time, so that a request with too many tokens is refused before all its texts are.
 GROUP_CHARACTERS = 1 << 16
 # Of the results of one request, for the tasks that return a row of numbers per token or per mask.
-MAX_RESULT_BYTES = {"hidden": 64 << 20, "fill": 256 << 20}
+MAX_RESULT_BYTES = {
+    "hidden": 64 << 20,
+    "multi": 64 << 20,
+    "rerank": 64 << 20,
+    "fill": 256 << 20,
+    "sparse": 256 << 20,
+}
 # Numbers and texts in an answer. Writing more takes milliseconds, and so happens in a thread.
 MAX_INLINE_VALUES = 1 << 15
 CHARACTERS_PER_VALUE = 32  # of a text, which take about as long to write as a number
@@ -267,9 +273,14 @@ def _check_sizes(jobs: Sequence[InferenceJob], model: ServedModel, task: str) ->
 
 
 def _result_numbers(job: InferenceJob, model: ServedModel) -> int:
-    """Count the numbers of a job whose head returns a row per token, or per mask token."""
+    """Count the numbers of a job whose head returns a row per token, mask or word."""
+    encoder = model.encoder
+    if "multi" in job.heads and encoder.multi_settings is not None:
+        return job.tokens * encoder.multi_settings.width
+    if "sparse" in job.heads and encoder.sparse_settings is not None:
+        return len(job.sequences) * encoder.sparse_settings.width
     if job.only is None:
-        return job.tokens * model.encoder.width
+        return job.tokens * encoder.width if "hidden" in job.heads else job.tokens
     masks = sum(int((sequence.ids == job.only).sum()) for sequence in job.sequences)
     return masks * model.encoder.tokenizer.vocab_size
 

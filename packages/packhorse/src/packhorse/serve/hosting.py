@@ -58,11 +58,12 @@ class ServedModel:
     def tasks(self) -> tuple[str, ...]:
         """The tasks of `runtime.tasks` that the model's heads support; `hidden` always is one."""
         labels = self.encoder.labels
-        lacking = set() if len(labels) == 1 else {"rerank"}
+        heads = self.encoder.heads
+        lacking = set() if len(labels) == 1 or "classify" not in heads else {"rerank"}
         if not is_entailment(labels):
             lacking.add("zero_shot")
-        heads = ("hidden", *self.encoder.heads)
-        return tuple(t for t, spec in TASKS.items() if spec.head in heads and t not in lacking)
+        able = (task for task, spec in TASKS.items() if spec.is_served_by(heads))
+        return tuple(task for task in able if task not in lacking)
 
     def check_task(self, task: str) -> None:
         """Raise `CheckpointError`, with the supported tasks, unless `task` is one of them."""

@@ -74,6 +74,7 @@ class Encoding:
     truncated: int = 0  # tokens known to be lost, at least 1 if anything was; 0: nothing lost
     start: int = 0  # windows only: tokens of the windowed text that come before this window
     prompt_length: int = 0  # leading tokens that pooling leaves out
+    key_length: int = 0  # leading tokens that others attend to; 0: all
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -184,7 +184,8 @@ def test_info(http, server):
         ("/embed", [], 422, "Tokenizer"),
         ("/embed", {"inputs": "a", "model": "ranker"}, 424, "Backend"),
         ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation"),
-        ("/embed_sparse", {"inputs": "a"}, 424, "Backend"),
+        ("/embed_sparse", {"inputs": "a", "model": "ranker"}, 424, "Backend"),
+        ("/embed_sparse", {"inputs": "a", "top_k": 0}, 422, "Tokenizer"),
         ("/embed_all", {"inputs": [[]]}, 400, "Empty"),
     ],
 )

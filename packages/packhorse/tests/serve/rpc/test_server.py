@@ -293,7 +293,6 @@ def test_ids_are_those_of_the_call(rpc) -> None:
             "INVALID_ARGUMENT",
             "truncation_direction",
         ),
-        ("Embed/EmbedSparse", {"inputs": "cat"}, "FAILED_PRECONDITION", "no sparse vectors"),
         ("Predict/PredictPair", {"inputs": ["a"] * 3}, "INVALID_ARGUMENT", "3 texts"),
         ("Rerank/Rerank", {"query": "cat"}, "INVALID_ARGUMENT", "no input"),
         ("Tokenize/Decode", {}, "INVALID_ARGUMENT", "no input"),

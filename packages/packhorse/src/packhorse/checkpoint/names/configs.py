@@ -29,6 +29,8 @@ INFERRED_SIZES = {
     "max_position_embeddings": ("embeddings.position_embeddings.weight", 0),
     "type_vocab_size": ("embeddings.token_type_embeddings.weight", 0),
 }
+# Classes of other libraries, whose heads `sentence` knows by their files.
+OTHERS = ("HF_ColBERT",)
 LAYER = re.compile(r"(?:.*\.)?encoder\.layer\.(\d{1,4})\.")
 # Modules that no BERT has: another family's prefix, and ELECTRA's projection.
 NOT_BERT = PREFIXES - {BERT.prefix} | {"embeddings_project."}
@@ -86,6 +88,7 @@ def architectures(raw: Mapping[str, Any], family: Family) -> list[str]:
     known = family.architectures
     named: Any = raw.get("architectures", [])
     classes = (named if is_list(named) else [named]) if named else []
+    classes = [name for name in classes if name not in OTHERS]
     for name in classes:
         if not isinstance(name, str) or name not in known:
             raise CheckpointError(

@@ -20,9 +20,11 @@ from packhorse.results import Aggregation
 from packhorse.serve.calls import json_response
 from packhorse.serve.dialects import tasks
 from packhorse.serve.dialects.schemas import (
+    InputType,
     ListOf,
     LongText,
     ModelName,
+    PromptName,
     StrictBody,
     TeiError,
     Text,
@@ -73,6 +75,16 @@ class FillRequest(StrictBody):
     top_k: TopK = 5
     targets: ListOf[str] | None = Field(default=None, description="Choose only among these words.")
     long: LongText | None = None
+    model: ModelName = None
+
+
+class EmbedMultiRequest(StrictBody):
+    """Texts each token of which gets a vector."""
+
+    inputs: Texts = Field(examples=["The horse carries the sacks to market."])
+    input_type: InputType = "document"
+    prompt_name: PromptName = None
+    truncate: bool | None = Field(default=None, description="Truncate texts that are too long.")
     model: ModelName = None
 
 
@@ -145,6 +157,10 @@ class NamedSpan(BaseModel):
     score: float
 
 
+class MultiVectors(RootModel[list[list[list[float]]]]):
+    """The vectors of the tokens of each input."""
+
+
 class AnswerResponse(RootModel[list[list[AnswerSpan]]]):
     """The best answers of each context."""
 
@@ -164,6 +180,25 @@ class NerResponse(RootModel[list[list[NamedSpan]]]):
 def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     post = partial(app.post, tags=["Packhorse"], responses=error_responses(TeiError))
+
+    @post("/embed_multi", response_model=MultiVectors)
+    async def embed_multi(request: Request, body: EmbedMultiRequest) -> Response:
+        """One vector per token of each input, to compare by MaxSim; 424 if no model makes them.
+
+        Inputs are marked, filled up and stripped of punctuation as the model wants it. One that is
+        longer than the model takes is cut, unless `truncate` is false.
+        """
+        model = models.find(body.model, "multi")
+        result = await run_task(
+            request,
+            model,
+            "multi",
+            _as_list(body.inputs),
+            Truncation.read(body.truncate, by_default=True),
+            query=body.input_type == "query",
+            prompt=body.prompt_name,
+        )
+        return json_response(result.values)
 
     @post("/answer", response_model=AnswerResponse)
     async def answer(request: Request, body: AnswerRequest) -> Response:

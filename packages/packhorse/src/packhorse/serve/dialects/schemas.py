@@ -70,6 +70,10 @@ PromptName = Annotated[
     str | None,
     Field(description="The name of one of the model's prompts, to put before each text."),
 ]
+InputType = Annotated[
+    Literal["query", "document"],
+    Field(description="Some models read queries in another way than documents."),
+]
 TopK = Annotated[int, Field(ge=1, le=1000)]
 NO_EFFECT: Any = Field(default=None, description="No effect.")
 

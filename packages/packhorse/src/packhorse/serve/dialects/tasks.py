@@ -149,8 +149,14 @@ async def rerank(
     """Rank the documents by the query, best first.
 
     Each pair of query and document is an input of its own and is packed with those of other
-    requests. Scores are logits with `raw`, otherwise between 0 and 1.
+    requests. Scores are logits with `raw`, otherwise between 0 and 1; of a multi-vector model they
+    are those of MaxSim, which has no such range.
     """
+    if "classify" not in model.encoder.heads:
+        result = await run_task(
+            request, model, "rerank", [query], truncation, documents=documents, top_k=top
+        )
+        return result.values[0], result
     pairs = [(query, document) for document in documents]
     result = await run_task(request, model, "classify", pairs, truncation, problem="raw")
     logits = np.array([value.score for value in result.values], np.float64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packhorse import __version__, device
-from packhorse.errors import CheckpointError
+from packhorse.results import SparseVector, words
 from packhorse.runtime.tasks import TaskInput, prompted
 from packhorse.serve.calls import CallResult, check_inputs, json_response
 from packhorse.serve.dialects import tasks
@@ -30,6 +30,7 @@ from packhorse.serve.dialects.schemas import (
     GET_STATUSES,
     Direction,
     Inputs,
+    InputType,
     LenientBody,
     ListOf,
     LongText,
@@ -87,6 +88,22 @@ class EmbedAllRequest(TruncatingBody):
 
     inputs: Inputs
     prompt_name: PromptName = None
+
+
+class EmbedSparseRequest(TruncatingBody):
+    """Texts or token ids to weigh the words of."""
+
+    inputs: Inputs
+    prompt_name: PromptName = None
+    input_type: InputType = "document"
+    top_k: int | None = Field(
+        default=None, ge=1, le=2**20, description="Keep this many words of each text."
+    )
+    format: Literal["indices", "words"] = Field(
+        default="indices",
+        description="How words are named: by their number, as text-embeddings-inference does, or "
+        "as the fields of an object, which OpenSearch stores as rank_features.",
+    )
 
 
 class PredictRequest(TruncatingBody):
@@ -162,6 +179,17 @@ class TokenVectors(RootModel[list[list[list[float]]]]):
     """One vector per token of each input, special tokens included."""
 
     model_config = {"json_schema_extra": {"examples": [[[[0.1, 0.9], [0.6, 0.8]]]]}}
+
+
+class SparseValue(BaseModel):
+    """A word of the vocabulary, by its number, and its weight."""
+
+    index: int = Field(examples=[1996])
+    value: float = Field(examples=[0.83])
+
+
+class SparseVectors(RootModel[list[list[SparseValue]] | list[dict[str, float]]]):
+    """The words of each text that have a weight."""
 
 
 class Prediction(BaseModel):
@@ -345,13 +373,44 @@ def _add_vectors(post: Post, models: ServedModels) -> None:
         result = await similarities(request, model, texts, body.parameters)
         return timed_response(result.values, result, model, texts, start)
 
-    @post("/embed_sparse", response_model=Vectors)
-    async def embed_sparse(request: Request, body: EmbedAllRequest) -> Response:
-        """Always 424: models with a SPLADE head are not supported."""
-        model = models.find(body.model)
-        raise CheckpointError(
-            f"{model.name} makes no sparse vectors; it supports: {', '.join(model.tasks)}"
+    @post("/embed_sparse", response_model=SparseVectors)
+    async def embed_sparse(request: Request, body: EmbedSparseRequest) -> Response:
+        """The weights of words in each input; 424 if no model makes sparse vectors."""
+        start = perf_counter()
+        model = models.find(body.model, "sparse")
+        texts = as_batch(body.inputs)
+        truncation = Truncation.read(body.truncate, body.truncation_direction)
+        result = await run_task(
+            request,
+            model,
+            "sparse",
+            texts,
+            truncation,
+            query=body.input_type == "query",
+            prompt=body.prompt_name,
+            top_k=body.top_k,
         )
+        tokenizer = model.encoder.tokenizer if body.format == "words" else None
+        rows = await asyncio.to_thread(sparse_rows, result.values, tokenizer)
+        return timed_response(rows, result, model, texts, start)
+
+
+def sparse_rows(
+    vectors: Sequence[SparseVector], tokenizer: Tokenizer | None
+) -> list[list[dict[str, float]]] | list[dict[str, float]]:
+    """Return the fields of `SparseVectors`; with a tokenizer, words instead of their numbers."""
+    if tokenizer is not None:
+        return [
+            dict(zip(words(vector, tokenizer), vector.weights.tolist(), strict=True))
+            for vector in vectors
+        ]
+    return [
+        [
+            {"index": index, "value": value}
+            for index, value in zip(vector.indices.tolist(), vector.weights.tolist(), strict=True)
+        ]
+        for vector in vectors
+    ]
 
 
 def _add_scores(post: Post, models: ServedModels) -> None:

@@ -11,10 +11,12 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from packhorse import device as devices
+from packhorse.model.retrieval import MultiSettings, SparseSettings, TokenSide
 from packhorse.packing.batch import Packed
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
@@ -53,6 +55,8 @@ class ModelDescription:
     kernel: str
     reason: str
     embedder: Mapping[str, Any] | None
+    sparse: Mapping[str, Any] | None
+    multi: Mapping[str, Any] | None
     similarity: str
     fingerprint: Mapping[str, Any]  # its parts, with the default prompt
     shape: Mapping[str, Any]  # of a batch, fields of `PackedShape`
@@ -87,6 +91,8 @@ class ModelDescription:
             kernel=self.kernel,
             reason=self.reason,
             embedder=cast(Any, embedder),
+            sparse_settings=None if self.sparse is None else _sparse_settings(self.sparse),
+            multi_settings=None if self.multi is None else _multi_settings(self.multi),
             similarity_fn_name=self.similarity,
         )
 
@@ -134,6 +140,8 @@ def describe(model: ServedModel) -> ModelDescription:
                 embedder.is_average,
             )
         ),
+        sparse=_described(encoder.sparse_settings),
+        multi=_described(encoder.multi_settings),
         similarity=encoder.similarity_fn_name,
         fingerprint=model.fingerprint_parts.parts,
         shape=asdict(runner.shape),
@@ -141,6 +149,29 @@ def describe(model: ServedModel) -> ModelDescription:
         max_waiting_tokens=runner.max_waiting_tokens,
         outputs=_outputs(encoder, runner.shape),
     )
+
+
+def _described(settings: SparseSettings | MultiSettings | None) -> dict[str, Any] | None:
+    if settings is None:
+        return None
+    fields = asdict(settings)
+    if fields.get("query_weights") is not None:
+        fields["query_weights"] = fields["query_weights"].tolist()
+    return fields
+
+
+def _sparse_settings(fields: Mapping[str, Any]) -> SparseSettings:
+    weights = fields["query_weights"]
+    array = None if weights is None else np.array(weights, np.float32)
+    return SparseSettings(**{**fields, "skipped": tuple(fields["skipped"]), "query_weights": array})
+
+
+def _multi_settings(fields: Mapping[str, Any]) -> MultiSettings:
+    sides = {
+        side: TokenSide(**{**fields[side], "skipped": tuple(fields[side]["skipped"])})
+        for side in ("query", "document")
+    }
+    return MultiSettings(**{**fields, **sides})
 
 
 def _outputs(encoder: Encoder, shape: PackedShape) -> dict[str, list[int]]:

@@ -56,12 +56,13 @@ EXIT_NOT_OPENED = 71  # the models could not be opened; the supervisor has the r
 class ReceivedSequence:
     """Token ids from a front; all that a batch needs of `tokens.Encoding`."""
 
-    __slots__ = ("ids", "prompt_length", "types")
+    __slots__ = ("ids", "key_length", "prompt_length", "types")
 
-    def __init__(self, ids: np.ndarray, types: np.ndarray, prompt_length: int) -> None:
+    def __init__(self, ids: np.ndarray, types: np.ndarray, number: int) -> None:
         self.ids = ids
         self.types = types
-        self.prompt_length = prompt_length
+        self.prompt_length = max(number, 0)
+        self.key_length = max(-number, 0)
 
     def __len__(self) -> int:
         return len(self.ids)

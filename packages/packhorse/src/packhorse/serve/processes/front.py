@@ -144,7 +144,8 @@ class EngineLink:
             raise Overloaded("the memory for requests under way is full; try again in a moment")
         data = self.arena.array(offset, 2 * n + tokens, np.int32)
         data[:n] = lengths
-        data[n : 2 * n] = [sequence.prompt_length for sequence in sequences]
+        # Of a sequence either is 0, so that one number has both.
+        data[n : 2 * n] = [s.prompt_length or -s.key_length for s in sequences]
         data[2 * n :] = ids
         rest = self.arena.array(offset + data.nbytes, tokens + n, np.uint8)
         np.concatenate([sequence.types for sequence in sequences], out=rest[:tokens])

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from starlette.requests import Request
 
-from packhorse.errors import CheckpointError, InputError
+from packhorse.errors import InputError
 from packhorse.runtime.tasks import TaskInput, prompted
 from packhorse.serve.calls import CallResult, check_inputs
 from packhorse.serve.dialects import tasks, tei
@@ -97,11 +97,21 @@ async def embed_all(call: RpcCall, message: Any) -> Any:
 
 
 async def embed_sparse(call: RpcCall, message: Any) -> Any:
-    """Always refused: models with a SPLADE head are not supported."""
-    model = call.models.find()
-    raise CheckpointError(
-        f"{model.name} makes no sparse vectors; it supports: {', '.join(model.tasks)}"
+    """The weights of words in a text."""
+    start = perf_counter()
+    model = call.models.find(None, "sparse")
+    prompt = _optional(message, "prompt_name")
+    truncation = _truncation(message)
+    result = await run_task(
+        call.request, model, "sparse", [message.inputs], truncation, prompt=prompt
     )
+    metadata = _metadata(call, result, [message.inputs], start)
+    vector = result.values[0]
+    values = [
+        call.make("SparseValue", index=index, value=value)
+        for index, value in zip(vector.indices.tolist(), vector.weights.tolist(), strict=True)
+    ]
+    return call.make("EmbedSparseResponse", sparse_embeddings=values, metadata=metadata)
 
 
 async def predict(call: RpcCall, message: Any) -> Any:
