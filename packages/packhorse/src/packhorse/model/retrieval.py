@@ -146,7 +146,7 @@ class TokenWeights(nn.Module):
         return self.linear(hidden).squeeze(-1)
 
 
-class TokenVectors(nn.Module):
+class MultiVector(nn.Module):
     """A vector per token: projected, by default of length 1."""
 
     def __init__(self, stages: Sequence[nn.Module] = (), normalize: bool = True) -> None:
@@ -169,4 +169,4 @@ class TokenVectors(nn.Module):
 
 
 # Heads that may get only some of the tokens, those of retrieval included.
-HEADS_BY_TOKEN = (*TOKEN_HEADS, TokenWeights, TokenVectors)
+HEADS_BY_TOKEN = (*TOKEN_HEADS, TokenWeights, MultiVector)
