@@ -180,7 +180,7 @@ def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, st
     from packhorse.model.config import BertConfig
     from packhorse.model.heads import Embed, Mlm, PooledLabels, Pooler, TokenLabels
     from packhorse.model.model import Model
-    from packhorse.model.retrieval import Splade, TokenVectors, TokenWeights
+    from packhorse.model.retrieval import MultiVector, Splade, TokenWeights
     from packhorse.model.vectors import Dense
 
     config = BertConfig(97, width, 2, heads, 2 * width, max_positions=positions)
@@ -196,7 +196,7 @@ def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, st
         "classify": PooledLabels(config, pooler, 3),
         "tokens": TokenLabels(config, 5),
         "lexical": TokenWeights(width),
-        "multi": TokenVectors([Dense(width, 16, False, "Identity")]),
+        "multi": MultiVector([Dense(width, 16, False, "Identity")]),
     }
     every["sparse"] = Splade(every["mlm"])
     model = Model(bert, every)

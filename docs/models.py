@@ -45,8 +45,8 @@ Their modules run one after the other, in the layout of every release since 2:
 - modules: {kinds}.
   Others (`CNN`, `LSTM`, `BoW`, `WordEmbeddings`, `StaticEmbedding`) are refused by name.
 - sparse models (`SparseEncoder`): a transformer that scores words, as `Transformer` or
-  `MLMTransformer`, and `SpladePooling`; behind a `Router`, queries as `SparseStaticEmbedding`, the
-  inference-free kind.
+  `MLMTransformer`, and `SpladePooling`; behind a `Router`, queries as `SparseStaticEmbedding`,
+  the inference-free kind.
 - multi-vector models: `Dense`, `MultiVectorMask` and `Normalize` on tokens, PyLate's folders, and
   the original ColBERT's (class `HF_ColBERT` with `artifact.metadata`).
 - bge-m3's `sparse_linear.pt` and `colbert_linear.pt` beside its modules: three outputs of one pass.

@@ -96,7 +96,7 @@ Run = Callable[[], Any]
 
 
 @dataclass
-class _Trial:
+class _RetrievalTrial:
     engine: str
     run: Run
     output: Any
@@ -118,13 +118,13 @@ def measure(request: RetrievalRequest, progress: Progress | None = None) -> Retr
         exact = _plain(ours(), request.output)
         if request.dtype != "fp32":
             exact = _plain(_ours(load(folder, device=device), request)(), request.output)
-        trials = [_Trial(OURS, ours, exact)]
+        trials = [_RetrievalTrial(OURS, ours, exact)]
         failures: list[RetrievalRow] = []
         for name in names:
             try:
                 with silence_libraries():
                     run = _open(name, folder, request, device)
-                    trials.append(_Trial(name, run, _plain(run(), request.output)))
+                    trials.append(_RetrievalTrial(name, run, _plain(run(), request.output)))
             except Exception as error:  # another library's code may raise anything
                 failures.append(RetrievalRow(name, problem=peers.failure_reason(error)))
         turns = trials * request.repeats
@@ -153,7 +153,7 @@ def _check(request: RetrievalRequest) -> None:
             raise InputError(f"unknown peer {name!r}; there are {', '.join(known)}")
 
 
-def _row(trial: _Trial, ours: _Trial, exact: Any, texts: int) -> RetrievalRow:
+def _row(trial: _RetrievalTrial, ours: _RetrievalTrial, exact: Any, texts: int) -> RetrievalRow:
     seconds = median(trial.seconds)
     name = "packhorse" if trial.engine == OURS else trial.engine
     return RetrievalRow(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -142,6 +143,15 @@ def csr(vectors: Sequence[SparseVector], width: int) -> csr_array:
     weights = [vector.weights for vector in vectors] or [np.empty(0, np.float32)]
     parts = (np.concatenate(weights), np.concatenate(indices), ends)
     return csr_array(parts, shape=(len(vectors), width))
+
+
+def vectors_of(matrix: Any) -> list[SparseVector]:
+    """The rows of scipy's CSR."""
+    ends: list[int] = matrix.indptr.tolist()
+    return [
+        SparseVector(matrix.indices[begin:end], matrix.data[begin:end])
+        for begin, end in pairwise(ends)
+    ]
 
 
 def words(vector: SparseVector, tokenizer: Tokenizer) -> list[str]:

@@ -47,7 +47,7 @@ def test_plain_values() -> None:
 def test_formats_are_named_by_suffix(tmp_path: Path) -> None:
     vectors, words = {"vector": ["float32"]}, {"masks": [[{"word": str}]]}
     assert format_of(tmp_path / "a.NPY", vectors) is FORMATS[".npy"]
-    with pytest.raises(InputError, match=r"as \.csv; use one of \.npy, \.jsonl, \.parquet"):
+    with pytest.raises(InputError, match=r"as \.csv; use one of \.npy, \.npz, \.jsonl, \.parquet"):
         format_of(tmp_path / "a.csv", vectors)
     with pytest.raises(InputError, match="npy holds one vector per text"):
         format_of(tmp_path / "a.npy", words)

@@ -26,7 +26,7 @@ from packhorse.json_types import is_list, is_object
 from packhorse.model.config import BertConfig
 from packhorse.model.heads import Embed, Mlm
 from packhorse.model.pooling import POOLINGS
-from packhorse.model.retrieval import Splade, TokenVectors, TokenWeights
+from packhorse.model.retrieval import MultiVector, Splade, TokenWeights
 from packhorse.model.vectors import ACTIVATIONS, Dense, UnitLength, VectorNorm, width_after
 
 MODULES = "modules.json"
@@ -426,7 +426,7 @@ def heads(
             raise CheckpointError("the projection of the vectors of tokens has no weight")
         if vectors:
             stages = [Dense(width, vectors, retrieval.VECTORS in layout.m3, "Identity")]
-        found["multi"] = TokenVectors(stages, layout.multi.normalize)
+        found["multi"] = MultiVector(stages, layout.multi.normalize)
     return found
 
 

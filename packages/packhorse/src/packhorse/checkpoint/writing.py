@@ -42,6 +42,11 @@ def write(
     """
     if to not in WRITERS:
         raise InputError(f"cannot write {to!r}; the formats are {', '.join(WRITERS)}")
+    if checkpoint.layout and (checkpoint.layout.splade or checkpoint.layout.multi):
+        raise InputError(
+            "sparse and multi-vector models are not written, because their heads would be lost; "
+            "use the folder as it is"
+        )
     if to != "hf" and not checkpoint.config.classic:
         kind = checkpoint.raw.get("model_type", "such")
         raise InputError(

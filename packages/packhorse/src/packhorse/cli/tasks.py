@@ -6,7 +6,6 @@ formats that must know them in advance. States and vectors stay arrays until the
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,14 +115,16 @@ def _sparse(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -
         top_k=options.top_k,
         max_length=options.max_length,
     )
-    from packhorse.results import SparseVector, words
+    from packhorse.results import vectors_of, words
 
-    rows: list[Row] = []
-    for begin, end in pairwise(vectors.indptr.tolist()):
-        vector = SparseVector(vectors.indices[begin:end], vectors.data[begin:end])
-        named = words(vector, encoder.tokenizer)
-        rows.append({"indices": vector.indices, "weights": vector.weights, "words": named})
-    return rows
+    return [
+        {
+            "indices": vector.indices,
+            "weights": vector.weights,
+            "words": words(vector, encoder.tokenizer),
+        }
+        for vector in vectors_of(vectors)
+    ]
 
 
 def _multi(encoder: "Encoder", texts: Sequence["Text"], options: TaskOptions) -> list["Row"]:

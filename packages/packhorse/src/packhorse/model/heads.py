@@ -75,6 +75,7 @@ class Mlm(nn.Module):
             self.activation = config.mlm_activation
             self.norm = nn.LayerNorm(width, eps=config.norm_eps, bias=config.norm_bias)
         self.decoder = nn.Linear(width, config.vocab_size, bias=config.decoder_bias)
+        self.words = config.vocab_size
         self.spare = -config.vocab_size % 8  # up to the next multiple of 8, see `_scores`
         if tied:
             self.decoder.weight = words.weight

@@ -90,18 +90,14 @@ class Splade(nn.Module):
     def forward(self, hidden: Tensor, packed: Packed) -> Tensor:
         """[T, E] to [S, V], in fp32 or wider."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        total: Tensor | None = None
+        # 0 is the smallest weight: a score below it weighs as much as none.
+        total = hidden.new_zeros(len(packed), self._scores[0].words, dtype=wide)
         for begin in range(0, len(hidden), BLOCK_TOKENS):
             block = hidden[begin : begin + BLOCK_TOKENS]
             scores = self._scores[0](block, packed).to(wide)  # [block, V]
             if self.pooling == "sum":
                 scores = self._weights(scores)
-            if total is None:
-                # 0 is the smallest weight: a score below it weighs as much as none.
-                total = scores.new_zeros(len(packed), scores.shape[1])
             self._add(total, scores, packed.cu_seqlens.long() - begin)
-        if total is None:
-            return hidden.new_zeros(len(packed), 0)
         return total if self.pooling == "sum" else self._weights(total)
 
     def _weights(self, scores: Tensor) -> Tensor:
@@ -150,7 +146,7 @@ class TokenWeights(nn.Module):
         return self.linear(hidden).squeeze(-1)
 
 
-class TokenVectors(nn.Module):
+class MultiVector(nn.Module):
     """A vector per token: projected, by default of length 1."""
 
     def __init__(self, stages: Sequence[nn.Module] = (), normalize: bool = True) -> None:
@@ -173,4 +169,4 @@ class TokenVectors(nn.Module):
 
 
 # Heads that may get only some of the tokens, those of retrieval included.
-HEADS_BY_TOKEN = (*TOKEN_HEADS, TokenWeights, TokenVectors)
+HEADS_BY_TOKEN = (*TOKEN_HEADS, TokenWeights, MultiVector)

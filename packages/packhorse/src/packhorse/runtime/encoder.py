@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -47,7 +47,7 @@ from packhorse.runtime.tasks import TruncationWarning as TruncationWarning
 from packhorse.tokens.tokenizer import Encoding, Text, Tokenizer
 
 if TYPE_CHECKING:
-    from scipy.sparse import csr_array
+    from scipy.sparse import csr_array  # pyright: ignore[reportMissingTypeStubs]
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32768}  # by device type
 # In a batch of sparse vectors: each has a number per word of the vocabulary until it is read.
@@ -275,9 +275,9 @@ class Encoder:
     def words(self, vectors: csr_array, top_k: int | None = None) -> list[dict[str, float]]:
         """Return the words of each row of `sparse` with their weights, the heaviest first."""
         rows: list[dict[str, float]] = []
-        for begin, end in pairwise(vectors.indptr.tolist()):
-            order = begin + np.argsort(-vectors.data[begin:end], kind="stable")[:top_k]
-            vector = SparseVector(vectors.indices[order], vectors.data[order])
+        for row in results.vectors_of(vectors):
+            order = np.argsort(-row.weights, kind="stable")[:top_k]
+            vector = SparseVector(row.indices[order], row.weights[order])
             names = results.words(vector, self.tokenizer)
             rows.append(dict(zip(names, vector.weights.tolist(), strict=True)))
         return rows

@@ -23,7 +23,7 @@ from packhorse.checkpoint import Checkpoint, fingerprint, retrieval, sentence
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.errors import InputError, KernelError
 from packhorse.model.heads import Embed
-from packhorse.model.retrieval import TokenVectors
+from packhorse.model.retrieval import MultiVector
 from packhorse.runtime import invariant as shapes
 from packhorse.runtime.backend import Graphs, TorchBackend
 from packhorse.runtime.encoder import TOKENS_PER_BATCH, Encoder
@@ -125,7 +125,7 @@ def _open(
     heads = dict(loaded.model.heads)
     head = heads.get("embed")
     vectors = heads.get("multi")
-    width = vectors.width(loaded.config.hidden_size) if isinstance(vectors, TokenVectors) else 0
+    width = vectors.width(loaded.config.hidden_size) if isinstance(vectors, MultiVector) else 0
     multi = retrieval.multi_settings(layout.multi if layout else None, [*heads], tokenizer, width)
     splade = layout.splade if layout else None
     sparse = retrieval.sparse_settings(splade, [*heads], tokenizer, loaded.config.vocab_size)

@@ -102,7 +102,8 @@ def judge(
             rows[fusion] = fuse(scores, fusion, [(weights or {}).get(o, 1.0) for o in outputs])
         skipped = ids.index(id) if skip_same_id and id in collection.documents else None
         for name, row in rows.items():
-            ranking = [ids[i] for i in _order(row, skipped)]
+            order: list[int] = _order(row, skipped).tolist()
+            ranking = [ids[i] for i in order]
             found.setdefault(name, []).append(measures(ranking, collection.judgments[id]))
         if progress is not None:
             progress(number + 1, len(collection.queries))
