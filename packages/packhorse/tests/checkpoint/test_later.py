@@ -131,6 +131,15 @@ FAMILIES = {
         ),
         wide=False,
     ),
+    "JinaEmbeddingsV3": Family(
+        "JinaEmbeddingsV3",
+        ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+        others=({"hidden_act": "relu", "type_vocab_size": 2},),
+        wrong=(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            {"hidden_act": "silu"},
+        ),
+    ),
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
 
@@ -681,6 +690,94 @@ def test_what_neoberts_code_says(tmp_path: Path) -> None:
     for change in ({"hidden_act": "gelu"}, {"rms_norm": False}, {"rope": False}, {"ngpt": True}):
         with pytest.raises(CheckpointError, match="is not supported"):
             names.understand(NEOBERT | change)
+
+
+ADAPTED = ("embeddings.word_embeddings", "encoder.layers.1.mixer.Wqkv", "pooler.dense")
+
+
+def add_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """Give some weights of a model two adapters, as Jina's code stores them; the second, merged."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["pooler.dense.weight"] = torch.randn(32, 32)
+    tensors["pooler.dense.bias"] = torch.randn(32)
+    merged = dict(tensors)
+    for name in ADAPTED:
+        weight = tensors.pop(f"{name}.weight")
+        rows, columns = weight.shape
+        inner = {"A": (2, 4, columns), "B": (2, rows, 4)}
+        if "embeddings" in name:
+            inner = {"A": (2, rows, 4), "B": (2, 4, columns)}
+        parts = {kind: torch.randn(size) * 0.3 for kind, size in inner.items()}
+        stem = f"{name}.parametrizations.weight."
+        tensors[f"{stem}original"] = weight
+        tensors |= {f"{stem}0.lora_{kind}": part for kind, part in parts.items()}
+        first, second = ("A", "B") if "embeddings" in name else ("B", "A")
+        merged[f"{name}.weight"] = weight + 2 / 4 * (parts[first][1] @ parts[second][1])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return merged
+
+
+def test_jinas_adapters_are_chosen_by_name(transformers: ModuleType, tmp_path: Path) -> None:
+    """One is as if its products had been added to the weights of transformers' model."""
+    family = FAMILIES["JinaEmbeddingsV3"]
+    model = make(transformers, family, "Model", rope_parameters=ROPE)
+    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "adapted")
+    merged = add_adapters(tmp_path / "adapted")
+    hub = {
+        "model_type": "xlm-roberta",
+        "architectures": ["XLMRobertaModel"],
+        "position_embedding_type": "rotary",
+        "rotary_emb_base": 9000.0,
+        "lora_adaptations": ["retrieval.query", "text-matching"],
+        "lora_alpha": 2,
+        "lora_rank": 4,
+    }
+    edit(tmp_path / "adapted", "rope_parameters", **hub)
+    plain = checkpoint.load(tmp_path / "adapted")
+    assert "no adapter of retrieval.query, text-matching" in plain.notes[0]
+    same(model, plain.model, family)
+    save_file(merged, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    other = transformers.JinaEmbeddingsV3Model.from_pretrained(tmp_path / "plain").eval()
+    loaded = checkpoint.load(tmp_path / "adapted", adapter="text-matching")
+    same(other, loaded.model, family)
+    with pytest.raises(AssertionError):  # the control
+        same(other, checkpoint.load(tmp_path / "adapted", adapter="retrieval.query").model, family)
+    checkpoint.write(tmp_path / "merged", loaded)
+    same(other, checkpoint.load(tmp_path / "merged").model, family)
+    for folder, message in (("adapted", "it has retrieval.query, text-m"), ("plain", "has none")):
+        with pytest.raises(InputError, match=message):
+            checkpoint.load(tmp_path / folder, adapter="classification")
+    edit(tmp_path / "adapted", lora_adaptations=["one"])
+    with pytest.raises(CheckpointError, match="not those of 1 tasks"):
+        checkpoint.load(tmp_path / "adapted", adapter="one")
+    edit(tmp_path / "adapted", lora_adaptations="one")
+    with pytest.raises(CheckpointError, match="does not name the adapters"):
+        checkpoint.load(tmp_path / "adapted")
+
+
+ROPE = {"rope_type": "default", "rope_theta": 9000.0}
+
+
+def test_a_folder_with_jinas_own_module(transformers: ModuleType, tmp_path: Path) -> None:
+    """Its first module is code of the repository: read by its name, never imported."""
+    model = make(transformers, FAMILIES["JinaEmbeddingsV3"], "Model")
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    kinds = {"": "custom_st.Transformer", "1_Pooling": "sentence_transformers.models.Pooling"}
+    listed = [{"idx": 0, "name": "0", "path": path, "type": kind} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / "custom_st.py").write_text("raise SystemExit('never run')")
+    encoder = packhorse.load(tmp_path, device="cpu")
+    plain = packhorse.load(model_alone(tmp_path), device="cpu")
+    assert np.array_equal(encoder.embed(["horse"]), plain.embed(["horse"]))
+
+
+def model_alone(folder: Path) -> Path:
+    (folder / "modules.json").unlink()
+    return folder
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])

@@ -36,6 +36,8 @@ TRANSFORMER_SETTINGS = tuple(
 )
 LAYER_KINDS = ("Dense", "LayerNorm", "Dropout", "Normalize")
 KINDS = ("Transformer", "Pooling", *LAYER_KINDS)
+# Modules of a repository's own code that do what Transformer does, and choose an adapter besides.
+OWN_TRANSFORMERS = ("custom_st.Transformer",)
 WEIGHTED = ("Dense", "LayerNorm")  # kinds of layers that have a file of weights
 ORDER = re.compile(rf"Transformer( Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
 WIDTH_LIMIT = 65_536  # numbers in a vector: in_features, out_features and dimension are a file's
@@ -170,6 +172,8 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
         fields = module if is_object(module) else {"type": "", "path": ""}
         kind = fields.get("type")
         package, _, name = str(kind).rpartition(".")
+        if kind in OWN_TRANSFORMERS:
+            package = "sentence_transformers"
         if package.split(".")[0] != "sentence_transformers" or name not in KINDS:
             raise CheckpointError(
                 f"{folder / MODULES}: module {kind!r} does not run here "
