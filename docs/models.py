@@ -313,7 +313,7 @@ LAYOUTS: dict[str, tuple[str, str]] = {
     ),
     "jina_embeddings_v3, xlm-roberta with rotary (Jina v3)": (
         TRANSFORMERS.format("jina_embeddings_v3") + "; adapters: ggml-org/llama.cpp, "
-        "`conversion/bert.py` (where they are split by task)",
+        "`conversion/bert.py`, 7bca1fd9ca2a",
         "transformers' classes, with adapters merged by hand",
     ),
     "neobert": (

@@ -42,6 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ForSequenceClassification": {"classify": "logits"},
     "ForTokenClassification": {"tokens": "logits"},
 }
+WAYS: tuple[Raw, ...] = ({"dtype": "bf16"}, {"invariant": True, "budget": 256})
 PER_SEQUENCE = ("pooled", "classify")
 
 
@@ -142,6 +143,13 @@ FAMILIES = {
     ),
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
+SLOW = pytest.mark.slow
+WRITTEN = [  # a head of each family is enough for a quick run
+    case
+    if case[1] in ("ForMaskedLM", "ForSequenceClassification")
+    else pytest.param(*case, marks=SLOW)
+    for case in CASES
+]
 
 
 def make(transformers: ModuleType, family: Family, ending: str, **settings: Any) -> Any:
@@ -284,7 +292,7 @@ def test_packed_is_as_alone(
         assert not torch.allclose(merged[30:37], together[1], atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "ending"), CASES)
+@pytest.mark.parametrize(("name", "ending"), WRITTEN)
 def test_transformers_loads_what_we_write(
     name: str, ending: str, transformers: ModuleType, tmp_path: Path
 ) -> None:
@@ -585,7 +593,7 @@ def test_what_jinas_code_says(tmp_path: Path) -> None:
     assert loaded.config == names.understand(JINA)
     assert loaded.raw["model_type"] == "bert"
     vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
-    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+    for options in WAYS:
         others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
         assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
     for change in (
@@ -635,19 +643,20 @@ def test_neoberts_pairs_and_heads_are_those_of_its_authors(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(NEOBERT))
     loaded = checkpoint.load(tmp_path).model
     entries = sequences()
+    states: list[torch.Tensor] = []
     for kernel in KERNELS:
         if attention.kernel(kernel).serves.refusal(CPU, torch.float32):
             continue
         loaded.bert.use(attention.kernel(kernel))
         packed = Packed.build(entries)
-        states, scores = (packed.split(x) for x in loaded(packed, "hidden", "mlm"))
+        states, scores = (list(packed.split(x)) for x in loaded(packed, "hidden", "mlm"))
         for number, item in enumerate(entries):
             result = model(torch.from_numpy(item.ids)[None])
             assert_close(states[number], result["hidden_representation"][0], atol=1e-5, rtol=1e-5)
             assert_close(scores[number], result["logits"][0], atol=1e-5, rtol=1e-5)
-    loaded.bert.layers[0].attention.by_head = False  # the control
+    loaded.bert.get_submodule("layers.0.attention").__dict__["by_head"] = False  # the control
     wrong = loaded(Packed.build(entries), "hidden")[0]
-    assert not torch.allclose(wrong, torch.cat(list(states)), atol=1e-3)
+    assert not torch.allclose(wrong, torch.cat(states), atol=1e-3)
 
 
 def add_xformers() -> None:
@@ -684,7 +693,7 @@ def test_what_neoberts_code_says(tmp_path: Path) -> None:
     states = [model.model(Packed.build(sequences()), "hidden")[0] for model in (loaded, again)]
     assert torch.equal(*states)
     vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
-    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+    for options in WAYS:
         others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
         assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
     for change in ({"hidden_act": "gelu"}, {"rms_norm": False}, {"rope": False}, {"ngpt": True}):
@@ -876,6 +885,17 @@ def test_a_folder_runs_in_every_way(name: str, transformers: ModuleType, tmp_pat
     np.testing.assert_allclose(together, expected, atol=1e-5)
     for text, vector in zip(texts, together, strict=True):
         assert np.array_equal(fixed.embed([text])[0], vector)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_compiles(name: str, transformers: ModuleType, tmp_path: Path) -> None:
+    make(transformers, FAMILIES[name], "Model").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    texts = ["horse", "pack a horse " * 12, "b c d", "z " * 60]
+    expected = packhorse.load(tmp_path, device="cpu").embed(texts)
+    compiled = packhorse.load(tmp_path, device="cpu", graphs=True).embed(texts)
+    np.testing.assert_allclose(compiled, expected, atol=2e-5)
 
 
 def write_decoder_tokenizer(folder: Path) -> None:

@@ -12,7 +12,16 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import Kernel
-from packhorse.checkpoint import adapters, building, configuration, files, hf, names, sentence, sources
+from packhorse.checkpoint import (
+    adapters,
+    building,
+    configuration,
+    files,
+    hf,
+    names,
+    sentence,
+    sources,
+)
 from packhorse.checkpoint.building import LoadReport
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.checkpoint.contents import Contents
