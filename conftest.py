@@ -172,7 +172,43 @@ def make_model():
     return _make_model
 
 
-def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, std: float = 0.2):
+# Layers beyond BERT's, by what they are about: every kernel has to keep their sequences apart.
+AXES: dict[str, dict[str, Any]] = {
+    "causal, shared keys": {
+        "causal": True,
+        "head_width": 16,
+        "kv_heads": 1,
+        "norm_first": True,
+        "norm_kind": "rms",
+        "query_key_norm": True,
+        "rotary_base": 100.0,
+        "gated": True,
+    },
+    "two-way, local layers, norms of results": {
+        "local_layers": (1,),
+        "window": 4,
+        "norm_first": True,
+        "norm_kind": "rms_offset",
+        "branch_norms": True,
+        "embed_norm": False,
+        "scaled_words": True,
+        "rotary_base": 100.0,
+        "local_rotary_base": 10.0,
+    },
+    "ALiBi, gates": {"alibi": True, "gated": True, "up_bias": False},
+    "stretched by length": {"rotary_base": 100.0, "dynamic_stretch": 2.0, "trained_positions": 8},
+    "pairs side by side": {"rotary_base": 10.0, "rotary_interleaved": True, "qkv_by_head": True},
+}
+
+
+def _make_model(
+    dtype,
+    width: int = 48,
+    heads: int = 3,
+    positions: int = 160,
+    std: float = 0.2,
+    axes: str = "",
+):
     import torch
 
     from packhorse import attention
@@ -183,7 +219,8 @@ def _make_model(dtype, width: int = 48, heads: int = 3, positions: int = 160, st
     from packhorse.model.retrieval import MultiVector, Splade, TokenWeights
     from packhorse.model.vectors import Dense
 
-    config = BertConfig(97, width, 2, heads, 2 * width, max_positions=positions)
+    options = AXES[axes] if axes else {}
+    config = BertConfig(97, width, 2, heads, 2 * width, max_positions=positions, **options)
     torch.manual_seed(0)
     bert = Bert(config, attention.kernel("reference"))
     pooler = Pooler(config)

@@ -256,7 +256,14 @@ MODELS: dict[str, dict[str, Raw]] = {
         "jinaai/jina-embeddings-v2-base-de": jina(sizes(768, 12, 61056)),
         "jinaai/jina-embeddings-v2-base-code": jina(sizes(768, 12, 61056))
         | {"_name_or_path": "jinaai/jina-bert-v2-qk-post-norm"},
-        "jinaai/jina-embeddings-v3": xlmr(LARGE, position_embedding_type="rotary"),
+        "jinaai/jina-embeddings-v3": xlmr(
+            LARGE, position_embedding_type="rotary", rotary_emb_base=20_000.0
+        ),
+        "jinaai/jina-embeddings-v3-hf": {
+            **sizes(1024, 24, MANY_WORDS),
+            "model_type": "jina_embeddings_v3",
+            "architectures": ["JinaEmbeddingsV3Model"],
+        },
         "Qwen/Qwen3-Embedding-0.6B": qwen3(1024, 28),
         "Qwen/Qwen3-Embedding-4B": qwen3(2560, 36),
         "Qwen/Qwen3-Embedding-8B": qwen3(4096, 36),
@@ -326,6 +333,11 @@ LAYOUTS: dict[str, tuple[str, str]] = {
         "huggingface/text-embeddings-inference, `backends/candle/src/models/jina.rs`, 02506d0b3879",
         "a reference in float64 written from the paper; unproven against the authors' code",
     ),
+    "jina_embeddings_v3, xlm-roberta with rotary (Jina v3)": (
+        TRANSFORMERS.format("jina_embeddings_v3") + "; adapters: ggml-org/llama.cpp, "
+        "`conversion/bert.py`, 7bca1fd9ca2a",
+        "transformers' classes, with adapters merged by hand",
+    ),
     "neobert": (
         "the authors' first commit in JonasNasimzada/NeoBERT, `src/neobert/model/model.py`, "
         "c898c9794322",
@@ -355,7 +367,6 @@ MISSING = {
     "t5": "distances with a bias, but RMS norms, no scale of scores, another checkpoint layout",
     "jinaai/jina-bert-v2-qk-post-norm": "norms of all heads of queries and keys at once, and two "
     "norms after attention",
-    "rotary": "its own code: rotary positions, and an adapter for each task",
 }
 
 

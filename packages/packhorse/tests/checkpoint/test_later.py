@@ -42,6 +42,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ForSequenceClassification": {"classify": "logits"},
     "ForTokenClassification": {"tokens": "logits"},
 }
+WAYS: tuple[Raw, ...] = ({"dtype": "bf16"}, {"invariant": True, "budget": 256})
 PER_SEQUENCE = ("pooled", "classify")
 
 
@@ -131,8 +132,24 @@ FAMILIES = {
         ),
         wide=False,
     ),
+    "JinaEmbeddingsV3": Family(
+        "JinaEmbeddingsV3",
+        ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"),
+        others=({"hidden_act": "relu", "type_vocab_size": 2},),
+        wrong=(
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            {"hidden_act": "silu"},
+        ),
+    ),
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
+SLOW = pytest.mark.slow
+WRITTEN = [  # a head of each family is enough for a quick run
+    case
+    if case[1] in ("ForMaskedLM", "ForSequenceClassification")
+    else pytest.param(*case, marks=SLOW)
+    for case in CASES
+]
 
 
 def make(transformers: ModuleType, family: Family, ending: str, **settings: Any) -> Any:
@@ -275,7 +292,7 @@ def test_packed_is_as_alone(
         assert not torch.allclose(merged[30:37], together[1], atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "ending"), CASES)
+@pytest.mark.parametrize(("name", "ending"), WRITTEN)
 def test_transformers_loads_what_we_write(
     name: str, ending: str, transformers: ModuleType, tmp_path: Path
 ) -> None:
@@ -576,7 +593,7 @@ def test_what_jinas_code_says(tmp_path: Path) -> None:
     assert loaded.config == names.understand(JINA)
     assert loaded.raw["model_type"] == "bert"
     vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
-    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+    for options in WAYS:
         others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
         assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
     for change in (
@@ -626,19 +643,20 @@ def test_neoberts_pairs_and_heads_are_those_of_its_authors(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(NEOBERT))
     loaded = checkpoint.load(tmp_path).model
     entries = sequences()
+    states: list[torch.Tensor] = []
     for kernel in KERNELS:
         if attention.kernel(kernel).serves.refusal(CPU, torch.float32):
             continue
         loaded.bert.use(attention.kernel(kernel))
         packed = Packed.build(entries)
-        states, scores = (packed.split(x) for x in loaded(packed, "hidden", "mlm"))
+        states, scores = (list(packed.split(x)) for x in loaded(packed, "hidden", "mlm"))
         for number, item in enumerate(entries):
             result = model(torch.from_numpy(item.ids)[None])
             assert_close(states[number], result["hidden_representation"][0], atol=1e-5, rtol=1e-5)
             assert_close(scores[number], result["logits"][0], atol=1e-5, rtol=1e-5)
-    loaded.bert.layers[0].attention.by_head = False  # the control
+    loaded.bert.get_submodule("layers.0.attention").__dict__["by_head"] = False  # the control
     wrong = loaded(Packed.build(entries), "hidden")[0]
-    assert not torch.allclose(wrong, torch.cat(list(states)), atol=1e-3)
+    assert not torch.allclose(wrong, torch.cat(states), atol=1e-3)
 
 
 def add_xformers() -> None:
@@ -675,12 +693,100 @@ def test_what_neoberts_code_says(tmp_path: Path) -> None:
     states = [model.model(Packed.build(sequences()), "hidden")[0] for model in (loaded, again)]
     assert torch.equal(*states)
     vectors = packhorse.load(tmp_path, device="cpu").embed(["horse", "pack a horse"])
-    for options in ({"dtype": "bf16"}, {"invariant": True, "budget": 256}):
+    for options in WAYS:
         others = packhorse.load(tmp_path, device="cpu", **options).embed(["horse", "pack a horse"])
         assert np.abs(others - vectors).max() < 0.1 * np.abs(vectors).max()
     for change in ({"hidden_act": "gelu"}, {"rms_norm": False}, {"rope": False}, {"ngpt": True}):
         with pytest.raises(CheckpointError, match="is not supported"):
             names.understand(NEOBERT | change)
+
+
+ADAPTED = ("embeddings.word_embeddings", "encoder.layers.1.mixer.Wqkv", "pooler.dense")
+
+
+def add_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """Give some weights of a model two adapters, as Jina's code stores them; the second, merged."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["pooler.dense.weight"] = torch.randn(32, 32)
+    tensors["pooler.dense.bias"] = torch.randn(32)
+    merged = dict(tensors)
+    for name in ADAPTED:
+        weight = tensors.pop(f"{name}.weight")
+        rows, columns = weight.shape
+        inner = {"A": (2, 4, columns), "B": (2, rows, 4)}
+        if "embeddings" in name:
+            inner = {"A": (2, rows, 4), "B": (2, 4, columns)}
+        parts = {kind: torch.randn(size) * 0.3 for kind, size in inner.items()}
+        stem = f"{name}.parametrizations.weight."
+        tensors[f"{stem}original"] = weight
+        tensors |= {f"{stem}0.lora_{kind}": part for kind, part in parts.items()}
+        first, second = ("A", "B") if "embeddings" in name else ("B", "A")
+        merged[f"{name}.weight"] = weight + 2 / 4 * (parts[first][1] @ parts[second][1])
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return merged
+
+
+def test_jinas_adapters_are_chosen_by_name(transformers: ModuleType, tmp_path: Path) -> None:
+    """One is as if its products had been added to the weights of transformers' model."""
+    family = FAMILIES["JinaEmbeddingsV3"]
+    model = make(transformers, family, "Model", rope_parameters=ROPE)
+    model.save_pretrained(tmp_path / "plain")
+    model.save_pretrained(tmp_path / "adapted")
+    merged = add_adapters(tmp_path / "adapted")
+    hub = {
+        "model_type": "xlm-roberta",
+        "architectures": ["XLMRobertaModel"],
+        "position_embedding_type": "rotary",
+        "rotary_emb_base": 9000.0,
+        "lora_adaptations": ["retrieval.query", "text-matching"],
+        "lora_alpha": 2,
+        "lora_rank": 4,
+    }
+    edit(tmp_path / "adapted", "rope_parameters", **hub)
+    plain = checkpoint.load(tmp_path / "adapted")
+    assert "no adapter of retrieval.query, text-matching" in plain.notes[0]
+    same(model, plain.model, family)
+    save_file(merged, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    other = transformers.JinaEmbeddingsV3Model.from_pretrained(tmp_path / "plain").eval()
+    loaded = checkpoint.load(tmp_path / "adapted", adapter="text-matching")
+    same(other, loaded.model, family)
+    with pytest.raises(AssertionError):  # the control
+        same(other, checkpoint.load(tmp_path / "adapted", adapter="retrieval.query").model, family)
+    checkpoint.write(tmp_path / "merged", loaded)
+    same(other, checkpoint.load(tmp_path / "merged").model, family)
+    for folder, message in (("adapted", "it has retrieval.query, text-m"), ("plain", "has none")):
+        with pytest.raises(InputError, match=message):
+            checkpoint.load(tmp_path / folder, adapter="classification")
+    edit(tmp_path / "adapted", lora_adaptations=["one"])
+    with pytest.raises(CheckpointError, match="not those of 1 tasks"):
+        checkpoint.load(tmp_path / "adapted", adapter="one")
+    edit(tmp_path / "adapted", lora_adaptations="one")
+    with pytest.raises(CheckpointError, match="does not name the adapters"):
+        checkpoint.load(tmp_path / "adapted")
+
+
+ROPE = {"rope_type": "default", "rope_theta": 9000.0}
+
+
+def test_a_folder_with_jinas_own_module(transformers: ModuleType, tmp_path: Path) -> None:
+    """Its first module is code of the repository: read by its name, never imported."""
+    model = make(transformers, FAMILIES["JinaEmbeddingsV3"], "Model")
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    kinds = {"": "custom_st.Transformer", "1_Pooling": "sentence_transformers.models.Pooling"}
+    listed = [{"idx": 0, "name": "0", "path": path, "type": kind} for path, kind in kinds.items()]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (tmp_path / "custom_st.py").write_text("raise SystemExit('never run')")
+    encoder = packhorse.load(tmp_path, device="cpu")
+    plain = packhorse.load(model_alone(tmp_path), device="cpu")
+    assert np.array_equal(encoder.embed(["horse"]), plain.embed(["horse"]))
+
+
+def model_alone(folder: Path) -> Path:
+    (folder / "modules.json").unlink()
+    return folder
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
@@ -779,6 +885,17 @@ def test_a_folder_runs_in_every_way(name: str, transformers: ModuleType, tmp_pat
     np.testing.assert_allclose(together, expected, atol=1e-5)
     for text, vector in zip(texts, together, strict=True):
         assert np.array_equal(fixed.embed([text])[0], vector)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_compiles(name: str, transformers: ModuleType, tmp_path: Path) -> None:
+    make(transformers, FAMILIES[name], "Model").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    texts = ["horse", "pack a horse " * 12, "b c d", "z " * 60]
+    expected = packhorse.load(tmp_path, device="cpu").embed(texts)
+    compiled = packhorse.load(tmp_path, device="cpu", graphs=True).embed(texts)
+    np.testing.assert_allclose(compiled, expected, atol=2e-5)
 
 
 def write_decoder_tokenizer(folder: Path) -> None:

@@ -57,6 +57,36 @@ def test_windows_and_biases(kernel: str, biased: bool, dtype: torch.dtype) -> No
     assert float((control[0] - exact[0]).norm() / exact[0].norm()) > 0.1, "a window ignored shows"
 
 
+def distant(kernel: str, dtype: torch.dtype, scope: AttentionScope) -> list[Tensor]:
+    """Result and gradient of a fixed random projection under a scope, in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(sum(LENGTHS), 3, HEADS, WIDTH, generator=generator)
+    qkv = numbers.to(CUDA, dtype).requires_grad_()
+    out = run(kernel, qkv, scope)
+    weight = torch.randn(out.shape, generator=generator).to(CUDA, dtype)
+    (gradient,) = torch.autograd.grad((out * weight).sum(), qkv)
+    return [x.detach().float() for x in (out, gradient)]
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "bucketed", "repack", "reference"])
+@pytest.mark.parametrize("kind", ["causal", "causal and near", "slopes"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_causal_attention_and_slopes(kernel: str, kind: str, dtype: torch.dtype) -> None:
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.004], device=CUDA) if kind == "slopes" else None
+    window = 20 if kind == "causal and near" else None
+    scope = AttentionScope(window, causal="causal" in kind, slopes=slopes)
+    needs = {"windows": window is not None, "biases": scope.biased, "causal": scope.causal}
+    if refusal := attention.kernel(kernel).serves.refusal(CUDA, dtype, True, WIDTH, **needs):
+        pytest.skip(refusal)
+    exact = distant("reference", torch.float32, scope)
+    result = distant(kernel, dtype, scope)
+    limit = 0.03 if dtype == torch.bfloat16 else 1e-3
+    for actual, expected in zip(result, exact, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < limit
+    control = distant(kernel, dtype, AttentionScope())
+    assert float((control[0] - exact[0]).norm() / exact[0].norm()) > 0.1, "one ignored shows"
+
+
 def test_the_choice_for_windows_and_biases() -> None:
     half = torch.bfloat16
     assert attention.pick(CUDA, half, head_size=64, windows=True).name == "varlen"

@@ -98,10 +98,12 @@ def make_backend(make_model) -> Callable[..., TorchBackend]:
         kernel: str = FASTEST,
         fixed: int = TOKENS,
         spoil: Callable[[Model], None] = lambda model: None,
+        axes: str = "",
     ) -> TorchBackend:
-        model = make_model(dtype, width=32, heads=2, positions=48)
+        model = make_model(dtype, width=32, heads=2, positions=48, axes=axes)
         spoil(model)
-        model.bert.use(attention.pick(CPU, dtype, name=kernel).kernel)
+        needs = model.bert.config.needs
+        model.bert.use(attention.pick(CPU, dtype, name=kernel, **needs).kernel)
         return TorchBackend(model, CPU, fixed=fixed)
 
     return make
@@ -115,6 +117,20 @@ def make_backend(make_model) -> Callable[..., TorchBackend]:
 def test_every_head_gives_the_same_bits(make_backend, rng, dtype, kernel: str) -> None:
     backend = make_backend(dtype, kernel)
     assert differing(backend, ("hidden", "raw", *backend.model.heads), rng) == 0
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        "causal, shared keys",
+        "two-way, local layers, norms of results",
+        "ALiBi, gates",
+        "stretched by length",
+        "pairs side by side",
+    ],
+)
+def test_so_do_layers_beyond_berts(make_backend, rng, axes: str) -> None:
+    assert differing(make_backend(axes=axes), ["hidden"], rng, packs=3) == 0
 
 
 def test_so_do_heads_of_some_tokens(make_backend, rng) -> None:

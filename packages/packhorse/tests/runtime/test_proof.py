@@ -15,6 +15,14 @@ from packhorse.runtime import proof
 pytestmark = pytest.mark.machine
 
 CPU = torch.device("cpu")
+# Of the fixture `make_model`, in the conftest.py of all tests.
+AXES = (
+    "causal, shared keys",
+    "two-way, local layers, norms of results",
+    "ALiBi, gates",
+    "stretched by length",
+    "pairs side by side",
+)
 ON_CPU = [name for name in KERNELS if name != "varlen"]
 
 
@@ -36,6 +44,19 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
     heads |= {"sparse", "lexical", "multi"}
     assert {p.head for p in proofs} == heads
     assert {p.check for p in proofs} == set(proof.CHECKS)
+    assert [p for p in proofs if not p.passed] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("axes", AXES)
+def test_nor_does_it_in_layers_beyond_berts(make_model, axes: str, dtype: torch.dtype) -> None:
+    model = make_model(dtype, axes=axes)
+    needs = model.bert.config.needs
+    refusals = {name: attention.kernel(name).serves.refusal(CPU, dtype, **needs) for name in ON_CPU}
+    kernels = [name for name, refusal in refusals.items() if refusal is None]
+    assert {"reference", "bucketed", "repack", "mask"} <= set(kernels)
+    proofs = list(proof.prove(model, CPU, kernels, packs=2))
+    assert {p.kernel for p in proofs} == set(kernels)
     assert [p for p in proofs if not p.passed] == []
 
 

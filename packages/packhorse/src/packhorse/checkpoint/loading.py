@@ -12,7 +12,16 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import Kernel
-from packhorse.checkpoint import building, configuration, files, hf, names, sentence, sources
+from packhorse.checkpoint import (
+    adapters,
+    building,
+    configuration,
+    files,
+    hf,
+    names,
+    sentence,
+    sources,
+)
 from packhorse.checkpoint.building import LoadReport
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.checkpoint.contents import Contents
@@ -81,6 +90,7 @@ def load(
     repeat_positions: bool = False,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
+    adapter: str | None = None,
     kernel: Kernel | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
@@ -92,14 +102,15 @@ def load(
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
     beyond those stored only as repetitions of them (repeat_positions). gelu: "erf" or "tanh", where
     neither a graph nor the configuration says which GELU it is. ignore: patterns (`fnmatch`) of
-    tensors that are no part of the model. dtype: None keeps that of the file. contents: what was
-    read of it already; its tensors are taken out.
+    tensors that are no part of the model. adapter: the task whose adapter, if the file has some, is
+    added to the weights. dtype: None keeps that of the file. contents: what was read of it already;
+    its tensors are taken out.
     """
     source = model if isinstance(model, ModelSource) else sources.find(model)
     contents = source.read() if contents is None else contents
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
-        canonical, form = _canonical(source, contents, config, heads, gelu)
+        canonical, form, chosen = _canonical(source, contents, config, heads, gelu, adapter)
         building.check_encoder(ignored, canonical)
         if vocab_size or max_positions:
             canonical = names.resize(
@@ -125,7 +136,7 @@ def load(
         checkpoint,
         name=source.name,
         format=source.format,
-        notes=contents.notes + building.ignored_notes(ignored) + report.unused_notes(),
+        notes=contents.notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
     )
@@ -142,8 +153,9 @@ def _canonical(
     config: ConfigInput,
     heads: int | None,
     gelu: str | None,
-) -> tuple[CanonicalCheckpoint, Gelu]:
-    """The tensors by canonical name, and the GELU; `contents.tensors` is emptied."""
+    adapter: str | None,
+) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...]]:
+    """The tensors by canonical name, the GELU, and notes; `contents.tensors` is emptied."""
     tensors = contents.tensors
     names_in_file: dict[str, str] = {}
     foreign = str
@@ -153,9 +165,10 @@ def _canonical(
         foreign = partial(_variable_name, scope)
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
     raw, form = choose_gelu(raw, contents, gelu)
+    chosen = adapters.merge(tensors, raw, adapter)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
-    return names.canonical(raw, tensors, names_in_file, foreign), form
+    return names.canonical(raw, tensors, names_in_file, foreign), form, chosen
 
 
 def _variable_name(scope: str, name: str) -> str:

@@ -41,6 +41,8 @@ SPARSE_KINDS = ("SpladePooling", "SparseStaticEmbedding")
 KINDS = ("Transformer", "Pooling", *LAYER_KINDS, *SPARSE_KINDS, "MultiVectorMask")
 OLD_KINDS = {"MLMTransformer": "Transformer"}
 PACKAGES = ("sentence_transformers", "pylate")
+# Modules of a repository's own code that do what Transformer does, and choose an adapter besides.
+OWN_TRANSFORMERS = ("custom_st.Transformer",)
 WEIGHTED = ("Dense", "LayerNorm")  # kinds of layers that have a file of weights
 ORDER = re.compile(rf"Transformer( SpladePooling| Pooling( ({'|'.join(LAYER_KINDS)}))*)?")
 MULTI_ORDER = re.compile(r"Transformer(?=.)( (Dense|LayerNorm))*( MultiVectorMask)?( Normalize)?")
@@ -259,6 +261,8 @@ def _read_modules(folder: Path) -> list[tuple[str, str]]:
 
 def _kind(folder: Path, module: Any) -> str:
     """The kind of a module, from the dotted name of its class."""
+    if module in OWN_TRANSFORMERS:
+        return "Transformer"
     package, _, name = str(module).rpartition(".")
     name = OLD_KINDS.get(name, name)
     if package.split(".")[0] not in PACKAGES or name not in (*KINDS, *retrieval.ROUTERS):

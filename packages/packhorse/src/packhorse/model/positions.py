@@ -55,7 +55,9 @@ def rotary_plan(plan: AttentionPlan, packed: Packed, base: float, config: BertCo
     if stretch != 1:
         frequencies = frequencies / stretch ** (2 / width)
     if config.dynamic_stretch:
-        frequencies = 1.0 / (base * _growth(packed, config)) ** exponents  # [T, W/2]
+        # In float64 first: torch's loops round the last numbers of an array differently, and a
+        # text's angles must not depend on where in the batch it lies.
+        frequencies = ((base * _growth(packed, config)) ** -exponents.double()).float()  # [T, W/2]
     angles = packed.positions.float()[:, None] * frequencies
     return RotaryPlan(plan, angles.cos()[:, None, None], angles.sin()[:, None, None])
 
@@ -64,7 +66,7 @@ def _growth(packed: Packed, config: BertConfig) -> Tensor:
     """[T, 1] by how much the base grows with the length of each token's sequence."""
     lengths = packed.lengths.repeat_interleave(packed.lengths, output_size=len(packed.ids))
     factor = config.dynamic_stretch
-    beyond = (lengths / config.trained_positions).clamp(min=1)
+    beyond = (lengths.double() / config.trained_positions).clamp(min=1)
     width = config.rotated_width
     return ((factor * beyond - (factor - 1)) ** (width / (width - 2)))[:, None]
 

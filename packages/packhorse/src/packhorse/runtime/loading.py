@@ -53,6 +53,7 @@ def load(
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
+    adapter: str | None = None,
 ) -> Encoder:
     """Return an `Encoder` over `model`: a folder, a weights file, a TensorFlow prefix or a hub id.
 
@@ -67,7 +68,8 @@ def load(
     see `runtime.invariant`; the number of torch's threads must not change. config, vocab: files to
     use instead of those in the model's folder. heads: the number of attention heads, if no file has
     it. gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names
-    in the file that are not part of the model.
+    in the file that are not part of the model. adapter: the task whose adapter is added to the
+    weights, if the file has adapters (Jina's embeddings v3).
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
@@ -94,6 +96,7 @@ def load(
         heads=heads,
         gelu=gelu,
         ignore=ignore,
+        adapter=adapter,
     )
     if dtype == "auto":
         return _fastest(load_checkpoint, chosen_device, kernel, graphs, budget)

@@ -1196,6 +1196,56 @@ NEOBERT = Family(
 )
 
 
+def _jina3_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Jina's XLM-RoBERTa with rotary positions; transformers has other keys for the base."""
+    table = _rope_table(raw)
+    _check_rope(table, "default")
+    default = raw.get("rotary_emb_base", 10_000.0)
+    if raw["model_type"] == "jina_embeddings_v3":
+        default = 20_000.0
+    return {"rotary_base": _rope_number(table, "rope_theta", default)}
+
+
+def _jina3(name: str) -> Family:
+    """Jina's embeddings v3 under the classes of its own code or of transformers."""
+    layer = "roberta.encoder.layers.{}."
+    return Family(
+        prefix="roberta.",
+        config=SIZES,
+        tensors={
+            "bert.embed.words": "roberta.embeddings.word_embeddings",
+            "bert.embed.types": "roberta.embeddings.token_type_embeddings",
+            "bert.embed.norm": "roberta.emb_ln",
+            "bert.layers.{}.attention.qkv": f"{layer}mixer.Wqkv",
+            "bert.layers.{}.attention.out": f"{layer}mixer.out_proj",
+            "bert.layers.{}.attention_norm": f"{layer}norm1",
+            "bert.layers.{}.up.dense": f"{layer}mlp.fc1",
+            "bert.layers.{}.down": f"{layer}mlp.fc2",
+            "bert.layers.{}.norm": f"{layer}norm2",
+        },
+        heads={
+            "pooled": {"heads.pooled.dense": "roberta.pooler.dense"},
+            **LM_HEAD,
+            **SPAN,
+            **OWN_POOLER,
+            **TOKENS,
+        },
+        architectures=_classes(name),
+        harmless=re.compile(r"lm_head\..*"),
+        defaults={
+            "max_positions": 8194,
+            "type_vocab_size": 1,
+            "norm_eps": 1e-5,
+            "mlm_activation": "gelu",
+            "classify_activation": "tanh",
+        },
+        settings=_jina3_settings,
+        second_bias="lm_head.bias",
+        positions="rotary",
+        exports=_rope_exports,
+    )
+
+
 FAMILIES = {
     "bert": BERT,
     "roberta": _roberta("Roberta"),
@@ -1214,9 +1264,13 @@ FAMILIES = {
     "gemma3_text": GEMMA3,
     "eurobert": EUROBERT,
     "neobert": NEOBERT,
+    "jina_embeddings_v3": _jina3("JinaEmbeddingsV3"),
 }
 # Families that share a `model_type` with another and are told from it by how positions enter.
-VARIANTS = {("bert", "alibi"): JINA_BERT}
+VARIANTS = {
+    ("bert", "alibi"): JINA_BERT,
+    ("xlm-roberta", "rotary"): _jina3("XLMRoberta"),
+}
 # Prefixes that identify a family. ModernBERT's, `model.`, does not: any wrapper may use that word.
 PREFIXES = {family.prefix for family in FAMILIES.values()} - {MODERNBERT.prefix}
 
