@@ -325,10 +325,10 @@ async def sweep(connections: set[Any]) -> None:
         peak = max(peak, len(connections))
         if peak >= TRIM_CONNECTIONS and len(connections) < peak // 2:
             peak = len(connections)
-            await asyncio.to_thread(_trim)
+            await asyncio.to_thread(trim_memory)
 
 
-def _trim() -> None:
+def trim_memory() -> None:
     """Return free pages to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
