@@ -12,7 +12,8 @@ are asked then, and their vectors compared with those of the library in fp32.
 The last line of the output is JSON. Exit code 1 means that the server grew by more than 16 MiB from
 the first pause to the last, or holds more files, or more threads than its pools may have, that a
 request was not answered with 200, or that a vector was wrong. `--leak BYTES` makes the server lose
-so much per request, which must be noticed.
+so much per request, which must be noticed. Flags that are not known here, such as --graphs, are
+passed on to `packhorse serve`.
 """
 
 from __future__ import annotations
@@ -90,17 +91,28 @@ def descendants(root: int) -> dict[str, int]:
 def look(pid: int) -> dict[str, int]:
     """Return what one process holds: bytes of memory, open files, threads."""
     place = Path(f"/proc/{pid}")
-    sizes = {}
-    for line in (place / "smaps_rollup").read_text().splitlines()[1:]:
-        name, _, size = line.partition(":")
-        sizes[name] = 1024 * int(size.split()[0])
     return {
-        "rss": sizes["Rss"],
-        "own": sizes["Pss_Anon"] + sizes["Pss_Shmem"],
-        "shared": sizes["Pss_Shmem"],
+        **memory(place),
         "files": len(os.listdir(place / "fd")),
         "threads": len(os.listdir(place / "task")),
     }
+
+
+def memory(place: Path) -> dict[str, int]:
+    """Return resident bytes: all, the process's own with its part of what is shared, that part."""
+    try:
+        lines = (place / "smaps_rollup").read_text().splitlines()[1:]
+        sizes = {name: 1024 * int(size.split()[0]) for name, _, size in map(_divided, lines)}
+        own, shared = sizes["Pss_Anon"], sizes["Pss_Shmem"]
+        return {"rss": sizes["Rss"], "own": own + shared, "shared": shared}
+    except (OSError, KeyError):  # some sandboxes and older kernels do not tell so much
+        resident, of_files = map(int, (place / "statm").read_text().split()[1:3])
+        size = os.sysconf("SC_PAGE_SIZE")
+        return {"rss": size * resident, "own": size * (resident - of_files), "shared": 0}
+
+
+def _divided(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
 
 
 def gpu_bytes(device: str) -> int | None:
@@ -243,7 +255,7 @@ def main() -> int:
     parser.add_argument("--generators", type=int, default=0, help="0: a quarter of the cores")
     parser.add_argument("--connections", type=int, default=0, help="of all generators")
     parser.add_argument("--leak", type=int, default=0, help="bytes to lose per request")
-    arguments = parser.parse_args()
+    arguments, more = parser.parse_known_args()  # the rest are flags of packhorse serve
     generators = arguments.generators or default_generators()
     connections = arguments.connections or (1024 if arguments.device != "cpu" else 64)
     division = divide_cores(generators)
@@ -268,7 +280,7 @@ def main() -> int:
             dtype="fp32" if arguments.device == "cpu" else "bf16",
             threads=division.server_cores,
             batch_size=32,
-            more=flags(arguments.fronts, connections),
+            more=(*flags(arguments.fronts, connections), *more),
         )
         with on_cores(division.servers):
             server = start(OURS, place, scratch)

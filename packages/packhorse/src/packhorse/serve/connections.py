@@ -45,7 +45,6 @@ from packhorse.serve.tracing import CURRENT, new_ids
 SWEEP_SECONDS = 1.0
 RECHECK_SECONDS = 0.1
 TRIM_CONNECTIONS = 32  # after a peak of this many, free memory is returned to the system
-LINGER_SECONDS = 5.0  # for a client to take the last bytes of a closed connection
 MIN_TAKEN_BYTES = 1 << 16  # of its answer, within a deadline, by a client that gets more time
 MAX_PIPELINED = 64  # requests per connection that wait for an answer
 MAX_LINE_BYTES = 8192  # of the request target or of one header; also the limit of Apache and nginx
@@ -277,7 +276,7 @@ class BoundedConnection(HttpToolsProtocol):
         return (
             _over(self.headers_since, now, self.settings.receive_seconds)
             or _over(self.unread_since, now, self.settings.send_seconds)
-            or _over(self.closing_since, now, LINGER_SECONDS)
+            or _over(self.closing_since, now, self.settings.send_seconds)
         )
 
     def _renew(self, now: float) -> None:
@@ -325,10 +324,10 @@ async def sweep(connections: set[Any]) -> None:
         peak = max(peak, len(connections))
         if peak >= TRIM_CONNECTIONS and len(connections) < peak // 2:
             peak = len(connections)
-            await asyncio.to_thread(_trim)
+            await asyncio.to_thread(trim_memory)
 
 
-def _trim() -> None:
+def trim_memory() -> None:
     """Return free pages to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -210,7 +210,7 @@ def test_clients_that_stall_hold_up_nobody(server, asked, rest) -> None:
 def test_a_client_that_reads_slowly_gets_all_of_its_answer(
     server, rest, last: bytes, pause: float
 ) -> None:
-    """It takes longer than --send-seconds, and than a closed connection lingers."""
+    """It takes longer than --send-seconds, also where the connection is closed afterwards."""
     body = json.dumps({**LARGE, "inputs": [*LARGE["inputs"]] * 2}).encode()
     head = HEADERS.replace(b"/embed", b"/embed_all") + last
     with connect(server, 1 << 18) as client:

@@ -29,6 +29,7 @@ import numpy as np
 from packhorse.errors import PackhorseError, RequestFailed
 from packhorse.runtime.tasks import InferenceJob
 from packhorse.serve import hosting, logs
+from packhorse.serve.connections import trim_memory
 from packhorse.serve.hosting import ServedModel, ServedModels
 from packhorse.serve.metrics import Metrics, families_to_json
 from packhorse.serve.page import describe_engine
@@ -249,8 +250,13 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serve until the supervisor says stop or is gone."""
+        idle = True
         while not self.stopping:
-            for key, events in self.selector.select(POLL_SECONDS):
+            selected = self.selector.select(POLL_SECONDS)
+            if not selected and not idle:
+                trim_memory()  # of batches, most of which the C library would keep
+            idle = not selected
+            for key, events in selected:
                 if isinstance(key.data, FrontLink):
                     self._on_link(key.data, events)
                 else:
