@@ -7,10 +7,15 @@ test.
 
 from __future__ import annotations
 
+import ast
+import html
 import importlib.util
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +48,10 @@ PANELS = {
     "search": "Search",
     "answer": "Answer",
     "fill": "Fill",
+    "ner": "Find",
     "classify": "Classify",
 }
+HOSTILE = """it's "good" $HOME `id` \\ %s 🐎 </script> \N{LINE SEPARATOR} the mule's load"""
 
 
 def absent(reason: str) -> Any:
@@ -98,6 +105,7 @@ def opened(tiny, make_model) -> Iterator[Callable[..., Site]]:
         encoders = {
             "tiny": lambda: tiny("tiny", lambda _: gate.wait(20)),
             "ranker": lambda: ranker(tiny("ranker"), make_model),
+            "tagger": lambda: tiny("tagger"),
             "rows": lambda: replace(tiny("tiny"), kernel="mask"),
             "mini": lambda: packhorse.load(MINILM, device="cpu"),
         }
@@ -149,8 +157,8 @@ def at_port(app: Any) -> tuple[str, Callable[[], None]]:
 
 @pytest.fixture(scope="module")
 def site(opened) -> Site:
-    """Two tiny models, and MiniLM if installed."""
-    return opened(("tiny", "ranker", *(["mini"] if MINILM else [])))
+    """Three tiny models, and MiniLM if installed."""
+    return opened(("tiny", "ranker", "tagger", *(["mini"] if MINILM else [])))
 
 
 @dataclass
@@ -332,6 +340,210 @@ def test_labels_of_lines_and_of_pairs(visit, site) -> None:
         groups = place.locator(".group")
         shown = [groups.nth(i).locator(".name").first.inner_text() for i in range(len(texts))]
         assert shown == best
+
+
+def test_names_are_marked_where_they_stand(visit, site) -> None:
+    page = visit("#ner")
+    place = page.locator("#ner")
+    text = "🐎 the cat sat on a mat <b> and saw one red hat . " * 6  # more than one window
+    place.locator("textarea").fill(text)
+    run(page, "ner")
+    (entities,) = site.encoder("tagger").label([text], stride=12)
+    marks = place.locator("mark")
+    assert marks.evaluate_all("all => all.map(each => each.firstChild.data)") == [
+        entity.text for entity in entities
+    ]
+    kinds = [entity.label for entity in entities]
+    assert place.locator("mark .kind").all_inner_texts() == kinds
+    shown = place.locator(".context").evaluate(
+        "it => [...it.childNodes].map(each => (each.firstChild || each).data).join('')"
+    )
+    assert shown == text
+    assert place.locator(".group h2").all_inner_texts() == list(dict.fromkeys(kinds))
+    place.locator("textarea").fill("  ")
+    place.get_by_role("button", name="Find", exact=True).click()
+    place.locator(".wrong", has_text="Write a text").wait_for()
+
+
+def fill_in(place: Any, name: str) -> None:
+    """Put text that means something to shells, Python and HTML into the fields of a panel."""
+    for box in place.locator("input:visible, textarea:visible").all():
+        # A question may have half of the tokens that the model takes.
+        box.fill("what's $1?" if box.get_attribute("name") == "question" else HOSTILE)
+    if name == "similarity":
+        place.locator("textarea").fill(f"{HOSTILE}\nthe cat")
+    if name == "fill":
+        place.locator(".words button").first.click()
+
+
+def copied(page: Any, place: Any, name: str) -> str:
+    """Click a button of copying; return what is in the clipboard."""
+    place.get_by_role("button", name=f"Copy as {name}").click()
+    place.locator(".status", has_text=f"Copied as {name}.").wait_for()
+    return page.evaluate("navigator.clipboard.readText()")
+
+
+def run_command(name: str, text: str, **variables: str) -> list[Any]:
+    """Run a copied command as its user would; return the documents that it prints."""
+    words = [sys.executable, "-c", text] if name == "Python" else ["bash", "-c", text]
+    environment = {"PATH": os.environ["PATH"], "PYTHONUTF8": "1", "no_proxy": "*", **variables}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if name == "Python":
+        return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    decoder = json.JSONDecoder()
+    documents, rest = [], done.stdout
+    while rest:
+        document, end = decoder.raw_decode(rest)
+        documents.append(document)
+        rest = rest[end:]
+    return documents
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_a_copied_command_does_what_the_form_does(visit, name) -> None:
+    page = visit(permissions=["clipboard-read", "clipboard-write"])
+    place = panel(page, name)
+    fill_in(place, name)
+    bodies: list[Any] = []
+    answers: list[Any] = []
+
+    def remember(response: Any) -> None:
+        if response.request.method == "POST":
+            bodies.append(response.request.post_data_json)
+            answers.append(response.json())
+
+    page.on("response", remember)
+    run(page, name)
+    assert answers and HOSTILE[-8:] in json.dumps(bodies)
+    if name == "fill":  # a click on a word sent the form before
+        answers = answers[-1:]
+    for language in ("curl", "Python"):
+        text = copied(page, place, language)
+        assert place.locator(".code").inner_text().strip() == text.strip()
+        documents = run_command(language, text)
+        assert plain(documents) == plain(answers)
+        changed = run_command(language, text.replace("mule", "horse"))
+        assert name == "fill" or plain(changed) != plain(answers), "the control: other text"
+
+
+def plain(value: Any) -> Any:
+    """Numbers to five digits: the batch decides about the last."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [plain(part) for part in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def test_a_copied_command_has_a_place_for_the_key_and_not_the_key(opened, visit) -> None:
+    closed = opened(keys=("sesame",))
+    page = visit(
+        url=closed.url,
+        http_credentials={"username": "me", "password": "sesame"},
+        permissions=["clipboard-read", "clipboard-write"],
+    )
+    place = panel(page, "similarity")
+    for language in ("curl", "Python"):
+        text = copied(page, place, language)
+        assert "sesame" not in text
+        ((first, *_),) = run_command(language, text, PACKHORSE_API_KEY="sesame")
+        assert len(first) == 96
+    refused = run_command("curl", copied(page, place, "curl"), PACKHORSE_API_KEY="wrong")
+    assert "key is missing or wrong" in refused[0]["error"]
+
+
+def test_what_cannot_be_copied_is_shown(visit) -> None:
+    page = visit()
+    page.evaluate("delete Navigator.prototype.clipboard")
+    place = panel(page, "answer")
+    place.get_by_role("button", name="Copy as curl").click()
+    place.locator(".status", has_text="select the command").wait_for()
+    assert place.locator(".code").inner_text().startswith("curl -s 'http://")
+    place.locator("[name=question]").fill("")
+    place.get_by_role("button", name="Copy as curl").click()
+    assert place.locator(".wrong").inner_text() == "Write a question and a text."
+
+
+def test_several_models_are_a_list_that_opens(visit, site, opened) -> None:
+    page = visit()
+    names = [model.name for model in site.models]
+    summary = page.locator("#models summary")
+    assert summary.inner_text() == f"{len(names)} models"
+    assert page.locator("#models li").first.is_hidden() and page.locator("#serving").is_hidden()
+    summary.click()
+    assert page.locator("#models li b").all_inner_texts() == names
+    assert "tagger on cpu, fp32: label, hidden" in page.locator("#models").inner_text()
+    page = visit(url=opened(("tiny",)).url)
+    assert page.locator("#serving").inner_text() == "tiny on cpu, fp32"
+    assert page.locator("#models").is_hidden()
+
+
+SMALL = """() => [...document.querySelectorAll('button, select, input, summary, footer a, nav a')]
+  .filter(each => each.checkVisibility())
+  .filter(each => each.getBoundingClientRect().height < 44)
+  .map(each => each.outerHTML)"""
+
+
+def test_fingers_find_everything_and_nothing_needs_a_hover(visit) -> None:
+    page = visit(viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    for name in PANELS:
+        page.tap(f"#tab-{name}")
+        place = page.locator(f"#{name}")
+        place.get_by_role("button", name=PANELS[name], exact=True).tap()
+        place.locator(".status", has_text="Answered in").wait_for()
+        assert page.evaluate(SMALL) == []
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+    page.tap("#tab-similarity")
+    cells = page.locator("#similarity td[role=gridcell]")
+    cells.nth(1).tap()
+    readout = page.locator("#similarity .readout")
+    assert readout.inner_text().startswith(cells.nth(1).inner_text())
+    row = page.locator("#packs li").first
+    row.locator("svg").tap()
+    assert page.locator("#engine-readout").inner_text().startswith("Batch ")
+    style = "document.querySelector('#theme').style.minHeight = '20px'; "
+    style += "document.querySelector('#theme').style.padding = '0'"
+    page.evaluate(style)
+    assert len(page.evaluate(SMALL)) == 1, "the control: a small button is seen"
+
+
+def test_the_reference_describes_every_route_without_a_script(browser, watched, site) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    watched.watch(page, site.url)
+    page.goto(f"{site.url}/docs")
+    described = page.locator("summary > code").all_inner_texts()
+    document = httpx.get(f"{site.url}/openapi.json").json()
+    routes = [
+        (operation["tags"][0], f"{method.upper()} {path}")
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    tags = list(dict.fromkeys(tag for tag, _ in routes))
+    assert described == [name for tag in tags for own, name in routes if own == tag]
+    page.get_by_text("POST /ner", exact=True).click()
+    route = page.locator("details", has_text="POST /ner")
+    assert "Read a long text in windows that share this many tokens" in route.inner_text()
+    assert 'default "simple"' in route.inner_text()
+    page.locator("details").evaluate_all("all => all.forEach(each => each.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    response = httpx.get(f"{site.url}/docs")
+    allowed = response.headers["content-security-policy"]
+    assert "script-src 'none'" in allowed and "unsafe" not in allowed
+    assert "<script" not in response.text and "http://" not in response.text
+    page.close()
+
+
+def test_examples_of_the_reference_are_valid(site) -> None:
+    """No body is refused for what it is; a model without the task is another matter."""
+    text = html.unescape(httpx.get(f"{site.url}/docs").text)
+    commands = re.findall(r"<pre>curl -s \$SERVER(\S+) .*? -d '(.*?)'</pre>", text)
+    assert len(commands) > 30
+    for path, body in commands:
+        path = path.replace("{name}", "tiny").replace("{task}", "feature-extraction")
+        body = re.sub(r"\[101, \d+, 102\]", "[2, 6, 3]", body)  # the tiny vocabulary has few ids
+        answer = httpx.post(site.url + path, json=json.loads(body.replace("'\\''", "'")))
+        assert answer.status_code in (200, 424), (path, body, answer.text)
 
 
 def test_a_task_without_a_head_says_how_to_get_one(visit, opened) -> None:

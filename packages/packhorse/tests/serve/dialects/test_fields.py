@@ -233,7 +233,7 @@ REFUSED = {
         {"input": [{}]},
         {"return_multivector": True},
         {"add_special_tokens": False},
-        {"truncate_prompt_tokens": 4},
+        {"truncate_prompt_tokens": 0},
         {"prompt_name": "nobody"},
     ],
     "/rerank": [{"documents": ["the cat"]}],
@@ -392,6 +392,7 @@ def test_truncation_in_every_dialect_of_openai(http, server) -> None:
         ({"truncate": "END"}, right),
         ({"truncation": True}, right),
         ({"truncate_prompt_tokens": -1}, right),
+        ({"truncate_prompt_tokens": 7}, encoder.embed([LONG], max_length=7, long="truncate")[0]),
         ({"truncate": "START"}, from_left),
         ({"truncate": True, "truncation_direction": "Left"}, from_left),
     ]:

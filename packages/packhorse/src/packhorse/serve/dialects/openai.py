@@ -43,6 +43,7 @@ from packhorse.serve.dialects.schemas import (
     PromptName,
     Text,
     TokenIds,
+    TokenLimit,
     error_responses,
     only,
     post_routes,
@@ -133,9 +134,7 @@ class EmbeddingsRequest(LenientBody):
         bool | None,
         only(True, instead="send token ids to /embed to choose special tokens yourself"),
     ] = None
-    truncate_prompt_tokens: Annotated[
-        int | None, only(-1, instead="use `truncate`; texts are truncated to what the model takes")
-    ] = None
+    truncate_prompt_tokens: TokenLimit = None
     priority: int | None = NO_EFFECT
     request_id: str | None = NO_EFFECT
 
@@ -148,7 +147,7 @@ class EmbeddingsRequest(LenientBody):
             truncate = nvidia_values[truncate]
         if truncate is None:
             truncate = self.truncation
-        if truncate is None and self.truncate_prompt_tokens == -1:
+        if truncate is None and self.truncate_prompt_tokens is not None:
             truncate = True
         direction = self.truncation_direction or ("Left" if self.truncate == "START" else "Right")
         return Truncation.read(truncate, direction, self.long, by_default=True)
@@ -235,6 +234,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         )
         if body.late_chunking and any(map(is_ids, texts)):
             raise InputError("late_chunking joins texts; send texts, not token ids")
+        limit = body.truncate_prompt_tokens
         prompt = body.prompt_name
         if prompt is None:
             prompt = vectors.choose_prompt(model, body.task or body.input_type)
@@ -246,6 +246,7 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
             normalize=body.normalized if body.normalize is None else body.normalize,
             dimensions=body.dimensions or body.output_dimension,
             prompt=prompt,
+            max_length=None if limit == -1 else limit,
             late_chunking=bool(body.late_chunking),
         )
         rows = vectors.quantize_vectors(model, result.values, number_type, calibration)

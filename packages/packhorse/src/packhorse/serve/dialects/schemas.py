@@ -59,6 +59,23 @@ LongText = Annotated[
         "truncate it, or read it in chunks and average their results, weighted by their tokens."
     ),
 ]
+
+
+def _check_token_limit(limit: int | None) -> int | None:
+    if limit == 0:
+        raise ValueError("no token would be left; use -1 for what the model takes")
+    return limit
+
+
+TokenLimit = Annotated[
+    int | None,
+    Field(
+        ge=-1,
+        le=2**31,
+        description="Truncate inputs to this many tokens; -1: to what the model takes.",
+    ),
+    AfterValidator(_check_token_limit),
+]
 ModelName = Annotated[
     str | None,
     Field(

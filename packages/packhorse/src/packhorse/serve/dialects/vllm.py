@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,6 +39,7 @@ from packhorse.serve.dialects.schemas import (
     ModelName,
     Texts,
     TokenIds,
+    TokenLimit,
     VllmError,
     error_responses,
     only,
@@ -65,22 +66,6 @@ POOLING_TASKS = {
 PoolingTask = Literal["embed", "classify", "score", "token_classify", "token_embed"]
 
 
-def _check_token_limit(limit: int | None) -> int | None:
-    if limit == 0:
-        raise ValueError("no token would be left; use -1 for what the model takes")
-    return limit
-
-
-TokenLimit = Annotated[
-    int | None,
-    Field(
-        ge=-1,
-        le=2**31,
-        description="Truncate inputs to this many tokens; -1: to what the model takes. By default "
-        "longer ones are refused.",
-    ),
-    AfterValidator(_check_token_limit),
-]
 MaxTokens = Annotated[
     int, Field(ge=0, le=2**31, description="Cut the text after this many tokens; 0: do not.")
 ]

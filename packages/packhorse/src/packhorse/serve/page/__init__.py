@@ -1,4 +1,4 @@
-"""The page at `GET /`, one HTML file, and `GET /engine`, the figures that it draws.
+"""The page at `GET /`, one HTML file, `GET /engine`, the figures that it draws, and `GET /docs`.
 
 The file loads nothing from anywhere, and the content security policy sent with it makes the browser
 enforce that: only the page's own script and style, by their hashes, and calls to this server. There
@@ -16,7 +16,7 @@ import asyncio
 import re
 import time
 from base64 import b64encode
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from importlib.resources import files
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ from packhorse.serve.dialects.schemas import (
     error_responses,
 )
 from packhorse.serve.hosting import OtherProcesses, ServedModel, ServedModels
+from packhorse.serve.page import reference
 from packhorse.serve.settings import ServeSettings
 
 THROUGHPUT_SECONDS = 5.0
@@ -83,17 +84,27 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
     """Add the routes."""
     get = partial(app.get, tags=["Server"])
     html = files(__name__).joinpath("index.html").read_text("utf-8")
-    headers = {
-        "content-security-policy": content_policy(html),
-        "referrer-policy": "no-referrer",
-        "cache-control": "no-cache",
-    }
+    if settings.keys:  # the commands that it writes to be copied then have a place for a key
+        html = html.replace('data-key="no"', 'data-key="yes"')
+    headers = page_headers(html)
     page_errors = error_responses(HuggingFaceError, (401, 429, 503))
 
     @get("/", response_class=HTMLResponse, responses=page_errors)
     async def page() -> Response:
         """The page, for a browser."""
         return HTMLResponse(html, headers=headers)
+
+    @cache
+    def api_reference() -> HTMLResponse:
+        content = reference.render(app.openapi())
+        return HTMLResponse(content, headers=page_headers(content))
+
+    docs_errors = error_responses(TeiError, (401, 429, 503))
+
+    @get("/docs", response_class=HTMLResponse, responses=docs_errors)
+    async def docs() -> Response:
+        """The API reference, for a browser."""
+        return await asyncio.to_thread(api_reference)
 
     def describe_engines(batches: int) -> list[dict[str, Any]]:
         return [describe_engine(model, batches) for model in models]
@@ -108,9 +119,18 @@ def add(app: FastAPI, models: ServedModels, settings: ServeSettings) -> None:
         return json_response({"models": await asyncio.to_thread(describe_engines, batches)})
 
 
+def page_headers(html: str) -> dict[str, str]:
+    """Return the headers that a page is sent with."""
+    return {
+        "content-security-policy": content_policy(html),
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
+    }
+
+
 def content_policy(html: str) -> str:
     """Return the page's content security policy: run what is in it, and call this server."""
-    scripts = _hashes(html, "script")
+    scripts = _hashes(html, "script") or "'none'"
     styles = _hashes(html, "style")
     return (
         f"default-src 'none'; connect-src 'self'; img-src data:; "
