@@ -343,6 +343,7 @@ class Admission:
         self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
         self.expected = 0  # requests after whose arrival `not_before` ends early
+        self.flushed_at = -math.inf  # what was admitted by then waits for no others
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
         # callers wait for it. Otherwise they would compete with the engine for the interpreter,
         # which switches threads only every 5 ms: the engine would lose that much at every call of
@@ -409,12 +410,12 @@ class Admission:
                 f"a request of {share} tokens will never be admitted: at most "
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or split the request"
             )
-        limit = self.patient_tokens if patient else self.max_tokens
         with self._lock:
-            while not self._fits(share, limit):
-                if not patient:
-                    self._refuse()
-                self._room.wait(HEARTBEAT)
+            if patient:
+                while not self._fits(tokens, self.patient_tokens, job.inputs):
+                    self._room.wait(HEARTBEAT)
+            elif not self._fits(share, self.max_tokens):
+                self._refuse()
             future = self._admit(job, tokens)
         if patient:
             # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
@@ -453,6 +454,12 @@ class Admission:
         with self._lock:
             self.not_before = self.clock() + seconds
             self.expected = answered
+
+    def flush(self) -> None:
+        """Let what waits go as soon as the device is free: its caller has no more to submit."""
+        with self._lock:
+            self.flushed_at = self.clock()
+            self._changed.notify()
 
     def stop(self, reason: str, drain: bool = True) -> list[QueuedRequest]:
         """Admit nothing more. Without `drain` remove what waits and return it.
@@ -556,6 +563,8 @@ class Admission:
     def _deadline(self, queue: BatchQueue) -> float:
         """Return when its batch is due even if it is not full."""
         oldest = queue.oldest
+        if oldest <= self.flushed_at:
+            return oldest
         waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
         return max(oldest + self.timeout if waits else oldest, self.not_before)
 
