@@ -102,7 +102,7 @@ class Device:
 def recorded_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> executable.CudaGraphs:
     """One bucket, recorded on a device that is not there."""
     device.input, device.output = torch.zeros(1), torch.zeros(1)
-    recording = executable._RecordedGraph(device, (device.input,), device.output)
+    recording = executable._RecordedGraph(device, (device.input,), (device.output,))
     graphs = object.__new__(executable.CudaGraphs)  # its own parts would ask for a device
     graphs.recorded = {((torch.Size([1]), torch.float32),): recording}
     graphs.turn, graphs.copied = Announced(), device  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def test_a_replay_waits_for_the_copy_of_the_one_before(monkeypatch) -> None:
     answers: dict[int, float] = {}
 
     def call(number: int) -> None:
-        answers[number] = float(graphs(torch.tensor([float(number)])))
+        answers[number] = float(graphs(torch.tensor([float(number)]))[0])
 
     def second() -> None:
         call(2)

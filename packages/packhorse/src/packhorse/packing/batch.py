@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,31 +63,37 @@ class Packed:
     prompt_lengths: Tensor | None = None
 
     @classmethod
-    def build(cls, sequences: Sequence[TokenSequence | IdSequence]) -> Packed:
+    def build(
+        cls, sequences: Sequence[TokenSequence | IdSequence], max_seqlen: int | None = None
+    ) -> Packed:
         """Lay `sequences` end to end, in their order (the ragged shape); nothing is padded.
 
         A sequence is a list, an array or a tensor of token ids, or an object with `ids` and
-        `types`, as `Tokenizer.encode` returns them.
+        `types`, as `Tokenizer.encode` returns them. `max_seqlen` may name a longer length than that
+        of the longest sequence, so that batches which differ only in that are alike.
         """
         sequences = _token_sequences(sequences)
         if not sequences:
             raise InputError("there is no sequence to pack; pass at least one")
-        lengths = np.array([len(sequence.ids) for sequence in sequences])
-        if not lengths.all():
-            raise InputError(f"sequence {int(lengths.argmin())} has no tokens; remove it first")
-        ids = _concatenate(sequence.ids for sequence in sequences)
-        types = _concatenate(sequence.types for sequence in sequences)
+        # Few calls of numpy for all sequences: an online batch is laid out while a device waits.
+        pieces = [sequence.ids for sequence in sequences]
+        sizes = [len(piece) for piece in pieces]
+        if not all(sizes):
+            raise InputError(f"sequence {sizes.index(0)} has no tokens; remove it first")
+        ids = _concatenate(pieces)
+        types = _concatenate([sequence.types for sequence in sequences])
         if len(types) != len(ids):
             raise InputError(
                 f"the sequences have {len(ids)} ids but {len(types)} types; every token needs both"
             )
+        lengths = np.array(sizes)
         return cls(
             ids=ids,
             types=types,
             positions=torch.from_numpy(_restarting_positions(lengths)),
-            cu_seqlens=_cumulative(lengths),
-            max_seqlen=int(lengths.max()),
-            places=tuple(range(len(sequences))),
+            cu_seqlens=torch.from_numpy(np.array([0, *accumulate(sizes)], np.int32)),
+            max_seqlen=max_seqlen or max(sizes),
+            places=tuple(range(len(sizes))),
             prompt_lengths=_prompt_lengths(sequences, lengths),
         )
 
@@ -170,9 +176,12 @@ class Packed:
         target = torch.device(device)
         if target == self.ids.device:
             return self
-        if target.type == "cuda" and self.ids.device.type == "cpu":
-            return self._to_cuda(target)
         prompts = self.prompt_lengths
+        if target.type == "cuda" and self.ids.device.type == "cpu":
+            if prompts is not None:  # few models have prompts, so a second copy is acceptable
+                prompts = prompts.pin_memory().to(target, non_blocking=True)
+            parts = unflatten(self.flat(target), len(self.ids), len(self.cu_seqlens))
+            return replace(self, **parts, prompt_lengths=prompts)
         return replace(
             self,
             ids=self.ids.to(target),
@@ -182,33 +191,23 @@ class Packed:
             prompt_lengths=None if prompts is None else prompts.to(target),
         )
 
-    def _to_cuda(self, target: torch.device) -> Packed:
-        """Copy all tensors at once from pinned memory.
+    def flat(self, device: torch.device) -> Tensor:
+        """Copy the tensors of a batch on the host, all but `prompt_lengths`, to a device as one.
 
-        A copy from pageable memory would block the host until the device's stream gets to it. One
-        staging buffer instead of four tensors saves three launches per batch: the three int64
-        tensors [3, T] come first, then the int32 `cu_seqlens`, two to an int64.
+        The three int64 tensors [3, T] come first, then the int32 `cu_seqlens`, two to an int64;
+        `unflatten` returns them. One copy instead of four saves launches; it is from pinned memory
+        because one from pageable memory would block the host until the device's stream gets to it.
         """
         tokens = len(self.ids)
         bounds = len(self.cu_seqlens)
-        staging = torch.empty(3 * tokens + -(-bounds // 2), dtype=torch.int64, pin_memory=True)
+        pinned = device.type == "cuda"
+        size = 3 * tokens + -(-bounds // 2)
+        staging = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
         host = staging.numpy()
         per_token = (self.ids, self.types, self.positions)
         np.concatenate([tensor.numpy() for tensor in per_token], out=host[: 3 * tokens])
         host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
-        on_device = staging.to(target, non_blocking=True)
-        ids, types, positions = on_device[: 3 * tokens].view(3, tokens)
-        prompts = self.prompt_lengths
-        if prompts is not None:  # few models have prompts, so a second copy is acceptable
-            prompts = prompts.pin_memory().to(target, non_blocking=True)
-        return replace(
-            self,
-            ids=ids,
-            types=types,
-            positions=positions,
-            cu_seqlens=on_device[3 * tokens :].view(torch.int32)[:bounds],
-            prompt_lengths=prompts,
-        )
+        return staging.to(device, non_blocking=True)
 
     def __len__(self) -> int:
         """Number of sequence slots, dummies included."""
@@ -286,6 +285,13 @@ class Packed:
         return self.pick(sums) / counts.view(-1, *[1] * (per_token.ndim - 1))
 
 
+def unflatten(flat: Tensor, tokens: int, bounds: int) -> dict[str, Tensor]:
+    """Views of the tensors that `Packed.flat` joined, by field; `bounds` is S + 1."""
+    ids, types, positions = flat[: 3 * tokens].view(3, tokens).unbind()
+    cu_seqlens = flat[3 * tokens :].view(torch.int32)[:bounds]
+    return {"ids": ids, "types": types, "positions": positions, "cu_seqlens": cu_seqlens}
+
+
 @dataclass(frozen=True, slots=True)
 class _FillerSequence:
     """Filler whose output is never read: token 0 of type 0."""
@@ -353,9 +359,8 @@ def _plain_sequence(sequence: Any, index: int) -> _PlainSequence:
     return _PlainSequence(ids, np.zeros(len(ids), np.int64))
 
 
-def _concatenate(arrays: Iterable[Any]) -> Tensor:
-    pieces = [np.asarray(array) for array in arrays]
-    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
+def _concatenate(arrays: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="unsafe"))
 
 
 def _extended(tensor: Tensor, tail: np.ndarray) -> Tensor:
@@ -368,12 +373,8 @@ def _extended(tensor: Tensor, tail: np.ndarray) -> Tensor:
 
 def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:
     """[S] prompt tokens that pooling leaves out, or None if no sequence has any."""
-    prompts = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
-    return torch.from_numpy(np.minimum(prompts, lengths)) if prompts.any() else None
-
-
-def _cumulative(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    prompts = [getattr(sequence, "prompt_length", 0) for sequence in sequences]
+    return torch.from_numpy(np.minimum(prompts, lengths)) if any(prompts) else None
 
 
 def _restarting_positions(lengths: np.ndarray) -> np.ndarray:

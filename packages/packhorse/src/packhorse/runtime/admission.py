@@ -456,7 +456,7 @@ class Admission:
             self.expected = answered
 
     def flush(self) -> None:
-        """Let what waits go as soon as the device is free: its caller has no more to submit."""
+        """Let what waits go without waiting for more: its caller has no more to submit."""
         with self._lock:
             self.flushed_at = self.clock()
             self._changed.notify()
@@ -550,7 +550,9 @@ class Admission:
         due = [
             (queue.oldest, i, key)  # the index, because keys have no order
             for i, (key, queue) in enumerate(self.queues.items())
-            if queue.full or (idle and (self.stopped or now >= self._deadline(queue)))
+            if queue.full
+            or queue.oldest <= self.flushed_at
+            or (idle and (self.stopped or now >= self._deadline(queue)))
         ]
         return min(due)[2] if due else None
 
@@ -563,8 +565,6 @@ class Admission:
     def _deadline(self, queue: BatchQueue) -> float:
         """Return when its batch is due even if it is not full."""
         oldest = queue.oldest
-        if oldest <= self.flushed_at:
-            return oldest
         waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
         return max(oldest + self.timeout if waits else oldest, self.not_before)
 

@@ -2,9 +2,10 @@
 
 On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
 a bucket and the layers are compiled for it (all layers share the compiled code of one), and on CUDA
-the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
-outside the graph, on the batch without padding: they are small. With `fixed`, batches have the
-shapes of `invariant`.
+the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads with
+an output per sequence are recorded with it, because to launch their few small kernels takes as long
+as the graph of a short text; the others run outside, on the batch without padding. With `fixed`,
+batches have the shapes of `invariant`.
 
 To launch the kernels of a batch takes 4 to 8 ms on CUDA, whatever its size; a small batch computes
 for less. `graphs="small"` therefore records such batches and compiles nothing: a bucket then takes
@@ -32,7 +33,8 @@ from packhorse import executable
 from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze, widen
 from packhorse.model.model import Model
-from packhorse.packing.batch import Packed
+from packhorse.packing.batch import Packed, unflatten
+from packhorse.runtime.batches import PER_TOKEN
 from packhorse.runtime.invariant import FixedShapes
 
 Graphs = bool | Literal["small"]
@@ -61,7 +63,7 @@ class TorchBackend:
             )
         recorded = bool(graphs) and serves.records and device.type == "cuda"
         self.graphs = graphs is True or recorded
-        self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
+        self._recorded = executable.CudaGraphs(self._run) if recorded else None
         self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         if device.type == "cpu":
@@ -70,7 +72,8 @@ class TorchBackend:
         self._compiled: Sequence[Callable[..., Tensor]] | None = None
         if graphs is True:
             self._compiled = executable.compiled(model.bert.layers)
-        self._later: dict[Hashable, Packed] | None = None  # None: prepare a bucket when it comes
+        # Buckets to prepare, and the heads recorded with each; None: prepare one when it comes.
+        self._later: dict[Hashable, tuple[Packed, tuple[str, ...]]] | None = None
         self._batches: Counter[Hashable] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
@@ -82,14 +85,31 @@ class TorchBackend:
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
         if self.graphs and len(packed.ids) <= self.largest:
-            bucket = _bucket(packed, self.smallest).to(self.device)
-            # The padding is at the end.
-            hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]
-            on_device = _unpadded(bucket, packed)
-        else:
-            on_device = packed.to(self.device)
-            hidden = self.model.bert(on_device)  # [T, E]
+            return self._padded(packed, tuple(heads), at)
+        on_device = packed.to(self.device)
+        hidden = self.model.bert(on_device)  # [T, E]
         return self.model.apply_heads(hidden, on_device, heads, at)
+
+    def _padded(self, packed: Packed, heads: tuple[str, ...], at: Tensor | None) -> list[Tensor]:
+        """Run a batch in its bucket, whose padding is at the end."""
+        bucket = _bucket(packed, self.smallest)
+        flat = bucket.flat(self.device)
+        prompts = packed.prompt_lengths
+        per_sequence = prompts is None and not any(head in PER_TOKEN for head in heads)
+        if self._recorded and per_sequence:
+            return [output[: len(packed)] for output in self._in_bucket(bucket, flat, heads)]
+        tokens = len(packed.ids)
+        (hidden,) = self._in_bucket(bucket, flat, ())  # [T of the bucket, E]
+        parts = unflatten(flat, len(bucket.ids), len(bucket.cu_seqlens))
+        on_device = replace(
+            packed,
+            ids=parts["ids"][:tokens],
+            types=parts["types"][:tokens],
+            positions=parts["positions"][:tokens],
+            cu_seqlens=parts["cu_seqlens"][: len(packed.cu_seqlens)],
+            prompt_lengths=None if prompts is None else prompts.to(self.device),
+        )
+        return self.model.apply_heads(hidden[:tokens], on_device, heads, at)
 
     def computed(self, packed: Packed) -> int:
         """Return the tokens that are computed for a batch, the padding of its bucket included."""
@@ -99,55 +119,71 @@ class TorchBackend:
         padded = self.graphs and tokens <= self.largest and not packed.capacity
         return executable.round_up(tokens, self.smallest) if padded else tokens
 
-    def prepare_later(self, expected: Sequence[Packed]) -> None:
+    def prepare_later(self, expected: Sequence[Packed], heads: tuple[str, ...] = ()) -> None:
         """From now on prepare buckets in `prepare_next`: those of batches that come, then those of
-        `expected` batches. Where it is never called, a bucket is prepared after many batches.
+        `expected` batches with `heads`. Where it is never called, a bucket is prepared after many
+        batches.
         """
+        if not self._recorded or any(head in PER_TOKEN for head in heads):
+            heads = ()
         buckets = [_bucket(packed, self.smallest) for packed in expected]
         small_enough = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
-        self._later = {_key(bucket): bucket for bucket in reversed(small_enough)}
+        self._later = {_key(bucket, heads): (bucket, heads) for bucket in reversed(small_enough)}
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
         """Prepare a bucket that is not; return whether there was one."""
         if not self._later:
             return False
-        key, bucket = self._later.popitem()  # the newest
+        key, (bucket, heads) = self._later.popitem()  # the newest
         self._batches[key] = PATIENCE
-        self._in_bucket(bucket.to(self.device))
+        self._in_bucket(bucket, bucket.flat(self.device), heads)
         return True
 
-    def _in_bucket(self, bucket: Packed) -> Tensor:
+    def _in_bucket(self, bucket: Packed, flat: Tensor, heads: tuple[str, ...]) -> list[Tensor]:
+        """Run a bucket, `flat` on the device; return what `_run` does."""
         executable.allow_every_bucket()
-        tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
-        constants: dict[str, Any] = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
+        constants: dict[str, Any] = {
+            "tokens": len(bucket.ids),
+            "bounds": len(bucket.cu_seqlens),
+            "max_seqlen": bucket.max_seqlen,
+            "capacity": bucket.capacity,
+            "heads": heads,
+        }
         if self._later is not None:
-            key = _key(bucket)
+            key = _key(bucket, heads)
             self._batches[key] += 1
             if self._batches[key] < PATIENCE:
-                self._later[key] = bucket
-                return self._hidden(*tensors, **constants, unprepared=True)
+                self._later[key] = bucket, heads
+                return self._run(flat, **constants, unprepared=True)
             self._later.pop(key, None)
-        return (self._recorded or self._hidden)(*tensors, **constants)
+        return (self._recorded or self._run)(flat, **constants)
 
-    def _hidden(
+    def _run(
         self,
-        ids: Tensor,
-        types: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor,
+        flat: Tensor,
         *,
+        tokens: int,
+        bounds: int,
         max_seqlen: int,
         capacity: int,
+        heads: tuple[str, ...],
         unprepared: bool = False,
-    ) -> Tensor:
-        """Run the encoder on bare tensors, which is what a recorded graph takes."""
-        packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
-        return self.model.bert(packed, None if unprepared else self._compiled)
+    ) -> list[Tensor]:
+        """Return the outputs of the heads, or without heads the hidden states.
+
+        It takes one bare tensor, so that a recorded graph gets its input by one copy.
+        """
+        parts = unflatten(flat, tokens, bounds)
+        places = tuple(range(bounds - 1))
+        packed = Packed(**parts, max_seqlen=max_seqlen, places=places, capacity=capacity)
+        hidden = self.model.bert(packed, None if unprepared else self._compiled)
+        return self.model.apply_heads(hidden, packed, heads) if heads else [hidden]
 
 
-def _key(bucket: Packed) -> Hashable:
-    return len(bucket.ids), len(bucket.cu_seqlens), bucket.max_seqlen, bucket.capacity
+def _key(bucket: Packed, heads: tuple[str, ...]) -> Hashable:
+    sizes = len(bucket.ids), len(bucket.cu_seqlens), bucket.max_seqlen, bucket.capacity
+    return sizes, heads
 
 
 def _bucket(packed: Packed, smallest: int) -> Packed:
@@ -159,20 +195,6 @@ def _bucket(packed: Packed, smallest: int) -> Packed:
     needed = max(len(packed) + dummies, tokens // TOKENS_PER_SLOT)
     longest = 1 << (packed.max_seqlen - 1).bit_length()
     return replace(packed.pad(tokens, 1 << (needed - 1).bit_length()), max_seqlen=longest)
-
-
-def _unpadded(bucket: Packed, packed: Packed) -> Packed:
-    """Return the batch without padding, as views of its bucket, which is on the device."""
-    tokens = len(packed.ids)
-    prompts = bucket.prompt_lengths
-    return replace(
-        packed,
-        ids=bucket.ids[:tokens],
-        types=bucket.types[:tokens],
-        positions=bucket.positions[:tokens],
-        cu_seqlens=bucket.cu_seqlens[: len(packed.cu_seqlens)],
-        prompt_lengths=None if prompts is None else prompts[: len(packed)],
-    )
 
 
 def _same_slots(packed: Packed) -> Packed:
