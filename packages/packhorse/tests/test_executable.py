@@ -20,7 +20,7 @@ from packhorse import attention, executable
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
-from packhorse.packing.batch import Packed
+from packhorse.packing.batch import Packed, unflatten
 from packhorse.runtime.backend import TorchBackend, _bucket
 from packhorse.runtime.proof import SyntheticSequence
 
@@ -209,9 +209,12 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
         lengths = rng.integers(1, 200, rng.integers(1, 30)).tolist()
         packed = make_packed(lengths, rng)
         bucket = _bucket(packed, 64)
-        assert len(bucket.ids) == executable.round_up(sum(lengths))
-        assert len(bucket) & (len(bucket) - 1) == 0
-        assert bucket.max_seqlen >= int(bucket.lengths.max())
+        assert bucket.tokens == executable.round_up(sum(lengths))
+        assert bucket.sequences & (bucket.sequences - 1) == 0
+        flat = bucket.flat(packed, torch.device("cpu"))
+        filled = unflatten(flat, bucket.tokens, bucket.sequences)
+        assert filled["ids"].tolist()[: len(packed.ids)] == packed.ids.tolist()
+        assert bucket.max_seqlen >= int(filled["cu_seqlens"].diff().max())
 
 
 @pytest.mark.slow

@@ -101,7 +101,7 @@ def test_heads_give_the_same_inside_a_recorded_graph(
     recorded: list[tuple[str, ...]] = []
 
     def record(*tensors: Any, **constants: Any) -> Any:
-        recorded.append(constants["heads"])
+        recorded.append(constants["prepared"].heads)
         return graphs._run(*tensors, **constants)
 
     monkeypatch.setattr(graphs, "graphs", True)
@@ -111,15 +111,13 @@ def test_heads_give_the_same_inside_a_recorded_graph(
     if capacity:
         packed = Packed.rows(sequences, [[2, 1], [0], [3]], capacity)
     other = Packed.build([PackedIds(length, prompt, first=9) for length in (20, 7, 31, 3)])
-    answers = [
-        [packed.pick(values) if head != "hidden" else values for head, values in zip(heads, out)]
-        for out in (plain(packed, heads), graphs(packed, heads))
-    ]
-    for expected, actual in zip(*answers, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    expected, actual = plain(packed, heads), graphs(packed, heads)
+    for head, there, here in zip(heads, expected, actual, strict=True):
+        select = (lambda values: values) if head == "hidden" else packed.pick
+        torch.testing.assert_close(select(here), select(there), rtol=1e-5, atol=1e-6)
     assert recorded == [tuple(heads) if not prompt and "hidden" not in heads else ()]
     if not capacity:  # the control: other tokens
-        assert not torch.allclose(plain(other, heads)[0], answers[1][0], atol=1e-3)
+        assert not torch.allclose(plain(other, heads)[0], actual[0], atol=1e-3)
 
 
 def test_small_graphs_are_for_cuda_alone(make_model) -> None:

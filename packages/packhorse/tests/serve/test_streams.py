@@ -100,7 +100,6 @@ class Front:
         (reply,) = replies
         return reply
 
-
     def close(self) -> None:
         """Close both ends."""
         self.link.close()

@@ -145,42 +145,22 @@ class Packed:
         costs the square of a length, and `max_seqlen` must not grow. Slots that are still unused
         become empty sequences at the very end.
         """
-        spare = tokens - len(self.ids)
-        dummies = -(-spare // self.max_seqlen)
-        empty = sequences - len(self) - dummies
-        if self.capacity or spare < 0 or empty < 0:
-            raise InputError(
-                f"{len(self)} sequences of {len(self.ids)} tokens do not fit a bucket of "
-                f"{sequences} sequences and {tokens} tokens"
-            )
-        lengths = np.full(dummies, self.max_seqlen)
-        if dummies:
-            lengths[-1] = spare - self.max_seqlen * (dummies - 1)
-        tail = np.full(dummies + empty, tokens)
-        tail[:dummies] = len(self.ids) + np.cumsum(lengths)
-        zeros = np.zeros(spare, np.int64)
-        prompt_lengths = self.prompt_lengths
-        if prompt_lengths is not None:
-            prompt_lengths = F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
-        return replace(
-            self,
-            ids=_extended(self.ids, zeros),
-            types=_extended(self.types, zeros),
-            positions=_extended(self.positions, _restarting_positions(lengths)),
-            cu_seqlens=_extended(self.cu_seqlens, tail),
-            prompt_lengths=prompt_lengths,
-        )
+        if self.ids.device.type != "cpu":
+            return self.to("cpu").pad(tokens, sequences).to(self.ids.device)
+        prompts = self.prompt_lengths
+        if prompts is not None:
+            prompts = F.pad(prompts, (0, sequences - len(prompts)))
+        flat = self.flat(torch.device("cpu"), tokens, sequences)
+        return replace(self, **unflatten(flat, tokens, sequences), prompt_lengths=prompts)
 
     def to(self, device: torch.device | str) -> Packed:
         """The same batch on `device`; a copy to CUDA overlaps with the device's other work."""
         target = torch.device(device)
         if target == self.ids.device:
             return self
-        prompts = self.prompt_lengths
+        prompts = self.prompts_to(target)
         if target.type == "cuda" and self.ids.device.type == "cpu":
-            if prompts is not None:  # few models have prompts, so a second copy is acceptable
-                prompts = prompts.pin_memory().to(target, non_blocking=True)
-            parts = unflatten(self.flat(target), len(self.ids), len(self.cu_seqlens))
+            parts = unflatten(self.flat(target), len(self.ids), len(self))
             return replace(self, **parts, prompt_lengths=prompts)
         return replace(
             self,
@@ -188,25 +168,52 @@ class Packed:
             types=self.types.to(target),
             positions=self.positions.to(target),
             cu_seqlens=self.cu_seqlens.to(target),
-            prompt_lengths=None if prompts is None else prompts.to(target),
+            prompt_lengths=prompts,
         )
 
-    def flat(self, device: torch.device) -> Tensor:
-        """Copy the tensors of a batch on the host, all but `prompt_lengths`, to a device as one.
+    def prompts_to(self, target: torch.device) -> Tensor | None:
+        """`prompt_lengths` on a device; few models have any."""
+        prompts = self.prompt_lengths
+        if prompts is None or target.type != "cuda":
+            return prompts if prompts is None else prompts.to(target)
+        return (prompts if prompts.is_cuda else prompts.pin_memory()).to(target, non_blocking=True)
 
-        The three int64 tensors [3, T] come first, then the int32 `cu_seqlens`, two to an int64;
-        `unflatten` returns them. One copy instead of four saves launches; it is from pinned memory
-        because one from pageable memory would block the host until the device's stream gets to it.
+    def flat(
+        self, device: torch.device, tokens: int | None = None, sequences: int | None = None
+    ) -> Tensor:
+        """Copy a batch on the host to a device as one tensor, all but `prompt_lengths`.
+
+        With `tokens` and `sequences` it is filled up on the way, see `pad`. The three int64 tensors
+        [3, T] come first, then the int32 `cu_seqlens`, two to an int64; `unflatten` returns them.
+        One copy instead of four saves launches; it is from pinned memory because one from pageable
+        memory would block the host until the device's stream gets to it.
         """
-        tokens = len(self.ids)
-        bounds = len(self.cu_seqlens)
-        pinned = device.type == "cuda"
-        size = 3 * tokens + -(-bounds // 2)
-        staging = torch.empty(size, dtype=torch.int64, pin_memory=pinned)
+        used = len(self.ids)
+        real = len(self)
+        tokens = used if tokens is None else tokens
+        sequences = real if sequences is None else sequences
+        spare = tokens - used
+        filled = real + -(-spare // self.max_seqlen)  # sequences that are not empty
+        if spare < 0 or filled > sequences or (self.capacity and spare):
+            raise InputError(
+                f"{real} sequences of {used} tokens do not fit a bucket of {sequences} sequences "
+                f"and {tokens} tokens"
+            )
+        size = 3 * tokens + sequences // 2 + 1
+        staging = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         host = staging.numpy()
-        per_token = (self.ids, self.types, self.positions)
-        np.concatenate([tensor.numpy() for tensor in per_token], out=host[: 3 * tokens])
-        host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
+        ids, types, positions = host[: 3 * tokens].reshape(3, tokens)
+        ids[:used] = self.ids.numpy()
+        types[:used] = self.types.numpy()
+        positions[:used] = self.positions.numpy()
+        bounds = host[3 * tokens :].view(np.int32)
+        bounds[: real + 1] = self.cu_seqlens.numpy()
+        bounds[real + 1 : sequences + 1] = tokens
+        if spare:
+            ids[used:] = 0
+            types[used:] = 0
+            positions[used:] = np.arange(spare) % self.max_seqlen
+            bounds[real + 1 : filled] = np.arange(used + self.max_seqlen, tokens, self.max_seqlen)
         return staging.to(device, non_blocking=True)
 
     def __len__(self) -> int:
@@ -285,10 +292,10 @@ class Packed:
         return self.pick(sums) / counts.view(-1, *[1] * (per_token.ndim - 1))
 
 
-def unflatten(flat: Tensor, tokens: int, bounds: int) -> dict[str, Tensor]:
-    """Views of the tensors that `Packed.flat` joined, by field; `bounds` is S + 1."""
+def unflatten(flat: Tensor, tokens: int, sequences: int) -> dict[str, Tensor]:
+    """Views of the tensors that `Packed.flat` joined, by field."""
     ids, types, positions = flat[: 3 * tokens].view(3, tokens).unbind()
-    cu_seqlens = flat[3 * tokens :].view(torch.int32)[:bounds]
+    cu_seqlens = flat[3 * tokens :].view(torch.int32)[: sequences + 1]
     return {"ids": ids, "types": types, "positions": positions, "cu_seqlens": cu_seqlens}
 
 
@@ -361,14 +368,6 @@ def _plain_sequence(sequence: Any, index: int) -> _PlainSequence:
 
 def _concatenate(arrays: Sequence[Any]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="unsafe"))
-
-
-def _extended(tensor: Tensor, tail: np.ndarray) -> Tensor:
-    """A tensor with more values at its end; by numpy on the host, where torch takes longer."""
-    if tensor.device.type != "cpu":
-        return torch.cat([tensor, torch.from_numpy(tail).to(tensor)])
-    values = tensor.numpy()
-    return torch.from_numpy(np.concatenate([values, tail.astype(values.dtype, copy=False)]))
 
 
 def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,26 @@ SMALLEST_BUCKET = 64  # tokens
 SMALLEST_RECORDED_BUCKET = 256  # tokens; a smaller batch takes no less time
 # A bucket has a slot for a sequence per so many tokens: most batches of a size then share a bucket.
 TOKENS_PER_SLOT = 64
+
+
+class Bucket(NamedTuple):
+    """A shape of batches; a batch of rows is one already, but for its number of sequences."""
+
+    tokens: int
+    sequences: int  # slots; those that a batch does not need are empty
+    max_seqlen: int
+    capacity: int = 0
+
+    def flat(self, packed: Packed, device: torch.device) -> Tensor:
+        """Fill a batch up to this bucket on its way to the device."""
+        return packed.flat(device, self.tokens, self.sequences)
+
+
+class Prepared(NamedTuple):
+    """What is compiled or recorded once: a bucket, and the heads that run in it."""
+
+    bucket: Bucket
+    heads: tuple[str, ...]
 
 
 class TorchBackend:
@@ -72,9 +92,9 @@ class TorchBackend:
         self._compiled: Sequence[Callable[..., Tensor]] | None = None
         if graphs is True:
             self._compiled = executable.compiled(model.bert.layers)
-        # Buckets to prepare, and the heads recorded with each; None: prepare one when it comes.
-        self._later: dict[Hashable, tuple[Packed, tuple[str, ...]]] | None = None
-        self._batches: Counter[Hashable] = Counter()  # of a bucket; from PATIENCE on it is prepared
+        # Buckets to prepare, with a batch of each; None: prepare one when it comes.
+        self._later: dict[Prepared, Packed] | None = None
+        self._batches: Counter[Prepared] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
@@ -93,23 +113,27 @@ class TorchBackend:
     def _padded(self, packed: Packed, heads: tuple[str, ...], at: Tensor | None) -> list[Tensor]:
         """Run a batch in its bucket, whose padding is at the end."""
         bucket = _bucket(packed, self.smallest)
-        flat = bucket.flat(self.device)
-        prompts = packed.prompt_lengths
-        per_sequence = prompts is None and not any(head in PER_TOKEN for head in heads)
-        if self._recorded and per_sequence:
-            return [output[: len(packed)] for output in self._in_bucket(bucket, flat, heads)]
+        flat = bucket.flat(packed, self.device)
+        if packed.prompt_lengths is None and (inside := self._recorded_heads(heads)):
+            outputs = self._in_bucket(Prepared(bucket, inside), packed, flat)
+            return [output[: len(packed)] for output in outputs]
+        (hidden,) = self._in_bucket(Prepared(bucket, ()), packed, flat)  # [T of the bucket, E]
         tokens = len(packed.ids)
-        (hidden,) = self._in_bucket(bucket, flat, ())  # [T of the bucket, E]
-        parts = unflatten(flat, len(bucket.ids), len(bucket.cu_seqlens))
+        parts = unflatten(flat, bucket.tokens, bucket.sequences)
         on_device = replace(
             packed,
             ids=parts["ids"][:tokens],
             types=parts["types"][:tokens],
             positions=parts["positions"][:tokens],
             cu_seqlens=parts["cu_seqlens"][: len(packed.cu_seqlens)],
-            prompt_lengths=None if prompts is None else prompts.to(self.device),
+            prompt_lengths=packed.prompts_to(self.device),
         )
         return self.model.apply_heads(hidden[:tokens], on_device, heads, at)
+
+    def _recorded_heads(self, heads: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the heads if they are recorded with the encoder; else none."""
+        inside = self._recorded and not any(head in PER_TOKEN for head in heads)
+        return heads if inside else ()
 
     def computed(self, packed: Packed) -> int:
         """Return the tokens that are computed for a batch, the padding of its bucket included."""
@@ -124,83 +148,58 @@ class TorchBackend:
         `expected` batches with `heads`. Where it is never called, a bucket is prepared after many
         batches.
         """
-        if not self._recorded or any(head in PER_TOKEN for head in heads):
-            heads = ()
-        buckets = [_bucket(packed, self.smallest) for packed in expected]
-        small_enough = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
-        self._later = {_key(bucket, heads): (bucket, heads) for bucket in reversed(small_enough)}
+        inside = self._recorded_heads(heads)
+        self._later = {}
+        for packed in reversed(expected):
+            bucket = _bucket(packed, self.smallest)
+            if bucket.tokens <= self.largest:
+                self._later[Prepared(bucket, inside)] = packed
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
         """Prepare a bucket that is not; return whether there was one."""
         if not self._later:
             return False
-        key, (bucket, heads) = self._later.popitem()  # the newest
-        self._batches[key] = PATIENCE
-        self._in_bucket(bucket, bucket.flat(self.device), heads)
+        prepared, packed = self._later.popitem()  # the newest
+        self._batches[prepared] = PATIENCE
+        self._in_bucket(prepared, packed, prepared.bucket.flat(packed, self.device))
         return True
 
-    def _in_bucket(self, bucket: Packed, flat: Tensor, heads: tuple[str, ...]) -> list[Tensor]:
-        """Run a bucket, `flat` on the device; return what `_run` does."""
+    def _in_bucket(self, prepared: Prepared, packed: Packed, flat: Tensor) -> list[Tensor]:
+        """Run a batch in its bucket, `flat` on the device; return what `_run` does."""
         executable.allow_every_bucket()
-        constants: dict[str, Any] = {
-            "tokens": len(bucket.ids),
-            "bounds": len(bucket.cu_seqlens),
-            "max_seqlen": bucket.max_seqlen,
-            "capacity": bucket.capacity,
-            "heads": heads,
-        }
         if self._later is not None:
-            key = _key(bucket, heads)
-            self._batches[key] += 1
-            if self._batches[key] < PATIENCE:
-                self._later[key] = bucket, heads
-                return self._run(flat, **constants, unprepared=True)
-            self._later.pop(key, None)
-        return (self._recorded or self._run)(flat, **constants)
+            self._batches[prepared] += 1
+            if self._batches[prepared] < PATIENCE:
+                self._later[prepared] = packed
+                return self._run(flat, prepared=prepared, unprepared=True)
+            self._later.pop(prepared, None)
+        return (self._recorded or self._run)(flat, prepared=prepared)
 
-    def _run(
-        self,
-        flat: Tensor,
-        *,
-        tokens: int,
-        bounds: int,
-        max_seqlen: int,
-        capacity: int,
-        heads: tuple[str, ...],
-        unprepared: bool = False,
-    ) -> list[Tensor]:
+    def _run(self, flat: Tensor, *, prepared: Prepared, unprepared: bool = False) -> list[Tensor]:
         """Return the outputs of the heads, or without heads the hidden states.
 
         It takes one bare tensor, so that a recorded graph gets its input by one copy.
         """
-        parts = unflatten(flat, tokens, bounds)
-        places = tuple(range(bounds - 1))
+        (tokens, sequences, max_seqlen, capacity), heads = prepared
+        parts = unflatten(flat, tokens, sequences)
+        places = tuple(range(sequences))
         packed = Packed(**parts, max_seqlen=max_seqlen, places=places, capacity=capacity)
         hidden = self.model.bert(packed, None if unprepared else self._compiled)
         return self.model.apply_heads(hidden, packed, heads) if heads else [hidden]
 
 
-def _key(bucket: Packed, heads: tuple[str, ...]) -> Hashable:
-    sizes = len(bucket.ids), len(bucket.cu_seqlens), bucket.max_seqlen, bucket.capacity
-    return sizes, heads
-
-
-def _bucket(packed: Packed, smallest: int) -> Packed:
-    """Pad a batch to the smallest bucket that holds it; a batch of rows is one already."""
-    if packed.capacity:
-        return _same_slots(packed)
+def _bucket(packed: Packed, smallest: int) -> Bucket:
+    """The smallest bucket that holds a batch."""
+    if packed.capacity:  # all batches of so many rows have as many sequences
+        slots = max(4 * len(packed.ids) // packed.capacity, _power_of_2(len(packed)))
+        return Bucket(len(packed.ids), slots, packed.capacity, packed.capacity)
     tokens = executable.round_up(len(packed.ids), smallest)
     dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
-    needed = max(len(packed) + dummies, tokens // TOKENS_PER_SLOT)
-    longest = 1 << (packed.max_seqlen - 1).bit_length()
-    return replace(packed.pad(tokens, 1 << (needed - 1).bit_length()), max_seqlen=longest)
+    slots = _power_of_2(max(len(packed) + dummies, tokens // TOKENS_PER_SLOT))
+    return Bucket(tokens, slots, _power_of_2(packed.max_seqlen))
 
 
-def _same_slots(packed: Packed) -> Packed:
-    """Add empty sequences to a batch of rows, so that all such batches have as many sequences."""
-    rows = len(packed.ids) // packed.capacity
-    slots = max(4 * rows, 1 << (len(packed) - 1).bit_length())
-    spare = packed.cu_seqlens[-1:].expand(slots - len(packed))
-    bounds = torch.cat([packed.cu_seqlens, spare])
-    return replace(packed, cu_seqlens=bounds, max_seqlen=packed.capacity)
+def _power_of_2(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()

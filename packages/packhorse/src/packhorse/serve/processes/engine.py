@@ -135,7 +135,7 @@ class EngineRequest:
     replied to, nobody writes into the block.
     """
 
-    __slots__ = ("_stop", "link", "runner", "run")
+    __slots__ = ("_stop", "link", "run", "runner")
 
     def __init__(self, link: FrontLink, runner: PackRunner, run: Run) -> None:
         self.link = link
