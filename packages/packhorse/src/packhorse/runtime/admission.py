@@ -430,15 +430,16 @@ class Admission:
                 raise RunnerStopped(self.stopped)
             return self._admit(job, job.tokens)
 
-    def next_batch(self, wait: bool) -> QueuedBatch | None:
+    def next_batch(self, wait: bool, idle: bool | None = None) -> QueuedBatch | None:
         """Return the batch that is due; None if there is none, or with `wait`, if none will come.
 
-        Without `wait` another batch is running: only a full one is due then.
+        Unless the device is `idle` (by default, with `wait`) only a full one is due.
         """
+        idle = wait if idle is None else idle
         with self._lock:
             while True:
                 now = self.clock()
-                while key := self._due(now, idle=wait):
+                while key := self._due(now, idle):
                     if batch := self._take(key, now):
                         return batch
                 if not wait or (self.stopped and not self.queues):

@@ -174,7 +174,9 @@ class RunnerEngine:
         finished = self.finished
         if not (running or finished):
             self._use_idle_time()
-        batch = self.admission.next_batch(wait=not (running or finished))
+        # Where nothing runs, what is due is launched before the replies to the last batch are made:
+        # they take as long as a batch of short texts.
+        batch = self.admission.next_batch(wait=not (running or finished), idle=not running)
         on_cpu = self.encoder.device.type == "cpu"
         with nullcontext() if on_cpu else self.admission.engine_busy:
             self.running = self._launch(batch) if batch else None
