@@ -37,7 +37,7 @@ def test_word_pieces_are_the_librarys(lower: bool) -> None:
 def test_word_pieces_of_a_real_text(shared_data: Path) -> None:
     from packhorse.tokens.files import open_library
 
-    library = open_library(shared_data / "vocab" / "bert-base-uncased-vocab.txt", {})
+    library, _ = open_library(shared_data / "vocab" / "bert-base-uncased-vocab.txt", {})
     library.encode_special_tokens = True
     texts = (shared_data / "text" / "wikitext-2-valid.txt").read_text("utf-8").splitlines()[:600]
     expected = [e.tokens for e in library.encode_batch(texts, add_special_tokens=False)]

@@ -87,6 +87,18 @@ def test_a_rate_of_ones_own_and_no_load() -> None:
     assert all(row.p50_ms is None and row.open_rate is None for row in rows)
 
 
+@pytest.mark.parametrize("host", [True, False])
+def test_the_host_alone_answers_with_zeros(tiny_folder: Path, host: bool) -> None:
+    stage = ModesStage(tiny_folder, torch.device("cpu"), "fp32", 2, 16, 0.001, host=host)
+    ragged, padded = (lanes.open_modes(stage, [lanes.MODES[i]])[0][0] for i in (-1, 0))
+    for lane in (ragged, padded):
+        answered = lane.run([np.ones(length, np.int32) for length in (3, 16, 9)])
+        assert answered.vectors.shape[0] == 3 and answered.computed >= 28
+        assert bool(answered.vectors.any()) != host
+    facts = modes.describe(small(host=host), modes.measure(small(repeats=1, load_repeats=0)))
+    assert facts["model"].endswith("zeros at once") == host
+
+
 def lane(name: str, *passes: tuple[float, float | None, int], vectors=((0.0, 1.0),)) -> ModeLane:
     results = [Pass(np.array(vectors), s, tokens, packing) for s, packing, tokens in passes]
     return ModeLane(name, "native", lambda requests: results[0], passes=results)

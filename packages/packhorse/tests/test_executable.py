@@ -20,7 +20,7 @@ from packhorse import attention, executable
 from packhorse.model.bert import Bert
 from packhorse.model.config import BertConfig
 from packhorse.model.model import Model
-from packhorse.packing.batch import Packed
+from packhorse.packing.batch import Packed, unflatten
 from packhorse.runtime.backend import TorchBackend, _bucket
 from packhorse.runtime.proof import SyntheticSequence
 
@@ -102,7 +102,7 @@ class Device:
 def recorded_graphs(device: Device, monkeypatch: pytest.MonkeyPatch) -> executable.CudaGraphs:
     """One bucket, recorded on a device that is not there."""
     device.input, device.output = torch.zeros(1), torch.zeros(1)
-    recording = executable._RecordedGraph(device, (device.input,), device.output)
+    recording = executable._RecordedGraph(device, (device.input,), (device.output,))
     graphs = object.__new__(executable.CudaGraphs)  # its own parts would ask for a device
     graphs.recorded = {((torch.Size([1]), torch.float32),): recording}
     graphs.turn, graphs.copied = Announced(), device  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def test_a_replay_waits_for_the_copy_of_the_one_before(monkeypatch) -> None:
     answers: dict[int, float] = {}
 
     def call(number: int) -> None:
-        answers[number] = float(graphs(torch.tensor([float(number)])))
+        answers[number] = float(graphs(torch.tensor([float(number)]))[0])
 
     def second() -> None:
         call(2)
@@ -209,9 +209,12 @@ def test_a_batch_fits_its_own_bucket(rng) -> None:
         lengths = rng.integers(1, 200, rng.integers(1, 30)).tolist()
         packed = make_packed(lengths, rng)
         bucket = _bucket(packed, 64)
-        assert len(bucket.ids) == executable.round_up(sum(lengths))
-        assert len(bucket) & (len(bucket) - 1) == 0
-        assert bucket.max_seqlen >= int(bucket.lengths.max())
+        assert bucket.tokens == executable.round_up(sum(lengths))
+        assert bucket.sequences & (bucket.sequences - 1) == 0
+        flat = bucket.flat(packed, torch.device("cpu"))
+        filled = unflatten(flat, bucket.tokens, bucket.sequences)
+        assert filled["ids"].tolist()[: len(packed.ids)] == packed.ids.tolist()
+        assert bucket.max_seqlen >= int(filled["cu_seqlens"].diff().max())
 
 
 @pytest.mark.slow

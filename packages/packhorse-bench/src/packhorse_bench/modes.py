@@ -71,6 +71,7 @@ class ModesSetup:
     seed: int = 2023
     timeout: float = 0.015  # as in PopRT's own comparison
     graphs: bool = False
+    host: bool = False  # instead of the model's results, zeros at once
     repeats: int = 3
     load_repeats: int = 1  # rounds of both loops; 0: no latencies
     rate: float | None = (
@@ -155,7 +156,7 @@ def describe(setup: ModesSetup, comparison: ModesComparison) -> dict[str, str]:
     lengths = comparison.lengths
     loops = f"; {setup.clients} clients, or random arrivals" if setup.load_repeats else ""
     return {
-        "model": subject.name(setup),
+        "model": subject.name(setup) + ", not run: zeros at once" * setup.host,
         "dtype": comparison.dtype,
         "workload": f"{setup.workload}: {len(lengths):,} requests of {lengths.mean():.1f} tokens "
         f"({lengths.min()} to {lengths.max()}), seed {setup.seed}",
@@ -190,6 +191,7 @@ def _stage(setup: ModesSetup, device: torch.device, scratch: Path) -> ModesStage
         capacity=setup.capacity,
         timeout=setup.timeout,
         graphs=setup.graphs,
+        host=setup.host,
     )
 
 

@@ -16,7 +16,7 @@ import locale
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -149,21 +149,21 @@ def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
 @dataclass
 class CudaGraphs:
-    """Replays `function` per bucket: copy the inputs in, launch once, copy the output out.
+    """Replays `function` per bucket: copy the inputs in, launch once, copy the outputs out.
 
-    The output is copied because the next replay overwrites it: all buckets share one memory pool,
+    Outputs are copied because the next replay overwrites it: all buckets share one memory pool,
     whose size is that of the largest bucket, not of the sum. Therefore callers take turns: on the
     host, a lock is held from the lookup to the copy; on the device, where callers may use several
     streams, a replay waits for the output copy of the previous one.
     """
 
-    function: Callable[..., Tensor]
+    function: Callable[..., Sequence[Tensor]]
     recorded: dict[Hashable, _RecordedGraph] = field(default_factory=dict)
     pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
-    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # of the last output
+    copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)  # of the last outputs
     turn: Lock = field(default_factory=Lock)
 
-    def __call__(self, *tensors: Tensor, **constants: Any) -> Tensor:
+    def __call__(self, *tensors: Tensor, **constants: Any) -> list[Tensor]:
         """Replay, after recording if the bucket is new; constants are part of the bucket."""
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         key = shapes + tuple(sorted(constants.items()))
@@ -190,18 +190,18 @@ class CudaGraphs:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with recording(graph, pool=self.pool):
-                output = self.function(*inputs, **constants)
-            return _RecordedGraph(graph, inputs, output)
+                outputs = self.function(*inputs, **constants)
+            return _RecordedGraph(graph, inputs, outputs)
 
 
 @dataclass(frozen=True, slots=True)
 class _RecordedGraph:
     graph: Any  # torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    output: Tensor
+    outputs: Sequence[Tensor]
 
-    def replay(self, tensors: tuple[Tensor, ...]) -> Tensor:
+    def replay(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:
         for buffer, tensor in zip(self.inputs, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         self.graph.replay()
-        return self.output.clone()
+        return [output.clone() for output in self.outputs]

@@ -122,6 +122,28 @@ def test_small_batches_are_recorded_when_there_is_time(make_model) -> None:
     assert graphs.computed(make_packed(large)) == sum(large)
 
 
+def test_heads_with_an_output_per_sequence_are_recorded_too(make_model) -> None:
+    model = make_model(torch.bfloat16, **BIG)
+    model.bert.use(attention.pick(CUDA, torch.bfloat16).kernel)
+    eager, graphs = TorchBackend(model, CUDA), TorchBackend(model, CUDA, graphs="small")
+    assert graphs._recorded is not None
+    graphs.prepare_later([], ("embed",))
+    for prepared in (False, True):
+        for seed, lengths in enumerate([[100, 20, 7], [60, 60, 8], [5, 3]]):
+            packed = make_packed(lengths, seed)
+            for heads in (["embed"], ["pooled"]):
+                (a,), (b,) = (backend(packed, heads) for backend in (eager, graphs))
+                assert len(b) == len(lengths)
+                (c,) = eager(make_packed(lengths, seed + 10), heads)  # the control: other tokens
+                assert float((a - b).abs().max()) <= float((a - c).abs().max()) / 3
+        if not prepared:
+            while graphs.prepare_next():
+                pass
+    recorded = graphs._recorded.recorded
+    assert len(recorded) == 6  # at most 128, 64 and 8 tokens a sequence, each with either head
+    assert all(len(graph.outputs[0]) < len(graph.inputs[0]) // 3 for graph in recorded.values())
+
+
 @pytest.mark.parametrize("lengths", [[1], [5, 3], [100, 20, 7, 1]])
 def test_a_batch_arrives_as_it_was(lengths: list[int]) -> None:
     here = make_packed(lengths)

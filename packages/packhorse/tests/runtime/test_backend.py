@@ -22,10 +22,9 @@ CPU = torch.device("cpu")
 class PackedIds:
     """All that a batch needs of a sequence."""
 
-    prompt_length = 0
-
-    def __init__(self, length: int) -> None:
-        self.ids = np.arange(5, 5 + length, dtype=np.int32)
+    def __init__(self, length: int, prompt_length: int = 0, first: int = 5) -> None:
+        self.prompt_length = prompt_length
+        self.ids = np.arange(first, first + length, dtype=np.int32)
         self.types = np.zeros(length, np.uint8)
 
     def __len__(self) -> int:
@@ -88,6 +87,37 @@ def test_a_busy_server_prepares_what_comes_again_and_again(
     assert not compiled
     backend(batch(20, 7), ["hidden"])
     assert set(compiled) == {64} and not backend.prepare_next()
+
+
+@pytest.mark.parametrize("capacity", [0, 48], ids=["ragged", "rows"])
+@pytest.mark.parametrize("prompt", [0, 2])
+@pytest.mark.parametrize("heads", [["embed"], ["pooled", "embed"], ["hidden"], ["embed", "hidden"]])
+def test_heads_give_the_same_inside_a_recorded_graph(
+    make_model, monkeypatch: pytest.MonkeyPatch, heads: list[str], prompt: int, capacity: int
+) -> None:
+    """What is recorded is called directly here; tests/gpu/test_cuda.py records it."""
+    model = make_model(torch.float32, width=32, heads=2, positions=48)
+    plain, graphs = TorchBackend(model, CPU), TorchBackend(model, CPU, graphs="small")
+    recorded: list[tuple[str, ...]] = []
+
+    def record(*tensors: Any, **constants: Any) -> Any:
+        recorded.append(constants["prepared"].heads)
+        return graphs._run(*tensors, **constants)
+
+    monkeypatch.setattr(graphs, "graphs", True)
+    monkeypatch.setattr(graphs, "_recorded", record)
+    sequences = [PackedIds(length, prompt) for length in (20, 7, 31, 3)]
+    packed = Packed.build(sequences)
+    if capacity:
+        packed = Packed.rows(sequences, [[2, 1], [0], [3]], capacity)
+    other = Packed.build([PackedIds(length, prompt, first=9) for length in (20, 7, 31, 3)])
+    expected, actual = plain(packed, heads), graphs(packed, heads)
+    for head, there, here in zip(heads, expected, actual, strict=True):
+        select = (lambda values: values) if head == "hidden" else packed.pick
+        torch.testing.assert_close(select(here), select(there), rtol=1e-5, atol=1e-6)
+    assert recorded == [tuple(heads) if not prompt and "hidden" not in heads else ()]
+    if not capacity:  # the control: other tokens
+        assert not torch.allclose(plain(other, heads)[0], actual[0], atol=1e-3)
 
 
 def test_small_graphs_are_for_cuda_alone(make_model) -> None:

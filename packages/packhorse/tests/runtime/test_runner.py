@@ -32,7 +32,7 @@ from packhorse.packing.batch import Packed
 from packhorse.runtime import engine as engine_module
 from packhorse.runtime.batches import MODES
 from packhorse.runtime.encoder import Encoder, TruncationWarning
-from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.runner import PackRunner, joined
 
 pytestmark = pytest.mark.usefixtures("quiet_runtime")
 
@@ -256,6 +256,56 @@ def test_a_lone_request_goes_out_after_the_timeout(make_encoder) -> None:
         assert future.cancel()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_is_left_at_the_end_of_a_run_waits_for_nobody(make_encoder, device: str) -> None:
+    encoder = make_encoder()
+    encoder = replace(encoder, device=torch.device(device))
+    with PackRunner(encoder, rows=2, timeout=10 * PATIENCE) as runner:
+        texts = [[6] * length for length in (30, 20, 40, 7, 1)]
+        assert alike(runner.run(texts), list(make_encoder().embed(texts)))
+        future = runner.submit("the cat")  # the control: who submits may go on
+        with pytest.raises(TimeoutError):
+            future.result(0.1)
+        assert future.cancel()
+
+
+def test_a_run_submits_parts_of_a_batch(make_encoder) -> None:
+    encoder = make_encoder()
+    lengths = [9, 1, 30, 4, 4, 4, 4, 12]
+    jobs = encoder.prepare("embed", [[6 + i] * length for i, length in enumerate(lengths)])
+    parts = list(joined(jobs, tokens=16, inputs=3))
+    assert [[len(s) for s in part.sequences] for part in parts] == [
+        [9, 1],
+        [30],
+        [4, 4, 4],
+        [4, 12],
+    ]
+    assert [part.inputs for part in parts] == [2, 1, 3, 2]
+    rows = encoder.run([s for job in jobs for s in job.sequences], *jobs[0].heads)
+    remaining = iter(rows)
+    answers = [
+        answer
+        for part in parts
+        for answer in part.finish([next(remaining) for _ in part.sequences])
+    ]
+    expected = [job.finish([row]) for job, row in zip(jobs, rows, strict=True)]
+    assert alike(answers, expected) and not alike(answers, expected[::-1])
+
+
+def test_a_run_keeps_to_the_limit_of_requests(make_encoder) -> None:
+    most = 0
+
+    def look(_: Any) -> None:
+        nonlocal most
+        most = max(most, runner.stats().waiting_requests)
+
+    with PackRunner(make_encoder(before=look), rows=1, timeout=0, max_waiting_requests=3) as runner:
+        texts = [[6 + i % 20] * (1 + i % 5) for i in range(60)]
+        assert alike(runner.run(texts), list(make_encoder().embed(texts)))
+        stats = runner.stats()
+    assert most <= 3 and (stats.requests, stats.answered) == (60, 60)
+
+
 @pytest.mark.parametrize("options", [{"rows": 2}, {"max_sequences": 2}, {"mode": "mask"}])
 def test_a_full_batch_does_not_wait(make_encoder, options: dict[str, Any]) -> None:
     encoder = make_encoder(kernel=KERNEL[options.get("mode", "ragged")])
@@ -291,8 +341,9 @@ def test_an_accelerator_is_given_one_full_batch_ahead(gate: Gate) -> None:
         for future in futures:
             future.result(PATIENCE)
         assert settled(lambda: len(launched) == 5)
-        # When one is answered the next runs and one more waits; the last, not full, has its turn.
-        assert launched == [3, 4, 4, 4, 5]
+        # When one is answered the next runs and one more waits; the last, not full, is launched as
+        # soon as nothing runs, before the replies to the one before it.
+        assert launched == [3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize(

@@ -751,7 +751,7 @@ def test_a_busy_server_says_how_long_to_wait(visit, watched, site) -> None:
     finally:
         site.gate.set()
     for future in futures:
-        future.result(10)
+        future.result(100)
     run(page, "classify")
     assert place.locator(".wrong").is_hidden()
 

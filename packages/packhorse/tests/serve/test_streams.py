@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob
 from packhorse.serve import streams
 from packhorse.serve.processes.arena import Arena, create
-from packhorse.serve.processes.engine import EngineRequest, ReceivedSequence, _jobs
+from packhorse.serve.processes.engine import EngineRequest, FrontLink, ReceivedSequence, _jobs
 from packhorse.serve.processes.messages import DONE, FAILED, Records, Run, unpack_failed
 
 POISON = 20  # its id in the vocabulary of conftest
@@ -64,23 +67,62 @@ def test_a_failed_request_leaves_nothing_in_the_queue(runner) -> None:
     assert run(runner, ["the cat"])[0] is None
 
 
-class RecordingLink:
-    """Stands for a front: shared memory, and the replies."""
+class Front:
+    """The other end of a link, with one request in shared memory."""
 
-    def __init__(self, ids: list[int]) -> None:
-        self.arena = Arena(create(1 << 16))
-        self.replies: list[tuple[int, bytes]] = []
-        data = self.arena.array(0, 2 + len(ids), np.int32)
+    def __init__(self, ids: list[int], output_end: int = 4096) -> None:
+        self.socket, end = socket.socketpair()
+        self.link = FrontLink(end, Arena(create(1 << 16)))
+        data = self.link.arena.array(0, 2 + len(ids), np.int32)
         data[:] = [len(ids), 0, *ids]
-        self.run = Run(1, 0, -1, 1, len(ids), 0, 1024, 4096, "embed")
+        self.run = Run(1, 0, -1, 1, len(ids), 0, 1024, output_end, "embed")
 
-    def reply(self, request: int, record: bytes) -> None:
-        self.replies += Records().feed(record)
+    def request(self, runner: PackRunner) -> EngineRequest:
+        """The request as the engine's main thread receives it."""
+        request = self.link.requests[self.run.request] = EngineRequest(self.link, runner, self.run)
+        return request
+
+    def replies(self) -> list[tuple[int, bytes]]:
+        """All replies so far."""
+        assert self.link.flush()
+        self.socket.setblocking(False)
+        try:
+            return Records().feed(self.socket.recv(1 << 16))
+        except BlockingIOError:
+            return []
+
+    def reply(self) -> tuple[int, bytes]:
+        """The first reply, when it is there."""
+        deadline = time.monotonic() + 60
+        while not (replies := self.replies()):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        (reply,) = replies
+        return reply
+
+    def close(self) -> None:
+        """Close both ends."""
+        self.link.close()
+        self.socket.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Front]]:
+    """Makes fronts, and closes them when the test is over."""
+    fronts: list[Front] = []
+
+    def front(*arguments: Any) -> Front:
+        fronts.append(Front(*arguments))
+        return fronts[-1]
+
+    yield front
+    for opened in fronts:
+        opened.close()
 
 
 @pytest.mark.parametrize("ids", [[2, 6, 3], [2, POISON, 3]])
 def test_an_answer_that_comes_while_the_request_is_started_is_a_reply(
-    runner, ids: list[int], monkeypatch
+    runner, connect, ids: list[int], monkeypatch
 ) -> None:
     """The runner may be faster than the thread that submits: then the callback runs there."""
     enqueue = runner.enqueue
@@ -91,31 +133,53 @@ def test_an_answer_that_comes_while_the_request_is_started_is_a_reply(
         return future
 
     monkeypatch.setattr(runner, "enqueue", enqueue_and_wait)
-    link: Any = RecordingLink(ids)
-    model: Any = type("Model", (), {"runner": runner})
-    request = EngineRequest(link, model, link.run)
-    request.start()
-    ((kind, body),) = link.replies
+    front = connect(ids)
+    front.request(runner).start()
+    ((kind, body),) = front.replies()
     if POISON in ids:
         assert kind == FAILED and "cannot take this" in str(unpack_failed(body)[1])
     else:
         assert kind == DONE
         expected = runner.encoder.run(runner.encoder.tokenize([np.array(ids)]), "embed")[0][0]
-        width = len(expected)
-        np.testing.assert_allclose(link.arena.array(1024, width, np.float32), expected, atol=1e-6)
-    assert request.stream is None
+        output = front.link.arena.array(1024, len(expected), np.float32)
+        np.testing.assert_allclose(output, expected, atol=1e-6)
+    assert not front.link.requests
 
 
-def test_results_larger_than_the_block_are_refused(runner) -> None:
-    link: Any = RecordingLink([2, 6, 3])
-    model: Any = type("Model", (), {"runner": runner})
-    small = Run(1, 0, -1, 1, 3, 0, 1024, 1028, "embed")
-    request = EngineRequest(link, model, small)
-    request.start()
-    while not link.replies:
-        threading.Event().wait(0.01)
-    assert link.replies[0][0] == FAILED
-    assert not link.arena.array(1028, 100, np.float32).any()
+def test_results_larger_than_the_block_are_refused(runner, connect) -> None:
+    front = connect([2, 6, 3], 1028)
+    front.request(runner).start()
+    assert front.reply()[0] == FAILED
+    assert not front.link.arena.array(1028, 100, np.float32).any()
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_request_that_is_cancelled_while_it_runs_is_replied_to_once(
+    tiny, connect, cancelled: bool
+) -> None:
+    """And its block stays as it is, because the front uses it again."""
+    launched, release = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        launched.set()
+        assert release.wait(60)
+
+    with PackRunner(tiny("tiny", hold), rows=2, timeout=0, publish=False) as runner:
+        front = connect([2, 6, 3])
+        request = front.request(runner)
+        request.start()
+        assert launched.wait(60)
+        if cancelled:
+            request.cancel()
+            request.cancel()
+            ((kind, body),) = front.replies()
+            assert kind == FAILED and "cancelled" in str(unpack_failed(body)[1])
+        release.set()
+    written = front.link.arena.array(1024, 8, np.float32).any()
+    if cancelled:
+        assert not written and not front.replies()
+    else:  # the control
+        assert written and [kind for kind, _ in front.replies()] == [DONE]
 
 
 @given(

@@ -345,6 +345,9 @@ class Online:
     graphs: Annotated[
         bool, flag("--graphs", help="What can be compiled is; on CUDA as graphs.")
     ] = False
+    host: Annotated[
+        bool, flag("--host", help="No model, zeros at once: what a request costs the host.")
+    ] = False
     repeats: Annotated[int, flag("--repeats", help="Timed rounds, all modes in each.")] = 3
     load_repeats: Annotated[
         int, flag("--load-repeats", help="Rounds under load; 0: no latencies.")

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -65,31 +65,37 @@ class Packed:
     key_lengths: Tensor | None = None
 
     @classmethod
-    def build(cls, sequences: Sequence[TokenSequence | IdSequence]) -> Packed:
+    def build(
+        cls, sequences: Sequence[TokenSequence | IdSequence], max_seqlen: int | None = None
+    ) -> Packed:
         """Lay `sequences` end to end, in their order (the ragged shape); nothing is padded.
 
         A sequence is a list, an array or a tensor of token ids, or an object with `ids` and
-        `types`, as `Tokenizer.encode` returns them.
+        `types`, as `Tokenizer.encode` returns them. `max_seqlen` may name a longer length than that
+        of the longest sequence, so that batches which differ only in that are alike.
         """
         sequences = _token_sequences(sequences)
         if not sequences:
             raise InputError("there is no sequence to pack; pass at least one")
-        lengths = np.array([len(sequence.ids) for sequence in sequences])
-        if not lengths.all():
-            raise InputError(f"sequence {int(lengths.argmin())} has no tokens; remove it first")
-        ids = _concatenate(sequence.ids for sequence in sequences)
-        types = _concatenate(sequence.types for sequence in sequences)
+        # Few calls of numpy for all sequences: an online batch is laid out while a device waits.
+        pieces = [sequence.ids for sequence in sequences]
+        sizes = [len(piece) for piece in pieces]
+        if not all(sizes):
+            raise InputError(f"sequence {sizes.index(0)} has no tokens; remove it first")
+        ids = _concatenate(pieces)
+        types = _concatenate([sequence.types for sequence in sequences])
         if len(types) != len(ids):
             raise InputError(
                 f"the sequences have {len(ids)} ids but {len(types)} types; every token needs both"
             )
+        lengths = np.array(sizes)
         return cls(
             ids=ids,
             types=types,
             positions=torch.from_numpy(_restarting_positions(lengths)),
-            cu_seqlens=_cumulative(lengths),
-            max_seqlen=int(lengths.max()),
-            places=tuple(range(len(sequences))),
+            cu_seqlens=torch.from_numpy(np.array([0, *accumulate(sizes)], np.int32)),
+            max_seqlen=max_seqlen or max(sizes),
+            places=tuple(range(len(sizes))),
             prompt_lengths=_prompt_lengths(sequences, lengths),
             key_lengths=_key_lengths(sequences, lengths),
         )
@@ -142,87 +148,74 @@ class Packed:
         costs the square of a length, and `max_seqlen` must not grow. Slots that are still unused
         become empty sequences at the very end.
         """
-        spare = tokens - len(self.ids)
-        dummies = -(-spare // self.max_seqlen)
-        empty = sequences - len(self) - dummies
-        if self.capacity or spare < 0 or empty < 0:
-            raise InputError(
-                f"{len(self)} sequences of {len(self.ids)} tokens do not fit a bucket of "
-                f"{sequences} sequences and {tokens} tokens"
-            )
-        lengths = np.full(dummies, self.max_seqlen)
-        if dummies:
-            lengths[-1] = spare - self.max_seqlen * (dummies - 1)
-        tail = np.full(dummies + empty, tokens)
-        tail[:dummies] = len(self.ids) + np.cumsum(lengths)
-        zeros = np.zeros(spare, np.int64)
-        prompt_lengths = self.prompt_lengths
-        if prompt_lengths is not None:
-            prompt_lengths = F.pad(prompt_lengths, (0, sequences - len(prompt_lengths)))
-        key_lengths = self.key_lengths
-        if key_lengths is not None:
-            whole = torch.from_numpy(np.diff(tail, prepend=len(self.ids)))
-            key_lengths = torch.cat([key_lengths, whole.to(key_lengths)])
-        return replace(
-            self,
-            ids=_extended(self.ids, zeros),
-            types=_extended(self.types, zeros),
-            positions=_extended(self.positions, _restarting_positions(lengths)),
-            cu_seqlens=_extended(self.cu_seqlens, tail),
-            prompt_lengths=prompt_lengths,
-            key_lengths=key_lengths,
-        )
+        if self.ids.device.type != "cpu":
+            return self.to("cpu").pad(tokens, sequences).to(self.ids.device)
+        prompts = self.prompt_lengths
+        if prompts is not None:
+            prompts = F.pad(prompts, (0, sequences - len(prompts)))
+        parts = unflatten(self.flat(torch.device("cpu"), tokens, sequences), tokens, sequences)
+        keys = self.key_lengths
+        if keys is not None:  # tokens of dummy sequences attend to all of theirs
+            keys = torch.cat([keys, parts["cu_seqlens"].diff()[len(self) :].to(keys)])
+        return replace(self, **parts, prompt_lengths=prompts, key_lengths=keys)
 
     def to(self, device: torch.device | str) -> Packed:
         """The same batch on `device`; a copy to CUDA overlaps with the device's other work."""
         target = torch.device(device)
         if target == self.ids.device:
             return self
+        prompts = numbers_to(self.prompt_lengths, target)
+        keys = numbers_to(self.key_lengths, target)
         if target.type == "cuda" and self.ids.device.type == "cpu":
-            return self._to_cuda(target)
-        prompts = self.prompt_lengths
-        keys = self.key_lengths
+            parts = unflatten(self.flat(target), len(self.ids), len(self))
+            return replace(self, **parts, prompt_lengths=prompts, key_lengths=keys)
         return replace(
             self,
             ids=self.ids.to(target),
             types=self.types.to(target),
             positions=self.positions.to(target),
             cu_seqlens=self.cu_seqlens.to(target),
-            prompt_lengths=None if prompts is None else prompts.to(target),
-            key_lengths=None if keys is None else keys.to(target),
-        )
-
-    def _to_cuda(self, target: torch.device) -> Packed:
-        """Copy all tensors at once from pinned memory.
-
-        A copy from pageable memory would block the host until the device's stream gets to it. One
-        staging buffer instead of four tensors saves three launches per batch: the three int64
-        tensors [3, T] come first, then the int32 `cu_seqlens`, two to an int64.
-        """
-        tokens = len(self.ids)
-        bounds = len(self.cu_seqlens)
-        staging = torch.empty(3 * tokens + -(-bounds // 2), dtype=torch.int64, pin_memory=True)
-        host = staging.numpy()
-        per_token = (self.ids, self.types, self.positions)
-        np.concatenate([tensor.numpy() for tensor in per_token], out=host[: 3 * tokens])
-        host[3 * tokens :].view(np.int32)[:bounds] = self.cu_seqlens.numpy()
-        on_device = staging.to(target, non_blocking=True)
-        ids, types, positions = on_device[: 3 * tokens].view(3, tokens)
-        prompts = self.prompt_lengths
-        if prompts is not None:  # few models have prompts, so a second copy is acceptable
-            prompts = prompts.pin_memory().to(target, non_blocking=True)
-        keys = self.key_lengths
-        if keys is not None:
-            keys = keys.pin_memory().to(target, non_blocking=True)
-        return replace(
-            self,
-            ids=ids,
-            types=types,
-            positions=positions,
-            cu_seqlens=on_device[3 * tokens :].view(torch.int32)[:bounds],
             prompt_lengths=prompts,
             key_lengths=keys,
         )
+
+    def flat(
+        self, device: torch.device, tokens: int | None = None, sequences: int | None = None
+    ) -> Tensor:
+        """Copy a batch on the host to a device as one tensor, all but `prompt_lengths` and `key_lengths`.
+
+        With `tokens` and `sequences` it is filled up on the way, see `pad`. The three int64 tensors
+        [3, T] come first, then the int32 `cu_seqlens`, two to an int64; `unflatten` returns them.
+        One copy instead of four saves launches; it is from pinned memory because one from pageable
+        memory would block the host until the device's stream gets to it.
+        """
+        used = len(self.ids)
+        real = len(self)
+        tokens = used if tokens is None else tokens
+        sequences = real if sequences is None else sequences
+        spare = tokens - used
+        filled = real + -(-spare // self.max_seqlen)  # sequences that are not empty
+        if spare < 0 or filled > sequences or (self.capacity and spare):
+            raise InputError(
+                f"{real} sequences of {used} tokens do not fit a bucket of {sequences} sequences "
+                f"and {tokens} tokens"
+            )
+        size = 3 * tokens + sequences // 2 + 1
+        staging = torch.empty(size, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = staging.numpy()
+        ids, types, positions = host[: 3 * tokens].reshape(3, tokens)
+        ids[:used] = self.ids.numpy()
+        types[:used] = self.types.numpy()
+        positions[:used] = self.positions.numpy()
+        bounds = host[3 * tokens :].view(np.int32)
+        bounds[: real + 1] = self.cu_seqlens.numpy()
+        bounds[real + 1 : sequences + 1] = tokens
+        if spare:
+            ids[used:] = 0
+            types[used:] = 0
+            positions[used:] = np.arange(spare) % self.max_seqlen
+            bounds[real + 1 : filled] = np.arange(used + self.max_seqlen, tokens, self.max_seqlen)
+        return staging.to(device, non_blocking=True)
 
     def __len__(self) -> int:
         """Number of sequence slots, dummies included."""
@@ -300,6 +293,20 @@ class Packed:
         return self.pick(sums) / counts.view(-1, *[1] * (per_token.ndim - 1))
 
 
+def numbers_to(lengths: Tensor | None, target: torch.device) -> Tensor | None:
+    """Numbers per sequence on a device; few batches have any, so a copy of their own will do."""
+    if lengths is None or target.type != "cuda":
+        return lengths if lengths is None else lengths.to(target)
+    return (lengths if lengths.is_cuda else lengths.pin_memory()).to(target, non_blocking=True)
+
+
+def unflatten(flat: Tensor, tokens: int, sequences: int) -> dict[str, Tensor]:
+    """Views of the tensors that `Packed.flat` joined, by field."""
+    ids, types, positions = flat[: 3 * tokens].view(3, tokens).unbind()
+    cu_seqlens = flat[3 * tokens :].view(torch.int32)[: sequences + 1]
+    return {"ids": ids, "types": types, "positions": positions, "cu_seqlens": cu_seqlens}
+
+
 @dataclass(frozen=True, slots=True)
 class _FillerSequence:
     """Filler whose output is never read: token 0 of type 0."""
@@ -367,23 +374,14 @@ def _plain_sequence(sequence: Any, index: int) -> _PlainSequence:
     return _PlainSequence(ids, np.zeros(len(ids), np.int64))
 
 
-def _concatenate(arrays: Iterable[Any]) -> Tensor:
-    pieces = [np.asarray(array) for array in arrays]
-    return torch.from_numpy(np.concatenate(pieces, dtype=np.int64, casting="unsafe"))
-
-
-def _extended(tensor: Tensor, tail: np.ndarray) -> Tensor:
-    """A tensor with more values at its end; by numpy on the host, where torch takes longer."""
-    if tensor.device.type != "cpu":
-        return torch.cat([tensor, torch.from_numpy(tail).to(tensor)])
-    values = tensor.numpy()
-    return torch.from_numpy(np.concatenate([values, tail.astype(values.dtype, copy=False)]))
+def _concatenate(arrays: Sequence[Any]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays, dtype=np.int64, casting="unsafe"))
 
 
 def _prompt_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:
     """[S] prompt tokens that pooling leaves out, or None if no sequence has any."""
-    prompts = np.array([getattr(sequence, "prompt_length", 0) for sequence in sequences], np.int64)
-    return torch.from_numpy(np.minimum(prompts, lengths)) if prompts.any() else None
+    prompts = [getattr(sequence, "prompt_length", 0) for sequence in sequences]
+    return torch.from_numpy(np.minimum(prompts, lengths)) if any(prompts) else None
 
 
 def _key_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Tensor | None:
@@ -392,10 +390,6 @@ def _key_lengths(sequences: Sequence[TokenSequence], lengths: np.ndarray) -> Ten
     if not keys.any():
         return None
     return torch.from_numpy(np.where(keys > 0, np.minimum(keys, lengths), lengths))
-
-
-def _cumulative(lengths: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def _restarting_positions(lengths: np.ndarray) -> np.ndarray:

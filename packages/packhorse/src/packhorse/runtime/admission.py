@@ -343,6 +343,7 @@ class Admission:
         self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
         self.expected = 0  # requests after whose arrival `not_before` ends early
+        self.flushed_at = -math.inf  # what was admitted by then waits for no others
         # Held by the engine while it prepares a batch for an accelerator or replies to one. Patient
         # callers wait for it. Otherwise they would compete with the engine for the interpreter,
         # which switches threads only every 5 ms: the engine would lose that much at every call of
@@ -409,12 +410,12 @@ class Admission:
                 f"a request of {share} tokens will never be admitted: at most "
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or split the request"
             )
-        limit = self.patient_tokens if patient else self.max_tokens
         with self._lock:
-            while not self._fits(share, limit):
-                if not patient:
-                    self._refuse()
-                self._room.wait(HEARTBEAT)
+            if patient:
+                while not self._fits(tokens, self.patient_tokens, job.inputs):
+                    self._room.wait(HEARTBEAT)
+            elif not self._fits(share, self.max_tokens):
+                self._refuse()
             future = self._admit(job, tokens)
         if patient:
             # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
@@ -429,15 +430,16 @@ class Admission:
                 raise RunnerStopped(self.stopped)
             return self._admit(job, job.tokens)
 
-    def next_batch(self, wait: bool) -> QueuedBatch | None:
+    def next_batch(self, wait: bool, idle: bool | None = None) -> QueuedBatch | None:
         """Return the batch that is due; None if there is none, or with `wait`, if none will come.
 
-        Without `wait` another batch is running: only a full one is due then.
+        Unless the device is `idle` (by default, with `wait`) only a full one is due.
         """
+        idle = wait if idle is None else idle
         with self._lock:
             while True:
                 now = self.clock()
-                while key := self._due(now, idle=wait):
+                while key := self._due(now, idle):
                     if batch := self._take(key, now):
                         return batch
                 if not wait or (self.stopped and not self.queues):
@@ -453,6 +455,12 @@ class Admission:
         with self._lock:
             self.not_before = self.clock() + seconds
             self.expected = answered
+
+    def flush(self) -> None:
+        """Let what waits go without waiting for more: its caller has no more to submit."""
+        with self._lock:
+            self.flushed_at = self.clock()
+            self._changed.notify()
 
     def stop(self, reason: str, drain: bool = True) -> list[QueuedRequest]:
         """Admit nothing more. Without `drain` remove what waits and return it.
@@ -543,7 +551,9 @@ class Admission:
         due = [
             (queue.oldest, i, key)  # the index, because keys have no order
             for i, (key, queue) in enumerate(self.queues.items())
-            if queue.full or (idle and (self.stopped or now >= self._deadline(queue)))
+            if queue.full
+            or queue.oldest <= self.flushed_at
+            or (idle and (self.stopped or now >= self._deadline(queue)))
         ]
         return min(due)[2] if due else None
 

@@ -2,9 +2,10 @@
 
 On a CPU linear layers are frozen (prepared once for inference). With `graphs` a batch is padded to
 a bucket and the layers are compiled for it (all layers share the compiled code of one), and on CUDA
-the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads run
-outside the graph, on the batch without padding: they are small. With `fixed`, batches have the
-shapes of `invariant`.
+the encoder is recorded as a graph: a bucket is prepared once and then costs one launch. Heads with
+an output per sequence are recorded with it, because to launch their few small kernels takes as long
+as the graph of a short text; the others run outside, on the batch without padding. With `fixed`,
+batches have the shapes of `invariant`.
 
 To launch the kernels of a batch takes 4 to 8 ms on CUDA, whatever its size; a small batch computes
 for less. `graphs="small"` therefore records such batches and compiles nothing: a bucket then takes
@@ -21,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from packhorse import executable
 from packhorse.errors import KernelError
 from packhorse.model.freeze import can_freeze, freeze, widen
 from packhorse.model.model import Model
-from packhorse.packing.batch import Packed
+from packhorse.packing.batch import Packed, numbers_to, unflatten
+from packhorse.runtime.batches import PER_TOKEN
 from packhorse.runtime.invariant import FixedShapes
 
 Graphs = bool | Literal["small"]
@@ -42,6 +44,26 @@ SMALLEST_BUCKET = 64  # tokens
 SMALLEST_RECORDED_BUCKET = 256  # tokens; a smaller batch takes no less time
 # A bucket has a slot for a sequence per so many tokens: most batches of a size then share a bucket.
 TOKENS_PER_SLOT = 64
+
+
+class Bucket(NamedTuple):
+    """A shape of batches; a batch of rows is one already, but for its number of sequences."""
+
+    tokens: int
+    sequences: int  # slots; those that a batch does not need are empty
+    max_seqlen: int
+    capacity: int = 0
+
+    def flat(self, packed: Packed, device: torch.device) -> Tensor:
+        """Fill a batch up to this bucket on its way to the device."""
+        return packed.flat(device, self.tokens, self.sequences)
+
+
+class Prepared(NamedTuple):
+    """What is compiled or recorded once: a bucket, and the heads that run in it."""
+
+    bucket: Bucket
+    heads: tuple[str, ...]
 
 
 class TorchBackend:
@@ -61,7 +83,7 @@ class TorchBackend:
             )
         recorded = bool(graphs) and serves.records and device.type == "cuda"
         self.graphs = graphs is True or recorded
-        self._recorded = executable.CudaGraphs(self._hidden) if recorded else None
+        self._recorded = executable.CudaGraphs(self._run) if recorded else None
         self.smallest = SMALLEST_RECORDED_BUCKET if recorded else SMALLEST_BUCKET
         self.largest = math.inf if graphs is True else LARGEST_SMALL  # tokens of a batch
         with torch.inference_mode():
@@ -72,8 +94,9 @@ class TorchBackend:
         self._compiled: Sequence[Callable[..., Tensor]] | None = None
         if graphs is True:
             self._compiled = executable.compiled(model.bert.layers)
-        self._later: dict[Hashable, Packed] | None = None  # None: prepare a bucket when it comes
-        self._batches: Counter[Hashable] = Counter()  # of a bucket; from PATIENCE on it is prepared
+        # Buckets to prepare, with a batch of each; None: prepare one when it comes.
+        self._later: dict[Prepared, Packed] | None = None
+        self._batches: Counter[Prepared] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
     @torch.inference_mode()
@@ -84,14 +107,37 @@ class TorchBackend:
         if self.fixed is not None:
             return self.fixed(packed, heads, at)
         if self.graphs and len(packed.ids) <= self.largest and packed.key_lengths is None:
-            bucket = _bucket(packed, self.smallest).to(self.device)
-            # The padding is at the end.
-            hidden = self._in_bucket(bucket)[: len(packed.ids)]  # [T, E]
-            on_device = _unpadded(bucket, packed)
-        else:
-            on_device = packed.to(self.device)
-            hidden = self.model.bert(on_device)  # [T, E]
+            return self._padded(packed, tuple(heads), at)
+        on_device = packed.to(self.device)
+        hidden = self.model.bert(on_device)  # [T, E]
         return self.model.apply_heads(hidden, on_device, heads, at)
+
+    def _padded(self, packed: Packed, heads: tuple[str, ...], at: Tensor | None) -> list[Tensor]:
+        """Run a batch in its bucket, whose padding is at the end."""
+        bucket = _bucket(packed, self.smallest)
+        flat = bucket.flat(packed, self.device)
+        if packed.prompt_lengths is None and (inside := self._recorded_heads(heads)):
+            outputs = self._in_bucket(Prepared(bucket, inside), packed, flat)
+            return [output[: len(packed)] for output in outputs]
+        (hidden,) = self._in_bucket(Prepared(bucket, ()), packed, flat)  # [T of the bucket, E]
+        tokens = len(packed.ids)
+        parts = unflatten(flat, bucket.tokens, bucket.sequences)
+        on_device = replace(
+            packed,
+            ids=parts["ids"][:tokens],
+            types=parts["types"][:tokens],
+            positions=parts["positions"][:tokens],
+            cu_seqlens=parts["cu_seqlens"][: len(packed.cu_seqlens)],
+            prompt_lengths=numbers_to(packed.prompt_lengths, self.device),
+        )
+        return self.model.apply_heads(hidden[:tokens], on_device, heads, at)
+
+    def _recorded_heads(self, heads: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the heads if they are recorded with the encoder; else none."""
+        # A graph holds what its heads return, and a sparse vector is as wide as the vocabulary.
+        outside = (*PER_TOKEN, "sparse")
+        inside = self._recorded and not any(head in outside for head in heads)
+        return heads if inside else ()
 
     def computed(self, packed: Packed) -> int:
         """Return the tokens that are computed for a batch, the padding of its bucket included."""
@@ -101,86 +147,63 @@ class TorchBackend:
         padded = self.graphs and tokens <= self.largest and not packed.capacity
         return executable.round_up(tokens, self.smallest) if padded else tokens
 
-    def prepare_later(self, expected: Sequence[Packed]) -> None:
+    def prepare_later(self, expected: Sequence[Packed], heads: tuple[str, ...] = ()) -> None:
         """From now on prepare buckets in `prepare_next`: those of batches that come, then those of
-        `expected` batches. Where it is never called, a bucket is prepared after many batches.
+        `expected` batches with `heads`. Where it is never called, a bucket is prepared after many
+        batches.
         """
-        buckets = [_bucket(packed, self.smallest) for packed in expected]
-        small_enough = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
-        self._later = {_key(bucket): bucket for bucket in reversed(small_enough)}
+        inside = self._recorded_heads(heads)
+        self._later = {}
+        for packed in reversed(expected):
+            bucket = _bucket(packed, self.smallest)
+            if bucket.tokens <= self.largest:
+                self._later[Prepared(bucket, inside)] = packed
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
         """Prepare a bucket that is not; return whether there was one."""
         if not self._later:
             return False
-        key, bucket = self._later.popitem()  # the newest
-        self._batches[key] = PATIENCE
-        self._in_bucket(bucket.to(self.device))
+        prepared, packed = self._later.popitem()  # the newest
+        self._batches[prepared] = PATIENCE
+        self._in_bucket(prepared, packed, prepared.bucket.flat(packed, self.device))
         return True
 
-    def _in_bucket(self, bucket: Packed) -> Tensor:
+    def _in_bucket(self, prepared: Prepared, packed: Packed, flat: Tensor) -> list[Tensor]:
+        """Run a batch in its bucket, `flat` on the device; return what `_run` does."""
         executable.allow_every_bucket()
-        tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
-        constants: dict[str, Any] = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
         if self._later is not None:
-            key = _key(bucket)
-            self._batches[key] += 1
-            if self._batches[key] < PATIENCE:
-                self._later[key] = bucket
-                return self._hidden(*tensors, **constants, unprepared=True)
-            self._later.pop(key, None)
-        return (self._recorded or self._hidden)(*tensors, **constants)
+            self._batches[prepared] += 1
+            if self._batches[prepared] < PATIENCE:
+                self._later[prepared] = packed
+                return self._run(flat, prepared=prepared, unprepared=True)
+            self._later.pop(prepared, None)
+        return (self._recorded or self._run)(flat, prepared=prepared)
 
-    def _hidden(
-        self,
-        ids: Tensor,
-        types: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor,
-        *,
-        max_seqlen: int,
-        capacity: int,
-        unprepared: bool = False,
-    ) -> Tensor:
-        """Run the encoder on bare tensors, which is what a recorded graph takes."""
-        packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
-        return self.model.bert(packed, None if unprepared else self._compiled)
+    def _run(self, flat: Tensor, *, prepared: Prepared, unprepared: bool = False) -> list[Tensor]:
+        """Return the outputs of the heads, or without heads the hidden states.
+
+        It takes one bare tensor, so that a recorded graph gets its input by one copy.
+        """
+        (tokens, sequences, max_seqlen, capacity), heads = prepared
+        parts = unflatten(flat, tokens, sequences)
+        places = tuple(range(sequences))
+        packed = Packed(**parts, max_seqlen=max_seqlen, places=places, capacity=capacity)
+        hidden = self.model.bert(packed, None if unprepared else self._compiled)
+        return self.model.apply_heads(hidden, packed, heads) if heads else [hidden]
 
 
-def _key(bucket: Packed) -> Hashable:
-    return len(bucket.ids), len(bucket.cu_seqlens), bucket.max_seqlen, bucket.capacity
-
-
-def _bucket(packed: Packed, smallest: int) -> Packed:
-    """Pad a batch to the smallest bucket that holds it; a batch of rows is one already."""
-    if packed.capacity:
-        return _same_slots(packed)
+def _bucket(packed: Packed, smallest: int) -> Bucket:
+    """The smallest bucket that holds a batch."""
+    if packed.capacity:  # all batches of so many rows have as many sequences
+        slots = max(4 * len(packed.ids) // packed.capacity, _power_of_2(len(packed)))
+        return Bucket(len(packed.ids), slots, packed.capacity, packed.capacity)
     tokens = executable.round_up(len(packed.ids), smallest)
     dummies = -(-(tokens - len(packed.ids)) // packed.max_seqlen)
-    needed = max(len(packed) + dummies, tokens // TOKENS_PER_SLOT)
-    longest = 1 << (packed.max_seqlen - 1).bit_length()
-    return replace(packed.pad(tokens, 1 << (needed - 1).bit_length()), max_seqlen=longest)
+    slots = _power_of_2(max(len(packed) + dummies, tokens // TOKENS_PER_SLOT))
+    return Bucket(tokens, slots, _power_of_2(packed.max_seqlen))
 
 
-def _unpadded(bucket: Packed, packed: Packed) -> Packed:
-    """Return the batch without padding, as views of its bucket, which is on the device."""
-    tokens = len(packed.ids)
-    prompts = bucket.prompt_lengths
-    return replace(
-        packed,
-        ids=bucket.ids[:tokens],
-        types=bucket.types[:tokens],
-        positions=bucket.positions[:tokens],
-        cu_seqlens=bucket.cu_seqlens[: len(packed.cu_seqlens)],
-        prompt_lengths=None if prompts is None else prompts[: len(packed)],
-    )
-
-
-def _same_slots(packed: Packed) -> Packed:
-    """Add empty sequences to a batch of rows, so that all such batches have as many sequences."""
-    rows = len(packed.ids) // packed.capacity
-    slots = max(4 * rows, 1 << (len(packed) - 1).bit_length())
-    spare = packed.cu_seqlens[-1:].expand(slots - len(packed))
-    bounds = torch.cat([packed.cu_seqlens, spare])
-    return replace(packed, cu_seqlens=bounds, max_seqlen=packed.capacity)
+def _power_of_2(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()

@@ -125,7 +125,7 @@ class PackedShape:
             return Packed.rows(sequences, [*packs, *empty], self.capacity)
         # As if the longest possible sequence were there: batches that differ only in their longest
         # sequence share a bucket.
-        packed = replace(Packed.build(sequences), max_seqlen=self.capacity)
+        packed = Packed.build(sequences, max_seqlen=self.capacity)
         if self.mode == "ragged":
             return packed
         spare = self.tokens - len(packed.ids)
@@ -161,7 +161,10 @@ class LaunchedBatch:
         """Wait for the device; return the same batch with its results on the host in fp32."""
         if self.copied is not None:
             self.copied.synchronize()
-        return replace(self, outputs=[output.float().cpu() for output in self.outputs])
+        host = [output.float().cpu() for output in self.outputs]
+        if all(here is there for here, there in zip(host, self.outputs, strict=True)):
+            return self
+        return replace(self, outputs=host)
 
     def finite(self) -> bool:
         """Return whether all results, which must be on the host, are finite."""

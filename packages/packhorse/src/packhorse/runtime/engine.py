@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, cast
 
 import numpy as np
@@ -174,7 +174,9 @@ class RunnerEngine:
         finished = self.finished
         if not (running or finished):
             self._use_idle_time()
-        batch = self.admission.next_batch(wait=not (running or finished))
+        # Where nothing runs, what is due is launched before the replies to the last batch are made:
+        # they take as long as a batch of short texts.
+        batch = self.admission.next_batch(wait=not (running or finished), idle=not running)
         on_cpu = self.encoder.device.type == "cpu"
         with nullcontext() if on_cpu else self.admission.engine_busy:
             self.running = self._launch(batch) if batch else None
@@ -202,9 +204,9 @@ class RunnerEngine:
         return BatchInFlight(batch, self.admission.clock(), _attempt(self._start, batch))
 
     def _start(self, batch: QueuedBatch) -> LaunchedBatch:
-        places = count()
-        packs = [[next(places) for _ in row] for row in batch]
         sequences = _flat(batch)
+        ends = accumulate(map(len, batch))
+        packs = [range(end - len(row), end) for row, end in zip(batch, ends, strict=True)]
         packed = self.admission.shape.lay([sequence.encoding for sequence in sequences], packs)
         job = sequences[0].request.job
         return self.encoder.launch(packed, job.heads, job.only)
@@ -257,8 +259,9 @@ class RunnerEngine:
             request.rows[sequence.index] = row
             request.remaining -= 1
             if not request.remaining:
-                request.future.ran = record
-                request.future.waited = request.started_at - request.admitted_at
+                future = request.future
+                future.ran = record
+                future.waited = request.started_at - request.admitted_at
                 answers.append((request, _attempt(request.job.finish, request.rows)))
         # Count before answering: who has its answer must find itself in the statistics.
         now = self.admission.clock()

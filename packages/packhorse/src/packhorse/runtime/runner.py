@@ -21,10 +21,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,11 @@ from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.engine import RunnerEngine
 from packhorse.runtime.statistics import BatchRecord, RunnerStats
-from packhorse.runtime.tasks import InferenceJob, TaskInput
+from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
 
-CHUNK = 256  # texts that `run` prepares at a time
+CHUNK = 64  # texts that `run` prepares at a time, while the engine cannot have the interpreter
+# `run` submits as many texts at once as are this share of a batch: other callers come in between.
+RUN_SHARE = 1 / 4
 BATCHES_WAITING = 8  # how many batches may wait by default
 
 
@@ -222,13 +225,16 @@ class PackRunner:
         texts = as_texts(texts)
         if not isinstance(texts, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             texts = list(texts)  # users pass any iterable
+        limit = max(1, min(int(RUN_SHARE * self.shape.tokens), self.max_waiting_tokens))
         futures: list[Future[Any]] = []
         try:
             # In chunks, so that the engine runs the first while the rest is tokenized.
             for begin in range(0, len(texts), CHUNK):
-                for job in self.encoder.prepare(task, texts[begin : begin + CHUNK], **options):
+                jobs = self.encoder.prepare(task, texts[begin : begin + CHUNK], **options)
+                for job in joined(jobs, limit, self.max_waiting_requests):
                     futures.append(self._push(job, patient=True))
-            return [future.result() for future in futures]
+            self._admission.flush()
+            return [answer for future in futures for answer in future.result()]
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -320,6 +326,34 @@ class PackRunner:
     def _check_process(self) -> None:
         if self._engine.pid != os.getpid():
             raise RunnerStopped("a runner cannot be used after a fork; create one in this process")
+
+
+def joined(jobs: Sequence[InferenceJob], tokens: int, inputs: int) -> Iterator[InferenceJob]:
+    """Yield jobs of at most so many tokens and inputs that return the answers of several.
+
+    A job costs more than a sequence of it. Those that share one need the same heads.
+    """
+    part: list[InferenceJob] = []
+    used = 0
+    for job in jobs:
+        size = job.tokens
+        if part and (used + size > tokens or len(part) == inputs):
+            yield _join(part)
+            part = []
+            used = 0
+        part.append(job)
+        used += size
+    if part:
+        yield _join(part)
+
+
+def _join(jobs: list[InferenceJob]) -> InferenceJob:
+    def finish(rows: Sequence[Row]) -> list[Any]:
+        remaining = iter(rows)
+        return [job.finish(list(islice(remaining, len(job.sequences)))) for job in jobs]
+
+    sequences = tuple(chain.from_iterable(job.sequences for job in jobs))
+    return InferenceJob(sequences, jobs[0].heads, finish, jobs[0].only, len(jobs))
 
 
 def _size(jobs: Sequence[InferenceJob]) -> tuple[int, int]:

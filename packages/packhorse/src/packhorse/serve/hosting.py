@@ -264,7 +264,9 @@ def serve_model(
         when_idle=graphs.prepare_next if graphs else None,
     )
     if graphs:
-        graphs.prepare_later(runner.batches_of_every_size())
+        # Most requests ask for what the model was trained for.
+        heads = [head for head in ("classify", "embed") if head in encoder.heads][:1]
+        graphs.prepare_later(runner.batches_of_every_size(), tuple(heads))
     return ServedModel(
         name or encoder.name,
         source or encoder.name,

@@ -18,19 +18,23 @@ import selectors
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from packhorse.errors import PackhorseError, RequestFailed
+from packhorse.runtime.admission import PackedFuture
+from packhorse.runtime.runner import PackRunner
 from packhorse.runtime.tasks import InferenceJob
 from packhorse.serve import hosting, logs
 from packhorse.serve.connections import trim_memory
-from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import Metrics, families_to_json
 from packhorse.serve.page import describe_engine
 from packhorse.serve.processes.arena import Arena
@@ -40,14 +44,14 @@ from packhorse.serve.processes.messages import (
     READ_BYTES,
     RUN,
     Control,
-    Done,
     Records,
     Run,
+    pack_done,
     pack_failed,
     unpack_cancel,
 )
 from packhorse.serve.settings import ServeSettings
-from packhorse.serve.streams import RequestStream, SingleJob, StreamResult, start
+from packhorse.serve.streams import StreamResult, pack_info, start
 
 POLL_SECONDS = 0.5  # how often a dead runner is looked for
 EXIT_ENGINE_DIED = 70
@@ -77,30 +81,38 @@ class FrontLink:
         self.socket = end
         self.arena = arena
         self.records = Records()
-        self.requests: dict[int, EngineRequest] = {}  # not replied to yet
+        self.requests: dict[int, EngineRequest] = {}  # nobody has begun to reply to them
         self.closed = False
+        self._replies: deque[bytes] = deque()
         self._unsent = bytearray()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of whoever sends
 
-    def reply(self, request: int, record: bytes) -> None:
+    def claim(self, request: int) -> bool:
+        """Return True to the one caller that may reply to a request, on any thread.
+
+        Without a lock: to take something out of a dictionary is one step for the interpreter.
+        """
+        return self.requests.pop(request, None) is not None
+
+    def reply(self, record: bytes) -> None:
         """Add a reply to those that the next `flush` sends, from any thread."""
-        with self._lock:
-            if self.requests.pop(request, None) is not None and not self.closed:
-                self._unsent += record
+        self._replies.append(record)
 
     def flush(self) -> bool:
         """Send the replies that wait, from any thread; return whether none is left."""
-        if not self._unsent:
+        if not (self._replies or self._unsent):
             return True
         with self._lock:
+            while self._replies:
+                self._unsent += self._replies.popleft()
             return self.closed or self._send()
 
     def close(self) -> None:
         """Cancel all requests of a front that is gone."""
         with self._lock:
             self.closed = True
-            requests = list(self.requests.values())
-            self.requests.clear()
+        requests = list(self.requests.values())
+        self.requests.clear()
         for request in requests:
             request.stop()
         self.socket.close()
@@ -119,29 +131,32 @@ class FrontLink:
 
 
 class EngineRequest:
-    """A request of a front on its way through the runner."""
+    """A request of a front on its way through the runner.
 
-    def __init__(self, link: FrontLink, model: ServedModel, run: Run) -> None:
+    Who replies claims the request first, and writes results only then: once a cancellation was
+    replied to, nobody writes into the block.
+    """
+
+    __slots__ = ("_stop", "link", "run", "runner")
+
+    def __init__(self, link: FrontLink, runner: PackRunner, run: Run) -> None:
         self.link = link
-        self.model = model
+        self.runner = runner
         self.run = run
-        self.stream: SingleJob | RequestStream | None = None
-        # Results are written and replied to under it: once a cancellation was replied to, nobody
-        # writes into the block. Reentrant, because a request may be answered while it is started.
-        self._lock = threading.RLock()
-        self._replied = False
+        self._stop: Callable[[], Any] = _nothing
 
     def start(self) -> None:
         """Admit the request, or reply why not."""
-        runner = self.model.runner
-        jobs = _jobs(self.link.arena, self.run, runner.shape.tokens)
-        with self._lock:
-            try:
-                stream = start(runner, jobs, self._on_end)
-            except PackhorseError as error:
-                return self._on_end(error, None)
-            if not self._replied:
-                self.stream = stream
+        jobs = _jobs(self.link.arena, self.run, self.runner.shape.tokens)
+        try:
+            if len(jobs) == 1:  # as `streams.SingleJob`, for less
+                future = self.runner.enqueue(jobs[0])
+                self._stop = future.cancel
+                future.add_done_callback(self._on_answer)
+            else:
+                self._stop = start(self.runner, jobs, self._on_end).stop
+        except PackhorseError as error:
+            self._on_end(error, None)
 
     def cancel(self) -> None:
         """Cancel what has not run; the front waits for this reply before it frees the block."""
@@ -150,43 +165,52 @@ class EngineRequest:
 
     def stop(self) -> None:
         """Cancel what has not run, without a reply."""
-        stream = self.stream
-        if stream is not None:
-            stream.stop()
+        self._stop()
+
+    def _on_answer(self, answered: Future[Any]) -> None:
+        future = cast(PackedFuture, answered)
+        if future.cancelled():  # who cancels replies
+            return
+        error = future.exception()
+        if error is None:
+            self._on_end(None, StreamResult(future.result(), pack_info((future,))))
+        else:
+            self._on_end(error, None)
 
     def _on_end(self, error: BaseException | None, result: StreamResult | None) -> None:
-        with self._lock:
-            if self._replied:
-                return
-            self._replied = True
-            # The stream refers to this request: without the cycle both are freed at once, and with
-            # them the results, instead of when the collector runs.
-            self.stream = None
-            self.link.reply(self.run.request, self._record(error, result))
+        if self.link.claim(self.run.request):
+            self.link.reply(self._record(error, result))
 
     def _record(self, error: BaseException | None, result: StreamResult | None) -> bytes:
         """Write the results, and return the reply."""
-        runner = self.model.runner
+        request = self.run.request
+        waiting = self.runner.waiting_tokens
+        rate = self.runner.rate()
         if result is not None:
             try:
                 self._write(result.rows)
-                waiting = runner.waiting_tokens
-                return Done(self.run.request, result.pack, waiting, runner.rate()).pack()
+                return pack_done(request, result.pack, waiting, rate)
             except Exception as caught:
                 error = caught
         failure = error or RequestFailed("the request was not run")
-        return pack_failed(self.run.request, failure, runner.waiting_tokens, runner.rate())
+        return pack_failed(request, failure, waiting, rate)
 
     def _write(self, rows: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Write the results head by head, the rows of all sequences one after the other."""
         offset = self.run.output
+        limit = self.run.end
+        write = self.link.arena.write
         for column in zip(*rows, strict=True):
             for part in column:
                 end = offset + 4 * part.size
-                if end > self.run.end:  # into the block of another request
+                if end > limit:  # into the block of another request
                     raise RequestFailed("the results are larger than the model's description says")
-                self.link.arena.write(offset, part)
+                write(offset, part)
                 offset = end
+
+
+def _nothing() -> None:
+    """Stop a request that was not admitted."""
 
 
 def _jobs(arena: Arena, run: Run, batch_tokens: int) -> list[InferenceJob]:
@@ -313,9 +337,9 @@ class EngineProcess:
             self._watch_writable(link)
 
     def _start(self, link: FrontLink, run: Run) -> None:
-        model = self.models[run.model]
-        model.runner.wait_for_engine()
-        request = EngineRequest(link, model, run)
+        runner = self.models[run.model].runner
+        runner.wait_for_engine()
+        request = EngineRequest(link, runner, run)
         link.requests[run.request] = request
         request.start()
 
