@@ -6,6 +6,7 @@ A message says what is wrong and what to do next. The CLI prints it as one line 
 
 __all__ = [
     "CheckpointError",
+    "DeadlineExceeded",
     "InputError",
     "KernelError",
     "MissingExtra",
@@ -37,6 +38,12 @@ class KernelError(PackhorseError):
 
 class Overloaded(PackhorseError):
     """The queue is full; nothing is wrong with the request, so try again later."""
+
+    retry_after = 0.0  # seconds until there will be room; 0: unknown
+
+
+class DeadlineExceeded(Overloaded):
+    """The request cannot be, or was not, answered within the time that it allows."""
 
 
 class RunnerStopped(PackhorseError):

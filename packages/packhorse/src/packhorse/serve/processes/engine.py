@@ -135,7 +135,7 @@ class EngineRequest:
         jobs = _jobs(self.link.arena, self.run, runner.shape.tokens)
         with self._lock:
             try:
-                stream = start(runner, jobs, self._on_end)
+                stream = start(runner, jobs, self._on_end, self.run.ticket)
             except PackhorseError as error:
                 return self._on_end(error, None)
             if not self._replied:
@@ -169,11 +169,11 @@ class EngineRequest:
             try:
                 self._write(result.rows)
                 waiting = runner.waiting_tokens
-                return Done(self.run.request, result.pack, waiting, runner.rate()).pack()
+                return Done(self.run.request, result.pack, waiting, runner.waiting_rate()).pack()
             except Exception as caught:
                 error = caught
         failure = error or RequestFailed("the request was not run")
-        return pack_failed(self.run.request, failure, runner.waiting_tokens, runner.rate())
+        return pack_failed(self.run.request, failure, runner.waiting_tokens, runner.waiting_rate())
 
     def _write(self, rows: Sequence[tuple[np.ndarray, ...]]) -> None:
         """Write the results head by head, the rows of all sequences one after the other."""
