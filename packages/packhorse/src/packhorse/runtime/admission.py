@@ -728,7 +728,7 @@ class Admission:
         waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
         return max(oldest + self.timeout if waits else oldest, self.not_before)
 
-    def _take(self, key: Hashable, now: float, ahead: bool) -> QueuedBatch | None:
+    def _take(self, key: Hashable, now: float, ahead: bool = False) -> QueuedBatch | None:
         queue = self.queues[key]
         part = 1.0
         if ahead and self.ledger is not None and now - self.ledger.changed_at < LANE_SECONDS:

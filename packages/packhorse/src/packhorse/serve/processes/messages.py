@@ -68,7 +68,7 @@ class Run(NamedTuple):
         *numbers, deadline, lane = _RUN.unpack_from(body)
         heads, _, client = body[_RUN.size :].decode().partition("\n")
         share = None if lane == NO_SHARE else Share(client, bool(lane))
-        return cls(*numbers, heads, Ticket(share, deadline))
+        return cls._make((*numbers, heads, Ticket(share, deadline)))
 
 
 class Done(NamedTuple):
