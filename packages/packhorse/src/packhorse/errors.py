@@ -22,6 +22,7 @@ class PackhorseError(Exception):
     """Base of all errors that are part of the interface."""
 
     exit_code = 2
+    retry_after = 0.0  # seconds after which the request may succeed; 0: unknown
 
 
 class InputError(PackhorseError, ValueError):
@@ -39,10 +40,8 @@ class KernelError(PackhorseError):
 class Overloaded(PackhorseError):
     """The queue is full; nothing is wrong with the request, so try again later."""
 
-    retry_after = 0.0  # seconds until there will be room; 0: unknown
 
-
-class DeadlineExceeded(Overloaded):
+class DeadlineExceeded(PackhorseError):
     """The request cannot be, or was not, answered within the time that it allows."""
 
 

@@ -43,6 +43,7 @@ from starlette.responses import Response
 from packhorse import __version__
 from packhorse.errors import (
     CheckpointError,
+    DeadlineExceeded,
     InputError,
     KernelError,
     MissingExtra,
@@ -91,6 +92,7 @@ STATUS: dict[type[PackhorseError], int] = {
     MissingExtra: 424,
     RequestFailed: 424,
     Overloaded: 429,
+    DeadlineExceeded: 429,
     ClientGone: 499,
     RunnerStopped: 503,
     PackhorseError: 500,
@@ -250,7 +252,7 @@ def failure_of(request: Request, error: PackhorseError) -> Failure:
 
 def _retry_after(request: Request, error: PackhorseError) -> int:
     """Return the seconds after which a refused request may be sent again."""
-    if isinstance(error, Overloaded) and error.retry_after:
+    if error.retry_after:
         return retry_seconds(error.retry_after)
     record: RequestRecord = request.scope["packhorse"]
     models: ServedModels = request.app.state.models

@@ -252,6 +252,7 @@ class Guard:
         self, record: RequestRecord, key: ApiKey | None, headers: dict[bytes, bytes]
     ) -> Failure | None:
         """Find the lane, the share and the deadline of a request."""
+        record.bulk = key is not None and key.bulk
         bulk = is_bulk(headers, key)
         timeout = read_timeout(headers)
         for failure in (bulk, timeout):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from packhorse import errors
-from packhorse.errors import Overloaded, PackhorseError, RequestFailed
+from packhorse.errors import PackhorseError, RequestFailed
 from packhorse.runtime.shares import Share, Ticket
 from packhorse.serve.processes import arena
 from packhorse.serve.streams import PackInfo
@@ -103,7 +103,7 @@ def unpack_cancel(body: bytes) -> int:
 
 def pack_failed(request: int, error: BaseException, waiting_tokens: int, rate: float) -> bytes:
     """Return the record for a request that ended with an error."""
-    retry_after = error.retry_after if isinstance(error, Overloaded) else 0.0
+    retry_after = error.retry_after if isinstance(error, PackhorseError) else 0.0
     values = [type(error).__name__, str(error), waiting_tokens, rate, retry_after]
     text = json.dumps(values).encode()
     size = _HEADER.size + _REQUEST.size + len(text)
@@ -115,8 +115,7 @@ def unpack_failed(body: bytes) -> tuple[int, PackhorseError, float, float]:
     (request,) = _REQUEST.unpack_from(body)
     name, message, waiting_tokens, rate, retry_after = json.loads(body[_REQUEST.size :])
     error = rebuild_error(name, message)
-    if isinstance(error, Overloaded):
-        error.retry_after = retry_after
+    error.retry_after = retry_after
     return request, error, waiting_tokens, rate
 
 
