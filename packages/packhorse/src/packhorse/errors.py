@@ -6,6 +6,7 @@ A message says what is wrong and what to do next. The CLI prints it as one line 
 
 __all__ = [
     "CheckpointError",
+    "DeadlineExceeded",
     "InputError",
     "KernelError",
     "MissingExtra",
@@ -21,6 +22,7 @@ class PackhorseError(Exception):
     """Base of all errors that are part of the interface."""
 
     exit_code = 2
+    retry_after = 0.0  # seconds after which the request may succeed; 0: unknown
 
 
 class InputError(PackhorseError, ValueError):
@@ -37,6 +39,10 @@ class KernelError(PackhorseError):
 
 class Overloaded(PackhorseError):
     """The queue is full; nothing is wrong with the request, so try again later."""
+
+
+class DeadlineExceeded(PackhorseError):
+    """The request cannot be, or was not, answered within the time that it allows."""
 
 
 class RunnerStopped(PackhorseError):

@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -781,7 +780,7 @@ def test_a_key_that_was_changed_is_asked_for_and_forgotten(visit, opened, watche
     closed = opened()
     page = visit(url=closed.url)
     watched.expected = "401"
-    closed.guard.keys = [sha256(b"sesame").digest()]
+    closed.guard.use_keys(("sesame",))
     place = panel(page, "similarity")
     place.get_by_role("button", name="Compare").click()
     place.locator(".wrong", has_text="requires an API key").wait_for()

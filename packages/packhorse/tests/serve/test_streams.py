@@ -127,8 +127,8 @@ def test_an_answer_that_comes_while_the_request_is_started_is_a_reply(
     """The runner may be faster than the thread that submits: then the callback runs there."""
     enqueue = runner.enqueue
 
-    def enqueue_and_wait(job: InferenceJob) -> Any:
-        future = enqueue(job)
+    def enqueue_and_wait(job: InferenceJob, share: Any) -> Any:
+        future = enqueue(job, share)
         future.exception(60)
         return future
 

@@ -182,7 +182,9 @@ class Packed:
     def flat(
         self, device: torch.device, tokens: int | None = None, sequences: int | None = None
     ) -> Tensor:
-        """Copy a batch on the host to a device as one tensor, all but `prompt_lengths` and `key_lengths`.
+        """Copy a batch on the host to a device as one tensor.
+
+        That is all but `prompt_lengths` and `key_lengths`, which few batches have.
 
         With `tokens` and `sequences` it is filled up on the way, see `pad`. The three int64 tensors
         [3, T] come first, then the int32 `cu_seqlens`, two to an int64; `unflatten` returns them.

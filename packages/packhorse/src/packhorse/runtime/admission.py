@@ -21,6 +21,11 @@ Where a sequence does not fit, later ones may go before it until `lookahead` hav
 those start the next batch, in their order, so none starves. A request that is cancelled before it
 runs leaves at once: its place goes to others and its tokens back to the allowance.
 
+Requests may come with a `Ticket`. Its share says whose they are: from the first one on batches are
+filled by turns of the shares, when they are taken and not on arrival (`shares`), and no share can
+fill the queue alone. Without shares nothing of that happens. Its deadline refuses a request that
+cannot be answered in time, by what waits before it and by how long batches took lately.
+
 **Locks.** `Admission._lock` guards everything here and is held for microseconds: nothing inside it
 computes, tokenizes or calls user code. A thread that needs several locks takes them in this order:
 
@@ -58,15 +63,25 @@ from concurrent.futures._base import (
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from packhorse.errors import InputError, Overloaded, RunnerStopped
+from packhorse.errors import DeadlineExceeded, InputError, Overloaded, RunnerStopped
 from packhorse.runtime.batches import PackedShape
-from packhorse.runtime.statistics import BatchRecord
+from packhorse.runtime.shares import FairQueue, Share, ShareLedger, Ticket, may_take
+from packhorse.runtime.statistics import BatchPace, BatchRecord
 from packhorse.runtime.tasks import InferenceJob, Row
 from packhorse.tokens import Encoding
 
 BATCHES_AHEAD = 3  # that patient callers keep waiting
 COMPANY_SECONDS = 0.1  # after so long alone, a request expects no other to join its batch
 HEARTBEAT = 60.0  # seconds; the longest sleep, so a lost notification costs no more than this
+# After an interactive request no batch of the bulk lane is launched ahead of time for so long: the
+# next interactive request would have to wait for two of them. After requests of different shares
+# came, others are expected for as long.
+LANE_SECONDS = 60.0
+# Of the tokens of a batch: so many go into one that is launched ahead while several shares are
+# here. Who comes then waits for what runs, for what was launched ahead and for its own batch.
+AHEAD_PART = 0.5
+# Times the limit on what waits, for shares of which nothing waits.
+NEWCOMERS = 2
 
 
 class PackedFuture(Future[Any]):
@@ -166,15 +181,22 @@ class QueuedRequest:
         "remaining",
         "rows",
         "sequences",
+        "share",
         "started_at",
     )
 
     def __init__(
-        self, job: InferenceJob, now: float, on_done: Callable[[Future[Any]], None]
+        self,
+        job: InferenceJob,
+        now: float,
+        on_done: Callable[[Future[Any]], None],
+        share: Share | None = None,
     ) -> None:
         self.job = job
+        self.share = share
         # Requests with the same key can share a batch.
-        self.queue_key: Hashable = (job.heads, job.only)
+        is_bulk = share is not None and share.bulk
+        self.queue_key: Hashable = (job.heads, job.only, is_bulk)
         self.future = PackedFuture(on_done)
         self.sequences = [QueuedSequence(self, i, item) for i, item in enumerate(job.sequences)]
         self.rows: list[Row] = [()] * len(self.sequences)
@@ -202,26 +224,38 @@ QueuedBatch = list[list[QueuedSequence]]  # the sequences of each row
 class BatchQueue:
     """Requests that can share a batch: the open batch, and an overflow of what did not fit.
 
+    Once it is divided between shares, all wait in a `FairQueue` until a batch is taken.
     It neither locks nor waits: `Admission` does both, and decides when a batch is taken.
     """
 
-    def __init__(self, shape: PackedShape, lookahead: int) -> None:
+    def __init__(self, shape: PackedShape, lookahead: int, share: Share | None = None) -> None:
+        """Create a queue for requests of one share, until `divide` is called."""
         self.shape = shape
         self.lookahead = lookahead
+        self.share = share
+        self.is_bulk = share is not None and share.bulk
+        self.fair: FairQueue[QueuedSequence] | None = None
         # In the other modes a batch is one row, and two comparisons decide what fits.
         self.packer = shape.packer() if shape.mode == "mask" else None
         # Dictionaries as ordered sets: a cancelled sequence is removed in constant time.
         self.open: dict[QueuedSequence, None] = {}
         self.overflow: OrderedDict[QueuedSequence, None] = OrderedDict()
         self.tokens = 0  # of the open batch
+        self.taken = 0  # tokens of the batch that was taken last
         self.stale = False  # the packer still counts sequences that were removed
 
     def __len__(self) -> int:
+        if self.fair is not None:
+            return len(self.fair)
         return len(self.open) + len(self.overflow)
 
     @property
     def full(self) -> bool:
         """Whether something did not fit, or nothing more would."""
+        if self.fair is not None:
+            return self.fair.tokens >= self.shape.tokens or len(self.fair) >= (
+                self.shape.max_sequences or math.inf
+            )
         return (
             bool(self.overflow)
             or self.tokens == self.shape.tokens
@@ -231,12 +265,16 @@ class BatchQueue:
     @property
     def oldest(self) -> float:
         """When the request that waits longest was admitted."""
+        if self.fair is not None:
+            return min(sequence.request.admitted_at for sequence in self.fair.firsts())
         # Both are in order of admission, but one passed over may be older than the open batch.
         fronts = [next(iter(sequences)) for sequences in (self.open, self.overflow) if sequences]
         return min(sequence.request.admitted_at for sequence in fronts)
 
     def add(self, sequence: QueuedSequence) -> None:
         """Pack a sequence into the open batch, or keep it for a later one."""
+        if self.fair is not None:
+            return self.fair.add(sequence.request.share, sequence)
         if len(self.overflow) <= self.lookahead and self._pack(sequence):
             return
         self.overflow[sequence] = None
@@ -245,6 +283,8 @@ class BatchQueue:
 
     def remove(self, sequence: QueuedSequence) -> bool:
         """Remove a sequence; return whether it was still here."""
+        if self.fair is not None:
+            return self.fair.remove(sequence.request.share, sequence)
         if sequence in self.open:
             del self.open[sequence]
             self.tokens -= sequence.tokens
@@ -255,17 +295,39 @@ class BatchQueue:
             return True
         return False
 
-    def take(self) -> QueuedBatch:
-        """Return the open batch and start the next one from the overflow."""
+    def take(self, part: float = 1.0) -> QueuedBatch:
+        """Return the open batch and start the next one from the overflow.
+
+        A divided queue fills about this part of a batch.
+        """
+        if self.fair is not None:
+            self.fair.fill(self._pack, part * self.shape.tokens)
         if self.stale:
             self._repack()
         sequences = list(self.open)
         packs = self.packer.flush() if self.packer is not None else [range(len(sequences))]
         batch = [[sequences[i] for i in pack] for pack in packs]
+        self.taken = self.tokens
         self.open = {}
         self.tokens = 0
         self._refill()
         return batch
+
+    def divide(self, ledger: ShareLedger) -> None:
+        """Fill batches from now on by turns of the shares."""
+        self._repack()  # in order of admission
+        self.fair = FairQueue(ledger)
+        for sequence in (*self.open, *self.overflow):
+            self.fair.add(sequence.request.share, sequence)
+        if self.packer is not None:
+            self.packer.flush()
+        self.open = {}
+        self.overflow = OrderedDict()
+        self.tokens = 0
+
+    def turn(self, ledger: ShareLedger) -> float:
+        """Return the virtual time of its share that is furthest behind."""
+        return ledger.turn(self.share) if self.fair is None else self.fair.turn()
 
     def _pack(self, sequence: QueuedSequence) -> bool:
         if self.packer is not None:
@@ -339,6 +401,9 @@ class Admission:
         self.unanswered: dict[Future[Any], QueuedRequest] = {}  # waiting or running
         self.unanswered_requests = 0  # inputs of these
         self.queues: dict[Hashable, BatchQueue] = {}  # none of them is empty
+        self.ledger: ShareLedger | None = None  # from the first request with a share on
+        self.pace = BatchPace()  # the engine's recorder measures it
+        self.busy_until = 0.0  # when the batches that were taken will have run
         self.stopped: str | None = None  # the reason why nothing is admitted any more
         self.company_at = -math.inf  # when a request last arrived before another was answered
         self.not_before = 0.0  # until then only full batches are due, see `linger`
@@ -356,14 +421,14 @@ class Admission:
         self._room = threading.Condition(self._lock)  # patient requests wait here
 
     @contextmanager
-    def check_capacity(self) -> Generator[None]:
+    def check_capacity(self, share: Share | None = None) -> Generator[None]:
         """Raise `Overloaded` if nothing would be admitted; count a request while it is tokenized.
 
         So the requests that are being tokenized, which are not admitted yet, are bounded as well.
         """
         with self._lock:
-            if not self._fits(1, self.max_tokens):
-                self._refuse()
+            if not self._fits(1, self.max_tokens, share=share):
+                self._refuse(share)
             self.preparing += 1
         try:
             yield
@@ -401,34 +466,63 @@ class Admission:
             self.reserved_tokens -= job.tokens
             return self._admit(job, job.tokens)
 
-    def push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
+    def push(
+        self, job: InferenceJob, patient: bool = False, share: Share | None = None
+    ) -> PackedFuture:
         """Admit a job; where there is no room, wait if `patient`, else raise `Overloaded`."""
         tokens = job.tokens
-        share = -(-tokens // max(1, job.inputs))  # of one input
-        if share > self.max_tokens:
+        input_tokens = -(-tokens // max(1, job.inputs))
+        if input_tokens > self.max_tokens:
             raise InputError(
-                f"a request of {share} tokens will never be admitted: at most "
+                f"a request of {input_tokens} tokens will never be admitted: at most "
                 f"{self.max_tokens} may wait; raise max_waiting_tokens or split the request"
             )
         with self._lock:
             if patient:
-                while not self._fits(tokens, self.patient_tokens, job.inputs):
+                while not self._fits(tokens, self.patient_tokens, job.inputs, share):
                     self._room.wait(HEARTBEAT)
-            elif not self._fits(share, self.max_tokens):
-                self._refuse()
-            future = self._admit(job, tokens)
+            elif not self._fits(input_tokens, self.max_tokens, share=share):
+                self._refuse(share)
+            future = self._admit(job, tokens, share)
         if patient:
             # Outside `_lock`: a reply, made with `engine_busy` held, needs `_lock` to finish.
             with self.engine_busy:
                 pass
         return future
 
-    def push_follow_up(self, job: InferenceJob) -> PackedFuture:
+    def push_follow_up(self, job: InferenceJob, share: Share | None = None) -> PackedFuture:
         """Admit a later job of a request of which another was admitted before."""
         with self._lock:
             if self.stopped:
                 raise RunnerStopped(self.stopped)
-            return self._admit(job, job.tokens)
+            return self._admit(job, job.tokens, share)
+
+    def check_deadline(self, tokens: int, ticket: Ticket) -> None:
+        """Raise `DeadlineExceeded` if a request of so many tokens cannot be answered in time.
+
+        Where nothing waits or runs it may try: what is known of the speed may be wrong, and nothing
+        else would correct it.
+        """
+        with self._lock:
+            if not self.unanswered:
+                return
+            seconds = self._seconds_until_run(tokens, ticket.share)
+            left = ticket.deadline - self.clock()
+            if seconds <= left:
+                return
+            self.refused += 1
+            wait = self._seconds_until_run(0, ticket.share)
+        error = DeadlineExceeded(
+            f"the answer would take about {seconds:.1f} s, and the request allows "
+            f"{max(0.0, left):.1f} s; try again later"
+        )
+        error.retry_after = min(wait, seconds - max(0.0, left))
+        raise error
+
+    def seconds_until_run(self, share: Share | None = None) -> float:
+        """Return in how many seconds what waits now will have run; 0 if nothing is known."""
+        with self._lock:
+            return self._seconds_until_run(0, share)
 
     def next_batch(self, wait: bool, idle: bool | None = None) -> QueuedBatch | None:
         """Return the batch that is due; None if there is none, or with `wait`, if none will come.
@@ -437,10 +531,12 @@ class Admission:
         """
         idle = wait if idle is None else idle
         with self._lock:
+            if idle:
+                self.busy_until = 0.0  # no batch is running
             while True:
                 now = self.clock()
                 while key := self._due(now, idle):
-                    if batch := self._take(key, now):
+                    if batch := self._take(key, now, ahead=not idle):
                         return batch
                 if not wait or (self.stopped and not self.queues):
                     return None
@@ -489,27 +585,54 @@ class Admission:
 
     # What follows is called with `_lock` held.
 
-    def _fits(self, tokens: int, limit: int, requests: int = 1) -> bool:
+    def _fits(self, tokens: int, limit: int, requests: int = 1, share: Share | None = None) -> bool:
         if self.stopped:
             raise RunnerStopped(self.stopped)
         ahead_requests = self.waiting_requests + self.reserved_requests + self.preparing
         ahead_tokens = self.waiting_tokens + self.reserved_tokens
+        max_requests = self.max_requests
+        if share is not None and self.ledger is not None:
+            held = self.ledger.tokens[share]
+            if not held:  # finds room even if others have filled it, with one request
+                max_requests *= NEWCOMERS
+                limit *= NEWCOMERS
+            elif not (
+                may_take(held, limit - ahead_tokens)
+                and may_take(self.ledger.requests[share], max_requests - ahead_requests)
+            ):
+                return False
         # Where nothing waits, a request larger than the patient limit is let in, or it never would.
         room = ahead_tokens + tokens <= limit or not ahead_tokens
-        return ahead_requests + requests <= self.max_requests and room
+        return ahead_requests + requests <= max_requests and room
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, share: Share | None = None) -> NoReturn:
         self.refused += 1
         requests = self.waiting_requests + self.reserved_requests + self.preparing
         tokens = self.waiting_tokens + self.reserved_tokens
         waiting = f"{requests} requests of {tokens} tokens" if tokens else f"{requests} requests"
-        raise Overloaded(
+        held = self.ledger.tokens[share] if share is not None and self.ledger else 0
+        if held:
+            waiting += f", {held} of these tokens for this client"
+        error = Overloaded(
             f"{waiting} wait already (max_waiting_requests is {self.max_requests}, "
             f"max_waiting_tokens {self.max_tokens}); try again in a moment"
         )
+        error.retry_after = self._seconds_until_run(0, share)
+        raise error
 
-    def _admit(self, job: InferenceJob, tokens: int) -> PackedFuture:
-        request = QueuedRequest(job, self.clock(), self._done)
+    def _seconds_until_run(self, tokens: int, share: Share | None) -> float:
+        """Return in how many seconds so many more tokens of a share will have run."""
+        waiting = self.waiting_tokens + self.reserved_tokens
+        ahead = waiting + tokens
+        if self.ledger is not None:
+            before = self.ledger.tokens_ahead(share, tokens, waiting)
+            batches = math.ceil(before / self.shape.tokens)
+            ahead = min(ahead, batches * self.shape.tokens)  # others fill the last batch
+        running = max(0.0, self.busy_until - self.clock())
+        return running + self.pace.seconds(ahead, self.shape.tokens)
+
+    def _admit(self, job: InferenceJob, tokens: int, share: Share | None = None) -> PackedFuture:
+        request = QueuedRequest(job, self.clock(), self._done, share)
         if self.unanswered:
             self.company_at = request.admitted_at
         self.admitted += job.inputs
@@ -520,7 +643,10 @@ class Admission:
         self.waiting_tokens += tokens
         queue = self.queues.get(request.queue_key)
         if queue is None:
-            queue = self.queues[request.queue_key] = BatchQueue(self.shape, self.lookahead)
+            queue = BatchQueue(self.shape, self.lookahead, share)
+            self.queues[request.queue_key] = queue
+        if share is not None or self.ledger is not None:
+            self._enter_share(queue, request, tokens)
         for sequence in request.sequences:
             queue.add(sequence)
         self.expected -= 1
@@ -531,6 +657,19 @@ class Admission:
         if first or queue.full or not self.expected:
             self._changed.notify()
         return request.future
+
+    def _enter_share(self, queue: BatchQueue, request: QueuedRequest, tokens: int) -> None:
+        """Count what a share has waiting; divide the queue if it is not the only one there."""
+        if self.ledger is None:
+            self.ledger = ShareLedger()
+        self.ledger.add(request.share, tokens, request.job.inputs)
+        self.ledger.arrive(request.share, request.admitted_at)
+        if queue.fair is not None:
+            return
+        if not queue:
+            self.ledger.activate(request.share)
+        if request.share != queue.share:
+            queue.divide(self.ledger)
 
     def _done(self, future: Future[Any]) -> None:
         """Forget a request whose future has a result or was cancelled; takes the lock itself."""
@@ -549,13 +688,43 @@ class Admission:
     def _due(self, now: float, idle: bool) -> Hashable:
         """Return the key of the queue whose batch goes next: of those due, the oldest."""
         due = [
-            (queue.oldest, i, key)  # the index, because keys have no order
-            for i, (key, queue) in enumerate(self.queues.items())
+            key
+            for key, queue in self.queues.items()
             if queue.full
             or queue.oldest <= self.flushed_at
             or (idle and (self.stopped or now >= self._deadline(queue)))
         ]
-        return min(due)[2] if due else None
+        if due and not idle and len(self.queues) > 1:
+            # A batch will be launched anyway: one that is not full and has waited long enough may
+            # be older. Otherwise it would wait for as long as others are full.
+            due = [
+                key
+                for key, queue in self.queues.items()
+                if queue.full or now >= self._deadline(queue)
+            ]
+        if self.ledger is not None:
+            return self._next_turn(due, self.ledger, now, idle)
+        if len(due) < 2:
+            return due[0] if due else None
+        return min(due, key=lambda key: self.queues[key].oldest)
+
+    def _next_turn(
+        self, due: list[Hashable], ledger: ShareLedger, now: float, idle: bool
+    ) -> Hashable:
+        """Return, of the queues that are due, the one with the share that is furthest behind."""
+        interactive = [key for key in due if not self.queues[key].is_bulk]
+        bulk = [key for key in due if self.queues[key].is_bulk]
+        if bulk and ledger.owes_bulk(self.shape.tokens):
+            interactive = []
+        elif bulk and not idle and now - ledger.interactive_at < LANE_SECONDS:
+            bulk = []
+        elif bulk and not interactive:
+            # What would have waited for company would now wait for a whole batch instead.
+            interactive = [key for key, queue in self.queues.items() if not queue.is_bulk]
+        keys = interactive or bulk
+        if not keys:
+            return None
+        return min(keys, key=lambda key: (self.queues[key].turn(ledger), self.queues[key].oldest))
 
     def _until_due(self, now: float) -> float:
         if not self.queues:
@@ -569,8 +738,21 @@ class Admission:
         waits = self.wait_alone or oldest - self.company_at < COMPANY_SECONDS
         return max(oldest + self.timeout if waits else oldest, self.not_before)
 
-    def _take(self, key: Hashable, now: float) -> QueuedBatch | None:
-        batch = self.queues[key].take()
+    def _take(self, key: Hashable, now: float, ahead: bool = False) -> QueuedBatch | None:
+        queue = self.queues[key]
+        part = 1.0
+        if ahead and self.ledger is not None and now - self.ledger.changed_at < LANE_SECONDS:
+            part = AHEAD_PART
+            if queue.fair is None:
+                queue.divide(self.ledger)
+        batch = queue.take(part)
+        if self.ledger is not None:
+            self.ledger.settle(queue.is_bulk, queue.taken)
+            if queue.fair is None:
+                self.ledger.begin(queue.share)
+                self.ledger.charge(queue.share, queue.taken)
+        seconds = self.pace.seconds(queue.taken, self.shape.tokens)
+        self.busy_until = max(now, self.busy_until) + seconds
         self._drop_if_empty(key)
         self._room.notify_all()
         started = [[sequence for sequence in row if self._start(sequence, now)] for row in batch]
@@ -580,6 +762,8 @@ class Admission:
         """Count a sequence as running; False if its request was cancelled a moment ago."""
         self.waiting_tokens -= sequence.tokens
         request = sequence.request
+        if self.ledger is not None:
+            self.ledger.add(request.share, -sequence.tokens)
         if not request.is_waiting:  # another sequence of it went before
             return not request.future.done()
         request.started_at = now
@@ -602,6 +786,8 @@ class Admission:
         for sequence in request.sequences:
             if queue is not None and queue.remove(sequence):
                 self.waiting_tokens -= sequence.tokens
+                if self.ledger is not None:
+                    self.ledger.add(request.share, -sequence.tokens)
         # Sequences refer to their request: break the cycle, or garbage piles up until a collection.
         request.sequences.clear()
         self._stop_waiting(request)
@@ -611,6 +797,8 @@ class Admission:
     def _stop_waiting(self, request: QueuedRequest) -> None:
         if request.is_waiting:
             self.waiting_requests -= request.job.inputs
+            if self.ledger is not None:
+                self.ledger.add(request.share, 0, -request.job.inputs)
         request.is_waiting = False
 
     def _drop_if_empty(self, key: Hashable) -> None:

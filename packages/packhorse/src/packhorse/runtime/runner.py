@@ -38,6 +38,7 @@ from packhorse.runtime.admission import Admission, PackedFuture
 from packhorse.runtime.batches import PackedShape
 from packhorse.runtime.encoder import Encoder
 from packhorse.runtime.engine import RunnerEngine
+from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.statistics import BatchRecord, RunnerStats
 from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
 
@@ -119,6 +120,7 @@ class PackRunner:
             wait_alone=wait_alone,
         )
         self._engine = RunnerEngine(self.encoder, self._admission, when_idle)
+        self._admission.pace = self._engine.recorder.pace
         # The threads refer to the engine and not to the runner, so that a runner that nobody uses
         # any more is collected, and its threads end. At exit the engine has a handler of its own.
         weakref.finalize(self, self._engine.abandon).atexit = False
@@ -137,27 +139,58 @@ class PackRunner:
         return self._push(job)
 
     def prepare(
-        self, texts: Sequence[TaskInput], task: str = "embed", **options: Any
+        self,
+        texts: Sequence[TaskInput],
+        task: str = "embed",
+        *,
+        share: Share | None = None,
+        **options: Any,
     ) -> list[InferenceJob]:
         """Do the first half of `submit` for several texts, or raise `Overloaded`."""
         self._check_process()
-        with self._admission.check_capacity():
+        with self._admission.check_capacity(share):
             return self.encoder.prepare(task, texts, **options)
 
-    def enqueue(self, job: InferenceJob) -> PackedFuture:
+    def enqueue(self, job: InferenceJob, share: Share | None = None) -> PackedFuture:
         """Do the second half of `submit`, for a job of `prepare`; may raise `Overloaded`.
 
-        A job of several inputs is admitted as soon as there is room for one of them.
+        A job of several inputs is admitted as soon as there is room for one of them. `share` says
+        whose it is, where clients divide the queue (`runtime.shares`).
         """
         self._check_process()
-        return self._push(job)
+        return self._push(job, share=share)
 
-    def follow(self, job: InferenceJob) -> PackedFuture:
+    def follow(self, job: InferenceJob, share: Share | None = None) -> PackedFuture:
         """Admit a later job of a request whose first was admitted by `enqueue`; never refused.
 
         It never waits, and so may be called from a future's callback.
         """
-        return self._admission.push_follow_up(job) if job.sequences else self._push(job)
+        return self._admission.push_follow_up(job, share) if job.sequences else self._push(job)
+
+    def check_deadline(self, tokens: int, ticket: Ticket) -> None:
+        """Raise `DeadlineExceeded` if a request of so many tokens cannot be answered in time."""
+        self._admission.check_deadline(tokens, ticket)
+
+    def seconds_until_run(self, share: Share | None = None) -> float:
+        """Return in how many seconds what waits now will have run; 0 if nothing is known."""
+        return self._admission.seconds_until_run(share)
+
+    def waiting_rate(self) -> float:
+        """Return the tokens per second at which full batches run; 0 if nothing is known."""
+        tokens = self.shape.tokens
+        seconds = self._admission.pace.seconds(tokens, tokens)
+        return tokens / seconds if seconds else 0.0
+
+    def measure(self, tokens: int) -> None:
+        """Run a batch of about so many tokens, alone, so that the first estimates are right."""
+        jobs = self.encoder.prepare("hidden", [np.zeros(self.shape.capacity, int)])
+        count = max(1, min(tokens, self.shape.tokens) // self.shape.capacity)
+        sequences = [jobs[0].sequences[0]] * count
+        packed = self.shape.lay(sequences, [[row] for row in range(count)])
+        begun = time.perf_counter()
+        self.encoder.launch(packed, ("hidden",)).wait()
+        used = count * self.shape.capacity
+        self._engine.recorder.pace.add(used, time.perf_counter() - begun)
 
     def reserve(self, jobs: Sequence[InferenceJob]) -> None:
         """Reserve room for jobs that are admitted one after another, or raise `Overloaded`."""
@@ -316,9 +349,11 @@ class PackRunner:
         shape = f"{self.shape.mode}, {self.shape.rows} rows of {self.shape.capacity} tokens"
         return f"PackRunner({self.encoder!r}; {shape})"
 
-    def _push(self, job: InferenceJob, patient: bool = False) -> PackedFuture:
+    def _push(
+        self, job: InferenceJob, patient: bool = False, share: Share | None = None
+    ) -> PackedFuture:
         if job.sequences:
-            return self._admission.push(job, patient)
+            return self._admission.push(job, patient, share)
         future = PackedFuture()  # nothing to run: a ranking of no documents
         future.set_result(job.finish([]))
         return future

@@ -7,6 +7,7 @@ recorded as they were laid out, to be shown on the server's page and to compute 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ import numpy as np
 REQUESTS = 4096  # in the window of latencies
 BATCHES = 512  # in the window of compute times
 RECENT = 64  # batches that are recorded as they were laid out
+PACE_BATCHES = 9  # of each size, of which the median is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,44 @@ class BatchRecord:
         return self.used / max(1, self.tokens)
 
 
+class BatchPace:
+    """How long batches take, by their size; predicts when what waits will have run.
+
+    A batch of a few tokens takes nearly as long as one of a hundred, so the speed of small batches
+    says nothing about a full queue. Sizes are kept apart by powers of two, each with the median of
+    its last batches, because one that took unusually long must not count for the next minutes. A
+    size that has not run yet is taken to be as fast, per token, as the nearest that has.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}  # seconds a token
+        self._medians: dict[int, float] = {}
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Note that a batch of so many tokens took so long."""
+        if not tokens:
+            return
+        size = tokens.bit_length()
+        last = self._last.setdefault(size, deque(maxlen=PACE_BATCHES))
+        last.append(seconds / tokens)
+        # Replaced at once: other threads read it.
+        self._medians = {**self._medians, size: sorted(last)[len(last) // 2]}
+
+    def seconds(self, tokens: float, batch_tokens: int) -> float:
+        """Return how long so many tokens take in batches of at most `batch_tokens`; 0: unknown."""
+        batches, rest = divmod(tokens, batch_tokens)
+        full = batches * batch_tokens
+        return full * self._seconds_a_token(batch_tokens) + rest * self._seconds_a_token(int(rest))
+
+    def _seconds_a_token(self, tokens: int) -> float:
+        medians = self._medians
+        if not medians:
+            return 0.0
+        size = tokens.bit_length()
+        nearest = min(medians, key=lambda known: (abs(known - size), -known))
+        return medians[nearest]
+
+
 class RunnerRecorder:
     """Counts batches and answers; the engine writes, any thread reads.
 
@@ -78,6 +118,7 @@ class RunnerRecorder:
         self.tokens = 0
         self.batch_tokens = 0
         self.rate = 0.0  # tokens per second while the last batches ran
+        self.pace = BatchPace()
         self._latency: deque[float] = deque(maxlen=REQUESTS)
         self._queue: deque[float] = deque(maxlen=REQUESTS)
         self._compute: deque[float] = deque(maxlen=BATCHES)
@@ -101,6 +142,9 @@ class RunnerRecorder:
             self.sequences += record.sequences
             self.tokens += record.used
             self.batch_tokens += tokens
+            # On an accelerator a batch is launched while the one before it runs.
+            since = self._recent[-1].ended if self._recent else -math.inf
+            self.pace.add(record.used, min(seconds, now - since))
             self._compute.append(seconds)
             self._recent.append(record)
             busy = sum(batch.seconds for batch in self._recent)

@@ -43,6 +43,7 @@ from starlette.responses import Response
 from packhorse import __version__
 from packhorse.errors import (
     CheckpointError,
+    DeadlineExceeded,
     InputError,
     KernelError,
     MissingExtra,
@@ -74,7 +75,7 @@ from packhorse.serve.failures import (
     locate_error,
 )
 from packhorse.serve.guard import Guard
-from packhorse.serve.hosting import OtherProcesses, ServedModels
+from packhorse.serve.hosting import OtherProcesses, ServedModels, retry_seconds
 from packhorse.serve.metrics import CONTENT_TYPE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.shortcut import Shortcut
@@ -91,6 +92,7 @@ STATUS: dict[type[PackhorseError], int] = {
     MissingExtra: 424,
     RequestFailed: 424,
     Overloaded: 429,
+    DeadlineExceeded: 429,
     ClientGone: 499,
     RunnerStopped: 503,
     PackhorseError: 500,
@@ -244,11 +246,18 @@ def failure_of(request: Request, error: PackhorseError) -> Failure:
     if status == 503:
         headers["retry-after"] = str(RESTART_SECONDS)
     if status == 429:
-        record: RequestRecord = request.scope["packhorse"]
-        models: ServedModels = request.app.state.models
-        headers["retry-after"] = str((record.model or models.default).retry_after())
+        headers["retry-after"] = str(_retry_after(request, error))
     field = "model" if isinstance(error, UnknownModel) else None
     return Failure(status, str(error), headers, field)
+
+
+def _retry_after(request: Request, error: PackhorseError) -> int:
+    """Return the seconds after which a refused request may be sent again."""
+    if error.retry_after:
+        return retry_seconds(error.retry_after)
+    record: RequestRecord = request.scope["packhorse"]
+    models: ServedModels = request.app.state.models
+    return (record.model or models.default).retry_after()
 
 
 async def _handle_packhorse_error(request: Request, error: Any) -> Response:

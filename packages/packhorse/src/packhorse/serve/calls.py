@@ -16,6 +16,7 @@ as it takes.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,9 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from packhorse.errors import InputError
+from packhorse.errors import DeadlineExceeded, InputError
 from packhorse.runtime.engine import request_error
+from packhorse.runtime.shares import Share
 from packhorse.runtime.tasks import InferenceJob, TaskInput, is_ids, task_prompt
 from packhorse.serve.failures import ClientGone, Empty, TooLarge
 from packhorse.serve.hosting import ServedModel
@@ -92,7 +94,7 @@ async def call(
     if task != "answer":  # which reads long texts in windows
         # Otherwise the encoder would also warn, and no client would see that.
         options.setdefault("long", "truncate")
-    prepare = partial(_prepare, model, task, texts, options, settings)
+    prepare = partial(_prepare, model, task, texts, options, settings, record.share)
     begun = perf_counter()
     if characters <= MAX_INLINE_CHARACTERS:
         jobs = prepare()
@@ -101,7 +103,7 @@ async def call(
     record.tokenize_seconds += perf_counter() - begun
     _check_sizes(jobs, model, task)
     truncated = _check_truncation(jobs, model, truncate, options.get("max_length"))
-    finished = await _run(model, jobs, request.receive)
+    finished = await _run(model, jobs, request.receive, record, settings)
     if characters <= MAX_INLINE_CHARACTERS:
         values = _finish(jobs, finished)
     else:
@@ -216,6 +218,7 @@ def _prepare(
     texts: Sequence[TaskInput],
     options: Mapping[str, Any],
     settings: ServeSettings,
+    share: Share | None = None,
 ) -> list[InferenceJob]:
     """Tokenize the texts, a group at a time; refuse those that have too many tokens together."""
     limit = settings.max_request_tokens or MAX_REQUEST_TOKENS
@@ -225,7 +228,7 @@ def _prepare(
     groups = [texts] if options.get("late_chunking") else _groups(texts)
     for group in groups:
         try:
-            prepared = model.runner.prepare(group, task, **options)
+            prepared = model.runner.prepare(group, task, share=share, **options)
         except InputError as error:
             if not jobs:
                 raise
@@ -308,15 +311,27 @@ def _check_truncation(
 
 
 async def _run(
-    model: ServedModel, jobs: Sequence[InferenceJob], receive: Callable[[], Awaitable[Any]]
+    model: ServedModel,
+    jobs: Sequence[InferenceJob],
+    receive: Callable[[], Awaitable[Any]],
+    record: RequestRecord,
+    settings: ServeSettings,
 ) -> StreamResult:
-    """Run all jobs; cancel them if the client disconnects."""
+    """Run all jobs; cancel them if the client disconnects, or after `request_timeout`."""
     if not any(job.sequences for job in jobs):
         return StreamResult([], PackInfo())
-    running = model.dispatcher.start(jobs)
+    running = model.dispatcher.start(jobs, record.ticket)
     watcher = asyncio.ensure_future(_watch_client(receive, running.finished))
     try:
-        return await running.finished
+        if not settings.request_timeout:  # a client whose own timeout ends disconnects
+            return await running.finished
+        async with asyncio.timeout(record.deadline - time.monotonic()):
+            return await running.finished
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"the request was not answered within {settings.request_timeout:g} s "
+            "(request_timeout); try again later"
+        ) from error
     finally:
         watcher.cancel()
         running.stop()

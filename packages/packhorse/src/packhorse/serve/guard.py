@@ -1,5 +1,9 @@
 """The outermost ASGI layer: API keys, Host header, body size and time, concurrent requests.
 
+The key, the lane and the timeout of a request become its ticket here (`tickets`). Once there are
+keys of several names, or requests in the lane bulk, places and bytes are divided between the
+shares (`runtime.shares`), so that one client cannot take them all.
+
 Nothing of the framework or of our handlers runs for a request that is refused here. A body is
 received whole, counted as it arrives and against the clock, before the request counts as being
 answered; so a slow client holds a connection and a few bytes, but no place among the concurrent
@@ -15,20 +19,24 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import hmac
+import math
 import re
+import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from hashlib import sha256
 from ipaddress import ip_address
-from typing import Any
+from typing import Any, cast
 
+from packhorse.runtime.shares import FairRoom, Share
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
 from packhorse.serve.hosting import ServedModels
+from packhorse.serve.keys import ApiKey, find_key, parse_keys
 from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
+from packhorse.serve.tickets import is_bulk, read_timeout
 from packhorse.serve.tracing import CURRENT, read_ids
 
 Message = MutableMapping[str, Any]
@@ -77,15 +85,32 @@ class Guard:
         self.settings = settings
         self.models = models
         self.metrics = metrics
-        self.keys = [sha256(key.encode()).digest() for key in settings.keys]
+        self.keys: tuple[ApiKey, ...] = ()
+        self.divides = False  # are there several shares?
+        self.use_keys(settings.keys)
         names = (settings.host, *settings.allow_host)
         self.names = {name.lower().strip("[]").rstrip(".") for name in names}
         self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
         self._is_known_host = lru_cache(256)(self._is_own_host)  # to parse it takes 10 µs
         self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
         self.draining = False
-        self.in_flight = 0  # requests that the application is answering
-        self.buffered = 0  # bytes of all bodies held, complete or not
+        self.places = FairRoom(settings.max_concurrent_requests)
+        self.bytes = FairRoom(settings.max_buffered_bytes)  # of bodies, complete or not
+
+    def use_keys(self, entries: Sequence[str]) -> None:
+        """Accept these keys from now on, and no others; requests under way are not touched."""
+        self.keys = parse_keys(entries)
+        self.divides = self.divides or len({key.name for key in self.keys}) > 1
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the application is answering."""
+        return self.places.used
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of all bodies that are held."""
+        return self.bytes.used
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request and report it to metrics and log, however it ends."""
@@ -124,11 +149,12 @@ class Guard:
         if failure is not None:
             return await _send_failure(scope, response, failure)
         body = b""
+        share = scope["packhorse"].share
         if scope["method"] not in METHODS_WITHOUT_BODY:
-            body = await self._receive_body(receive)
+            body = await self._receive_body(receive, share)
             if isinstance(body, Failure):
                 return await _send_failure(scope, response, body)
-        self.buffered += len(body)
+        self.bytes.take(share, len(body))
         try:
             if await self._has_too_many_values(body):
                 limit = self.settings.max_body_values
@@ -139,20 +165,21 @@ class Guard:
                 return await _send_failure(scope, response, Failure(413, message, CLOSE))
             await self._run_app(scope, replay(body, receive), response)
         finally:
-            self.buffered -= len(body)
+            self.bytes.give_back(share, len(body))
 
     async def _run_app(self, scope: Scope, receive: Receive, response: _ResponseSender) -> None:
         if scope["path"] in UNLIMITED_PATHS:
             return await self.app(scope, receive, response)
-        failure = self._check_capacity()
+        share = scope["packhorse"].share
+        failure = self._check_capacity(share)
         if failure is not None:
             return await _send_failure(scope, response, failure)
-        self.in_flight += 1
+        self.places.take(share)
         self.metrics.in_flight.inc()
         try:
             await self.app(scope, receive, response)
         finally:
-            self.in_flight -= 1
+            self.places.give_back(share)
             self.metrics.in_flight.dec()
 
     async def run_call(
@@ -169,29 +196,30 @@ class Guard:
         failure = self._check_access(scope, dict(scope["headers"]))
         if failure is not None:
             raise Refused(failure)
+        share = scope["packhorse"].share
         body = await receive()
-        if self.buffered + len(body) > self.settings.max_buffered_bytes:
+        if not self.bytes.has_room(share, len(body)):
             raise Refused(self.overloaded("too many bytes are being received"))
-        failure = self._check_capacity()
+        failure = self._check_capacity(share)
         if failure is not None:
             raise Refused(failure)
-        self.buffered += len(body)
-        self.in_flight += 1
+        self.bytes.take(share, len(body))
+        self.places.take(share)
         self.metrics.in_flight.inc()
         try:
             await answer(body)
         finally:
-            self.buffered -= len(body)
-            self.in_flight -= 1
+            self.bytes.give_back(share, len(body))
+            self.places.give_back(share)
             self.metrics.in_flight.dec()
 
-    def _check_capacity(self) -> Failure | None:
+    def _check_capacity(self, share: Share | None) -> Failure | None:
         """Bound the requests that are answered at once, and with them memory and event loop time.
 
         The runner bounds its own queue by tokens; this bound also covers what happens around it:
         parsed bodies, tokenization threads, answers being written.
         """
-        if self.in_flight < self.settings.max_concurrent_requests:
+        if self.places.has_room(share):
             return None
         return self.overloaded("too many requests are being answered")
 
@@ -211,8 +239,11 @@ class Guard:
             # A proxy that checks the first and a server that checks the last would disagree.
             return Failure(400, "the request has more than one Authorization header", CLOSE)
         record: RequestRecord = scope["packhorse"]
-        record.key = self._find_key(headers)
-        if self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
+        key = None
+        if self.keys:
+            key = find_key(self.keys, _key(headers.get(b"authorization", b"")))
+            record.use_key(key)
+        if self.keys and scope["path"] not in PUBLIC_PATHS and key is None:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
             # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -220,6 +251,25 @@ class Guard:
             return Failure(401, "the API key is missing or wrong", {**challenge, **CLOSE})
         if self.draining and scope["path"] not in UNLIMITED_PATHS:
             return Failure(503, "the server is shutting down", {**CLOSE, "retry-after": "1"})
+        return self._make_ticket(record, key, headers)
+
+    def _make_ticket(
+        self, record: RequestRecord, key: ApiKey | None, headers: dict[bytes, bytes]
+    ) -> Failure | None:
+        """Find the lane, the share and the deadline of a request."""
+        record.bulk = key is not None and key.bulk
+        bulk = is_bulk(headers, key)
+        timeout = read_timeout(headers)
+        for failure in (bulk, timeout):
+            if isinstance(failure, Failure):
+                return replace(failure, headers=CLOSE)
+        record.bulk = bool(bulk)
+        self.divides = self.divides or record.bulk
+        if self.divides:
+            record.share = Share(record.key, record.bulk)
+        seconds = min(cast(float, timeout), self.settings.request_timeout or math.inf)
+        if seconds < math.inf:
+            record.deadline = min(record.deadline, time.monotonic() + seconds)
         return None
 
     def _is_own_host(self, host: bytes | None) -> bool:
@@ -244,17 +294,6 @@ class Guard:
         # a server that listens on all of them does not know which are its own.
         return address.is_loopback or self.on_all_addresses
 
-    def _find_key(self, headers: dict[bytes, bytes]) -> str:
-        """Return the number of a request's API key, as "key1", or `NO_KEY` without a valid one.
-
-        It is compared with every key and in constant time, so that timing reveals nothing.
-        """
-        if not self.keys:
-            return NO_KEY
-        digest = sha256(_key(headers.get(b"authorization", b""))).digest()
-        matches = [hmac.compare_digest(digest, key) for key in self.keys]
-        return f"key{matches.index(True) + 1}" if any(matches) else NO_KEY
-
     def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
         if length is None and b"transfer-encoding" not in headers:
@@ -273,7 +312,7 @@ class Guard:
             return Failure(415, "the body must be JSON, with Content-Type: application/json", CLOSE)
         return None
 
-    async def _receive_body(self, receive: Receive) -> bytes | Failure:
+    async def _receive_body(self, receive: Receive, share: Share | None) -> bytes | Failure:
         """Receive the whole body within the limits of one body, of all bodies and of time.
 
         Content-Length was checked before, but a chunked body has none; so bytes are counted. The
@@ -289,21 +328,21 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise ClientGone("the client left while it sent its request")
                     part = message.get("body", b"")
-                    size += len(part)
-                    self.buffered += len(part)
-                    parts.append(part)
-                    if size > self.settings.max_body_bytes:
+                    if size + len(part) > self.settings.max_body_bytes:
                         return self._body_too_large()
                     # Each body may be within its limit while thousands of them fill the memory.
-                    if self.buffered > self.settings.max_buffered_bytes:
+                    if not self.bytes.has_room(share, len(part)):
                         return self.overloaded("too many bytes are being received")
+                    size += len(part)
+                    self.bytes.take(share, len(part))
+                    parts.append(part)
                     if not message.get("more_body", False):
                         return parts[0] if len(parts) == 1 else b"".join(parts)
         except TimeoutError:
             seconds = f"{self.settings.receive_seconds:g} seconds"
             return Failure(408, f"the body did not arrive within {seconds}", CLOSE)
         finally:
-            self.buffered -= size
+            self.bytes.give_back(share, size)
 
     async def _has_too_many_values(self, body: bytes) -> bool:
         limit = self.settings.max_body_values

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -36,7 +37,10 @@ from packhorse.serve.streams import Dispatcher, LocalDispatcher
 # run time of one batch is added to everybody's latency.
 BATCH_TOKENS = {"cpu": 2048}
 PROBE_SECONDS = 1.5  # a forward pass of one sequence that takes longer makes /ready fail
-MAX_RETRY_AFTER = 60  # seconds; beyond that the estimate says little
+MAX_RETRY_AFTER = 3600  # seconds
+# Of the batch that measures the speed at the start: enough for a core to be as fast as it gets.
+MEASURED_TOKENS = {"cpu": 512}
+MEASURED_TOKENS_ELSEWHERE = 8192
 MAX_WAITING_BATCHES = 16  # batches of tokens in the queue, unless --max-queue-tokens says otherwise
 
 
@@ -88,10 +92,12 @@ class ServedModel:
 
     def retry_after(self) -> int:
         """Whole seconds until the current queue has run, at the speed of the last batches."""
-        rate = self.runner.rate()
-        if not rate:
-            return 1
-        return min(MAX_RETRY_AFTER, max(1, math.ceil(self.runner.waiting_tokens / rate)))
+        return retry_seconds(self.runner.seconds_until_run())
+
+
+def retry_seconds(seconds: float) -> int:
+    """Return a number of seconds as the header Retry-After takes it."""
+    return min(MAX_RETRY_AFTER, max(1, math.ceil(seconds)))
 
 
 def is_entailment(labels: Sequence[str]) -> bool:
@@ -296,6 +302,8 @@ def _open(entry: str, settings: ServeSettings) -> ServedModel:
     )
     model = serve_model(encoder, settings, name, source)
     model.runner.run([_probe_input()], "hidden")
+    with suppress(torch.OutOfMemoryError):  # requests may be smaller
+        model.runner.measure(MEASURED_TOKENS.get(encoder.device.type, MEASURED_TOKENS_ELSEWHERE))
     return model
 
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 from fastapi import FastAPI
 
 from packhorse.errors import PackhorseError, RunnerStopped
+from packhorse.runtime.shares import Share
 from packhorse.serve.app import create_base
 from packhorse.serve.failures import ClientGone
 from packhorse.serve.guard import Receive, Scope, Send
@@ -76,6 +77,8 @@ class ForwardedRequest:
     query: bytes = b""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
+    share: Share | None = None
+    timeout: float = math.inf  # seconds; clocks of machines differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +174,11 @@ class RemoteRunner:
         """Return the tokens per second of all replicas."""
         return sum(figures.rate for figures in self._figures())
 
+    def seconds_until_run(self) -> float:
+        """Return in how many seconds what waits in all replicas will have run; 0: unknown."""
+        rate = self.rate()
+        return self.waiting_tokens / rate if rate else 0.0
+
     def idle_seconds(self) -> float:
         """Return the seconds since any model of any replica ran."""
         return time.monotonic() - self.pool.last_answer
@@ -259,6 +267,8 @@ async def _read_request(scope: Scope, receive: Receive) -> ForwardedRequest:
         scope["query_string"],
         replace_ids(headers, record.ids),  # the replica's work is a child of this span
         body,
+        record.share,
+        record.deadline - time.monotonic(),
     )
 
 
@@ -269,7 +279,11 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 async def run_forwarded(app: Any, request: ForwardedRequest) -> ForwardedResponse:
     """Run the application for a forwarded request, in the process that has the models."""
-    record = RequestRecord(ids=read_ids(request.headers))
+    record = RequestRecord(
+        ids=read_ids(request.headers),
+        share=request.share,
+        deadline=time.monotonic() + request.timeout,
+    )
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0"},

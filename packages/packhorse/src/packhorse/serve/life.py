@@ -37,6 +37,7 @@ from packhorse.serve.connections import protocol, sweep
 from packhorse.serve.dialects import token_ids
 from packhorse.serve.guard import Guard
 from packhorse.serve.hosting import ServedModels
+from packhorse.serve.keys import KeyReloader
 from packhorse.serve.metrics_port import metrics_port, port_settings
 from packhorse.serve.settings import ServeSettings
 
@@ -88,8 +89,11 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
     bound, side_bound = bind_ports(settings)
     grpc_bound = bind(settings, settings.grpc_port) if settings.grpc_port else None
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    reloader = KeyReloader(settings.api_key_file, settings.keys[settings.file_keys :])
+    reloader.wait()
     with open_app(settings) as (app, models):
         outer, guard = guarded(app)
+        reloader.use = guard.use_keys
         gc.collect()
         gc.freeze()  # models and code live as long as the process; never scan them again
         report = partial(report_ready, ready, bound, models)
@@ -101,7 +105,9 @@ def run(settings: ServeSettings, ready: Ready, open_app: OpenApp = local_app) ->
         if side_bound is not None:
             side_app = create_metrics_app(app, guard)
             side_port = metrics_port(side_app, settings, models, app.state.metrics, side_bound)
-        server = DrainingServer(config, guard, models, report, rpc=rpc, side_port=side_port)
+        server = DrainingServer(
+            config, guard, models, report, rpc=rpc, side_port=side_port, reloader=reloader
+        )
         server.run(sockets=[bound])
     if server.engine_died:
         raise EngineDied("the engine died; see the log above, and restart the server")
@@ -212,6 +218,7 @@ class DrainingServer(uvicorn.Server):
         ends_with_engine: bool = True,
         rpc: RpcServer | None = None,
         side_port: AbstractAsyncContextManager[Guard] | None = None,
+        reloader: KeyReloader | None = None,
     ) -> None:
         """Serve on the main port and, if there is one, on `side_port`.
 
@@ -220,6 +227,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self.rpc = rpc  # started, drained and stopped with this server
         self.side_port = side_port
+        self.reloader = reloader
         self.ends_with_engine = ends_with_engine
         self.guard = guard
         self.models = models
@@ -248,6 +256,8 @@ class DrainingServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        if self.reloader is not None:
+            self.reloader.listen(loop)
         self._tasks.append(loop.create_task(sweep(self.server_state.connections)))
         if self.ends_with_engine:
             self._tasks.append(loop.create_task(self._watch_engines()))

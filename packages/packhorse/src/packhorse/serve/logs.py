@@ -80,6 +80,10 @@ def log_request(record: RequestRecord, route: str, status: int) -> None:
     facts["ms"] = round(1e3 * (perf_counter() - record.started), 1)
     if record.model is not None:
         facts |= {"model": record.model.name, "inputs": record.inputs, "tokens": record.tokens}
+    if record.api_key is not None:
+        facts["key"] = record.key  # its name
+    if record.bulk:
+        facts["lane"] = "bulk"
     if record.pack:
         facts["pack"] = record.pack
     if record.error:

@@ -1,8 +1,9 @@
 """Prometheus metrics: HTTP requests are counted here, engine figures are read from the runners.
 
 Every server has a registry of its own, so that two servers in one process do not add up. Labels are
-route templates, status codes and model names, never request content: a client cannot create new
-time series. A runner's figures are read when /metrics is requested and cost no request anything.
+route templates, status codes, names of models and of API keys, never request content: a client
+cannot create new time series. A runner's figures are read when /metrics is requested and cost no
+request anything.
 
 Dashboards and alerts made for text-embeddings-inference find its names (te_*) too, as far as they
 mean the same here; `tei_metrics` computes them from ours when /metrics is requested.
@@ -10,6 +11,7 @@ mean the same here; `tei_metrics` computes them from ours when /metrics is reque
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +22,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.statistics import RunnerStats
 from packhorse.serve import tei_metrics
 from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.keys import LANES, ApiKey
 from packhorse.serve.tracing import RequestIds, new_ids
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -50,11 +54,27 @@ class RequestRecord:
     fingerprint: str = ""  # value of x-packhorse-fingerprint
     ignored: str = ""  # value of x-packhorse-ignored-fields
     truncated: int = 0  # inputs that were cut; value of x-packhorse-truncated
-    key: str = NO_KEY  # which API key the request came with: "key1" for the first; never the key
+    api_key: ApiKey | None = None  # that the request came with
+    key: str = NO_KEY  # its name, "key1" for the first without one; never the key itself
+    bulk: bool = False  # is it in the lane for what nobody waits for?
+    share: Share | None = None  # None: the server does not divide between shares
+    deadline: float = math.inf  # by `time.monotonic`
     tokenize_seconds: float = 0.0
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
     error: str = ""  # kind of error that the request ended with
+
+    def use_key(self, key: ApiKey | None) -> None:
+        """Note the API key that the request came with."""
+        self.api_key = key
+        self.key = key.name if key is not None else NO_KEY
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """What the queue asks for; None if that is nothing."""
+        if self.share is None and self.deadline == math.inf:
+            return None
+        return Ticket(self.share, self.deadline)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +150,21 @@ class Metrics:
         self.tokens = Counter("packhorse_input_tokens", "Tokens of answered inputs.", **here)
         self.truncated = Counter(
             "packhorse_truncated_inputs",
-            "Inputs cut to the length that the model takes, by model and number of the API key.",
+            "Inputs cut to the length that the model takes, by model and name of the API key.",
             ["model", "key"],
             **here,
         )
+        labels_of_keys = ["key", "lane"]
+        self.key_requests = Counter(
+            "packhorse_key_requests", "Requests by name of the API key.", labels_of_keys, **here
+        )
+        self.key_tokens = Counter(
+            "packhorse_key_tokens",
+            "Tokens of answered inputs by name of the API key.",
+            labels_of_keys,
+            **here,
+        )
+        self._key_counters: dict[tuple[str, bool], tuple[Counter, Counter]] = {}
 
         def read_local() -> list[RunnerFigures]:
             return [runner_figures(model, **(labels or {})) for model in models]
@@ -167,6 +198,10 @@ class Metrics:
             timers.compute.observe(record.compute_seconds)
             self.inputs.inc(record.inputs)
             self.tokens.inc(record.tokens)
+        if record.api_key is not None or record.bulk:
+            requests, tokens = self._find_key_counters((record.key, record.bulk))
+            requests.inc()
+            tokens.inc(record.tokens)
         if record.truncated and record.model is not None:
             self.truncated.labels(record.model.name, record.key).inc(record.truncated)
         if record.offered:
@@ -181,6 +216,14 @@ class Metrics:
         if timer is None:
             timer = self._request_timers[labels] = self.seconds.labels(*labels)
         return timer
+
+    def _find_key_counters(self, share: tuple[str, bool]) -> tuple[Counter, Counter]:
+        counters = self._key_counters.get(share)
+        if counters is None:
+            labels = (share[0], LANES[share[1]])
+            counters = (self.key_requests.labels(*labels), self.key_tokens.labels(*labels))
+            self._key_counters[share] = counters
+        return counters
 
     def _find_model_timers(self, labels: tuple[str, str, int]) -> _ModelTimers:
         timers = self._model_timers.get(labels)

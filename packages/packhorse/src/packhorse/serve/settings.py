@@ -15,7 +15,6 @@ This module imports no torch and no web framework.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
@@ -24,6 +23,7 @@ from typing import Any, Literal
 
 from packhorse import settings
 from packhorse.errors import InputError
+from packhorse.serve.keys import api_keys, parse_keys
 from packhorse.settings import setting
 
 PREFIX = "PACKHORSE_SERVE_"
@@ -113,7 +113,9 @@ class ServeSettings:
         0, NETWORK, "Port for gRPC as text-embeddings-inference has it; 0: none.", maximum=65535
     )
     insecure: bool = setting(False, NETWORK, "Serve the network without an API key.")
-    api_key_file: str = setting("", NETWORK, "File of API keys, one per line; read at the start.")
+    api_key_file: str = setting(
+        "", NETWORK, "File of API keys, a KEY or NAME: KEY per line; SIGHUP has it read again."
+    )
     cors_origin: tuple[str, ...] = setting(
         (), NETWORK, "An origin whose pages may call this server; may be repeated."
     )
@@ -166,6 +168,9 @@ class ServeSettings:
         30.0, TIMES, "Time that a connection may be idle between requests.", minimum=0.01
     )
     drain_seconds: float = setting(30.0, TIMES, "Time after SIGTERM for requests in flight.")
+    request_timeout: float = setting(
+        0.0, TIMES, "Seconds in which a request must be answered; 0: as the client says."
+    )
     ready_seconds: float = setting(
         10.0, TIMES, "Age of a batch up to which /ready answers without running one."
     )
@@ -187,6 +192,7 @@ class ServeSettings:
 
     # Neither a flag nor in a file of settings: see `api_keys`.
     keys: tuple[str, ...] = field(default=(), repr=False)
+    file_keys: int = 0  # so many of the keys, the first, are from the file
 
     def __post_init__(self) -> None:
         settings.check_bounds(self)
@@ -249,53 +255,13 @@ def resolve(
     values += settings.from_environment(environment, PREFIX)
     values += settings.from_flags(flags or {})
     resolved = settings.resolve(ServeSettings, values).settings
-    keys = api_keys(resolved.api_key_file, environment.get(KEY_VARIABLE, ""))
-    resolved = replace(resolved, keys=keys)
+    file_keys = api_keys(resolved.api_key_file, "")
+    keys = tuple(dict.fromkeys((*file_keys, *api_keys("", environment.get(KEY_VARIABLE, "")))))
+    parse_keys(keys)
+    resolved = replace(resolved, keys=keys, file_keys=len(file_keys))
     if not (resolved.is_local or resolved.keys or resolved.insecure):
         raise InputError(
             f"{resolved.host} can be reached by others and there is no API key; set {KEY_VARIABLE} "
             "or --api-key-file, or pass --insecure to serve everyone"
         )
     return resolved
-
-
-def api_keys(file: str, variable: str) -> tuple[str, ...]:
-    """The API keys in a file, one per line, and in the environment variable, comma-separated."""
-    lines = _read_private(Path(file)).splitlines() if file else []
-    keys = [key.strip() for key in (*lines, *variable.split(","))]
-    keys = [key for key in keys if key and not key.startswith("#")]
-    if file and not keys:
-        raise InputError(f"{file} holds no API key; write one per line")
-    for number, key in enumerate(keys, 1):
-        # The message gives the number only: a key must not appear in logs.
-        if not (key.isascii() and key.isprintable()) or " " in key:
-            raise InputError(f"API key {number} cannot be sent in a header; use ASCII, no blanks")
-    return tuple(dict.fromkeys(keys))
-
-
-def _read_private(file: Path) -> str:
-    """The text of a file that no other user may read."""
-    try:
-        with file.open(encoding="utf-8") as opened:
-            # Of the open file, not of the path: nobody can exchange it between check and read.
-            status = os.fstat(opened.fileno())
-            text = opened.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{file} cannot be read: {error}") from error
-    if not is_private(status.st_uid, status.st_mode, os.geteuid()):
-        raise InputError(
-            f"{file} holds API keys and other users can read or change it "
-            f"(mode {stat.S_IMODE(status.st_mode):o}); chmod 600 it and own it"
-        )
-    return text
-
-
-def is_private(owner: int, mode: int, user: int) -> bool:
-    """May only the user, or root, use a file of this owner and mode?
-
-    The rule is PostgreSQL's for its private key: the file belongs to the user and nobody else may
-    use it; or it belongs to root, and its group may read it, as secrets are mounted in containers.
-    """
-    if owner == 0:
-        return not mode & 0o037
-    return owner == user and not mode & 0o077

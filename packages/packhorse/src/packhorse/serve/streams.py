@@ -19,6 +19,7 @@ takes the place of what was answered.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from packhorse.runtime.admission import BATCHES_AHEAD, PackedFuture
 from packhorse.runtime.runner import PackRunner
+from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.tasks import InferenceJob, Row
 
 # A long request goes through the queue in this many parts. More parts would let short requests pass
@@ -68,7 +70,7 @@ class RunningRequest(Protocol):
 class Dispatcher(Protocol):
     """Runs the jobs of one HTTP request, in this process or in another."""
 
-    def start(self, jobs: Sequence[InferenceJob]) -> RunningRequest:
+    def start(self, jobs: Sequence[InferenceJob], ticket: Ticket | None = None) -> RunningRequest:
         """Admit the jobs, which all need the same heads, or raise `Overloaded`."""
         ...
 
@@ -79,18 +81,21 @@ class LocalDispatcher:
     def __init__(self, runner: PackRunner) -> None:
         self.runner = runner
 
-    def start(self, jobs: Sequence[InferenceJob]) -> LocalRequest:
+    def start(self, jobs: Sequence[InferenceJob], ticket: Ticket | None = None) -> LocalRequest:
         """Admit the jobs, which all need the same heads, or raise `Overloaded`."""
-        return LocalRequest(self.runner, jobs)
+        return LocalRequest(self.runner, jobs, ticket)
 
 
 class LocalRequest:
     """A request in the runner of this process, awaited on the event loop."""
 
-    def __init__(self, runner: PackRunner, jobs: Sequence[InferenceJob]) -> None:
+    def __init__(
+        self, runner: PackRunner, jobs: Sequence[InferenceJob], ticket: Ticket | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[StreamResult] = self.loop.create_future()
-        self.stream = start(runner, merge(jobs, runner.shape.tokens), self._on_end)
+        merged = merge(jobs, runner.shape.tokens)
+        self.stream = start(runner, merged, self._on_end, ticket)
 
     def stop(self) -> None:
         """Cancel what has not run yet."""
@@ -114,16 +119,24 @@ OnEnd = Callable[[BaseException | None, "StreamResult | None"], None]
 
 
 def start(
-    runner: PackRunner, jobs: Sequence[InferenceJob], on_end: OnEnd
+    runner: PackRunner,
+    jobs: Sequence[InferenceJob],
+    on_end: OnEnd,
+    ticket: Ticket | None = None,
 ) -> SingleJob | RequestStream:
     """Admit the jobs of a request, or raise `Overloaded`.
 
     `on_end` is called once, on any thread, maybe before this function returns; not for a request
     that was stopped.
     """
+    share = None
+    if ticket is not None:
+        share = ticket.share
+        if ticket.deadline < math.inf:
+            runner.check_deadline(sum(job.tokens for job in jobs), ticket)
     if len(jobs) == 1:
-        return SingleJob(runner, jobs[0], on_end)
-    stream = RequestStream(runner, jobs, on_end)
+        return SingleJob(runner, jobs[0], on_end, share)
+    stream = RequestStream(runner, jobs, on_end, share)
     stream.start()
     return stream
 
@@ -133,9 +146,11 @@ class SingleJob:
 
     __slots__ = ("_future", "_on_end")
 
-    def __init__(self, runner: PackRunner, job: InferenceJob, on_end: OnEnd) -> None:
+    def __init__(
+        self, runner: PackRunner, job: InferenceJob, on_end: OnEnd, share: Share | None = None
+    ) -> None:
         self._on_end = on_end
-        self._future = runner.enqueue(job)
+        self._future = runner.enqueue(job, share)
         self._future.add_done_callback(self._on_answer)
 
     def stop(self) -> None:
@@ -167,9 +182,11 @@ class RequestStream:
         runner: PackRunner,
         jobs: Sequence[InferenceJob],
         on_end: OnEnd,
+        share: Share | None = None,
     ) -> None:
         """Prepare a stream; `on_end` is that of the function `start`."""
         self.runner = runner
+        self.share = share
         self.on_end = on_end
         # Tokens that may be in the runner at once: a part of the request, but at least one batch,
         # because a request that fits into one batch gains nothing from being split, and no more
@@ -206,7 +223,8 @@ class RequestStream:
             job = self.waiting[0]
             if self.tokens and self.tokens + job.tokens > self.window:
                 return
-            future = self.runner.follow(job) if self.futures else self.runner.enqueue(job)
+            admit = self.runner.follow if self.futures else self.runner.enqueue
+            future = admit(job, self.share)
             self.waiting.popleft()
             self.futures.append(future)
             self.tokens += job.tokens

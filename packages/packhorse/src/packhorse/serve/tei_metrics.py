@@ -33,6 +33,7 @@ FAILURES = {
     "TooLarge": "validation",
     "CheckpointError": "model_type",
     "Overloaded": "overloaded",
+    "DeadlineExceeded": "overloaded",
     "429": "overloaded",
     "KernelError": "inference",
     "MissingExtra": "inference",

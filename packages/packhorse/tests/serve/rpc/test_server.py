@@ -339,6 +339,62 @@ def test_keys_are_those_of_http(running) -> None:
         assert client.ask("Health/Check", "grpc.health.v1").status == 1
 
 
+def test_lanes_and_reloaded_keys_are_those_of_http(running) -> None:
+    protected = running(keys=("search: s", "nightly: n bulk"))
+
+    def lane(key: str, name: str) -> str:
+        message = protected.client.make("Embed/Embed", inputs="cat")
+        metadata = (("authorization", f"Bearer {key}"), ("x-packhorse-lane", name))
+        try:
+            protected.client.method("Embed/Embed")(message, timeout=SECONDS, metadata=metadata)
+        except grpc.RpcError as error:
+            return error.code().name
+        return "OK"
+
+    assert lane("s", "bulk") == lane("s", "interactive") == lane("n", "bulk") == "OK"
+    assert lane("s", "fast") == "INVALID_ARGUMENT"
+    assert lane("n", "interactive") == "PERMISSION_DENIED"
+    page = protected.served.get("/metrics", headers={"authorization": "Bearer s"}).text
+    for key, bulk, count in [("search", "bulk", 1), ("nightly", "bulk", 2)]:
+        labels = f'{{key="{key}",lane="{bulk}"}}'
+        assert f"packhorse_key_requests_total{labels} {count}.0" in page
+
+    go_on = threading.Event()
+
+    def messages() -> Iterator[Any]:
+        yield protected.client.make("Embed/Embed", inputs="cat")
+        go_on.wait(SECONDS)
+        yield protected.client.make("Embed/Embed", inputs="cat")
+
+    metadata = (("authorization", "Bearer s"),)
+    stream = protected.client.method("Embed/EmbedStream")(
+        messages(), timeout=SECONDS, metadata=metadata
+    )
+    assert len(next(stream).embeddings) == 96
+    # A new key of the same name: the stream came with the old one.
+    protected.served.guard.use_keys(("search: t",))
+    go_on.set()
+    with pytest.raises(grpc.RpcError) as raised:
+        next(stream)
+    assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once(running) -> None:
+    leave = threading.Event()
+    full = running(names=("tiny",), before=lambda packed: leave.wait(SECONDS))
+    runner = full.served.models.default.runner
+    runner._engine.recorder.pace.add(100, 1e6)  # it believes that a token takes hours
+    message = full.client.make("Embed/Embed", inputs="cat")
+    first = full.client.method("Embed/Embed").future(message, timeout=SECONDS)
+    wait_for(lambda: runner.stats().running_requests)
+    error = full.client.refusal("Embed/Embed", inputs="cat")  # it allows `SECONDS`
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(error.trailing_metadata())["retry-after"]) >= SECONDS
+    leave.set()
+    assert len(first.result().embeddings) == 96
+    assert count_requests(full, "/tei.v1.Embed/Embed", 429) == 1
+
+
 def test_limits_are_those_of_http(running) -> None:
     small = running(max_batch_inputs=2, max_input_characters=100, max_body_bytes=4096)
     error = small.client.refusal("Rerank/Rerank", query="cat", texts=["a", "b", "c"])

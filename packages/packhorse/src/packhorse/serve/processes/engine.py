@@ -12,6 +12,7 @@ one `send` per front, and results are copied by `memoryview`, which does not let
 from __future__ import annotations
 
 import gc
+import math
 import os
 import select
 import selectors
@@ -148,13 +149,16 @@ class EngineRequest:
     def start(self) -> None:
         """Admit the request, or reply why not."""
         jobs = _jobs(self.link.arena, self.run, self.runner.shape.tokens)
+        ticket = self.run.ticket
         try:
             if len(jobs) == 1:  # as `streams.SingleJob`, for less
-                future = self.runner.enqueue(jobs[0])
+                if ticket.deadline < math.inf:
+                    self.runner.check_deadline(jobs[0].tokens, ticket)
+                future = self.runner.enqueue(jobs[0], ticket.share)
                 self._stop = future.cancel
                 future.add_done_callback(self._on_answer)
             else:
-                self._stop = start(self.runner, jobs, self._on_end).stop
+                self._stop = start(self.runner, jobs, self._on_end, ticket).stop
         except PackhorseError as error:
             self._on_end(error, None)
 
@@ -185,7 +189,7 @@ class EngineRequest:
         """Write the results, and return the reply."""
         request = self.run.request
         waiting = self.runner.waiting_tokens
-        rate = self.runner.rate()
+        rate = self.runner.waiting_rate()
         if result is not None:
             try:
                 self._write(result.rows)

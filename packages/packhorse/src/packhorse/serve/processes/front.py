@@ -30,6 +30,7 @@ from packhorse.checkpoint.fingerprint import Fingerprint
 from packhorse.errors import Overloaded, PackhorseError, RunnerStopped
 from packhorse.runtime.batches import PER_TOKEN, PackedShape
 from packhorse.runtime.encoder import Encoder
+from packhorse.runtime.shares import Share, Ticket
 from packhorse.runtime.tasks import InferenceJob, Row, TaskInput
 from packhorse.serve import logs
 from packhorse.serve.app import create, guarded
@@ -57,6 +58,7 @@ from packhorse.serve.streams import StreamResult
 
 ASK_SECONDS = 2.0  # for the figures of the other processes
 ENGINE_LOST = "the engine that ran this request ended; another is being started"
+NO_TICKET = Ticket()
 NO_ENGINE = "no engine is running; one is being started"
 
 
@@ -117,7 +119,11 @@ class EngineLink:
         loop.add_reader(end, self._on_readable)
 
     def start(
-        self, model: int, description: ModelDescription, jobs: Sequence[InferenceJob]
+        self,
+        model: int,
+        description: ModelDescription,
+        jobs: Sequence[InferenceJob],
+        ticket: Ticket | None = None,
     ) -> FrontRequest:
         """Send the sequences of jobs, which all need the same heads, to the engine."""
         sequences = [sequence for job in jobs for sequence in job.sequences]
@@ -165,6 +171,7 @@ class EngineLink:
             offset + output,
             offset + size,
             ",".join(heads),
+            ticket or NO_TICKET,
         )
         shapes = [(head, list(description.outputs[head])) for head in heads]
         finished: asyncio.Future[StreamResult] = self.loop.create_future()
@@ -298,14 +305,19 @@ class FrontRunner:
         self.max_waiting_tokens = description.max_waiting_tokens
 
     def prepare(
-        self, texts: Sequence[TaskInput], task: str = "embed", **options: Any
+        self,
+        texts: Sequence[TaskInput],
+        task: str = "embed",
+        *,
+        share: Share | None = None,
+        **options: Any,
     ) -> list[InferenceJob]:
         """Tokenize; how many requests do so at once is limited by the guard."""
         return self.encoder.prepare(task, texts, **options)
 
-    def start(self, jobs: Sequence[InferenceJob]) -> FrontRequest:
+    def start(self, jobs: Sequence[InferenceJob], ticket: Ticket | None = None) -> FrontRequest:
         """Send jobs, which all need the same heads, to an engine."""
-        return self.pool.least_busy().start(self.place, self.description, jobs)
+        return self.pool.least_busy().start(self.place, self.description, jobs, ticket)
 
     def submit(self, text: TaskInput, task: str = "embed") -> Future[None]:
         """Run the probe of /ready."""
@@ -329,6 +341,11 @@ class FrontRunner:
     def rate(self) -> float:
         """Return the tokens per second of all engines when they last replied."""
         return sum(link.rate for link in self.pool.links)
+
+    def seconds_until_run(self) -> float:
+        """Return in how many seconds what waits in all engines will have run; 0: unknown."""
+        rate = self.rate()
+        return self.waiting_tokens / rate if rate else 0.0
 
     def idle_seconds(self) -> float:
         """Return the seconds since an engine last replied to this front."""
@@ -395,6 +412,8 @@ class SupervisorClient:
             else:
                 value = families_to_json(self.server.guard.metrics.requests_only())
                 self._reply(message["id"], value)
+        elif message["kind"] == "keys" and self.server is not None:
+            self.server.guard.use_keys(message["keys"])
         elif message["kind"] == "stop" and self.server is not None:
             self.server.begin_draining()
 

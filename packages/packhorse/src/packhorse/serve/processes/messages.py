@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from packhorse import errors
 from packhorse.errors import PackhorseError, RequestFailed
+from packhorse.runtime.shares import Share, Ticket
 from packhorse.serve.processes import arena
 from packhorse.serve.streams import PackInfo
 
@@ -27,11 +28,12 @@ RUN = 1
 CANCEL = 2
 DONE = 3
 FAILED = 4
+NO_SHARE = 2  # in the place of a lane: the request has no share
 
 READ_BYTES = 1 << 16
 READY = "ready"  # a front's reply to the question whether it is
 _HEADER = struct.Struct("<II")  # bytes of the record with this header, kind
-_RUN = struct.Struct("<QHiIIQQQ")
+_RUN = struct.Struct("<QHiIIQQQdB")
 _REQUEST = struct.Struct("<Q")
 _DONE = struct.Struct("<Qffffff")
 _DONE_RECORD = struct.Struct("<IIQffffff")  # with its header
@@ -51,17 +53,23 @@ class Run(NamedTuple):
     output: int  # offset of the part of the block for the results
     end: int  # of the block
     heads: str  # joined by commas
+    ticket: Ticket = Ticket()
 
     def pack(self) -> bytes:
         """Return the record."""
-        *numbers, heads = self
-        body = _RUN.pack(*numbers) + heads.encode()
+        *numbers, heads, (share, deadline) = self
+        lane = NO_SHARE if share is None else int(share.bulk)
+        text = heads if share is None else f"{heads}\n{share.client}"
+        body = _RUN.pack(*numbers, deadline, lane) + text.encode()
         return _HEADER.pack(_HEADER.size + len(body), RUN) + body
 
     @classmethod
     def unpack(cls, body: bytes) -> Run:
         """Read the record's body."""
-        return cls._make((*_RUN.unpack_from(body), body[_RUN.size :].decode()))
+        *numbers, deadline, lane = _RUN.unpack_from(body)
+        heads, _, client = body[_RUN.size :].decode().partition("\n")
+        share = None if lane == NO_SHARE else Share(client, bool(lane))
+        return cls._make((*numbers, heads, Ticket(share, deadline)))
 
 
 class Done(NamedTuple):
@@ -70,7 +78,7 @@ class Done(NamedTuple):
     request: int
     pack_info: PackInfo
     waiting_tokens: float  # in the engine's queue
-    rate: float  # tokens per second of its last batches
+    rate: float  # tokens per second at which these will run
 
     def pack(self) -> bytes:
         """Return the record."""
@@ -100,7 +108,9 @@ def unpack_cancel(body: bytes) -> int:
 
 def pack_failed(request: int, error: BaseException, waiting_tokens: int, rate: float) -> bytes:
     """Return the record for a request that ended with an error."""
-    text = json.dumps([type(error).__name__, str(error), waiting_tokens, rate]).encode()
+    retry_after = error.retry_after if isinstance(error, PackhorseError) else 0.0
+    values = [type(error).__name__, str(error), waiting_tokens, rate, retry_after]
+    text = json.dumps(values).encode()
     size = _HEADER.size + _REQUEST.size + len(text)
     return _HEADER.pack(size, FAILED) + _REQUEST.pack(request) + text
 
@@ -108,8 +118,10 @@ def pack_failed(request: int, error: BaseException, waiting_tokens: int, rate: f
 def unpack_failed(body: bytes) -> tuple[int, PackhorseError, float, float]:
     """Return the request, its error as one of our own classes, waiting tokens and rate."""
     (request,) = _REQUEST.unpack_from(body)
-    name, message, waiting_tokens, rate = json.loads(body[_REQUEST.size :])
-    return request, rebuild_error(name, message), waiting_tokens, rate
+    name, message, waiting_tokens, rate, retry_after = json.loads(body[_REQUEST.size :])
+    error = rebuild_error(name, message)
+    error.retry_after = retry_after
+    return request, error, waiting_tokens, rate
 
 
 def rebuild_error(name: str, message: str) -> PackhorseError:

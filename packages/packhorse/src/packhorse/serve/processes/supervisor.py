@@ -31,6 +31,7 @@ from packhorse.errors import CheckpointError, PackhorseError, RunnerStopped
 from packhorse.serve import logs
 from packhorse.serve.app import create_base
 from packhorse.serve.hosting import ServedModel, ServedModels
+from packhorse.serve.keys import KeyReloader
 from packhorse.serve.life import (
     EXIT_SECOND_SIGNAL,
     SIGNALS,
@@ -145,6 +146,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        kept = self.settings.keys[self.settings.file_keys :]
+        KeyReloader(self.settings.api_key_file, kept, self._use_keys).listen(loop)
         async with AsyncExitStack() as stack:  # the second port answers until all is drained
             try:
                 starting = loop.create_task(self._start_all())
@@ -392,6 +395,16 @@ class Supervisor:
             child.metrics = value
         return value
 
+    def _use_keys(self, keys: tuple[str, ...]) -> None:
+        """Give new API keys to all fronts, also to those that will be started."""
+        self.settings = replace(self.settings, keys=keys)
+        for front in self.fronts.values():
+            try:
+                front.control.send({"kind": "keys", "keys": keys})
+            except OSError:  # it would go on to accept keys that were removed
+                logs.LOGGER.error("%s could not be told the new API keys; it is ended", front)
+                _kill(front)
+
     # Stopping ----------------------------------------------------------------------------------
 
     def _on_signal(self) -> None:
@@ -488,7 +501,7 @@ class MetricsPort:
         loop = asyncio.get_running_loop()
         return asyncio.run_coroutine_threadsafe(self.supervisor.check_ready(), loop)
 
-    def rate(self) -> float:
+    def seconds_until_run(self) -> float:
         """Return 0: no request waits for a model here."""
         return 0.0
 

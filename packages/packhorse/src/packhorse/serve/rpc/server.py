@@ -16,6 +16,7 @@ UNAVAILABLE while the server ends.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ SERVICE_TASKS = {"tei.v1.Embed": "embed", "tei.v1.Predict": "classify", "tei.v1.
 CODES = {
     400: grpc.StatusCode.INVALID_ARGUMENT,
     401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
     408: grpc.StatusCode.DEADLINE_EXCEEDED,
     413: grpc.StatusCode.INVALID_ARGUMENT,
@@ -147,6 +149,8 @@ class RpcServer:
             for key, value in context.invocation_metadata()
         ]
         record = RequestRecord(ids=read_ids(headers))
+        if (seconds := context.time_remaining()) is not None:
+            record.deadline = time.monotonic() + seconds
         scope = {
             "type": "http",
             "http_version": "2",
@@ -284,6 +288,7 @@ class _Session:
         self.method = method
         self.run = run
         self.context = context
+        self.record: RequestRecord = call.request.scope["packhorse"]
         self.limits = server.guard.settings
         self.has_begun = False  # an answer, and with it the initial metadata, was sent
         self.is_empty = False  # a stream that ended before its first message
@@ -312,13 +317,13 @@ class _Session:
     def hold(self, size: int) -> None:
         """Count the bytes of a message among all that the server holds."""
         guard = self.server.guard
-        if guard.buffered + size > self.limits.max_buffered_bytes:
+        if not guard.bytes.has_room(self.record.share, size):
             raise Refused(guard.overloaded("too many bytes are being received"))
-        guard.buffered += size
+        guard.bytes.take(self.record.share, size)
         self.held += size
 
     def release(self, size: int) -> None:
-        self.server.guard.buffered -= size
+        self.server.guard.bytes.give_back(self.record.share, size)
         self.held -= size
 
     async def messages(self, first: bytes) -> AsyncIterator[bytes]:
@@ -328,7 +333,13 @@ class _Session:
             yield body
             body = await self.server.read(self.context, self.limits.idle_seconds)
             if body is not None:
+                self.check_key()
                 self.hold(len(body))
+
+    def check_key(self) -> None:
+        """End a stream whose key is no longer one of the server's."""
+        if self.record.api_key is not None and self.record.api_key not in self.server.guard.keys:
+            raise Refused(Failure(401, "the API key is no longer valid"))
 
     async def collect(self, first: bytes) -> list[Any]:
         """Return all messages of a stream, within the limits of a single request."""
