@@ -78,6 +78,7 @@ def inspect(
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
     """Read a checkpoint, try to load it, and describe both."""
@@ -95,6 +96,7 @@ def inspect(
             heads=heads,
             gelu=gelu,
             ignore=ignore,
+            adapter=adapter,
             dtype=None,
             allow_nonfinite=True,
         )

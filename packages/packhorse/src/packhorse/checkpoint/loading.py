@@ -12,7 +12,16 @@ import torch
 
 from packhorse import attention
 from packhorse.attention import Kernel
-from packhorse.checkpoint import building, configuration, files, hf, names, sentence, sources
+from packhorse.checkpoint import (
+    adapters,
+    building,
+    configuration,
+    files,
+    hf,
+    names,
+    sentence,
+    sources,
+)
 from packhorse.checkpoint.building import LoadReport
 from packhorse.checkpoint.configuration import ConfigInput
 from packhorse.checkpoint.contents import Contents
@@ -81,6 +90,7 @@ def load(
     repeat_positions: bool = False,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
+    adapter: str | Path | None = None,
     kernel: Kernel | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
@@ -92,10 +102,12 @@ def load(
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
     beyond those stored only as repetitions of them (repeat_positions). gelu: "erf" or "tanh", where
     neither a graph nor the configuration says which GELU it is. ignore: patterns (`fnmatch`) of
-    tensors that are no part of the model. dtype: None keeps that of the file. contents: what was
-    read of it already; its tensors are taken out.
+    tensors that are no part of the model. adapter: a LoRA folder in PEFT's layout, or its hub id,
+    which is merged into the weights; a folder of an adapter alone names its base. dtype: None keeps
+    that of the file. contents: what was read of it already; its tensors are taken out.
     """
     source = model if isinstance(model, ModelSource) else sources.find(model)
+    source = source if adapter is None else sources.adapted(source, adapter)
     contents = source.read() if contents is None else contents
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
@@ -109,6 +121,10 @@ def load(
                 repeat_positions=repeat_positions,
             )
         tied = names.resolve_tied_words(canonical)
+        notes = contents.notes
+        if source.adapter is not None:
+            canonical, note = adapters.merge(canonical, adapters.read(source.adapter), tied)
+            notes = (*notes, note)
         vocabulary = configuration.vocabulary(source.folder, vocab)
         checkpoint = _without_weights(canonical, tied, source.layout, vocabulary, kernel)
         table = names.table(canonical.family, tied) | (source.layout.table if source.layout else {})
@@ -125,7 +141,7 @@ def load(
         checkpoint,
         name=source.name,
         format=source.format,
-        notes=contents.notes + building.ignored_notes(ignored) + report.unused_notes(),
+        notes=notes + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
     )

@@ -72,6 +72,15 @@ class ModelFlags:
         ),
     ] = None
 
+    adapter: Annotated[
+        str | None,
+        flag(
+            group=MODEL,
+            help="A LoRA adapter to merge into the weights: a folder in PEFT's layout, or a hub "
+            "id.",
+        ),
+    ] = None
+
     def load_options(self) -> dict[str, Any]:
         """Return the flags as keyword arguments of `packhorse.load`."""
         return {
@@ -80,6 +89,7 @@ class ModelFlags:
             "heads": self.heads,
             "gelu": self.gelu,
             "ignore": tuple(self.ignore or ()),
+            "adapter": self.adapter,
         }
 
 

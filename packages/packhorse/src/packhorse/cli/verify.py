@@ -166,6 +166,11 @@ def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
     from packhorse import checkpoint
     from packhorse.checkpoint import configuration, sources
 
+    if model_flags.adapter:
+        raise InputError(
+            "--adapter does not say which of the two it belongs to; pass the adapter's folder as "
+            "one of the two models"
+        )
     source = sources.find(model)
     folder = source.folder
     configured = configuration.locate(folder, None) is not None
