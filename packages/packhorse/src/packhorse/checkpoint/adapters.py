@@ -1,80 +1,283 @@
-"""Low-rank adapters that lie in a model's own file, one for each task, and are chosen by name.
+"""LoRA adapters (Hu et al. 2021) in PEFT's layout, merged into the weights of their base model.
 
-Jina's embeddings v3 have them: beside a weight W lie A and B of every task, as torch's
-parametrizations name them, and a task's weight is W + (alpha / rank) · B·A (LoRA, Hu et al. 2021;
-for tables of embeddings A·B, as they are stored the other way around). The chosen one is added to
-the weights while they are read, in fp32, so that the model runs as one that was never adapted.
-Without a choice the weights are those of the model before it was adapted.
+A folder has adapter_config.json and adapter_model.safetensors: two narrow matrices for each weight
+that was adapted, whose product is added to it, and whole tensors for what was trained beside them
+(`modules_to_save`: the head of a classifier; biases). Merging costs nothing when the model runs,
+and the result is an ordinary model: any kernel, head, format or device. The price is a copy of the
+weights for each adapter that is open.
+
+Rank-stabilized scaling (`use_rslora`), patterns of ranks and alphas, and magnitudes (DoRA, Liu et
+al. 2024) are honored; what else would change a result is refused by name. Which modules were
+adapted is read off the tensors and not from `target_modules`, which is a pattern.
 """
+
+# torch leaves some of its functions untyped (norm, unsqueeze …).
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from packhorse.errors import CheckpointError, InputError
-from packhorse.json_types import is_list
+from packhorse.checkpoint import files, names, torchbin
+from packhorse.checkpoint.names import CanonicalCheckpoint
+from packhorse.checkpoint.safetensors import read_tensors
+from packhorse.errors import CheckpointError
+from packhorse.json_types import is_object
 
-PART = re.compile(r"(.*)\.parametrizations\.(\w+)\.(original|0\.lora_A|0\.lora_B)")
-NAMES = "lora_adaptations"  # key of the configuration
+CONFIG = "adapter_config.json"
+WEIGHTS: dict[str, Callable[[Path, str], Mapping[str, Tensor]]] = {
+    "adapter_model.safetensors": read_tensors,
+    "adapter_model.bin": lambda folder, name: torchbin.read(folder, name)[0],
+}
+PREFIX = "base_model.model."  # of all names in PEFT's files
+PART = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector)(\.weight)?"
+)
+SAVED = re.compile(r"\.(modules_to_save(\.default)?|base_layer)(?=\.)")  # wrappers, in older files
+# Settings that would change results; anything but nothing is refused.
+UNSUPPORTED = (
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "velora_config",
+    "monteclora_config",
+    "kasa_config",
+    "arrow_config",
+)
+# Ways to begin training that change the base's weights too, so that the adapter fits only those.
+CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+TASKS = {  # PEFT's name of a task → the end of the class of transformers
+    "SEQ_CLS": "ForSequenceClassification",
+    "TOKEN_CLS": "ForTokenClassification",
+    "QUESTION_ANS": "ForQuestionAnswering",
+    "FEATURE_EXTRACTION": None,  # whatever class the base has
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankChange:
+    """What is added to one weight: the product of two narrow matrices."""
+
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scale: float
+    magnitude: Tensor | None = None  # [out] the length that each row gets (DoRA)
+    transposed: bool = False  # a table of embeddings, [in, out]
+
+    def apply(self, weight: Tensor) -> Tensor:
+        """The merged weight, in fp32 or wider."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        added = (self.b.to(wide) @ self.a.to(wide)) * self.scale
+        merged = weight.to(wide) + (added.t() if self.transposed else added)
+        if self.magnitude is not None:
+            merged = merged * (self.magnitude.to(wide) / merged.norm(dim=1)).unsqueeze(1)
+        return merged
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight that it changes."""
+        rows, columns = len(self.b), self.a.shape[1]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter as read from its folder, under the names of its file."""
+
+    folder: Path
+    raw: Mapping[str, Any]
+    changes: dict[str, LowRankChange] = field(repr=False)  # by module
+    saved: dict[str, Tensor] = field(repr=False)  # whole tensors, by name
+
+
+def is_adapter(folder: Path) -> bool:
+    """Is this the folder of an adapter?"""
+    return files.exists(folder, CONFIG)
+
+
+def base(folder: Path) -> str:
+    """The path or hub id of the model that an adapter was trained on."""
+    named = files.read_object(folder, CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(
+            f"{folder / CONFIG} names no base model (base_model_name_or_path); load the base and "
+            f"pass --adapter {folder} (adapter=)"
+        )
+    return named
+
+
+def read(folder: Path) -> Adapter:
+    """Read an adapter; raises for any setting that is not understood."""
+    raw = files.read_object(folder, CONFIG)
+    try:
+        _check(raw)
+        tensors = _read_tensors(folder)
+        parts: dict[str, dict[str, Tensor]] = {}
+        saved: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            short = name.removeprefix(PREFIX)
+            if match := PART.fullmatch(short):
+                parts.setdefault(SAVED.sub("", match["module"]), {})[match["part"]] = tensor
+            elif "lora_" in short:
+                raise CheckpointError(f"the tensor {name} is no part of LoRA that is known here")
+            else:
+                saved[SAVED.sub("", short)] = tensor
+        changes = {module: _change(module, found, raw) for module, found in parts.items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"the adapter {folder}: {error}") from error.__cause__
+    return Adapter(folder, raw, changes, saved)
+
+
+def _check(raw: Mapping[str, Any]) -> None:
+    if raw.get("peft_type") != "LORA":
+        raise CheckpointError(f"peft_type {raw.get('peft_type')!r} is not supported, only 'LORA'")
+    for key in UNSUPPORTED:
+        if raw.get(key):
+            raise CheckpointError(f"{key} {raw[key]!r} is not supported")
+    start = raw.get("init_lora_weights", True)
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise CheckpointError(
+            f"init_lora_weights {start!r} changes the weights of the base; convert it to a plain "
+            f"LoRA with PEFT: save_pretrained(…, path_initial_model_for_weight_conversion=…)"
+        )
+    task = raw.get("task_type")
+    if task is not None and task not in TASKS:
+        raise CheckpointError(f"task_type {task!r} is not supported; there are {', '.join(TASKS)}")
+
+
+def _read_tensors(folder: Path) -> Mapping[str, Tensor]:
+    for name, reader in WEIGHTS.items():
+        if files.exists(folder, name):
+            return reader(folder, name)
+    raise CheckpointError(f"there are no weights; looked for: {', '.join(WEIGHTS)}")
+
+
+def _change(module: str, parts: Mapping[str, Tensor], raw: Mapping[str, Any]) -> LowRankChange:
+    """The change of one module, with its scale."""
+    transposed = "lora_embedding_A" in parts
+    kind = "lora_embedding" if transposed else "lora"
+    a, b = parts.get(f"{kind}_A"), parts.get(f"{kind}_B")
+    if a is None or b is None:
+        raise CheckpointError(f"{module} has only one of the two matrices {kind}_A and {kind}_B")
+    if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1]:
+        raise CheckpointError(
+            f"{module} has matrices {list(a.shape)} and {list(b.shape)}, which have no product"
+        )
+    magnitude = parts.get("lora_magnitude_vector")
+    if magnitude is not None and (transposed or magnitude.numel() != len(b)):
+        raise CheckpointError(f"{module} has magnitudes {list(magnitude.shape)} that do not fit it")
+    if bool(raw.get("use_dora")) != (magnitude is not None):
+        raise CheckpointError(f"{module}: use_dora and the magnitudes in the file do not agree")
+    rank = _by_pattern(raw, "rank_pattern", module, raw.get("r", 8))
+    alpha = _by_pattern(raw, "alpha_pattern", module, raw.get("lora_alpha", 8))
+    if rank != len(a):
+        raise CheckpointError(f"{module} has rank {len(a)}, and {CONFIG} says {rank!r}")
+    scale = alpha / (math.sqrt(len(a)) if raw.get("use_rslora") else len(a))
+    flat = None if magnitude is None else magnitude.flatten()
+    return LowRankChange(a, b, scale, flat, transposed)
+
+
+def _by_pattern(raw: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
+    """The number of the first pattern that the end of the module's name matches, as in PEFT."""
+    patterns: Any = raw.get(key) or {}
+    if not is_object(patterns):
+        raise CheckpointError(f"{key} {patterns!r} does not map names to numbers")
+    value = default
+    for pattern, number in patterns.items():
+        try:
+            matched = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise CheckpointError(f"{key} has {pattern!r}, which is no pattern: {error}") from error
+        if matched:
+            value = number
+            break
+    if type(value) not in (int, float) or not 0 < value < 1e6:
+        raise CheckpointError(f"{key} gives {module} {value!r}, which is not a positive number")
+    return value
 
 
 def merge(
-    tensors: dict[str, Tensor], raw: Mapping[str, Any], adapter: str | None
-) -> tuple[str, ...]:
-    """Replace adapted weights in `tensors` by those of `adapter`; a note about what was chosen."""
-    parts = {name: match for name in tensors if (match := PART.fullmatch(name))}
-    names = _names(raw) if parts else ()
-    if adapter is not None and adapter not in names:
-        listed = f"it has {', '.join(names)}" if names else "it has none"
-        raise InputError(f"--adapter (adapter=) is {adapter!r}, no adapter of the model; {listed}")
-    for name, match in parts.items():
-        if match[3] != "original":
+    checkpoint: CanonicalCheckpoint, adapter: Adapter, tied: bool
+) -> tuple[CanonicalCheckpoint, str]:
+    """The base with the adapter in its weights, and a note about it; tensors are replaced in place.
+
+    tied: words are scored by their own embeddings, which then cannot change alone.
+    """
+    try:
+        return _merged(checkpoint, adapter, tied)
+    except CheckpointError as error:
+        raise CheckpointError(f"the adapter {adapter.folder}: {error}") from error.__cause__
+
+
+def _merged(
+    checkpoint: CanonicalCheckpoint, adapter: Adapter, tied: bool
+) -> tuple[CanonicalCheckpoint, str]:
+    checkpoint = replace(checkpoint, raw=_configured(checkpoint, adapter))
+    tensors, in_file = checkpoint.tensors, checkpoint.in_file
+    weights = {f"{module}.weight": change for module, change in adapter.changes.items()}
+    canonical = names.canonical_names(checkpoint.raw, [*adapter.saved, *weights])
+    words = names.source("bert.embed.words.weight", checkpoint.family)
+    for name, key in canonical.items():
+        if name == words and tied and "mlm" in names.heads(checkpoint):
+            raise CheckpointError(
+                f"it changes {key}, by which this model also scores words; merge it with PEFT, "
+                "merge_and_unload(), and load the result"
+            )
+        if key in adapter.saved:
+            before = tensors.get(name)
+            encoders = name.startswith(checkpoint.family.prefix)
+            if encoders and (before is None or before.shape != adapter.saved[key].shape):
+                raise CheckpointError(f"it holds {key}, which does not fit this model")
+            tensors[name] = adapter.saved[key]
+            in_file.setdefault(name, key)
+    for name, key in canonical.items():
+        if key not in weights:
             continue
-        stem = name.removesuffix("original")
-        weight = tensors.pop(name)
-        a, b = (tensors.pop(f"{stem}0.lora_{kind}", None) for kind in "AB")
-        if a is None or b is None:
-            raise CheckpointError(f"{name} has no {stem}0.lora_A and lora_B beside it")
-        if adapter is not None:
-            weight = _adapted(name, weight, a, b, names, adapter, raw)
-        tensors[f"{match[1]}.{match[2]}"] = weight
-    if not parts:
-        return ()
-    chosen = f"adapter {adapter!r}" if adapter else "no adapter"
-    return (f"{chosen} of {', '.join(names)}; choose another with --adapter NAME (adapter=)",)
+        change, weight = weights[key], tensors.get(name)
+        if weight is None:
+            raise CheckpointError(
+                f"it changes {key}, which this model does not have; is it another base's?"
+            )
+        if tuple(weight.shape) != change.shape:
+            raise CheckpointError(
+                f"it changes {key} [{', '.join(map(str, change.shape))}], which here is "
+                f"{list(weight.shape)}; is it another base's?"
+            )
+        tensors[name] = change.apply(weight)
+    note = f"merged: the adapter {adapter.folder.name}, which changes {len(weights)} weights"
+    return checkpoint, note + (f" and holds {len(adapter.saved)}" if adapter.saved else "")
 
 
-def _names(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    names: Any = raw.get(NAMES)
-    if not is_list(names) or not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"config: {NAMES} {names!r} does not name the adapters of the file")
-    return tuple(map(str, names))
-
-
-def _adapted(
-    name: str,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    names: tuple[str, ...],
-    adapter: str,
-    raw: Mapping[str, Any],
-) -> Tensor:
-    """W + (alpha / rank) · B·A, in fp32 or wider."""
-    alpha: Any = raw.get("lora_alpha", 1)
-    shapes = f"{list(a.shape)} and {list(b.shape)} for {list(weight.shape)}"
-    if a.ndim != 3 or b.ndim != 3 or not len(a) == len(b) == len(names):
-        raise CheckpointError(f"{name}: adapters of {shapes} are not those of {len(names)} tasks")
-    if type(alpha) not in (int, float):
-        raise CheckpointError(f"config: lora_alpha {alpha!r} is not a number")
-    number = names.index(adapter)
-    first, second = (a, b) if a.shape[1] == weight.shape[0] else (b, a)
-    if (first.shape[1], second.shape[2]) != weight.shape or first.shape[2] != second.shape[1]:
-        raise CheckpointError(f"{name}: adapters of {shapes} do not fit")
-    wide = weight if weight.element_size() == 8 else weight.float()
-    change = first[number].to(wide.dtype) @ second[number].to(wide.dtype)
-    return wide + alpha / first.shape[2] * change
+def _configured(checkpoint: CanonicalCheckpoint, adapter: Adapter) -> dict[str, Any]:
+    """The base's configuration, with the class and the labels that the adapter was trained for."""
+    raw = dict(checkpoint.raw)
+    ending = TASKS.get(adapter.raw.get("task_type") or "FEATURE_EXTRACTION")
+    if ending is None:
+        return raw
+    classes = (name for name in checkpoint.family.architectures if name.endswith(ending))
+    raw["architectures"] = [next(classes)]
+    classifier = adapter.saved.get(
+        "classifier.weight", adapter.saved.get("classifier.out_proj.weight")
+    )
+    named: Any = raw.get("id2label")
+    if classifier is not None and len(classifier) != (
+        len(named) if named else raw.get("num_labels")
+    ):
+        # The base's labels are another task's; an adapter's own names are in no file of PEFT.
+        for key in ("id2label", "label2id", "num_labels"):
+            raw.pop(key, None)
+    return raw

@@ -34,6 +34,8 @@ HUB_ID = re.compile(r"(?P<id>\w[\w.-]*(/\w[\w.-]*)?)(@(?P<revision>[^@\s]+))?", 
 COMMIT = re.compile(r"[0-9a-f]{40}")  # a revision that never changes
 TF_SUFFIX = re.compile(r"\.(index|meta|data-\d{5}-of-\d{5})$")  # of TensorFlow checkpoints
 PATTERNS = [
+    "adapter_config.json",
+    "adapter_model.safetensors",
     "config.json",
     "config_sentence_transformers.json",
     "sentence_*_config.json",
@@ -61,6 +63,7 @@ PATTERNS = [
 # Downloaded only if a model has no safetensors: most models that have those have both.
 TORCH_MODULES = "[0-9]_*/pytorch_model.bin"
 TORCH_PATTERNS = [
+    "adapter_model.bin",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
     "pytorch_model-*-of-*.bin",

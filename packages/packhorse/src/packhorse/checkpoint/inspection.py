@@ -78,7 +78,7 @@ def inspect(
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
-    adapter: str | None = None,
+    adapter: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
     """Read a checkpoint, try to load it, and describe both."""

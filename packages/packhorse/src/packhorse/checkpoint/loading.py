@@ -21,6 +21,7 @@ from packhorse.checkpoint import (
     names,
     sentence,
     sources,
+    stored_adapters,
 )
 from packhorse.checkpoint.building import LoadReport
 from packhorse.checkpoint.configuration import ConfigInput
@@ -90,7 +91,7 @@ def load(
     repeat_positions: bool = False,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
-    adapter: str | None = None,
+    adapter: str | Path | None = None,
     kernel: Kernel | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
@@ -102,15 +103,20 @@ def load(
     no file says. vocab_size, max_positions: pad or crop these tables, with a warning; positions
     beyond those stored only as repetitions of them (repeat_positions). gelu: "erf" or "tanh", where
     neither a graph nor the configuration says which GELU it is. ignore: patterns (`fnmatch`) of
-    tensors that are no part of the model. adapter: the task whose adapter, if the file has some, is
-    added to the weights. dtype: None keeps that of the file. contents: what was read of it already;
-    its tensors are taken out.
+    tensors that are no part of the model. adapter: a LoRA folder in PEFT's layout, or its hub id,
+    which is merged into the weights, and a folder of an adapter alone names its base; or the name
+    of an adapter that the model's own file has (Jina's embeddings v3). dtype: None keeps that of
+    the file. contents: what was read of it already; its tensors are taken out.
     """
     source = model if isinstance(model, ModelSource) else sources.find(model)
+    stored = adapter is not None and stored_adapters.has_any(source.folder)
+    if adapter is not None and not stored:
+        source = sources.adapted(source, adapter)
     contents = source.read() if contents is None else contents
     try:
         ignored = building.drop_ignored(contents.tensors, ignore)
-        canonical, form, chosen = _canonical(source, contents, config, heads, gelu, adapter)
+        task = str(adapter) if stored else None
+        canonical, form, chosen = _canonical(source, contents, config, heads, gelu, task)
         building.check_encoder(ignored, canonical)
         if vocab_size or max_positions:
             canonical = names.resize(
@@ -120,6 +126,10 @@ def load(
                 repeat_positions=repeat_positions,
             )
         tied = names.resolve_tied_words(canonical)
+        notes = contents.notes
+        if source.adapter is not None:
+            canonical, note = adapters.merge(canonical, adapters.read(source.adapter), tied)
+            notes = (*notes, note)
         vocabulary = configuration.vocabulary(source.folder, vocab)
         checkpoint = _without_weights(canonical, tied, source.layout, vocabulary, kernel)
         table = names.table(canonical.family, tied) | (source.layout.table if source.layout else {})
@@ -136,7 +146,7 @@ def load(
         checkpoint,
         name=source.name,
         format=source.format,
-        notes=contents.notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
+        notes=notes + chosen + building.ignored_notes(ignored) + report.unused_notes(),
         report=report,
         gelu=form,
     )
@@ -153,7 +163,7 @@ def _canonical(
     config: ConfigInput,
     heads: int | None,
     gelu: str | None,
-    adapter: str | None,
+    task: str | None,
 ) -> tuple[CanonicalCheckpoint, Gelu, tuple[str, ...]]:
     """The tensors by canonical name, the GELU, and notes; `contents.tensors` is emptied."""
     tensors = contents.tensors
@@ -165,7 +175,7 @@ def _canonical(
         foreign = partial(_variable_name, scope)
     raw = configuration.find(source.folder, config, heads, tensors, _config_names(source))
     raw, form = choose_gelu(raw, contents, gelu)
-    chosen = adapters.merge(tensors, raw, adapter)
+    chosen = stored_adapters.merge(tensors, raw, task)
     if source.layout:
         tensors |= sentence.read_tensors(source.layout)
     return names.canonical(raw, tensors, names_in_file, foreign), form, chosen

@@ -3,7 +3,8 @@
 A path may be a model's folder, a file of weights, or the prefix of a TensorFlow checkpoint;
 anything else is a hub id. Formats are recognized by the files' contents, and by their names only
 where a format has no signature. In a folder the first format of `FORMATS` that is present is taken:
-the ones that keep most of a model come first. Files of other programs in which BERT models are
+the ones that keep most of a model come first. A folder with nothing but an adapter
+stands for its base with the adapter in it. Files of other programs in which BERT models are
 published (Keras, Flax, numpy, GGUF) are refused with the command that converts them.
 """
 
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packhorse.checkpoint import files, gelu, hf, hub, onnx, sentence
+from packhorse.checkpoint import adapters, files, gelu, hf, hub, onnx, sentence
 from packhorse.checkpoint.contents import Contents
 from packhorse.checkpoint.tensorflow import frozen, tf1
 from packhorse.errors import CheckpointError
@@ -74,6 +75,7 @@ class ModelSource:
     layout: sentence.SentenceLayout | None = None
     root: Path = Path()  # the path that the user's argument resolved to; the layout's folder
     name: str = ""  # short: the last part of a path, or a whole hub id
+    adapter: Path | None = None  # the folder of an adapter to be merged
 
     def read(self, *, slots: bool = False) -> Contents:
         """Read all tensors; with `slots`, the optimizer's state too."""
@@ -101,8 +103,38 @@ def find(model: str | Path) -> ModelSource:
         return _file_source(path, name)
     layout = sentence.read(path)
     home = layout.transformer if layout else path
+    if adapters.is_adapter(home) and not hf.format_of(home):
+        return replace(adapted(_base(home), home), name=name)
     format, weights = _folder_format(home)
     return ModelSource(format, weights, home, layout, path, name)
+
+
+def adapted(source: ModelSource, adapter: str | Path) -> ModelSource:
+    """The source with an adapter, a folder or a hub id; its layout counts, if it has one."""
+    path = hub.resolve(adapter)
+    layout = sentence.read(path) if path.is_dir() else None
+    home = layout.transformer if layout else path
+    if not path.is_dir() or not adapters.is_adapter(home):
+        raise CheckpointError(f"{adapter} is no folder of an adapter: it has no {adapters.CONFIG}")
+    if source.adapter is not None:
+        raise CheckpointError(
+            f"{source.adapter} is an adapter already, and {adapter} another; pass their base "
+            "model and one adapter"
+        )
+    if layout:
+        source = replace(source, layout=layout, root=path)
+    return replace(source, adapter=home, name=f"{source.name}:{path.resolve().name}")
+
+
+def _base(adapter: Path) -> ModelSource:
+    named = adapters.base(adapter)
+    try:
+        return find(named)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{adapter} is an adapter of {named!r}: {error}; where that model lies elsewhere, load "
+            f"it and pass --adapter {adapter} (adapter=)"
+        ) from error.__cause__
 
 
 def _file_source(path: Path, name: str) -> ModelSource:

@@ -543,9 +543,8 @@ def _model_folder(flags: EvaluateFlags, scratch: Path) -> Path:
 
     options = flags.model_flags
     model = flags.model or DEFAULT_MODEL
-    if (
-        options.gelu or options.ignore or options.adapter
-    ):  # other libraries learn of these only from a new folder
+    # Other libraries learn of these only from a new folder.
+    if options.gelu or options.ignore or options.adapter:
         loaded = checkpoint.load(model, **options.load_options(), dtype=None)
         return checkpoint.write(scratch / "model", loaded)
     config = str(options.config) if options.config else None

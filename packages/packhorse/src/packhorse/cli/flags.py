@@ -76,8 +76,8 @@ class ModelFlags:
         str | None,
         flag(
             group=MODEL,
-            help="Task whose adapter is added to the weights, if the file has adapters, such as "
-            "retrieval.query.",
+            help="A LoRA adapter to merge into the weights: a folder in PEFT's layout, or a hub "
+            "id; or the name of one that the model's own file has, such as retrieval.query.",
         ),
     ] = None
 

@@ -164,11 +164,15 @@ def verify(
 def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
     """Load one of the two; flags apply only to what is not stored next to its weights."""
     from packhorse import checkpoint
-    from packhorse.checkpoint import adapters, configuration, files, sources
+    from packhorse.checkpoint import configuration, sources, stored_adapters
 
+    if model_flags.adapter and Path(model_flags.adapter).exists():
+        raise InputError(
+            "--adapter does not say which of the two it belongs to; pass the adapter's folder as "
+            "one of the two models"
+        )
     source = sources.find(model)
     folder = source.folder
-    adapted = adapters.NAMES in files.read_object(folder, "config.json", optional=True)
     configured = configuration.locate(folder, None) is not None
     return checkpoint.load(
         source,
@@ -177,7 +181,7 @@ def _load(model: str, model_flags: ModelFlags) -> "Checkpoint":
         vocab=None if configuration.vocabulary(folder, None) else model_flags.vocab,
         gelu=model_flags.gelu if source.format in ("tf1", "frozen") else None,
         ignore=model_flags.ignore or (),
-        adapter=model_flags.adapter if adapted else None,
+        adapter=model_flags.adapter if stored_adapters.has_any(folder) else None,
         dtype=None,
         allow_nonfinite=True,
     )

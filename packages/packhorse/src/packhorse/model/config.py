@@ -81,7 +81,7 @@ class BertConfig:
     query_key_norm: bool = False  # each head of queries and keys is normalized
     mlm_dense: bool = True  # word scores begin with a dense layer, an activation and a norm
     classify_dense: bool = True  # and so does the classifier, else it is one product without bias
-    absolute_positions: bool = True  # a learned position table, unless positions are rotary
+    absolute_positions: bool = True  # a learned position table, unless rotary or ALiBi
     # Disentangled attention (DeBERTa): "c2p", "p2c" or both; empty: none.
     disentangled: tuple[str, ...] = ()
     distance_span: int = 0  # vectors of distances on either side
@@ -222,7 +222,7 @@ class BertConfig:
     @property
     def position_rows(self) -> int:
         """Rows of the learned table of positions; 0 if there is none."""
-        learned = self.absolute_positions and not self.rotary_base
+        learned = self.absolute_positions and not (self.rotary_base or self.alibi)
         return self.max_positions + self.position_offset if learned else 0
 
     @property
@@ -244,11 +244,6 @@ class BertConfig:
     def rotated_width(self) -> int:
         """W, how many numbers of a head are rotated."""
         return self.rotary_width or self.head_size
-
-    @property
-    def has_position_table(self) -> bool:
-        """Are positions learned and added to the embeddings?"""
-        return not (self.rotary_base or self.alibi)
 
     @property
     def needs(self) -> dict[str, Any]:

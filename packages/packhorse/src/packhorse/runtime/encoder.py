@@ -98,6 +98,8 @@ class Encoder:
     truncate_dim: int | None = None  # `encode` cuts vectors to this many numbers
     # Of weights and configuration; empty if the encoder was not opened by `load`.
     digests: dict[str, str] = field(default_factory=dict[str, str], repr=False)
+    # The same model with adapters in it, by name; see `adapted`.
+    adapters: Mapping[str, Encoder] = field(default_factory=dict[str, "Encoder"], repr=False)
     warned: set[str] = field(default_factory=set[str], repr=False, compare=False)  # see `sentences`
 
     # The interface of sentence-transformers, and what MTEB's runner needs besides.
@@ -166,6 +168,13 @@ class Encoder:
         dtype = device.dtype_name(self.dtype)
         place = f"{device.describe(self.device)}, {dtype}, {self.kernel}"
         return f"Encoder({self.name}: {place}; heads: {', '.join(self.heads)})"
+
+    def adapted(self, name: str) -> Encoder:
+        """Return the encoder with the adapter of this name, of those that `load` was given."""
+        if name not in self.adapters:
+            known = ", ".join(self.adapters) or "none; pass adapters={name: folder} to load"
+            raise InputError(f"{self.name} has no adapter {name!r}; there are: {known}")
+        return self.adapters[name]
 
     def __reduce__(self) -> NoReturn:
         """Refuse: weights that were prepared for this processor cannot be copied."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +54,8 @@ def load(
     heads: int | None = None,
     gelu: str | None = None,
     ignore: Sequence[str] = (),
-    adapter: str | None = None,
+    adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Encoder:
     """Return an `Encoder` over `model`: a folder, a weights file, a TensorFlow prefix or a hub id.
 
@@ -68,8 +70,10 @@ def load(
     see `runtime.invariant`; the number of torch's threads must not change. config, vocab: files to
     use instead of those in the model's folder. heads: the number of attention heads, if no file has
     it. gelu: "erf" or "tanh", if no graph shows which GELU it is. ignore: patterns of tensor names
-    in the file that are not part of the model. adapter: the task whose adapter is added to the
-    weights, if the file has adapters (Jina's embeddings v3).
+    in the file that are not part of the model. adapter: a LoRA folder in PEFT's layout or its hub
+    id, merged into the weights; or the name of an adapter that the model's own file has (Jina's
+    embeddings v3). adapters: several, by name, each opened beside the model; see
+    `Encoder.adapted`.
 
     Sets the environment variables `LRU_CACHE_CAPACITY` and `ONEDNN_PRIMITIVE_CACHE_CAPACITY`,
     unless they are set, so that torch caches few prepared matrix products.
@@ -80,12 +84,35 @@ def load(
         raise InputError(f"budget is {budget} tokens per batch; it must be at least 1")
     if invariant:
         shapes.check(bool(graphs), dtype)
+    if adapters:
+        one = partial(
+            load,
+            model,
+            device=device,
+            dtype=dtype,
+            kernel=kernel,
+            graphs=graphs,
+            budget=budget,
+            invariant=invariant,
+            config=config,
+            vocab=vocab,
+            heads=heads,
+            gelu=gelu,
+            ignore=ignore,
+        )
+        opened = {name: one(adapter=folder) for name, folder in adapters.items()}
+        return replace(one(adapter=adapter), adapters=opened)
     chosen_device = devices.choose_device(device)
     if onnxpack.is_packed(path := Path(model).expanduser()):
         if invariant:
             raise InputError(
                 f"{path} is a packed ONNX graph, and ONNX Runtime does not keep results invariant; "
                 "load the model that the graph was exported from"
+            )
+        if adapter is not None:
+            raise InputError(
+                f"{path} is a packed ONNX graph, whose weights take no adapter; merge it first: "
+                "packhorse convert BASE FOLDER --adapter ADAPTER"
             )
         return open_packed(path, device, config, vocab, budget)
     load_checkpoint = partial(

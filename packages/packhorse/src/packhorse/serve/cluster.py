@@ -290,6 +290,7 @@ def _replica_settings(settings: ServeSettings, deployment: Any) -> ServeSettings
     return replace(
         settings,
         model=tuple(map(_absolute, settings.model)),
+        adapter=tuple(map(_absolute, settings.adapter)),
         token_ids=_absolute(settings.token_ids),
         calibration=tuple(map(_absolute, settings.calibration)),
         threads=threads,

@@ -216,10 +216,10 @@ def open_models(settings: ServeSettings) -> ServedModels:
     """
     _use_threads(settings.threads)
     if not settings.gpu_memory:
-        return ServedModels([_open(entry, settings) for entry in settings.model])
+        return _open_all(settings)
     limit_gpu_memory(devices.choose_device(settings.device or None), settings.gpu_memory)
     try:
-        models = ServedModels([_open(entry, settings) for entry in settings.model])
+        models = _open_all(settings)
         for model in models:
             model.runner.run_largest()
     except torch.OutOfMemoryError as error:
@@ -283,8 +283,25 @@ def serve_model(
     )
 
 
-def _open(entry: str, settings: ServeSettings) -> ServedModel:
-    """Load the model of one `--model` entry: MODEL or NAME=MODEL."""
+def _open_all(settings: ServeSettings) -> ServedModels:
+    """The models, and after them each with its adapters, named MODEL:NAME."""
+    models = [_open(entry, settings) for entry in settings.model]
+    by_name = {model.name: model for model in models}
+    for entry in settings.adapter:
+        name, _, folder = entry.partition("=")
+        of, _, short = name.rpartition(":")
+        base = by_name.get(of or models[0].name)
+        if not short or not folder or base is None:
+            raise InputError(
+                f"--adapter {entry!r} is not NAME=FOLDER, or MODEL:NAME=FOLDER with one of the "
+                f"models {', '.join(by_name)}"
+            )
+        models.append(_open(f"{base.name}:{short}={base.source}", settings, folder))
+    return ServedModels(models)
+
+
+def _open(entry: str, settings: ServeSettings, adapter: str | None = None) -> ServedModel:
+    """Load the model of one `--model` entry, MODEL or NAME=MODEL, with an adapter in it or none."""
     name, _, source = entry.rpartition("=")
     graphs = settings.graphs
     if graphs is None:
@@ -299,6 +316,7 @@ def _open(entry: str, settings: ServeSettings) -> ServedModel:
         invariant=settings.invariant,
         gelu=settings.gelu,
         ignore=settings.ignore,
+        adapter=adapter,
     )
     model = serve_model(encoder, settings, name, source)
     model.runner.run([_probe_input()], "hidden")

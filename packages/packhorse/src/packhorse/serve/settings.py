@@ -71,6 +71,12 @@ class ServeSettings:
     ignore: tuple[str, ...] = setting(
         (), MODELS, "Ignore tensors of the file that match this pattern; may be repeated."
     )
+    adapter: tuple[str, ...] = setting(
+        (),
+        MODELS,
+        "A LoRA adapter as a model of its own: NAME=FOLDER for the first model, or "
+        "MODEL:NAME=FOLDER; requests ask for MODEL:NAME; may be repeated.",
+    )
     calibration: tuple[str, ...] = setting(
         (),
         MODELS,

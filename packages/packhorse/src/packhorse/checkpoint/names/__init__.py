@@ -32,9 +32,9 @@ from packhorse.checkpoint.names.families import (
     encoder_modules,
     family_of,
     modules_of,
-    source,
 )
 from packhorse.checkpoint.names.families import Table as Table
+from packhorse.checkpoint.names.families import source as source
 from packhorse.checkpoint.names.families import sources as sources
 from packhorse.checkpoint.names.families import table as table
 from packhorse.errors import CheckpointError, InputError
@@ -94,6 +94,12 @@ def canonical(
     ):
         raw = {**raw, **family.if_renamed}
     return CanonicalCheckpoint(raw, family, renamed, in_file, root, foreign)
+
+
+def canonical_names(raw: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """Canonical name → name, of some tensors of a model; `names` need not be all."""
+    family = family_of(raw)
+    return _canonical_names(names, family, _root(names, family))
 
 
 def _root(names: Collection[str], family: Family) -> str:
