@@ -2,12 +2,12 @@
 
 RoBERTa, DistilBERT, ELECTRA, MPNet, ModernBERT and later encoders are this model too, and so are
 the decoders that embedding models are made of: they differ in parts that `BertConfig` selects when
-a model is built, so that nothing is left to decide when it runs. There is
-no padded variant of this model. Attention is the only place where sequences could mix; it is a
-kernel passed in from outside, which plans once per batch (once more for layers with a local window)
-and is shared by every layer. In training hidden states are dropped out. Attention probabilities are
-dropped out only if a rate is set (`attention_dropout`), because not every kernel can, and MLPerf's
-packed BERT reached its target without.
+a model is built, so that nothing is left to decide when it runs. There is no padded variant of this
+model. Attention is the only place where sequences could mix; it is a kernel passed in from outside,
+which plans once per batch (once more for layers with a local window) and is shared by every layer.
+In training hidden states are dropped out. Attention probabilities are dropped out only if a rate is
+set (`attention_dropout`), because not every kernel can, and MLPerf's packed BERT reached its target
+without.
 
 The names of modules and parameters are those of saved training states and of the tables in
 `checkpoint.names`: renaming one changes the file format.
@@ -118,7 +118,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter((torch.zeros if offset else torch.ones)(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, E] to [… E]."""
+        """[…, E] to […, E]."""
         wide = x if x.dtype == torch.float64 else x.float()
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.offset:
