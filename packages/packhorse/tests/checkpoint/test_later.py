@@ -144,12 +144,11 @@ FAMILIES = {
 }
 CASES = [(name, ending) for name, family in FAMILIES.items() for ending in family.endings]
 SLOW = pytest.mark.slow
-WRITTEN = [  # a head of each family is enough for a quick run
-    case
-    if case[1] in ("ForMaskedLM", "ForSequenceClassification")
-    else pytest.param(*case, marks=SLOW)
-    for case in CASES
-]
+
+
+def quick(*endings: str) -> list[Any]:
+    """The cases; only those of these classes run every time."""
+    return [case if case[1] in endings else pytest.param(*case, marks=SLOW) for case in CASES]
 
 
 def make(transformers: ModuleType, family: Family, ending: str, **settings: Any) -> Any:
@@ -235,7 +234,9 @@ def same(
             assert_close(result, expected.to(result.dtype), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "ending"), CASES)
+@pytest.mark.parametrize(
+    ("name", "ending"), quick("Model", "ForMaskedLM", "ForSequenceClassification")
+)
 def test_every_class(name: str, ending: str, transformers: ModuleType, tmp_path: Path) -> None:
     family = FAMILIES[name]
     for number, settings in enumerate(({}, *family.others)):
@@ -292,7 +293,7 @@ def test_packed_is_as_alone(
         assert not torch.allclose(merged[30:37], together[1], atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "ending"), WRITTEN)
+@pytest.mark.parametrize(("name", "ending"), quick("ForSequenceClassification"))
 def test_transformers_loads_what_we_write(
     name: str, ending: str, transformers: ModuleType, tmp_path: Path
 ) -> None:
@@ -753,7 +754,9 @@ def test_jinas_adapters_are_chosen_by_name(transformers: ModuleType, tmp_path: P
     with pytest.raises(AssertionError):  # the control
         same(other, checkpoint.load(tmp_path / "adapted", adapter="retrieval.query").model, family)
     checkpoint.write(tmp_path / "merged", loaded)
-    same(other, checkpoint.load(tmp_path / "merged").model, family)
+    again = checkpoint.load(tmp_path / "merged")
+    same(other, again.model, family)
+    assert not any("lora" in key for key in again.raw)
     with pytest.raises(InputError, match=r"it has retrieval\.query, text-m"):
         checkpoint.load(tmp_path / "adapted", adapter="classification")
     with pytest.raises(CheckpointError, match="classification"):  # no folder of an adapter
@@ -934,7 +937,13 @@ FOLDERS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("Qwen3", "Gemma3Text") else pytest.param(name, marks=SLOW)
+        for name in FOLDERS
+    ],
+)
 def test_vectors_are_those_of_sentence_transformers(
     name: str, transformers: ModuleType, tmp_path: Path
 ) -> None:

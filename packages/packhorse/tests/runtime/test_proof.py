@@ -47,7 +47,9 @@ def test_no_result_depends_on_neighbors(make_model, kernel: str, dtype: torch.dt
     assert [p for p in proofs if not p.passed] == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("axes", AXES)
 def test_nor_does_it_in_layers_beyond_berts(make_model, axes: str, dtype: torch.dtype) -> None:
     model = make_model(dtype, axes=axes)

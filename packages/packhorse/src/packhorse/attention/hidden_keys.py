@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from packhorse.attention.kernels import AttentionPlan, Kernel, KernelSupport, kernel
 from packhorse.attention.scope import FULL_SCOPE, AttentionScope
+from packhorse.errors import KernelError
 from packhorse.packing.batch import Packed
 
 
@@ -61,6 +62,11 @@ class HiddenKeys:
             options["scope"] = scope
         if packed.key_lengths is None:
             return self.inner.plan(packed, **options)
+        if scope.causal or scope.rows is not None:
+            raise KernelError(
+                "tokens that no other attends to, as ColBERT's queries have, are not supported by "
+                "models with causal or disentangled attention; encode queries without expansion"
+            )
         counts = packed.key_lengths
         tokens = torch.arange(len(packed.ids), device=counts.device)
         starts = packed.starts.long()
@@ -92,10 +98,10 @@ class HiddenKeys:
             _mask(hidden - begin[:, None], count, keys.shape[1], scope),
         )
 
-    def __call__(self, qkv: Tensor, plan: AttentionPlan) -> Tensor:
-        """[T, 3, H, D] to [T, H, D]."""
+    def __call__(self, qkv: Tensor, plan: AttentionPlan, *positions: Any) -> Tensor:
+        """[T, 3, H, D] to [T, H, D]; `positions` are those of a `DisentangledKernel`."""
         if not isinstance(plan, HiddenKeysPlan):
-            return self.inner(qkv, plan)
+            return self.inner(qkv, plan, *positions)
         out = torch.empty_like(qkv[:, 0])
         out[plan.attended] = self.ragged(qkv[plan.attended], plan.inner)
         queries = qkv[plan.hidden, 0].transpose(1, 2)  # [S, H, M, D]
@@ -123,6 +129,8 @@ def _mask(queries: Tensor, counts: Tensor, longest: int, scope: AttentionScope) 
         visible = visible & (distances.abs() <= scope.window)
     mask = torch.zeros(visible.shape, device=counts.device)
     mask = mask.masked_fill(~visible, float("-inf"))[:, None]
+    if scope.slopes is not None:
+        return mask - scope.slopes.float()[:, None, None] * distances.abs()[:, None]
     if scope.bias is None:
         return mask
     farthest = scope.bias.shape[-1] // 2

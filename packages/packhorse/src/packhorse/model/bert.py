@@ -146,7 +146,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter((torch.zeros if offset else torch.ones)(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, E] to [… E]."""
+        """[…, E] to […, E]."""
         wide = x if x.dtype == torch.float64 else x.float()
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.offset:

@@ -20,8 +20,19 @@ from packhorse.checkpoint.names.families import (
 )
 from packhorse.model.config import BertConfig
 
-# Not written back: they describe the file that was read, or name a path to code.
-DROPPED_KEYS = ("_name_or_path", "auto_map", "dtype", "torch_dtype", "transformers_version")
+# Not written back: they describe the file that was read, name a path to code, or are about
+# adapters, of which one is part of the weights by now.
+DROPPED_KEYS = (
+    "_name_or_path",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "lora_adaptations",
+    "lora_alpha",
+    "lora_rank",
+    "lora_dropout_p",
+)
 
 
 def export(
