@@ -538,11 +538,14 @@ def test_examples_of_the_reference_are_valid(site) -> None:
     text = html.unescape(httpx.get(f"{site.url}/docs").text)
     commands = re.findall(r"<pre>curl -s \$SERVER(\S+) .*? -d '(.*?)'</pre>", text)
     assert len(commands) > 30
+    refused: list[Any] = []
     for path, body in commands:
         path = path.replace("{name}", "tiny").replace("{task}", "feature-extraction")
         body = re.sub(r"\[101, \d+, 102\]", "[2, 6, 3]", body)  # the tiny vocabulary has few ids
         answer = httpx.post(site.url + path, json=json.loads(body.replace("'\\''", "'")))
-        assert answer.status_code in (200, 424), (path, body, answer.text)
+        if answer.status_code not in (200, 424):
+            refused.append((path, body, answer.text))
+    assert refused == []
 
 
 def test_a_task_without_a_head_says_how_to_get_one(visit, opened) -> None:

@@ -144,8 +144,8 @@ class ScoreRequest(ScoringBody):
     `data_1` and `data_2`.
     """
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
+    text_1: Texts | None = Field(default=None, examples=["What is packing?"])
+    text_2: Texts | None = Field(default=None, examples=["Sequences laid end to end."])
     queries: Texts | None = None
     documents: Texts | None = None
     items: Texts | None = None

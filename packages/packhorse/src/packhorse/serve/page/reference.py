@@ -222,10 +222,12 @@ def _example(schema: Json, schemas: Json) -> Any:
     if schema.get("examples"):
         return schema["examples"][0]
     if "properties" in schema:
-        required = schema.get("required") or [
-            name for name, part in schema["properties"].items() if part.get("examples")
-        ]
-        return {name: _example(schema["properties"][name], schemas) for name in required}
+        required = schema.get("required", ())
+        return {
+            name: _example(part, schemas)
+            for name, part in schema["properties"].items()
+            if name in required or part.get("examples")
+        }
     for key in ("anyOf", "oneOf"):
         if key in schema:
             return _example(schema[key][0], schemas)
