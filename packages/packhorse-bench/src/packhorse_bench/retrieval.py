@@ -43,7 +43,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "multi": ("sentence-transformers", "pylate"),
 }
 WIDTH = 128  # of a token's vector, as in ColBERT
-BIAS = -1.7  # of random words: three deviations of their scores below 0
+DEVIATIONS = 3  # of the scores of random words, by which their bias is below 0
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,8 @@ def _folder(request: RetrievalRequest, scratch: Path) -> Path:
         kind: Any = transformers.BertForMaskedLM if is_sparse else transformers.BertModel
         model: Any = kind(config)
         if is_sparse:
-            torch.nn.init.constant_(model.cls.predictions.bias, BIAS)
+            deviation = config.initializer_range * shape.hidden_size**0.5
+            torch.nn.init.constant_(model.cls.predictions.bias, -DEVIATIONS * deviation)
         model.save_pretrained(folder)
     (_sparse_files if is_sparse else _multi_files)(folder, shape.hidden_size)
     return folder
@@ -261,6 +262,9 @@ def _sparse_files(folder: Path, width: int) -> None:
         "word_embedding_dimension": words,
     }
     (folder / "1_SpladePooling" / "config.json").write_text(json.dumps(settings))
+    # Without it the library takes the folder for another kind of model and adds a layer of its own.
+    kind = {"model_type": "SparseEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(kind))
 
 
 def _multi_files(folder: Path, width: int) -> None:
