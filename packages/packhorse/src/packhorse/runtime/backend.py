@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -67,10 +68,11 @@ class TorchBackend:
         if device.type == "cpu":
             frozen = can_freeze(next(model.parameters()).dtype) and not self.graphs
             (freeze if frozen else widen)(self.model)
-        self._compiled: Sequence[Callable[..., Tensor]] | None = None
-        if graphs is True:
-            self._compiled = executable.compiled(model.bert.layers)
+        self._compiles = graphs is True
+        if self._compiles:
+            executable.warn_if_uncompiled()
         self._later: dict[Hashable, Packed] | None = None  # None: prepare a bucket when it comes
+        self._held = False  # prepare nothing at all
         self._batches: Counter[Hashable] = Counter()  # of a bucket; from PATIENCE on it is prepared
         self.fixed = FixedShapes(self.model, device, fixed) if fixed else None
 
@@ -99,6 +101,10 @@ class TorchBackend:
         padded = self.graphs and tokens <= self.largest and not packed.capacity
         return executable.round_up(tokens, self.smallest) if padded else tokens
 
+    def hold(self) -> None:
+        """Run every batch unprepared until `prepare_later`: nothing is compiled or recorded."""
+        self._held = True
+
     def prepare_later(self, expected: Sequence[Packed]) -> None:
         """From now on prepare buckets in `prepare_next`: those of batches that come, then those of
         `expected` batches. Where it is never called, a bucket is prepared after many batches.
@@ -106,6 +112,7 @@ class TorchBackend:
         buckets = [_bucket(packed, self.smallest) for packed in expected]
         small_enough = [bucket for bucket in buckets if len(bucket.ids) <= self.largest]
         self._later = {_key(bucket): bucket for bucket in reversed(small_enough)}
+        self._held = False
 
     @torch.inference_mode()
     def prepare_next(self) -> bool:
@@ -117,10 +124,18 @@ class TorchBackend:
         self._in_bucket(bucket.to(self.device))
         return True
 
+    @cached_property
+    def _layers(self) -> Sequence[Callable[..., Tensor]]:
+        """The compiled layers; made by the first batch that needs them, because to import torch's
+        compiler takes seconds, for which a server would not be ready.
+        """
+        return executable.compiled(self.model.bert.layers)
+
     def _in_bucket(self, bucket: Packed) -> Tensor:
-        executable.allow_every_bucket()
         tensors = bucket.ids, bucket.types, bucket.positions, bucket.cu_seqlens
         constants: dict[str, Any] = {"max_seqlen": bucket.max_seqlen, "capacity": bucket.capacity}
+        if self._held:
+            return self._hidden(*tensors, **constants, unprepared=True)
         if self._later is not None:
             key = _key(bucket)
             self._batches[key] += 1
@@ -143,7 +158,10 @@ class TorchBackend:
     ) -> Tensor:
         """Run the encoder on bare tensors, which is what a recorded graph takes."""
         packed = Packed(ids, types, positions, cu_seqlens, max_seqlen, (), capacity)
-        return self.model.bert(packed, None if unprepared else self._compiled)
+        if unprepared or not self._compiles:
+            return self.model.bert(packed)
+        executable.allow_every_bucket()
+        return self.model.bert(packed, self._layers)
 
 
 def _key(bucket: Packed) -> Hashable:

@@ -85,6 +85,14 @@ class ServedModel:
             self._fingerprints[prompt] = str(replace(self.fingerprint_parts, prompt=prompt))
         return self._fingerprints[prompt]
 
+    def begin_preparing(self) -> None:
+        """Compile or record batches from now on, with `--graphs`, while no request waits."""
+        backend = getattr(self.encoder, "backend", None)  # None: it runs in another process
+        if isinstance(backend, TorchBackend) and backend.graphs:
+            backend.prepare_later(self.runner.batches_of_every_size())
+            # Its batch wakes the engine, which looks for such work when a batch has ended.
+            self.runner.submit(_probe_input(), "hidden")
+
     def retry_after(self) -> int:
         """Whole seconds until the current queue has run, at the speed of the last batches."""
         rate = self.runner.rate()
@@ -196,6 +204,11 @@ class ServedModels:
             if model.runner.idle_seconds() > max_age:
                 await _run_probe(model)
 
+    def begin_preparing(self) -> None:
+        """Call this when requests are answered: batches are compiled while none waits."""
+        for model in self:
+            model.begin_preparing()
+
     def close(self, drain: bool = True) -> None:
         """Stop all engines; waiting requests are answered with `drain`, failed without."""
         for model in self:
@@ -244,7 +257,8 @@ def serve_model(
     """Start a runner for a loaded model, with the batch size and queue limits of the settings.
 
     With graphs, batches are compiled or recorded while no request waits: first those of sizes that
-    have come, then all others.
+    have come, then all others; and not before `begin_preparing`, because the compiler
+    would take the interpreter from a server that is starting.
     """
     tokens = settings.batch_tokens or BATCH_TOKENS.get(encoder.device.type, encoder.budget)
     capacity = min(settings.max_input_tokens or encoder.max_length, encoder.max_length)
@@ -263,7 +277,7 @@ def serve_model(
         when_idle=graphs.prepare_next if graphs else None,
     )
     if graphs:
-        graphs.prepare_later(runner.batches_of_every_size())
+        graphs.hold()
     return ServedModel(
         name or encoder.name,
         source or encoder.name,

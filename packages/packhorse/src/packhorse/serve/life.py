@@ -252,6 +252,7 @@ class DrainingServer(uvicorn.Server):
         if self.ends_with_engine:
             self._tasks.append(loop.create_task(self._watch_engines()))
         self.report_ready()
+        self.models.begin_preparing()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close the connections; the application's lifespan then ends the engines."""

@@ -358,6 +358,7 @@ def main(control: Control) -> int:
     gc.collect()
     gc.freeze()  # models and code live as long as the process; never scan them again
     control.send({"kind": "models", "models": described})
+    models.begin_preparing()
     EngineProcess(control, models, message["labels"]).run()
     models.close()
     return 0
