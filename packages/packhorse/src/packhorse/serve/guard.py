@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from functools import lru_cache
 from hashlib import sha256
 from ipaddress import ip_address
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packhorse.serve import logs
 from packhorse.serve.failures import ClientGone, Failure
@@ -30,6 +30,9 @@ from packhorse.serve.hosting import ServedModels
 from packhorse.serve.metrics import NO_KEY, UNMATCHED_ROUTE, Metrics, RequestRecord
 from packhorse.serve.settings import ServeSettings
 from packhorse.serve.tracing import CURRENT, read_ids
+
+if TYPE_CHECKING:
+    from packhorse.serve.telemetry import Telemetry
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -42,6 +45,8 @@ PUBLIC_PATHS = ("/health", "/ping")
 # Answered under any load and while draining: an operator needs them most when the server is full.
 # None of them goes through a queue, except the one token that /ready may run.
 UNLIMITED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/engine")
+ADMIN_PREFIX = "/admin/"  # of routes with a key of their own; see `admin`
+BEARER = {"www-authenticate": 'Bearer realm="packhorse"'}
 METHODS_WITHOUT_BODY = ("GET", "HEAD", "OPTIONS", "DELETE")
 # Sent with every refusal: the client may still be sending a body that nobody will read, so the
 # connection cannot be used for another request.
@@ -81,6 +86,7 @@ class Guard:
         self.on_all_addresses = settings.host in ("", "0.0.0.0", "::")
         self._is_known_host = lru_cache(256)(self._is_own_host)  # to parse it takes 10 µs
         self.warned: set[tuple[str, str]] = set()  # models and keys whose texts were cut
+        self.telemetry: Telemetry | None = None  # set while traces and metrics are sent
         self.draining = False
         self.in_flight = 0  # requests that the application is answering
         self.buffered = 0  # bytes of all bodies held, complete or not
@@ -107,6 +113,7 @@ class Guard:
             # A status of 0 means that the connection ended before a response began.
             status = CLIENT_GONE if response.client_gone else response.status or CLIENT_GONE
             self.report(scope, record, status)
+            record.model = None  # the connection keeps the scope, and a removed model must not stay
             CURRENT.reset(current)
 
     async def _handle_other(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -193,7 +200,9 @@ class Guard:
     def _check_headers(self, scope: Scope) -> Failure | None:
         """Refuse what can be refused by the headers alone, before any byte of the body is read."""
         headers = dict(scope["headers"])
-        if not self.keys and not self._is_known_host(headers.get(b"host")):
+        # No web page can make a browser connect to a Unix socket.
+        any_host = self.keys or self.settings.unix_socket
+        if not any_host and not self._is_known_host(headers.get(b"host")):
             return Failure(403, FOREIGN_HOST, CLOSE)
         failure = self._check_access(scope, headers)
         if failure is not None or scope["method"] in METHODS_WITHOUT_BODY:
@@ -207,7 +216,10 @@ class Guard:
             return Failure(400, "the request has more than one Authorization header", CLOSE)
         record: RequestRecord = scope["packhorse"]
         record.key = self._find_key(headers)
-        if self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
+        if self.settings.admin_key and scope["path"].startswith(ADMIN_PREFIX):
+            if not self._has_admin_key(headers):
+                return Failure(401, "the admin key is missing or wrong", {**BEARER, **CLOSE})
+        elif self.keys and scope["path"] not in PUBLIC_PATHS and record.key == NO_KEY:
             # Basic makes a browser ask its user for the key, which is wanted when the page is
             # opened; calls of the page's script must fail instead.
             scheme = "Basic" if headers.get(b"sec-fetch-mode") == b"navigate" else "Bearer"
@@ -249,6 +261,10 @@ class Guard:
         digest = sha256(_key(headers.get(b"authorization", b""))).digest()
         matches = [hmac.compare_digest(digest, key) for key in self.keys]
         return f"key{matches.index(True) + 1}" if any(matches) else NO_KEY
+
+    def _has_admin_key(self, headers: dict[bytes, bytes]) -> bool:
+        sent = sha256(_key(headers.get(b"authorization", b""))).digest()
+        return hmac.compare_digest(sent, sha256(self.settings.admin_key.encode()).digest())
 
     def _check_body_headers(self, headers: dict[bytes, bytes]) -> Failure | None:
         length = headers.get(b"content-length")
@@ -323,6 +339,9 @@ class Guard:
         route = getattr(scope.get("route"), "path", UNMATCHED_ROUTE)
         self.metrics.record(record, route, status)
         logs.log_request(record, route, status)
+        if self.telemetry is not None:
+            known = None if route == UNMATCHED_ROUTE else route
+            self.telemetry.record(scope, record, known, status)
 
     def _warn_of_truncation(self, record: RequestRecord) -> None:
         """Log once per model and key that texts are cut; the metric counts how many."""
