@@ -258,6 +258,7 @@ def configuration(
     return uvicorn.Config(
         app,
         http=tls.protocol(settings, certificate) if certificate else protocol(settings),
+        loop="asyncio" if certificate else "auto",  # uvloop reads too early, see `tls`
         ws="none",
         lifespan="on",
         log_config=None,

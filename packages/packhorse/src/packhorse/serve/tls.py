@@ -4,6 +4,9 @@ uvicorn hands a connection to our protocol when the handshake has ended, and lea
 minute for it; until then no limit of ours would see the connection. So connections are accepted
 without TLS, which begins here: a connection counts from its first moment, and its handshake has as
 long as headers have (`receive_seconds`). Afterwards a `BoundedConnection` takes over.
+
+What arrives before the handshake begins would be taken for plain text, so reading has to pause when
+a connection is made. asyncio's own event loop respects that, uvloop does not.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ class TlsConnection(asyncio.Protocol):
         if len(self.connections) > self.settings.max_connections:
             self.connections.discard(self)
             return transport.abort()
-        transport.pause_reading()  # what comes before `start_tls` would be taken for plain text
+        transport.pause_reading()
         self.task = asyncio.get_running_loop().create_task(self._begin())
 
     def data_received(self, data: bytes) -> None:
