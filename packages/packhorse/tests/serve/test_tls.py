@@ -26,7 +26,9 @@ from packhorse.serve.settings import ServeSettings
 from packhorse.serve.tls import Certificate
 
 from .processes.test_processes import wait_for
+from .test_metrics_port import free_port
 
+grpc = pytest.importorskip("grpc")
 x509 = pytest.importorskip("cryptography.x509")
 TEXTS = ["w1 w2 w3", "w4"]
 
@@ -94,7 +96,10 @@ def server(request, start, files) -> Iterator[Any]:
     certificate, key = map(str, files)
     words = ["--tls-cert", certificate, "--tls-key", key, "--device", "cpu"]
     words += ["--receive-seconds", "2", "--max-connections", "60"]
-    return start(*words, *fronts).wait_until_ready()
+    grpc_port = free_port()
+    process = start(*words, *fronts, "--grpc-port", str(grpc_port)).wait_until_ready()
+    process.grpc_port = grpc_port
+    return process
 
 
 def trusting(files: tuple[Path, Path]) -> ssl.SSLContext:
@@ -117,6 +122,19 @@ def test_clients_are_answered(server, files, checkpoint_folder) -> None:
         pytest.skip("curl is not installed")
     words = [curl, "-sS", "--cacert", str(files[0]), f"{url}/health"]
     assert '"ok"' in subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+
+def test_grpc_has_it_too(server, files) -> None:
+    address = f"localhost:{server.grpc_port}"
+    credentials = grpc.ssl_channel_credentials(files[0].read_bytes())
+    with (
+        grpc.secure_channel(address, credentials) as secured,
+        grpc.insecure_channel(address) as plain,
+    ):
+        check = secured.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=60, wait_for_ready=True) == b"\x08\x01"  # SERVING
+        with pytest.raises(grpc.RpcError):
+            plain.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
